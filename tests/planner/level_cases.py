@@ -1,8 +1,9 @@
-"""Costs, micro-batches and plain walks of steps whose packs are of several levels."""
+"""Costs and micro-batches of one or several levels, and plain walks of all splits of a model."""
 
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache, reduce
 from itertools import combinations, pairwise, product
 from typing import Any
 
@@ -11,7 +12,7 @@ from cost_cases import LinksInTime, model_of, random_cost, random_features
 
 from omnibal.cost.model import CostModel, ParameterRates
 from omnibal.model.config import ModelConfig
-from omnibal.model.units import UnitKind, unit_names
+from omnibal.model.units import unit_names
 from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import recomputed_counts, stage_units
@@ -90,315 +91,327 @@ def _row(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class WalkedStage:
-    """A stage's units, and how many layers of each kind it recomputes at every level."""
+class Run:
+    """Units of a stage, with choices of layers that every level recomputes. [choices, rows]"""
 
     units: tuple[str, ...]
-    again: tuple[dict[str, int], ...]
+    forward_ms: np.ndarray
+    backward_ms: np.ndarray
+    kept: np.ndarray
+    """Bytes that each micro-batch keeps between its forward and its backward."""
+    running: np.ndarray
+    """Most bytes of each micro-batch while one of the run's units works on it, [2, choices, rows]:
+    forward and backward."""
+    link_bytes: np.ndarray
+    """Of the largest micro-batch: its input, the input's gradient, its output, the output's
+    gradient, [4]."""
+    state: float
+    trained: int
+    trained_experts: int
+    exchange_ms: float
+    """Of the gradient of a tied matrix, with the stage that has the other copy."""
 
-    def recomputed(self, level: int) -> list[bool]:
-        """Whether each unit is recomputed: the earliest of their kind."""
-        left, chosen = dict(self.again[level]), []
-        for unit in self.units:
-            chosen.append(left.get(unit, 0) > 0)
-            left[unit] = left.get(unit, 0) - 1
-        return chosen
+    @property
+    def has_experts(self) -> bool:
+        return any("experts" in unit for unit in self.units)
 
 
-def every_candidate(
-    cost: CostModel, model: ModelConfig, stages: int, levels: int
-) -> Iterator[tuple[WalkedStage, ...]]:
-    """All splits with all recomputed sets."""
-    sequence = unit_names(model)
+Sets = Sequence[tuple[dict[str, int], ...]]
+"""Choices of numbers of recomputed layers, by level and kind."""
+
+
+def every_set(cost: CostModel, units: tuple[str, ...], levels: int, alike: bool) -> Sets:
+    """All numbers of recomputed layers, or those that are the same at every level."""
     layers = [kind.name for kind in cost.kinds if kind.is_layer]
-    for cuts in combinations(range(1, len(sequence)), stages - 1):
-        runs = [sequence[a:b] for a, b in pairwise((0, *cuts, len(sequence)))]
-        if not all(set(layers) & set(run) for run in runs):
-            continue
-        options = []
-        for run in runs:
-            numbers = [range(run.count(kind) + 1) for kind in layers]
-            sets = [dict(zip(layers, chosen, strict=True)) for chosen in product(*numbers)]
-            options.append(
-                [WalkedStage(units=run, again=again) for again in product(sets, repeat=levels)]
-            )
-        yield from product(*options)
+    numbers = product(*(range(units.count(kind) + 1) for kind in layers))
+    sets = [dict(zip(layers, each, strict=True)) for each in numbers]
+    return [(each,) * levels for each in sets] if alike else [*product(sets, repeat=levels)]
 
 
-def walked_peak(
-    costs: Sequence[CostModel], stages: Sequence[WalkedStage], packs: Workload
-) -> float:
-    """Most bytes of any stage at any moment."""
-    return max(
-        stage_peak(costs, stage, len(stages), number, packs) for number, stage in enumerate(stages)
-    )
-
-
-def walked_peaks(
-    costs: Sequence[CostModel], candidates: Sequence[Sequence[WalkedStage]], packs: Workload
-) -> np.ndarray:
-    """`walked_peak` of all candidates of one number of stages, of each stage once. [candidates]"""
-    peaks: dict[str, float] = {}
-    for stages in candidates:
-        for number, stage in enumerate(stages):
-            key = f"{number} {stage}"
-            if key not in peaks:
-                peaks[key] = stage_peak(costs, stage, len(stages), number, packs)
-    return np.array([max(peaks[f"{n} {stage}"] for n, stage in enumerate(s)) for s in candidates])
-
-
-def stage_peak(
-    costs: Sequence[CostModel], stage: WalkedStage, stages: int, number: int, packs: Workload
-) -> float:
-    """Most bytes of one of `stages` stages, by walking every rank's passes."""
-    of_unit = [costs[0].units[unit] for unit in stage.units]
-    state = sum(unit.parameters * 2 + unit.trained_parameters * 16 for unit in of_unit)
-    experts = sum(unit.trained_expert_parameters for unit in of_unit)
-    rates = costs[0].expert_rates
-    state += sum(unit.expert_parameters for unit in of_unit) * (rates.weight_bytes - 2)
-    state += experts * (rates.gradient_bytes - 4 + rates.optimizer_bytes - 12)
-    state += costs[0].expert_peer_bytes * holds_experts(costs, stage)
-    every = range(len(packs.step))
-    unkept = [_unkept_input(costs, stage, packs, row) for row in every]
-    kept = [sum(_kept(costs, stage, packs, row), unkept[row]) for row in every]
-    running = {
-        kind: [_most_running(costs, stage, packs, row, kind) for row in every]
-        for kind in (Pass.FORWARD, Pass.BACKWARD)
-    }
-    place = packs.step * packs.data_parallel_size + packs.dp_rank
-    link_bytes = np.array(_link_bytes(costs, stage, packs))
-    state += max(_largest(costs, packs, unit, "shared_bytes") for unit in stage.units)
-    most = 0.0
-    for rank in np.unique(place):
-        rows = np.flatnonzero(place == rank).tolist()
-        held: set[int] = set()
-        links = LinksInTime(len(rows))
-        for operation in one_forward_one_backward(stages, 1, len(rows)).operations[number]:
-            row, kind = rows[operation.micro_batch], operation.kind
-            others = sum(kept[other] for other in held if other != row)
-            there = links.before(kind) @ link_bytes
-            most = max(most, running[kind][row] + others + there)
-            held ^= {row}  # from its forward to its backward
-            links.run(kind)
-    return state + most
-
-
-def holds_experts(costs: Sequence[CostModel], stage: WalkedStage) -> bool:
-    return any(costs[0].units[unit].expert_parameters for unit in stage.units)
-
-
-def _kept(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int) -> list[float]:
-    level, features = int(packs.level[row]), packs.features[row]
-    units = [costs[level].units[unit] for unit in stage.units]
-    again = stage.recomputed(level)
-    return [
-        float(features @ (unit.boundary_bytes if a else unit.activation_bytes))
-        for unit, a in zip(units, again, strict=True)
+def run_of(costs: Sequence[CostModel], units: tuple[str, ...], packs: Workload, sets: Sets) -> Run:
+    cost, levels = costs[0], range(len(costs))
+    of_level = [packs.features * (packs.level == level)[:, None] for level in levels]
+    keys = [{str(chosen[level]): chosen[level] for chosen in sets} for level in levels]
+    figures = [
+        {key: _figures(costs[n], units, again, of_level[n]) for key, again in keys[n].items()}
+        for n in levels
     ]
-
-
-def _before(costs: Sequence[CostModel], stage: WalkedStage) -> str | None:
-    """The unit from which the stage receives."""
-    order = list(costs[0].units)
-    place = order.index(stage.units[0])
-    return order[place - 1] if place else None
-
-
-def _unkept_input(
-    costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int
-) -> float:
-    """Input of a stage whose first unit keeps none; the stage does, for its gradient."""
-    before = _before(costs, stage)
-    if before is None or not stage.units[0].endswith(("projector", "embed")):
-        return 0.0
-    return float(packs.features[row] @ costs[int(packs.level[row])].units[before].output_bytes)
-
-
-def _link_bytes(costs: Sequence[CostModel], stage: WalkedStage, packs: Workload) -> list[float]:
-    """Of the largest micro-batch: input, its gradient, output, its gradient."""
-    last = max(stage.units, key=list(costs[0].units).index)
-    return [
-        _largest(costs, packs, unit, name)
-        for unit in (_before(costs, stage), last)
+    found = np.array([sum(figures[n][str(chosen[n])] for n in levels) for chosen in sets])
+    last = max(units, key=list(cost.units).index)
+    sizes = [
+        max(
+            rows.max(axis=0) @ getattr(costs[n].units[end], name) if end else 0.0
+            for n, rows in enumerate(of_level)
+        )
+        for end in (_before(cost, units[0]), last)
         for name in ("output_bytes", "output_gradient_bytes")
     ]
-
-
-def _largest(costs: Sequence[CostModel], packs: Workload, unit: str | None, name: str) -> float:
-    """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
-    if unit is None:
-        return 0.0
-    return max(
-        float(packs.features[packs.level == level].max(axis=0) @ getattr(cost.units[unit], name))
-        for level, cost in enumerate(costs)
-        if (packs.level == level).any()
+    shared = max(
+        rows.max(axis=0) @ costs[n].units[unit].shared_bytes
+        for n, rows in enumerate(of_level)
+        for unit in units
+    )
+    held = [cost.units[unit] for unit in units]
+    experts = sum(unit.trained_expert_parameters for unit in held)
+    rates, tied = cost.expert_rates, {"language_embed", "head"} & set(units)
+    once = cost.tied_parameters if len(tied) == 2 else 0
+    state = sum(2 * unit.parameters + 16 * unit.trained_parameters for unit in held) - 18 * once
+    state += sum(unit.expert_parameters for unit in held) * (rates.weight_bytes - 2)
+    state += experts * (rates.gradient_bytes - 4 + rates.optimizer_bytes - 12)
+    state += cost.expert_peer_bytes * any(unit.expert_parameters for unit in held)
+    both_ways_ms = 2 * (cost.link_latency_ms + cost.link_ms_per_byte * 2 * cost.tied_parameters)
+    return Run(
+        units=units,
+        forward_ms=found[:, 0],
+        backward_ms=found[:, 1],
+        kept=found[:, 2],
+        running=found[:, 3:].swapaxes(0, 1),
+        link_bytes=np.array(sizes),
+        state=state + shared,
+        trained=sum(unit.trained_parameters for unit in held) - once - experts,
+        trained_experts=experts,
+        exchange_ms=both_ways_ms if cost.tied_parameters and len(tied) == 1 else 0.0,
     )
 
 
-def _most_running(
-    costs: Sequence[CostModel], stage: WalkedStage, packs: Workload, row: int, kind: Pass
-) -> float:
-    level, features = int(packs.level[row]), packs.features[row]
-    kept, most = _kept(costs, stage, packs, row), 0.0
-    last = max(stage.units, key=list(costs[0].units).index)
-    gradient = float(features @ costs[level].units[last].output_gradient_bytes)
-    for place, again in enumerate(stage.recomputed(level)):
-        unit = costs[level].units[stage.units[place]]
-        back = float(features @ (unit.activation_bytes - unit.boundary_bytes)) if again else 0.0
-        working = float((unit.transient_bytes @ features).max())
-        if kind is Pass.BACKWARD and stage.units[place] != last:
-            working += gradient
-        most = max(most, sum(kept[: place + 1]) + back + working)
-    return most + _unkept_input(costs, stage, packs, row)
+def _figures(
+    cost: CostModel, units: tuple[str, ...], numbers: dict[str, int], features: np.ndarray
+) -> np.ndarray:
+    """Forward and backward ms, bytes kept, and needed forward and backward. [5, rows]"""
+    left, again = dict(numbers), []
+    for unit in units:
+        again.append(left.get(unit, 0) > 0)
+        left[unit] = left.get(unit, 0) - 1
+    forward_ms = features @ sum(cost.units[unit].forward_ms for unit in units)
+    backward_ms = features @ sum(
+        cost.units[unit].backward_ms + recomputed * cost.units[unit].recompute_ms
+        for unit, recomputed in zip(units, again, strict=True)
+    )
+    kept, running = _memory(cost, units, again, features)
+    return np.array([forward_ms, backward_ms, kept, *running])
 
 
-def walked_step_ms(
-    costs: Sequence[CostModel], stages: Sequence[WalkedStage], packs: Workload
-) -> float:
-    """Mean step time, by letting every block of ranks run its next pass when all its ranks can.
+def _memory(
+    cost: CostModel, held: tuple[str, ...], again: list[bool], features: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """What micro-batches keep between forward and backward, [rows], and need while a unit runs,
+    [2, rows], forward and backward."""
+    first, last = held[0], max(held, key=list(cost.units).index)
+    gradient = features @ cost.units[last].output_gradient_bytes
+    layers = {kind.name: kind.tower for kind in cost.kinds if kind.is_layer}
+    kept, running = np.zeros(len(features)), np.zeros((2, len(features)))
+    before = _before(cost, first)
+    if first.endswith(("projector", "embed")) and before:
+        # Kept for its gradient by no unit.
+        came = cost.units[before]
+        kept = kept + features @ came.output_bytes * came.output_gradient_bytes.any()
+    for place, unit in enumerate(held):
+        costs = cost.units[unit]
+        back = features @ (costs.activation_bytes - costs.boundary_bytes)
+        kept = kept + features @ costs.boundary_bytes + (0 if again[place] else back)
+        tower = layers.get(unit)
+        own = [i for i, name in enumerate(held) if tower and layers.get(name) == tower]
+        ahead = kept
+        if len({held[i] for i in own}) > 1:
+            # Layers of several kinds take turns, and all of them count as if they came before.
+            of_kind = [again[i] for i in own if held[i] == unit]
+            back = back if all(of_kind) else 0 * back
+            for i in own:
+                if i > place:
+                    later = cost.units[held[i]]
+                    bytes_ = later.boundary_bytes if again[i] else later.activation_bytes
+                    ahead = ahead + features @ bytes_
+        # Units after this one keep nothing yet, forward, and nothing any more, backward.
+        brought = back if again[place] else 0
+        working = (features @ costs.transient_bytes.T).max(axis=1)
+        if cost.tied_trained_parameters and {"language_embed", "head"} <= set(held):
+            # The head's gradient of the tied matrix waits for the embed's, then comes their sum.
+            waiting = 2 * (unit == "language_embed") + unit.startswith("language_layer")
+            working = working + 2 * waiting * cost.tied_parameters
+        given = np.zeros_like(gradient) if unit == last or not costs.has_backward else gradient
+        running = np.maximum(running, ahead + brought + working + np.stack([0 * given, given]))
+    return kept, running
+
+
+def _before(cost: CostModel, unit: str) -> str | None:
+    """Name of the unit from which a stage that begins with this one receives."""
+    place = list(cost.units).index(unit)
+    return list(cost.units)[place - 1] if place else None
+
+
+def run_peaks(run: Run, stage: int, stages: int, packs: Workload) -> np.ndarray:
+    """Most bytes while any rank's step runs, one operation after another. [choices]"""
+    most = np.zeros(len(run.kept))
+    place = packs.step * packs.data_parallel_size + packs.dp_rank
+    for rows in (np.flatnonzero(place == each) for each in np.unique(place)):
+        links, held = LinksInTime(len(rows)), []
+        for operation in one_forward_one_backward(stages, 1, len(rows)).operations[stage]:
+            one, backward = rows[operation.micro_batch], operation.kind is Pass.BACKWARD
+            held += [] if backward else [one]
+            others = run.kept[:, held].sum(axis=1) - run.kept[:, one]
+            there = np.array(links.before(operation.kind)) @ run.link_bytes
+            most = np.maximum(most, others + run.running[int(backward), :, one] + there)
+            links.run(operation.kind)
+            held = held[backward:]
+    return most + run.state
+
+
+def split_ms(costs: Sequence[CostModel], runs: Sequence[Run], packs: Workload) -> np.ndarray:
+    """Mean step of all choices of a split. [choices of stage 0, of stage 1, ...]
 
     Weights come and gradients go bucket by bucket, each as its part of a pass begins or has run.
     """
-    first = costs[0]
-    units = [[first.units[unit] for unit in stage.units] for stage in stages]
-    experts = np.array([sum(unit.trained_expert_parameters for unit in of) for of in units])
-    others = np.array([sum(unit.trained_parameters for unit in of) for of in units]) - experts
-    rates = first.expert_rates
-    update_ms = first.optimizer_ms_fixed + max(
-        first.rates.optimizer_ms * others + rates.optimizer_ms * experts
+    first, rates = costs[0], costs[0].expert_rates
+    others, experts = np.array([(run.trained, run.trained_experts) for run in runs]).T
+    gather_ms, reduction_ms, update_ms = (
+        getattr(first.rates, name) * others + getattr(rates, name) * experts
+        for name in ("weight_gather_ms", "gradient_reduction_ms", "optimizer_ms")
     )
-    reduction_ms = (
-        first.rates.gradient_reduction_ms * others + rates.gradient_reduction_ms * experts
-    )
-    gather_ms = first.rates.weight_gather_ms * others + rates.weight_gather_ms * experts
-    buckets = [1] * len(stages)
+    buckets = [1] * len(runs)
     buckets[0] = max(math.ceil((others[0] + experts[0]) / first.bucket_parameters), 1)
-    step_ms = []
-    for step in np.unique(packs.step):
-        walk = _StepWalk(costs, stages, packs, int(step), gather_ms, buckets)
-        reduced = [
-            _reduced(end, walk.lasted[place], reduction_ms[place[1]], buckets[place[1]])
-            for place, end in walk.ends().items()
-        ]
-        step_ms.append(max(reduced) + update_ms)
-    return float(np.mean(step_ms))
-
-
-def _reduced(end_ms: float, lasted_ms: float, reduction_ms: float, buckets: int) -> float:
-    """End of the last bucket's reduction beside a backward of such an end and duration."""
-    free = 0.0
-    for ran in range(1, buckets + 1):
-        ready = end_ms - lasted_ms * (1 - ran / buckets)
-        free = max(free, ready) + reduction_ms / buckets
-    return free
-
-
-def _begun(lasts_ms: float, gather_ms: float, buckets: int) -> float:
-    """Start of a forward that runs without a break and has each bucket in time."""
-    return max(
-        (came + 1) * gather_ms / buckets - came * lasts_ms / buckets for came in range(buckets)
-    )
+    steps = np.unique(packs.step)
+    total_ms = np.zeros(1)
+    for step in steps:
+        walk = _StepWalk(costs, runs, packs, int(step), gather_ms, buckets)
+        reduced = []
+        for (rank, stage), end in walk.ends().items():
+            free, number = np.zeros(1), buckets[stage]
+            for ran in range(1, number + 1):
+                ready = end - walk.lasted[rank, stage] * (1 - ran / number)
+                free = np.maximum(free, ready) + reduction_ms[stage] / number
+            reduced.append(free + runs[stage].exchange_ms)
+        total_ms = total_ms + reduce(np.maximum, reduced) + first.optimizer_ms_fixed
+    mean_ms = total_ms / len(steps) + max(update_ms)
+    return np.broadcast_to(mean_ms, [len(run.kept) for run in runs])
 
 
 class _StepWalk:
-    """One step, pass by pass; places are (rank, stage)."""
+    """One step, pass by pass, for all choices at once; places are (rank, stage)."""
 
     def __init__(
         self,
         costs: Sequence[CostModel],
-        stages: Sequence[WalkedStage],
+        runs: Sequence[Run],
         packs: Workload,
         step: int,
         gather_ms: np.ndarray,
         buckets: Sequence[int],
     ) -> None:
-        self.costs, self.stages, self.packs = costs, stages, packs
-        ranks, p = range(packs.data_parallel_size), len(stages)
+        self.runs, self.packs, self.gather_ms, self.buckets = runs, packs, gather_ms, buckets
+        ranks, p = range(packs.data_parallel_size), len(runs)
         self.rows = [np.flatnonzero((packs.step == step) & (packs.dp_rank == r)) for r in ranks]
-        self.lists = [one_forward_one_backward(p, 1, len(rows)).operations for rows in self.rows]
-        self.at = {(rank, stage): 0 for rank in ranks for stage in range(p)}
-        self.lasted = dict.fromkeys(self.at, 0.0)
-        self.free = {
-            place: _begun(self._lasts(place), gather_ms[place[1]], buckets[place[1]])
-            for place in self.at
-        }
-        self.ended: dict[tuple[int, int, Operation], float] = {}
+        lists = [one_forward_one_backward(p, 1, len(rows)).operations for rows in self.rows]
+        self.left = {(rank, stage): [*lists[rank][stage]] for rank in ranks for stage in range(p)}
+        self.free = dict.fromkeys(self.left, np.zeros(1))
+        self.lasted = dict.fromkeys(self.left, np.zeros(1))
+        self.ended: dict[tuple[int, int, Operation], np.ndarray] = {}
+        self.link_ms = np.zeros((2, p, len(packs.step)))
+        for stage, run in enumerate(runs[:-1]):
+            for level, cost in enumerate(costs):
+                sender = cost.units[run.units[-1]]
+                forms = sender.output_bytes, sender.output_gradient_bytes
+                for way, form in enumerate(forms):
+                    ms = cost.link_latency_ms * form.any() + cost.link_ms_per_byte * (
+                        packs.features @ form
+                    )
+                    self.link_ms[way, stage] += (packs.level == level) * ms
 
-    def ends(self) -> dict[tuple[int, int], float]:
+    def ends(self) -> dict[tuple[int, int], np.ndarray]:
         """End of the last pass of every rank and stage."""
         moved = True
         while moved:
-            moved = any(self._moves(*place) for place in self.at)
-        assert all(self._next(place) is None for place in self.at)
+            moved = any(self._moves(*place) for place in self.left)
+        assert not any(self.left.values())
         return self.free
-
-    def _next(self, place: tuple[int, int]) -> Operation | None:
-        rank, stage = place
-        own = self.lists[rank][stage]
-        return own[self.at[place]] if self.at[place] < len(own) else None
 
     def _moves(self, rank: int, stage: int) -> bool:
         """Run the next pass of a rank and all that share its pack; whether it can be run."""
-        operation = self._next((rank, stage))
-        if operation is None:
+        if not self.left[rank, stage]:
             return False
-        block = self._block((rank, stage), operation)
-        starts = [self._start(place, operation) for place in block]
-        if None in starts:
-            return False
-        took = [self._took(place, operation) for place in block]
-        for place in block:
-            self.free[place] = self.ended[*place, operation] = max(starts) + max(took)
-            self.lasted[place] = max(took)
-            self.at[place] += 1
-        return True
-
-    def _lasts(self, place: tuple[int, int]) -> float:
-        """Time of a rank's first pass, with all that run it too."""
-        operation = self._next(place)
-        if operation is None:
-            return 0.0
-        return max(self._took(each, operation) for each in self._block(place, operation))
-
-    def _block(self, place: tuple[int, int], operation: Operation) -> list[tuple[int, int]]:
-        """Places that run a pass of one of them together."""
-        rank, stage = place
+        operation = self.left[rank, stage][0]
         context = int(self.packs.context[self.rows[rank][operation.micro_batch]])
-        if holds_experts(self.costs, self.stages[stage]):
+        if self.runs[stage].has_experts:
             context = max(context, self.packs.lockstep_ranks)
         first = rank // context * context
-        return [(each, stage) for each in range(first, first + context)]
+        block = [(each, stage) for each in range(first, first + context)]
+        starts = [self._start(place, operation) for place in block]
+        if any(start is None for start in starts):
+            return False
+        took_ms = reduce(np.maximum, [self._took(place, operation) for place in block])
+        if operation == Operation(Pass.FORWARD, 0):
+            # It runs without a break and has each bucket of weights in time.
+            number = self.buckets[stage]
+            come = self.gather_ms[stage] * np.arange(1, number + 1) / number
+            starts += [ms - took_ms * came / number for came, ms in enumerate(come)]
+        end = reduce(np.maximum, starts) + took_ms
+        for place in block:
+            self.free[place] = self.ended[*place, operation] = end
+            self.lasted[place] = took_ms
+            self.left[place].pop(0)
+        return True
 
-    def _start(self, place: tuple[int, int], operation: Operation) -> float | None:
-        """When a rank can start a pass; None where another is its next, or its input not known."""
-        if self._next(place) != operation:
+    def _start(self, place: tuple[int, int], operation: Operation) -> np.ndarray | None:
+        """When a rank can start a pass; None if another is its next, or its input not known."""
+        if self.left[place][:1] != [operation]:
             return None
         rank, stage = place
-        is_forward = operation.kind is Pass.FORWARD
-        source = stage - 1 if is_forward else stage + 1
-        if not 0 <= source < len(self.stages):
+        is_backward = operation.kind is Pass.BACKWARD
+        source = stage + 1 if is_backward else stage - 1
+        if not 0 <= source < len(self.runs):
             return self.free[place]
         if (rank, source, operation) not in self.ended:
             return None
-        row = int(self.rows[rank][operation.micro_batch])
-        cost, features = self.costs[self.packs.level[row]], self.packs.features[row]
-        sender = cost.units[self.stages[min(source, stage)].units[-1]]
-        sent = sender.output_bytes if is_forward else sender.output_gradient_bytes
-        link_ms = cost.link_latency_ms + cost.link_ms_per_byte * float(features @ sent)
-        return max(self.free[place], self.ended[rank, source, operation] + link_ms)
+        row = self.rows[rank][operation.micro_batch]
+        link_ms = self.link_ms[int(is_backward), min(source, stage), row]
+        return np.maximum(self.free[place], self.ended[rank, source, operation] + link_ms)
 
-    def _took(self, place: tuple[int, int], operation: Operation) -> float:
+    def _took(self, place: tuple[int, int], operation: Operation) -> np.ndarray:
         rank, stage = place
-        row = int(self.rows[rank][operation.micro_batch])
-        level, features = int(self.packs.level[row]), self.packs.features[row]
-        units = [self.costs[level].units[unit] for unit in self.stages[stage].units]
-        if operation.kind is Pass.FORWARD:
-            return sum(float(features @ unit.forward_ms) for unit in units)
-        again = self.stages[stage].recomputed(level)
-        return sum(
-            float(features @ (unit.backward_ms + (unit.recompute_ms if recomputed else 0)))
-            for unit, recomputed in zip(units, again, strict=True)
-        )
+        run, shape = self.runs[stage], [1] * len(self.runs)
+        shape[stage] = -1
+        times_ms = run.backward_ms if operation.kind is Pass.BACKWARD else run.forward_ms[:1]
+        return times_ms[:, self.rows[rank][operation.micro_batch]].reshape(shape)
+
+
+def brute_force(
+    costs: Sequence[CostModel], model: ModelConfig, packs: Workload, p: int, alike: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Step ms and largest peak in bytes of all splits with all recomputed sets."""
+    sequence = unit_names(model)
+    layers = {kind.name for kind in costs[0].kinds if kind.is_layer}
+
+    @cache
+    def run(start: int, end: int) -> Run:
+        units = sequence[start:end]
+        return run_of(costs, units, packs, every_set(costs[0], units, len(costs), alike))
+
+    @cache
+    def peaks_of(stage: int, start: int, end: int) -> np.ndarray:
+        return run_peaks(run(start, end), stage, p, packs)
+
+    times, peaks = [], []
+    for cuts in combinations(range(1, len(sequence)), p - 1):
+        ends = [*pairwise((0, *cuts, len(sequence)))]
+        if all(layers & set(sequence[a:b]) for a, b in ends):
+            times.append(split_ms(costs, [run(*each) for each in ends], packs).ravel())
+            of_stages = [peaks_of(stage, *each) for stage, each in enumerate(ends)]
+            peaks.append(reduce(np.maximum.outer, of_stages).ravel())
+    return np.concatenate(times), np.concatenate(peaks)
+
+
+def walked(
+    costs: Sequence[CostModel], stages_at: Sequence[Sequence[Stage]], packs: Workload
+) -> tuple[float, list[float]]:
+    """Step ms and every stage's peak in bytes, of the planner's stages at every level."""
+    kinds = costs[0].kinds
+    names = [kind.name for kind in kinds]
+    runs = []
+    for at_levels in zip(*stages_at, strict=True):
+        again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
+        chosen = tuple(dict(zip(names, counts, strict=True)) for counts in again)
+        runs.append(run_of(costs, stage_units(kinds, at_levels[0]), packs, [chosen]))
+    peaks = [float(run_peaks(run, n, len(runs), packs)[0]) for n, run in enumerate(runs)]
+    return float(split_ms(costs, runs, packs).ravel()[0]), peaks
 
 
 def level_case(
@@ -411,18 +424,3 @@ def level_case(
     costs = random_costs(rng, model, len(contexts))
     packs = random_level_packs(rng, contexts, ranks, len(costs[0].features))
     return costs, model, packs, int(rng.integers(1, min(3, model.layers) + 1))
-
-
-def walked(kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]) -> list[WalkedStage]:
-    """The planner's stages, as the walks take them."""
-    found = []
-    for at_levels in zip(*stages_at, strict=True):
-        again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
-        names = [kind.name for kind in kinds]
-        found.append(
-            WalkedStage(
-                units=stage_units(kinds, at_levels[0]),
-                again=tuple(dict(zip(names, counts, strict=True)) for counts in again),
-            )
-        )
-    return found

@@ -5,15 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from expert_cases import expert_model
-from level_cases import (
-    every_candidate,
-    holds_experts,
-    random_costs,
-    random_level_packs,
-    walked,
-    walked_peaks,
-    walked_step_ms,
-)
+from level_cases import brute_force, random_costs, random_level_packs, walked
 from schedule_cases import simulate_1f1b
 from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
@@ -27,7 +19,7 @@ from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import Lockstep, simulate_run
-from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 LAYER = "language_layer_experts8"
@@ -114,23 +106,21 @@ def test_the_search_with_experts_equals_brute_force(contexts, ranks, lockstep_ra
     for _ in range(cases):
         costs, model, packs, p = expert_case(rng, contexts, ranks, lockstep_ranks)
         cost = side_by_side(costs)
-        candidates = list(every_candidate(costs[0], model, p, len(contexts)))
+        times, peaks = brute_force(costs, model, packs, p)
         cap = np.inf
         if len(model.language.runs) == 1:  # of several kinds in a row, the count is an upper bound
-            peaks = walked_peaks(costs, candidates, packs)
             low, high = peaks.min(), peaks.max()
             assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
             cap = rng.uniform(low, low + 0.8 * (high - low)) * (1 + 1e-9)
-            fits = zip(candidates, peaks, strict=True)
-            candidates = [each for each, peak in fits if peak <= cap]
-        best_ms = min(walked_step_ms(costs, each, packs) for each in candidates)
+        best_ms = times[peaks <= cap].min()
         result = search_stages(cost, model, packs, p, cap)
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
-        chosen = walked(cost.kinds, result.stages_at)
-        assert result.step_ms == pytest.approx(walked_step_ms(costs, chosen, packs), rel=1e-9)
-        alone_ms = walked_step_ms(costs, chosen, replace(packs, lockstep_ranks=1))
+        step_ms, _ = walked(costs, result.stages_at, packs)
+        assert result.step_ms == pytest.approx(step_ms, rel=1e-9)
+        alone_ms, _ = walked(costs, result.stages_at, replace(packs, lockstep_ranks=1))
         waits += alone_ms < best_ms * (1 - 1e-6)
-        without_experts += not all(holds_experts(costs, stage) for stage in chosen)
+        held = [stage_units(cost.kinds, stage) for stage in result.stages_at[0]]
+        without_experts += not all(LAYER in units for units in held)
         assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
     assert waits >= cases / 3
     assert without_experts

@@ -4,20 +4,13 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from level_cases import (
-    every_candidate,
-    level_case,
-    stage_peak,
-    walked,
-    walked_peak,
-    walked_peaks,
-    walked_step_ms,
-)
+from level_cases import brute_force, level_case, walked
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
+from omnibal.model.units import unit_names
 from omnibal.pipeline import stage_options
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
@@ -57,13 +50,7 @@ def test_the_search_over_levels_equals_brute_force(
     for _ in range(cases):
         costs, model, packs, p = level_case(rng, towers, most, contexts, ranks)
         cost, packs = side_by_side(costs), packs.in_groups_of(lockstep_ranks)
-        candidates = [
-            stages
-            for stages in every_candidate(costs[0], model, p, len(contexts))
-            if lockstep_ranks == 1
-            or all(again == stage.again[0] for stage in stages for again in stage.again)
-        ]
-        peaks = walked_peaks(costs, candidates, packs)
+        times, peaks = brute_force(costs, model, packs, p, alike=lockstep_ranks > 1)
         low, high = peaks.min(), peaks.max()
         assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
         cap = rng.uniform(low - 0.2 * (high - low), low + 0.8 * (high - low))
@@ -72,8 +59,7 @@ def test_the_search_over_levels_equals_brute_force(
             with pytest.raises(UserError, match="more than the memory cap"):
                 search_stages(cost, model, packs, p, cap)
             cap = low * (1 + 1e-9)
-        fitting = [each for each, peak in zip(candidates, peaks, strict=True) if peak <= cap]
-        best_ms = min(walked_step_ms(costs, each, packs) for each in fitting)
+        best_ms = times[peaks <= cap].min()
         result = search_stages(cost, model, packs, p, cap)
         assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
         unlike += len(set(map(str, result.stages_at))) > 1
@@ -84,10 +70,10 @@ def test_the_search_over_levels_equals_brute_force(
         for found in (result, quick, coarse):
             for stages in found.stages_at:
                 check_stages(model, stages)
-            chosen = walked(cost.kinds, found.stages_at)
-            assert found.step_ms == pytest.approx(walked_step_ms(costs, chosen, packs), rel=1e-9)
+            step_ms, of_stages = walked(costs, found.stages_at, packs)
+            assert found.step_ms == pytest.approx(step_ms, rel=1e-9)
             assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
-            assert walked_peak(costs, chosen, packs) <= cap * (1 + 1e-9)
+            assert max(of_stages) <= cap * (1 + 1e-9)
         cut_short += coarse.gap > 0
         assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
     assert unlike == 0 if lockstep_ranks > 1 else unlike >= cases / 4
@@ -100,22 +86,17 @@ def test_memory_of_levels_is_that_of_a_walk():
     rng = np.random.default_rng(1)
     for _ in range(6):
         costs, model, packs, p = level_case(rng, "vision language", 4, (1, 2, 2), 4)
-        cost, names = side_by_side(costs), [kind.name for kind in costs[0].kinds if kind.is_layer]
-        candidates = list(every_candidate(costs[0], model, p, 3))
-        for index in rng.integers(0, len(candidates), 10):
-            stages = candidates[index]
-            cuts = np.cumsum([len(stage.units) for stage in stages])[:-1].tolist()
-            stages_at = [
-                stages_from_cuts(
-                    model, cuts, [[stage.again[level][name] for name in names] for stage in stages]
-                )
-                for level in range(3)
-            ]
+        cost = side_by_side(costs)
+        for _ in range(10):
+            middle = np.arange(2, len(unit_names(model)) - 1)
+            cuts = sorted(rng.choice(middle, p - 1, replace=False).tolist())
+            plain = stages_from_cuts(model, cuts)
+            held = [[len(stage.layers(tower)) for tower in model.towers] for stage in plain]
+            stages_at = [stages_from_cuts(model, cuts, rng.integers(0, np.add(held, 1)).tolist())
+                         for _ in range(3)]  # fmt: skip
             memories = stage_memories(cost, stages_at, packs)
             found = [memory.peak_gib * GIB for memory in memories]
-            assert found == pytest.approx(
-                [stage_peak(costs, stage, p, number, packs) for number, stage in enumerate(stages)]
-            )
+            assert found == pytest.approx(walked(costs, stages_at, packs)[1])
 
 
 @pytest.mark.parametrize("stages", [1, 4])

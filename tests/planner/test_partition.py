@@ -2,19 +2,19 @@
 
 import math
 import re
-from dataclasses import dataclass, replace
-from functools import reduce
-from itertools import combinations, pairwise, product
+from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 import pytest
-from cost_cases import LinksInTime, model_of, random_cost, random_features, small_model
+from cost_cases import model_of, random_cost, random_features, small_model
+from level_cases import brute_force, walked
 from partition_cases import frozen, planners_figures, random_packs
 from scipy.optimize import nnls
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
@@ -24,7 +24,6 @@ from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
@@ -33,274 +32,6 @@ from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stages_f
 from omnibal.pipeline.workload import Workload
 
 LAYERS = ("vision_layer", "language_layer")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class RunOptions:
-    """A run of units with all numbers of recomputed layers. [options, packs] where not said."""
-
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    kept: np.ndarray
-    """Bytes that each micro-batch keeps between its forward and its backward."""
-    running: np.ndarray
-    """Most bytes of each micro-batch while one of the run's units works on it, [2, options, packs]:
-    forward and backward."""
-    link_bytes: np.ndarray
-    """Of the largest micro-batch: its input, the input's gradient, its output, the output's
-    gradient, [4]."""
-    state: float
-    trained: int
-    exchange_ms: float
-    """Of the gradient of a tied matrix, with the stage that has the other copy."""
-
-
-def run_options(cost: CostModel, held: tuple[str, ...], features: np.ndarray) -> RunOptions:
-    forward = sum(features @ cost.units[unit].forward_ms for unit in held)
-    plain = sum(features @ cost.units[unit].backward_ms for unit in held)
-    state = sum(
-        cost.units[unit].parameters * 2 + cost.units[unit].trained_parameters * 16 for unit in held
-    )
-    ends = {"language_embed", "head"} & set(held)
-    once = cost.tied_parameters if len(ends) == 2 else 0
-    state -= once * 18
-    both_ways_ms = 2 * (cost.link_latency_ms + cost.link_ms_per_byte * 2 * cost.tied_parameters)
-    backward_ms, kept_bytes, running_bytes = [], [], []
-    layers = [kind.name for kind in cost.kinds if kind.is_layer]
-    for numbers in product(*(range(held.count(kind) + 1) for kind in layers)):
-        left = dict(zip(layers, numbers, strict=True))
-        backward, again = plain.copy(), []
-        for unit in held:
-            again.append(left.get(unit, 0) > 0)
-            if again[-1]:
-                left[unit] -= 1
-                backward += features @ cost.units[unit].recompute_ms
-        kept, running = memory_of_run(cost, held, again, features)
-        backward_ms.append(backward)
-        kept_bytes.append(kept)
-        running_bytes.append(running)
-    return RunOptions(
-        forward_ms=np.repeat(forward[None], len(kept_bytes), axis=0),
-        backward_ms=np.array(backward_ms),
-        kept=np.array(kept_bytes),
-        running=np.stack(running_bytes, axis=1),
-        link_bytes=link_bytes(cost, held, features),
-        state=state,
-        trained=sum(cost.units[unit].trained_parameters for unit in held) - once,
-        exchange_ms=both_ways_ms if cost.tied_parameters and len(ends) == 1 else 0.0,
-    )
-
-
-def memory_of_run(
-    cost: CostModel, held: tuple[str, ...], again: list[bool], features: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """What micro-batches keep between forward and backward, [packs], and need while a unit runs,
-    [2, packs], forward and backward."""
-    first, last = held[0], max(held, key=list(cost.units).index)
-    gradient = features @ cost.units[last].output_gradient_bytes
-    layers = {kind.name: kind.tower for kind in cost.kinds if kind.is_layer}
-    kept, running = np.zeros(len(features)), np.zeros((2, len(features)))
-    if first.endswith(("projector", "embed")):
-        kept = kept + unkept_input(cost, first, features)
-    for place, unit in enumerate(held):
-        costs = cost.units[unit]
-        back = features @ (costs.activation_bytes - costs.boundary_bytes)
-        kept = kept + features @ costs.boundary_bytes + (0 if again[place] else back)
-        tower = layers.get(unit)
-        own = [i for i, name in enumerate(held) if tower and layers.get(name) == tower]
-        before = kept
-        if len({held[i] for i in own}) > 1:
-            # Layers of several kinds take turns, and all of them count as if they came before.
-            of_kind = [again[i] for i in own if held[i] == unit]
-            back = back if all(of_kind) else 0 * back
-            for i in own:
-                if i > place:
-                    later = cost.units[held[i]]
-                    bytes_ = later.boundary_bytes if again[i] else later.activation_bytes
-                    before = before + features @ bytes_
-        # Units after this one keep nothing yet, forward, and nothing any more, backward.
-        brought = back if again[place] else 0
-        working = (features @ costs.transient_bytes.T).max(axis=1)
-        if cost.tied_trained_parameters and {"language_embed", "head"} <= set(held):
-            # The head's gradient of the tied matrix waits for the embed's, then comes their sum.
-            waiting = 2 * (unit == "language_embed") + unit.startswith("language_layer")
-            working = working + 2 * waiting * cost.tied_parameters
-        given = np.zeros_like(gradient) if unit == last or not costs.has_backward else gradient
-        running = np.maximum(running, before + brought + working + np.stack([0 * given, given]))
-    shared = max(features.max(axis=0) @ cost.units[unit].shared_bytes for unit in held)
-    return kept, running + shared
-
-
-def before_unit(cost: CostModel, unit: str) -> UnitCost | None:
-    """The unit before a stage that begins with this one; None at the model's start."""
-    place = list(cost.units).index(unit)
-    return list(cost.units.values())[place - 1] if place else None
-
-
-def unkept_input(cost: CostModel, first: str, features: np.ndarray) -> np.ndarray:
-    """Input of a stage, kept for its gradient by no unit. [packs]"""
-    before = before_unit(cost, first)
-    has_gradient = before is not None and before.output_gradient_bytes.any()
-    return features @ before.output_bytes if has_gradient else np.zeros(len(features))
-
-
-def link_bytes(cost: CostModel, held: tuple[str, ...], features: np.ndarray) -> np.ndarray:
-    """Of the largest micro-batch: input, its gradient, output, its gradient. [4]"""
-    last = cost.units[max(held, key=list(cost.units).index)]
-    ends = [before_unit(cost, held[0]), last]
-    sizes = [
-        features.max(axis=0) @ getattr(end, name) if end else 0.0
-        for end in ends
-        for name in ("output_bytes", "output_gradient_bytes")
-    ]
-    return np.array(sizes)
-
-
-def peaks(
-    options: RunOptions, ranks: list[np.ndarray], stage: int, stages: int, micro_batches: int
-) -> np.ndarray:
-    """Most bytes while a rank's step runs, one operation of the schedule after another. [options]
-
-    `ranks` are the packs of every rank of every step.
-    """
-    most = np.zeros(len(options.kept))
-    operations = one_forward_one_backward(stages, 1, micro_batches).operations[stage]
-    for rank in ranks:
-        links, held = LinksInTime(len(rank)), []
-        for operation in operations:
-            if operation.micro_batch < len(rank):
-                one, backward = rank[operation.micro_batch], operation.kind is Pass.BACKWARD
-                held += [] if backward else [one]
-                others = options.kept[:, held].sum(axis=1) - options.kept[:, one]
-                there = np.array(links.before(operation.kind)) @ options.link_bytes
-                most = np.maximum(most, others + options.running[int(backward), :, one] + there)
-                links.run(operation.kind)
-                held = held[backward:]
-    return most + options.state
-
-
-def finish_times(
-    forward: list[np.ndarray],
-    backward: list[np.ndarray],
-    send: np.ndarray,
-    receive: np.ndarray,
-    gathers: list[np.ndarray],
-) -> list[np.ndarray]:
-    """When each stage's last backward ends, by letting stages act whenever they can.
-
-    A stage runs a forward while fewer than p - s micro-batches are in flight on it and some are
-    left, else a backward. Each part of its first forward waits for a bucket of weights. `forward`
-    and `backward` are [..., m] of each stage and broadcast against each other; `send` and `receive`
-    are [p - 1, m]; `gathers` are the times at which every bucket of a stage has come.
-    """
-    p, m = len(forward), forward[0].shape[-1]
-    free: list[np.ndarray] = [np.zeros(1)] * p
-    done: list[dict[str, list[np.ndarray]]] = [{"f": [], "b": []} for _ in range(p)]
-    while any(len(stage["b"]) < m for stage in done):
-        for s in range(p):
-            forwards, backwards = len(done[s]["f"]), len(done[s]["b"])
-            if forwards < m and forwards - backwards < p - s:
-                if s > 0 and len(done[s - 1]["f"]) <= forwards:
-                    continue
-                ready = done[s - 1]["f"][forwards] + send[s - 1, forwards] if s > 0 else 0.0
-                free[s] = np.maximum(free[s], ready)
-                parts = gathers[s] if not forwards else np.zeros(1)
-                for come in parts:
-                    free[s] = np.maximum(free[s], come) + forward[s][..., forwards] / len(parts)
-                done[s]["f"].append(free[s])
-            elif backwards < m:
-                if s < p - 1 and len(done[s + 1]["b"]) <= backwards:
-                    continue
-                ready = done[s + 1]["b"][backwards] + receive[s, backwards] if s < p - 1 else 0.0
-                free[s] = np.maximum(free[s], ready) + backward[s][..., backwards]
-                done[s]["b"].append(free[s])
-    return free
-
-
-def along(values: np.ndarray, stage: int, stages: int) -> np.ndarray:
-    """[options, ...] with the options as axis `stage` of `stages`."""
-    shape = [1] * stages
-    shape[stage] = len(values)
-    return values.reshape(*shape, *values.shape[1:])
-
-
-def split_times(
-    cost: CostModel, choices: list[RunOptions], lasts: list[str], packs: Workload
-) -> np.ndarray:
-    """Mean step time of all recomputed sets of one split. [options of stage 0, of stage 1, ...]"""
-    p = len(choices)
-    forward = [along(choice.forward_ms, s, p) for s, choice in enumerate(choices)]
-    backward = [along(choice.backward_ms, s, p) for s, choice in enumerate(choices)]
-    units = [cost.units[unit] for unit in lasts]
-    send = np.array([packs.features @ unit.output_bytes for unit in units])
-    receive = np.array([packs.features @ unit.output_gradient_bytes for unit in units])
-    returns = np.array([unit.output_gradient_bytes.any() for unit in units]).reshape(-1, 1)
-    send_ms = cost.link_latency_ms + cost.link_ms_per_byte * send
-    receive_ms = cost.link_latency_ms * returns + cost.link_ms_per_byte * receive
-    trained = np.array([choice.trained for choice in choices])
-    update_ms = cost.optimizer_ms_fixed + (cost.rates.optimizer_ms * trained).max()
-    total_ms = 0.0
-    buckets = [max(math.ceil(trained[0] / cost.bucket_parameters), 1)] + [1] * (p - 1)
-    gathers = [
-        cost.rates.weight_gather_ms * number * np.arange(1, n + 1) / n
-        for number, n in zip(trained, buckets, strict=True)
-    ]
-    for step in np.unique(packs.step):
-        # When every bucket of a stage's gradients is ready on all ranks.
-        ready: list[list[np.ndarray]] = [[np.zeros(1)] * n for n in buckets]
-        for rank in range(packs.data_parallel_size):
-            mine = np.flatnonzero((packs.step == step) & (packs.dp_rank == rank))
-            finish = finish_times(
-                [f[..., mine] for f in forward],
-                [b[..., mine] for b in backward],
-                send_ms[:, mine] if p > 1 else send_ms,
-                receive_ms[:, mine] if p > 1 else receive_ms,
-                gathers,
-            )
-            for s, (end, n) in enumerate(zip(finish, buckets, strict=True)):
-                for k in range(n):
-                    left = backward[s][..., mine[-1]] * (n - 1 - k) / n if len(mine) else 0.0
-                    ready[s][k] = np.maximum(ready[s][k], end - left)
-        reduced = []
-        for number, n, choice, moments in zip(trained, buckets, choices, ready, strict=True):
-            end = np.zeros(1)
-            for moment in moments:
-                one_ms = cost.rates.gradient_reduction_ms * number / n
-                end = np.maximum(end, moment) + one_ms
-            reduced.append(end + choice.exchange_ms)
-        total_ms = total_ms + reduce(np.maximum, reduced) + update_ms
-    shape = [len(choice.kept) for choice in choices]
-    return np.broadcast_to(total_ms / len(np.unique(packs.step)), shape)
-
-
-def brute_force(
-    cost: CostModel, model: ModelConfig, packs: Workload, p: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Step time in ms and largest peak in bytes of all splits and recomputed sets."""
-    sequence = unit_names(model)
-    layers = {kind.name for kind in cost.kinds if kind.is_layer}
-    options = {
-        (a, b): run_options(cost, sequence[a:b], packs.features)
-        for a, b in combinations(range(len(sequence) + 1), 2)
-        if layers & set(sequence[a:b])
-    }
-    place = packs.step * packs.data_parallel_size + packs.dp_rank
-    ranks = [np.flatnonzero(place == number) for number in np.unique(place)]
-    peaks_of = {
-        (stage, run): peaks(choices, ranks, stage, p, int(packs.slot.max()) + 1)
-        for run, choices in options.items()
-        for stage in range(p)
-    }
-    times, bytes_ = [], []
-    for cuts in combinations(range(1, len(sequence)), p - 1):
-        runs = list(pairwise((0, *cuts, len(sequence))))
-        if not all(run in options for run in runs):
-            continue
-        lasts = [sequence[cut - 1] for cut in cuts]
-        times.append(split_times(cost, [options[run] for run in runs], lasts, packs).ravel())
-        split_peaks = [peaks_of[stage, run] for stage, run in enumerate(runs)]
-        bytes_.append(reduce(np.maximum.outer, split_peaks).ravel())
-    return np.concatenate(times), np.concatenate(bytes_)
 
 
 def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, ModelConfig, int]:
@@ -382,13 +113,19 @@ def large_case(layers: tuple[int, int], p: int) -> tuple[CostModel, ModelConfig,
     )
 
 
+def of_walk(cost: CostModel, stages: tuple[Stage, ...], packs: Workload) -> tuple[float, float]:
+    """Step ms and largest peak in bytes."""
+    step_ms, peaks = walked([cost], [stages], packs)
+    return step_ms, max(peaks)
+
+
 def test_the_search_equals_brute_force():
     """Prevents a split or recomputed set that is not the best, and caps wrongly held or passed."""
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0}
     for number in range(55):
         cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else 4)
-        times, peaks_of_all = brute_force(cost, model, packs, p)
+        times, peaks_of_all = brute_force([cost], model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
         cap = rng.uniform(low - 0.1 * (high - low), low + 0.8 * (high - low))
         assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
@@ -407,6 +144,7 @@ def test_the_search_equals_brute_force():
         step_ms, peak = planners_figures(cost, result.stages, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
         assert peak <= cap * (1 + 1e-9)
+        assert (step_ms, peak) == pytest.approx(of_walk(cost, result.stages, packs), rel=1e-9)
         recomputed = any(stage.recomputed_layers for stage in result.stages)
         outcomes["recomputed" if recomputed else "kept"] += 1
     assert min(outcomes.values()) >= 4, outcomes
@@ -422,7 +160,7 @@ def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
     recomputed = several = 0
     for _ in range(20):
         cost, model, packs, p = random_case_of(rng, towers, most)
-        times, peaks_of_all = brute_force(cost, model, packs, p)
+        times, peaks_of_all = brute_force([cost], model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
         cap = low * (1 + 1e-9) + rng.uniform(0, 0.8) * (high - low)
         assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
@@ -433,6 +171,7 @@ def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
         step_ms, peak = planners_figures(cost, result.stages, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
         assert peak <= cap * (1 + 1e-9)
+        assert (step_ms, peak) == pytest.approx(of_walk(cost, result.stages, packs), rel=1e-9)
         again = [np.count_nonzero(recomputed_counts(cost.kinds, s)) for s in result.stages]
         recomputed += max(again) > 0
         several += max(again) > 1
@@ -477,7 +216,7 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
         packs = Workload(
             features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=1
         )
-        times, peaks_of_all = brute_force(cost, model, packs, 1)
+        times, peaks_of_all = brute_force([cost], model, packs, 1)
         cap = peaks_of_all.min() + rng.uniform(0.2, 0.6) * np.ptp(peaks_of_all)
         fitting = times[peaks_of_all <= cap]
         assert search_stages(cost, model, packs, 1, cap).step_ms == pytest.approx(fitting.min())
@@ -496,7 +235,7 @@ def test_steps_that_take_no_time_are_searched():
     model, packs = small_model(2, 2), random_packs(rng, 3)
     cost = replace(cost, units=units)
     result = search_stages(cost, model, packs, 2, 1e15)
-    times, _ = brute_force(cost, model, packs, 2)
+    times, _ = brute_force([cost], model, packs, 2)
     assert result.step_ms == pytest.approx(times.min())
 
 

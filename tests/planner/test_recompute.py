@@ -5,13 +5,12 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import LinksInTime, model_of, random_cost, random_features, small_model
+from cost_cases import model_of, random_cost, random_features, small_model
 
-from omnibal.cost.model import CostModel, UnitCost
+from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
 from omnibal.pipeline import stage_memory as stage_memory_module
 from omnibal.pipeline.recompute import least_peak_bytes, useful_recomputes
-from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.stage import joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import (
@@ -20,7 +19,6 @@ from omnibal.pipeline.stage_memory import (
     RunningPasses,
     fits_cap,
     memory_table,
-    memory_tables,
     stage_memory,
     undominated,
 )
@@ -32,7 +30,6 @@ from omnibal.pipeline.unit_runs import (
     unit_counts,
     unit_runs,
 )
-from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
 
@@ -194,100 +191,6 @@ def test_undominated_rows_are_exactly_the_front():
         found = undominated(rows)
         assert {tuple(row) for row in found} == front
         assert len(found) == len(front)
-
-
-def test_tables_of_all_stages_have_every_pass():
-    """Prevents a stage whose peak leaves out micro-batches or what its links hold, or is that of
-    another stage: compared with every operation of the schedule, one after another; more stages
-    than a rank has micro-batches, and steps with fewer than others, included."""
-    rng = np.random.default_rng(6)
-    cost = random_cost(rng)
-    units = list(cost.units.values())
-    counts = rng.integers(0, 5, (20, 6))
-    recomputed = np.minimum(counts, rng.integers(0, 5, (20, 6))) * [0, 1, 0, 0, 1, 0]
-    activation, boundary = (
-        np.stack([getattr(unit, f"{name}_bytes") for unit in units])
-        for name in ("activation", "boundary")
-    )
-    kept = (counts - recomputed) @ activation + recomputed @ boundary
-    for micro_batches, stages in ((6, 4), (3, 5), (1, 3)):
-        sizes = [micro_batches] * 6 + [max(micro_batches - 2, 1)]
-        slot = np.concatenate([np.arange(size) for size in sizes])
-        features = random_features(rng, len(slot))
-        ranks = np.split(features, np.cumsum(sizes)[:-1])
-        schedule = one_forward_one_backward(stages, 1, micro_batches)
-        rank = np.repeat(np.arange(len(sizes)), sizes)
-        packs = Workload(
-            features=features,
-            step=0 * slot,
-            dp_rank=rank,
-            slot=slot,
-            data_parallel_size=len(sizes),
-        )
-        for stage, table in enumerate(memory_tables(cost, packs, stages)):
-            needed, most = np.zeros((2, len(counts)))
-            for rank in ranks:
-                links, held = LinksInTime(len(rank)), []
-                for operation in schedule.operations[stage]:
-                    if operation.micro_batch >= len(rank):
-                        continue
-                    own, kind = rank[operation.micro_batch], operation.kind
-                    held += [own] * (kind is Pass.FORWARD)
-                    others = sum(held) - own
-                    there = [*links.before(kind), kind is Pass.BACKWARD]
-                    for row, stage_counts in enumerate(zip(counts, recomputed, strict=True)):
-                        running = running_by_hand(cost, *stage_counts, features, own, others, there)
-                        needed[row] = max(needed[row], kept[row] @ others + running)
-                    most = np.maximum(most, kept @ (others + own))
-                    links.run(kind)
-                    held = held[kind is Pass.BACKWARD :]
-            np.testing.assert_allclose(table.activation_bytes(counts, recomputed).max(-1), most)
-            np.testing.assert_allclose(table.pass_bytes(counts, recomputed).max(axis=-1), needed)
-
-
-def running_by_hand(
-    cost: CostModel,
-    counts: np.ndarray,
-    recomputed: np.ndarray,
-    features: np.ndarray,
-    own: np.ndarray,
-    others: np.ndarray,
-    there: list[bool],
-) -> float:
-    """Most bytes while a pass runs, but for what other micro-batches keep.
-
-    Args:
-        counts: [kinds], as `recomputed` is.
-        features: of all micro-batches; those whose tensors are on their way count as the largest.
-        there: which of `LINKS` are.
-    """
-    units = list(cost.units.values())
-    held = [kind for kind, count in enumerate(counts) if count]
-    if not held:
-        return 0.0
-    first, last = held[0], held[-1]
-    upto, most = 0.0, 0.0
-    for kind in held:
-        unit, again = units[kind], recomputed[kind]
-        kept, left = own @ unit.activation_bytes, own @ unit.boundary_bytes
-        upto += (counts[kind] - again) * kept + again * left
-        running = upto + max(unit.transient_bytes @ own)
-        running += (kept - left) if again == counts[kind] else 0
-        running += own @ units[last].output_gradient_bytes if kind != last and there[4] else 0
-        most = max(most, running)
-    largest = [
-        features.max(axis=0) @ unit_bytes
-        for unit_bytes in (
-            units[first - 1].output_bytes * (first > 0),
-            units[first - 1].output_gradient_bytes * (first > 0),
-            units[last].output_bytes,
-            units[last].output_gradient_bytes,
-        )
-    ]
-    most += sum(size for size, is_there in zip(largest, there[:4], strict=True) if is_there)
-    if cost.kinds[first].name in ("projector", "language_embed"):
-        most += (own + others) @ units[first - 1].output_bytes
-    return most + max(features.max(axis=0) @ units[kind].shared_bytes for kind in held)
 
 
 @pytest.mark.parametrize("seed", range(4))
