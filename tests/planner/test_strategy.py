@@ -372,7 +372,7 @@ def test_caps_and_strategies_are_timed_alike():
 
 def test_processes_do_not_matter():
     """Prevents results that depend on which process was the first."""
-    changes = {"caps": None, "samples": 100, "samples_per_step": 20}
+    changes = {"gpus": 2, "caps": None, "samples": 100, "samples_per_step": 20}
     one, two = (
         search_strategies(strategy_request(**changes), lambda done: None, processes)
         for processes in (1, 2)
@@ -518,19 +518,6 @@ def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, 
     notes = [line for line in printed.err.splitlines() if "and not all: taking" in line]
     assert len(notes) == 1
     assert f"--tp {tried[0].tensor} --pp {tried[0].pipeline} --dp {tried[0].data}" in notes[0]
-
-
-def test_one_level_is_what_sizes_are_compared_for(tmp_path, capsys):
-    """Prevents `--packing-levels 1` refused beside --gpus, which plans just that."""
-    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
-    files = ["--lengths", str(tmp_path / "lengths.parquet")]
-    for name, levels in (("given", ["--packing-levels", "1"]), ("left-out", [])):
-        given = [*PLAN.split(), "--samples-per-step", "40", *files, *levels]
-        with contextlib.suppress(SystemExit):
-            cli.main([*given, "-o", str(tmp_path / name)])
-        capsys.readouterr()
-    given, left_out = (read_plan(tmp_path / name) for name in ("given", "left-out"))
-    assert given == left_out
 
 
 def test_no_strategy_fits_all_data(monkeypatch, tmp_path, capsys):
