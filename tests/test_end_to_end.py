@@ -129,15 +129,6 @@ def test_plan_that_can_only_be_studied_is_refused(digits, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_plan_of_other_data_is_refused(single_plan, digits, tmp_path):
-    """Prevents: training on samples that the plan's packs do not describe."""
-    command = training(single_plan, digits, tmp_path / "run")
-    other = [digits / "heldout" / "meta.json" if "train" in str(c) else c for c in command[4:5]]
-    message = refuse(*command[:4], *other, *command[5:])
-    assert "the plan was made for other data" in message
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize(
     ("option", "complaint"),
     [
@@ -159,17 +150,6 @@ def test_wrong_options_are_refused(single_plan, digits, tmp_path, option, compla
     """Prevents: a default in place of what was asked for, or a traceback on every rank."""
     assert complaint in refuse(*training(single_plan, digits, tmp_path / "run", *option))
     assert not (tmp_path / "run").exists()
-
-
-def test_image_that_broke_after_planning_stops_with_its_path(single_plan, digits, tmp_path):
-    """Prevents: a crash deep in a loader process, or a batch without the image."""
-    copy = tmp_path / "digits"
-    subprocess.run(["cp", "-r", digits, copy], check=True)
-    for image in (copy / "train" / "images").iterdir():
-        image.write_bytes(image.read_bytes()[:60])
-    message = refuse(*training(single_plan, copy, tmp_path / "run", "--train-iters", "1"))
-    assert "cannot read this image" in message and ".png" in message and "line" in message
-    assert not (tmp_path / "run" / "latest_checkpointed_iteration.txt").exists()
 
 
 def test_broken_image_stops_both_ranks_with_one_error(plan, digits, tmp_path):

@@ -1,14 +1,18 @@
 """Random packs, what the planner predicts for them, and units that are not trained."""
 
 from dataclasses import replace
+from itertools import combinations
 
 import numpy as np
 from cost_cases import random_features
 
 from omnibal.cost.model import CostModel, UnitCost
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_names
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 
@@ -51,3 +55,10 @@ def frozen(unit: UnitCost) -> UnitCost:
         output_gradient_bytes=nothing,
         trained_parameters=0,
     )
+
+
+def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
+    """Every way to cut a model into parts with a layer each."""
+    units = range(1, len(unit_names(model)))
+    every = (stages_from_cuts(model, cuts) for cuts in combinations(units, parts - 1))
+    return [parts for parts in every if all(part.layer_count for part in parts)]

@@ -2,18 +2,18 @@
 
 import re
 from dataclasses import replace
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model
+from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
+from partition_cases import all_cuts
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import unit_names
 from omnibal.pipeline import baselines
 from omnibal.pipeline.baselines import (
     PartitionMethod,
@@ -63,27 +63,6 @@ def random_workload(
     )
 
 
-def at_caps(p: int) -> Workload:
-    """One step of p equal packs at the paper's caps."""
-    none = np.zeros(p, np.int64)
-    return Workload(
-        features=np.tile(PACK, (p, 1)),
-        step=none,
-        dp_rank=none,
-        slot=np.arange(p),
-        data_parallel_size=1,
-    )
-
-
-def all_cuts(model: ModelConfig, p: int) -> list[tuple[int, ...]]:
-    """Of all splits with a layer in every stage."""
-    return [
-        cuts
-        for cuts in combinations(range(1, len(unit_names(model))), p - 1)
-        if all(stage.layer_count for stage in stages_from_cuts(model, cuts))
-    ]
-
-
 def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
     return tuple(int(c) for c in np.cumsum([stage.size for stage in stages])[:-1])
 
@@ -124,13 +103,12 @@ def test_splits_are_the_most_even_of_all(method: str):
             for unit, value in cost.units.items()
         }
         ranked = []
-        for cuts in all_cuts(model, p):
-            stages = stages_from_cuts(model, cuts)
+        for stages in all_cuts(model, p):
             loads = [
                 sum(sizes[unit] for unit in stage_units(cost.kinds, stage)) for stage in stages
             ]
             squares = sum(load**2 for load in loads)
-            ranked.append((round(max(loads), 6), round(squares, 6), cuts))
+            ranked.append((round(max(loads), 6), round(squares, 6), cuts_of(stages)))
         ranked.sort()
         stages = baseline_stages(
             PartitionMethod(method), RecomputeRule.NONE, cost, model, workload, p, np.inf
@@ -139,24 +117,6 @@ def test_splits_are_the_most_even_of_all(method: str):
         assert cuts_of(stages) == ranked[0][-1]
         tied += len(ranked) > 1 and ranked[0][:2] == ranked[1][:2]
     assert tied >= 3
-
-
-def test_the_largest_stage_decides_before_the_squares():
-    """Prevents the least squares in place of the smallest largest stage; on any whole weights."""
-    rng = np.random.default_rng(5)
-    differ = 0
-    for _ in range(100):
-        weights, is_layer = rng.integers(0, 10, 9), rng.random(9) < 0.7
-        ranked = []
-        for cuts in combinations(range(1, 9), 3):
-            if all(part.any() for part in np.split(is_layer, cuts)):
-                loads = [int(part.sum()) for part in np.split(weights, cuts)]
-                ranked.append((max(loads), sum(load**2 for load in loads), cuts))
-        if ranked:
-            best = min(ranked)
-            assert balanced_cuts(weights.astype(float), is_layer, 4) == best[-1]
-            differ += best[1] > min(squares for _, squares, _ in ranked)
-    assert differ >= 5
 
 
 @pytest.mark.parametrize(
@@ -244,7 +204,7 @@ def test_bmp_ranks_all_moves_of_the_anchor():
         model, cost = small_model(*(int(n) for n in rng.integers(2, 7, 2))), random_cost(rng)
         mean = random_features(rng, 1)[0]
         p, radius = int(rng.integers(2, 5)), int(rng.integers(1, 4))
-        possible = all_cuts(model, p)
+        possible = [*map(cuts_of, all_cuts(model, p))]
         anchor = possible[int(rng.integers(len(possible)))]
         scored = []
         for moves in product(range(-radius, radius + 1), repeat=p - 1):
@@ -362,7 +322,13 @@ def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]],
     """Prevents baselines other than OmniBal's: its splits and Table 4's communication volumes."""
     cost = paper_cost(1.0)
     stages = baseline_stages(
-        PartitionMethod(method), RecomputeRule.NONE, cost, MODEL, at_caps(4), 4, np.inf
+        PartitionMethod(method),
+        RecomputeRule.NONE,
+        cost,
+        MODEL,
+        workload_of_a_step(np.tile(PACK, (4, 1))),
+        4,
+        np.inf,
     )
     assert [
         (len(stage.layers("vision")), len(stage.layers("language"))) for stage in stages
@@ -388,7 +354,7 @@ def test_the_joint_search_is_not_a_baseline(method: str, rule: str):
     given = PartitionMethod(method), RecomputeRule(rule)
     cost, model = random_cost(np.random.default_rng(0)), small_model(2, 2)
     with pytest.raises(UserError, match=f"{method} was given with recompute rule {rule}"):
-        baseline_stages(*given, cost, model, at_caps(2), 2, np.inf)
+        baseline_stages(*given, cost, model, workload_of_a_step(np.tile(PACK, (2, 1))), 2, np.inf)
 
 
 @pytest.mark.parametrize("rule", ["front", "full"])

@@ -1,14 +1,14 @@
 """The search for the parts of a schedule, beside all cuts and the simulator of one plan."""
 
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import product
 
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
+from partition_cases import all_cuts
 
 from omnibal.cost.model import CostModel
-from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom, StageRules
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, unit_names
 from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
@@ -50,13 +50,6 @@ def predicted_ms(
     """Mean step, by the simulator of one plan."""
     times, once = workload_times(cost, (parts,), packs), per_step_costs(cost, parts, schedule)
     return float(predict_steps(times, packs, once, schedule).step_ms.mean())
-
-
-def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
-    """Every way to cut a model into parts with a layer each."""
-    units = len(unit_names(model))
-    every = (stages_from_cuts(model, cuts) for cuts in combinations(range(1, units), parts - 1))
-    return [parts for parts in every if all(part.layer_count for part in parts)]
 
 
 SCHEDULES = (TWO_CHUNKS, PipelineSchedule(name="zb-v", chunks=2))

@@ -291,8 +291,6 @@ def test_gpus_chooses_the_sizes(capsys, tmp_path, lengths_file):
     times = [strategy["ms_per_sample"] for strategy in printed["strategies"]]
     assert times == sorted(times)
     assert read_plan(tmp_path / "plan").parallel.data == sizes[0]["data"]
-    run(command, *options, "-o", tmp_path / "plan")
-    assert "Strategies for 4 devices at 40 samples per step" in capsys.readouterr().out
 
 
 def test_simulate_replays_every_step(capsys, tmp_path, lengths_file):
@@ -524,16 +522,15 @@ def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypa
 
 def test_closed_pipe_ends_quietly(tmp_path):
     """Prevents a traceback, or an error message, when the output goes into `head`."""
-    for form in ([], ["--json"]):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "omnibal", *PLAN.split(), *form, "-o", str(tmp_path / "plan")],
-            cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-        process.stdout.close()
-        errors = process.stderr.read().decode()
-        assert process.wait() == 1
-        assert all(line.startswith("note: ") for line in errors.splitlines()), errors
-        process.stderr.close()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "omnibal", *PLAN.split(), "--json", "-o", str(tmp_path / "plan")],
+        cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    errors = process.stderr.read().decode()
+    assert process.wait() == 1
+    assert all(line.startswith("note: ") for line in errors.splitlines()), errors
+    process.stderr.close()
 
 
 def test_other_system_errors_name_the_path(capsys, tmp_path, monkeypatch):
@@ -642,8 +639,10 @@ def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     assert status(PROFILE, "-o", tmp_path / "profile.json") == 3
 
 
-@pytest.mark.parametrize("sizes", [["--pp", "2", "--dp", "2"], ["--gpus", "4"]])
-@pytest.mark.parametrize(("share", "tiles"), [("", 4), ("--image-share 0.25", 2)])
+@pytest.mark.parametrize(
+    ("sizes", "share", "tiles"),
+    [(["--pp", "2", "--dp", "2"], "", 4), (["--gpus", "4"], "--image-share 0.25", 2)],
+)
 def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles):
     """Prevents shapes whose images are not the share that is stated, or sizes that need data."""
     plan_of_shapes = "plan --model internvl-digits --cluster laptop-cpu --max-tokens 128 --json"

@@ -4,16 +4,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
+from launch_cases import of_line
 
 from omnibal.families.named import named_model
-from omnibal.lint.command_line import read_launch
 from omnibal.lint.device_memory import DeviceMemory
-from omnibal.lint.launched import Launched, Samples, launched
-from omnibal.lint.line import line_of
+from omnibal.lint.launched import Samples
 from omnibal.lint.predicted import Costed, predicted_line
-from omnibal.model.config import ModelConfig, load_cluster
 
-CLUSTER = load_cluster("h100-80g")
 MIB = 2**20
 LLAMA, DEEPSEEK = "llama3.1-70b", "tests/planner/hub_configs/deepseek-v2"
 
@@ -44,13 +41,11 @@ data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputati
 8 and 32 micro-batches."""
 
 
-def of_line(model: ModelConfig, flags: str) -> Launched:
-    line = (
-        "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
-        f"--micro-batch-size 1 --transformer-impl transformer_engine {flags}"
-    )
-    samples = Samples(lengths=None, image_share=0, image_tokens=1024)
-    return launched(line_of(read_launch(line, {}), model), model, CLUSTER, samples)
+SAMPLES = Samples(lengths=None, image_share=0, image_tokens=1024)
+LINE = (
+    "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
+    "--micro-batch-size 1 --transformer-impl transformer_engine"
+)
 
 
 def predicted(ran: Ran, more: str = "", *, length: int = 4096) -> Costed:
@@ -63,7 +58,7 @@ def predicted(ran: Ran, more: str = "", *, length: int = 4096) -> Costed:
     if ran.tensor > 1:
         flags += " --sequence-parallel"
     model = named_model(ran.model).with_layers(language=ran.layers)
-    return predicted_line(of_line(model, f"{flags} {more}"))
+    return predicted_line(of_line(f"{LINE} {flags} {more}", model, SAMPLES))
 
 
 @pytest.mark.parametrize("ran", RAN)

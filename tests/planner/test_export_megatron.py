@@ -16,10 +16,6 @@ from omnibal.base.errors import UserError
 from omnibal.export import megatron_bridge, megatron_lm
 from omnibal.export.exported import ExportInput
 from omnibal.export.layout import parse_layout
-from omnibal.lint.all_rules import findings_of
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.line import line_of
-from omnibal.lint.split import layers_by_chunk
 from omnibal.model.config import ModelConfig
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
@@ -137,39 +133,6 @@ def test_overrides_say_the_split_and_take_back_the_recipes():
             table, _, field = name.partition(".")
             stated = vars(tables[table])[field]
             assert value == ("null" if stated is None else str(stated))
-
-
-EXPORTED = {
-    TargetName.MEGATRON_LM: megatron_lm.export,
-    TargetName.MEGATRON_BRIDGE: megatron_bridge.export,
-}
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_the_linter_reads_the_plan_in_an_exported_line(name):
-    """Prevents a line that cannot start, or that starts with other layers than were planned."""
-    rng = np.random.default_rng(0)
-    for stages, tensor, data in ((1, 1, 2), (2, 2, 2), (3, 1, 4), (4, 2, 1), (5, 1, 2), (12, 1, 1)):
-        cuts = np.sort(rng.choice(np.arange(1, 12), stages - 1, replace=False))
-        layers = np.diff([0, *cuts, 12]).tolist()
-        # Of every stage and tower the first layer, which is one number.
-        again = {n: (f"language {sum(layers[:n])}",) for n in range(stages)}
-        again[0] = ("vision 0..5", *again[0])
-        sizes = {"tensor": tensor, "data": data, "sequence_parallel": tensor > 1}
-        given = planned(stages_of(LARGER, *layers, recompute=again), name, sizes=sizes)
-        variables = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
-        launch = read_launch(EXPORTED[name](given).command, variables)
-        assert launch.launcher == str(name)
-        assert [each.rule for each in findings_of(launch, LARGER) if each.is_refusal] == []
-        assert (launch.gpus, launch.tensor, launch.pipeline) == (
-            stages * tensor * data,
-            tensor,
-            stages,
-        )
-        read = layers_by_chunk(line_of(launch, LARGER))
-        assert [sum(chunks) for chunks in read] == layers
-        assert launch.global_batch == data * MICRO_BATCHES and launch.micro_batch == 1
-        assert launch.recompute_layers == 1 and launch.recompute == "full"
 
 
 def test_padding_is_told_with_its_share():

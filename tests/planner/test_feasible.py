@@ -31,7 +31,6 @@ from omnibal.search.feasible import (
 )
 from omnibal.steps.steps import steps_of
 
-CLUSTER = load_cluster("laptop-cpu")
 LIMITED = StageRules(
     encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
 )
@@ -239,20 +238,6 @@ def test_a_larger_device_needs_its_own_memory():
     ]
 
 
-def test_named_methods_are_told_of_the_search():
-    """Prevents changes that help the search but not the method that was asked for."""
-    roomy = one_epoch()
-    planned = replace(
-        with_memory(roomy, 1.02 * least_memory(roomy)),
-        method=PartitionMethod.LAYER,
-        recompute=RecomputeRule.NONE,
-    )
-    assert not fits(planned)
-    (change,) = changes_of(planned)
-    assert "omnibal with recompute rule cheapest instead of layer with none" in change.text
-    assert fits(change.request)
-
-
 def test_steps_that_are_given_stay():
     """Prevents other caps for steps that are packed, and another number of packs in them."""
     roomy = one_epoch()
@@ -330,24 +315,6 @@ def test_only_what_was_tried_is_called_not_enough(method):
         named = message.rpartition("is enough: ")[2]
         wanted = set(kinds) - absent - (set() if method else {"joint partition"})
         assert {kind for kind in kinds if kind in named} == wanted
-
-
-@pytest.mark.parametrize("method", [{}, LAYER], ids=["joint", "layer"])
-def test_changes_stand_in_place_of_general_advice(method):
-    """Prevents "raise the cap, use more stages" beside what was found to fit, and lost causes."""
-    roomy = one_epoch()
-    planned = replace(with_memory(roomy, 0.8 * least_memory(roomy)), **method)
-    with pytest.raises(DoesNotFit) as raised:
-        make_plan(planned)
-    advice = find_changes(planned)
-    message = does_not_fit_message(raised.value, advice)
-    cause, _, remedy = message.partition("; what would fit: ")
-    assert str(raised.value).startswith(f"{cause}; ")
-    assert "memory cap" in cause
-    assert remedy == "; or ".join(change.text for change in advice.changes)
-    for general in ("raise the memory cap", "pack to smaller"):
-        assert general in str(raised.value)
-        assert general not in message
 
 
 def test_a_cause_with_semicolons_stays_whole():

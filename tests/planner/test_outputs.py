@@ -192,13 +192,11 @@ def digits_of_one(tmp_path) -> Path:
     return train
 
 
-@pytest.mark.parametrize("options", ["-o new/plan --gpus 4 --samples-per-step 16", "-o new/plan"])
-def test_plans_of_every_way_are_accepted(capsys, made, tmp_path, monkeypatch, options):
+def test_plans_of_every_way_are_accepted(capsys, made, tmp_path, monkeypatch):
     """Prevents a check so strict that it refuses what was just planned."""
     monkeypatch.chdir(tmp_path)
-    pipeline = "" if "gpus" in options else " --dp 3 --epochs 2 --freeze vision"
-    run(f"plan {DIGITS} --max-tiles 8 --max-tokens 512 {options}{pipeline} --lengths",
-        made / "l.parquet")  # fmt: skip
+    run(f"plan {DIGITS} --max-tiles 8 --max-tokens 512 -o new/plan --dp 3 --epochs 2 "
+        "--freeze vision --lengths", made / "l.parquet")  # fmt: skip
     run(f"{PLAN} --precision fp32 -o shapes")
     for plan in ("new/plan", "shapes"):
         run(f"check {plan}")

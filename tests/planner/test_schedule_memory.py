@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import random_cost, small_model
+from partition_cases import frozen as frozen_unit
 from schedule_cases import SCHEDULES
 
 from omnibal.cost.model import CostModel
@@ -29,13 +30,7 @@ def random_case(
     cost = random_cost(rng, MODEL)
     frozen = {
         name: replace(
-            unit,
-            backward_ms=0 * unit.backward_ms,
-            activation_bytes=0 * unit.activation_bytes,
-            boundary_bytes=0 * unit.boundary_bytes,
-            output_gradient_bytes=0 * unit.output_gradient_bytes,
-            late_bytes=0 * unit.late_bytes,
-            passing_bytes=unit.boundary_bytes,
+            frozen_unit(unit), late_bytes=0 * unit.late_bytes, passing_bytes=unit.boundary_bytes
         )
         for name, unit in cost.units.items()
         if name.startswith("vision") and rng.random() < 0.5

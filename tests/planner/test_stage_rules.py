@@ -40,7 +40,6 @@ from omnibal.pipeline.recompute_numbers import TowerLayers
 from omnibal.pipeline.shared_numbers import NumberChoices
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import held_units, trained_parameters
-from omnibal.pipeline.stage_rules import limits_in_words
 from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
 
@@ -171,26 +170,6 @@ def test_more_stages_than_rules_allow_are_refused():
         job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most))
         with pytest.raises(UserError, match=f"at most {most}$"):
             job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most + 1))
-
-
-def test_a_message_names_the_limits_that_bind():
-    """Prevents: text-only models, or one stage, said not to fit because of encoders' places."""
-    rules = TARGETS[TargetName.MS_SWIFT].stages
-    images, text = load_model("internvl-digits"), load_model("llama3.1-8b")
-    assert limits_in_words(rules, text, 2) == ""
-    assert "all encoders on the first stage" in limits_in_words(rules, images, 2)
-    assert "first stage" not in limits_in_words(rules, images, 1)
-    everywhere = StageRules(language_everywhere=True)
-    assert limits_in_words(everywhere, text, 1) == ""
-    assert "a layer of the language model" in limits_in_words(everywhere, text, 2)
-
-
-def test_sizes_are_those_of_the_trainer():
-    """Prevents parallel sizes that the trainer does not have, in a plan, a search or advice."""
-    job = job_spec(trainer=TARGETS[TargetName.XTUNER], parallel=Parallel(pipeline=1))
-    for sizes in ({"pipeline": 2}, {"pipeline": 1, "tensor": 2}):
-        with pytest.raises(UserError, match=r"for XTuner v1, whose .* size is at most 1"):
-            job.sized(Parallel(**sizes))
 
 
 def test_whole_encoders_cost_what_they_cost_alone():

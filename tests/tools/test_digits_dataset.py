@@ -197,19 +197,6 @@ def test_datasets_of_an_earlier_version_are_made_anew(dataset, tmp_path, capfd, 
     assert "by this version" in refuse(capfd, "--output", dataset, *ARGUMENTS)
 
 
-@pytest.mark.parametrize("seed", [-1, 2**32])
-def test_seeds_out_of_range(tmp_path, capfd, seed):
-    """Prevents numpy's and scikit-learn's tracebacks."""
-    assert "--seed" in refuse(capfd, "--output", tmp_path / "dataset", "--seed", seed)
-
-
-def test_a_place_that_cannot_be_written(tmp_path, capfd):
-    """Prevents a traceback where a file stands in the way of the folder."""
-    (tmp_path / "file").write_text("")
-    assert "is not a directory" in refuse(capfd, "--output", tmp_path / "file/dataset", *ARGUMENTS)
-    assert [path.name for path in tmp_path.iterdir()] == ["file"]
-
-
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     """Prevents half a dataset from filling the disk after an error."""
 

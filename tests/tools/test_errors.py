@@ -72,6 +72,8 @@ def folder(tmp_path, monkeypatch) -> Path:
         "lengths -o out.parquet --samples 100000000000000000000",
         "lengths -o out.parquet --samples 0",
         "lengths -o out.parquet --seed -1",
+        "lengths -o out.parquet --mixture other",
+        "lengths -o out.json",
         "rates absent --base h100-80g -o out",
         "rates junk --base h100-80g -o out",
         "rates list.json --base h100-80g -o out",

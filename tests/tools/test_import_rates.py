@@ -90,14 +90,3 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
     assert line.each_ms == pytest.approx(1 / (200 * 2**30) * 1e3, rel=1e-3)
     assert {one.kind for one in rates.collectives} == {"all_reduce"}
     assert [one.gb_per_s for one in rates.copies] == [pytest.approx(500 * 2**30 / 1e9, rel=1e-3)]
-
-
-def test_a_share_that_no_device_has_is_told(tmp_path: Path, capfd):
-    """Prevents: a table of other units in a cluster file."""
-    (tmp_path / "tables.json").write_text(json.dumps(tables([matmul(8, 8, 8, "TN", 50)])))
-    out = tmp_path / "mine.toml"
-    with pytest.raises(SystemExit) as ended:
-        import_rates.main([str(tmp_path / "tables.json"), "--base", "h100-80g", "-o", str(out)])
-    assert ended.value.code == 2 and not out.exists()
-    [line] = capfd.readouterr().err.splitlines()
-    assert "less than or equal to 1" in line

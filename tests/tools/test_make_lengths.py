@@ -239,29 +239,3 @@ def test_the_file_reads_back_and_says_that_it_is_synthetic(tmp_path, capfd):
     with pytest.raises(SystemExit):
         main(["--help"])
     assert "synthetic" in capfd.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "reason"),
-    [
-        (["--samples", "0"], "--samples 0: must be from 1"),
-        (["--samples", "1000000000"], "must be from 1 to"),
-        (["--seed", "-1"], "--seed -1"),
-        (["--mixture", "other"], "--mixture"),
-        (["-o", "{folder}/lengths.json"], "end in .parquet"),
-        (["-o", "{folder}/none/lengths.parquet"], "is no folder"),
-        (["-o", "{folder}/taken.parquet"], "is a directory"),
-    ],
-)
-def test_bad_input_is_one_line_and_leaves_no_file(tmp_path, capfd, arguments, reason):
-    """Prevents tracebacks and half-made files for what a user mistypes."""
-    (tmp_path / "taken.parquet").mkdir()
-    before = sorted(tmp_path.iterdir())
-    output = ["-o", str(tmp_path / "lengths.parquet"), "--samples", "2000"]
-    with pytest.raises(SystemExit) as exit_info:
-        main([*output, *(argument.format(folder=tmp_path) for argument in arguments)])
-    assert exit_info.value.code == 2
-    error = capfd.readouterr().err.splitlines()
-    assert reason in error[-1]
-    assert [line for line in error if line.startswith("error: ")] == error
-    assert sorted(tmp_path.iterdir()) == before
