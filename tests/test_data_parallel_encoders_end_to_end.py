@@ -47,9 +47,7 @@ def divided(beside, tmp_path_factory) -> Path:
 def test_data_parallel_encoders_train_resume_and_answer_as_one_process(
     single, beside, divided, digits, tmp_path
 ):
-    """Prevents: a plan that the trainer cannot follow, and another loss or other answers where a
-    run goes on with its encoders elsewhere, or divided; and a rank that waits for others' weights
-    while it answers questions."""
+    """Prevents: a plan that the trainer cannot follow."""
     alone, apart, parts = tmp_path / "alone", tmp_path / "apart", tmp_path / "parts"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6")
     held = (*heldout, "--eval-interval", "3", "--max-new-tokens", "2")

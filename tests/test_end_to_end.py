@@ -152,12 +152,17 @@ def test_wrong_options_are_refused(single_plan, digits, tmp_path, option, compla
     assert not (tmp_path / "run").exists()
 
 
+def broken(digits: Path, copy: Path, every: int) -> Path:
+    """The digits with every so many images cut off."""
+    subprocess.run(["cp", "-r", digits, copy], check=True)
+    for image in sorted((copy / "train" / "images").iterdir())[::every]:
+        image.write_bytes(image.read_bytes()[:60])
+    return copy
+
+
 def test_broken_image_stops_both_ranks_with_one_error(plan, digits, tmp_path):
     """Prevents: a rank that waits for the one that failed, or an error for every stage."""
-    copy = tmp_path / "digits"
-    subprocess.run(["cp", "-r", digits, copy], check=True)
-    for image in (copy / "train" / "images").iterdir():
-        image.write_bytes(image.read_bytes()[:60])
+    copy = broken(digits, tmp_path / "digits", 1)
     result = run_pair(*training(plan, copy, tmp_path / "run", "--train-iters", "1"))
     assert result.returncode != 0
     errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
@@ -265,10 +270,7 @@ def test_killed_rank_ends_the_others_with_its_name(long_plan, digits, tmp_path):
 
 def test_broken_image_is_passed_over_when_asked_to(plan, single_plan, digits, tmp_path):
     """Prevents: a run of weeks that one file ends, and stages that disagree about its sample."""
-    copy = tmp_path / "digits"
-    subprocess.run(["cp", "-r", digits, copy], check=True)
-    for image in sorted((copy / "train" / "images").iterdir())[::5]:
-        image.write_bytes(image.read_bytes()[:60])
+    copy = broken(digits, tmp_path / "digits", 5)
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     options = ("--train-iters", "3", "--on-bad-sample", "skip")
     result = run_pair(*training(plan, copy, pair, *options))

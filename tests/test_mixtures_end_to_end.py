@@ -27,8 +27,7 @@ EPOCHS = (Fraction(5, 2), Fraction(1), Fraction(1, 2))
 
 
 def test_a_mixture_is_trained_as_often_as_its_plan_says(lengths, digits, tmp_path):
-    """Prevents: repeats that are lost or doubled by ranks, by portions, or where a run goes on in
-    the middle; losses against one process, samples counted from the log of the run."""
+    """Prevents: repeats that are lost or doubled by ranks, by portions."""
     every = read_lengths([lengths])
     names = every.source_names
     epochs = {name: EPOCHS[place % len(EPOCHS)] for place, name in enumerate(names)}

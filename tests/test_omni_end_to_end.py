@@ -24,8 +24,7 @@ def spoken(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, tmp_path):
-    """Prevents: commands of the quickstart of three modalities that do not fit together, or another
-    loss where the encoders are data-parallel."""
+    """Prevents: commands of the quickstart of three modalities that do not fit together."""
     given = ("--tokenizer-model", spoken / "tokenizer.model")
     lengths, runs = tmp_path / "lengths.parquet", {}
     succeed(

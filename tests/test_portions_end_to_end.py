@@ -31,8 +31,7 @@ def as_one(packs: ScheduledPacks, data):
 
 
 def test_portions_train_as_one_plan_of_the_same_steps(lengths, digits, tmp_path):
-    """Prevents: another loss, or a lost step, where a portion ends, a run goes on in one, or a
-    device is lost."""
+    """Prevents: another loss, or a lost step, where a portion ends, a run goes on in one."""
     options = ("--dp", "2", "--portion-samples", "30", "--epochs", "2")
     portions = plan_of(lengths, tmp_path / "portions", *options)
     assert "portions of 2 epochs hold" in succeed("-m", "omnibal", "check", portions)

@@ -27,8 +27,7 @@ def native(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_images_of_many_sizes_are_scanned_planned_trained_asked_about_and_exported(
     native, tmp_path
 ):
-    """Prevents: commands of Qwen's quickstart that do not fit together, or a trained folder that
-    comes back as another model."""
+    """Prevents: commands of Qwen's quickstart that do not fit together."""
     tokenizer, plan, run = native / "tokenizer", tmp_path / "plan", tmp_path / "run"
     given, lengths = ("--tokenizer-model", tokenizer), tmp_path / "lengths.parquet"
     succeed(

@@ -72,8 +72,7 @@ def with_wandb(tmp_path_factory) -> Path:
 
 
 def test_a_run_is_planned_anew_while_it_trains(uneven, uninterrupted, digits, with_wandb, tmp_path):
-    """Prevents: a new plan that trains other samples, or from other weights, and curves or a log
-    that break off, or have steps twice; against a run that keeps its plan."""
+    """Prevents: a new plan that trains other samples, or from other weights."""
     save, board = tmp_path / "run", tmp_path / "board"
     reports = ("--tensorboard-dir", board, "--wandb-project", "project")
 
@@ -105,8 +104,7 @@ def test_a_run_is_planned_anew_while_it_trains(uneven, uninterrupted, digits, wi
 
 
 def test_a_run_goes_on_on_fewer_devices(lengths, uninterrupted, digits, tmp_path):
-    """Prevents: a job that stands still for a lost node, or trains samples twice; two ranks, then
-    one, then two, against a run without a loss."""
+    """Prevents: a job that stands still for a lost node, or trains samples twice."""
     wide, save = tmp_path / "wide", tmp_path / "run"
     plan_of(lengths, wide, "--dp", "2", "--epochs", "4")
     steps = tmp_path / "whole"

@@ -37,8 +37,7 @@ def divided(single: Path, folder: Path, sharded: int, *sizes: str) -> Path:
 
 
 def test_sharded_weights_train_resume_and_answer_as_one_process(single, sharded, digits, tmp_path):
-    """Prevents: a plan that the trainer cannot follow, and another loss or other answers where a
-    run goes on with its weights divided otherwise."""
+    """Prevents: a plan that the trainer cannot follow."""
     alone, apart = tmp_path / "alone", tmp_path / "apart"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "6")
     held = (*heldout, "--eval-interval", "3", "--max-new-tokens", "2")

@@ -115,8 +115,7 @@ def deal(packs: ScheduledPacks, level: np.ndarray, contexts: np.ndarray, data: i
 
 
 def test_shared_packs_train_resume_and_validate_as_one_process(single_plan, digits, tmp_path):
-    """Prevents: a plan with levels that the trainer cannot follow, or another loss where a run goes
-    on with packs shared by more ranks, beside data-parallel encoders."""
+    """Prevents: a plan with levels that the trainer cannot follow."""
     alone, shared = tmp_path / "alone", tmp_path / "shared"
     heldout = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "12")
     validate = (*heldout, "--eval-interval", "3", "--max-new-tokens", "1")

@@ -81,8 +81,7 @@ def plan_of(texts: Path, name: str, *options: object) -> Path:
 
 
 def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
-    """Prevents: a command that asks for tiles, or fails, where the model has no encoder; and a
-    pipeline of two stages that trains otherwise than one process."""
+    """Prevents: a command that asks for tiles, or fails, where the model has no encoder."""
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     plan = plan_of(texts, "plan", "--pp", "2")
     assert "language embed" in succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")

@@ -14,8 +14,7 @@ def windows(lengths: Path, output: Path, *options: object) -> Path:
 
 
 def test_dispatched_windows_have_the_loss_of_the_order_as_read(lengths, digits, tmp_path):
-    """Prevents: another step, or samples trained twice, where ranks share windows equally, and a
-    run that cannot go on with the other way or with other ranks."""
+    """Prevents: another step, or samples trained twice, where ranks share windows equally."""
     as_read = windows(lengths, tmp_path / "as_read", "--dp", "2", "--dispatch", "off")
     three = windows(lengths, tmp_path / "three", "--dp", "3")
     pair = tmp_path / "pair"

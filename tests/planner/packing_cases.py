@@ -1,11 +1,13 @@
 """Packs held against the caps and against the fewest there can be."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
+from omnibal.packing.packs import Packs, ScheduledPacks
 
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 
@@ -15,3 +17,32 @@ def assert_valid(packs, lengths: Lengths, caps: Caps) -> None:
     assert (np.diff(packs.offsets) > 0).all()
     assert packs.sums(lengths.column("tiles")).max() <= caps["tiles"]
     assert packs.sums(lengths.tokens).max() <= caps["tokens"]
+
+
+def sequential_packs(tokens: Sequence[int], packing_length: int) -> list[list[int]]:
+    """Rows of packs by `calculate_matched_group` of ms-swift 4.6.0 with `sequential`, restated.
+
+    One pack is open; a row that does not fit ends it, and so does its last token.
+    """
+    packs: list[list[int]] = []
+    pack, total = list[int](), 0
+    for row, count in enumerate(tokens):
+        if pack and total + count > packing_length:
+            packs.append(pack)
+            pack, total = [], 0
+        pack, total = [*pack, row], total + count
+        if total >= packing_length:
+            packs.append(pack)
+            pack, total = [], 0
+    return [*packs, pack] if pack else packs
+
+
+def scheduled_packs(
+    packs: Packs | Sequence[Sequence[int]], step: Sequence[int] | np.ndarray, **columns
+) -> ScheduledPacks:
+    """Packs of these steps; columns that are not given are zeros, as tiles are."""
+    listed = packs if isinstance(packs, Packs) else Packs.from_lists(packs)
+    items = {"tiles": np.zeros(len(listed), np.int32), **columns.pop("items", {})}
+    zeros = dict.fromkeys(("dp_rank", "slot", "epoch", "tokens", "level"), np.zeros(len(listed)))
+    given = {name: np.asarray(column, np.int32) for name, column in (zeros | columns).items()}
+    return ScheduledPacks(packs=listed, step=np.asarray(step), items=items, **given)

@@ -380,24 +380,8 @@ def test_command_prints_one_json_object(capsys, tmp_path):
     assert len(printed["infeasible"]) == len(found.infeasible) > 0
 
 
-def test_command_says_what_to_use(capsys, tmp_path):
-    """Prevents a table without the winner, and caps that are not those of the table."""
-    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
-    run(tmp_path / "lengths.parquet", "--packing", "isf", "--rule", "paper")
-    printed = capsys.readouterr().out
-    # After the header, which ends so too.
-    row = [line for line in printed.splitlines() if line.strip().endswith("best")][-1].split()
-    used = f"use: --max-tiles {row[0]} --max-tokens {row[1].replace(',', '')}"
-    assert printed.splitlines()[-1] == used
-
-
-def test_command_notes_what_to_beware_of(capsys, tmp_path, monkeypatch):
-    """Prevents caps that are due to ISF, or cut short, from being taken as they are."""
-    write_lengths(LUMPY, tmp_path / "lengths.parquet")
-    with monkeypatch.context() as patched:
-        patched.setattr("omnibal.search.caps.notes", lambda request, search: ["beware"])
-        run(tmp_path / "lengths.parquet", "--packing", "isf", "--samples-per-step", 8)
-    assert "note: beware" in capsys.readouterr().err
+def test_caps_that_are_due_to_isf_are_noted():
+    """Prevents caps that are due to ISF from being taken as they are."""
     lumpy = search_request(lengths=LUMPY, packing=PackingMethod.ISF)
     candidate = replace(
         search(packing=PackingMethod.ISF).candidates[0], caps=Caps.of(tiles=9, tokens=4096)

@@ -481,8 +481,7 @@ def test_an_edited_way_to_hold_weights_is_refused_by_its_keys(
 
 @pytest.mark.parametrize("trainer", ["xtuner", "ms-swift-deepspeed"])
 def test_a_job_for_a_trainer_that_always_shards_says_so(trainer):
-    """Prevents: a job that is another one than it was made as, and weights that are whole on paper
-    where the trainer divides them."""
+    """Prevents: a job that is another one than it was made as."""
     job = training_job(
         "qwen3-8b", "h100-80g", parallel=Parallel(pipeline=1, data=8), trainer=trainer
     )

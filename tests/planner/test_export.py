@@ -76,8 +76,7 @@ def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
 
 
 def test_schedules_that_a_trainer_does_not_run_are_named():
-    """Prevents: chunks of a plan left out of its flags, or told to a trainer that ends at its first
-    step."""
+    """Prevents: chunks of a plan left out of its flags."""
     stages = tuple(Stage.of(*units) for units in (
         [*map(str, FIRST.units[:-1]), "language 0"], ["language 1"], ["language 2"],
         ["language 3", "head"],

@@ -193,8 +193,7 @@ def test_offsets_are_of_the_lines(photos, tmp_path):
 
 
 def test_shards_are_read_where_they_are(tmp_path):
-    """Prevents samples of shards that are copied, or sought in a folder that Energon has not
-    indexed."""
+    """Prevents samples of shards that are copied."""
     shows = np.array([0, 1, 2, 0] * 5)
     annotations = Annotations.open(write_shards(tmp_path, shows))
     given = planned_of(annotations, TargetName.MEGATRON_LM)

@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from export_cases import ExportCase, drawn_lengths, export_case, plan_files, scheduled
+from packing_cases import sequential_packs
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
@@ -30,22 +31,6 @@ from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.stage import Stage
 
 SWIFT = TargetName.MS_SWIFT
-
-
-def sequential_packs(lengths: list[int], packing_length: int) -> list[list[int]]:
-    """One pack is open; a row that does not fit ends it, and so does its last token."""
-    packs: list[list[int]] = []
-    held, total = [], 0
-    for row, length in enumerate(lengths):
-        if held and total + length > packing_length:
-            packs.append(held)
-            held, total = [], 0
-        held.append(row)
-        total += length
-        if total >= packing_length:
-            packs.append(held)
-            held, total = [], 0
-    return packs + ([held] if held else [])
 
 
 def flags_of(command: str) -> dict[str, str]:

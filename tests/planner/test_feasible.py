@@ -124,8 +124,7 @@ def test_changes_are_the_smallest_that_fit(lengths, share):
 
 
 def test_changes_keep_to_limits_of_stages():
-    """Prevents advice by splits that a trainer cannot be told, and more stages where these make the
-    first one, which must hold the encoders, fuller."""
+    """Prevents advice by splits that a trainer cannot be told."""
     most = Parallel(pipeline=MODEL.language.layers)
     roomy = one_epoch(lengths=None, parallel=most, packs_per_step=8)
     limited = replace(roomy, job=replace(roomy.job, trainer=TrainerConstraints(stages=LIMITED)))
@@ -254,8 +253,7 @@ def test_steps_that_are_given_stay():
 
 
 def test_jobs_of_levels_are_told_what_fits():
-    """Prevents advice from the memory of another job than the one of levels, and smaller caps that
-    the levels do not have."""
+    """Prevents advice from the memory of another job than the one of levels."""
     levels = (
         Level(caps=Caps.of(tiles=4, tokens=192)),
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),

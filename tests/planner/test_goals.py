@@ -24,7 +24,6 @@ from omnibal.search.goal import Stream
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
 
-GIVEN = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu --gpus 4"
 
 

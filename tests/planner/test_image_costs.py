@@ -251,8 +251,7 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
 
 
 def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() -> None:
-    """Prevents a peak that leaves out what the last of them brings back, where kinds differ in
-    nothing but what they carry."""
+    """Prevents a peak that leaves out what the last of them brings back."""
     model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
     cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
     kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
@@ -332,8 +331,7 @@ def write_data(folder: Path) -> list[list[tuple[int, int]]]:
 def test_images_are_scanned_planned_and_checked(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Prevents a model of native-resolution images that can be described and not planned, and
-    features of packs that are not sums over images."""
+    """Prevents a model of native-resolution images that can be described and not planned."""
     sizes = write_data(tmp_path)
     video = VideoConfig(times="before", counts_frames=True)
     tower = encoder(deepstack_layers=(1, 2), video=video, max_pixels=90_000)

@@ -103,8 +103,7 @@ def test_memory_of_levels_is_that_of_a_walk():
 def test_a_large_model_of_levels_is_searched_with_few_options(
     monkeypatch: pytest.MonkeyPatch, stages: int
 ):
-    """Prevents a search without end, or a split that does not fit, where there is no room for all
-    recomputed sets, other grids of them as runs are ruled out, and a changing result."""
+    """Prevents a search without end, or a split that does not fit."""
     monkeypatch.setattr(stage_options, "_MOST_OPTIONS", 400)
     model = load_model("llama3.1-70b")
     parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)

@@ -107,8 +107,7 @@ def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_p
 def test_an_exported_line_with_chunks_costs_what_its_plan_does(
     name, model, parallel, tokens, chunks, tmp_path: Path
 ):
-    """Prevents: chunks that are written on other stages than planned, or not at all, and numbers of
-    recomputed layers that are read of a stage and not of each of its chunks."""
+    """Prevents: chunks that are written on other stages than planned, or not at all."""
     files = plan_of(name, load_model(model), parallel, tokens, chunks=chunks)
     plan, given = files.plan, export_input(files, TARGETS[name], None, tmp_path, 0)
     exported = make_export(given, EXPORTS[name])
@@ -379,8 +378,7 @@ def test_advice_is_never_slower_than_a_line_with_chunks(virtual: int):
 
 
 def test_chunks_that_are_not_simulated_are_not_called_slow():
-    """Prevents: a split by 1F1B advised in place of chunks of which one is empty, as these were
-    predicted by 1F1B too."""
+    """Prevents: a split by 1F1B advised in place of chunks of which one is empty."""
     line = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096 model.recompute_method=block "
     line += "model.recompute_granularity=full model.recompute_num_layers=9 "
     told = of_line(f"{line} 'model.pipeline_model_parallel_layout=E||t*2|t*2|t*8|t*8|t*8|t*8L'",

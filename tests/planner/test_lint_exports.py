@@ -34,8 +34,7 @@ CASES = {
 @pytest.mark.parametrize("launcher", [each for each in Launcher if each is not Launcher.LOONGFORGE])
 @pytest.mark.parametrize("case", CASES)
 def test_an_export_can_start_with_the_plans_stages(case: str, launcher: Launcher):
-    """Prevents: an export whose command its trainer refuses, or which says other stages than the
-    plan has; and a linter that cannot read the lines of its own house."""
+    """Prevents: an export whose command its trainer refuses."""
     model, layers, sizes = CASES[case]
     given = given_of(
         plan_files(

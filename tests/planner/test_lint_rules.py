@@ -108,8 +108,7 @@ def test_connections_are_judged_by_the_environment(value: str | None, is_told: b
     [("megatron-lm", 4, True), ("megatron-bridge", 4, True), ("ms-swift", 4, False)],
 )
 def test_expert_tensor_size_has_each_trainers_default(launcher: str, ranks: int, is_refused: bool):
-    """Prevents: the most frequent refusal, of an expert tensor size that nobody gave, missed; and
-    said of ms-swift, whose default is another."""
+    """Prevents: the most frequent refusal, of an expert tensor size that nobody gave, missed."""
     case = Case("gpus-divide-expert-grid", "", "", "experts", launcher)
     rules = [one.rule for one in found(case, f"TP={ranks} EP=8 MBS=1")]
     assert ("gpus-divide-expert-grid" in rules) == is_refused

@@ -112,8 +112,7 @@ def test_one_of_several_launch_lines_is_chosen():
     ],
 )
 def test_other_shell_is_refused_by_its_line(script: str, tmp_path: Path):
-    """Prevents: a size that a condition or a command changes and that is lost; and a linter that
-    executes what it is given."""
+    """Prevents: a size that a condition or a command changes and that is lost."""
     mark = tmp_path / "mark"
     text = script.replace("{mark}", str(mark)) + "\nrun --micro-batch-size $X"
     with pytest.raises(UserError, match=r"^line 2 of .* has .*`bash -x SCRIPT`") as refused:

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model
+from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
 from level_cases import brute_force, walked
 from partition_cases import frozen, planners_figures, random_packs
 from scipy.optimize import nnls
@@ -198,7 +198,6 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
     tower: sets that are slower for the others would be kept in place of the best, and `proven`."""
     rng = np.random.default_rng(0)
     model, several = small_model(2, 2), 0
-    step, dp_rank, slot = (axis.ravel() for axis in np.indices((1, 1, 4)))
     for _ in range(40):
         cost = random_cost(rng)
         units = dict(cost.units)
@@ -213,9 +212,7 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
         cost = replace(cost, units=units)
         features = random_features(rng, 4)
         features[0, 1:3] = 0
-        packs = Workload(
-            features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=1
-        )
+        packs = workload_of_a_step(features)
         times, peaks_of_all = brute_force([cost], model, packs, 1)
         cap = peaks_of_all.min() + rng.uniform(0.2, 0.6) * np.ptp(peaks_of_all)
         fitting = times[peaks_of_all <= cap]
@@ -240,8 +237,7 @@ def test_steps_that_take_no_time_are_searched():
 
 
 def test_the_smallest_cap_that_anything_fits_is_searched():
-    """Prevents a cap that is refused, searched without end or given slower stages, since the same
-    bytes were added up in another order."""
+    """Prevents a cap that is refused, searched without end or given slower stages."""
     for seed in (44, 67, 111, 246, 303, 329):
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = least_peak_of_splits(cost, model, packs, p)
@@ -339,8 +335,7 @@ def test_little_effort_ends_with_what_it_has():
 
 
 def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
-    """Prevents a search of minutes where the bounds do not meet, and a result that depends on how
-    fast the machine is."""
+    """Prevents a search of minutes where the bounds do not meet."""
     cost, model, packs = large_case((30, 50), 20)
     cap = 1.2 * least_peak_of_splits(cost, model, packs, 20)
     monkeypatch.setattr(partition, "MAX_WORK", 1e6)

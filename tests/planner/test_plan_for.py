@@ -95,8 +95,7 @@ def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path
 
 
 def test_caps_and_sizes_are_searched_within_the_limits(capsys, tmp_path, lengths):
-    """Prevents searched caps that limit items where the trainer limits tokens alone, and sizes
-    that are searched on packs of other rules."""
+    """Prevents searched caps that limit items where the trainer limits tokens alone."""
     for number, sizes in enumerate(("--dp 2 --micro-batches 4", "--gpus 4 --samples-per-step 60")):
         command = PLAN.replace("--dp 2 --micro-batches 4", sizes)
         plan = tmp_path / str(number)
@@ -114,8 +113,7 @@ def test_caps_and_sizes_are_searched_within_the_limits(capsys, tmp_path, lengths
 
 
 def test_plans_of_shapes_are_compared_by_their_steps(capsys, tmp_path):
-    """Prevents a plan without samples that cannot be made for a trainer, or is compared by samples
-    that it does not have."""
+    """Prevents a plan without samples that cannot be made for a trainer."""
     for sizes in ("--dp 2 --pp 2 --micro-batches 4", "--gpus 4"):
         command = PLAN.replace("--dp 2 --micro-batches 4", sizes).replace("--packing isf", "")
         command += f" --max-tokens 512 --for megatron-lm --json -o {tmp_path / 'plan'}"
@@ -255,8 +253,7 @@ def test_the_sentence_names_what_costs_most():
 
 
 def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
-    """Prevents a search for what a limit of tokens alone costs where caps were given, and none
-    where the free plan has others."""
+    """Prevents a search for what a limit of tokens alone costs where caps were given."""
     limits = TARGETS[TargetName.MS_SWIFT]
     lengths = example_lengths()
 
@@ -272,8 +269,7 @@ def test_caps_of_both_plans_decide_whether_their_limit_is_looked_at():
 
 
 def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
-    """Prevents as many whole searches as limits, each with packs of its own, and drawn samples that
-    say something else than all do."""
+    """Prevents as many whole searches as limits, each with packs of its own."""
     limits, lengths = TARGETS[TargetName.MEGATRON_LM], example_lengths(count=3000)
     data = SampleData(
         lengths=lengths, levels=(Level(caps=Caps.of(tiles=8, tokens=512)),), packs_per_step=16
@@ -323,8 +319,7 @@ def test_ranks_that_are_all_data_parallel_have_a_pack_each(capsys, tmp_path, len
 
 
 def test_what_is_left_out_is_in_no_figure(capsys, tmp_path):
-    """Prevents a prediction of packs that the trainer does not train, and a plan that counts other
-    steps or samples than its export."""
+    """Prevents a prediction of packs that the trainer does not train."""
     lengths = make_lengths([(0, 77)] * 600)
     write_lengths(lengths, tmp_path / "lengths.parquet")
     for micro_batches, samples in ((8, 576), (40, 600)):

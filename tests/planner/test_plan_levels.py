@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cli_cases import failure, run
 from length_cases import long_tailed, texts
+from packing_cases import scheduled_packs
 from plan_cases import example_lengths
 
 from omnibal.cli.level_options import notes_on_steps
@@ -18,7 +19,6 @@ from omnibal.job.plan_files import data_of_plan
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packing import PackingMethod
-from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.pack_settings import PackSettings
 
 LONG = "plan --model llama3.1-8b --cluster h200-141g --micro-batches 2 --max-tokens 65536"
@@ -165,18 +165,8 @@ def test_few_uneven_steps_are_told_of():
     """Prevents steps of which one has most of the tokens, without a word."""
 
     def packs_of(tokens, epoch):
-        count = len(tokens)
-        zeros = np.zeros(count, np.int32)
-        packs = ScheduledPacks(
-            packs=Packs.from_lists([[sample] for sample in range(count)]),
-            step=np.arange(count),
-            dp_rank=zeros,
-            slot=zeros,
-            epoch=np.array(epoch, np.int32),
-            items=zeros,
-            tokens=np.array(tokens, np.int32),
-            level=zeros,
-        )
+        steps = np.arange(len(tokens))
+        packs = scheduled_packs(steps[:, None].tolist(), steps, epoch=epoch, tokens=tokens)
         return notes_on_steps(packs)
 
     (note,) = packs_of([10, 10, 10, 10, 4, 10], [0, 0, 0, 0, 1, 1])

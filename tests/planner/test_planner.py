@@ -128,8 +128,7 @@ def limited(model: ModelConfig, most: int) -> ModelConfig:
 
 
 def test_samples_beyond_the_models_rope_are_refused():
-    """Prevents samples for which the released model scales its RoPE from being trained unscaled;
-    packs may be as long as they like, as positions start anew with each sample."""
+    """Prevents samples for which the released model scales its RoPE from being trained unscaled."""
     lengths = example_lengths()
     longest = int(lengths.tokens.argmax())
     most = int(lengths.tokens[longest])

@@ -40,8 +40,7 @@ def examples() -> list[tuple[str, str]]:
 
 
 def test_page_runs_and_prints_what_it_says(tmp_path, monkeypatch):
-    """Prevents: an example that fails when it is pasted, and a result that is no longer true; and
-    a plan, a check or a report from Python that prints beside what the page prints."""
+    """Prevents: an example that fails when it is pasted, and a result that is no longer true."""
     monkeypatch.chdir(tmp_path)
     command = shlex.split(_BLOCK.findall(PAGE.read_text())[0][1])
     assert command[0] == "python"

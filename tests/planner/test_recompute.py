@@ -47,8 +47,7 @@ def passes_of(
     [("vision language", 4), ("language", 9), ("runs", 4), ("vision audio language", 3)],
 )
 def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: int):
-    """Prevents recomputing more than needed, or the wrong tower: compared with all sets, whatever
-    the micro-batches say of the kinds' times between the extremes."""
+    """Prevents recomputing more than needed, or the wrong tower."""
     rng = np.random.default_rng(0)
     model = model_of(towers, *[3] * len(towers.split()))
     fitting = not_fitting = partial = several = 0
@@ -195,8 +194,7 @@ def test_undominated_rows_are_exactly_the_front():
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_stage_may_recompute_any_of_its_layers(seed: int):
-    """Prevents an edited plan that recomputes a stage's last layers and needs more than is said:
-    compared with its units one by one, and where the first are recomputed with the search's."""
+    """Prevents an edited plan that recomputes a stage's last layers and needs more than is said."""
     rng = np.random.default_rng(seed)
     cost = random_cost(rng)
     # A layer's output is as large as its input.
@@ -255,8 +253,7 @@ def test_a_cap_holds_a_peak_of_its_size():
 
 
 def test_drawn_stages_keep_each_unit_once():
-    """Prevents passes chosen by stages that hold part of a layer, or lose one, and by the tensors
-    of another cut than theirs: memory would be predicted of the wrong micro-batches."""
+    """Prevents passes chosen by stages that hold part of a layer, or lose one."""
     rng = np.random.default_rng(8)
     cost = random_cost(rng, small_model(3, 3))
     fours = np.full(len(cost.features), 4.0)

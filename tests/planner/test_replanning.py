@@ -139,8 +139,7 @@ def test_spoiled_costs_recover(tmp_path, unit, factor):
 
 
 def test_a_slow_stage_gets_fewer_layers(tmp_path):
-    """Prevents: a slow node that all others wait for, step after step; against the plan of one who
-    knows it."""
+    """Prevents: a slow node that all others wait for, step after step."""
     job = deep_job()
     told = replace(job, cost_source=spoiled("head", 1.0, slowness=(1, 1.5, 1, 1)))
     before, right = planned(job), planned(told)
@@ -157,8 +156,7 @@ def test_a_slow_stage_gets_fewer_layers(tmp_path):
 
 
 def test_a_slow_rank_is_named(tmp_path):
-    """Prevents: a slow device that is lost in the mean over data-parallel ranks, or for which all
-    pipelines give up more than its own; against the plan kept, and fewer layers on all ranks."""
+    """Prevents: a slow device that is lost in the mean over data-parallel ranks."""
     job = deep_job(2)
     result = planned(job)
     anew = replan(
@@ -177,8 +175,7 @@ def test_a_slow_rank_is_named(tmp_path):
 
 
 def test_a_slow_rank_gets_fewer_packs(tmp_path):
-    """Prevents: ranks that wait for a slow one, step after step; against the plan of one who knows
-    it, which trains the same samples in every step. Planned anew once more, it is still known."""
+    """Prevents: ranks that wait for a slow one, step after step."""
     job = job_spec(model=DEEP, parallel=Parallel(pipeline=1, data=2))
     refit = Refit(root_sha256="", step=0, slow_ranks=((1.0,), (1.5,)))
     told = replace(job, cost_source=Refitted(ANALYTIC, refit))
@@ -223,8 +220,7 @@ def test_fewer_devices_keep_the_steps(tmp_path):
 
 
 def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
-    """Prevents: a traceback for more nodes than a job can have, and a plan that is written into
-    the one that is read, which then holds what is no part of a plan."""
+    """Prevents: a traceback for more nodes than a job can have."""
     run(PLAN, "-o", tmp_path / "plan")
     capsys.readouterr()
     anew = ("replan", tmp_path / "plan", "-o")
@@ -244,8 +240,7 @@ def test_devices_without_room_for_a_schedule_go_on_in_another(tmp_path):
 
 
 def test_more_steps_than_a_plan_has_are_refused(tmp_path):
-    """Prevents: a slip of the pen that is kept in refit.json, where a run looks for its newest
-    plan."""
+    """Prevents: a slip of the pen that is kept in refit.json."""
     result = planned(deep_job())
     steps = result.plan.data.steps
     with pytest.raises(UserError, match=f"{steps + 1} steps were given .* the plan has {steps}"):

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import random_cost
+from packing_cases import scheduled_packs
 from plan_cases import request
 from replay_cases import replay_info, write_replay
 
@@ -255,8 +256,7 @@ def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) 
 
 
 def test_replay_of_another_plan_is_refused(small: Job, tmp_path: Path) -> None:
-    """Prevents times of other stages or packs beside this plan's prediction; a prediction alone
-    may change, as it does where a plan is given other costs."""
+    """Prevents times of other stages or packs beside this plan's prediction."""
     write_replay(tmp_path / "replay", small.plan, small.cost, small.workload, (0,))
     predicted = small.plan.model_copy(update={"prediction": small.predict()})
     read_replay(tmp_path / "replay", predicted, small.cost, small.workload)
@@ -326,18 +326,8 @@ def test_a_step_with_what_is_left_over_is_not_chosen(
     """Prevents a replay of a step that is like no other."""
     sizes = np.concatenate(samples_of_packs)
     packs = Packs.from_lists(np.split(np.arange(sizes.sum()), np.cumsum(sizes)[:-1]))
-    zeros = np.zeros(len(sizes), np.int32)
     step = np.repeat(np.arange(len(samples_of_packs)), list(map(len, samples_of_packs)))
-    scheduled = ScheduledPacks(
-        packs=packs,
-        step=step,
-        dp_rank=zeros,
-        slot=zeros,
-        epoch=zeros,
-        items={"tiles": zeros},
-        tokens=zeros,
-        level=np.zeros(len(step), np.int32),
-    )
+    scheduled = scheduled_packs(packs, step)
     others = [number for number in range(len(samples_of_packs)) if number != odd]
     assert chosen_steps(scheduled, 10) == tuple(others)
 

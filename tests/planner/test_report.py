@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from packing_cases import scheduled_packs
 from plan_cases import origin_of
 from replay_cases import write_replay
 from rich.console import Console
@@ -413,8 +414,7 @@ def test_held_out_accuracy_and_examples(page: str) -> None:
 
 
 def test_terminal_and_page_show_the_same_cells(directories: tuple[Path, Path], page: str) -> None:
-    """Prevents two tables of the same figures from drifting apart, and markup in names from being
-    taken for a terminal's."""
+    """Prevents two tables of the same figures from drifting apart."""
     evaluation = make_evaluation("[bold]third[/bold] kind")
     tables = {
         "Time and memory": memory_table(read_plan(directories[0])),
@@ -738,8 +738,7 @@ def test_replayed_times_stand_between_predicted_and_measured(
 def test_replay_has_its_own_step_bubble_and_memory(
     directories: tuple[Path, Path], three_columns: str, replays: list[StageReplay]
 ) -> None:
-    """Prevents a replay's deviation from other steps' prediction, and working memory that was not
-    measured in what is compared with the measured peak."""
+    """Prevents a replay's deviation from other steps' prediction."""
     files = files_of(directories[0])
     plan, workload = files.plan, files.job.workload(*files.data, files.plan.pack_levels)
     replay = read_replay(directories[0].parent / "replay", plan, files.job.cost, workload)

@@ -40,8 +40,7 @@ def test_the_share_of_the_published_system_is_the_calibrated_one():
 
 
 def test_published_steps_are_predicted_as_the_presets_say():
-    """Prevents a term that moves what was predicted well away from what GPUs took, and presets
-    that state another error than theirs."""
+    """Prevents a term that moves what was predicted well away from what GPUs took."""
     rows = measured_gpus.compared()
     kinds = {(one.row["device"], one.row["precision"]) for one in rows}
     for device, precision in sorted(kinds):
@@ -134,8 +133,7 @@ def test_table_6_of_hbp(texts: hbp.Data):
 
 
 def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
-    """Prevents a model that fits one size only; how many ranks shared 128K is assumed, and
-    exchanges of 16, over the network, are taken to be as fast as rings (docs/results.md)."""
+    """Prevents a model that fits one size only; how many ranks shared 128K is assumed."""
     system = hbp.System("llama3.1-70b", hbp.cluster_at())
     published = np.array(hbp.TABLE_6_70B[1:]) / hbp.TABLE_6_70B[0]
     for context, tolerance in ((16, 0.22), (8, 0.18)):

@@ -42,8 +42,7 @@ def planned(schedule: ScheduleName | None, *, runs_all: bool = True) -> Planned:
 
 
 def test_the_fastest_of_all_schedules_is_taken() -> None:
-    """Prevents: a schedule that is slower than another one, or over the memory cap, or without the
-    reason why it was taken."""
+    """Prevents: a schedule that is slower than another one, or over the memory cap."""
     best = planned(None)
     assert best.result.plan.schedule == best.schedule.chosen
     names: tuple[ScheduleName, ...] = ("1f1b", "zb-v", "interleaved")
@@ -83,8 +82,7 @@ def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
 
 
 def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prevents: packs that stay as dealt in the schedule that is taken, or are made anew for it,
-    and orders that are searched for in plans that are not taken."""
+    """Prevents: packs that stay as dealt in the schedule that is taken, or are made anew for it."""
     asked = request(lengths=example_lengths(origin_of(MODEL)), packing=PackingMethod.BALANCED)
     samples = Samples(lengths=asked.data.lengths, caps=asked.data.caps, epochs=2, micro_batches=4)
     free = Free(levels=LevelRule(count=1), schedule=None)

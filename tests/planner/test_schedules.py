@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from schedule_cases import event_loop
 
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
@@ -25,25 +24,13 @@ from omnibal.pipeline.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from omnibal.pipeline.simulate import simulate_schedule, waits_before
+from omnibal.pipeline.simulate import simulate_schedule
 
 pytestmark = pytest.mark.quick
 
 F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
 """(micro-batches, stages)."""
-
-
-def random_durations(
-    rng: np.random.Generator, schedule: Schedule, kinds: Sequence[Pass]
-) -> tuple[dict[Pass, np.ndarray], np.ndarray, np.ndarray]:
-    shape = schedule.micro_batches, schedule.parts
-    link_shape = shape[0], shape[1] - 1
-    return (
-        {kind: rng.exponential(1 + kind, shape) for kind in kinds},
-        rng.exponential(0.3, link_shape),
-        rng.exponential(0.3, link_shape),
-    )
 
 
 RULES = {
@@ -59,36 +46,6 @@ CASES = [
     for name, (rule, chunks, sizes) in RULES.items()
     for m, stages in sizes
 ]
-
-
-@pytest.mark.parametrize(("rule", "stages", "chunks", "micro_batches"), CASES)
-def test_any_schedule_is_simulated_as_an_event_loop_runs_it(rule, stages, chunks, micro_batches):
-    """Prevents a simulator that knows one schedule: chunks and backwards in two parts fit."""
-    graph = operation_graph(rule, stages, chunks, micro_batches)
-    schedule, rng = graph.schedule, np.random.default_rng(stages * 100 + micro_batches)
-    for _ in range(5):
-        durations, forward_link, backward_link = random_durations(rng, schedule, graph.kinds)
-        timeline = simulate_schedule(
-            graph,
-            {kind: values[None] for kind, values in durations.items()},
-            forward_link[None],
-            backward_link[None],
-            np.array([micro_batches]),
-        ).of_step(0)
-        ran = event_loop(schedule, durations, forward_link, backward_link)
-        for (stage, one), (start, end) in ran.items():
-            place = one.micro_batch, schedule.part(stage, one.chunk)
-            assert timeline.start_ms[one.kind][place] == pytest.approx(start)
-            assert timeline.end_ms[one.kind][place] == pytest.approx(end)
-        assert timeline.step_ms == pytest.approx(max(end for _, end in ran.values()))
-        waits = waits_before(timeline)
-        for stage, operations in enumerate(schedule.operations):
-            busy = sum(ran[stage, one][1] - ran[stage, one][0] for one in operations)
-            assert timeline.busy_ms[stage] == pytest.approx(busy)
-            assert timeline.finish_ms[stage] == pytest.approx(ran[stage, operations[-1]][1])
-            columns = [schedule.part(stage, chunk) for chunk in range(chunks)]
-            waited = sum(values[:, columns].sum() for values in waits.values())
-            assert waited + busy == pytest.approx(timeline.finish_ms[stage])
 
 
 def bubble_ms(

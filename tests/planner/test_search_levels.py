@@ -189,8 +189,7 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
     ],
 )
 def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline, may_lower):
-    """Prevents jobs that are refused for too few packs, which more ranks could share, or which
-    lower caps would make more of."""
+    """Prevents jobs that are refused for too few packs, which more ranks could share."""
     top = int(top_caps(texts(tokens), ["tokens"])["tokens"])
     data = data_of(texts(tokens), ranks, top)
     request = LevelRequest(job=job_of(ranks, pipeline), data=data, may_lower=may_lower)

@@ -254,8 +254,7 @@ def shape_of(one: ProductTime) -> tuple[int, int, int]:
 
 
 def test_bytes_without_a_slope_have_a_price():
-    """Prevents: exchanges that take no time, however large, where small ones take as long at any
-    size."""
+    """Prevents: exchanges that take no time, however large."""
     flat = [
         CollectiveTime(kind="all_reduce", ranks=8, bytes=size, ms=0.05) for size in (2**10, 2**12)
     ]

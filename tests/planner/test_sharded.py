@@ -65,8 +65,7 @@ def measured_cluster(hidden: float | None) -> ClusterConfig:
 def test_exchanges_have_the_times_and_the_overlap_that_were_measured(
     hidden: float | None, is_serial: bool
 ) -> None:
-    """Prevents: one rate for gathers and reductions where both were measured, and exchanges that
-    are counted as hidden where the same cores compute and exchange."""
+    """Prevents: one rate for gathers and reductions where both were measured."""
     exchange = ShardedExchange.of(
         analytic_cost(MODEL, load_cluster("h100-80g"), over(8), "bf16"),
         *(unit_names(MODEL), measured_cluster(hidden), over(8), "bf16", OWN_RUNTIME),
@@ -312,8 +311,7 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
 
 
 def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> None:
-    """Prevents: sends between nodes at the rate within one, as the ranks of one group that divides
-    weights would fit a node."""
+    """Prevents: sends between nodes at the rate within one."""
     ways = [over(8, pipeline=2, sharded=sharded) for sharded in (1, 4)]
     whole, shared = (job(8, parallel=each).cost for each in ways)
     assert shared.link_ms_per_byte == whole.link_ms_per_byte
@@ -378,8 +376,7 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
 
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)])
 def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> None:
-    """Prevents: an exchange that all falls on the head's stage, or is lost where a stage has no
-    backward; and passes of a stage that begin with weights which nobody has gathered."""
+    """Prevents: an exchange that all falls on the head's stage."""
     cluster = measured_cluster(hidden=0.0)
     one, three = (
         JobSpec(
@@ -474,8 +471,7 @@ def test_tensor_parallel_ranks_gather_their_parts() -> None:
 
 
 def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
-    """Prevents: exposed exchange counted of whole packs, or lost where packs have levels; and
-    working memory of a shared pack's attention without the weights that are whole meanwhile."""
+    """Prevents: exposed exchange counted of whole packs, or lost where packs have levels."""
     levels = (
         Level(caps=Caps.of(tiles=6, tokens=110)),
         Level(caps=Caps.of(tiles=12, tokens=440), context=4),

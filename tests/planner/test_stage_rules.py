@@ -214,8 +214,7 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
 
 
 def test_what_does_not_go_with_limited_stages_is_refused():
-    """Prevents a plan by another method, of levels or with data-parallel encoders, which
-    would ignore what the trainer can be told."""
+    """Prevents a plan by another method, of levels or with data-parallel encoders."""
     rules = StageRules(encoders_on_first=True)
     asked = request()
     limited = replace(asked.job, trainer=TrainerConstraints(stages=rules))

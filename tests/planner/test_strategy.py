@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from cost_cases import assumed_h100, random_cost, small_model
+from cost_cases import assumed_h100, random_cost, small_model, workload_of_a_step
 from expert_cases import DIGITS
 from length_cases import lengths_of
 from plan_cases import (
@@ -38,7 +38,6 @@ from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.pipeline.workload import Workload
 from omnibal.report import command_tables
 from omnibal.search import bounded, parallel_sizes
 from omnibal.search.bounded import CLEARLY_WORSE
@@ -227,9 +226,7 @@ SLOW = {"intra_node_gb_per_s": 0.05, "inter_node_gb_per_s": 0.02}
 
 
 def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
-    """Prevents: an expert size that is not tried beside divided weights, or timed as another, and a
-    bound or an answer that some size planned alone beats, where memory is short and where it is
-    not."""
+    """Prevents: an expert size that is not tried beside divided weights, or timed as another."""
     winners, every = set(), []
     for changes, samples_per_step in (({"memory_gib": 0.0095}, 30), (SLOW, 90)):
         searched = strategy_request(
@@ -246,8 +243,7 @@ def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
 
 
 def test_sharded_weights_rank_as_the_planner_alone_says():
-    """Prevents: a way to hold weights that is not tried, or timed as another; and an answer that
-    some choice planned alone beats, where memory is short, links slow or both plentiful."""
+    """Prevents: a way to hold weights that is not tried, or timed as another."""
     fast = {"intra_node_gb_per_s": 1_000.0, "inter_node_gb_per_s": 1_000.0, "link_latency_us": 0}
     winners = set()
     for changes in (fast, SLOW, fast | {"memory_gib": 0.05}, {"memory_gib": 0.03}):
@@ -271,8 +267,7 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
 
 @pytest.mark.parametrize("samples_per_step", [24, 63])
 def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
-    """Prevents a limit of plans that loses the best, hides what was left out, or says that the best
-    is proven to be better than it is."""
+    """Prevents a limit of plans that loses the best, hides what was left out."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     every = search_strategies(searched, lambda done: None)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
@@ -563,13 +558,7 @@ def test_bound_is_the_time_where_nothing_is_lost():
     units = {kind: layer if kind.endswith("layer") else nothing for kind in cost.units}
     free = replace(cost, units=units, link_latency_ms=0.0, link_ms_per_byte=0.0)
     features = np.tile(rng.uniform(1, 2, 5), (12, 1))
-    workload = Workload(
-        features=features,
-        step=np.zeros(12, np.int64),
-        dp_rank=np.zeros(12, np.int64),
-        slot=np.arange(12),
-        data_parallel_size=1,
-    )
+    workload = workload_of_a_step(features)
     split = stages_from_cuts(model, (3, 5, 9))
     assert [stage.layer_count for stage in split] == [2, 2, 2, 2]
     simulated = simulate_run(free, split, workload).step_ms.mean()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import lengths_of, make_lengths
-from packing_cases import REAL_LENGTHS
+from packing_cases import REAL_LENGTHS, scheduled_packs, sequential_packs
 from plan_cases import job_spec
 
 from omnibal.base.errors import UserError
@@ -34,24 +34,13 @@ PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONG
 
 
 def packed_one_by_one(tokens: list[int], packing_length: int) -> list[list[int]]:
-    """Restates `calculate_matched_group` with `sequential` of ms-swift 4.6.0: one open pack."""
-    packs: list[list[int]] = []
-    pack: list[int] = []
-    for each in tokens:
-        if pack and sum(pack) + each > packing_length:
-            packs.append(pack)
-            pack = []
-        pack = [*pack, each]
-        if sum(pack) >= packing_length:
-            packs.append(pack)
-            pack = []
-    return [*packs, pack] if pack else packs
+    packs = sequential_packs(tokens, packing_length)
+    return [[tokens[row] for row in pack] for pack in packs]
 
 
 @given(tokens=st.lists(st.integers(0, 12)), packing_length=st.integers(1, 15))
 def test_next_fit_is_the_trainers(tokens, packing_length):
-    """Prevents packs that are foreseen otherwise than ms-swift makes them, also of samples that
-    fill or exceed a pack."""
+    """Prevents packs that are foreseen otherwise than ms-swift makes them."""
     bounds = next_fit_packs(np.array(tokens, np.int32), packing_length).tolist()
     packs = [tokens[first:end] for first, end in pairwise(bounds)]
     assert packs == packed_one_by_one(tokens, packing_length)
@@ -63,8 +52,7 @@ def test_next_fit_is_the_trainers(tokens, packing_length):
     )
 )
 def test_changed_places_keep_packs_apart(packs):
-    """Prevents an order that leaves a step, loses a pack, or lets more come together than before;
-    where a step has a pack that would do, it is found."""
+    """Prevents an order that leaves a step or loses a pack."""
     first, rest, load = np.array(packs).T
     held, step = first + rest, np.arange(len(packs)) // 8
     order = kept_apart(step, held, first, load.astype(float))
@@ -93,8 +81,7 @@ def test_a_pack_trades_places_with_the_most_alike():
     seed=st.integers(0, 3),
 )
 def test_steps_are_filled_by_splitting(sizes, packs_per_step, seed):
-    """Prevents lost samples, samples of two packs that come together, and steps that stay short
-    although there are samples enough."""
+    """Prevents lost samples, and samples of two packs that come together."""
     counts = np.array(sizes)
     whole = Packs(samples=np.arange(counts.sum()), offsets=np.append(0, np.cumsum(counts)))
     tokens = np.random.default_rng(seed).integers(1, 99, counts.sum())
@@ -201,8 +188,7 @@ def test_little_is_left_out():
 @pytest.mark.parametrize("values", [[7], [7, 9, 14], [5, 40], [1, 2, 3, 69]])
 @pytest.mark.parametrize("samples", [3, 9, 64, 601])
 def test_a_lower_packing_length_fills_the_last_step(values, samples):
-    """Prevents equal samples, or those of few lengths, from losing a large part of a step: against
-    all packing lengths that make at most one step more."""
+    """Prevents equal samples, or those of few lengths, from losing a large part of a step."""
     tokens, ranks = np.random.default_rng(3).choice(values, samples).astype(np.int32), 2
     for per_step, most in product((2, 6, 32), (70, 77)):
         trained = {}
@@ -250,8 +236,7 @@ def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
 
 
 def test_two_epochs_that_come_together_are_refused():
-    """Prevents one pack of two epochs among many that is trained as the first one's, and a step
-    that the next epoch fills."""
+    """Prevents one pack of two epochs among many that is trained as the first one's."""
     apart = formed([[6], [5, 1], [4, 2], [6]], packs_per_step=2)
     assert np.diff(apart.packs.offsets).tolist() == [1, 2, 2, 1]
     assert apart.step.tolist() == [0, 0, 1, 1] and apart.epoch.tolist() == [0, 0, 1, 1]
@@ -279,8 +264,7 @@ def test_ranks_in_lockstep_keep_like_packs():
 
 
 def test_caps_of_items_never_limit_packs_of_tokens():
-    """Prevents a cap of items that keeps a pack back which the trainer would make, and one that no
-    pack comes near."""
+    """Prevents a cap of items that keeps a pack back which the trainer would make."""
     lengths = drawn_lengths("lognormal")
     for tokens in (950, 3000, 10**6):
         most = caps_of_tokens(lengths, ["tiles", "tokens"], tokens)["tiles"]

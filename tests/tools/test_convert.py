@@ -191,8 +191,7 @@ def test_failure_without_a_file_is_told(monkeypatch, capsys):
 
 
 def test_tokenizer_of_the_run_goes_along(tmp_path, run, capsys, monkeypatch):
-    """Prevents: an export that cannot be shown an image, as nothing says which token stands for
-    one, and nobody being told."""
+    """Prevents: an export that cannot be shown an image."""
     bare = tmp_path / "bare"
     shutil.copytree(run, bare)
     shutil.rmtree(bare / "tokenizer")

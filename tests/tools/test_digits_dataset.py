@@ -159,8 +159,7 @@ def test_finished_dataset_is_kept(dataset, capfd):
 
 
 def test_a_folder_beside_the_dataset_is_left_alone(tmp_path, capfd):
-    """Prevents the loss of a user's folder, its content in the dataset, and a trainer's log on the
-    terminal."""
+    """Prevents the loss of a user's folder, or its content in the dataset."""
     folder = tmp_path / "dataset"
     leftover = tmp_path / "dataset.part" / "train"
     leftover.mkdir(parents=True)

@@ -154,8 +154,7 @@ def test_a_stage_is_tried_without_a_device(tmp_path: Path):
 
 
 def test_a_replayed_stage_stands_beside_its_prediction(tmp_path: Path, monkeypatch):
-    """Prevents: figures of other packs or stages than those replayed, and the exchange of ranks
-    that were not there in what is predicted."""
+    """Prevents: figures of other packs or stages than those replayed."""
     context = context_of(tmp_path, limit_s=900, pretended=False)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     result = run_part("replay", PARTS["replay"], context)
