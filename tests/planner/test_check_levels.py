@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import scheduled_packs
 from plan_cases import example_lengths, job_spec
 
 from omnibal.base.errors import UserError

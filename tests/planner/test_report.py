@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from packing_cases import scheduled_packs
 from plan_cases import origin_of
 from replay_cases import write_replay
 from rich.console import Console

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import lengths_of, make_lengths
-from packing_cases import REAL_LENGTHS, scheduled_packs, sequential_packs
+from packing_cases import REAL_LENGTHS, sequential_packs
 from plan_cases import job_spec
 
 from omnibal.base.errors import UserError
