@@ -86,8 +86,6 @@ def test_random_steps_are_as_an_event_loop_runs_them(schedule: PipelineSchedule)
             assert steps.busy_ms[step].sum() == pytest.approx(busy / ranks)
         first = workload.of_steps([0])
         timeline = simulate_ranks(times.rows(workload.step == 0), first, schedule)
-        waits_ms = sum(waits.sum() for waits in simulate.waits_before(timeline).values())
-        assert waits_ms + timeline.busy_ms.sum() == pytest.approx(timeline.finish_ms.sum())
         for (_, rank), operations in ((key, ops) for key, ops in ran.items() if key[0] == 0):
             for (stage, one), (start, end) in operations.items():
                 at = rank, one.micro_batch, timeline.schedule.part(stage, one.chunk)

@@ -59,6 +59,13 @@ def test_waits_are_the_gaps_between_passes():
     waits = simulate.waits_before(drawn)
     assert waits[Pass.FORWARD].tolist() == [[0, 1], [0, 0]]
     assert waits[Pass.BACKWARD].tolist() == [[2, 0], [1, 0]]
+    rng = np.random.default_rng(3)
+    for m, p in ((1, 1), (1, 3), (2, 4), (7, 3), (5, 1)):
+        forward, link = rng.exponential(1, (m, p)), rng.exponential(0.3, (m, p - 1))
+        timeline = simulate_step(forward, 2 * forward[::-1], link, link)
+        waits = np.stack(list(simulate.waits_before(timeline).values()))
+        assert (waits >= 0).all()
+        np.testing.assert_allclose(waits.sum(axis=(0, 1)) + timeline.busy_ms, timeline.finish_ms)
 
 
 def uneven_packs() -> ScheduledPacks:
