@@ -30,7 +30,6 @@ from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
 from omnibal.data.native_resolution import image_text, repeated_tokens
 from omnibal.data.own_template import (
-    OwnTemplate,
     WrittenConversation,
     encode_conversation,
     encode_own_prompt,
@@ -145,7 +144,11 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     """Check that the tokenizer has the template's pieces and fits into the model's vocabulary."""
-    needed = _needed_pieces(model, tokenizer)
+    if _is_own(model):
+        needed = own_template(tokenizer, model.images).control_pieces
+    else:
+        begins = _begins(_TEMPLATES[model.chat_template], tokenizer)
+        needed = (*[tokenizer.bos_piece] * begins, *_pieces(model))
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -159,20 +162,8 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _needed_pieces(model: ModelConfig, tokenizer: Tokenizer) -> list[str]:
-    if _is_own(model):
-        return list(_own_template(model, tokenizer).control_pieces)
-    template = _TEMPLATES[model.chat_template]
-    bos = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
-    return [*bos, *_pieces(model)]
-
-
 def _is_own(model: ModelConfig) -> bool:
     return model.chat_template == "tokenizer"
-
-
-def _own_template(model: ModelConfig, tokenizer: Tokenizer) -> OwnTemplate:
-    return own_template(tokenizer, model.images)
 
 
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -185,7 +176,7 @@ def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """The id that closes an answer, at which generation stops."""
     if _is_own(model):
-        piece = _own_template(model, tokenizer).answer_end or tokenizer.named_pieces.get(
+        piece = own_template(tokenizer, model.images).answer_end or tokenizer.named_pieces.get(
             "eos_token"
         )
         if piece is None:
@@ -200,7 +191,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
     """An answer as a model that has learned it writes it."""
     if _is_own(model):
-        return text.strip() if _own_template(model, tokenizer).strips_answers else text
+        return text.strip() if own_template(tokenizer, model.images).strips_answers else text
     return as_written(text, model)
 
 
@@ -239,7 +230,7 @@ def write_sample(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> Wr
     """The whole conversation as text."""
     if _is_own(model):
         _check_recordings(sample, model, own=True)
-        template = _own_template(model, tokenizer)
+        template = own_template(tokenizer, model.images)
         written = write_conversation(sample, model.system_message, template)
         return WrittenSample(sample, (), (), written)
     messages = _messages(sample, model, chatting=False)
@@ -280,19 +271,9 @@ def encode_written(
         )
     if written.by_own is not None:
         places = _tokens_per_image(tiles_per_image, model)
-        template = _own_template(model, tokenizer)
+        template = own_template(tokenizer, model.images)
         encoded = encode_conversation(written.by_own, sample, places, template)
         return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
-    return _encode_by_ours(written, tiles_per_image, model, tokenizer, clips_per_recording)
-
-
-def _encode_by_ours(
-    written: WrittenSample,
-    tiles_per_image: Sequence[int],
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-    clips_per_recording: Sequence[int],
-) -> EncodedSample:
     template = _TEMPLATES[model.chat_template]
     token_ids, loss_mask = _encode_messages(written, template, tokenizer)
     if template.never_learned is not None:
@@ -333,7 +314,9 @@ def encode_prompt(
         if chatting and model.chat_system_message is not None:
             system = model.chat_system_message
         tokens = _tokens_per_image(shown, model)
-        return encode_own_prompt(sample, turn, tokens, system, _own_template(model, tokenizer))
+        return encode_own_prompt(
+            sample, turn, tokens, system, own_template(tokenizer, model.images)
+        )
     template = _TEMPLATES[model.chat_template]
     messages = _messages(sample, model, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
@@ -342,7 +325,7 @@ def encode_prompt(
         texts = ["".join(texts)]
     token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
     tiles = tiles_per_image[: image_places(sample, model, turn)]
-    clips = clips_per_recording[: sample.recordings_until(turn)]
+    clips = clips_per_recording[: sample.items_until(AUDIO, turn)]
     token_ids = np.insert(
         token_ids, *_item_tokens(token_ids, tiles, clips, model, tokenizer, sample)
     )
@@ -358,10 +341,10 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
     """
     last = len(sample.turns) if turn is None else turn
     rule = model.images
-    images = sample.images_until(last)
+    images = sample.items_until(IMAGE, last)
     if rule is None or not sample.videos:
         return images
-    videos = seen_videos(sample, rule)[: sample.videos_until(last)]
+    videos = seen_videos(sample, rule)[: sample.items_until(VIDEO, last)]
     return images + sum(video.places(rule) for video in videos)
 
 

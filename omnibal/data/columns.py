@@ -11,7 +11,6 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from omnibal.base.errors import UserError
-from omnibal.model.encoders import ITEM_FEATURES, SQUARED_FEATURES
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,15 +43,8 @@ class Columns:
         if missing:
             raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
-    def item_names(self) -> list[str]:
-        """Names of the columns that count items of encoders."""
-        return self._once(ITEM_FEATURES)
-
-    def square_names(self) -> list[str]:
-        """Names of the columns of sums of squares of items."""
-        return self._once(SQUARED_FEATURES)
-
-    def _once(self, names: Sequence[str]) -> list[str]:
+    def once(self, names: Sequence[str]) -> list[str]:
+        """The names that the file has; refuses a file that has one twice."""
         found = [name for name in names if name in self.schema.names]
         for name in found:
             if self.schema.names.count(name) > 1:

@@ -14,26 +14,21 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pydantic import (
-    BaseModel,
-    Field,
-    SerializerFunctionWrapHandler,
-    Strict,
-    model_serializer,
-)
+from pydantic import BaseModel, Field, Strict
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, parse_json_model, read_text
-from omnibal.base.frozen import Frozen
+from omnibal.base.frozen import Frozen, written_unless
 from omnibal.data.columns import Columns, no_items
 from omnibal.data.image_sizes import IMAGE, ImageSizes
 from omnibal.model.config import ChatTemplate, ModelConfig
 from omnibal.model.encoders import (
+    ITEM_FEATURES,
     SQUARED_FEATURES,
     ImageRule,
     ImagesEncoder,
@@ -89,21 +84,12 @@ class LengthsOrigin(Frozen):
     tokens_per_tile: int | None
     tiling: TilingConfig | None
     """How images are cut into tiles; None, as the two before it, where the model takes none."""
-    clips: ClipSizes | None = None
+    clips: ClipSizes | None = written_unless(None)
     """None where the model takes no recordings."""
-    images: ImageRule | None = None
+    images: ImageRule | None = written_unless(None)
     """How images at their native resolution become tokens; None where the model takes none."""
     chat_template: ChatTemplate
     system_message: str | None
-
-    @model_serializer(mode="wrap")
-    def _without_what_is_not_taken(
-        self, serialize: SerializerFunctionWrapHandler
-    ) -> dict[str, Any]:
-        # As before there were these: plans are known by the hash of what is written.
-        fields: dict[str, Any] = serialize(self)
-        later = ("clips", "images")
-        return {name: value for name, value in fields.items() if name not in later or value}
 
 
 def check_same_data(name: str, given: str, planned: str) -> None:
@@ -337,26 +323,23 @@ def _joined(parts: Sequence[Lengths]) -> Lengths:
         for part in parts
     ]
     item_names = sorted({name for part in parts for name in part.items})
+    # Squares that every part with such items has, and images one by one in the same way.
+    lacking = {squares_of(name) for part in parts for name in part.without_squares}
+    squares = sorted({name for part in parts for name in part.squares} - lacking)
+
+    def joined(name: str) -> np.ndarray:
+        return np.concatenate([part.column(name) for part in parts])
+
     return Lengths(
-        items={name: np.concatenate([part.column(name) for part in parts]) for name in item_names},
-        tokens=np.concatenate([part.tokens for part in parts]),
-        loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
+        items={name: joined(name) for name in item_names},
+        tokens=joined("tokens"),
+        loss_tokens=joined("loss_tokens"),
         source=np.concatenate(codes),
         source_names=names,
-        squares=_joined_squares(parts),
+        squares={name: joined(name) for name in squares},
         origin=None,
         image_sizes=_joined_image_sizes(parts),
     )
-
-
-def _joined_squares(parts: Sequence[Lengths]) -> dict[str, np.ndarray]:
-    """Squares of all parts, where every part with such items has them."""
-    names = {name for part in parts for name in part.squares}
-    lacking = {squares_of(name) for part in parts for name in part.without_squares}
-    return {
-        name: np.concatenate([part.column(name) for part in parts])
-        for name in sorted(names - lacking)
-    }
 
 
 def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
@@ -427,7 +410,7 @@ def _read_file(path: Path) -> list[Lengths]:
         return _read_json(path)
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
     columns = Columns.read(path, [*_TOKENS, "source"], remedy)
-    names = columns.item_names()
+    names = columns.once(ITEM_FEATURES)
     source, source_names = columns.categories("source")
     origin = _origin(columns)
     return [
@@ -437,7 +420,9 @@ def _read_file(path: Path) -> list[Lengths]:
             loss_tokens=columns.integers("loss_tokens", pa.int32()),
             source=source,
             source_names=source_names,
-            squares={name: columns.integers(name, pa.int64()) for name in columns.square_names()},
+            squares={
+                name: columns.integers(name, pa.int64()) for name in columns.once(SQUARED_FEATURES)
+            },
             origin=origin,
             sample=_sample(columns) if origin is not None or _rows(columns) else None,
             repeats=_rows(columns) == _REPEATED,
@@ -473,8 +458,7 @@ def _image_sizes(columns: Columns) -> ImageSizes | None:
 
 def _rows(columns: Columns) -> bytes | None:
     """What the column `sample` says of rows of a plan's data; None where it is of annotations."""
-    found: bytes | None = (columns.schema.metadata or {}).get(_ROWS_KEY)
-    return found
+    return (columns.schema.metadata or {}).get(_ROWS_KEY)
 
 
 def _sample(columns: Columns) -> np.ndarray | None:
@@ -496,8 +480,8 @@ def _read_json(path: Path) -> list[Lengths]:
     text = _read_text(path)
     if not _is_meta(text):
         return [_from_records(text, path, path.stem)]
-    paths = _named_files(text, path)
-    return [_from_records(_read_text(paths[name]), paths[name], name) for name in paths]
+    named = _named_files(text, path).items()
+    return [_from_records(_read_text(file), file, name) for name, file in named]
 
 
 def _is_meta(text: str) -> bool:

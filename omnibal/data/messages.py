@@ -92,7 +92,10 @@ def read_messages(record: dict[str, Any]) -> Messages:
     given = record.get(key)
     form = _form_of(given, key)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
-        raise _not_messages(key, form)
+        raise InvalidRecordError(
+            f'must have "{key}": a list of {{"{form.speaker}", "{form.text}"}}, each with a role '
+            "and a text or a list of parts"
+        )
     items: dict[Medium, list[Any]] = {}
     messages = []
     for number, message in enumerate(given, 1):
@@ -123,13 +126,6 @@ def _form_of(given: Any, key: str) -> _Form:
     if not isinstance(first, dict) or usual.speaker in first:
         return usual
     return next((form for form in _LISTS.values() if form.speaker in first), usual)
-
-
-def _not_messages(key: str, form: _Form) -> InvalidRecordError:
-    return InvalidRecordError(
-        f'must have "{key}": a list of {{"{form.speaker}", "{form.text}"}}, each with a role and '
-        "a text or a list of parts"
-    )
 
 
 def _read_message(message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]) -> Message:

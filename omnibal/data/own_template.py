@@ -19,7 +19,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import BEGIN, END, compiled_template, render_chat
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
-from omnibal.data.shown import SeenVideo, seen_videos
+from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.encoders import ImageRule
 
@@ -317,7 +317,10 @@ def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> 
     if rule is not None and rule.video is not None:
         videos = tuple(video.text(rule) for video in seen)
     elif seen:
-        questions = _with_frames(questions, seen)
+        left = iter(seen)  # an image for every frame that is seen of a video
+        questions = [
+            re.sub(VIDEO, lambda mark: IMAGE * len(next(left).frames), text) for text in questions
+        ]
     if videos and template.video is None:
         raise UserError(
             f"{sample.where}: shows a video, for which the chat template of "
@@ -336,12 +339,6 @@ def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> 
         learned += [len(messages)] * turn.learned
         messages.append(_answer(turn))
     return _Conversation(template, sample.where, messages, learned, _tools(sample), videos)
-
-
-def _with_frames(questions: Sequence[str], seen: Sequence[SeenVideo]) -> list[str]:
-    """Questions with an image for every frame that is seen of a video."""
-    left = iter(seen)
-    return [re.sub(VIDEO, lambda mark: IMAGE * len(next(left).frames), text) for text in questions]
 
 
 def _answer(turn: Turn) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 import json
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any
@@ -41,14 +41,8 @@ _FILE_SCHEME = "file://"
 _NO_FILES = ("data:", "http:", "https:", "oss:", "s3:")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Conversation:
-    """What a record says; None where there is no such message."""
-
-    system: str | None
-    greeting: Message | None
-    """Message of the model before the first question."""
-    turns: tuple[Turn, ...]
+_Said = tuple[str | None, Message | None, tuple[Turn, ...]]
+"""System message, message of the model before the first question, and turns."""
 
 
 class Media(ABC):
@@ -85,15 +79,16 @@ def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
     images, videos = _read_images(record, messages, media)
     named = _named_items(record, messages, "audio")
     recordings = media.unnamed("audio") if named is None else tuple(map(media.recording, named))
-    said = _read_conversation(record, messages, len(images), len(videos), len(recordings))
+    counts = len(images), len(videos), len(recordings)
+    system, greeting, turns = _read_conversation(record, messages, *counts)
     return Sample(
         images=images,
-        turns=said.turns,
+        turns=turns,
         videos=videos,
         recordings=recordings,
-        system=said.system,
-        greeting=None if said.greeting is None else said.greeting.text,
-        greeting_learned=said.greeting is None or said.greeting.learned,
+        system=system,
+        greeting=None if greeting is None else greeting.text,
+        greeting_learned=greeting is None or greeting.learned,
         tools=_read_tools(record),
         **known,
     )
@@ -232,9 +227,10 @@ def _read_tools(record: dict[str, Any]) -> str | None:
 
 def _read_conversation(
     record: dict[str, Any], messages: Messages, images: int, videos: int, recordings: int
-) -> Conversation:
+) -> _Said:
     said = _assembled(record, messages)
-    questions = [turn.question for turn in said.turns]
+    system, greeting, asked = said
+    questions = [turn.question for turn in asked]
     _check_marks(said, recordings)
     if recordings:
         _place(questions, AUDIO, recordings, "recording")
@@ -255,16 +251,16 @@ def _read_conversation(
         if question == turn.question and kind is None
         # Costs as much as all else that is done with a turn here.
         else replace(turn, question=question, kind=kind)
-        for turn, question, kind in zip(said.turns, questions, kinds, strict=True)
+        for turn, question, kind in zip(asked, questions, kinds, strict=True)
     )
-    return Conversation(system=said.system, greeting=said.greeting, turns=turns)
+    return system, greeting, turns
 
 
-def _check_marks(said: Conversation, recordings: int) -> None:
+def _check_marks(said: _Said, recordings: int) -> None:
     """Refuse marks anywhere but in questions."""
-    greeting = "" if said.greeting is None else said.greeting.text
-    others = [said.system or "", greeting, *(turn.answer for turn in said.turns)]
-    others += [result for turn in said.turns for result in turn.results]
+    system, greeting, turns = said
+    others = [system or "", "" if greeting is None else greeting.text]
+    others += [text for turn in turns for text in (turn.answer, *turn.results)]
     # Without recordings <audio> is text, such as that of a page in HTML.
     for mark in (IMAGE, AUDIO) if recordings else (IMAGE,):
         if any(mark in text for text in others):
@@ -299,7 +295,7 @@ def _place_video(questions: list[str]) -> None:
         )
 
 
-def _assembled(record: dict[str, Any], messages: Messages) -> Conversation:
+def _assembled(record: dict[str, Any], messages: Messages) -> _Said:
     """The system message, what the model says first, and then turns."""
     rest = list(messages.messages)
     for message in rest:
@@ -317,7 +313,7 @@ def _assembled(record: dict[str, Any], messages: Messages) -> Conversation:
         turns.append(_next_turn(rest, messages))
     if not turns:
         raise _not_alternating(messages)
-    return Conversation(system=system, greeting=greeting, turns=tuple(turns))
+    return system, greeting, tuple(turns)
 
 
 def _system_of(record: dict[str, Any]) -> str | None:

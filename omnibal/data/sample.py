@@ -106,21 +106,13 @@ class Sample:
         marks = [mark for turn in self.turns for mark in _SHOWN.findall(turn.question)]
         return tuple(left[mark].pop(0) for mark in marks)
 
-    def images_until(self, turn: int) -> int:
-        """Number of images in the questions up to and including this turn."""
-        return sum(asked.question.count(IMAGE) for asked in self.turns[: turn + 1])
-
-    def videos_until(self, turn: int) -> int:
-        """Number of videos in the questions up to and including this turn."""
-        if not self.videos:
+    def items_until(self, mark: str, turn: int) -> int:
+        """Number of images, videos or recordings, by their mark, in the questions up to and
+        including this turn."""
+        # Without any, the marks of videos and recordings are text.
+        if not {IMAGE: self.images, VIDEO: self.videos, AUDIO: self.recordings}[mark]:
             return 0
-        return sum(asked.question.count(VIDEO) for asked in self.turns[: turn + 1])
-
-    def recordings_until(self, turn: int) -> int:
-        """Number of recordings in the questions up to and including this turn."""
-        if not self.recordings:
-            return 0
-        return sum(asked.question.count(AUDIO) for asked in self.turns[: turn + 1])
+        return sum(asked.question.count(mark) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig | None) -> "Sample":
         """Put in place of a video the frames that a model of tiles sees, each named in the question

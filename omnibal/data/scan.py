@@ -57,7 +57,8 @@ OnError = Literal["stop", "skip"]
 
 _SAMPLES_PER_TASK = 256  # handed to a process at a time
 _MAX_MISTAKES = 5  # that an error names
-_HERE = LocalPool()
+_Task = tuple[np.ndarray, Annotations]
+"""Indices of samples in the annotations, int64, and annotations of these samples alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,7 +93,7 @@ def scan_lengths(
     tokenizer: Tokenizer,
     on_progress: Callable[[int], None],
     *,
-    pool: Pool = _HERE,
+    pool: Pool = LocalPool(),  # noqa: B008 (immutable)
     on_error: OnError = "stop",
     journal: ScanJournal | None = None,
 ) -> Scan:
@@ -120,17 +121,17 @@ def scan_lengths(
             if on_error == "stop" and len(_messages(bad)) >= _MAX_MISTAKES:
                 return
             indices = left[start : start + _SAMPLES_PER_TASK]
-            yield _Task(indices, annotations.take(indices))
+            yield indices, annotations.take(indices)
 
     count = -(-len(left) // _SAMPLES_PER_TASK)
     scanner = _Scanner(model, tokenizer, image_rule(model))
     with closing(pool.map_unordered(scanner, tasks(), count)) as results:
-        for scanned in results:
-            parts.append(scanned.good)
-            bad += scanned.bad
-            if journal is not None and len(scanned.good):
-                journal.append(scanned.good)
-            on_progress(len(scanned.good) + len(scanned.bad))
+        for good, others in results:
+            parts.append(good)
+            bad += others
+            if journal is not None and len(good):
+                journal.append(good)
+            on_progress(len(good) + len(others))
     bad.sort(key=lambda sample: sample.index)
     if bad and on_error == "stop":
         raise _all_of(_messages(bad))
@@ -172,20 +173,6 @@ def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Task:
-    indices: np.ndarray
-    """Indices of the samples in the annotations, int64."""
-    samples: Annotations
-    """Annotations of these samples alone."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Scanned:
-    good: Counted
-    bad: list[BadSample]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class _Scanner:
     """Scans samples, and caches what the headers of files say."""
 
@@ -198,26 +185,26 @@ class _Scanner:
     duration_of: dict[AudioFile, Duration | str] = field(default_factory=dict)
     """Length of a recording, or what is wrong with it."""
 
-    def __call__(self, task: _Task) -> _Scanned:
-        task.samples.check_unchanged()
+    def __call__(self, task: _Task) -> tuple[Counted, list[BadSample]]:
+        given, samples = task
+        samples.check_unchanged()
         mistakes: dict[int, str] = {}
-        places = {place: place for place in range(len(task.indices))}
-        read = _each(lambda place: self._read(task.samples, place), places, mistakes)
+        places = {place: place for place in range(len(given))}
+        read = _each(lambda place: self._read(samples, place), places, mistakes)
         texts = _each(
             lambda sample: write_sample(sample, self.model, self.tokenizer), read, mistakes
         )
         counted = _each(self._text_tokens, texts, mistakes)
         counts = _each(lambda text: self._counts(*text), counted, mistakes)
-        indices = task.indices.tolist()
+        indices = given.tolist()
         bad = [
-            BadSample(index=indices[place], where=task.samples.where(place), message=message)
+            BadSample(index=indices[place], where=samples.where(place), message=message)
             for place, message in sorted(mistakes.items())
         ]
         rows = [(indices[place], *numbers) for place, (numbers, _) in counts.items()]
         shown = [segments for _, segments in counts.values()]
-        good = Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown))
-        task.samples.check_unchanged()
-        return _Scanned(good, bad)
+        samples.check_unchanged()
+        return Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown)), bad
 
     def _read(self, samples: Annotations, place: int) -> Sample:
         sample = samples[place]
@@ -238,10 +225,12 @@ class _Scanner:
         self, sample: Sample, tokens: int, loss_tokens: int
     ) -> tuple[tuple[int, ...], list[Segments]]:
         """The fields of COUNTED but the index, and images and videos at their native resolution."""
-        tiles = self._tiles(sample)
+        tiles, segments = self._tiles(sample), list[Segments]()
         if tiles:
             tokens += tiles * self.model.vision.tokens_per_item
-        segments = self._segments(sample)
+        if self.rule is not None:
+            shown = shown_of(sample, self.rule, lambda image: self._image_size(image, sample))
+            segments = [segments_of(each.grid, self.rule) for each in shown]
         image_tokens = sum(segment.all_tokens for segment in segments)
         squares = sum(segment.squares for segment in segments)
         clips = 0
@@ -262,14 +251,6 @@ class _Scanner:
         tiling = sample.tiling(vision.tiling)
         sizes = [self._image_size(image, sample) for image in sample.images]
         return sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
-
-    def _segments(self, sample: Sample) -> list[Segments]:
-        """Tokens of every image and video at their native resolution."""
-        rule = self.rule
-        if rule is None:
-            return []
-        shown = shown_of(sample, rule, lambda image: self._image_size(image, sample))
-        return [segments_of(each.grid, rule) for each in shown]
 
     def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
         if recording not in self.duration_of:
@@ -335,15 +316,14 @@ def _check_counted(model: ModelConfig) -> None:
 def _lengths(
     good: Counted, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
 ) -> Lengths:
-    rows = good.rows
-    indices = np.ascontiguousarray(rows["index"])
-    names = model.item_features
+    columns = {str(name): np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
+    indices, names = columns["index"], model.item_features
     squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
     return Lengths(
-        items={name: np.ascontiguousarray(rows[name]) for name in sorted(names)},
-        squares={name: np.ascontiguousarray(rows[name]) for name in squares},
-        tokens=np.ascontiguousarray(rows["tokens"]),
-        loss_tokens=np.ascontiguousarray(rows["loss_tokens"]),
+        items={name: columns[name] for name in sorted(names)},
+        squares={name: columns[name] for name in squares},
+        tokens=columns["tokens"],
+        loss_tokens=columns["loss_tokens"],
         source=annotations.source[indices],
         source_names=annotations.sources,
         origin=_origin(annotations.sha256, model, tokenizer),

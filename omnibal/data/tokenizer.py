@@ -428,7 +428,11 @@ class _Fast(Tokenizer):
     def _add(self, settings: _Settings) -> None:
         """Apply the settings: tokens that the model lacks, and flags of those that it has."""
         decoder = self._model.get_added_tokens_decoder()
-        flags_of = {token.content: _flags(token) for token in decoder.values()}
+        names = [name for name in AddedToken.model_fields if name != "content"]
+        flags_of = {
+            token.content: {name: getattr(token, name) for name in names}
+            for token in decoder.values()
+        }
         for number, token in sorted((settings.added_tokens_decoder or {}).items()):
             stated = _stated_flags(token)
             known = flags_of.get(token.content)
@@ -456,16 +460,6 @@ class _Fast(Tokenizer):
 
 def _stated_flags(token: AddedToken) -> dict[str, bool]:
     return token.model_dump(exclude={"content"}, exclude_unset=True)
-
-
-def _flags(token: FastAddedToken) -> dict[str, bool]:
-    return {
-        "lstrip": token.lstrip,
-        "rstrip": token.rstrip,
-        "normalized": token.normalized,
-        "special": token.special,
-        "single_word": token.single_word,
-    }
 
 
 def _sha256(content: bytes, settings: _Settings | None) -> str:

@@ -67,7 +67,7 @@ class SampleItems:
             chosen = np.flatnonzero(packs.level == number)
             some = packs.packs.take(chosen)
             if level.context == 1:
-                place = np.repeat(np.arange(len(chosen)), np.diff(some.offsets))
+                place = some.pack_of_sample
                 held.append(np.stack([chosen[place], 0 * place, some.samples]))
             else:
                 place, part, *sums = _parts(ImagePieces.of(some, lengths), level)

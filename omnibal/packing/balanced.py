@@ -156,21 +156,18 @@ def _pack_by_patterns(
     leveled = np.vstack([item_levels(sizes[:-1]), tokens])
     types = group_sizes(leveled, min(most_types, len(tokens) // _MIN_SAMPLES_PER_TYPE))
     reduced = caps.copy()
-    if _differ_inside(types, tokens):
+    first, last = types.members[types.bounds[:-1]], types.members[types.bounds[1:] - 1]
+    if (tokens[first] < tokens[last]).any():  # samples of one type differ in tokens
         reduced[-1] -= max_tokens // _SPARE_SHARE
     mix = _mix_types(types, leveled, reduced, rng)
     dealt, left = _deal(types, mix, rng)
     even = even_out(dealt, size_keys(leveled[:-1]), tokens, max_tokens, rng)
     kept, taken_out = _take_out_excess(even, tokens, max_tokens)
     left = np.concatenate([left, taken_out])
-    rest = Rest(sizes.take(left, axis=1), caps).pack(_sample_values(types, mix)[left], rng)
+    values = np.empty(len(types.members))  # dual value of every sample's type
+    values[types.members] = np.repeat(mix.values, types.counts)
+    rest = Rest(sizes.take(left, axis=1), caps).pack(values[left], rng)
     return Packs.join([kept, Packs.from_lists([left[pack] for pack in rest])])
-
-
-def _differ_inside(types: SizeTypes, tokens: np.ndarray) -> bool:
-    """Whether samples of one type differ in tokens."""
-    first, last = types.members[types.bounds[:-1]], types.members[types.bounds[1:] - 1]
-    return bool((tokens[first] < tokens[last]).any())
 
 
 def _mix_types(
@@ -252,12 +249,7 @@ def _deal(types: SizeTypes, mix: Mix, rng: np.random.Generator) -> tuple[Packs, 
     # Patterns may cover more samples than there are.
     filled = sample >= 0
     held = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[filled], minlength=len(sizes))
-    dealt = Packs(samples=sample[filled], offsets=_offsets(held[held > 0]))
-    return dealt, np.concatenate(left)
-
-
-def _offsets(sizes: np.ndarray) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(sizes)])
+    return Packs.of(sample[filled], held[held > 0]), np.concatenate(left)
 
 
 def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple[Packs, np.ndarray]:
@@ -265,7 +257,7 @@ def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple
     taken_out: list[np.ndarray] = []
     while len(packs) and (excess := packs.sums(tokens) - max_tokens).max() > 0:
         sizes = np.diff(packs.offsets)
-        pack_of_slot = np.repeat(np.arange(len(packs)), sizes)
+        pack_of_slot = packs.pack_of_sample
         slots = np.flatnonzero(excess[pack_of_slot] > 0)
         given = tokens[packs.samples[slots]]
         # One that is too small to help comes after all others, the largest of those first.
@@ -275,12 +267,5 @@ def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple
         chosen = slots[order[first]]
         taken_out.append(packs.samples[chosen])
         held = sizes - np.bincount(pack_of_slot[chosen], minlength=len(packs))
-        packs = Packs(samples=np.delete(packs.samples, chosen), offsets=_offsets(held[held > 0]))
+        packs = Packs.of(np.delete(packs.samples, chosen), held[held > 0])
     return packs, np.concatenate([*taken_out, np.zeros(0, np.int64)])
-
-
-def _sample_values(types: SizeTypes, mix: Mix) -> np.ndarray:
-    """Dual value of every sample's type. [samples]"""
-    values = np.empty(len(types.members))
-    values[types.members] = np.repeat(mix.values, types.counts)
-    return values

@@ -78,8 +78,7 @@ def pack_by_level(
         if not len(own):
             continue
         caps = levels[level].caps
-        packs = pack_samples(lengths.take(own), caps, method, pack_seeds[level])
-        packs = Packs(samples=own[packs.samples], offsets=packs.offsets)
+        packs = pack_samples(lengths.take(own), caps, method, pack_seeds[level]).of_rows(own)
         allowed = None if may_fill is None else may_fill[level]
         filled, left[:level] = fill_packs(packs, caps.values, left[:level], sizes, allowed)
         packed.append(filled)

@@ -59,7 +59,7 @@ def deal_level(
             heap = _deal_longest_first(part, shares, features, heap, pack_of)
     by_pack = np.argsort(pack_of, kind="stable")
     counts = np.bincount(pack_of, minlength=packs)
-    dealt = Packs(samples=by_pack, offsets=np.concatenate([[0], np.cumsum(counts[counts > 0])]))
+    dealt = Packs.of(by_pack, counts[counts > 0])
     # Only samples of equal items trade places, so items stay as they were dealt.
     return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
 
@@ -115,7 +115,7 @@ def even_out(
     if not len(packs):
         return packs
     sample = packs.samples.copy()
-    pack_of_slot = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    pack_of_slot = packs.pack_of_sample
     pack_tokens = packs.sums(tokens)
     by_kind = np.argsort(kind[sample], kind="stable")
     borders = np.flatnonzero(np.diff(kind[sample][by_kind])) + 1

@@ -25,8 +25,7 @@ def pack_few_sizes(
     """Return fewer packs if patterns of exact sizes need fewer, otherwise the given ones."""
     distinct = SizeCounts.of(sizes)
     size_of = np.searchsorted(size_keys(distinct.amounts), size_keys(sizes))
-    pack_of = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
-    held = pack_of * len(distinct) + size_of[packs.samples]
+    held = packs.pack_of_sample * len(distinct) + size_of[packs.samples]
     columns = np.bincount(held, minlength=len(packs) * len(distinct)).reshape(len(packs), -1)
     columns = np.unique(columns, axis=0)
     master = solve_master(columns, distinct.counts)

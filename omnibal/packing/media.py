@@ -23,6 +23,5 @@ def pack_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
     parts = []
     for each in range(int(medium.max()) + 1):
         rows = np.flatnonzero(medium == each)
-        packs = pack(lengths.take(rows))
-        parts.append(Packs(samples=rows[packs.samples], offsets=packs.offsets))
+        parts.append(pack(lengths.take(rows)).of_rows(rows))
     return Packs.join(parts)

@@ -15,7 +15,9 @@ import pyarrow.parquet as pq
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.data.columns import Columns, no_items
+from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.data.lengths import Lengths
+from omnibal.model.encoders import ITEM_FEATURES
 
 _PLACE = {"step": pa.int64(), "dp_rank": pa.int32(), "slot": pa.int32(), "epoch": pa.int32()}
 _LEVEL = "level"
@@ -41,33 +43,36 @@ class Packs:
         """Sum of a per-sample quantity over every pack, int64 [packs]; no pack may be empty."""
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
+    @staticmethod
+    def of(samples: np.ndarray, counts: np.ndarray) -> "Packs":
+        """Packs of so many samples each, one after the other."""
+        return Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(counts)]))
+
+    def of_rows(self, rows: np.ndarray) -> "Packs":
+        """The same packs, whose samples were numbers of these rows."""
+        return Packs(samples=rows[self.samples], offsets=self.offsets)
+
+    @property
+    def pack_of_sample(self) -> np.ndarray:
+        """Pack of every entry of `samples`."""
+        return np.repeat(np.arange(len(self)), np.diff(self.offsets))
+
     def take(self, order: np.ndarray) -> "Packs":
         """Select the packs at `order`, in that order."""
         counts = np.diff(self.offsets)[order]
-        offsets = np.concatenate([[0], np.cumsum(counts)])
-        within = np.arange(offsets[-1]) - np.repeat(offsets[:-1], counts)
-        return Packs(
-            samples=self.samples[np.repeat(self.offsets[order], counts) + within], offsets=offsets
-        )
+        return Packs.of(self.samples[numbers_of_runs(self.offsets[order], counts)], counts)
 
     @staticmethod
     def join(parts: Sequence["Packs"]) -> "Packs":
         """Concatenate the packs of all parts."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
-        return Packs(
-            samples=np.concatenate([part.samples for part in parts]),
-            offsets=np.concatenate([[0], np.cumsum(sizes)]),
-        )
+        return Packs.of(np.concatenate([part.samples for part in parts]), sizes)
 
     @staticmethod
     def from_lists(lists: list) -> "Packs":
         """Build from a list of non-empty lists of sample indices."""
         counts = np.array([len(members) for members in lists], np.int64)
-        flat = np.concatenate(lists) if lists else np.zeros(0)
-        return Packs(
-            samples=flat.astype(np.int64),
-            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
-        )
+        return Packs.of((np.concatenate(lists) if lists else counts).astype(np.int64), counts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -222,9 +227,9 @@ def read_packs(path: Path) -> ScheduledPacks:
     has_levels = _LEVEL in columns.schema.names
     level = columns.integers(_LEVEL, pa.int32()) if has_levels else no_items(len(sizes))
     return ScheduledPacks(
-        packs=Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(sizes)])),
+        packs=Packs.of(samples, sizes),
         **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
-        items={name: columns.integers(name, pa.int32()) for name in columns.item_names()},
+        items={name: columns.integers(name, pa.int32()) for name in columns.once(ITEM_FEATURES)},
         tokens=columns.integers("tokens", pa.int32()),
         level=level,
     )

@@ -94,7 +94,7 @@ def filling_steps(
 
 def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
     """Sort the samples of every pack from the most tokens to the least."""
-    pack = np.repeat(np.arange(len(packs)), np.diff(packs.offsets))
+    pack = packs.pack_of_sample
     order = np.lexsort((-tokens[packs.samples].astype(np.int64), pack))
     return replace(packs, samples=packs.samples[order])
 

@@ -184,7 +184,8 @@ def test_videos_in_every_form(tmp_path):
         assert [str(each).rpartition("/")[2] for each in sample.shown_in_order] == [
             "y.mp4", "x", "z.mp4",
         ]  # fmt: skip
-        assert (sample.images_until(0), sample.videos_until(0), sample.videos_until(1)) == (1, 1, 2)
+        until = [("<image>", 0), ("<video>", 0), ("<video>", 1)]
+        assert [sample.items_until(*each) for each in until] == [1, 1, 2]
     for name in ("video", "videos"):
         [sample] = opened(tmp_path, talk("<video>\nq", "a", **{name: ["y.mp4"]}))
         assert sample.files == sample.files and sample.videos[0].file.path == tmp_path / "y.mp4"

@@ -224,7 +224,7 @@ def test_recordings_of_a_record(tmp_path, form):
     sample, asked = questions("A", "a", "B <audio><audio>", "b", audio=["b.flac", "a.wav"])
     assert [one.path.name for one in sample.recordings] == ["b.flac", "a.wav"]
     assert asked == ["A", "B <audio><audio>"]
-    assert (sample.recordings_until(0), sample.recordings_until(1)) == (0, 2)
+    assert (sample.items_until("<audio>", 0), sample.items_until("<audio>", 1)) == (0, 2)
     sample, asked = questions("Close <audio>?", "</audio>")
     assert (sample.recordings, asked) == ((), ["Close <audio>?"])
     sample, asked = questions("What?", "x", audio="a.wav", video=["1.png", "2.png"])

@@ -24,7 +24,7 @@ from omnibal.data.log_mel import log_mel
 from omnibal.data.native_resolution import Shown, repeated_tokens
 from omnibal.data.recordings import BadRecording, read_clips, read_duration
 from omnibal.data.rope_positions import rope_positions
-from omnibal.data.sample import Sample, Video
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Video
 from omnibal.data.shown import seen_videos, shown_of, tokens_of_places
 from omnibal.data.stored_files import AudioFile, ImageFile, VideoFile, why_unreadable
 from omnibal.data.tiling import tile_count, tile_grid
@@ -235,17 +235,17 @@ class SampleReader:
         )
         return Prompt(
             token_ids=token_ids,
-            tiles=sum(tiles[: sample.images_until(turn)]),
-            clips=sum(clips[: sample.recordings_until(turn)]),
+            tiles=sum(tiles[: sample.items_until(IMAGE, turn)]),
+            clips=sum(clips[: sample.items_until(AUDIO, turn)]),
             shown=tuple(shown[: self._shown_until(sample, turn)]),
         )
 
     def _shown_until(self, sample: Sample, turn: int) -> int:
         """Number of images and videos in the questions up to and including this turn."""
-        rule, videos = self.model.images, sample.videos_until(turn)
+        rule, videos = self.model.images, sample.items_until(VIDEO, turn)
         if rule is not None and rule.video is None:
             videos = sum(len(video.frames) for video in seen_videos(sample, rule)[:videos])
-        return sample.images_until(turn) + videos
+        return sample.items_until(IMAGE, turn) + videos
 
     def check_images(self, sample: Sample, tiles: int) -> None:
         """Decode the images that the model is shown.
