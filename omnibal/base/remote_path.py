@@ -71,10 +71,6 @@ class RemotePath(PosixPath):
         """The folder."""
         return self._beside(super().parent)
 
-    def with_name(self, name: str) -> "RemotePath":
-        """A path in the same folder."""
-        return self._beside(super().with_name(name))
-
     def _beside(self, path: Path) -> "RemotePath":
         return type(self)(path, cache=self.cache)
 
@@ -93,14 +89,6 @@ class RemotePath(PosixPath):
     def exists(self, **_: Any) -> bool:
         """Whether there is such a file or folder."""
         return self._kind() is not None
-
-    def is_symlink(self) -> bool:
-        """False: no such storage has links."""
-        return False
-
-    def is_fifo(self) -> bool:
-        """False."""
-        return False
 
     def _kind(self) -> str | None:
         try:

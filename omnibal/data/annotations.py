@@ -266,8 +266,9 @@ class Annotations:
             sha256 = _sha256(found, source.in_shards)
             records = sum(map(len, found))
             if entry.length not in (None, records):
+                more = f" and {len(found) - 1} more shard(s)" if found[1:] else ""
                 raise UserError(
-                    f"{_named(found)}: holds {records} {source.unit}s, but {meta_path} "
+                    f"{found[0].path}{more}: holds {records} {source.unit}s, but {meta_path} "
                     f"states length {entry.length} for {name!r}; complete the data or correct the "
                     "length"
                 )
@@ -411,7 +412,10 @@ def _open_source(
     if entry.in_file is not None:
         annotation = named_from(folder, entry.in_file, cache)
         try:
-            files = [DataFile(annotation, _holds(annotation))]
+            holds: Holds = "lines"
+            if is_rows(annotation) or is_array(annotation):
+                holds = "rows" if is_rows(annotation) else "array"
+            files = [DataFile(annotation, holds)]
             indexes = index.of(files)
         except OSError as error:
             raise UserError(
@@ -444,13 +448,6 @@ def _open_source(
     return source, indexes
 
 
-def _holds(annotation: Path) -> Holds:
-    """How an annotation file holds records; raises OSError."""
-    if is_rows(annotation):
-        return "rows"
-    return "array" if is_array(annotation) else "lines"
-
-
 def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
     """A hash of all that the counts of a file's samples depend on but model and tokenizer."""
     given = (
@@ -478,8 +475,3 @@ def _repeated(records: int, repeat_time: float) -> np.ndarray:
         [0, 1, 2, 3, 0, 1]
     """
     return np.arange(int(records * repeat_time)) % records
-
-
-def _named(indexes: Sequence[RecordIndex]) -> str:
-    first = str(indexes[0].path)
-    return first if len(indexes) == 1 else f"{first} and {len(indexes) - 1} more shard(s)"

@@ -28,7 +28,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
-from omnibal.data.native_resolution import image_text, repeated_tokens
+from omnibal.data.native_resolution import image_text, repeated_tokens, text_places
 from omnibal.data.own_template import (
     WrittenConversation,
     encode_conversation,
@@ -45,20 +45,13 @@ from omnibal.data.tokenizer import (
     IMAGE_CONTEXT,
     IMAGE_END,
     IMAGE_START,
-    LLAMA_HEADER,
-    LLAMA_HEADER_END,
-    LLAMA_TURN_END,
-    PHI_ASSISTANT,
-    PHI_END,
-    PHI_SYSTEM,
-    PHI_USER,
-    TURN_END,
-    TURN_START,
     Tokenizer,
     lacking,
 )
 from omnibal.model.config import ChatTemplate, ModelConfig
 
+_START, _END = "<|im_start|>", "<|im_end|>"
+_PHI_END, _LLAMA_END = "<|end|>", "<|eot_id|>"
 # InternVL's own words, with full-width commas, so that released models meet what they know.
 _SYSTEM_MESSAGE = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"  # noqa: E501, RUF001
 _SYSTEM_MESSAGE_2_5 = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"  # noqa: E501, RUF001
@@ -80,9 +73,9 @@ class _Template:
     file: str = "chatml"
     """Its file in `omnibal/data/templates/`, without the suffix."""
     system_message: str = _SYSTEM_MESSAGE
-    end: str = TURN_END
+    end: str = _END
     """The piece that closes a message."""
-    pieces: tuple[str, ...] = (TURN_START, TURN_END)
+    pieces: tuple[str, ...] = (_START, _END)
     """Control pieces in the template's strings."""
     bos: bool | None
     """Whether a begin token comes first; None: where the tokenizer's settings add one."""
@@ -112,8 +105,8 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
     "Hermes-2": _Template(bos=False),
     "phi3-chat": _Template(
         file="phi3",
-        end=PHI_END,
-        pieces=(PHI_SYSTEM, PHI_USER, PHI_ASSISTANT, PHI_END),
+        end=_PHI_END,
+        pieces=("<|system|>", "<|user|>", "<|assistant|>", _PHI_END),
         bos=True,
         never_learned="<|endoftext|>",
     ),
@@ -126,8 +119,8 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
     "llama3": _Template(
         file="llama3",
         system_message="",
-        end=LLAMA_TURN_END,
-        pieces=(LLAMA_HEADER, LLAMA_HEADER_END, LLAMA_TURN_END),
+        end=_LLAMA_END,
+        pieces=("<|start_header_id|>", "<|end_header_id|>", _LLAMA_END),
         bos=True,
         strips_all=True,
         always_system=True,
@@ -345,7 +338,7 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
     if rule is None or not sample.videos:
         return images
     videos = seen_videos(sample, rule)[: sample.items_until(VIDEO, last)]
-    return images + sum(video.places(rule) for video in videos)
+    return images + sum(text_places(video.frames, rule) for video in videos)
 
 
 def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -> list[str]:

@@ -42,9 +42,7 @@ def cached_folder(path: Path) -> Path | None:
 
 
 def _folder(path: Path) -> Path:
-    folder = cached_folder(path)
-    assert folder is not None, path  # as `is_counted` said
-    return folder
+    return path if (path / _STATE).is_file() else path / "train"  # as `is_counted` said
 
 
 def counted_files(path: Path) -> list[Path]:
@@ -110,7 +108,10 @@ def _counts(
             f"{where} has {len(images)} image(s), and {model.name} takes none; give --model the "
             "model that the dataset was made with"
         )
-    sizes = [_size(image, where) for image in images]
+    try:
+        sizes = list(map(image_size, images))
+    except (BadImage, IsADirectoryError) as error:
+        raise UserError(f"{where}: {error}") from error
     if rule is None:
         vision, found = model.vision, list[Segments]()
         items = sum(tile_count(*size, vision.tiling, vision.image_size) for size in sizes)
@@ -128,13 +129,6 @@ def _counts(
             "--max-dynamic-patch as the dataset was made with"
         )
     return items, found
-
-
-def _size(image: Picture, where: str) -> tuple[int, int]:
-    try:
-        return image_size(image)
-    except (BadImage, IsADirectoryError) as error:
-        raise UserError(f"{where}: {error}") from error
 
 
 def _arrow_files(folder: Path) -> list[Path]:
@@ -164,16 +158,14 @@ def _cached_images(folder: Path) -> Iterator[list[Picture]]:
             if name in batch.schema.names
         }
         for row in range(len(batch)):
-            others = [
-                name for name in ("videos", "audios") if name in columns and columns[name][row]
-            ]
-            if others:
-                raise UserError(
-                    f"{folder}: row {number} has {others[0]}, whose items its lengths do not tell; "
-                    "scan the data itself with `omnibal lengths`"
-                )
-            given = columns["images"][row] if "images" in columns else None
-            yield [_cached_image(image, folder, number) for image in given or ()]
+            given = {name: column[row] or () for name, column in columns.items()}
+            for name in ("videos", "audios"):
+                if given.get(name):
+                    raise UserError(
+                        f"{folder}: row {number} has {name}, whose items its lengths do not tell; "
+                        "scan the data itself with `omnibal lengths`"
+                    )
+            yield [_cached_image(image, folder, number) for image in given.get("images", ())]
             number += 1
 
 

@@ -130,8 +130,13 @@ def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
 @contextmanager
 def _opened(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     try:
-        with recording.open() as file, soundfile.SoundFile(_with_size(file)) as sound:
-            yield sound
+        with recording.open() as file:
+            data = _wav_data(file)
+            file.seek(0)
+            never_stated = data is not None and data.was_never_stated
+            given = _SizeUnknown(file, data.start - 4) if data and never_stated else file
+            with soundfile.SoundFile(given) as sound:
+                yield sound
     except FileNotFoundError as error:
         raise BadRecording("does not exist", "correct the path, or root in the meta") from error
     except IsADirectoryError as error:
@@ -227,13 +232,6 @@ class _SizeUnknown:
         for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(found))):
             found[place] = 0xFF
         return bytes(found)
-
-
-def _with_size(file: BinaryIO) -> BinaryIO | _SizeUnknown:
-    """A file as libsndfile finds all of its data."""
-    data = _wav_data(file)
-    file.seek(0)
-    return _SizeUnknown(file, data.start - 4) if data and data.was_never_stated else file
 
 
 def _truncated() -> BadRecording:

@@ -14,7 +14,6 @@ from omnibal.data.native_resolution import (
     image_grid,
     sampled_frames,
     seen_frames,
-    text_places,
     video_grid,
     video_text,
 )
@@ -41,10 +40,6 @@ class SeenVideo:
     def text(self, rule: ImageRule) -> str:
         """What stands for it in the text, with one token of every run of them."""
         return video_text(self.frames, rule, self.frames_per_second)
-
-    def places(self, rule: ImageRule) -> int:
-        """Runs of tokens that it has in the text."""
-        return text_places(self.frames, rule)
 
     def patch_seconds(self, rule: ImageRule) -> float:
         """Time from one patch of its frames to the next."""

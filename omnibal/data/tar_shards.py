@@ -181,7 +181,17 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
         ) from error
     indexes = energon_indexes(folder, [shard.name for shard in meta.shards])
     return [
-        Shard(folder / each.name, each.count, _keys_of(each.name, meta.sample_excludes), listed)
+        Shard(
+            folder / each.name,
+            each.count,
+            # Energon names a sample "shard/key".
+            frozenset(
+                name.removeprefix(f"{each.name}/")
+                for name in meta.sample_excludes
+                if name.startswith(f"{each.name}/")
+            ),
+            listed,
+        )
         for each, listed in zip(meta.shards, indexes, strict=True)
     ]
 
@@ -349,13 +359,6 @@ def _content(file: BinaryIO, member: Member) -> bytes:
         return named
     file.seek(member.offset)
     return named + file.read(member.size)
-
-
-def _keys_of(shard: str, excluded: set[str]) -> frozenset[str]:
-    """Keys of this shard among Energon's sample names, "shard/key"."""
-    return frozenset(
-        name.removeprefix(f"{shard}/") for name in excluded if name.startswith(f"{shard}/")
-    )
 
 
 def _missing(extra: str, error: ImportError) -> UserError:

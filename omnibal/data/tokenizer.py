@@ -23,11 +23,6 @@ from omnibal.base.files import read_json_model
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"
 """Tokens around and of audio in Qwen2-Audio and Qwen2.5-Omni."""
-TURN_START, TURN_END = "<|im_start|>", "<|im_end|>"
-PHI_SYSTEM, PHI_USER, PHI_ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
-PHI_END = "<|end|>"
-LLAMA_HEADER, LLAMA_HEADER_END = "<|start_header_id|>", "<|end_header_id|>"
-LLAMA_TURN_END = "<|eot_id|>"
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"

@@ -39,7 +39,8 @@ def pack_best_fit(
     shelves = _shelves(sizes, values, fields)
     place = np.empty((2, samples), np.int64)
     for number, shelf in enumerate(shelves):
-        place[0, shelf.samples], place[1, shelf.samples] = number, np.arange(1, len(shelf) + 1)
+        ranks = np.arange(1, len(shelf.samples) + 1)  # counted from 1
+        place[0, shelf.samples], place[1, shelf.samples] = number, ranks
     shelf_of, rank_of = place.tolist()
     whole = fields.numbers(caps[:-1, None])[0] + fields.spare
     packs: list[list[int]] = []
@@ -51,7 +52,7 @@ def pack_best_fit(
         items_left, tokens_left = whole, int(caps[-1])
         chosen: int | None = sample
         while chosen is not None:
-            shelves[shelf_of[chosen]].remove(rank_of[chosen])
+            shelves[shelf_of[chosen]].below[rank_of[chosen]] = rank_of[chosen] - 1  # it is gone
             pack.append(chosen)
             items_left -= items[chosen]
             tokens_left -= tokens[chosen]
@@ -147,13 +148,6 @@ class _Shelf:
     below: list[int]
     """Union-find links: below[k] leads to the last remaining sample at or before the k-th; 0 is
     none."""
-
-    def __len__(self) -> int:
-        return len(self.samples)
-
-    def remove(self, rank: int) -> None:
-        """Remove the sample of this rank, counted from 1."""
-        self.below[rank] = rank - 1
 
     def last_of(self, rank: int) -> int:
         """Rank of the last remaining sample at or before `rank`."""

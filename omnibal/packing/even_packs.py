@@ -122,7 +122,7 @@ def even_out(
     slots_of_kinds = np.split(by_kind, borders)
     if len(slots_of_kinds) > _MOST_KINDS:
         slots_of_kinds = sorted(slots_of_kinds, key=len, reverse=True)[:_MOST_KINDS]
-    offers = [_Offers.of(slots, pack_of_slot) for slots in slots_of_kinds]
+    offers = [_Offers(slots, pack_of_slot) for slots in slots_of_kinds]
     for number in range(_MAX_ROUNDS):
         for offer in offers:
             slot, pack = offer.draw(rng), offer.packs
@@ -142,17 +142,10 @@ def even_out(
 class _Offers:
     """Slots of one kind, from which each pack that has any offers one at random."""
 
-    def __init__(self, slots: np.ndarray, first: np.ndarray, packs: np.ndarray):
-        self.packs = packs
-        self._slots = slots
-        self._first = first
-        self._counts = np.diff(first, append=len(slots))
-
-    @classmethod
-    def of(cls, slots: np.ndarray, pack_of_slot: np.ndarray) -> "_Offers":
+    def __init__(self, slots: np.ndarray, pack_of_slot: np.ndarray):
         packs = pack_of_slot[slots]
-        first = np.flatnonzero(np.diff(packs, prepend=-1))
-        return cls(slots, first, packs[first])
+        self._slots, self._first = slots, np.flatnonzero(np.diff(packs, prepend=-1))
+        self.packs, self._counts = packs[self._first], np.diff(self._first, append=len(slots))
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
         """Draw a slot of each of `packs`."""

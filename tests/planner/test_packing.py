@@ -190,16 +190,6 @@ def test_seeds_put_other_samples_together():
     assert len(pairs[0] & pairs[1]) < 0.06 * len(pairs[0])
 
 
-def test_balanced_bytes_follow_the_seed():
-    """Prevents packs that cannot be made again, on however many threads numpy runs."""
-    lengths, caps = family("charts", 1500), Caps.of(tiles=15, tokens=4096)
-    first, again, other = (
-        pack_samples(lengths, caps, PackingMethod.BALANCED, seed).samples.tobytes()
-        for seed in (5, 5, 6)
-    )
-    assert first == again != other
-
-
 def paper_isf(lengths: Lengths, caps: Caps, seed: int, iterations: int, q_v: int, q_t: int):
     """Algorithm 1 sample by sample, with the same shuffles."""
     rng = np.random.default_rng(seed)

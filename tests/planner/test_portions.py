@@ -18,7 +18,6 @@ from omnibal.job.plan_portions import EarlierPortions, data_of_steps
 from omnibal.job.planner import PlanResult
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.pack_bound import bound_of_counts
 from omnibal.packing.packs import read_packs
 from omnibal.packing.size_counts import SizeCounts
 from omnibal.planning import plan
@@ -68,14 +67,6 @@ def test_counts_of_portions_are_those_of_all(seed):
     assert joined.sums.tolist() == sizes.sum(axis=1).tolist()
     few = joined.thinned(100)
     assert {tuple(pair) for pair in few.T.tolist()} == set(counted)
-
-
-def test_the_bound_of_counts_is_no_more_than_packs():
-    """Prevents: a bound of portions together that is above what a packing needs."""
-    many = samples(1000, 0)
-    bound = bound_of_counts(SizeCounts.of(many.sizes(CAPS.names)), CAPS)
-    data = Samples(lengths=many, caps=CAPS, portion_samples=10**6)
-    assert bound <= len(plan(Goal(job=job_spec(), data=data)).result.data[0])
 
 
 def test_samples_are_dealt_once_and_the_largest_first():
