@@ -264,8 +264,8 @@ def encode_written(
         )
     if written.by_own is not None:
         places = _tokens_per_image(tiles_per_image, model)
-        template = own_template(tokenizer, model.images)
-        encoded = encode_conversation(written.by_own, sample, places, template)
+        own = own_template(tokenizer, model.images)
+        encoded = encode_conversation(written.by_own, sample, places, own)
         return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
     template = _TEMPLATES[model.chat_template]
     token_ids, loss_mask = _encode_messages(written, template, tokenizer)
