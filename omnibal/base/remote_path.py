@@ -280,7 +280,7 @@ def _why(error: Exception) -> str:
 
 
 class SeekableBytes(io.RawIOBase):
-    """A file of a known size to read, of which a subclass says how."""
+    """A file of a known size that is read; a subclass says how."""
 
     def __init__(self, size: int) -> None:
         self.size, self.place = size, 0

@@ -327,16 +327,16 @@ def _joined(parts: Sequence[Lengths]) -> Lengths:
     lacking = {squares_of(name) for part in parts for name in part.without_squares}
     squares = sorted({name for part in parts for name in part.squares} - lacking)
 
-    def joined(name: str) -> np.ndarray:
+    def join_column(name: str) -> np.ndarray:
         return np.concatenate([part.column(name) for part in parts])
 
     return Lengths(
-        items={name: joined(name) for name in item_names},
-        tokens=joined("tokens"),
-        loss_tokens=joined("loss_tokens"),
+        items={name: join_column(name) for name in item_names},
+        tokens=join_column("tokens"),
+        loss_tokens=join_column("loss_tokens"),
         source=np.concatenate(codes),
         source_names=names,
-        squares={name: joined(name) for name in squares},
+        squares={name: join_column(name) for name in squares},
         origin=None,
         image_sizes=_joined_image_sizes(parts),
     )

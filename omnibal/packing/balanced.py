@@ -249,7 +249,7 @@ def _deal(types: SizeTypes, mix: Mix, rng: np.random.Generator) -> tuple[Packs, 
     # Patterns may cover more samples than there are.
     filled = sample >= 0
     held = np.bincount(np.repeat(np.arange(len(sizes)), sizes)[filled], minlength=len(sizes))
-    return Packs.of(sample[filled], held[held > 0]), np.concatenate(left)
+    return Packs.from_counts(sample[filled], held[held > 0]), np.concatenate(left)
 
 
 def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple[Packs, np.ndarray]:
@@ -267,5 +267,5 @@ def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple
         chosen = slots[order[first]]
         taken_out.append(packs.samples[chosen])
         held = sizes - np.bincount(pack_of_slot[chosen], minlength=len(packs))
-        packs = Packs.of(np.delete(packs.samples, chosen), held[held > 0])
+        packs = Packs.from_counts(np.delete(packs.samples, chosen), held[held > 0])
     return packs, np.concatenate([*taken_out, np.zeros(0, np.int64)])

@@ -59,7 +59,7 @@ def deal_level(
             heap = _deal_longest_first(part, shares, features, heap, pack_of)
     by_pack = np.argsort(pack_of, kind="stable")
     counts = np.bincount(pack_of, minlength=packs)
-    dealt = Packs.of(by_pack, counts[counts > 0])
+    dealt = Packs.from_counts(by_pack, counts[counts > 0])
     # Only samples of equal items trade places, so items stay as they were dealt.
     return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
 

@@ -44,8 +44,8 @@ class Packs:
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
     @staticmethod
-    def of(samples: np.ndarray, counts: np.ndarray) -> "Packs":
-        """Packs of so many samples each, one after the other."""
+    def from_counts(samples: np.ndarray, counts: np.ndarray) -> "Packs":
+        """Build from all samples in order and the number in each pack."""
         return Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(counts)]))
 
     def of_rows(self, rows: np.ndarray) -> "Packs":
@@ -60,19 +60,21 @@ class Packs:
     def take(self, order: np.ndarray) -> "Packs":
         """Select the packs at `order`, in that order."""
         counts = np.diff(self.offsets)[order]
-        return Packs.of(self.samples[numbers_of_runs(self.offsets[order], counts)], counts)
+        return Packs.from_counts(self.samples[numbers_of_runs(self.offsets[order], counts)], counts)
 
     @staticmethod
     def join(parts: Sequence["Packs"]) -> "Packs":
         """Concatenate the packs of all parts."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
-        return Packs.of(np.concatenate([part.samples for part in parts]), sizes)
+        return Packs.from_counts(np.concatenate([part.samples for part in parts]), sizes)
 
     @staticmethod
     def from_lists(lists: list) -> "Packs":
         """Build from a list of non-empty lists of sample indices."""
         counts = np.array([len(members) for members in lists], np.int64)
-        return Packs.of((np.concatenate(lists) if lists else counts).astype(np.int64), counts)
+        return Packs.from_counts(
+            (np.concatenate(lists) if lists else counts).astype(np.int64), counts
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -227,7 +229,7 @@ def read_packs(path: Path) -> ScheduledPacks:
     has_levels = _LEVEL in columns.schema.names
     level = columns.integers(_LEVEL, pa.int32()) if has_levels else no_items(len(sizes))
     return ScheduledPacks(
-        packs=Packs.of(samples, sizes),
+        packs=Packs.from_counts(samples, sizes),
         **{name: columns.integers(name, kind) for name, kind in _PLACE.items()},
         items={name: columns.integers(name, pa.int32()) for name in columns.once(ITEM_FEATURES)},
         tokens=columns.integers("tokens", pa.int32()),
