@@ -123,17 +123,17 @@ def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
     whole = data.load(HEARS)
     for start in range(whole.clips):
         for stop in {start, start + 1, min(start + 4, whole.clips)}:
-            part = dataset.load_items(0, clips=range(start, stop))
+            part = dataset.load_items(0, {"clips": range(start, stop)})
             assert torch.equal(part.frames_CBF, whole.frames_CBF[start:stop])
             assert (part.clips, part.tiles, part.tokens) == (stop - start, 0, 0)
     both = data.dataset(WHOLE, DataOptions(), PACK).load_items(
-        0, tiles=range(1, 3), clips=range(2, 4)
+        0, {"tiles": range(1, 3), "clips": range(2, 4)}
     )
     seen = data.load(SEES).pixels_TCPP
     assert torch.equal(both.pixels_TCPP, seen[1:3])
     assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
     # As a pass of data-parallel encoders joins them.
-    runs = [dataset.load_items(0, clips=items) for items in (range(5, 6), range(2))]
+    runs = [dataset.load_items(0, {"clips": items}) for items in (range(5, 6), range(2))]
     joined = joined_items(runs)
     assert torch.equal(joined.frames_CBF, whole.frames_CBF[[5, 0, 1]])
     assert joined.shape == MicroBatchShape(tiles=0, clips=3, tokens=0)

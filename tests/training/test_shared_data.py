@@ -92,7 +92,7 @@ def test_unreadable_sample_is_passed_over_by_all_its_ranks(pictures, stages):
         for before, after in zip(itertools.chain(*intact), itertools.chain(*damaged), strict=True):
             assert before.shape == after.shape
         assert sum(len(share.labels_L) for share in damaged[-1]) == learned - lost
-        assert sum(share.replaced_samples for share in damaged[0]) == 1
+        assert sum(len(share.unreadable) for share in damaged[0]) == 1
         if option.loss_weighting is LossWeighting.MICRO_BATCH:
             weights = torch.cat([share.loss_weights_L for share in damaged[-1]])
             assert weights.sum().item() == pytest.approx(1)

@@ -102,7 +102,7 @@ def test_unreadable_sample_is_passed_over_by_all_its_ranks(data):
         assert before.patches_YX.shape == after.patches_YX.shape
     learned = [sum(len(share.labels_L) for share in each) for each in (intact, damaged)]
     assert learned[1] == learned[0] - lost
-    told = sum(share.replaced_samples for share in damaged)
+    told = sum(len(share.unreadable) for share in damaged)
     assert told == sum(
         path in {image.path for image in data.reader.annotations[s].images} for s in PACK
     )

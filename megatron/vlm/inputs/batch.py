@@ -179,11 +179,6 @@ class MicroBatch:
             context=context,
         )
 
-    @property
-    def replaced_samples(self) -> int:
-        """Samples of the pack whose images or recordings cannot be read."""
-        return len(self.unreadable)
-
     def to(self, device: torch.device) -> "MicroBatch":
         """Copy the micro-batch's tensors to `device`, except those that belong on the host.
 
@@ -263,11 +258,8 @@ class MicroBatch:
         return {name: value for name, value in fields.items() if name != "drop_path_keys_T"}
 
     def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
-        """Borders of the samples, for block-diagonal attention and for RoPE to restart.
-
-        Args:
-            padding: tokens that follow the samples, as a segment of their own.
-        """
+        """Borders of the samples and of tokens of padding after them, for block-diagonal attention
+        and for RoPE to restart."""
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         return borders_of(segments, segments, device)
 
@@ -285,11 +277,7 @@ def borders_of(
     """Borders of ranges of queries, and of the keys that each range attends to.
 
     They are there twice: on the device for kernels, and as `*_padded` on the host, for attention by
-    one call a range.
-
-    Args:
-        query_tokens: of every range.
-        key_tokens: of every range; the same object where they are the same.
+    one call a range. Token counts are the same object where they are the same.
     """
     queries, queries_here = _borders(query_tokens, device)
     keys, keys_here = queries, queries_here

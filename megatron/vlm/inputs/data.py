@@ -91,6 +91,7 @@ class DataOptions:
 
 
 _PLAIN = DataOptions()
+_FEATURES = ("tiles", "clips", "image_tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,23 +107,14 @@ class _Draft:
     tokens: int
     images: NativeImages
     """Images and videos at their native resolution."""
-    own: "_Items"
-    """Items of the sample that this rank encodes."""
+    own: Mapping[str, range]
+    """Items of the sample that this rank encodes, by the name of their feature."""
     found: list[np.ndarray]
-    """Tiles of `own`, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    """Own tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
     frames_CBF: np.ndarray | None
-    """Features of these clips, float32; where the audio embed is and recordings can be read."""
+    """Features of own clips, float32; where the audio embed is and recordings can be read."""
     unreadable: str | None
     """Error of an image or a recording, where the stage reads them; None if there is none."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Items:
-    """Items of a pack or of a sample that a rank encodes, by their numbers."""
-
-    tiles: range
-    clips: range
-    cells: range
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -130,10 +122,9 @@ class _OwnPart:
     """What this rank has of a pack: some pieces of its samples and some of its items."""
 
     pieces: Pieces
-    tiles: range
-    clips: range
-    cells: range
-    """Image tokens of whole images, or times of videos, at their native resolution."""
+    items: Mapping[str, range]
+    """Items by the name of their feature. Image tokens are those of whole images, or times of
+    videos, at their native resolution."""
     share: Share | None
     """Its share, where other ranks have the rest."""
 
@@ -178,38 +169,26 @@ class PackDataset(torch.utils.data.Dataset):
         except UserError as error:
             return error
 
-    def load_items(
-        self,
-        row: int,
-        *,
-        tiles: range = range(0),
-        clips: range = range(0),
-        image_tokens: range = range(0),
-    ) -> MicroBatch:
-        """Read some tiles and clips of a pack, by their numbers in it, or its images at their
-        native resolution of the samples that have these image tokens, and none of its tokens.
-
-        Raises:
-            UserError: an image or a recording cannot be read, or is not what the plan counted.
-        """
+    def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
+        """Read items of a pack, by the name of their feature and their numbers in the pack, and
+        none of its tokens; for image tokens, all images of the samples that have these."""
         nothing = whole_samples(np.zeros(0, np.int64))
-        items = {"tiles": tiles, "clips": clips, "cells": image_tokens}
-        return self._load(row, _OwnPart(pieces=nothing, share=None, **items))
+        every = {**dict.fromkeys(_FEATURES, range(0)), **items}
+        return self._load(row, _OwnPart(pieces=nothing, share=None, items=every))
 
     def _load(self, row: int, own: _OwnPart) -> MicroBatch:
         indices, epoch = self.scheduled.packs[row], int(self.scheduled.epoch[row])
-        sample_tiles = self.lengths.column("tiles")[indices].astype(np.int64)
-        sample_clips = self.lengths.column("clips")[indices].astype(np.int64)
-        sample_cells = self.lengths.column("image_tokens")[indices].astype(np.int64)
-        fields: dict[str, Any] = {}
+        sample_items = {
+            name: self.lengths.column(name)[indices].astype(np.int64) for name in _FEATURES
+        }
+        fields: dict[str, Any] = {name: len(items) for name, items in own.items.items()}
         if self._takes_tiles and self.stage.layers("vision") and self.options.drop_path:
             keys_T = self._drop_path_keys(indices, epoch)
-            fields["drop_path_keys_T"] = keys_T[own.tiles.start : own.tiles.stop]
+            tiles = own.items["tiles"]
+            fields["drop_path_keys_T"] = keys_T[tiles.start : tiles.stop]
         drafts = {
             position: self._draft(int(indices[position]), items)
-            for position, items in self._read_samples(
-                own, sample_tiles, sample_clips, sample_cells
-            ).items()
+            for position, items in self._read_samples(own, sample_items).items()
         }
         if self._takes_tiles and self.stage.holds("vision embed"):
             fields["pixels_TCPP"] = self._pixels(list(drafts.values()), epoch)
@@ -217,13 +196,11 @@ class PackDataset(torch.utils.data.Dataset):
             fields["frames_CBF"] = self._frames(list(drafts.values()))
         images = [draft.images for draft in drafts.values()]
         fields |= image_fields(images, self._native, self._needs)
-        if self._reads_texts:
-            sample_items = sample_tiles if self._native is None else sample_cells
-            fields |= self._text_fields(drafts, own, sample_items)
+        is_at_end = self.stage.holds("language embed") or self.stage.holds("head")
+        if is_at_end or self._needs.places or self._needs.rope:
+            shown = sample_items["tiles" if self._native is None else "image_tokens"]
+            fields |= self._text_fields(drafts, own, shown)
         return MicroBatch(
-            tiles=len(own.tiles),
-            clips=len(own.clips),
-            image_tokens=len(own.cells),
             tokens=int(own.pieces.tokens.sum()),
             segment_tokens=tuple(own.pieces.tokens.tolist()),
             level=int(self.scheduled.level[row]),
@@ -244,58 +221,43 @@ class PackDataset(torch.utils.data.Dataset):
         sharing = self.sharing
         share = None if sharing is None else sharing.share(self.scheduled, self.lengths, row)
         if share is not None:
-            return _OwnPart(
-                pieces=share.own_pieces,
-                tiles=share.own_items("tiles"),
-                clips=share.own_items("clips"),
-                cells=share.own_items("image_tokens"),
-                share=share,
-            )
+            items = {name: share.own_items(name) for name in _FEATURES}
+            return _OwnPart(pieces=share.own_pieces, items=items, share=share)
+        items = {name: range(self.scheduled.column(name)[row]) for name in _FEATURES}
         tokens = self.lengths.tokens[self.scheduled.packs[row]]
-        tiles = range(self.scheduled.column("tiles")[row])
-        clips = range(self.scheduled.column("clips")[row])
-        return _OwnPart(
-            pieces=whole_samples(tokens),
-            tiles=tiles,
-            clips=clips,
-            cells=range(self.scheduled.column("image_tokens")[row]),
-            share=None,
-        )
+        return _OwnPart(pieces=whole_samples(tokens), items=items, share=None)
 
     def _read_samples(
-        self,
-        own: _OwnPart,
-        sample_tiles: np.ndarray,
-        sample_clips: np.ndarray,
-        sample_cells: np.ndarray,
-    ) -> dict[int, _Items]:
+        self, own: _OwnPart, sample_items: Mapping[str, np.ndarray]
+    ) -> dict[int, dict[str, range]]:
         """Samples of the pack that are read, by their positions in it, and which of their items
         this rank encodes."""
         stage, wanted = self.stage, set[int]()
-        with_tiles = samples_of_items(own.tiles, sample_tiles)
-        with_clips = samples_of_items(own.clips, sample_clips)
+        having = {
+            name: samples_of_items(items, sample_items[name]) for name, items in own.items.items()
+        }
         # Where samples are skipped, the first stage tells of all that cannot be read.
         tells = self._skips and (stage.holds("vision embed") or stage.holds("audio embed"))
         if tells or stage.holds("vision embed"):
-            wanted |= set(with_tiles)
+            wanted |= set(having["tiles"])
         if tells or stage.holds("audio embed"):
-            wanted |= set(with_clips)
+            wanted |= set(having["clips"])
         # Where features of an image go is told by the places of its sample's image tokens.
         if self._needs.grids or self._needs.places:
-            wanted |= set(samples_of_items(own.cells, sample_cells))
+            wanted |= set(having["image_tokens"])
+        in_pieces = own.pieces.sample.tolist()
         if self._needs.places or self._needs.rope:
-            wanted |= {each for each in own.pieces.sample.tolist() if sample_cells[each]}
+            wanted |= {each for each in in_pieces if sample_items["image_tokens"][each]}
         if stage.holds("language embed"):
-            wanted |= {*own.pieces.sample.tolist(), *with_tiles}
+            wanted |= {*in_pieces, *having["tiles"]}
         if stage.holds("head"):
             by_pack = self.options.loss_weighting is LossWeighting.MICRO_BATCH
-            wanted |= set(range(len(sample_tiles)) if by_pack else own.pieces.sample.tolist())
+            wanted |= set(range(len(sample_items["tiles"])) if by_pack else in_pieces)
         return {
-            position: _Items(
-                tiles=_within(own.tiles, sample_tiles, position),
-                clips=_within(own.clips, sample_clips, position),
-                cells=_within(own.cells, sample_cells, position),
-            )
+            position: {
+                name: _within(items, sample_items[name], position)
+                for name, items in own.items.items()
+            }
             for position in sorted(wanted)
         }
 
@@ -311,7 +273,7 @@ class PackDataset(torch.utils.data.Dataset):
         ]
         return torch.from_numpy(np.concatenate(keys).view(np.int64))
 
-    def _draft(self, index: int, own: _Items) -> _Draft:
+    def _draft(self, index: int, own: Mapping[str, range]) -> _Draft:
         """Read one sample of the annotations; its images and recordings too, where pixels, frames
         or a verdict are due."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
@@ -322,15 +284,15 @@ class PackDataset(torch.utils.data.Dataset):
             self.reader,
             sample,
             self.lengths.pieces_of_images(np.array([index]))[0].tolist(),
-            own.cells,
+            own["image_tokens"],
             patches=self._needs.patches,
             verdict=self._skips and self._checks,
         )
         frames_CBF, unreadable = None, images.unreadable
         try:
             if self._takes_tiles:
-                found = self._tiles(sample, tiles, own.tiles)
-            frames_CBF = self._clips(sample, clips, own.clips)
+                found = self._tiles(sample, tiles, own["tiles"])
+            frames_CBF = self._clips(sample, clips, own["clips"])
         except UnreadableFile as error:
             unreadable = str(error)
         if unreadable is not None and not self._skips:
@@ -381,12 +343,6 @@ class PackDataset(torch.utils.data.Dataset):
         return self.reader.some_clips(sample, own_clips) if embeds else None
 
     @property
-    def _reads_texts(self) -> bool:
-        """Whether the stage needs tokens, or what follows from them."""
-        is_at_end = self.stage.holds("language embed") or self.stage.holds("head")
-        return is_at_end or self._needs.places or self._needs.rope
-
-    @property
     def _checks(self) -> bool:
         """Whether the stage comes to a verdict about what cannot be read."""
         return any(self.stage.holds(name) for name in ("vision embed", "audio embed", "head"))
@@ -399,7 +355,7 @@ class PackDataset(torch.utils.data.Dataset):
         tiles: list[np.ndarray | None] = []
         for draft in drafts:
             if draft.unreadable is not None:
-                tiles += [None] * len(draft.own.tiles)
+                tiles += [None] * len(draft.own["tiles"])
             else:
                 tiles += self._augmented(draft, epoch)
         return torch.from_numpy(normalized(tiles, self.reader.model.vision.image_size))
@@ -410,7 +366,7 @@ class PackDataset(torch.utils.data.Dataset):
         frames = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
         for draft in drafts:
             if draft.unreadable is not None:
-                blank = (len(draft.own.clips), audio.mel_bins, audio.frames)
+                blank = (len(draft.own["clips"]), audio.mel_bins, audio.frames)
                 frames.append(np.zeros(blank, np.float32))
             elif draft.frames_CBF is not None:
                 frames.append(draft.frames_CBF)
@@ -421,7 +377,7 @@ class PackDataset(torch.utils.data.Dataset):
             return draft.found
         seed = self.options.seed
         keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, draft.tiles)
-        own_keys = keys[draft.own.tiles.start : draft.own.tiles.stop]
+        own_keys = keys[draft.own["tiles"].start : draft.own["tiles"].stop]
         return list(map(degraded, draft.found, jpeg_qualities(own_keys)))
 
     def _text_fields(
@@ -514,11 +470,7 @@ def _all_of_first(items: int, files: int) -> list[int]:
 
 
 def _within(own: range, sample_items: np.ndarray, position: int) -> range:
-    """Items of a pack as numbers of one of its samples' own.
-
-    Args:
-        sample_items: of every sample of the pack. int64 [samples]
-    """
+    """Items of a pack as numbers of one of its samples' own."""
     start, count = int(sample_items[:position].sum()), int(sample_items[position])
     first = min(max(own.start - start, 0), count)
     return range(first, max(min(own.stop - start, count), first))
@@ -527,8 +479,8 @@ def _within(own: range, sample_items: np.ndarray, position: int) -> range:
 def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
     """Errors of samples; of one that several ranks read, on the one that has its first item."""
     for draft in drafts:
-        items = draft.own.cells if draft.images.shown else draft.own.clips
-        items = draft.own.tiles if draft.tiles else items
+        items = draft.own["image_tokens" if draft.images.shown else "clips"]
+        items = draft.own["tiles"] if draft.tiles else items
         if draft.unreadable is not None and items and items.start == 0:
             yield draft.unreadable
 
@@ -569,11 +521,7 @@ def _loss_fields(
 
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:
-    """Weight of each loss token of every sample of a pack, float32 [samples].
-
-    Args:
-        loss_tokens: of all samples of the pack. [samples]
-    """
+    """Weight of each loss token of every sample of a pack, float32 [samples]."""
     counts = np.maximum(loss_tokens, 1).astype(np.float64)  # 0 has no negative power
     match weighting:
         case LossWeighting.TOKEN | LossWeighting.SUM:
@@ -596,10 +544,6 @@ def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -
 
     Args:
         num_workers: processes that load; with 0 the thread that reads ahead does.
-
-    Raises:
-        UserError: a sample cannot be read, or is not what the plan counted, or a worker process was
-            ended from outside.
     """
     copies = _DeviceCopies(device) if device.type == "cuda" else _NoCopies()
     with closing(read_ahead(dataset, num_workers, copies.begin)) as items:

@@ -56,7 +56,7 @@ class EncodingDataset(torch.utils.data.Dataset):
         try:
             return joined_items(
                 [
-                    self._items.load_items(run.row, **{planned.feature: run.items})
+                    self._items.load_items(run.row, {planned.feature: run.items})
                     for run in planned.runs
                 ]
             )
@@ -64,7 +64,6 @@ class EncodingDataset(torch.utils.data.Dataset):
             return error
 
     def _passes_of(self, step: int) -> tuple[EncoderPass, ...]:
-        """A step's passes, in order."""
         if self._read is None or self._read[0] != step:
             self._read = step, self._shares.step(self._first_step + step).passes
         return self._read[1]

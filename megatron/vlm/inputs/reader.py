@@ -6,8 +6,10 @@ B mel bins, F frames; S packed tokens, M image tokens, N audio tokens.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import BinaryIO
 
 import numpy as np
 import torch
@@ -80,11 +82,7 @@ class SampleReader:
         return answer_end(self.model, self.tokenizer)
 
     def shown_sample(self, sample: Sample) -> Sample:
-        """The sample as the model is shown it: a video as frames, where images become tiles.
-
-        Raises:
-            UserError: it shows what the model cannot take.
-        """
+        """The sample as the model is shown it: a video as frames, where images become tiles."""
         return sample if self.model.images is not None else sample.shown(self.model.tiling)
 
     def tiles_per_image(self, sample: Sample) -> list[int]:
@@ -96,11 +94,7 @@ class SampleReader:
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
     def clips_per_recording(self, sample: Sample) -> list[int]:
-        """Clip counts of the recordings, from their headers; 0 where the model takes none.
-
-        Raises:
-            UnreadableFile: one of them is missing or broken.
-        """
+        """Clip counts of the recordings, from their headers; 0 where the model takes none."""
         if not self.model.takes_audio:
             return [0] * len(sample.recordings)
         return [_clip_count(one, sample, self.model.audio.frames) for one in sample.recordings]
@@ -162,9 +156,6 @@ class SampleReader:
         Args:
             shown: what `shown` has found, or the first of it.
             times: of every image and video that are read, which may be none; None: all.
-
-        Raises:
-            UnreadableFile: an image or a video cannot be decoded, or is not as its header says.
         """
         encoder = self.model.images
         assert encoder is not None, "the model takes images at their native resolution"
@@ -186,10 +177,6 @@ class SampleReader:
             tiles: that its images make.
             clips: that its recordings make.
             shown: of its images and videos at their native resolution.
-
-        Raises:
-            UserError: it has an image or a recording, and the model takes none, or its text is
-                refused.
         """
         rule = self.model.images
         if rule is not None:
@@ -214,10 +201,6 @@ class SampleReader:
         Args:
             room: tokens that the answer may have.
             chatting: as `encode_prompt` has it.
-
-        Raises:
-            UnreadableFile: the header of an image or a recording cannot be read.
-            UserError: it is longer, with its answer, than the model takes.
         """
         rule, shown = self.model.images, self.shown(sample)
         sample = self.shown_sample(sample)
@@ -248,23 +231,14 @@ class SampleReader:
         return sample.items_until(IMAGE, turn) + videos
 
     def check_images(self, sample: Sample, tiles: int) -> None:
-        """Decode the images that the model is shown.
-
-        Raises:
-            UnreadableFile: one of them is missing or broken, or a video does not have the frames
-                that make `tiles` tiles.
-        """
+        """Decode the images that the model is shown, which make `tiles` tiles if of a video."""
         sample = sample.shown(self.model.tiling)
         check_frames(sample, tiles)
         for image in sample.images:
             _read_image(image, sample)
 
     def check_recordings(self, sample: Sample) -> None:
-        """Decode the recordings.
-
-        Raises:
-            UnreadableFile: one of them is missing or broken.
-        """
+        """Decode the recordings."""
         frames = self.model.audio.frames
         for recording, count in zip(
             sample.recordings, self.clips_per_recording(sample), strict=True
@@ -273,11 +247,7 @@ class SampleReader:
                 _read_clips(recording, sample, range(clip, clip + 1), frames)
 
     def clips(self, sample: Sample) -> np.ndarray:
-        """Log-mel frames of all clips of the recordings in order, float32 [C, B, F].
-
-        Raises:
-            UnreadableFile: one of them is missing or broken.
-        """
+        """Log-mel frames of all clips of the recordings in order, float32 [C, B, F]."""
         return self.some_clips(sample, range(sum(self.clips_per_recording(sample))))
 
     def some_clips(self, sample: Sample, wanted: range) -> np.ndarray:
@@ -301,11 +271,7 @@ class SampleReader:
         return torch.from_numpy(np.concatenate([none, *map(self.clips, samples)]))
 
     def tiles(self, sample: Sample) -> list[np.ndarray]:
-        """All tiles of the images that the model is shown in order, uint8 [P, P, C].
-
-        Raises:
-            UnreadableFile: one of them is missing or broken.
-        """
+        """All tiles of the images that the model is shown in order, uint8 [P, P, C]."""
         sample = sample.shown(self.model.vision.tiling)
         return [tile for image in sample.images for tile in self._tiles_of(image, sample)]
 
@@ -341,34 +307,34 @@ def normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
     return pixels_TCPP
 
 
-def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
+@contextmanager
+def _opened(image: ImageFile, sample: Sample) -> Iterator[BinaryIO]:
+    """Open the file; what fails in it meanwhile raises UnreadableFile."""
     try:
-        with image.open() as file, Image.open(file) as header:
-            return header.size
+        with image.open() as file:
+            yield file
     except StorageError:
         raise
     except Exception as error:  # what Pillow raises for a broken file has no common type
-        raise _bad_image(image, sample, error) from error
+        raise UnreadableFile(
+            f"{image}: cannot read this image ({why_unreadable(error)}); it is an image of "
+            f"{sample.where}; restore the file, or take the sample out and plan anew"
+        ) from error
+
+
+def _image_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
+    with _opened(image, sample) as file, Image.open(file) as header:
+        return header.size
 
 
 def _upright_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
-    try:
-        with image.open() as file:
-            return upright_size(file)
-    except StorageError:
-        raise
-    except Exception as error:
-        raise _bad_image(image, sample, error) from error
+    with _opened(image, sample) as file:
+        return upright_size(file)
 
 
 def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> Image.Image:
-    try:
-        with image.open() as file, Image.open(file) as pixels:
-            return (ImageOps.exif_transpose(pixels) if upright else pixels).convert("RGB")
-    except StorageError:
-        raise
-    except Exception as error:
-        raise _bad_image(image, sample, error) from error
+    with _opened(image, sample) as file, Image.open(file) as pixels:
+        return (ImageOps.exif_transpose(pixels) if upright else pixels).convert("RGB")
 
 
 def all_times(shown: Sequence[Shown]) -> list[range]:
@@ -384,9 +350,6 @@ def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Ite
 
     Args:
         times: of every image and video, or of the first ones; what has none is passed over.
-
-    Raises:
-        UnreadableFile: one of them is missing or broken.
     """
 
     def pixels(image: ImageFile) -> np.ndarray:
@@ -428,32 +391,26 @@ def _read_frames(video: VideoFile, sample: Sample, wanted: Sequence[int]) -> np.
         raise UnreadableFile(f"{sample.where}: video {video} {error}, and plan anew") from error
 
 
-def _bad_image(image: ImageFile, sample: Sample, error: Exception) -> UnreadableFile:
-    return UnreadableFile(
-        f"{image}: cannot read this image ({why_unreadable(error)}); it is an image of "
-        f"{sample.where}; restore the file, or take the sample out and plan anew"
-    )
+@contextmanager
+def _heard(recording: AudioFile, sample: Sample) -> Iterator[None]:
+    """Raise UnreadableFile for what is wrong with a recording that is read meanwhile."""
+    try:
+        yield
+    except BadRecording as error:
+        raise UnreadableFile(
+            f"{recording}: this recording {error.wrong}; it is one of {sample.where}; restore the "
+            "file, or take the sample out and plan anew"
+        ) from error
 
 
 def _clip_count(recording: AudioFile, sample: Sample, frames: int) -> int:
-    try:
+    with _heard(recording, sample):
         return read_duration(recording).clips(frames)
-    except BadRecording as error:
-        raise _bad_recording(recording, sample, error) from error
 
 
 def _read_clips(recording: AudioFile, sample: Sample, wanted: range, frames: int) -> np.ndarray:
-    try:
+    with _heard(recording, sample):
         return read_clips(recording, wanted, frames)
-    except BadRecording as error:
-        raise _bad_recording(recording, sample, error) from error
-
-
-def _bad_recording(recording: AudioFile, sample: Sample, error: BadRecording) -> UnreadableFile:
-    return UnreadableFile(
-        f"{recording}: this recording {error.wrong}; it is one of {sample.where}; restore the "
-        "file, or take the sample out and plan anew"
-    )
 
 
 def check_frames(sample: Sample, planned: int) -> None:
@@ -477,11 +434,7 @@ def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np
 
 
 def check_count(found: int, planned: int, what: str, sample: Sample) -> None:
-    """Refuse a sample that is not what the plan counted.
-
-    Args:
-        found, planned: numbers of `what`, such as tokens.
-    """
+    """Refuse a sample that has not as many of `what`, such as tokens, as the plan counted."""
     if found != planned:
         raise UserError(
             f"{sample.where}: {found} {what} where the plan counted {planned}; the data "

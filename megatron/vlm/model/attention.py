@@ -22,7 +22,6 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from megatron.vlm.model.flash_attention import attend_flash
 from megatron.vlm.model.fused.head_norms import split_with_norms
 from megatron.vlm.model.fused.rotary import (
-    Heads,
     HeadWeights,
     Rotation,
     split_and_rotate,
@@ -125,11 +124,15 @@ class PackedAttention(SelfAttention):
         """Attend within samples, [S, 1, H] to the same shape, and return the bias to be added."""
         qkv_T1X, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
-        query_TND, key_TGD, value_TGD = self._split_and_rotate(
-            qkv_T1X.squeeze(1).unflatten(-1, (groups, -1)),
-            self.num_attention_heads_per_partition // groups,
-            rotary_pos_emb,
-        )
+        qkv_TGX = qkv_T1X.squeeze(1).unflatten(-1, (groups, -1))
+        queries_per_group = self.num_attention_heads_per_partition // groups
+        if self.config.qk_layernorm:
+            eps = self.config.layernorm_epsilon
+            norms = HeadWeights(self.q_layernorm.weight, self.k_layernorm.weight, eps)
+            heads = split_norm_and_rotate(qkv_TGX, queries_per_group, rotary_pos_emb, norms)
+        else:
+            heads = split_and_rotate(qkv_TGX, queries_per_group, rotary_pos_emb)
+        query_TND, key_TGD, value_TGD = heads
         context_TW = self.core_attention(
             query_TND,
             key_TGD,
@@ -140,15 +143,6 @@ class PackedAttention(SelfAttention):
             packed_seq_params=packed_seq_params,
         )
         return self.linear_proj(context_TW.reshape(len(query_TND), 1, -1))
-
-    def _split_and_rotate(
-        self, qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation
-    ) -> Heads:
-        """q and k with RoPE, behind a norm of every head where the model has them, and v."""
-        if not self.config.qk_layernorm:
-            return split_and_rotate(qkv, queries_per_group, turned_by)
-        norms = (self.q_layernorm.weight, self.k_layernorm.weight, self.config.layernorm_epsilon)
-        return split_norm_and_rotate(qkv, queries_per_group, turned_by, HeadWeights(*norms))
 
 
 class ImageAttention(PackedAttention):
@@ -243,8 +237,8 @@ def _attend(
     query_BNSD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor, causal: bool
 ) -> torch.Tensor:
     before = key_BGKD.shape[2] - query_BNSD.shape[2]
+    grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
     if not causal or not before:
-        grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
         return F.scaled_dot_product_attention(
             query_BNSD, key_BGKD, value_BGKD, is_causal=causal, enable_gqa=grouped
         )
@@ -252,20 +246,15 @@ def _attend(
     # for some queries at a time stays small, and leaves out keys that none of them sees.
     contexts = []
     for query in query_BNSD.split(_QUERIES_OF_A_MASK, 2):
-        before += query.shape[2]
-        contexts.append(_attend_at_end(query, key_BGKD[:, :, :before], value_BGKD[:, :, :before]))
+        queries = query.shape[2]
+        before += queries
+        everything = torch.ones(queries, before, dtype=torch.bool, device=query.device)
+        seen = everything.tril(before - queries)
+        keys, values = key_BGKD[:, :, :before], value_BGKD[:, :, :before]
+        contexts.append(
+            F.scaled_dot_product_attention(query, keys, values, seen, enable_gqa=grouped)
+        )
     return torch.cat(contexts, 2)
-
-
-def _attend_at_end(
-    query_BNSD: torch.Tensor, key_BGKD: torch.Tensor, value_BGKD: torch.Tensor
-) -> torch.Tensor:
-    queries, keys = query_BNSD.shape[2], key_BGKD.shape[2]
-    everything = torch.ones(queries, keys, dtype=torch.bool, device=query_BNSD.device)
-    grouped = query_BNSD.shape[1] != key_BGKD.shape[1]
-    return F.scaled_dot_product_attention(
-        query_BNSD, key_BGKD, value_BGKD, everything.tril(keys - queries), enable_gqa=grouped
-    )
 
 
 def attend_by_segment(

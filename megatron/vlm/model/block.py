@@ -40,18 +40,6 @@ def _for_gradient(run: Callable[[torch.Tensor], Outputs]) -> Callable[..., Outpu
     return run_for_gradient
 
 
-def _is_trained(layer: torch.nn.Module) -> bool:
-    return torch.is_grad_enabled() and any(one.requires_grad for one in layer.parameters())
-
-
-def _wanting(hidden_SBH: torch.Tensor) -> torch.Tensor:
-    """The input of a layer that is recomputed, which core's checkpoint gives gradients only where
-    it wants one itself: not that of the first layer with adapters, where all before is frozen."""
-    if hidden_SBH.requires_grad:
-        return hidden_SBH
-    return _Wanting.apply(hidden_SBH, hidden_SBH.new_empty(0).requires_grad_())
-
-
 class _Wanting(torch.autograd.Function):
     """A tensor as it is, whose gradient ends here."""
 
@@ -130,9 +118,7 @@ class PlannedBlock(TransformerBlock):
 
         Args:
             branch_scales_L2B: drop path of both branches of every layer.
-            level: of the pack.
             routing: of the micro-batch, where layers have a mixture of experts.
-            beside: what is done with the outputs of some layers.
         """
         self._level = level
         self._branch_scales_L2B = branch_scales_L2B
@@ -189,7 +175,10 @@ class PlannedBlock(TransformerBlock):
         for index, layer in enumerate(self.layers):
             # Before the first trained parameter there is nothing to keep.
             number = layer.layer_number - 1
-            is_again = number in again and (hidden_states.requires_grad or _is_trained(layer))
+            is_trained = torch.is_grad_enabled() and any(
+                p.requires_grad for p in layer.parameters()
+            )
+            is_again = number in again and (hidden_states.requires_grad or is_trained)
             packed = packed_again if is_again else packed_seq_params
             projector = beside.projectors.get(number)
 
@@ -219,9 +208,12 @@ class PlannedBlock(TransformerBlock):
                 return (output_SBH,) if projector is None else (output_SBH, projector(output_SBH))
 
             if is_again:
-                hidden_states, *features = self._checkpoint(
-                    _for_gradient(run), _wanting(hidden_states)
-                )
+                # Core's checkpoint gives gradients only where the input wants one: not that of the
+                # first layer with adapters, where all before is frozen.
+                if not hidden_states.requires_grad:
+                    nothing = hidden_states.new_empty(0).requires_grad_()
+                    hidden_states = _Wanting.apply(hidden_states, nothing)
+                hidden_states, *features = self._checkpoint(_for_gradient(run), hidden_states)
             else:
                 hidden_states, *features = run(hidden_states)
             if features:

@@ -87,7 +87,9 @@ def language_transformer_config(
         activation_func=F.silu,
         pipeline_model_parallel_layout=_Layout(language.layers, stage.layers("language")),
         **_expert_settings(language, parallel),
-        **_fp8_settings(precision),
+        # Encoders do not multiply in FP8: an item's positions are an odd number, which no FP8
+        # product takes.
+        **({"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe} if precision == "fp8" else {}),
         **_common(parallel, precision),
     )
 
@@ -112,14 +114,6 @@ def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, 
         "expert_model_parallel_size": parallel.expert,
         "expert_tensor_parallel_size": 1,
     }
-
-
-def _fp8_settings(precision: Precision) -> dict[str, Any]:
-    """How layers of the language model multiply in FP8. Encoders' do not: an item's positions are
-    an odd number, which no FP8 product takes."""
-    if precision != "fp8":
-        return {}
-    return {"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe}
 
 
 class _Layout(PipelineParallelLayerLayout):

@@ -93,7 +93,13 @@ class VLMStage(MegatronModule):
         provider: Provider = "local",
         groups: ProcessGroupCollection | None = None,
     ) -> None:
-        super().__init__(config=_config_of_sums(language_config))
+        # By this configuration core sums gradients over tensor-parallel ranks: of all parameters
+        # that say `sequence_parallel`, which norms of q's and k's heads do without it too. By
+        # `qk_layernorm` it would sum those of InternViT's q and k norms as well, which are divided.
+        config = copy.copy(language_config)
+        config.sequence_parallel = language_config.tensor_model_parallel_size > 1
+        config.qk_layernorm = False
+        super().__init__(config=config)
         self.groups = groups or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = self.groups.tp
         self.model_config = model
@@ -168,12 +174,8 @@ class VLMStage(MegatronModule):
         self._input: ByTower = {}
 
     def set_levels(self, stages: Sequence[Stage], context_groups: ContextGroups) -> None:
-        """Say what differs by level of packs: recomputed layers, and the ranks that share a pack.
-
-        Args:
-            stages: this stage at every level.
-            context_groups: of every context size above 1.
-        """
+        """Say what differs by level of packs: recomputed layers, by the stage at every level, and
+        the ranks that share a pack."""
         for name, block in self.blocks.items():
             block.set_levels([stage.recomputed(name) for stage in stages])
         self.context_groups = context_groups
@@ -227,7 +229,13 @@ class VLMStage(MegatronModule):
                 return self.head_output(batch, hidden_S1E)
             later = self.deepstack_names[self._layers_up_to_here :]
             hidden = {name: hidden[name] for name in later} | {LANGUAGE: hidden_S1E}
-        return {name: _whole(hidden[name]) for name in tensor_names(self.model_config, hidden)}
+        # No view of another, so that a tensor's memory can go before its graph does.
+        return {
+            name: make_viewless_tensor(
+                hidden[name], requires_grad=hidden[name].requires_grad, keep_graph=True
+            )
+            for name in tensor_names(self.model_config, hidden)
+        }
 
     def encode(
         self, batch: MicroBatch, received: ByTower | None = None, only: str | None = None
@@ -236,7 +244,6 @@ class VLMStage(MegatronModule):
 
         Args:
             received: from the previous stage; what the stage has no units of is passed on.
-            only: encoder to run; without, all.
 
         Returns:
             By encoder, features [K, E] or hidden states [V, B, H]; deepstack features by name.
@@ -249,14 +256,13 @@ class VLMStage(MegatronModule):
                 hidden[name], *features = units.run(
                     given, batch.image_grids, branch_scales_L2B=scales_L2B, level=batch.level
                 )
-                hidden |= dict(zip(self._made_beside(name), features, strict=True))
+                made = [
+                    each.name
+                    for each in deepstack_of(self.model_config)
+                    if each.tower == name and each.layer in units.deepstack_projectors
+                ]
+                hidden |= dict(zip(made, features, strict=True))
         return hidden
-
-    def _made_beside(self, encoder: str) -> list[str]:
-        """Names of the deepstack features that the stage makes, in the order of their layers."""
-        layers = self.encoders[encoder].deepstack_projectors
-        of_model = deepstack_of(self.model_config)
-        return [each.name for each in of_model if each.tower == encoder and each.layer in layers]
 
     def read_text(self, batch: MicroBatch, hidden: dict[str, torch.Tensor]) -> torch.Tensor:
         """Run the stage's language units on encoders' features, or on hidden states: [S, 1, E].
@@ -367,11 +373,8 @@ class VLMStage(MegatronModule):
         return scales_L2T.to(current_device(), non_blocking=True)
 
     def embed_tokens(self, batch: MicroBatch, features: ByTower) -> torch.Tensor:
-        """Embed tokens, with features of encoders in the places of their tokens: [S, 1, E].
-
-        Args:
-            features: [K, E] by encoder.
-        """
+        """Embed tokens, with features [K, E] of encoders in the places of their tokens:
+        [S, 1, E]."""
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
@@ -445,18 +448,6 @@ class VLMStage(MegatronModule):
         return state
 
 
-def _config_of_sums(language_config: TransformerConfig) -> TransformerConfig:
-    """The configuration by which core sums gradients over tensor-parallel ranks: of all parameters
-    that say `sequence_parallel`, which norms of q's and k's heads do without it too.
-
-    By `qk_layernorm` core would sum those of InternViT's q and k norms as well, which are divided.
-    """
-    config = copy.copy(language_config)
-    config.sequence_parallel = language_config.tensor_model_parallel_size > 1
-    config.qk_layernorm = False
-    return config
-
-
 def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
     """RoPE's frequencies as core computes them, float32 [head_size / 2]."""
     rotary = RotaryEmbedding(
@@ -509,10 +500,6 @@ def build_stage(
         part: index into the plan's stages; where each has one part, the pipeline's stage.
         provider: of the layers' linears and attention.
         context_groups: from `create_context_groups`; without, no packs are shared.
-
-    Raises:
-        UserError: the provider does not multiply in the plan's precision, has no adapters or no
-            backwards in two parts.
     """
     if plan.schedule.in_two:
         check_two_parts(plan, provider)
@@ -539,11 +526,7 @@ def build_stage(
 def build_encoders(
     plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
 ) -> VLMStage:
-    """Build the data-parallel encoders: a stage of all of them and nothing else.
-
-    Args:
-        groups: of a whole copy on every rank.
-    """
+    """Build the data-parallel encoders: a stage of all of them and nothing else."""
     units = encoders_stage(plan.model)
     arguments = (plan.model, units, Parallel(pipeline=1), plan.precision)
     stage = VLMStage(
@@ -627,11 +610,6 @@ def _freeze_parts(stage: VLMStage, parts: Collection[str]) -> None:
                 module.requires_grad_(False)
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor as one that is no view of another, whose memory can go before its graph does."""
-    return make_viewless_tensor(tensor, requires_grad=tensor.requires_grad, keep_graph=True)
-
-
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
     """What an encoder takes of a micro-batch; None where the stage does not embed it."""
     return {
@@ -682,17 +660,14 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
             if are_done(projector_unit(model, name)):
                 shapes[name] = (items * tower.tokens_per_item, width)
             elif are_done(f"{name} embed"):
-                shapes[name] = _hidden_shape(tower, items)
+                # Items side by side, or images in one sequence.
+                sizes = (items * tower.positions_per_item, 1)
+                if not isinstance(tower, ImagesEncoder):
+                    sizes = (tower.positions_per_item, items)
+                shapes[name] = (*sizes, tower.hidden_size)
     return {name: shapes[name] for name in tensor_names(model, shapes)}
 
 
 def items_of_shape(shape: MicroBatchShape, encoder: Encoder) -> int:
     """Items of a micro-batch that an encoder takes."""
     return {"tiles": shape.tiles, "clips": shape.clips, "images": shape.image_tokens}[encoder.kind]
-
-
-def _hidden_shape(encoder: Encoder, items: int) -> tuple[int, int, int]:
-    """Shape of an encoder's hidden states: items side by side, or images in one sequence."""
-    if isinstance(encoder, ImagesEncoder):
-        return (items * encoder.positions_per_item, 1, encoder.hidden_size)
-    return (encoder.positions_per_item, items, encoder.hidden_size)

@@ -4,9 +4,10 @@ A trainer asks the one or the other the same questions, in the order of a step.
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,53 +30,59 @@ PassKind = Literal["forward", "backward", "both"]
 """Forward, backward, or a forward and its backward at once."""
 
 
-class DataParallel(Protocol):
+class DataParallel(ABC):
     """What holds a stage's weights and gradients with other data-parallel ranks."""
 
-    @property
-    def optimizer(self) -> ChainedOptimizer | ShardedAdam:
-        """The optimizer of what is trained."""
+    __slots__ = ()
+    models: Sequence[Any]
+    """The stage's chunks as micro-batches run them; each itself is its `module`."""
+    optimizer: ChainedOptimizer | ShardedAdam
 
-    @property
-    def models(self) -> Sequence[Any]:
-        """The stage's chunks as micro-batches run them; each itself is its `module`."""
-
+    @abstractmethod
     def zero_gradients(self) -> None:
         """Zero the gradients, before the first micro-batch of a step."""
 
-    def begin_pass(self, kind: PassKind, chunk: int) -> None:
+    def begin_pass(self, kind: PassKind, chunk: int) -> None:  # noqa: B027
         """Have a chunk's weights ready for a forward, a backward, or both at once."""
 
+    @abstractmethod
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run a step's micro-batches, and begin to sum their gradients over ranks."""
 
     def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """Run forwards alone."""
+        return run()
 
+    @abstractmethod
     def finish_gradients(self, factor: float) -> None:
         """Sum what is left to sum over ranks, and multiply all gradients."""
 
+    @abstractmethod
     def grad_norm(self) -> float:
         """Norm of all ranks' gradients; not finite where any of them is not; collective."""
 
+    @abstractmethod
     def step(self, clip_grad: float, grad_norm: float) -> None:
         """Clip gradients by the norm of all that is trained, and update weights."""
 
-    def begin_gather(self, changed: bool) -> None:
+    def begin_gather(self, changed: bool) -> None:  # noqa: B027
         """Begin to make weights whole on all ranks, if an update has changed them."""
 
-    def discard_gradients(self) -> None:
+    def discard_gradients(self) -> None:  # noqa: B027
         """Finish the sums of a step whose gradients nobody will use."""
 
-    def wait_for_weights(self) -> None:
+    def wait_for_weights(self) -> None:  # noqa: B027
         """Wait until weights are what the last update made of them."""
 
+    @abstractmethod
     def weights(self) -> Iterator[torch.Tensor]:
         """Weights that this rank keeps, as it computes with them."""
 
+    @abstractmethod
     def gradients(self) -> Iterator[torch.Tensor]:
         """Sums of gradients that this rank keeps."""
 
+    @abstractmethod
     def optimizer_state(self) -> Iterator[torch.Tensor]:
         """State of the optimizer, with the weights that it updates."""
 
@@ -88,11 +95,7 @@ class TiedCopies:
     """Ranks of the two stages; None where this one holds both."""
 
     def sum(self, held: Sequence[torch.Tensor]) -> None:
-        """Give each copy the sum of both gradients; collective over the group.
-
-        Args:
-            held: gradients of the copies held here; empty where the matrix is frozen.
-        """
+        """Give each copy held here the sum of both gradients; collective over the group."""
         if self.group is not None:
             for gradient in held:
                 dist.all_reduce(gradient, group=self.group)
@@ -103,7 +106,7 @@ class TiedCopies:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Replicated:
+class Replicated(DataParallel):
     """Whole weights and gradients on every rank, and the optimizer's state divided: core's
     DistributedDataParallel and distributed optimizer."""
 
@@ -117,13 +120,9 @@ class Replicated:
     """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
 
     def zero_gradients(self) -> None:
-        """Zero core's buffers of gradients."""
         for model in self.models:
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
-
-    def begin_pass(self, kind: PassKind, chunk: int) -> None:
-        """Nothing: a unit waits for its weights by itself."""
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run micro-batches; gradients are summed in a chunk's last backward, where ranks may."""
@@ -132,10 +131,6 @@ class Replicated:
         may_overlap = _may_overlap(batches, len(self.models))
         with self.overlap.reducing():
             return run(self.overlap.before_last_backward if may_overlap else None)
-
-    def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Run forwards alone."""
-        return run()
 
     def finish_gradients(self, factor: float) -> None:
         """Wait for the sums, also of tied copies and over tensor-parallel ranks; multiply them."""
@@ -158,7 +153,6 @@ class Replicated:
         return math.inf if has_infinite else grad_norm
 
     def step(self, clip_grad: float, grad_norm: float) -> None:
-        """Clip, and update this rank's share of the weights."""
         for one in self.optimizer.chained_optimizers:
             parameters = [] if one.is_stub_optimizer else one.get_parameters()
             if clip_grad > 0 and parameters:
@@ -166,17 +160,14 @@ class Replicated:
         self.optimizer.step_with_ready_grads()
 
     def begin_gather(self, changed: bool) -> None:
-        """Begin to gather all weights, if an update has changed each rank's share."""
         if self.overlap is not None:
             self.overlap.begin_gather(changed)
 
     def discard_gradients(self) -> None:
-        """Finish the sums of a step whose gradients nobody will use."""
         if self.overlap is not None:
             self.overlap.finish_reduction()
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights are gathered."""
         if self.overlap is not None:
             self.overlap.wait_for_weights()
 
@@ -186,21 +177,20 @@ class Replicated:
             yield from model.module.parameters()
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Core's buffers of them."""
         for model in self.models:
             buffers = (*model.buffers, *model.expert_parallel_buffers)
             yield from (buffer.grad_data for buffer in buffers)
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
-        """The parts of weights in float32 and the moments."""
         for optimizer in self.optimizer.chained_optimizers:
             kept = {} if optimizer.is_stub_optimizer else optimizer.optimizer.state
             yield from _state_tensors(kept)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sharded:
-    """Parts of weights, gradients and optimizer state on every rank."""
+class Sharded(DataParallel):
+    """Parts of weights, gradients and optimizer state on every rank. Every pass gathers weights for
+    itself and ends its sums."""
 
     models: Sequence[ShardedStage]
     optimizer: ShardedAdam
@@ -209,7 +199,6 @@ class Sharded:
     part; None where it has none."""
 
     def zero_gradients(self) -> None:
-        """Zero this rank's part."""
         for model in self.models:
             model.zero_gradients()
 
@@ -229,7 +218,6 @@ class Sharded:
         return results
 
     def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Run forwards alone."""
         results = run()
         self._finish_passes()
         return results
@@ -245,33 +233,19 @@ class Sharded:
         self.optimizer.scale_gradients(factor)
 
     def grad_norm(self) -> float:
-        """Norm of all ranks' gradients; not finite where any of them is not."""
         return self.optimizer.norm()
 
     def step(self, clip_grad: float, grad_norm: float) -> None:
-        """Clip, and update this rank's parts."""
         self.optimizer.step(clip_grad, grad_norm)
 
-    def begin_gather(self, changed: bool) -> None:
-        """Nothing: every pass gathers weights for itself."""
-
-    def discard_gradients(self) -> None:
-        """Nothing: the sums of a pass end with it."""
-
-    def wait_for_weights(self) -> None:
-        """Nothing: a rank's part is its own."""
-
     def weights(self) -> Iterator[torch.Tensor]:
-        """This rank's parts."""
         yield from (flat.own_Q for model in self.models for flat in model.weights.flats)
 
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Gradients of this rank's parts."""
         for model in self.models:
             yield from (gradients.own_Q for gradients in model.gradients.values())
 
     def optimizer_state(self) -> Iterator[torch.Tensor]:
-        """The parts in float32 and their moments."""
         yield from _state_tensors(self.optimizer.inner.state)
 
 

@@ -24,7 +24,7 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderPass, FeatureRoute, StepShares
+from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
 from megatron.vlm.model.exchange import BegunExchange, exchange_without_gradient
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
@@ -57,12 +57,8 @@ class Encoders:
 
     @contextmanager
     def whole(self, encodes: bool) -> Iterator[None]:
-        """Have all weights whole meanwhile, as for held-out data, of which ranks encode different
-        numbers of items; collective over the ranks that divide them.
-
-        Args:
-            encodes: whether this rank does.
-        """
+        """Have all weights whole meanwhile where this rank encodes, as for held-out data, of which
+        ranks encode different numbers of items; collective over the ranks that divide them."""
         if self.sharded is None:
             yield
             return
@@ -107,10 +103,8 @@ class _Features:
     """Features of a pipeline's step, and their gradients, on a rank that embeds tokens.
 
     Args:
-        shares: of all encoders.
         trained: shares of encoders that are trained; their gradients have rows of their own.
         made: names of what each encoder makes.
-        micro_batches: of the pipeline.
         coming: exchange that brings the features.
     """
 
@@ -170,12 +164,8 @@ class _Features:
                     part.copy_(message[each])
 
     def take_gradients(self, like: torch.Tensor) -> torch.Tensor:
-        """Gradients of the features of trained encoders, [Q, E]; nothing is left here, so that the
-        exchange of gradients has the memory.
-
-        Args:
-            like: of their type and width.
-        """
+        """Gradients of the features of trained encoders, [Q, E], of the type and width of `like`;
+        nothing is left here, so that the exchange of gradients has the memory."""
         gradients_QE, self._gradients_QE, self._rows_RE = self._gradients_QE, None, None
         return self._no_gradients(like) if gradients_QE is None else gradients_QE
 
@@ -204,10 +194,9 @@ class EncoderStep:
         self._shares = batches.encoding
         self._trained = self._shares.only(encoders.trained)
         self._made: list[_Made | _Joined] = []
+        # On a rank that embeds tokens, when it has encoded; on others the exchange alone.
         self._features: _Features | None = None
-        """On a rank that embeds tokens, when it has encoded."""
         self._leaving: BegunExchange | None = None
-        """Exchange of features on a rank that gets none."""
 
     @property
     def trained(self) -> frozenset[str]:
@@ -229,8 +218,7 @@ class EncoderStep:
         self._clock.switch(Phase.WAIT)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """A micro-batch's features by encoder, and its deepstack features by name; waits for all of
-        the step."""
+        """Take a micro-batch's features; waits for all of the step."""
         self._clock.switch(Phase.EXCHANGE)
         assert self._features is not None, "where tokens are embedded"
         return self._features.take(micro_batch)
@@ -243,7 +231,7 @@ class EncoderStep:
             self._leaving = None
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
-        """Take the gradients of a micro-batch's features."""
+        """Put the gradients of a micro-batch's features."""
         if message:
             assert self._features is not None, "where tokens are embedded"
             self._features.put(micro_batch, message)
@@ -263,8 +251,11 @@ class EncoderStep:
         self._clock.switch(Phase.EXCHANGE)
         if self._features is not None:
             gradients_QE = self._features.take_gradients(like=back_PE)
-            back_PE = _restored(_own_part(gradients_QE, route), route.received_slices)
-            del gradients_QE
+            # This rank's part of all rows; other tensor-parallel ranks have the same gradients.
+            shard = parallel_state.get_tensor_model_parallel_rank()
+            own_PE = gradients_QE.split(route.parts)[shard]
+            back_PE = _restored(own_PE, route.received_slices)
+            del gradients_QE, own_PE
         group = self._encoders.group
         returned_SE = exchange_without_gradient(back_PE, route.received, route.sent, group)
         del back_PE
@@ -292,8 +283,11 @@ class EncoderStep:
             for is_kept in (True, False):
                 own = shares.passes_of(name, is_kept)
                 rows += [self._encode(planned) for planned in own]
+                # Join in the exchanges of passes that others make.
                 for _ in range(shares.lockstep_passes(name, is_kept) - len(own)):
-                    self._join(name, is_kept)
+                    self._begin(name, is_kept, backward=False)
+                    if name in self._encoders.trained:
+                        self._made.append(_Joined(name, is_kept))
         self._finish()
         self._clock.switch(Phase.EXCHANGE)
         return torch.cat(rows)
@@ -310,12 +304,6 @@ class EncoderStep:
         """End the exchanges of the last pass."""
         if self._encoders.sharded is not None:
             self._encoders.sharded.finish_pass()
-
-    def _join(self, encoder: str, is_kept: bool) -> None:
-        """Join in the exchanges of a pass that others make."""
-        self._begin(encoder, is_kept, backward=False)
-        if encoder in self._encoders.trained:
-            self._made.append(_Joined(encoder, is_kept))
 
     def _encode(self, planned: EncoderPass) -> torch.Tensor:
         """Run a pass; returns its features, without a graph."""
@@ -395,10 +383,3 @@ def _gathered(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
         return every
     del padded
     return torch.cat([every[i * most :][:rows] for i, rows in enumerate(parts)])
-
-
-def _own_part(rows_RE: torch.Tensor, route: FeatureRoute) -> torch.Tensor:
-    """This tensor-parallel rank's part of all rows; the others have the same gradients."""
-    shard = parallel_state.get_tensor_model_parallel_rank()
-    start = sum(route.parts[:shard])
-    return rows_RE[start : start + route.parts[shard]]

@@ -9,7 +9,7 @@ Shapes: A answers wanted in a micro-batch.
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, islice, repeat
+from itertools import chain, islice, repeat, takewhile
 
 import numpy as np
 import torch
@@ -35,24 +35,14 @@ class _Question:
     sample: Sample
     turn: int
     prompt: Prompt
-    image_tokens: int
-    """Tokens of the images at their native resolution shown up to the turn."""
+    items: dict[str, int]
+    """Items of every kind shown up to the turn, as caps name them."""
     answer_ids: list[int] = field(default_factory=list)
     """Token ids of the answer, appended one by one."""
 
     @property
     def tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.answer_ids)
-
-    @property
-    def items(self) -> dict[str, int]:
-        """Items of every kind, as caps name them."""
-        prompt = self.prompt
-        return {
-            "tiles": prompt.tiles,
-            "clips": prompt.clips,
-            "image_tokens": self.image_tokens,
-        }
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +95,8 @@ def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Qu
         for turn in range(len(sample.turns)):
             prompt = reader.prompt(sample, turn, options.max_new_tokens)
             cells = shown_cells(prompt.shown, reader.model.images)
-            yield _Question(sample=sample, turn=turn, prompt=prompt, image_tokens=cells)
+            items = {"tiles": prompt.tiles, "clips": prompt.clips, "image_tokens": cells}
+            yield _Question(sample=sample, turn=turn, prompt=prompt, items=items)
 
 
 def _waves(
@@ -164,15 +155,8 @@ def _answer(
 
 
 def _shape(group: list[_Question]) -> MicroBatchShape:
-    items = Counter[str]()
-    for question in group:
-        items.update(question.items)
-    return MicroBatchShape(
-        tiles=items["tiles"],
-        clips=items["clips"],
-        image_tokens=items["image_tokens"],
-        tokens=sum(question.tokens for question in group),
-    )
+    items = {n: sum(question.items[n] for question in group) for n in group[0].items}
+    return MicroBatchShape(**items, tokens=sum(question.tokens for question in group))
 
 
 @dataclass(frozen=True, slots=True)
@@ -226,11 +210,7 @@ def _broadcast_from_last(
 def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
     turn = question.sample.turns[question.turn]
     end = reader.answer_end
-    words = (
-        question.answer_ids[: question.answer_ids.index(end)]
-        if (end in question.answer_ids)
-        else question.answer_ids
-    )
+    words = list(takewhile(end.__ne__, question.answer_ids))
     return EvaluatedAnswer(
         sample=question.sample.identity,
         question=turn.question,

@@ -66,12 +66,11 @@ class PipelineLinks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage holds the model's first part."""
+        """Whether this stage holds the model's first part, as `is_last` its last."""
         return 0 in self.parts
 
     @property
     def is_last(self) -> bool:
-        """Whether this stage holds the model's last part."""
         return self.last_part in self.parts
 
     def group(self, channel: Channel) -> dist.ProcessGroup:
@@ -183,9 +182,7 @@ class Inbox:
         group: dist.ProcessGroup,
     ) -> None:
         self._messages = list(zip(messages, shapes, strict=True))[::-1]
-        self._dtype = dtype
-        self._source_rank = source_rank
-        self._group = group
+        self._dtype, self._source_rank, self._group = dtype, source_rank, group
         self._coming: tuple[Message, dict[str, torch.Tensor], list[dist.Work | None]] | None = None
         self._here: dict[tuple[int, int], dict[str, torch.Tensor]] = {}
 
@@ -209,11 +206,8 @@ class Inbox:
                 self._ask()
 
     def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
-        """Wait for a message; returns its tensors by tower.
-
-        Args:
-            position: of the operation, not launched yet, that needs it.
-        """
+        """Wait for a message, which the operation at `position`, not launched yet, needs; returns
+        its tensors by tower."""
         while (cut, micro_batch) not in self._here:
             if self._coming is None:
                 self._ask()
@@ -236,9 +230,7 @@ class Outbox:
     """
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
-        self._target_rank = target_rank
-        self._group = group
-        self._waits = waits
+        self._target_rank, self._group, self._waits = target_rank, group, waits
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
     def put(self, message: ByTower) -> None:

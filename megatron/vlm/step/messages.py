@@ -77,11 +77,8 @@ class StepMessages:
 
 @lru_cache(maxsize=_KEPT_STEPS)
 def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMessages:
-    """Find the messages of a step, and when each may be asked for.
-
-    Args:
-        trained_cuts: cuts over which gradients come back.
-    """
+    """Find the messages of a step, whose gradients come back over `trained_cuts`, and when each may
+    be asked for."""
     flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
     sends_wait = flows.order(with_sends) is not None
@@ -112,9 +109,6 @@ class _Transfer:
 
 _Waits = Iterable[tuple[int, int]]
 """Numbers of an operation, and of one that waits until it is done."""
-_Asked = Mapping[Channel, Sequence[int | None]]
-"""Number of the operation after whose launch each message may be asked for, which may be the one
-before the stage's first; None of a channel's first message."""
 
 
 class _Flows:
@@ -164,20 +158,20 @@ class _Flows:
                 if taken > self.first[channel.target]:
                     yield taken - 1, following.sender
 
-    def _launches_between(self, channel: Channel, number: int) -> list[int]:
-        """The receiver's first launches while a message is on its way, if it is asked for when the
-        one before it has come."""
-        start, end = self._taken[channel][number - 1 : number + 1]
-        return [one for one in self._launches[channel.target] if start <= one < end]
+    def asked(self, waits: _Waits) -> dict[Channel, list[int | None]]:
+        """Number of the operation after whose launch each message may be asked for, maybe the one
+        before the stage's first; None of a channel's first message.
 
-    def asked(self, waits: _Waits) -> _Asked:
-        """When messages may be asked for: each before the first launches that it does not depend
-        on, but for that of the operation which took the one before it."""
+        It is before the first launches that the message does not depend on, but for that of the
+        operation which took the one before it.
+        """
         needs = self._launches_needed(waits)
 
         def after(channel: Channel, number: int) -> int:
-            sender, start = self.channels[channel][number].sender, self._taken[channel][number - 1]
-            between = self._launches_between(channel, number)
+            sender = self.channels[channel][number].sender
+            start, end = self._taken[channel][number - 1 : number + 1]
+            # First launches while the message is on its way, asked for when the one before it came.
+            between = [one for one in self._launches[channel.target] if start <= one < end]
             late = [one for one in between if one == start or needs[sender] >> one & 1]
             return max(late, default=self.first[channel.target] - 1)
 

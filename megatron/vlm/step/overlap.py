@@ -63,7 +63,10 @@ class DataParallelOverlap:
             if deferred is not None:
                 deferred.on_gradient = partial(self._on_gradient, chunk)
             for unit in _units(model.module):
-                unit.register_forward_pre_hook(partial(self._wait_for, self._buckets_of(unit)))
+                # Core's hooks wait for the parameters of the module that is called. A fused
+                # operation of a layer takes those of its norms, which nobody calls.
+                own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
+                unit.register_forward_pre_hook(partial(self._wait_for, own))
         self._mark_gathered()
 
     @contextmanager
@@ -123,11 +126,6 @@ class DataParallelOverlap:
         """Wait until all weights are gathered; before they change, or are read but by a forward."""
         for bucket in self._buckets:
             bucket.finish_param_sync(skip_next_bucket_dispatch=True)
-
-    def _buckets_of(self, unit: torch.nn.Module) -> set[int]:
-        # Core's hooks wait for the parameters of the module that is called. A fused operation of a
-        # layer takes those of its norms, which nobody calls.
-        return {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
 
     def _wait_for(self, numbers: set[int], *_: object) -> None:
         for number in numbers:

@@ -253,18 +253,16 @@ class _StageRun:
             # The memory of other inputs is free, but for what layers keep of it.
             inputs = {name: tensor for name, tensor in received.items() if name in wanted}
             if part == 0:
+                # Features are put in their places, and the graph keeps their shape alone.
                 for feature in inputs.values():
-                    _let_go(feature)
+                    feature.data = feature.new_empty(1).expand(feature.shape)
             self.kept[operation.chunk, micro_batch] = _Kept(received=inputs, outputs=made)
 
     def _receive(self, part: int, operation: Operation, position: int) -> dict[str, torch.Tensor]:
         """Wait for a micro-batch's inputs, if there is a part before this one."""
-        if part == 0 and self.encoders is None:
-            return {}
         micro_batch = operation.micro_batch
         if part == 0:
-            assert self.encoders is not None
-            received = self.encoders.take(micro_batch)
+            received = {} if self.encoders is None else self.encoders.take(micro_batch)
         else:
             self.clock.switch(Phase.WAIT)
             before = part - 1
@@ -302,7 +300,11 @@ class _StageRun:
             self.late[operation.chunk, micro_batch] = deferred.take()
         if not self.trained_inputs[operation.chunk]:
             return
-        sent = {name: _gradient_of(tensor) for name, tensor in kept.received.items()}
+        # Nothing comes of what was received in an empty pack.
+        sent = {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in kept.received.items()
+        }
         passed_on = gradients.keys() - kept.outputs.keys()
         sent |= {name: gradients[name] for name in passed_on}
         # In the order in which they were sent.
@@ -355,17 +357,6 @@ def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) ->
     )
 
 
-def _let_go(feature: torch.Tensor) -> None:
-    """Free the memory of an encoder's features, of which the graph keeps the shape alone: they are
-    put in their places, and nothing else is computed with them."""
-    feature.data = feature.new_empty(1).expand(feature.shape)
-
-
-def _gradient_of(received: torch.Tensor) -> torch.Tensor:
-    """Gradient of what was received: zeros where nothing came of it, as in an empty pack."""
-    return torch.zeros_like(received) if received.grad is None else received.grad
-
-
 def run_forward_backward(
     plan: Plan,
     models: Sequence[Any],
@@ -380,12 +371,10 @@ def run_forward_backward(
 
     Args:
         models: the stage's chunks, each as what holds it with other data-parallel ranks runs it.
-        batches: this stage's micro-batches, in slot order.
         before_last_backward: called before the last backward of every chunk, if there is a
             micro-batch.
         encoders: the step of data-parallel encoders, which gives the first part its features and
             takes their gradients; what it has to do after the last operation is left.
-        begin_pass: called before every pass.
 
     Returns:
         The summed loss of each micro-batch where the last part is, else an empty list. Gradients
@@ -411,7 +400,6 @@ def run_forward(
 
     Args:
         encode: gives the first part its micro-batches' features, where encoders are data-parallel.
-        begin_pass: called before every pass.
     """
     schedule = links.schedule
     rule = FORWARD_ONLY[schedule.placement]

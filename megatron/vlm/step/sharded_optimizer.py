@@ -8,7 +8,7 @@ Shapes: Q of a rank's part of the weights of a unit.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,8 +40,13 @@ class ShardedAdam:
         self._gradients, self._tensor_group = gradients, tensor_group
         # A rank's part of the weights in float32: itself, where it is.
         self._main_of = {flat: flat.own_Q.float() for flat in gradients}
-        self.ranges = [one for flat in gradients for one in self._ranges_of(flat)]
+        self.ranges = list[MainRange]()
         """What this rank updates."""
+        for flat, main_Q in self._main_of.items():
+            for own in flat.ranges():
+                main = main_Q[own.place]
+                main.grad = gradients[flat].own_Q[own.place]
+                self.ranges.append(MainRange(own=own, main=main, flat=flat))
         self.inner = torch.optim.AdamW(_groups(self.ranges, settings), fused=True, foreach=False)
 
     @property
@@ -49,12 +54,6 @@ class ShardedAdam:
         """Groups of settings (torch's name)."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
-
-    def _ranges_of(self, flat: FlatWeights) -> Iterator[MainRange]:
-        for own in flat.ranges():
-            main = self._main_of[flat][own.place]
-            main.grad = self._gradients[flat].own_Q[own.place]
-            yield MainRange(own=own, main=main, flat=flat)
 
     def scale_gradients(self, factor: float) -> None:
         """Multiply all gradients."""
@@ -79,12 +78,7 @@ class ShardedAdam:
             gradient.copy_(summed)
 
     def step(self, clip_grad: float, norm: float) -> None:
-        """Clip and step.
-
-        Args:
-            clip_grad: largest norm of all gradients together; 0 clips none.
-            norm: theirs, finite.
-        """
+        """Clip gradients to a norm of `clip_grad` together, if it is not 0, and step."""
         factor = clip_grad / (norm + _CLIP_MARGIN)
         if 0 < factor < 1:
             self.scale_gradients(factor)

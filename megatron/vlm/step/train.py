@@ -148,11 +148,7 @@ class Trainer:
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
         """Run a step's forwards and backwards, those of data-parallel encoders too, and begin
-        to reduce the stage's gradients.
-
-        Returns:
-            As `run_forward_backward`.
-        """
+        to reduce the stage's gradients; returns what `run_forward_backward` does."""
         if self.encoders is None:
             return self.run_micro_batches(batches, clock)
         encoding = EncoderStep(self.encoders, batches, clock)
@@ -163,14 +159,8 @@ class Trainer:
     def run_micro_batches(
         self, batches: MicroBatchStream, clock: PhaseClock, encoding: EncoderStep | None = None
     ) -> list[torch.Tensor]:
-        """Run the pipeline's forwards and backwards, and begin to reduce the gradients.
-
-        Args:
-            encoding: the step of data-parallel encoders.
-
-        Returns:
-            As `run_forward_backward`.
-        """
+        """Run the pipeline's forwards and backwards, and begin to reduce the gradients; returns
+        what `run_forward_backward` does."""
         self._let_go_of_fp8_weights()
         run = partial(
             run_forward_backward,
@@ -199,12 +189,8 @@ class Trainer:
     def joining(
         self, batches: MicroBatchStream, slots: int, *, answers: bool = False
     ) -> MicroBatchStream:
-        """The micro-batches and empty ones after them, so many together.
-
-        Args:
-            slots: of this rank; of ranks that run in lockstep the same.
-            answers: whether next tokens are asked for, and not a loss.
-        """
+        """The micro-batches and empty ones after them, `slots` together, as on all ranks that run
+        in lockstep; empty ones ask for next tokens (`answers`) or have a loss."""
         if slots <= len(batches):
             return batches
         empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
@@ -227,11 +213,7 @@ class Trainer:
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
         """Run forwards alone, as for held-out data; data-parallel encoders run where the first part
-        is, each rank's for itself.
-
-        Returns:
-            As `run_forward` of the schedule.
-        """
+        is, each rank's for itself."""
         self._let_go_of_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
         held = self.data_parallel
@@ -356,12 +338,7 @@ def _replicated(
     groups: ProcessGroupCollection | None = None,
     tied: TiedCopies | None = None,
 ) -> Replicated:
-    """Hold the chunks of a stage whole.
-
-    Args:
-        groups: all that core asks for, where they are not its own.
-        tied: copies of a tied matrix.
-    """
+    """Hold the chunks of a stage whole; `groups` are all that core asks for, if not its own."""
     models = [
         DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
         for stage in chunks
@@ -392,7 +369,6 @@ def _sharded(
     Args:
         shards: ranks that divide all but experts, and experts.
         fed: of every chunk, towers of which what comes into it wants a gradient.
-        tied: copies of a tied matrix.
     """
     models = []
     for stage, wanted in zip(chunks, fed, strict=True):
@@ -553,13 +529,12 @@ def train_step(
     stop_requested: bool = False,
     slots: int = 0,
 ) -> StepResult:
-    """Run one optimizer step on this rank's micro-batches; collective over all ranks.
+    """Run one optimizer step on this rank's micro-batches, maybe none; collective over all ranks.
 
     The loss is the weighted mean over the global batch's loss tokens, however they are spread over
     packs, slots and ranks.
 
     Args:
-        batches: this rank's; may be empty.
         stop_requested: whether this rank was asked to stop; all ranks learn of it.
         slots: micro-batches that the rank runs, where it has empty ones to join others.
     """
