@@ -38,7 +38,6 @@ from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import nodes_of_groups
-from omnibal.model.encoders import Encoder
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime
 from omnibal.model.runtime import OWN_RUNTIME
@@ -50,8 +49,8 @@ from omnibal.model.units import (
     unit_names,
 )
 
-PASS, ITEM, SQUARE = 0, 1, 2
-"""Places of what a pass costs, what each of its items does, and each of their squares."""
+ITEM, SQUARE = 1, 2
+"""Places of what each item costs, and each square, after what their pass does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -106,7 +105,7 @@ class EncoderCost:
     is_trained: bool
     """Whether any part of it is trained, so that gradients come back."""
     exchange: PassExchange | None = None
-    """Exchange of its weights and gradients in every pass; None where ranks hold them whole."""
+    """None where ranks hold weights whole."""
 
     @property
     def is_of_samples(self) -> bool:
@@ -119,11 +118,7 @@ class EncoderCost:
         return self.forward_ms + self.backward_ms
 
     def pass_bytes(self, work: np.ndarray, *, is_kept: bool) -> np.ndarray:
-        """Bytes that passes take besides what is kept, [passes].
-
-        Args:
-            work: 1, items and, if they count, squares of every pass, [passes, 2 or 3].
-        """
+        """Bytes that passes of this work, [passes, 2 or 3], take besides what is kept, [passes]."""
         working = (work @ self.working_bytes.T).max(axis=1, initial=0)
         return working if is_kept else working + work @ self.kept_bytes
 
@@ -238,11 +233,8 @@ def encoders_cost(
     adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
-    """Cost of a model's data-parallel encoders.
-
-    Args:
-        sharded: neighbouring ranks that divide weights, gradients and optimizer state.
-    """
+    """Cost of a model's data-parallel encoders, whose weights, gradients and optimizer state
+    `sharded` neighbouring ranks divide."""
     # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
@@ -302,7 +294,9 @@ def _encoder_cost(
 ) -> EncoderCost:
     """Cost of one encoder: its embedding, its layers and its projector together."""
     tower = model.encoders[name]
-    columns = _columns(cost.features, tower)
+    # The fixed feature, an encoder's items, and their squares if they count.
+    squares = [] if tower.squares is None else [tower.squares]
+    columns = [0, *(cost.features.index(each) for each in (tower.feature, *squares))]
     held = _held(model, cost, name)
     is_trained = any(unit.has_backward for _, unit in held)
 
@@ -342,12 +336,6 @@ def _again_ms(unit: UnitCost) -> np.ndarray:
     return unit.recompute_ms if unit.has_backward else unit.forward_ms
 
 
-def _columns(features: Sequence[str], tower: Encoder) -> list[int]:
-    """Places of the fixed feature, of an encoder's items, and of their squares if they count."""
-    squares = [] if tower.squares is None else [tower.squares]
-    return [0, *(features.index(name) for name in (tower.feature, *squares))]
-
-
 def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:
     """Costs of the language model's units alone, where encoders are data-parallel.
 
@@ -360,23 +348,16 @@ def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:
         cost: of the whole model.
         update_ms: weight update of the encoders, which comes to every stage's.
     """
-    units = {
-        kind.name: _with_waits(cost.units[kind.name], is_embed=kind.name == LANGUAGE_EMBED)
-        for kind in cost.kinds
-        if kind.tower == LANGUAGE
-    }
+    kinds, units = tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE), {}
+    for kind in kinds:
+        padded = with_features(cost.units[kind.name], len(ENCODER_WAITS_MS))
+        if kind.name == LANGUAGE_EMBED:
+            padded["forward_ms"][-2] = padded["backward_ms"][-1] = 1.0
+        units[kind.name] = replace(cost.units[kind.name], **padded)
     return replace(
         cost,
         features=(*cost.features, *ENCODER_WAITS_MS),
-        kinds=tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE),
+        kinds=kinds,
         units=units,
         optimizer_ms_fixed=cost.optimizer_ms_fixed + update_ms,
     )
-
-
-def _with_waits(unit: UnitCost, *, is_embed: bool) -> UnitCost:
-    """The unit's costs with the two features more, which the language embed takes as they are."""
-    padded = with_features(unit, len(ENCODER_WAITS_MS))
-    if is_embed:
-        padded["forward_ms"][-2] = padded["backward_ms"][-1] = 1.0
-    return replace(unit, **padded)

@@ -20,12 +20,7 @@ _ROUNDING = 1e-12  # relative, of sums of weights
 
 def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
     """Assign items so that the largest sum of weights is small: at most 4/3 - 1/(3 ranks) of least.
-    Returns the rank of every item, int64 [items].
-
-    Args:
-        weight: of every item, at least 0, [items].
-        ranks: at least 1.
-    """
+    Returns the rank of every item, int64 [items]."""
     weight = np.asarray(weight, np.float64)
     bound, best_load, best = load_bound(weight, ranks), np.inf, np.zeros(len(weight), np.int64)
     is_few = len(weight) * ranks <= _FEW

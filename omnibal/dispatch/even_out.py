@@ -17,13 +17,8 @@ def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) 
     """Exchange items of the busiest rank until no exchange lowers it. int64 [items]
 
     Of all exchanges with the least loaded ranks the one is made that leaves the busier of the two
-    with least. Loads, sorted, fall with every exchange, so that there is an end.
-
-    Args:
-        weight: of every item, at least 0, [items].
-        rank: of every item before, [items].
-        ranks: at least 1.
-        enough: a lower bound, at which nothing is left to gain.
+    with least. Loads, sorted, fall with every exchange, so that there is an end; it ends at
+    `enough` too, a lower bound.
     """
     rank = rank.copy()
     exchanges = _Exchanges(weight, rank, ranks)

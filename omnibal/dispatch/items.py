@@ -54,12 +54,7 @@ class ItemRuns:
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
     """Time that dealing counts as one: a part of that of the longest item, of encoders that take
-    whole samples if there are any; 0 where nothing takes any time.
-
-    Args:
-        item_ms: time of an item by encoder.
-        square_ms: of a square, by encoder that takes whole samples.
-    """
+    whole samples, and have a time of squares, if there are any; 0 where nothing takes any time."""
     whole = [item_ms[name] + each for name, each in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST
 
@@ -82,7 +77,6 @@ def share_items(
     Args:
         items: of every pack by encoder, int [P]; packs without items, or no packs, are fine.
         pipeline_of_pack: 0 to `pipelines` - 1, int [P].
-        pipelines: L, of the group.
         ranks_of_pipeline: R; rank r of the group is of pipeline r // R.
         item_ms: time of an item by encoder, at least 0; encoders without items may be named.
         load: of every rank before, int64 [1, N], in units of `unit_ms`.
@@ -117,18 +111,8 @@ def shares_of_ranks(
     load: np.ndarray = NO_LOAD,
     unit_ms: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """How many items `share_items` gives to every rank, for many groups or steps at once.
-
-    Args:
-        held: items by encoder of all packs of every pipeline, int64 [G, L].
-        ranks_of_pipeline: R.
-        item_ms: time of an item by encoder.
-        load: of every rank before, int64 [G, N], in units of `unit_ms`.
-        unit_ms: `unit_of_time`, where there are other encoders before.
-
-    Returns:
-        Items of every rank by encoder, int64 [G, N].
-    """
+    """How many items `share_items` gives to every rank by encoder, int64 [G, N], for many groups or
+    steps at once, from those that all packs of every pipeline hold, int64 [G, L]."""
     if unit_ms is None:
         unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
     found: dict[str, np.ndarray] = {}
@@ -202,12 +186,8 @@ def _runs(
 
 
 def _laid(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Lay packs' items on the ranks' room, both in order and of equal sum.
-
-    Args:
-        items: of every pack.
-        start: number of a pack's first item of these.
-        room: of every rank.
+    """Lay packs' items on the ranks' room, both in order and of equal sum. A pack's items begin
+    with number `start`.
 
     Returns:
         Pack, first item, count and rank of every run, int64 [4, runs].

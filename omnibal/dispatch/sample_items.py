@@ -50,12 +50,7 @@ class SampleItems:
         feature: str,
         shares: Shares | None = None,
     ) -> Self:
-        """Find the samples of every share.
-
-        Args:
-            feature: name of the items.
-            shares: of these packs, if they are known.
-        """
+        """Find the samples with items of a feature of every share of the packs."""
         shares = shares_of(packs, levels) if shares is None else shares
         context = np.array([level.context for level in levels])[packs.level]
         first = np.cumsum(context) - context
@@ -113,12 +108,8 @@ class SampleItems:
         times: SampleTimes,
         unit_ms: float,
     ) -> DealtSamples:
-        """Deal the samples to the ranks of their groups (`deal_samples`).
-
-        Args:
-            pipeline: of every row, int64 [rows], the same in every call.
-            unit_ms: what is counted as one; 0 where nothing takes any time.
-        """
+        """Deal the samples to the ranks of their groups (`deal_samples`). The pipeline of every
+        row, int64 [rows], is the same in every call."""
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = (each[self.rows.samples] for each in (self.items, self.squares))
@@ -171,10 +162,9 @@ def samples_of_shares(
     packs: ScheduledPacks,
     lengths: Lengths,
     levels: Sequence[Level],
-    shares: Shares | None = None,
+    shares: Shares,
 ) -> dict[str, SampleItems]:
     """Samples of every share by the feature of the encoders that take whole ones."""
-    shares = shares_of(packs, levels) if shares is None else shares
     whole = {model.encoders[name].feature for name in takes_whole_samples(model)}
     return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
 

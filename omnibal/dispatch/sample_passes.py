@@ -38,12 +38,7 @@ class SamplePasses:
 
 
 def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int) -> SamplePasses:
-    """The passes of dealt samples.
-
-    Args:
-        items_per_pass: most items of a pass of more than one sample.
-        kept_items: most items of a rank whose activations are kept.
-    """
+    """The passes of dealt samples. A rank keeps activations of at most `kept_items` items."""
     ends, items = np.cumsum(dealt.items), dealt.items
     begins = _begins(dealt.rank)
     before_rank = _of_run((ends - items)[begins], begins)

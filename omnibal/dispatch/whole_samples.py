@@ -73,8 +73,6 @@ def deal_samples(
 
     Args:
         pipeline: that holds the sample, among those of all groups, int64 [samples].
-        items: of every sample, at least 1, int64 [samples].
-        squares: int64 [samples].
         weight: of every sample, whole and at least 1, int64 [samples].
         pipelines: L, of a group.
         ranks_of_pipeline: R; rank r of all is of pipeline r // R.
@@ -105,12 +103,8 @@ def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
 def deal_group(
     weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
 ) -> np.ndarray:
-    """The rank of every sample of one group, from 0. int64 [samples]
-
-    Args:
-        weight: of every sample, whole and at least 1, [samples].
-        pipeline: that holds it, 0 to `pipelines` - 1, [samples].
-    """
+    """The rank of every sample of one group, from 0, by its weight and the pipeline that holds it.
+    int64 [samples]"""
     ranks, sizes = pipelines * ranks_of_pipeline, (pipelines, ranks_of_pipeline)
     if ranks == 1:
         return np.zeros(len(weight), np.int64)

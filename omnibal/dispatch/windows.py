@@ -60,11 +60,7 @@ def schedule_windows(
 
     Args:
         lengths: of all samples, in the order of the stream.
-        request: caps and sizes.
         load: predicted time of every pack, linear in its samples.
-
-    Raises:
-        UserError: a sample is larger than a cap.
     """
     check_samples_fit(lengths, request.caps)
     samples = _Samples.of(lengths, request, load)
@@ -80,13 +76,8 @@ def schedule_windows(
 
 
 def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
-    """Busiest rank's time over the mean of all, summed over steps; 1 where all have equally much.
-
-    Args:
-        packs: of a run.
-        load_ms: predicted time of every pack.
-        ranks: data-parallel ranks, with those that have no packs in a step.
-    """
+    """Busiest rank's predicted time over the mean of all, summed over steps; 1 where all have
+    equally much. Ranks without packs in a step count."""
     by_rank = np.bincount(packs.step * ranks + packs.dp_rank, load_ms, packs.steps * ranks)
     by_rank = by_rank.reshape(-1, ranks)
     return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
@@ -183,12 +174,8 @@ class _Samples:
         return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
 
     def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
-        """The faster of these packs and of as many for every rank, alike in every slot.
-
-        Args:
-            shares: samples of every rank, longest first.
-            packed: each share as is best for itself.
-        """
+        """The faster of these packs, each share's as is best for itself, and of as many for every
+        rank, alike in every slot. Samples of a share are longest first."""
         best = self._alike_in_lockstep(packed)
         for count in sorted({len(packs) for packs in packed}):
             level = [self._level(share, count) for share in shares]

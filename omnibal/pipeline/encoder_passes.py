@@ -62,11 +62,7 @@ class EqualPasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "EqualPasses":
-        """Passes of ranks that are all as busy as the busiest of their block.
-
-        Args:
-            block: of every rank, int64 [...].
-        """
+        """Passes of ranks that are all as busy as the busiest of their block, int64 [...]."""
         most = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
         np.maximum.at(most, block, self.items)
         return replace(self, items=most[block])
@@ -100,8 +96,7 @@ class WholePasses:
         return most[self.place]
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
-        """Exchange of weights and gradients that computation does not hide in forward and backward
-        of ranks that divide them and are as busy. [..., 2]"""
+        """Exchange that computation does not hide, as of `EqualPasses`. [..., 2]"""
         exchange = cost.exchange
         if exchange is None:
             return np.zeros((*self.place.shape, 2))
@@ -112,11 +107,8 @@ class WholePasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
-        """Passes of ranks each of which is, in every pass, as busy as any of its block is there.
-
-        Args:
-            block: of every rank, int64 [...].
-        """
+        """Passes of ranks each of which is, in every pass, as busy as any of its block, int64
+        [...], is there."""
         own, blocks = self.passes, np.zeros(self.place.size, np.int64)
         blocks[self.place.ravel()] = block.ravel()
         number, runs = own.number, 2 * blocks[own.rank] + own.is_kept

@@ -150,9 +150,6 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
 
     Args:
         effort: share of the usual choices that are searched, and of the search for their stages.
-
-    Raises:
-        DoesNotFit: no choice fits the memory cap.
     """
     choices = _choices(problem, effort)
     best: EncoderSearch | None = None
@@ -191,14 +188,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
 
 def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
     """Simulated step time of a good split beside the choice of shortest waits that leaves room for
-    one, in a fraction of what `search_encoders` takes: nothing is proven.
-
-    Args:
-        effort: as there.
-
-    Raises:
-        DoesNotFit: no choice fits the memory cap.
-    """
+    one, in a fraction of what `search_encoders` takes: nothing is proven."""
     for choice in sorted(_choices(problem, effort), key=_Choice.shortest_ms):
         try:
             return estimated_step_ms(
@@ -233,8 +223,7 @@ def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> Enco
 
 def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort: float) -> _Bound:
     """A bound for all choices: the pipeline beside one that takes as little memory as any, and
-    waits as long as any.
-    """
+    waits as long as any."""
     names = [each.name for each in fields(EncoderMemory)]
     encoder_memory = EncoderMemory(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
@@ -256,9 +245,10 @@ def _with_waits(
 ) -> Workload:
     """The workload with waits of its sampled steps, [S, ranks, 2], and memory that is taken."""
     workload = problem.workload
-    step, is_first, is_last = _ends(workload)
+    is_first = workload.slot == 0
+    is_last = np.append(is_first[1:], True)
     sampled = np.isin(workload.step, sampled_steps(workload).step)
-    place = np.cumsum(sampled & (np.diff(step, prepend=-1) > 0)) - 1
+    place = np.cumsum(sampled & (np.diff(workload.step, prepend=-1) > 0)) - 1
     values, rank = workload.features.copy(), workload.dp_rank
     for column, (is_end, feature) in enumerate(
         zip((is_first, is_last), ENCODER_WAITS_MS, strict=True)
@@ -271,13 +261,6 @@ def _with_waits(
     return replace(
         workload, features=values, encoding=replace(encoding, encoder_memory=encoder_memory)
     )
-
-
-def _ends(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Number of every row's step from 0, and whether it is its rank's first or last of it."""
-    _, step = np.unique(workload.step, return_inverse=True)
-    is_first = workload.slot == 0
-    return step, is_first, np.append(is_first[1:], True)
 
 
 def _too_large(problem: PlacementProblem) -> DoesNotFit:
@@ -326,11 +309,8 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
 
 
 def _choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
-    """All choices that leave room for the pipeline, as far as what they hold alone tells.
-
-    Raises:
-        DoesNotFit: there is none.
-    """
+    """All choices that leave room for the pipeline, as far as what they hold alone tells; raises
+    DoesNotFit without any."""
     are_few = effort < 1 and any(
         one.is_of_samples for one in problem.any_encoders.encoders.values()
     )
@@ -353,11 +333,8 @@ def _least_beside(problem: PlacementProblem) -> float:
 def _choices_within(
     problem: PlacementProblem, least_bytes: float, *, are_few: bool
 ) -> Iterator[_Choice]:
-    """Choices that leave room for so many bytes besides what they hold.
-
-    Args:
-        are_few: whether some of the usual ones stand for all.
-    """
+    """Choices that leave room for so many bytes besides what they hold; if few, some of the usual
+    ones."""
     most_kept, step = (_FEW_KEPT_CHOICES, 2) if are_few else (_KEPT_CHOICES, 1)
     cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
@@ -419,13 +396,8 @@ def _passes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
 def kept_choices(
     cost: EncodersCost, most: Mapping[str, int], choices: int = _KEPT_CHOICES
 ) -> list[dict[str, int]]:
-    """Numbers of kept items by encoder that are tried: from none to all that a rank may have.
-
-    Items that save the most time for their memory come first.
-
-    Args:
-        choices: numbers tried besides none, at most.
-    """
+    """Numbers of kept items by encoder that are tried, at most `choices` besides none: up to all
+    that a rank may have. Items that save the most time for their memory come first."""
     trained = [name for name, one in cost.encoders.items() if one.is_trained]
     saved = {
         name: cost.encoders[name].again_ms[1] / max(cost.encoders[name].kept_bytes[1], 1.0)
@@ -474,7 +446,7 @@ def _waits_of(
     encoders, features = problem.encoders[beside.sharded], problem.features
     workload = with_encoders(sample, features, encoders, beside, shares)
     columns = [features.index(name) for name in ENCODER_WAITS_MS]
-    step, _, _ = _ends(workload)
+    _, step = np.unique(workload.step, return_inverse=True)
     waits_ms = np.zeros((int(step[-1]) + 1, workload.data_parallel_size, len(columns)))
     np.add.at(waits_ms, (step, workload.dp_rank), workload.features[:, columns])
     waits_ms[..., 1] += problem.more_update_ms(beside.sharded)

@@ -88,12 +88,8 @@ class ItemShares:
         beside: DataParallelEncoders,
         ranks_of_pipeline: int,
     ) -> "ItemShares":
-        """Share the items that pipelines hold.
-
-        Args:
-            samples: by encoder that takes whole ones.
-            pipeline: that holds each row of these, among those of all groups, int64 [rows].
-        """
+        """Share the items that pipelines hold; `pipeline` holds each row of samples, among those
+        of all groups, int64 [rows]."""
         groups = len(next(iter(held.values()), ()))
         dealt, load = deal_whole_samples(
             samples, pipeline, beside, ranks_of_pipeline=ranks_of_pipeline, groups=groups
@@ -113,7 +109,6 @@ class ItemShares:
         )
 
     def passes(self, name: str, beside: DataParallelEncoders) -> Passes:
-        """Passes that every rank makes of an encoder."""
         return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
 
     def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> Passes:
@@ -185,13 +180,7 @@ def with_encoders(
     beside: DataParallelEncoders,
     shares: ItemShares | None = None,
 ) -> Workload:
-    """The workload with data-parallel encoders.
-
-    Args:
-        workload: without them.
-        features: names of its features.
-        shares: those of this workload, if they are known.
-    """
+    """The workload, whose features have these names, with data-parallel encoders."""
     shares = shares or ItemShares.of(workload, features, cost, beside)
     times = _group_times(shares, cost, beside)
     encoder_memory = memory_of_encoders(shares, cost, beside)
@@ -215,7 +204,14 @@ def with_encoders(
             backward_ms=mean_of_slowest(times.backward),
             exchange_ms=mean_of_slowest(times.exchange + times.exchange_back),
             busiest=float(longest.sum() / mean_ms.sum()) if mean_ms.any() else 1.0,
-            memory=_memory(encoder_memory),
+            # As a table shows it, of a device that embeds tokens.
+            memory=StageMemory(
+                weights_gib=encoder_memory.weights / GIB,
+                gradients_gib=encoder_memory.gradients / GIB,
+                optimizer_gib=encoder_memory.optimizer / GIB,
+                activations_gib=(encoder_memory.kept + encoder_memory.features) / GIB,
+                transient_gib=(encoder_memory.buffers + encoder_memory.encoding) / GIB,
+            ),
         ),
         exchange_ms=cost.gather_ms + cost.reduction_ms,
     )
@@ -254,8 +250,11 @@ def memory_of_encoders(
             inputs_bytes = one.input_bytes * passes.work(is_kept=False)[..., ITEM]
             held_bytes = held_bytes + own_bytes + inputs_bytes
         else:
-            alone = partial(_frozen_pass_bytes, one)
-            working += [passes.largest(alone, is_kept=is_kept) for is_kept in (True, False)]
+
+            def with_inputs(work: np.ndarray, one: EncoderCost = one) -> np.ndarray:
+                return one.pass_bytes(work, is_kept=True) + one.input_bytes * work[..., ITEM]
+
+            working += [passes.largest(with_inputs, is_kept=is_kept) for is_kept in (True, False)]
         whole = shares.passes_of(name, beside.items_per_pass[name], 0)
         most = whole.largest(partial(one.pass_bytes, is_kept=True), is_kept=False)
         evaluating.append(float(np.max(most, initial=0)))
@@ -277,22 +276,6 @@ def memory_of_encoders(
         encoding=max(float(each.max(initial=0)) for each in while_encoding) - held,
         evaluation=max(evaluating) + 2 * float(rows_bytes.max(initial=0)),
         whole=cost.evaluation_bytes,
-    )
-
-
-def _frozen_pass_bytes(cost: EncoderCost, work: np.ndarray) -> np.ndarray:
-    """Bytes that passes of an encoder that is frozen take, with what they read, [passes]."""
-    return cost.pass_bytes(work, is_kept=True) + cost.input_bytes * work[..., ITEM]
-
-
-def _memory(encoder_memory: EncoderMemory) -> StageMemory:
-    """Memory as a table shows it, of a device that embeds tokens."""
-    return StageMemory(
-        weights_gib=encoder_memory.weights / GIB,
-        gradients_gib=encoder_memory.gradients / GIB,
-        optimizer_gib=encoder_memory.optimizer / GIB,
-        activations_gib=(encoder_memory.kept + encoder_memory.features) / GIB,
-        transient_gib=(encoder_memory.buffers + encoder_memory.encoding) / GIB,
     )
 
 

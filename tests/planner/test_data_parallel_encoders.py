@@ -205,10 +205,7 @@ def items_of_ranks(problem: PlacementProblem, beside: DataParallelEncoders, step
         ranks_of_pipeline=ranks,
         item_ms=beside.item_ms,
         node=np.array(
-            [
-                node_of(problem.any_encoders, beside.pipelines, block, number)
-                for number in range(size)
-            ]
+            [node_of(problem.any_encoders, beside.pipelines, block, each) for each in range(size)]
         ),
     )
     counts = {
@@ -451,11 +448,6 @@ def test_parts_of_a_step_add_up():
         assert lost.ideal_ms == pytest.approx(work_ms / devices / steps)
 
 
-def kept_bytes(cost: EncoderCost, items: int, a_pass: int) -> float:
-    """Bytes that so many kept items hold, in passes of so many."""
-    return float(cost.kept_bytes @ (-(-items // a_pass), items))
-
-
 def test_memory_is_what_a_loop_over_ranks_counts():
     """Prevents kept items, inputs, features or buffers that are left out, or are of a step that is
     not the heaviest."""
@@ -465,30 +457,18 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         beside, cost = random_data_parallel(rng, problem), problem.any_encoders
         shares = ItemShares.of(problem.workload, problem.features, cost, beside)
         encoder_memory = memory_of_encoders(shares, cost, beside)
-        kept, inputs, rows, features = [], [], [], []
+        held, rows, features = [], [], []
         for step, block in product(range(4), range(4 // beside.pipelines)):
             counts, *_ = items_of_ranks(problem, beside, step, block)
             for rank in range(beside.pipelines * 2):
                 own = {name: items[rank] for name, items in counts.items()}
-                kept.append(
-                    sum(
-                        kept_bytes(one, min(own[name], beside.kept_items[name]), a_pass)
-                        for (name, one), a_pass in zip(
-                            cost.encoders.items(), beside.items_per_pass.values(), strict=True
-                        )
-                        if one.is_trained
-                    )
-                )
-                again = {
-                    name: max(own[name] - beside.kept_items[name] * one.is_trained, 0)
-                    for name, one in cost.encoders.items()
-                }
-                inputs.append(
-                    sum(
-                        one.input_bytes * again[name] * one.is_trained
-                        for name, one in cost.encoders.items()
-                    )
-                )
+                held.append(0.0)
+                for name, one in cost.encoders.items():
+                    if one.is_trained:
+                        kept = min(own[name], beside.kept_items[name])
+                        passes = -(-kept // beside.items_per_pass[name])
+                        held[-1] += float(one.kept_bytes @ (passes, kept))
+                        held[-1] += one.input_bytes * (own[name] - kept)
                 rows.append(sum(cost.encoders[n].feature_bytes * count for n, count in own.items()))
             load = problem.workload
             for number in range(beside.pipelines):
@@ -504,7 +484,7 @@ def test_memory_is_what_a_loop_over_ranks_counts():
         assert encoder_memory.features == pytest.approx(max(features))
         assert encoder_memory.buffers == (beside.pipelines * 2 - 1) * cost.peer_bytes
         # Of several encoders, the most of each is kept to be on one rank.
-        assert encoder_memory.kept >= max(np.add(kept, inputs)) * (1 - 1e-9)
+        assert encoder_memory.kept >= max(held) * (1 - 1e-9)
         assert encoder_memory.encoding >= 2 * max(rows)
 
 

@@ -15,7 +15,7 @@ from length_cases import lengths_of
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.items import share_items
+from omnibal.dispatch.items import ItemRuns, share_items
 from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.whole_samples import deal_group
 from omnibal.job.check import check_plan
@@ -157,22 +157,24 @@ class Walk:
                 passes.append((cells, square))
         return found
 
-    def clip_passes(self, block: int, load: list[int]) -> list[Passes]:
-        """Clips of the passes of every rank of a group, which level what images leave uneven."""
+    def clip_runs(self, block: int, load: list[int]) -> tuple[ItemRuns, np.ndarray]:
+        """Runs of a group's clips, and the pipeline of every pack in the group."""
         own = self.workload.rows(
             (self.workload.step == self.step)
             & (self.workload.dp_rank // self.beside.pipelines == block)
         )
+        home = own.dp_rank - block * self.beside.pipelines
         clips = own.features[:, list(self.job.cost.features).index("clips")].astype(np.int64)
         runs = share_items(
-            {"audio": clips},
-            own.dp_rank - block * self.beside.pipelines,
-            pipelines=self.beside.pipelines,
-            ranks_of_pipeline=self.cost.ranks_of_pipeline,
-            item_ms=self.beside.item_ms,
-            load=np.array([load]),
-            unit_ms=self.unit_ms,
-        )["audio"]
+            {"audio": clips}, home, pipelines=self.beside.pipelines,
+            ranks_of_pipeline=self.cost.ranks_of_pipeline, item_ms=self.beside.item_ms,
+            load=np.array([load]), unit_ms=self.unit_ms, node=self.node(block),
+        )  # fmt: skip
+        return runs["audio"], home
+
+    def clip_passes(self, block: int, load: list[int]) -> list[Passes]:
+        """Clips of the passes of every rank of a group, which level what images leave uneven."""
+        runs, _ = self.clip_runs(block, load)
         a_pass, kept = self.beside.items_per_pass["audio"], self.beside.kept_items["audio"]
         counts = np.bincount(runs.rank, runs.count, len(load)).astype(int)
         return [equal_passes(items, a_pass, kept) for items in counts.tolist()]
@@ -279,36 +281,16 @@ def exchange_ms(walk: Walk, block: int) -> list[float]:
                 target = home_of[sample] * of_pipeline + shard
                 moved.append((rank, target, rows / sizes.tensor))
     if "audio" in cost.encoders:
-        _add_clips(walk, block, load, moved, held)
+        runs, home = walk.clip_runs(block, load)
+        for pack, count, source in zip(runs.pack, runs.count, runs.rank, strict=True):
+            rows = count * cost.encoders["audio"].feature_bytes
+            held[home[pack]] += rows
+            moved.append((source, home[pack] * of_pipeline, rows))
     both = messages_ms(cost, walk.beside.pipelines, block, moved)
     if sizes.tensor == 1:
         return [both, both]
     gathered = held.max() * (sizes.tensor - 1) / sizes.tensor
     return [both + cost.tensor.fixed_ms + cost.tensor.each_ms * gathered, both]
-
-
-def _add_clips(
-    walk: Walk,
-    block: int,
-    load: list[int],
-    moved: list[tuple[int, int, float]],
-    held: np.ndarray,
-) -> None:
-    own = walk.workload.rows(
-        (walk.workload.step == walk.step)
-        & (walk.workload.dp_rank // walk.beside.pipelines == block)
-    )
-    home = own.dp_rank - block * walk.beside.pipelines
-    clips = own.features[:, list(walk.job.cost.features).index("clips")].astype(np.int64)
-    runs = share_items(
-        {"audio": clips}, home, pipelines=walk.beside.pipelines,
-        ranks_of_pipeline=walk.cost.ranks_of_pipeline, item_ms=walk.beside.item_ms,
-        load=np.array([load]), unit_ms=walk.unit_ms, node=walk.node(block),
-    )["audio"]  # fmt: skip
-    for pack, count, source in zip(runs.pack, runs.count, runs.rank, strict=True):
-        rows = count * walk.cost.encoders["audio"].feature_bytes
-        held[home[pack]] += rows
-        moved.append((source, home[pack] * walk.cost.ranks_of_pipeline, rows))
 
 
 @pytest.mark.parametrize("frozen", [(), ("vision", "projector")], ids=["", "frozen"])

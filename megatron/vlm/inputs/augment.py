@@ -22,12 +22,8 @@ class Purpose(IntEnum):
 
 
 def tile_keys(purpose: Purpose, seed: int, epoch: int, sample: int, tiles: int) -> np.ndarray:
-    """A random 64-bit number for each tile of a sample. uint64 [T]
-
-    Args:
-        seed: of the run, at least 0.
-        sample: its place in the annotations.
-    """
+    """A random 64-bit number for each tile of a sample, by its place in the annotations.
+    uint64 [T]"""
     # Numpy promises that a seed sequence gives the same words in every version on every machine.
     sequence = np.random.SeedSequence(seed, spawn_key=(purpose, epoch, sample))
     return sequence.generate_state(tiles, np.uint64)

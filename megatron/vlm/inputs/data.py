@@ -545,28 +545,13 @@ def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -
     Args:
         num_workers: processes that load; with 0 the thread that reads ahead does.
     """
-    copies = _DeviceCopies(device) if device.type == "cuda" else _NoCopies()
-    with closing(read_ahead(dataset, num_workers, copies.begin)) as items:
+    copies = _DeviceCopies(device) if device.type == "cuda" else None
+    begin = (lambda item: item) if copies is None else copies.begin
+    with closing(read_ahead(dataset, num_workers, begin)) as items:
         for item in items:
             if isinstance(item, UserError):
                 raise item
-            yield copies.end(item)
-
-
-class _NoCopies:
-    """No copies: on the CPU a micro-batch is used where it was loaded."""
-
-    def begin(self, item: MicroBatch | UserError) -> MicroBatch | UserError:
-        return item
-
-    def end(self, item: MicroBatch) -> MicroBatch:
-        return item
-
-
-@dataclass(frozen=True, slots=True)
-class _Coming:
-    batch: MicroBatch
-    arrived: torch.cuda.Event
+            yield item if copies is None else copies.end(*item)
 
 
 class _DeviceCopies:
@@ -576,18 +561,20 @@ class _DeviceCopies:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def begin(self, item: MicroBatch | UserError) -> _Coming | UserError:
+    def begin(
+        self, item: MicroBatch | UserError
+    ) -> tuple[MicroBatch, torch.cuda.Event] | UserError:
         """Start the copy of a micro-batch, in the thread that reads ahead."""
         if isinstance(item, UserError):
             return item
         # This also makes the device current: pinning would open a context on the first one.
         with torch.cuda.stream(self._stream):
             batch = item.pinned().to(self._device)
-            return _Coming(batch, self._stream.record_event())
+            return batch, self._stream.record_event()
 
-    def end(self, coming: _Coming) -> MicroBatch:
+    def end(self, batch: MicroBatch, arrived: torch.cuda.Event) -> MicroBatch:
         """Make the current stream wait for the copy, in the thread that uses the micro-batch."""
         computing = torch.cuda.current_stream(self._device)
-        computing.wait_event(coming.arrived)
-        coming.batch.record_stream(computing)
-        return coming.batch
+        computing.wait_event(arrived)
+        batch.record_stream(computing)
+        return batch

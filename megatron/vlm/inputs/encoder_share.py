@@ -183,7 +183,7 @@ class StepShares:
         return [one for one in self.passes if (one.encoder, one.is_kept) == (name, is_kept)]
 
     def lockstep_passes(self, name: str, is_kept: bool) -> int:
-        """How many such passes all ranks that divide the encoder's weights make, some empty."""
+        """Such passes of all ranks that divide the encoder's weights, some empty."""
         return self.most_passes.get((name, is_kept), 0)
 
     def only(self, names: Collection[str]) -> "StepShares":
@@ -225,12 +225,8 @@ class StepShares:
             )
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Where the features of each of this pipeline's packs are among its rows, by encoder.
-
-        Args:
-            micro_batches: that the pipeline runs, where it has empty ones after its packs to join
-                others; they have no rows.
-        """
+        """Where the features of each of this pipeline's packs are among its rows, by encoder; empty
+        micro-batches after these, to join others, have no rows."""
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
         starts = self._starts
         base = min((int(start[own[0]]) for start in starts.values()), default=0) if len(own) else 0
@@ -432,12 +428,7 @@ class EncoderShares:
         self, rows: np.ndarray, pipeline: np.ndarray, groups: int
     ) -> dict[tuple[str, bool], np.ndarray]:
         """Passes of every rank of some groups by encoder and whether they are kept, int64 [groups,
-        ranks of a group].
-
-        Args:
-            rows: of what is held.
-            pipeline: that holds each row, among those of all groups, int64.
-        """
+        ranks of a group]; `pipeline` holds each row, among those of all groups, int64."""
         pipelines = self.ranks.pipelines
         held = {
             name: np.bincount(pipeline, count[rows], groups * pipelines)

@@ -40,11 +40,7 @@ class Share:
         part: int,
         item_bounds: Mapping[str, np.ndarray] | None = None,
     ) -> "Share":
-        """Cut a pack of samples of these token counts.
-
-        Args:
-            item_bounds: of the pack's items; None where it has none.
-        """
+        """Cut a pack of samples of these token counts."""
         return cls(
             part=part,
             context=level.context,
@@ -179,8 +175,6 @@ def feature_route(
     """Route of the features of a pack's images to the ranks that have their image tokens.
 
     Args:
-        share: the rank's.
-        feature: name of the images' items.
         sample_items: of every sample of the pack. int64 [samples]
         image_positions: places of image tokens within a sample, for each sample with images of
             which the rank has tokens or items.

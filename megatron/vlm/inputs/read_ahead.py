@@ -44,10 +44,6 @@ def read_ahead(
     Args:
         num_workers: processes that load items; with 0 a thread of this process does.
         prepare: applied to each item by that thread.
-
-    Raises:
-        UserError: a worker was ended from outside.
-        Exception: what loading or `prepare` raised.
     """
     reading = _Reading(dataset, num_workers, prepare)
     reading.start()

@@ -12,7 +12,6 @@ from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.data.scan import scan_lengths
 from omnibal.model.levels import Level
-from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -42,12 +41,8 @@ class ValidationPacks:
     def dataset(
         self, reader: SampleReader, stage: Stage, rank: int, options: DataOptions
     ) -> PackDataset:
-        """Dataset that one data-parallel rank validates on, without augmentation or drop path.
-
-        Args:
-            reader: the one that the packs were made of.
-            options: those of training.
-        """
+        """Dataset that one data-parallel rank validates on, by the options of training without
+        augmentation or drop path."""
         plain = replace(options, augment=False, drop_path=False)
         packs, rows, sharing = self.scheduled, self._rows(rank), self._sharing(rank)
         return PackDataset(reader, packs, self.lengths, rows, stage, plain, sharing)
@@ -75,10 +70,7 @@ def pack_validation(
     """Scan the first `samples` held-out samples and pack those that fit.
 
     All are of one level, though short samples would not need to be shared, as slots of a rank then
-    have no gaps; validation is seldom.
-
-    Args:
-        level: of the packs; in training, the one that takes the longest samples.
+    have no gaps; validation is seldom. It is the level that takes the longest samples in training.
     """
     taken = np.arange(min(samples, len(reader.annotations)))
     annotations = reader.annotations.take(taken)
@@ -89,7 +81,8 @@ def pack_validation(
     if scan.skipped:
         raise UserError(f"held-out data: {scan.skipped[0].message}")
     caps = level.caps
-    lengths = _within(scan.lengths, caps)
+    fits = (scan.lengths.sizes(caps.names) <= caps.values[:, None]).all(axis=0)
+    lengths = scan.lengths.take(np.flatnonzero(fits))
     if not len(lengths):
         raise UserError(
             f"all {len(taken)} held-out samples exceed the plan's caps of {caps}; "
@@ -102,12 +95,6 @@ def pack_validation(
         level=level,
         left_out=len(taken) - len(lengths),
     )
-
-
-def _within(lengths: Lengths, caps: Caps) -> Lengths:
-    """The rows of samples that a pack can hold."""
-    fits = (lengths.sizes(caps.names) <= caps.values[:, None]).all(axis=0)
-    return lengths.take(np.flatnonzero(fits))
 
 
 def _dealt(packs: Packs, lengths: Lengths, blocks: int, context: int) -> ScheduledPacks:

@@ -88,8 +88,6 @@ class Adapters(MegatronModule):
     names: a checkpoint has the same weights with adapters and without.
 
     Args:
-        owner: the layer or projector.
-        linears: those of its linears that have adapters.
         groups: in which the rows of q, k and v lie on this rank.
     """
 
@@ -151,13 +149,8 @@ class OutputRows:
 
     @classmethod
     def of(cls, linear: Linear, outputs: int, groups_of_heads: int) -> "OutputRows":
-        """Find them.
-
-        Args:
-            outputs: of the linear on this rank; heads of encoders may be padded, alike in all
-                pieces.
-            groups_of_heads: on this rank.
-        """
+        """Find them among outputs of the linear and groups of heads on this rank; heads of encoders
+        may be padded, alike in all pieces."""
         groups = groups_of_heads if len(linear.pieces) > 2 else 1
         whole = sum(piece.outputs for piece in linear.pieces)
         widths = tuple(outputs * piece.outputs // whole // groups for piece in linear.pieces)
@@ -185,7 +178,7 @@ class OutputRows:
         return joined_GWR.flatten(0, 1)
 
     def split(self, joined_OR: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """The B's of a joined one, each [P, r]; the inverse of `joined`."""
+        """The B's, [P, r], of a joined one."""
         if len(self.widths) == 1:
             return (joined_OR,)
         blocks = self._blocks(joined_OR.unflatten(0, (self.groups, -1)), rank)
@@ -200,17 +193,21 @@ class OutputRows:
             first += width
 
 
+_EXCHANGES = {
+    (True, True): reduce_scatter_to_sequence_parallel_region,
+    (True, False): reduce_from_tensor_model_parallel_region,
+    (False, True): gather_from_sequence_parallel_region,
+    (False, False): copy_to_tensor_model_parallel_region,
+}
+"""By whether ranks divide A's inputs, and the sequence."""
+
+
 def _exchanged(low_SBR: torch.Tensor, base: Any, *, divides_inputs: bool) -> torch.Tensor:
     """What is between A and B, as B's rank takes it from all tensor-parallel ranks."""
     if base.tp_group.size() == 1:
         return low_SBR
-    if divides_inputs:
-        if base.sequence_parallel:
-            return reduce_scatter_to_sequence_parallel_region(low_SBR, group=base.tp_group)
-        return reduce_from_tensor_model_parallel_region(low_SBR, group=base.tp_group)
-    if base.sequence_parallel:
-        return gather_from_sequence_parallel_region(low_SBR, group=base.tp_group)
-    return copy_to_tensor_model_parallel_region(low_SBR, group=base.tp_group)
+    exchange = _EXCHANGES[divides_inputs, base.sequence_parallel]
+    return exchange(low_SBR, group=base.tp_group)
 
 
 class _Down(torch.autograd.Function):

@@ -10,12 +10,11 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from einops import rearrange
-from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.activations import bias_gelu
-from megatron.vlm.model.layers import Norm
+from megatron.vlm.model.layers import Norm, projector_linears
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder
 
@@ -52,14 +51,8 @@ class AudioProjector(MegatronModule):
         audio, width = model.audio, model.language.hidden_size
         self.positions_per_token = audio.positions_per_token
         self.norm = Norm(config, audio.hidden_size, audio.norm_eps)
-        divided = {"config": config, "init_method": config.init_method, "bias": True}
-        divided["tp_group"] = tp_group
-        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
-            audio.projector_input_size, width, **divided, skip_bias_add=True
-        )
-        self.linear_fc2 = tensor_parallel.RowParallelLinear(
-            width, width, **divided, input_is_parallel=True, skip_bias_add=False
-        )
+        wide = audio.projector_input_size
+        self.linear_fc1, self.linear_fc2 = projector_linears(config, tp_group, wide, width, width)
 
     def forward(self, hidden_VCH: torch.Tensor) -> torch.Tensor:
         """Project [V, C, H] to [K, E]; clips stay in order."""

@@ -118,11 +118,7 @@ class LateProduct:
 
 
 class DeferredWeights:
-    """Weight gradients of a stage whose products run apart from the backwards that they are of.
-
-    Args:
-        parameters: weights whose gradients come so.
-    """
+    """Weight gradients of a stage whose products run apart from the backwards that they are of."""
 
     def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
         self.parameters = frozenset(parameters)
@@ -152,12 +148,8 @@ class DeferredWeights:
 
     @torch.no_grad()
     def add(self, late: list[LateProduct], *, is_last: bool) -> None:
-        """Run products, which are gone after, in their order; collective over tensor-parallel ranks
-        where these divide the sequence.
-
-        Args:
-            is_last: whether no more of the step follow.
-        """
+        """Run products, which are gone after, in their order, the last of a step or not; collective
+        over tensor-parallel ranks where these divide the sequence."""
         late.reverse()  # as each goes from the end
         ahead = late.pop().begin() if late else None
         while ahead is not None:
@@ -228,7 +220,6 @@ class ParallelProduct(Product):
     gathers_gradient: bool
 
     def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Product of all of the sequence, [R, I], with the weight: [R, O]."""
         if self.gathers_rows:
             size = [len(rows) * self.group.size(), *rows.shape[1:]]
             whole = get_global_memory_buffer().get_tensor(size, rows.dtype, "mpu")
@@ -248,13 +239,11 @@ class ParallelProduct(Product):
         return own
 
     def kept(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rows and gradient, each of this rank's part of the sequence where it had no more."""
         if self.gathers_gradient:
             gradient = gradient.chunk(self.group.size())[self.group.rank()].clone()
         return rows, gradient
 
     def begin(self, late: LateProduct) -> dist.Work | None:
-        """Begin to gather the sequence that ranks keep parts of."""
         if self.gathers_rows:
             late.rows, coming = self._gathered(late.rows)
         elif self.gathers_gradient:
@@ -272,7 +261,6 @@ class ParallelProduct(Product):
     def add_weight_gradient(
         self, rows: torch.Tensor, gradient: torch.Tensor, buffer: torch.Tensor
     ) -> None:
-        """Add gradient^T @ rows to the buffer, by core's own product."""
         rows_RI, gradient_RO = rows.flatten(0, -2), gradient.flatten(0, -2)
         if self.adds_up:
             core_layers.fused_weight_gradient_mlp_cuda.wgrad_gemm_accum_fp32(

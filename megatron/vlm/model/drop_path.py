@@ -26,7 +26,6 @@ def branch_scales(
     """Scale of every branch's output: 0, or 1 / (1 - its rate). float32 [L, 2, T]
 
     Args:
-        keys_T: int64 random number of each tile, on the host.
         layers: numbers of the stage's vision layers in the whole tower, from 0.
         rate: of the tower's last layer, from 0 to below 1.
     """

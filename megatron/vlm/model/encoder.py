@@ -123,9 +123,7 @@ class EncoderUnits(NamedTuple):
 
         Args:
             given: what the encoder takes where the embedding is held, else hidden states [V, B, H].
-            grids: of images at their native resolution.
             branch_scales_L2B: drop path of every layer that is held.
-            level: of the pack.
 
         Returns:
             Features [K, E] where the projector is held, else hidden states [V, B, H]; and after

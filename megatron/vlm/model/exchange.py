@@ -18,13 +18,7 @@ import torch.distributed as dist
 def exchange_rows(
     rows_SX: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send some rows to each rank, in rank order; returns those received, in rank order.
-
-    Args:
-        rows_SX: the rows for the first rank, then for the second, and so on.
-        sent: how many rows are for each rank. They add up to S.
-        received: how many rows come from each rank.
-    """
+    """Send so many rows to each rank, in rank order; returns those received, in rank order."""
     return _ExchangeRows.apply(rows_SX, list(sent), list(received), group)
 
 
@@ -106,14 +100,8 @@ def gather_rows(rows_RX: torch.Tensor, gathering: Gathering) -> torch.Tensor:
 def scatter_gradients(
     gradients_WX: Sequence[torch.Tensor], own_rows: int, gathering: Gathering
 ) -> torch.Tensor:
-    """Sum the gradients of gathered rows where they came from: the transpose of `gather_rows`.
-
-    Args:
-        gradients_WX: of each entry of a row; a row is a stack of as many.
-
-    Returns:
-        Gradients of this rank's rows, [R, entries, X].
-    """
+    """Sum the gradients of gathered rows, of each of their entries, where they came from: the
+    transpose of `gather_rows`. Returns those of this rank's rows, [R, entries, X]."""
     most, ranks = gathering.most_sent, gathering.group.size()
     one = gradients_WX[0]
     every = one.new_zeros((own_rows + ranks * most, len(gradients_WX), *one.shape[1:]))

@@ -194,9 +194,6 @@ class MixtureOfExperts(MoELayer):
         """Send every token to its experts and sum what comes back, [S, B, H] to the same shape.
 
         Collective over the expert-parallel ranks, in forward and backward.
-
-        Args:
-            routing: of the micro-batch; what trains nothing needs none.
         """
         mask_BS = None
         if routing is not None:
@@ -217,12 +214,8 @@ def routers(module: torch.nn.Module) -> Iterator[Router]:
 def grouped_product(
     rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: Sequence[int]
 ) -> torch.Tensor:
-    """Multiply each group of rows by its own matrix: [R, O].
-
-    Args:
-        rows_RI: the rows of the first matrix, then of the second, and so on.
-        counts: how many rows each of the X matrices has; may be 0.
-    """
+    """Multiply each group of rows, of which each of the X matrices has so many, by its matrix:
+    [R, O]."""
     return _GroupedProduct.apply(rows_RI, weight_XOI, tuple(counts))
 
 

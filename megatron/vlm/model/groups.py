@@ -26,11 +26,8 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
     """
     groups: ContextGroups = {}
     for context in sorted({*contexts} - {1}):
-        blocks = context_blocks(parallel, context)
-        own, _ = dist.new_subgroups_by_enumeration(blocks, timeout=COLLECTIVE_TIMEOUT)
-        assert own is not None, "every rank is in a block of every size"
+        groups[context] = own = _own_group(context_blocks(parallel, context))
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
-        groups[context] = own
     return groups
 
 
@@ -112,10 +109,7 @@ def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
     assert plan.beside is not None
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
     blocks = range(plan.parallel.data // ranks.pipelines)
-    own, _ = dist.new_subgroups_by_enumeration(
-        [sorted(ranks.global_ranks(block)) for block in blocks], timeout=COLLECTIVE_TIMEOUT
-    )
-    assert own is not None, "every rank is in a group"
+    own = _own_group(sorted(ranks.global_ranks(block)) for block in blocks)
     token = torch.zeros(own.size(), device=current_device())
     dist.all_to_all_single(torch.empty_like(token), token, group=own)
     return own

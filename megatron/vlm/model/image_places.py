@@ -146,7 +146,7 @@ class _Neighbour:
 def _either_side(
     place_P: torch.Tensor, size_P: torch.Tensor, side: int
 ) -> tuple[_Neighbour, _Neighbour]:
-    """The learned positions, of `side` along an axis, before and after every patch's place."""
+    """The learned positions, of `side`, before and after every patch's place."""
     stretched_P = place_P * (side - 1) / (size_P - 1).clamp(min=1)
     before_P = stretched_P.floor()
     share_P = stretched_P - before_P

@@ -10,13 +10,12 @@ image tokens, a cell of patches each, E language hidden size.
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.activations import bias_gelu
 from megatron.vlm.model.image_places import ImagePlaces
-from megatron.vlm.model.layers import Norm
+from megatron.vlm.model.layers import Norm, projector_linears
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 
@@ -72,14 +71,7 @@ class ImageProjector(MegatronModule):
         wide, width = tower.projector_input_size, model.language.hidden_size
         inner = tower.projector_hidden_size or wide
         self.norm = Norm(config, wide if norms_cells else tower.hidden_size, tower.norm_eps)
-        divided = {"config": config, "init_method": config.init_method, "bias": True}
-        divided["tp_group"] = tp_group
-        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
-            wide, inner, **divided, skip_bias_add=True
-        )
-        self.linear_fc2 = tensor_parallel.RowParallelLinear(
-            inner, width, **divided, input_is_parallel=True, skip_bias_add=False
-        )
+        self.linear_fc1, self.linear_fc2 = projector_linears(config, tp_group, wide, inner, width)
 
     def forward(self, hidden_P1H: torch.Tensor, places: ImagePlaces) -> torch.Tensor:
         """Project [P, 1, H] to [K, E], in the cells' own order."""

@@ -36,12 +36,8 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
 
 def expert_parameter_name(name: str, expert: int) -> str:
-    """Name of one expert's matrix in the whole model, by which it is drawn.
-
-    Args:
-        name: of the stack of all experts' matrices.
-        expert: its number among all experts of the layer.
-    """
+    """Name of one expert's matrix in the whole model, by which it is drawn, from the stack's name
+    and its number among all experts of the layer."""
     match = _EXPERTS_NAME.match(name)
     assert match is not None, f"{name} is no stack of experts"
     return f"{match[1]}.{expert}.{match[2]}"

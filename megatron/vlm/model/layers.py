@@ -7,7 +7,9 @@ H hidden size, F feed-forward width of this rank.
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
@@ -80,6 +82,18 @@ class HeadNorm(Norm):
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
 
 
+def projector_linears(
+    config: TransformerConfig, group: dist.ProcessGroup, inputs: int, inner: int, outputs: int
+) -> tuple[ColumnParallelLinear, RowParallelLinear]:
+    """The two linears of a projector's MLP; the bias of the first is left to its activation."""
+    given: Any = {"config": config, "init_method": config.init_method, "bias": True}
+    given["tp_group"] = group
+    return (
+        ColumnParallelLinear(inputs, inner, **given, skip_bias_add=True),
+        RowParallelLinear(inner, outputs, **given, input_is_parallel=True, skip_bias_add=False),
+    )
+
+
 class LayerScale(torch.nn.Module):
     """Learned scale of a block's output: InternViT's `ls1` and `ls2`.
 
@@ -129,12 +143,7 @@ class Layer(TransformerLayer):
         routing: Routing | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
-        """Run [S, B, H] through both blocks.
-
-        Args:
-            tile_scales_2B: drop path's scales of both branches.
-            routing: of the micro-batch, where the layer has a mixture of experts.
-        """
+        """Run [S, B, H] through both blocks, with drop path's scales of both branches."""
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
         normed_SBH, residual_SBH = norm_and_residual(hidden_states, self.input_layernorm.weights)
         output_and_bias = self.self_attention(

@@ -47,7 +47,9 @@ def divide_weights(
             projector = encoder.deepstack_projectors.get(layer.layer_number - 1)
             units.add(name, (layer,) if projector is None else (layer, projector))
         units.add_tower(name, [encoder.projector])
-    units.is_fed = units.has_trained or LANGUAGE in fed
+    units.is_fed = LANGUAGE in fed or any(
+        flat.is_trained for unit in units.units for flat in unit.flats
+    )
     units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
         assert stage.language is not None and stage.language.final_layernorm is not None
@@ -72,11 +74,6 @@ class _Units:
         self._groups, self._first_values = groups, first_values
         self._flats: dict[torch.nn.Parameter, FlatWeights] = {}
 
-    @property
-    def has_trained(self) -> bool:
-        """Whether any unit so far is trained."""
-        return any(flat.is_trained for flat in self._flats.values())
-
     def add_tower(self, name: str, modules: Sequence[torch.nn.Module | None]) -> None:
         """Add a unit of each of the modules that there are."""
         for module in modules:
@@ -89,11 +86,7 @@ class _Units:
         modules: tuple[torch.nn.Module, ...],
         also: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """Add one unit.
-
-        Args:
-            also: modules of units before it with whose weights it computes too.
-        """
+        """Add one unit, which computes with weights of modules of units before it too (`also`)."""
         own = self._divided([p for module in modules for p in module.parameters()])
         shared = [self._flats[p] for module in also for p in module.parameters()]
         flats = tuple(dict.fromkeys([*own, *shared]))

@@ -59,12 +59,8 @@ class SharedAttention(ABC):
 def shared_attention(
     share: Share, padding: int, group: dist.ProcessGroup, device: torch.device
 ) -> SharedAttention | None:
-    """Attention of a rank's share; None where the cut has left every sample whole.
-
-    Args:
-        padding: tokens after the share's, which attend to each other.
-        group: ranks of the block.
-    """
+    """Attention of a rank's share; None where the cut has left every sample whole. Tokens of
+    padding after it attend to each other."""
     layout = ShareLayout.of(share, padding)
     if not len(layout.divided):
         return None
@@ -119,12 +115,8 @@ class _GatheredKeys(SharedAttention):
 
 
 def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """Runs of rows that make up the keys of this rank's pieces, as `Gathering.wanted_W` counts.
-
-    Returns:
-        First row and number of rows of every run, and the number of keys of every piece, padding
-        being one.
-    """
+    """First row and number of rows of every run that makes up the keys of this rank's pieces, as
+    `Gathering.wanted_W` counts, and the number of keys of every piece, padding being one."""
     divided, own, is_divided = layout.divided, layout.own, layout.own_divided
     before = np.cumsum(divided.tokens) - divided.tokens
     of_rank = np.cumsum(layout.divided_tokens) - layout.divided_tokens

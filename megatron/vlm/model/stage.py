@@ -227,7 +227,10 @@ class VLMStage(MegatronModule):
             hidden_S1E = self.read_text(batch, hidden)
             if self.head is not None:
                 return self.head_output(batch, hidden_S1E)
-            later = self.deepstack_names[self._layers_up_to_here :]
+            layers = [] if self.language is None else self.language.layers
+            # Of this stage and of all before it.
+            numbered = layers[-1].layer_number if len(layers) else 0
+            later = self.deepstack_names[numbered:]
             hidden = {name: hidden[name] for name in later} | {LANGUAGE: hidden_S1E}
         # No view of another, so that a tensor's memory can go before its graph does.
         return {
@@ -316,19 +319,9 @@ class VLMStage(MegatronModule):
             whole_S1E = tensor_parallel.scatter_to_sequence_parallel_region(whole_S1E)
         return hidden_S1E + whole_S1E
 
-    @property
-    def _layers_up_to_here(self) -> int:
-        """Language layers of this stage and of all before it."""
-        if self.language is None or not self.language.layers:
-            return 0
-        return self.language.layers[-1].layer_number
-
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
-        """What language layers need to know of the samples, by core's names, for one micro-batch.
-
-        Args:
-            padding: tokens that follow the samples, as a segment of their own.
-        """
+        """What language layers need to know of the samples, and of padding after them as one more,
+        by core's names, for one micro-batch."""
         device, share = current_device(), batch.share
         packed = batch.packed_seq_params(device, padding)
         first, shared = None, None
@@ -553,8 +546,17 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
 
 def _freeze(stage: VLMStage, plan: Plan) -> None:
     """Freeze the plan's frozen parts, and those with adapters but for these."""
+    modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
+        LANGUAGE: (stage.embedding, stage.language, stage.head)
+    }
+    for name, units in stage.encoders.items():
+        modules[name] = (units.embedding, units.layers, units.deepstack)
+        modules[projector_name(stage.model_config, name)] = (units.projector,)
     adapted = () if plan.adapters is None else plan.adapters.parts
-    _freeze_parts(stage, (*plan.frozen, *adapted))
+    for part in (*plan.frozen, *adapted):
+        for module in modules.get(part, ()):  # of data-parallel encoders, elsewhere
+            if module is not None:
+                module.requires_grad_(False)
     if plan.adapters is not None:
         _add_adapters(stage, plan.adapters)
 
@@ -595,19 +597,6 @@ def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
         return [layer for layer in layers if kind.has_layer(layer.layer_number - 1)]
     projector = stage.encoders[kind.tower].projector
     return [] if projector is None else [projector]
-
-
-def _freeze_parts(stage: VLMStage, parts: Collection[str]) -> None:
-    modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
-        LANGUAGE: (stage.embedding, stage.language, stage.head)
-    }
-    for name, units in stage.encoders.items():
-        modules[name] = (units.embedding, units.layers, units.deepstack)
-        modules[projector_name(stage.model_config, name)] = (units.projector,)
-    for part in parts:
-        for module in modules.get(part, ()):  # of data-parallel encoders, elsewhere
-            if module is not None:
-                module.requires_grad_(False)
 
 
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:

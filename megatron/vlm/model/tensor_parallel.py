@@ -82,11 +82,7 @@ def divide(parameter: Any, dim: int) -> None:
 def whole_shape(
     parameter: torch.nn.Parameter, unpadded: int | None, group: dist.ProcessGroup
 ) -> torch.Size:
-    """Shape over all ranks of a tensor-parallel group together, without padding.
-
-    Args:
-        unpadded: the parameter's `unpadded_size`.
-    """
+    """Shape over all ranks of a tensor-parallel group together, without padding."""
     shape = list(parameter.shape)
     if parameter.tensor_model_parallel:
         shape[parameter.partition_dim] = unpadded or shape[parameter.partition_dim] * group.size()

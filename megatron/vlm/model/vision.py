@@ -7,11 +7,11 @@ H vision hidden size, K image tokens over all tiles, E language hidden size.
 import torch
 import torch.distributed as dist
 from einops import rearrange
-from megatron.core import tensor_parallel
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.model.fused.activations import bias_gelu
+from megatron.vlm.model.layers import projector_linears
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import TilesEncoder
 
@@ -56,14 +56,7 @@ class VisionProjector(MegatronModule):
         self.factor = model.vision.pixel_shuffle_factor
         width, wide = model.language.hidden_size, model.vision.projector_input_size
         self.norm = torch.nn.LayerNorm(wide, dtype=config.params_dtype)
-        divided = {"config": config, "init_method": config.init_method, "bias": True}
-        divided["tp_group"] = tp_group
-        self.linear_fc1 = tensor_parallel.ColumnParallelLinear(
-            wide, width, **divided, skip_bias_add=True
-        )
-        self.linear_fc2 = tensor_parallel.RowParallelLinear(
-            width, width, **divided, input_is_parallel=True, skip_bias_add=False
-        )
+        self.linear_fc1, self.linear_fc2 = projector_linears(config, tp_group, wide, width, width)
 
     def forward(self, hidden_VTH: torch.Tensor) -> torch.Tensor:
         """Project [V, T, H] to [K, E]; the class token is dropped, tiles stay in order."""

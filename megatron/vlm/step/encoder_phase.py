@@ -184,8 +184,8 @@ class _Features:
 class EncoderStep:
     """One step of the encoders on a rank: features there, gradients back.
 
-    A stage encodes before its operations, and takes features from it and puts their gradients where
-    a later stage has messages of its neighbours.
+    A stage encodes before its operations, and takes features and puts their gradients where a later
+    stage has messages of its neighbours.
     """
 
     def __init__(self, encoders: Encoders, batches: MicroBatchStream, clock: PhaseClock) -> None:
@@ -224,8 +224,7 @@ class EncoderStep:
         return self._features.take(micro_batch)
 
     def let_go(self) -> None:
-        """Let go of features that have left, when a later part has an input: what was needed of
-        them has arrived."""
+        """Let go of features that have left, once a later part has an input."""
         if self._leaving is not None:
             self._leaving.arrived()
             self._leaving = None
@@ -246,7 +245,7 @@ class EncoderStep:
             self._features.finish()
 
     def _exchange_gradients(self) -> torch.Tensor:
-        """Gradients of the features that this rank has made, [S, E]; waits for them."""
+        """Wait for gradients of the features that this rank has made, [S, E]."""
         route, back_PE = self._trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
         if self._features is not None:
@@ -301,7 +300,6 @@ class EncoderStep:
             )
 
     def _finish(self) -> None:
-        """End the exchanges of the last pass."""
         if self._encoders.sharded is not None:
             self._encoders.sharded.finish_pass()
 

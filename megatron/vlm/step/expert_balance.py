@@ -17,11 +17,7 @@ from omnibal.model.parallel import Parallel
 
 def take_expert_balance(chunks: Sequence[VLMStage], parallel: Parallel) -> ExpertBalance | None:
     """Balance of all micro-batches since it was taken last, padding left out; collective over all
-    ranks. None where no layer has experts.
-
-    Args:
-        chunks: of this rank's stage.
-    """
+    ranks. None where no layer has experts."""
     language = chunks[0].model_config.language
     experts = language.kinds[0].experts
     if experts is None:

@@ -86,7 +86,7 @@ class PipelineLinks:
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
     ) -> "Inbox":
-        """Make an inbox for the messages of a channel to this stage during a step."""
+        """Make an inbox for a step's messages of a channel to this stage."""
         return Inbox(messages, shapes, dtype, self.ranks[channel.source], self.group(channel))
 
     def outbox(self, channel: Channel, *, waits: bool) -> "Outbox":

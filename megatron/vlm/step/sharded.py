@@ -146,11 +146,7 @@ class PassExchanges:
 
 
 class ShardedStage(torch.nn.Module):
-    """A stage whose weights and gradients ranks divide; called as the stage is.
-
-    Args:
-        weights: of the stage.
-    """
+    """A stage whose weights and gradients ranks divide; called as the stage is."""
 
     def __init__(self, stage: VLMStage, weights: ShardedWeights) -> None:
         super().__init__()
@@ -186,12 +182,10 @@ class ShardedStage(torch.nn.Module):
     def begin_pass(
         self, tower: str | None = None, *, forward: bool = True, backward: bool = True
     ) -> None:
-        """Begin a pass, which the next one or `finish_pass` ends.
+        """Begin a pass of a forward, a backward or both, which the next one or `finish_pass` ends.
 
         Args:
             tower: whose units compute; None: all.
-            forward: whether it begins with a forward; else it is of a backward alone.
-            backward: whether it has a backward.
         """
         self.finish_pass()
         kind = tower, forward, backward
@@ -208,12 +202,8 @@ class ShardedStage(torch.nn.Module):
 
     @contextmanager
     def whole(self, stays: bool) -> Iterator[None]:
-        """Have all weights whole meanwhile, for forwards without gradients; collective over the
-        ranks that divide them.
-
-        Args:
-            stays: whether this rank computes with them; one that does not only gives its part.
-        """
+        """Have all weights whole meanwhile, for forwards without gradients, where they stay; other
+        ranks give their part. Collective over the ranks that divide them."""
         self.finish_pass()
         for flat in self.weights.flats:
             work = flat.begin_gather()

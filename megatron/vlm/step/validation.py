@@ -20,11 +20,8 @@ class Validation:
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
-    """Weighted mean loss over the held-out packs, as the training loss is; collective.
-
-    Args:
-        step: steps trained before.
-    """
+    """Weighted mean loss over the held-out packs, as the training loss is, after `step` steps;
+    collective."""
     started = time.perf_counter()
     seen = SeenBatches()
     batches = seen.count(trainer.joining(validation.batches(), validation.slots))
