@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 import torch.distributed as dist
+from length_cases import lengths_of
 from megatron.core import parallel_state
 from toy import stages_of, toy_plan
 
@@ -14,7 +15,7 @@ from megatron.vlm.inputs.encoder_share import EncoderPass, EncoderShares, Encodi
 from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.data_parallel_encoders import DataParallelEncoders, takes_whole_samples
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -43,6 +44,7 @@ def data_parallel_plan(
         items_per_pass=dict.fromkeys(encoders, per_pass),
         kept_items=dict.fromkeys(encoders, kept),
         item_ms={name: 1.0 + place for place, name in enumerate(encoders)},
+        square_ms=dict.fromkeys(takes_whole_samples(model), 0.01),
         sharded=divided,
     )
     plan = toy_plan(model, stages, **sizes)
@@ -52,20 +54,10 @@ def data_parallel_plan(
 def dealt(packs: Sequence[MicroBatch], ranks: int) -> ScheduledPacks:
     """One step of packs, of which every data-parallel rank has every `ranks`-th."""
     number = np.arange(len(packs))
-    order = np.argsort(number % ranks, kind="stable")
-    each = [packs[i] for i in order]
-    return ScheduledPacks(
-        packs=Packs(samples=number, offsets=np.arange(len(packs) + 1)),
-        step=np.zeros(len(packs), np.int64),
-        dp_rank=(number[order] % ranks).astype(np.int32),
-        slot=(number[order] // ranks).astype(np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items={
-            "tiles": np.array([pack.tiles for pack in each], np.int32),
-            "clips": np.array([pack.clips for pack in each], np.int32),
-        },
-        tokens=np.array([pack.tokens for pack in each], np.int32),
-        level=np.zeros(len(packs), np.int32),
+    counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "clips", "tokens")}
+    members = Packs.from_lists([[one] for one in number])
+    return ScheduledPacks.of(
+        members, lengths_of(**counts), 0 * number, number % ranks, number // ranks
     )
 
 
@@ -85,7 +77,7 @@ def shares_of(
     )
 
 
-def own_stream(plan: Plan, packs: Sequence[MicroBatch]) -> MicroBatchStream:
+def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBatchStream:
     """This rank's part of a step: its passes, and its micro-batches without items, in order."""
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:

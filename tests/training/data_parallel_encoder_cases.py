@@ -1,23 +1,14 @@
 """Training with data-parallel encoders."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from chunk_cases import with_chunks
 from data_parallel_cases import data_parallel_plan, own_stream
-from tensor_parallel_cases import (
-    OPTIONS,
-    gradients_of,
-    model_of,
-    weights_of,
-    whole_gradients,
-    whole_weights,
-)
+from tensor_parallel_cases import Feed, model_of
 from toy import toy_audio_encoder, toy_batch
 
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.model.layers import ExpertsConfig, LayerRun
 
 # Packs of (tiles, text tokens) of each step, dealt to data-parallel ranks in turn: fewer packs than
@@ -28,7 +19,6 @@ STEPS = [
     [[(0, 7)], [(0, 12), (0, 4)], [(0, 5)]],
     [[(2, 6)]],
 ]
-ALL = range(len(STEPS))
 
 
 @dataclass(frozen=True)
@@ -125,9 +115,9 @@ def plan_of(case):
     return with_chunks(plan, case.chunks, case.schedule)
 
 
-def packs_of(model, number, drop_path):
+def packs_of(model, number, packs, drop_path=0.0):
     """The packs of a step, with weights that differ between positions."""
-    for index, samples in enumerate(STEPS[number]):
+    for index, samples in enumerate(packs):
         if model.takes_audio:  # in some packs without images, and not in all that have any
             samples = [(tiles, text, text % 3) for tiles, text in samples]
         batch = toy_batch(model, samples, seed=100 * number + index)
@@ -137,41 +127,5 @@ def packs_of(model, number, drop_path):
         yield replace(batch, loss_weights_L=weights, loss_weight=total, drop_path_keys_T=keys)
 
 
-def train_steps(links, plan, drop_path=0.0, steps=ALL, load=None, save=None):
-    """Results of each step, its gradients and the final weights: of the stage, and of encoders."""
-    options = replace(OPTIONS, drop_path_rate=drop_path)
-    trainer = build_trainer(plan, links, options, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(options))
-    if load is not None:
-        assert load_checkpoint(load, *parts).step == steps.start
-    results, gradients = [], []
-    for number in steps:
-        packs = list(packs_of(plan.model, number, drop_path))
-        stream = own_stream(plan, packs)
-        result = train_step(trainer, stream, slots=trainer.most_in_lockstep(len(stream)))
-        results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gradients.append([gradients_of(trainer)])
-        if trainer.encoders is not None:
-            gradients[-1].append(encoder_gradients(trainer.encoders))
-    trainer.wait_for_weights()
-    if save is not None:
-        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
-        writer.save(steps.stop, {})
-        writer.finish()
-        assert not writer.failures
-    weights = [weights_of(trainer)]
-    if trainer.encoders is not None:
-        weights.append(whole_weights(trainer.encoders.stage))
-    return results, gradients, weights
-
-
-def encoder_gradients(encoders):
-    """Gradients of the encoders by global name. Of whole ones each rank has only its share of the
-    summed gradients; now all have all."""
-    model = None if encoders.data_parallel is None else encoders.data_parallel.models[0]
-    group = dist.group.WORLD
-    for buffer in () if model is None or encoders.sharded is not None else model.buffers:
-        for bucket in buffer.buckets:
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
-    return whole_gradients(encoders.stage, model)
+def feed_of(drop_path=0.0):
+    return Feed(partial(packs_of, drop_path=drop_path), own_stream, drop_path)

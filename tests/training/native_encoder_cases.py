@@ -1,28 +1,24 @@
 """Training of native-resolution models with data-parallel encoders: packs of whole samples."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from data_parallel_cases import shares_of
-from data_parallel_encoder_cases import encoder_gradients
+from data_parallel_cases import data_parallel_plan, shares_of
 from length_cases import lengths_of
 from megatron.core import parallel_state
 from native_resolution_cases import pack_of, sample_of
-from tensor_parallel_cases import OPTIONS, gradients_of, whole_weights
+from tensor_parallel_cases import Feed
 from toy import stages_of, toy_plan
 
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.encoder_share import EncoderPass
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.data.lengths import Lengths
 from omnibal.data.native_resolution import Grid
 from omnibal.job.plan import Plan
 from omnibal.model.config import ModelConfig
-from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 Sample = tuple[tuple[Grid, ...], int]
@@ -43,45 +39,26 @@ STEPS: list[list[list[Sample]]] = [
     [[((), 12), ((), 4)], [((), 5)]],
     [[((Grid(2, 2, 6), Grid(1, 4, 2)), 8)]],
 ]
-ALL = range(len(STEPS))
 
 
-def plan_of(
-    model: ModelConfig,
-    cuts: Sequence[int] = (),
-    *,
-    pipelines: int = 1,
-    per_pass: int = 9,
-    kept: int = 7,
-    frozen: tuple[str, ...] = (),
-    recompute: dict[str, tuple[int, ...]] | None = None,
-    divided: int = 1,
-    **sizes: object,
-) -> Plan:
+def plan_of(model: ModelConfig, cuts: Sequence[int] = (), **options: object) -> Plan:
     """A plan with data-parallel encoders; cuts count units of the language model alone."""
-    stages = stages_of(model.without_encoders(), *cuts, **(recompute or {}))
-    beside = DataParallelEncoders(
-        pipelines=pipelines,
-        items_per_pass={"vision": per_pass},
-        kept_items={"vision": kept},
-        item_ms={"vision": 1.0},
-        square_ms={"vision": 0.01},
-        sharded=divided,
-    )
-    plan = toy_plan(model, stages, **sizes)
-    return plan.model_copy(update={"beside": beside, "frozen": frozen})
+    given = {"per_pass": 9, "kept": 7} | options
+    return data_parallel_plan(model, cuts, **given)
 
 
-def packs_of(model: ModelConfig, number: int) -> Iterator[MicroBatch]:
+def packs_of(
+    model: ModelConfig, number: int, packs: Sequence[list[Sample]]
+) -> Iterator[MicroBatch]:
     """The packs of a step, with weights that differ between positions."""
-    for index, pack in enumerate(STEPS[number]):
+    for index, pack in enumerate(packs):
         seed = 100 * number + 10 * index
         batch = pack_of([sample_of(model, *one, seed=seed + i) for i, one in enumerate(pack)])
         weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
         yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
-def scheduled(number: int, ranks: int) -> tuple[ScheduledPacks, Lengths, list[int]]:
+def scheduled_step(number: int, ranks: int) -> tuple[ScheduledPacks, Lengths, list[int]]:
     """A step of packs, of which every data-parallel rank has every `ranks`-th; lengths of its
     samples; and the place in the step of each pack."""
     packs = STEPS[number]
@@ -110,7 +87,7 @@ def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBat
     own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
     if plan.beside is None:
         return MicroBatchStream.of(own)
-    held, lengths, order = scheduled(number, plan.parallel.data)
+    held, lengths, order = scheduled_step(number, plan.parallel.data)
     shares = shares_of(plan, held, dist.get_rank(), lengths).step(0)
     in_order = [packs[place] for place in order]
     texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
@@ -139,27 +116,7 @@ def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:
     )
 
 
-def train_steps(links, plan, steps=ALL, load=None, save=None):
-    """Results of each step, its gradients and the final weights: of the stage, and of encoders."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
-    if load is not None:
-        assert load_checkpoint(load, *parts).step == steps.start
-    results, gradients = [], []
-    for number in steps:
-        stream = own_stream(plan, number, list(packs_of(plan.model, number)))
-        result = train_step(trainer, stream, slots=trainer.most_in_lockstep(len(stream)))
-        results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gradients.append([gradients_of(trainer)])
-        if trainer.encoders is not None:
-            gradients[-1].append(encoder_gradients(trainer.encoders))
-    trainer.wait_for_weights()
-    if save is not None:
-        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
-        writer.save(steps.stop, {})
-        writer.finish()
-        assert not writer.failures
-    return results, gradients, [whole_weights(stage) for stage in trainer.stages]
+FEED = Feed(packs_of, own_stream)
 
 
 def in_pipeline(model: ModelConfig, *cuts: int, frozen: tuple[str, ...] = ()) -> Plan:

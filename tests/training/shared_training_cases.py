@@ -1,20 +1,18 @@
 """Training with packs that ranks share."""
 
-from collections import ChainMap
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from chunk_cases import with_chunks
 from data_parallel_cases import encoding_stream
-from data_parallel_encoder_cases import encoder_gradients
+from length_cases import lengths_of
 from megatron.core import parallel_state
-from ranks import run_ranks
-from tensor_parallel_cases import OPTIONS, gradients_of, model_of, whole_weights
+from tensor_parallel_cases import Feed, model_of
 from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
@@ -188,21 +186,20 @@ def plan_of(case) -> Plan:
     return plan if case.chunks == 1 else with_chunks(plan, case.chunks)
 
 
-def whole_packs(plan, number, drop_path):
+def whole_packs(model, number, rows, drop_path):
     """The rows of a step with each pack as one micro-batch."""
-    for place, (level, packs) in enumerate(STEPS[number]):
+    for place, (level, packs) in enumerate(rows):
         row = []
         for index, mixed in enumerate(packs):
-            has_images = bool(plan.model.encoders)
-            samples = [(tiles * has_images, text) for tiles, text in mixed]
-            batch = toy_batch(plan.model, samples, seed=100 * number + 10 * place + index)
+            samples = [(tiles * bool(model.encoders), text) for tiles, text in mixed]
+            batch = toy_batch(model, samples, seed=100 * number + 10 * place + index)
             weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
             keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + place if drop_path else None
             row.append(replace(batch, level=level, loss_weights_L=weights, drop_path_keys_T=keys))
         yield level, row
 
 
-def own_batches(plan, rows):
+def own_batches(plan, number, rows):
     """The micro-batches of this data-parallel rank."""
     rank, ranks, counts = parallel_state.get_data_parallel_rank(), plan.parallel.data, []
     batches = []
@@ -227,49 +224,22 @@ def own_batches(plan, rows):
     if plan.beside is not None:
         placed.sort(key=lambda one: one[:2])
         packs = [whole for *_, whole in placed]
-        stream = encoding_stream(plan, scheduled(placed), packs, batches)
+        stream = encoding_stream(plan, scheduled_step(placed), packs, batches)
     return replace(stream, rows_are_full=is_full)
 
 
-def scheduled(placed) -> ScheduledPacks:
+def scheduled_step(placed) -> ScheduledPacks:
     """One step of packs, each with its first rank, slot and level."""
     ranks, slots, levels, packs = zip(*placed, strict=True)
-    number = np.arange(len(packs))
-    return ScheduledPacks(
-        packs=Packs(samples=number, offsets=np.arange(len(packs) + 1)),
-        step=0 * number,
-        dp_rank=np.array(ranks, np.int32),
-        slot=np.array(slots, np.int32),
-        epoch=np.zeros(len(packs), np.int32),
-        items={"tiles": np.array([pack.tiles for pack in packs], np.int32)},
-        tokens=np.array([pack.tokens for pack in packs], np.int32),
-        level=np.array(levels, np.int32),
-    )
+    counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "tokens")}
+    members = Packs.from_lists([[number] for number in range(len(packs))])
+    return ScheduledPacks.of(
+        members, lengths_of(**counts), np.zeros(len(packs)), *map(np.array, (ranks, slots)),
+        level=np.array(levels),
+    )  # fmt: skip
 
 
-def train_steps(links, plan, case, shared):
-    """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
-    options = replace(OPTIONS, drop_path_rate=case.drop_path)
-    trainer = build_trainer(plan, links, options, steps=10, seed=3)
-    results, gradients = [], []
-    for number in range(len(STEPS)):
-        rows = list(whole_packs(plan, number, case.drop_path))
-        batches = MicroBatchStream.of([batch for _, row in rows for batch in row])
-        batches = own_batches(plan, rows) if shared else batches
-        result = train_step(trainer, batches, slots=trainer.most_in_lockstep(len(batches)))
-        results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gradients.append(gradients_of(trainer))
-        if trainer.encoders is not None:
-            gradients[-1] |= encoder_gradients(trainer.encoders)
-    trainer.wait_for_weights()
-    weights = [whole_weights(stage) for stage in trainer.stages]
-    return results, gradients, dict(ChainMap(*weights))
-
-
-def train_alone(case):
-    """The case's packs trained by one process that has them whole."""
-    plan = plan_of(replace(case, sizes={}, cuts=(), beside=None, chunks=1))
-    changes = {"context": 1, "recompute": ((),)}
-    levels = tuple(level.model_copy(update=changes) for level in plan.levels)
-    plan = plan.model_copy(update={"levels": levels})
-    return run_ranks(plan.parallel, train_steps, plan, case, False)[0]
+def options_of(case):
+    """How the case's packs are made and dealt."""
+    packed = partial(whole_packs, drop_path=case.drop_path)
+    return {"steps": STEPS, "feed": Feed(packed, own_batches, case.drop_path)}

@@ -1,19 +1,23 @@
-"""Training on tensor-parallel ranks, and tensors put together from their parts."""
+"""Training in any parallel layout beside one process that has everything: same loss, every
+gradient, same weights after. Tensors are put together from their parts."""
 
 import functools
+from collections.abc import Callable
 from dataclasses import asdict, replace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from ranks import run_ranks
-from toy import OPTIONS, toy_batch, toy_model
+from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.model.encoders import ImagesEncoder
 
 # A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of
 # the embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
@@ -61,25 +65,37 @@ def batches_of(model, number, packs):
         yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
-def train_steps(links, plan, steps, load=None, save=None, first=0, packed=batches_of):
-    """Loss, norm and tokens of each step; each step's gradients and the final weights by name.
+def in_turn(plan, number, batches):
+    """The micro-batches of this rank, of a step's that are dealt in turn."""
+    return MicroBatchStream.of(
+        batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    )
 
-    Args:
-        packed: makes the packs of a step.
-    """
-    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
+
+class Feed(NamedTuple):
+    """How steps become micro-batches."""
+
+    packed: Callable = batches_of
+    """Makes the packs of a step."""
+    dealt: Callable = in_turn
+    """Gives a rank its part of them."""
+    drop_path: float = 0.0
+
+
+PLAIN_FEED = Feed()
+
+
+def train_steps(links, plan, steps, load=None, save=None, first=0, feed=PLAIN_FEED):
+    """Loss, norm and tokens of each step; each step's gradients and the final weights by name."""
+    options = replace(OPTIONS, drop_path_rate=feed.drop_path)
+    trainer = build_trainer(plan, links, options, steps=10, seed=3)
+    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(options))
     if load is not None:
         assert load_checkpoint(load, *parts).step == first
     results, gradients = [], []
     for number, packs in enumerate(steps, first):
-        batches = list(packed(plan.model, number, packs))
-        own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-        counts = [len(range(rank, len(batches), plan.parallel.data)) for rank in range(8)]
-        block = parallel_state.get_data_parallel_rank() // plan.parallel.lockstep_ranks
-        # The first of ranks that run in lockstep has the most packs.
-        slots = counts[block * plan.parallel.lockstep_ranks]
-        result = train_step(trainer, MicroBatchStream.of(own), slots=slots)
+        own = feed.dealt(plan, number, list(feed.packed(plan.model, number, packs)))
+        result = train_step(trainer, own, slots=trainer.most_in_lockstep(len(own)))
         results.append((result.loss, result.grad_norm, result.loss_tokens))
         gradients.append(gradients_of(trainer))
     trainer.wait_for_weights()
@@ -87,7 +103,12 @@ def train_steps(links, plan, steps, load=None, save=None, first=0, packed=batche
         writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
         writer.save(first + len(steps), {})
         writer.finish()
+        assert not writer.failures
     return results, gradients, weights_of(trainer)
+
+
+BESIDE = "beside "
+"""What names of tensors of data-parallel encoders begin with."""
 
 
 def gradients_of(trainer):
@@ -97,7 +118,18 @@ def gradients_of(trainer):
         if stage.sharded is None:
             gather_gradients(model)
         found |= whole_gradients(stage, model)
+    if trainer.encoders is not None:
+        found |= encoder_gradients(trainer.encoders)
     return found
+
+
+def encoder_gradients(encoders):
+    """Gradients of data-parallel encoders. Of whole ones each rank has only its share of the summed
+    gradients; now all have all."""
+    model = None if encoders.data_parallel is None else encoders.data_parallel.models[0]
+    if model is not None and encoders.sharded is None:
+        gather_buckets(model.buffers, dist.group.WORLD)
+    return {BESIDE + n: one for n, one in whole_gradients(encoders.stage, model).items()}
 
 
 def whole_gradients(stage, model):
@@ -110,7 +142,11 @@ def whole_gradients(stage, model):
 
 def weights_of(trainer):
     """Trained weights by global name, whole on every data-parallel rank."""
-    return {name: one for stage in trainer.chunks for name, one in whole_weights(stage).items()}
+    found = {name: one for stage in trainer.chunks for name, one in whole_weights(stage).items()}
+    if trainer.encoders is not None:
+        beside = whole_weights(trainer.encoders.stage)
+        found |= {BESIDE + name: one for name, one in beside.items()}
+    return found
 
 
 def whole_weights(stage):
@@ -134,14 +170,15 @@ def whole_of_parts(parts):
 
 def gather_gradients(model):
     """Each data-parallel rank has only its share of the summed gradients; now all have all."""
-    groups = (
-        (model.buffers, parallel_state.get_data_parallel_group()),
-        (model.expert_parallel_buffers, parallel_state.get_expert_data_parallel_group()),
-    )
-    for buffers, group in groups:
-        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-            own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-            dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    gather_buckets(model.buffers, parallel_state.get_data_parallel_group())
+    experts = parallel_state.get_expert_data_parallel_group()
+    gather_buckets(model.expert_parallel_buffers, experts)
+
+
+def gather_buckets(buffers, group):
+    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+        own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
+        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
 
 
 def by_name(stage, value):
@@ -159,8 +196,53 @@ def by_name(stage, value):
     return found
 
 
-def run(plan, *arguments, **options):
-    return run_ranks(plan.parallel, functools.partial(train_steps, **options), plan, *arguments)
+def run(plan, steps=STEPS, **options):
+    return run_ranks(plan.parallel, functools.partial(train_steps, **options), plan, steps)
+
+
+def on_one_process(plan):
+    """The plan's model with everything in one stage, of packs that nobody shares."""
+    alone = {"context": 1, "recompute": ((),)}
+    return toy_plan(plan.model, stages_of(plan.model)).model_copy(update={
+        "frozen": plan.frozen, "adapters": plan.adapters,
+        "levels": tuple(level.model_copy(update=alone) for level in plan.levels),
+    })  # fmt: skip
+
+
+_ALONE = {}
+
+
+def alone(plan, steps=STEPS, **options):
+    """What one process makes of the plan's model; it runs once for a model and steps."""
+    whole = on_one_process(plan)
+    key = whole.model_dump_json(), repr(steps), repr(options)
+    if key not in _ALONE:
+        [_ALONE[key]] = run(whole, steps, **options)
+    return _ALONE[key]
+
+
+def compare_with_one_process(plan, steps=STEPS, rel=1e-5, **options):
+    """Train in the plan's layout and on one process; returns what the ranks of the former give."""
+    ranks = run(plan, steps, **options)
+    assert_same_training(ranks, plan, alone(plan, steps, **options), rel)
+    return ranks
+
+
+def compare_resumed(folder, *layouts, steps=STEPS, rel=1e-5, **options):
+    """Train in one layout after another, each a plan and its number of steps, beside one process.
+
+    Each goes on from the checkpoint of the one before it.
+    """
+    results, gradients, weights = alone(layouts[-1][0], steps, **options)
+    done = 0
+    for plan, count in layouts:
+        first, done = done, done + count
+        load = folder if first else None
+        ranks = run(plan, steps[first:done], load=load, save=folder, first=first, **options)
+        for rank in ranks:
+            for got, expected in zip(rank[0], results[first:done], strict=True):
+                assert got == pytest.approx(expected, rel=rel)
+    assert_same_training(ranks, plan, (results[first:], gradients[first:], weights), rel)
 
 
 DIVIDED_AXIS = {
@@ -204,14 +286,34 @@ def whole(name, parts, gated=("language.",)):
     return torch.cat(parts, axis)
 
 
-def assert_equal_whole(ranks, tensor, expected, **of_whole):
-    """Tensors by name, put together over ranks, are the expected ones and zero beyond them."""
+def gated_towers(model):
+    """What names of towers begin with whose feed-forwards have a gate."""
+    towers = (
+        n for n, one in model.encoders.items() if isinstance(one, ImagesEncoder) and one.gated
+    )
+    return ("language.", *(f"{name}." for name in towers))
+
+
+def assert_equal_whole(ranks, plan, expected):
+    """Tensors by name, put together over ranks, are the expected ones and zero beyond them; of
+    data-parallel encoders every rank has a copy."""
+    gated = gated_towers(plan.model)
+    rest = {name: one for name, one in expected.items() if BESIDE + name in ranks[0]}
+    for rank in ranks:
+        copies = {n.removeprefix(BESIDE): one for n, one in rank.items() if n.startswith(BESIDE)}
+        _assert_equal([copies], 1, rest, gated)
+    own = [{n: one for n, one in rank.items() if not n.startswith(BESIDE)} for rank in ranks]
+    expected = {name: one for name, one in expected.items() if name not in rest}
+    _assert_equal(own, plan.parallel.tensor, expected, gated)
+
+
+def _assert_equal(ranks, tensor, expected, gated):
     found = set()
     for first in range(0, len(ranks), tensor):
         group = ranks[first : first + tensor]
         for name in group[0]:
             found.add(name)
-            value = whole(name, [rank[name] for rank in group], **of_whole)
+            value = whole(name, [rank[name] for rank in group], gated)
             real = value[tuple(slice(size) for size in expected[name].shape)]
             atol = 1e-4 * expected[name].abs().max().item()
             torch.testing.assert_close(real, expected[name], rtol=1e-4, atol=atol, msg=name)
@@ -219,14 +321,14 @@ def assert_equal_whole(ranks, tensor, expected, **of_whole):
     assert found == expected.keys()
 
 
-def assert_same_training(ranks, tensor, reference, rel=1e-5, **of_whole):
+def assert_same_training(ranks, plan, reference, rel=1e-5):
     results, gradients, weights = reference
     for rank in ranks:
         for got, expected in zip(rank[0], results, strict=True):
             assert got == pytest.approx(expected, rel=rel)
     for step, expected in enumerate(gradients):
-        assert_equal_whole([rank[1][step] for rank in ranks], tensor, expected, **of_whole)
-    assert_equal_whole([rank[2] for rank in ranks], tensor, weights, **of_whole)
+        assert_equal_whole([rank[1][step] for rank in ranks], plan, expected)
+    assert_equal_whole([rank[2] for rank in ranks], plan, weights)
 
 
 def with_head(tied, **changes):

@@ -1,7 +1,6 @@
 """Adapters (LoRA): the model with them is the one whose weights have their product added, they
 alone are trained, and every way to divide ranks trains them to the same numbers."""
 
-import functools
 from dataclasses import replace
 
 import mixture_cases
@@ -9,7 +8,14 @@ import pytest
 import torch
 from native_resolution_cases import pack_of, qwen2_5_vl, qwen3_vl, sample_of
 from ranks import run_ranks
-from tensor_parallel_cases import MODELS, STEPS, assert_same_training, batches_of, run
+from tensor_parallel_cases import (
+    MODELS,
+    STEPS,
+    Feed,
+    alone,
+    batches_of,
+    compare_with_one_process,
+)
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -101,11 +107,6 @@ def test_equals_weights_with_the_products_added():
     assert abs(plain - merged) > 1e-2
 
 
-@functools.cache
-def single_process(name, adapters):
-    return run(plan_of(name, adapters), STEPS)[0]
-
-
 @pytest.mark.parametrize(
     ("adapters", "cuts", "sizes"),
     [
@@ -117,19 +118,7 @@ def test_every_way_to_divide_equals_one_process(adapters, cuts, sizes):
     """Prevents: gradients of whole matrices that are parts on each rank, and recomputed layers
     without gradients where nothing before them is trained."""
     recompute = {"language": (0, 1), "vision": (0,)}
-    plan = plan_of("6B-like", adapters, *cuts, recompute=recompute, **sizes)
-    ranks = run(plan, STEPS)
-    assert_same_training(ranks, plan.parallel.tensor, single_process("6B-like", adapters))
-
-
-@functools.cache
-def mixture_alone():
-    return run(mixture_plan(frozen=("vision",), adapters=AdapterConfig(rank=4, alpha=8)), STEPS)[0]
-
-
-def mixture_plan(*cuts, frozen, adapters, **sizes):
-    plan = mixture_cases.plan_of(*cuts, **sizes)
-    return plan.model_copy(update={"frozen": frozen, "adapters": adapters})
+    compare_with_one_process(plan_of("6B-like", adapters, *cuts, recompute=recompute, **sizes))
 
 
 @pytest.mark.parametrize(
@@ -141,12 +130,12 @@ def mixture_plan(*cuts, frozen, adapters, **sizes):
 )
 def test_beside_attention_of_layers_with_experts(cuts, sizes):
     """Prevents: experts that are frozen, and whose tokens' gradients are lost on other ranks."""
-    adapters = AdapterConfig(rank=4, alpha=8)
-    plan = mixture_plan(*cuts, frozen=("vision",), adapters=adapters, **sizes)
-    reference = mixture_alone()
-    assert any(".adapters.o_proj." in name for name in reference[2])
-    assert not any(".mlp." in name and "language" in name for name in reference[2])
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, reference, rel=2e-5)
+    changes = {"frozen": ("vision",), "adapters": AdapterConfig(rank=4, alpha=8)}
+    plan = mixture_cases.plan_of(*cuts, **sizes).model_copy(update=changes)
+    compare_with_one_process(plan, rel=2e-5)
+    _, _, weights = alone(plan)
+    assert any(".adapters.o_proj." in name for name in weights)
+    assert not any(".mlp." in name and "language" in name for name in weights)
 
 
 NATIVE = {"Qwen3-VL": qwen3_vl(), "Qwen2.5-VL": qwen2_5_vl(kv_heads=2)}
@@ -178,8 +167,6 @@ def native_plan(name, *cuts, **sizes):
 def test_beside_encoders_of_native_resolution(name, cuts, sizes):
     """Prevents: adapters beside padded heads or a gate of an encoder, or behind deepstack features,
     that tensor-parallel ranks train otherwise."""
-    [alone] = run(native_plan(name), NATIVE_STEPS, packed=native_packs)
-    assert any(".adapters.qkv." in key for key in alone[2])
-    plan = native_plan(name, *cuts, **sizes)
-    ranks = run(plan, NATIVE_STEPS, packed=native_packs)
-    assert_same_training(ranks, plan.parallel.tensor, alone, rel=2e-5)
+    plan, packs = native_plan(name, *cuts, **sizes), {"feed": Feed(native_packs)}
+    compare_with_one_process(plan, NATIVE_STEPS, rel=2e-5, **packs)
+    assert any(".adapters.qkv." in key for key in alone(plan, NATIVE_STEPS, **packs)[2])

@@ -1,7 +1,5 @@
 """Stages of several chunks with everything else that a plan may have, held against one process."""
 
-import functools
-
 import pytest
 import torch
 from chunk_cases import run_by_rule, whole_back_and_forth, with_chunks
@@ -12,9 +10,9 @@ from tensor_parallel_cases import (
     OPTIONS,
     STEPS,
     TIED,
-    assert_same_training,
     batches_of,
-    run,
+    compare_resumed,
+    compare_with_one_process,
 )
 from toy import stages_of, toy_plan
 
@@ -36,14 +34,6 @@ def plan_of(*cuts, model=PLAIN, name="interleaved", frozen=(), recompute=None, *
     return with_chunks(plan, 2, name).model_copy(update={"frozen": frozen})
 
 
-@functools.cache
-def alone(model="plain", frozen=()):
-    model = {"plain": PLAIN, "tied": TIED}[model]
-    plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
-    [result] = run(plan, STEPS)
-    return result
-
-
 PLANS = {
     # A step of every plan has no images at all.
     "tensor": plan_of(2, 4, 6, **IN_PARTS, recompute=SOME),
@@ -51,32 +41,20 @@ PLANS = {
     "frozen-language": plan_of(3, 5, 7, frozen=("language",)),
     "divided": plan_of(2, 4, 6, data=2, sharded=2, recompute=SOME),
     "back-and-forth": plan_of(2, 4, 6, name="zb-v", data=2),
+    "tied-two-stages-tensor": plan_of(2, 4, 6, model=TIED, **IN_PARTS),
+    "tied-one-stage-divided": plan_of(2, 5, 6, model=TIED, data=2, sharded=2),
+    "tied-one-stage-back-and-forth": plan_of(5, 6, 7, model=TIED, name="zb-v", data=2),
+    "tied-one-stage-frozen": plan_of(2, 5, 6, model=TIED, frozen=("language",)),
+    "tied-one-part": plan_of(1, 3, 4, model=TIED),
 }
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_same_training_as_one_process(monkeypatch, plan):
-    """Prevents: parts of a stage that sum, divide or recompute what is another's."""
+    """Prevents: parts of a stage that sum, divide or recompute what is another's, and copies of a
+    tied matrix in two parts of one stage that drift apart or count twice."""
     run_by_rule(monkeypatch, "zb-v", whole_back_and_forth)
-    ranks = run(plan, STEPS)
-    assert_same_training(ranks, plan.parallel.tensor, alone(frozen=plan.frozen))
-
-
-TIED_PLANS = {
-    "two-stages-tensor": plan_of(2, 4, 6, model=TIED, **IN_PARTS),
-    "one-stage-divided": plan_of(2, 5, 6, model=TIED, data=2, sharded=2),
-    "one-stage-back-and-forth": plan_of(5, 6, 7, model=TIED, name="zb-v", data=2),
-    "one-stage-frozen": plan_of(2, 5, 6, model=TIED, frozen=("language",)),
-    "one-part": plan_of(1, 3, 4, model=TIED),
-}
-
-
-@pytest.mark.parametrize("plan", TIED_PLANS.values(), ids=TIED_PLANS)
-def test_tied_head_equals_one_process(monkeypatch, plan):
-    """Prevents: copies of a matrix in two parts of one stage that drift apart or count twice."""
-    run_by_rule(monkeypatch, "zb-v", whole_back_and_forth)
-    ranks = run(plan, STEPS)
-    assert_same_training(ranks, plan.parallel.tensor, alone("tied", plan.frozen))
+    compare_with_one_process(plan)
 
 
 ADAPTERS = AdapterConfig(rank=4, alpha=8, parts=("language",))
@@ -94,26 +72,19 @@ def test_chunks_with_backwards_in_two_parts_equal_one_process(name):
     where a stage has adapters, both ends of a tied matrix or frozen parts in several chunks."""
     plan = IN_TWO_PARTS[name]
     adapters = ADAPTERS if name.startswith("adapters") else None
-    model = TIED if name == "tied" else PLAIN
-    changes = {"adapters": adapters, "frozen": plan.frozen}
-    [reference] = run(toy_plan(model, stages_of(model)).model_copy(update=changes), STEPS)
-    ranks = run(plan.model_copy(update={"adapters": adapters}), STEPS)
-    assert_same_training(ranks, plan.parallel.tensor, reference)
+    compare_with_one_process(plan.model_copy(update={"adapters": adapters}))
 
 
 def test_experts_equal_one_process():
     """Prevents: experts of one chunk whose tokens another chunk of the group waits for."""
-    whole = mixture_plan()
     plan = with_chunks(mixture_plan(3, 5, 6, data=2, expert=2, recompute=(0, 2)), 2)
-    [reference] = run(whole, STEPS)
-    assert_same_training(run(plan, STEPS), 1, reference, rel=2e-5)
+    compare_with_one_process(plan, rel=2e-5)
 
 
 def test_many_buckets_are_summed_in_one_order(small_buckets):
     """Prevents: a bucket that is reduced before it is whole, and weights that a forward of another
     chunk does not wait for."""
-    plan = plan_of(2, 4, 6, data=2)
-    assert_same_training(run(plan, STEPS), 1, alone())
+    compare_with_one_process(plan_of(2, 4, 6, data=2))
 
 
 def test_checkpoints_resume_under_another_schedule(tmp_path, monkeypatch):
@@ -124,13 +95,7 @@ def test_checkpoints_resume_under_another_schedule(tmp_path, monkeypatch):
         toy_plan(TIED, stages_of(TIED, 5), data=2, sharded=2),
         plan_of(1, 4, 6, model=TIED, name="zb-v", data=2),
     ]
-    results, gradients, weights = alone("tied")
-    for number, plan in enumerate(plans):
-        options = {"load": tmp_path if number else None, "save": tmp_path, "first": number}
-        ranks = run(plan, STEPS[number : number + 1], **options)
-        for rank in ranks:
-            assert rank[0][0] == pytest.approx(results[number], rel=1e-5)
-    assert_same_training(ranks, 1, (results[2:], gradients[2:], weights))
+    compare_resumed(tmp_path, *((plan, 1) for plan in plans))
 
 
 def held_out_losses(links, plan):

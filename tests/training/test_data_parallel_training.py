@@ -1,7 +1,6 @@
 """Data-parallel encoders, on four processes, against one process with everything in its
 pipeline: same loss, every gradient, same weights after."""
 
-import functools
 import logging
 import math
 from dataclasses import replace
@@ -10,49 +9,26 @@ from itertools import chain
 import pytest
 import torch
 from data_parallel_cases import own_stream
-from data_parallel_encoder_cases import CASES, Case, model_of_case, packs_of, plan_of, train_steps
+from data_parallel_encoder_cases import (
+    CASES,
+    STEPS,
+    Case,
+    feed_of,
+    model_of_case,
+    packs_of,
+    plan_of,
+)
 from ranks import run_ranks
-from tensor_parallel_cases import OPTIONS, assert_equal_whole
+from tensor_parallel_cases import (
+    OPTIONS,
+    compare_resumed,
+    compare_with_one_process,
+    run,
+    train_steps,
+)
 from toy import stages_of, toy_plan
 
 from megatron.vlm.step.train import build_trainer, train_step
-
-
-@functools.cache
-def single_process(frozen, tied, drop_path, audio, experts=False):
-    model = model_of_case(Case({}, tied=tied, audio=audio, experts=experts))
-    plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
-    return run_ranks(plan.parallel, train_steps, plan, drop_path)[0]
-
-
-def assert_equal(ranks, tensor, expected):
-    """Tensors of every rank's stage, and of its whole copy of the encoders."""
-    if len(ranks[0]) == 1:  # which are units of the stages
-        merged = [name for rank in ranks for name in rank[0]]
-        assert set(merged) == expected.keys()
-        for first in range(0, len(ranks), tensor):
-            own = [parts[0] for parts in ranks[first : first + tensor]]
-            assert_equal_whole(own, tensor, {name: expected[name] for name in own[0]})
-        return
-    language = {n: value for n, value in expected.items() if is_language(n)}
-    rest = {n: value for n, value in expected.items() if not is_language(n)}
-    assert_equal_whole([parts[0] for parts in ranks], tensor, language)
-    for parts in ranks:
-        assert_equal_whole([parts[1]], 1, rest)
-
-
-def assert_same_training(ranks, tensor, reference):
-    results, gradients, weights = reference
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=1e-5)
-    for step, [expected] in enumerate(gradients):
-        assert_equal([rank[1][step] for rank in ranks], tensor, expected)
-    assert_equal([rank[2] for rank in ranks], tensor, weights[0])
-
-
-def is_language(name):
-    return name.startswith(("language.", "embedding.", "head."))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -60,10 +36,7 @@ def test_data_parallel_encoders_train_as_one_process(name):
     """Prevents: a loss or gradient that depends on who encodes an item, features at the wrong
     token, and ranks that wait for ever for one that has nothing to encode."""
     case = CASES[name]
-    plan = plan_of(case)
-    alone = single_process(case.frozen, case.tied, case.drop_path, case.audio, case.experts)
-    ranks = run_ranks(plan.parallel, train_steps, plan, case.drop_path)
-    assert_same_training(ranks, plan.parallel.tensor, alone)
+    compare_with_one_process(plan_of(case), STEPS, feed=feed_of(case.drop_path))
 
 
 def in_pipeline(*cuts, frozen=(), **sizes):
@@ -98,11 +71,7 @@ def test_resumes_with_encoders_elsewhere(tmp_path, name):
     """Prevents: a checkpoint that fits one placement of the encoders alone, or moments of another
     parameter."""
     before, after = RESUMES[name]
-    results, gradients, weights = single_process(before.frozen, False, 0.0, False)
-    run_ranks(before.parallel, train_steps, before, 0.0, range(2), None, tmp_path)
-    ranks = run_ranks(after.parallel, train_steps, after, 0.0, range(2, 4), tmp_path)
-    rest = (results[2:], gradients[2:], weights)
-    assert_same_training(ranks, after.parallel.tensor, rest)
+    compare_resumed(tmp_path, (before, 2), (after, 2), steps=STEPS, feed=feed_of())
 
 
 def said_by_core(links, plan, folder):
@@ -112,7 +81,7 @@ def said_by_core(links, plan, folder):
     handler.emit = lambda record: lines.append(record.getMessage())
     core = logging.getLogger("megatron.core.dist_checkpointing.validation")
     core.addHandler(handler)
-    train_steps(links, plan, steps=range(1), save=folder)
+    train_steps(links, plan, STEPS[:1], save=folder, feed=feed_of())
     return lines
 
 
@@ -135,12 +104,12 @@ def test_ranks_save_the_same_in_common(tmp_path, plan):
 def test_bf16_trains_as_fp32(sharded):
     """Prevents: an exchange that mixes types, or gradients lost to rounding."""
     plan = plan_of(Case({"data": 2}, pipelines=2, audio=True, sharded=sharded))
-    fp32 = run_ranks(plan.parallel, train_steps, plan)[0][0]
+    fp32 = run(plan, STEPS, feed=feed_of())[0][0]
     plan = plan.model_copy(update={"precision": "bf16"})
-    for results, _, weights in run_ranks(plan.parallel, train_steps, plan):
+    for results, _, weights in run(plan, STEPS, feed=feed_of()):
         for got, expected in zip(results, fp32, strict=True):
             assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
-        assert all(weight.dtype == torch.bfloat16 for part in weights for weight in part.values())
+        assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
 
 
 def passes_of_each_kind(links, plan):
@@ -149,7 +118,7 @@ def passes_of_each_kind(links, plan):
     seen = []
     layer = trainer.encoders.stage.encoders["vision"].layers.layers[0]
     layer.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
-    stream = own_stream(plan, list(packs_of(plan.model, 0, 0.0)))
+    stream = own_stream(plan, 0, list(packs_of(plan.model, 0, STEPS[0])))
     train_step(trainer, stream)
     return [(one.items, one.is_kept) for one in stream.encoding.passes], seen
 
@@ -169,11 +138,11 @@ def poisoned_step(links, plan):
     weights = [held.weights() for held in (trainer.data_parallel, trainer.encoders.data_parallel)]
     parameters = [*chain(*weights)]
     before = [weight.detach().clone() for weight in parameters]
-    packs = list(packs_of(plan.model, 3, 0.0))
+    packs = list(packs_of(plan.model, 3, STEPS[3]))
     poison = [replace(one, pixels_TCPP=one.pixels_TCPP * float("nan")) for one in packs]
-    skipped = train_step(trainer, own_stream(plan, poison)).skipped
+    skipped = train_step(trainer, own_stream(plan, 3, poison)).skipped
     same = all(map(torch.equal, before, parameters))
-    return skipped, same, train_step(trainer, own_stream(plan, packs)).loss
+    return skipped, same, train_step(trainer, own_stream(plan, 3, packs)).loss
 
 
 @pytest.mark.parametrize("sharded", [1, 2])
@@ -188,7 +157,7 @@ def test_step_that_is_not_finite_changes_no_copy(sharded):
 
 def gradients_in_norm(links, plan):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
-    train_step(trainer, own_stream(plan, list(packs_of(plan.model, 0, 0.0))))
+    train_step(trainer, own_stream(plan, 0, list(packs_of(plan.model, 0, STEPS[0]))))
     chains = [one.chained_optimizers for one in trainer.optimizers]
     taken = [grad for each in chain(*chains) for grad in each.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken))

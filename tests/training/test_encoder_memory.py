@@ -75,7 +75,7 @@ def peak_of_a_step(links, plan, packs):
         trained_features=trained,
         items_per_pass=plan.beside.items_per_pass,
     )
-    batches = own_stream(plan, packs)
+    batches = own_stream(plan, 0, packs)
     with LiveBytes() as live:
         step = EncoderStep(encoders, batches, PhaseClock())
         step.encode()

@@ -1,5 +1,6 @@
 """Ranks begin their exchanges in one order, group by group, over every feature of the trainer."""
 
+import functools
 from itertools import pairwise
 
 import data_parallel_encoder_cases as beside
@@ -16,6 +17,12 @@ from toy import stages_of, toy_model, toy_plan
 from omnibal.model.config import load_model
 
 
+def logs_of(plan, steps, **options):
+    """What every rank begins while it trains."""
+    work = functools.partial(tensor_parallel.train_steps, **options)
+    return run_ranks(plan.parallel, logged_exchanges, work, plan, steps)
+
+
 def kinds_of(logs):
     return {each.kind for log in logs for each in log}
 
@@ -25,7 +32,7 @@ def test_ranks_that_share_packs(name):
     """Prevents: a rank that waits for ever where its packs are of other levels than its block's."""
     case = shared.CASES[name]
     plan = shared.plan_of(case)
-    logs = run_ranks(plan.parallel, logged_exchanges, shared.train_steps, plan, case, True)
+    logs = logs_of(plan, **shared.options_of(case))
     assert disagreements(logs) == []
     assert min(map(len, logs)) > 20
 
@@ -34,18 +41,15 @@ def test_ranks_that_share_packs(name):
 def test_data_parallel_encoders(tmp_path, name):
     """Prevents: a rank without items that skips an exchange of features which others begin."""
     case = beside.CASES[name]
-    plan = beside.plan_of(case)
-    arguments = (plan, case.drop_path, range(2), None, tmp_path)
-    logs = run_ranks(plan.parallel, logged_exchanges, beside.train_steps, *arguments)
+    feed = beside.feed_of(case.drop_path)
+    logs = logs_of(beside.plan_of(case), beside.STEPS[:2], save=tmp_path, feed=feed)
     assert disagreements(logs) == []
 
 
 def test_overlapped_reduction_of_several_buckets(small_buckets):
     """Prevents: buckets that ranks reduce in the order in which their own backwards end."""
     plan = toy_plan(overlap.MODEL, stages_of(overlap.MODEL, 5), data=2)
-    logs = run_ranks(
-        plan.parallel, logged_exchanges, tensor_parallel.train_steps, plan, overlap.STEPS
-    )
+    logs = logs_of(plan, overlap.STEPS)
     assert disagreements(logs) == []
     assert "send" in kinds_of(logs)
 
@@ -77,9 +81,7 @@ def test_evaluation_with_experts(digits):
 def test_another_order_is_noticed(small_buckets):
     """Prevents: a log that says all is well whatever ranks do."""
     plan = toy_plan(overlap.MODEL, stages_of(overlap.MODEL, 5), data=2)
-    logs = run_ranks(
-        plan.parallel, logged_exchanges, tensor_parallel.train_steps, plan, overlap.STEPS
-    )
+    logs = logs_of(plan, overlap.STEPS)
     own = logs[3]
     shared_by_two = [at for at, each in enumerate(own) if each.peer is None and len(each.group) > 1]
     pairs = [

@@ -1,6 +1,5 @@
 """Mixture of experts with expert parallelism: against one process, and across its sizes."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from megatron.core import parallel_state
 from mixture_cases import MODEL, model_of, plan_of
 from ranks import run_ranks
-from tensor_parallel_cases import OPTIONS, assert_same_training, batches_of, run
+from tensor_parallel_cases import OPTIONS, batches_of, compare_resumed, compare_with_one_process
 
 from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -25,12 +24,6 @@ STEPS = [
 ]
 
 
-@functools.cache
-def alone():
-    [result] = run(plan_of(), STEPS)
-    return result
-
-
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 # Units: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed, 5-7 language layers.
 PLANS = {
@@ -45,7 +38,7 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_same_training_as_one_process(plan):
     """Prevents: a size that changes routing, a gradient, the auxiliary loss or the norm."""
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, alone(), rel=2e-5)
+    compare_with_one_process(plan, STEPS, rel=2e-5)
 
 
 # Dealt in turn: a rank without a pack, one with a pack less, and pipelines of several.
@@ -57,24 +50,16 @@ UNEVEN_PLANS = {
 }
 
 
-@functools.cache
-def alone_uneven():
-    [result] = run(plan_of(), UNEVEN)
-    return result
-
-
 @pytest.mark.parametrize("plan", UNEVEN_PLANS.values(), ids=UNEVEN_PLANS)
 def test_ranks_without_a_pack_join(plan):
     """Prevents: a rank that waits for another's tokens for ever, or empty packs that count."""
-    ranks = run(plan, UNEVEN)
-    assert_same_training(ranks, plan.parallel.tensor, alone_uneven(), rel=2e-5)
+    compare_with_one_process(plan, UNEVEN, rel=2e-5)
 
 
 def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(small_buckets):
     """Prevents: gradients of experts that are reduced before they are whole, or weights that a
     forward does not wait for, where a stage has many buckets of both."""
-    plan = plan_of(data=4, expert=2)
-    assert_same_training(run(plan, UNEVEN), 1, alone_uneven(), rel=2e-5)
+    compare_with_one_process(plan_of(data=4, expert=2), UNEVEN, rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -97,14 +82,10 @@ def test_buckets_of_experts_and_of_all_else_are_exchanged_in_one_order(small_buc
 )
 def test_resumes_under_another_expert_size(tmp_path, before, after):
     """Prevents: checkpoints whose experts or moments fit one expert-parallel size."""
-    results, gradients, weights = alone()
-    first, second = (
-        plan_of(*sizes.pop("cuts", ()), **sizes) for sizes in (dict(before), dict(after))
-    )
-    run(first, STEPS[:1], save=tmp_path)
-    ranks = run(second, STEPS[1:], load=tmp_path, first=1)
-    rest = (results[1:], gradients[1:], weights)
-    assert_same_training(ranks, second.parallel.tensor, rest, rel=2e-5)
+    layouts = [
+        (plan_of(*sizes.pop("cuts", ()), **sizes), 1) for sizes in (dict(before), dict(after))
+    ]
+    compare_resumed(tmp_path, *layouts, steps=STEPS, rel=2e-5)
 
 
 def test_choices_for_experts_are_no_other_model():

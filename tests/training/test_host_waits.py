@@ -3,11 +3,13 @@
 import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import data_parallel_encoder_cases as beside
 import shared_training_cases as shared
 from ranks import run_ranks
+from tensor_parallel_cases import train_steps
 from torch.utils._python_dispatch import TorchDispatchMode
 
 # Operations whose result the host needs, or the size of it, before it can go on.
@@ -54,7 +56,9 @@ def test_experts_wait_for_the_choice_of_rows_alone():
     """
     case = shared.CASES["dp4-experts"]
     plan = shared.plan_of(case)
-    for seen in run_ranks(plan.parallel, _waits, shared.train_steps, plan, case, True):
+    steps, feed = shared.options_of(case).values()
+    work = partial(train_steps, feed=feed)
+    for seen in run_ranks(plan.parallel, _waits, work, plan, steps):
         assert set(seen) == {("masked_select", "moe_utils.py")}
         assert seen["masked_select", "moe_utils.py"] % (2 * plan.model.language.layers) == 0
 
@@ -63,5 +67,5 @@ def test_data_parallel_encoders_wait_for_nothing(tmp_path):
     """Prevents: features or gradients whose sizes are read from the device."""
     case = next(iter(beside.CASES.values()))
     plan = beside.plan_of(case)
-    arguments = (plan, case.drop_path, range(2), None, tmp_path)
-    assert not any(run_ranks(plan.parallel, _waits, beside.train_steps, *arguments))
+    work = partial(train_steps, save=tmp_path, feed=beside.feed_of(case.drop_path))
+    assert not any(run_ranks(plan.parallel, _waits, work, plan, beside.STEPS[:2]))

@@ -1,14 +1,13 @@
 """Models of images at their native resolution on four processes against one: same loss, every
 gradient, same weights after."""
 
-import functools
 from dataclasses import replace
 
 import pytest
 import torch
 from native_resolution_cases import pack_of, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, sample_of
 from ranks import run_ranks
-from tensor_parallel_cases import OPTIONS, assert_same_training, run
+from tensor_parallel_cases import OPTIONS, Feed, compare_resumed, compare_with_one_process
 from toy import stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -35,7 +34,6 @@ MODELS = {
     "Qwen2.5-VL": qwen2_5_vl(kv_heads=2),
 }
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
-GATED = {"Qwen2.5-VL": ("language.", "vision.")}
 
 
 def packs_of(model, number, packs):
@@ -54,12 +52,6 @@ def plan_of(name, cuts=(), frozen=(), recompute=None, **sizes):
     model = MODELS[name]
     plan = toy_plan(model, stages_of(model, *cuts, **(recompute or {})), **sizes)
     return plan.model_copy(update={"frozen": frozen})
-
-
-@functools.cache
-def alone(name, frozen):
-    [result] = run(plan_of(name, frozen=frozen), STEPS, packed=packs_of)
-    return result
 
 
 SOME = {"vision": (1, 2), "language": (0,)}
@@ -93,11 +85,7 @@ def test_same_training_as_one_process(name):
     """Prevents: deepstack features or their gradients lost or mixed up over a cut, patches in
     another order on another stage, and padded heads or divided weights that change a gradient."""
     model, options = PLANS[name]
-    plan = plan_of(model, **options)
-    ranks = run(plan, STEPS, packed=packs_of)
-    reference = alone(model, plan.frozen)
-    of_whole = {"gated": GATED[model]} if model in GATED else {}
-    assert_same_training(ranks, plan.parallel.tensor, reference, rel=2e-5, **of_whole)
+    compare_with_one_process(plan_of(model, **options), STEPS, rel=2e-5, feed=Feed(packs_of))
 
 
 @pytest.mark.parametrize(
@@ -110,12 +98,8 @@ def test_same_training_as_one_process(name):
 def test_resumes_under_another_layout(tmp_path, name, before, after):
     """Prevents: a checkpoint that has no deepstack projectors, or parts of them, or biases of a
     gate and a value that change places."""
-    results, gradients, weights = alone(name, ())
-    run(plan_of(name, **before), STEPS[:1], save=tmp_path, packed=packs_of)
-    ranks = run(plan_of(name, **after), STEPS[1:], load=tmp_path, first=1, packed=packs_of)
-    of_whole = {"gated": GATED[name]} if name in GATED else {}
-    rest = (results[1:], gradients[1:], weights)
-    assert_same_training(ranks, after.get("tensor", 1), rest, rel=2e-5, **of_whole)
+    layouts = (plan_of(name, **before), 1), (plan_of(name, **after), 2)
+    compare_resumed(tmp_path, *layouts, steps=STEPS, rel=2e-5, feed=Feed(packs_of))
 
 
 def evaluated(links, plan):

@@ -1,17 +1,10 @@
 """A model that sees and hears, cut anywhere: losses, gradients and weights of one process."""
 
 import pytest
-import tensor_parallel_cases as tensor_parallel
 import torch
 import torch.distributed as dist
-from pipeline_cases import (
-    assert_same_results,
-    assert_same_training,
-    assert_same_weights,
-    single_process,
-    train_steps,
-)
 from ranks import run_ranks
+from tensor_parallel_cases import alone, compare_with_one_process
 from toy import OPTIONS, stages_of, toy_batch, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -33,64 +26,35 @@ STEPS = [
 # Units of the model: 0 vision embed, 1-4 vision layers, 5 vision projector, 6 audio embed,
 # 7-10 audio layers, 11 audio projector, 12 language embed, 13-15 language layers, 16 head.
 CUTS = [
-    pytest.param((9,), id="inside-the-audio-encoder"),
-    pytest.param((6,), id="between-the-encoders"),
-    pytest.param((3, 11), id="inside-vision-and-before-the-audio-projector"),
-    pytest.param((12,), id="before-the-language-embed"),
-    pytest.param((4, 8, 10, 14), id="five-stages-one-of-audio-layers-alone"),
+    pytest.param((9,), {}, id="inside-the-audio-encoder"),
+    pytest.param((6,), {}, id="between-the-encoders"),
+    pytest.param((3, 11), {}, id="inside-vision-and-before-the-audio-projector"),
+    pytest.param((12,), {}, id="before-the-language-embed"),
+    pytest.param((4, 8, 10, 14), {}, id="five-stages-one-of-audio-layers-alone"),
+    pytest.param((9,), {"data": 2}, id="two-pipelines"),
+    pytest.param((), {"tensor": 2}, id="tp2"),
+    pytest.param((9,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2"),
 ]
 
 
-@pytest.fixture(scope="module")
-def reference():
-    """Of one process."""
-    return single_process(MODEL, STEPS)
-
-
-@pytest.mark.parametrize("cuts", CUTS)
-def test_split_pipeline_equals_one_process(cuts, reference):
+@pytest.mark.parametrize(("cuts", "sizes"), CUTS)
+def test_split_equals_one_process(cuts, sizes):
     """Prevents: features or gradients of one encoder that are lost, or taken for the other's, where
-    they pass stages that do not hold it."""
+    they pass stages that do not hold it; a rank whose packs have no recording that waits for one,
+    or counts differently; an audio encoder whose three heads two ranks cannot share, a norm or
+    convolution whose gradient is a rank's part only."""
     recompute = {"vision": (1,), "audio": (0, 2), "language": (1,)}
-    plan = toy_plan(MODEL, stages_of(MODEL, *cuts, **recompute))
-    assert_same_training(run_ranks(plan.parallel, train_steps, plan, STEPS), reference)
-
-
-def test_data_parallel_pipelines_equal_one_process(reference):
-    """Prevents: a rank whose packs have no recording that waits for one, or counts differently."""
-    plan = toy_plan(MODEL, stages_of(MODEL, 9), data=2)
-    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
-    assert_same_results(ranks, reference[0])
-    assert_same_weights(ranks, reference[2])
-
-
-@pytest.mark.parametrize(
-    ("cuts", "sizes"),
-    [
-        pytest.param((), {"tensor": 2}, id="tp2"),
-        pytest.param((9,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2"),
-    ],
-)
-def test_tensor_parallel_equals_one_process(cuts, sizes):
-    """Prevents: an audio encoder whose three heads two ranks cannot share, a norm or convolution
-    whose gradient is a rank's part only."""
-    whole = toy_plan(MODEL, stages_of(MODEL))
-    [reference] = tensor_parallel.run(whole, STEPS)
-    plan = toy_plan(MODEL, stages_of(MODEL, *cuts), **sizes)
-    ranks = tensor_parallel.run(plan, STEPS)
-    tensor_parallel.assert_same_training(ranks, 2, reference)
+    compare_with_one_process(toy_plan(MODEL, stages_of(MODEL, *cuts, **recompute), **sizes), STEPS)
 
 
 def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
     """Prevents: a stage that waits for an empty tensor, or audio weights without a gradient."""
     steps = [[[(0, 12, 0)], [(0, 9, 0)]], [[(2, 8, 0)], [(0, 6, 0)]], [[(0, 7, 2)]]]
     plan = toy_plan(MODEL, stages_of(MODEL, 3, 9))
-    ranks = run_ranks(plan.parallel, train_steps, plan, steps)
-    found = single_process(MODEL, steps)
-    assert_same_training(ranks, found)
+    compare_with_one_process(plan, steps)
     heard = [
         [grad.any() for name, grad in of_step.items() if name.startswith("audio_embedding.conv")]
-        for of_step in found[1]
+        for of_step in alone(plan, steps)[1]
     ]
     assert not any(heard[0] + heard[1]) and all(heard[2])
 

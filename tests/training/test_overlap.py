@@ -1,6 +1,5 @@
 """Exchanges of data-parallel ranks that run while a stage computes, against one process."""
 
-import functools
 import math
 from dataclasses import replace
 
@@ -11,7 +10,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.param_and_grad_buffer import _ParamAndGradBucketGroup
 from overlap_cases import MODEL, STEPS
 from ranks import run_ranks
-from tensor_parallel_cases import OPTIONS, assert_same_training, train_steps
+from tensor_parallel_cases import OPTIONS, alone, assert_same_training, train_steps
 from toy import stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -67,13 +66,6 @@ def watched_training(links, plan):
     return *trained, place, begun
 
 
-@functools.cache
-def single_process(tied, frozen):
-    model = TIED if tied else MODEL
-    plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
-    return run_ranks(plan.parallel, train_steps, plan, STEPS)[0]
-
-
 RECOMPUTE = {"vision": (0,), "language": (0, 1)}
 
 
@@ -98,7 +90,7 @@ def test_late_exchanges_train_as_one_process(small_buckets, model, cuts, recompu
     plan = toy_plan(model, stages_of(model, *cuts, **recompute), data=2, **sizes)
     plan = plan.model_copy(update={"frozen": frozen})
     ranks = run_ranks(plan.parallel, watched_training, plan)
-    assert_same_training(ranks, plan.parallel.tensor, single_process(model is TIED, frozen))
+    assert_same_training(ranks, plan, alone(plan, STEPS))
     in_order = {}
     for *_, place, begun in ranks:
         order = [(kind, bucket) for kind, bucket, _ in begun]
@@ -118,11 +110,11 @@ def test_late_exchanges_train_as_one_process(small_buckets, model, cuts, recompu
 @pytest.mark.parametrize("tied", [False, True], ids=["plain", "tied-in-one-stage"])
 def test_late_exchanges_train_with_fused_weight_gradients(small_buckets, monkeypatch, tied):
     """Prevents: a bucket that is summed before a product adds its weight gradient to it."""
-    expected = single_process(tied, ())
-    monkeypatch.setattr("megatron.vlm.model.configs.fuses_weight_gradients", lambda: True)
     model = TIED if tied else MODEL
     plan = toy_plan(model, stages_of(model, **RECOMPUTE), data=2)
-    assert_same_training(run_ranks(plan.parallel, watched_training, plan), 1, expected)
+    expected = alone(plan, STEPS)
+    monkeypatch.setattr("megatron.vlm.model.configs.fuses_weight_gradients", lambda: True)
+    assert_same_training(run_ranks(plan.parallel, watched_training, plan), plan, expected)
 
 
 def poisoned_steps(links, plan, spoil_loss):

@@ -8,15 +8,9 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from pipeline_cases import (
-    STEPS,
-    assert_same_results,
-    assert_same_training,
-    assert_same_weights,
-    single_process,
-    train_steps,
-)
+from pipeline_cases import STEPS
 from ranks import run_ranks
+from tensor_parallel_cases import Feed, alone, batches_of, compare_with_one_process, run
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
@@ -30,21 +24,24 @@ pytestmark = pytest.mark.quick
 
 # Units of the toy model: 0 vision embed, 1-4 vision layers, 5 projector, 6 language embed,
 # 7-9 language layers, 10 head. A cut is the position of the first unit after it.
+# Data-parallel ranks get different counts of micro-batches and of loss tokens.
 @pytest.mark.parametrize(
-    "cuts",
+    ("cuts", "data"),
     [
-        pytest.param((3,), id="inside-the-vision-encoder"),
-        pytest.param((6,), id="between-projector-and-language-embed"),
-        pytest.param((8,), id="inside-the-language-model"),
-        pytest.param((1, 5, 10), id="four-stages-embed-and-head-alone"),
+        pytest.param((3,), 1, id="inside-the-vision-encoder"),
+        pytest.param((6,), 1, id="between-projector-and-language-embed"),
+        pytest.param((8,), 1, id="inside-the-language-model"),
+        pytest.param((1, 5, 10), 1, id="four-stages-embed-and-head-alone"),
+        pytest.param((), 2, id="two-ranks"),
+        pytest.param((4,), 2, id="two-pipelines"),
     ],
 )
-def test_split_pipeline_equals_one_process(cuts):
-    """Prevents: a boundary that loses a gradient, a shape, or the order of micro-batches."""
+def test_split_equals_one_process(cuts, data):
+    """Prevents: a boundary that loses a gradient, a shape, or the order of micro-batches; a loss or
+    gradient that depends on how packs are spread over ranks; pipelines that take each other's
+    tensors."""
     model = toy_model()
-    plan = toy_plan(model, stages_of(model, *cuts))
-    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS)
-    assert_same_training(ranks, single_process(model, STEPS))
+    compare_with_one_process(toy_plan(model, stages_of(model, *cuts), data=data), STEPS)
 
 
 def group_timeouts(links):
@@ -66,39 +63,15 @@ def test_every_group_has_the_jobs_timeout():
         assert timeouts == [COLLECTIVE_TIMEOUT] * 4
 
 
-def test_data_parallel_equals_one_process():
-    """Prevents: a loss or gradient that depends on how packs are spread over ranks.
-
-    Two ranks get different counts of micro-batches and of loss tokens.
-    """
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model), data=2)
-    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
-    results, _, weights = single_process(model, STEPS)
-    assert_same_results(ranks, results)
-    assert_same_weights(ranks, weights)
-
-
-def test_two_pipelines_of_two_stages_equal_one_process():
-    """Prevents: pipelines that take each other's tensors."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model, 4), data=2)
-    ranks = run_ranks(plan.parallel, train_steps, plan, STEPS, 2)
-    results, _, weights = single_process(model, STEPS)
-    assert_same_results(ranks, results)
-    assert_same_weights(ranks, weights)
-
-
 @pytest.mark.parametrize("cuts", [(3,), (6,)], ids=["vision-cut", "projector-cut"])
 def test_step_of_text_only_trains_and_does_not_hang(cuts):
     """Prevents: a stage that waits for an empty tensor, or vision weights without a gradient."""
     model = toy_model()
     steps = [[[(0, 12)], [(0, 9), (0, 5)], [(0, 7)]], [[(0, 6)], [(2, 8)]]]
     plan = toy_plan(model, stages_of(model, *cuts))
-    ranks = run_ranks(plan.parallel, train_steps, plan, steps)
-    reference = single_process(model, steps)
-    assert_same_training(ranks, reference)
-    vision = [grad for name, grad in reference[1][0].items() if name.startswith("vision")]
+    compare_with_one_process(plan, steps)
+    gradients = alone(plan, steps)[1][0]
+    vision = [grad for name, grad in gradients.items() if name.startswith("vision")]
     assert vision and all(not grad.any() for grad in vision)
 
 
@@ -106,23 +79,25 @@ def test_step_without_micro_batches_for_one_rank():
     """Prevents: a hang at the end of an epoch, when packs are fewer than ranks."""
     model = toy_model()
     steps = [[[(1, 9)]], [[(2, 5)], [(0, 8)], [(1, 6)]]]
-    plan = toy_plan(model, stages_of(model, 4), data=2)
-    ranks = run_ranks(plan.parallel, train_steps, plan, steps, 2)
-    results, _, _ = single_process(model, steps)
-    assert_same_results(ranks, results)
+    compare_with_one_process(toy_plan(model, stages_of(model, 4), data=2), steps)
 
 
 def test_bf16_pipeline_trains_with_fp32_master_weights():
     """Prevents: a bf16 run whose small updates vanish, or whose loss is of another model."""
     model = toy_model()
     steps = [STEPS[0]] * 8
+    same = {"feed": Feed(lambda model, number, packs: batches_of(model, 0, packs))}
     plan = toy_plan(model, stages_of(model, 4)).model_copy(update={"precision": "bf16"})
-    ranks = run_ranks(plan.parallel, train_steps, plan, steps, 1, False)
+    ranks = run(plan, steps, **same)
     losses = [loss for loss, _, _ in ranks[0][0]]
-    reference = [loss for loss, _, _ in single_process(model, steps, 1, False)[0]]
+    reference = [loss for loss, _, _ in alone(plan, steps, **same)[0]]
     assert losses == pytest.approx(reference, rel=2e-2)
     assert losses[-1] < 0.9 * losses[0]
     assert all(weight.dtype == torch.bfloat16 for _, _, own in ranks for weight in own.values())
+
+
+def plainly_packed(model, number, packs):
+    return [toy_batch(model, pack, seed=number) for pack in packs]
 
 
 def train_on_poisoned_pixels(links, plan):
@@ -171,8 +146,7 @@ def test_step_that_is_not_finite_is_skipped_on_every_rank(poison):
     model = toy_model()
     plan = toy_plan(model, stages_of(model, 4))
     results = run_ranks(plan.parallel, poison, plan)
-    batch = [[[(1, 9)]]]
-    [(loss, _, _)] = single_process(model, batch)[0]
+    [(loss, _, _)] = alone(plan, [[[(1, 9)]]], feed=Feed(plainly_packed))[0]
     for after_loss, skipped in results:
         assert after_loss == pytest.approx(loss, rel=1e-5)
         assert not skipped

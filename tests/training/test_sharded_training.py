@@ -1,7 +1,6 @@
 """Weights, gradients and optimizer state that data-parallel ranks divide, on four processes against
 one process that has all of them: same loss, every gradient, same weights after."""
 
-import functools
 from dataclasses import replace
 
 import numpy as np
@@ -17,8 +16,8 @@ from tensor_parallel_cases import (
     OPTIONS,
     STEPS,
     TIED,
-    assert_same_training,
     batches_of,
+    compare_with_one_process,
     run,
     whole_of_parts,
 )
@@ -66,19 +65,11 @@ PLANS = {
 }
 
 
-@functools.cache
-def alone(name):
-    plan = PLANS[name]
-    [result] = run(plan_of(plan.model, plan.frozen), STEPS)
-    return result
-
-
 @pytest.mark.parametrize("name", PLANS)
 def test_same_training_as_one_process(name):
     """Prevents: a weight, gradient or norm that depends on how ranks divide the weights, and ranks
     that wait for each other for ever where a pack has no images or a rank no pack."""
-    plan = PLANS[name]
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, alone(name))
+    compare_with_one_process(PLANS[name])
 
 
 def first_weights(links, plan):
@@ -99,7 +90,7 @@ def test_bf16_trains_as_whole_weights_do():
     losses = {}
     for sharded in (1, 2, 4):
         plan = plan_of(data=4, sharded=sharded).model_copy(update={"precision": "bf16"})
-        ranks = run(plan, STEPS)
+        ranks = run(plan)
         [losses[sharded]] = {tuple(loss for loss, _, _ in results) for results, _, _ in ranks}
     # Gradients are summed in float32, in other orders: of the same micro-batches.
     assert losses[2] == pytest.approx(losses[4], rel=1e-3)
@@ -188,12 +179,6 @@ def test_ranks_divide_what_they_are_planned_to(plan):
             assert {*np.diff(ranks)} <= {group.stride}
 
 
-@functools.cache
-def mixture_alone():
-    [result] = run(mixture_plan(), STEPS)
-    return result
-
-
 @pytest.mark.parametrize(
     "name",
     [
@@ -203,8 +188,7 @@ def mixture_alone():
 )
 def test_experts_train_as_on_one_process(name):
     """Prevents: experts that are divided among ranks that hold others, or counted twice."""
-    plan = MIXTURES[name]
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, mixture_alone(), rel=2e-5)
+    compare_with_one_process(MIXTURES[name], rel=2e-5)
 
 
 @pytest.mark.parametrize(
@@ -215,5 +199,4 @@ def test_shared_packs_train_as_one_process(name, sharded):
     """Prevents: exchanges of a shared pack and of weights that ranks begin in different orders."""
     case = shared.CASES[name]
     plan = shared.plan_of(replace(case, sizes=case.sizes | {"sharded": sharded}))
-    ranks = run_ranks(plan.parallel, shared.train_steps, plan, case, True)
-    assert_same_training(ranks, plan.parallel.tensor, shared.train_alone(case))
+    compare_with_one_process(plan, **shared.options_of(case))

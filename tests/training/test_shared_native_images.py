@@ -1,19 +1,15 @@
 """Packs of images at their native resolution that data-parallel ranks share, on four processes,
 against one process that has them whole: same loss, every gradient, same weights after."""
 
-import functools
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 from native_resolution_cases import pack_of, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, sample_of
-from ranks import run_ranks
 from shared_training_cases import GATHER, HEADS, own_batches
-from tensor_parallel_cases import OPTIONS, assert_same_training, gradients_of, weights_of
+from tensor_parallel_cases import Feed, compare_with_one_process
 from toy import stages_of, toy_plan
 
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.data.native_resolution import Grid
 from omnibal.job.plan import PlannedLevel
 from omnibal.model.adapters import AdapterConfig
@@ -45,7 +41,6 @@ MODELS = {
     "experts": qwen3_vl_moe(kv_heads=4),
     "Qwen2.5-VL": qwen2_5_vl(kv_heads=2),
 }
-GATED = {"Qwen2.5-VL": ("language.", "vision.")}
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
@@ -81,31 +76,30 @@ CASES = {
 }  # fmt: skip
 
 
-def plan_of(case, whole=False):
-    """The case's plan; whole: of one process, where no pack is shared."""
-    model, cuts = MODELS[case.model], () if whole else case.cuts
+def plan_of(case):
+    model, cuts = MODELS[case.model], case.cuts
     shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
     levels = tuple(
         PlannedLevel(
             caps=Caps.of(image_tokens=999, tokens=400 * (index + 1)),
-            context=1 if whole else context,
+            context=context,
             cut=cut,
             exchange=exchange,
             attention_weight=0.05,
             image_weight=0.02,
-            recompute=((),)
-            if whole
-            else tuple(s.recompute for s in stages_of(model, *cuts, **case.recompute[index])),
+            recompute=tuple(
+                stage.recompute for stage in stages_of(model, *cuts, **case.recompute[index])
+            ),
         )
         for index, (context, cut, exchange) in enumerate(shapes)
     )
-    plan = toy_plan(model, stages_of(model, *cuts), **({} if whole else case.sizes))
+    plan = toy_plan(model, stages_of(model, *cuts), **case.sizes)
     return plan.model_copy(update={"levels": levels, **case.changes})
 
 
-def whole_packs(model, number):
+def whole_packs(model, number, rows):
     """The rows of a step with each pack as one micro-batch, whose weights differ by position."""
-    for place, (level, packs) in enumerate(STEPS[number]):
+    for place, (level, packs) in enumerate(rows):
         row = []
         for index, pack in enumerate(packs):
             seed = 1000 * number + 100 * place + 10 * index
@@ -116,32 +110,9 @@ def whole_packs(model, number):
         yield level, row
 
 
-def train_steps(links, plan, shared):
-    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    results, gradients = [], []
-    for number in range(len(STEPS)):
-        rows = list(whole_packs(plan.model, number))
-        batches = MicroBatchStream.of([batch for _, row in rows for batch in row])
-        batches = own_batches(plan, rows) if shared else batches
-        result = train_step(trainer, batches, slots=trainer.most_in_lockstep(len(batches)))
-        results.append((result.loss, result.grad_norm, result.loss_tokens))
-        gradients.append(gradients_of(trainer))
-    trainer.wait_for_weights()
-    return results, gradients, weights_of(trainer)
-
-
-@functools.cache
-def alone(name):
-    plan = plan_of(CASES[name], whole=True)
-    return run_ranks(plan.parallel, train_steps, plan, False)[0]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_shared_packs_of_images_train_as_one_process(name):
     """Prevents: an image that attends to a part of itself, features or deepstack features that
     reach other tokens than their own, and positions that are those of another rank's tokens."""
-    case = CASES[name]
-    plan = plan_of(case)
-    ranks = run_ranks(plan.parallel, train_steps, plan, True)
-    of_whole = {"gated": GATED[case.model]} if case.model in GATED else {}
-    assert_same_training(ranks, plan.parallel.tensor, alone(name), rel=2e-5, **of_whole)
+    plan = plan_of(CASES[name])
+    compare_with_one_process(plan, STEPS, rel=2e-5, feed=Feed(whole_packs, own_batches))

@@ -14,14 +14,14 @@ from ranks import run_ranks
 from shared_training_cases import (
     CASES,
     GATHER,
+    STEPS,
     Case,
+    options_of,
     own_batches,
     plan_of,
-    train_alone,
-    train_steps,
     whole_packs,
 )
-from tensor_parallel_cases import OPTIONS, assert_same_training
+from tensor_parallel_cases import OPTIONS, compare_with_one_process, run
 from toy import share_of, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -37,18 +37,16 @@ def test_shared_packs_train_as_one_process(name):
     """Prevents: a loss or gradient that depends on how many ranks share a pack or on how it is cut,
     and ranks that wait for each other for ever where their packs differ."""
     case = CASES[name]
-    plan = plan_of(case)
-    ranks = run_ranks(plan.parallel, train_steps, plan, case, True)
-    assert_same_training(ranks, plan.parallel.tensor, train_alone(case))
+    compare_with_one_process(plan_of(case), **options_of(case))
 
 
 def test_bf16_shares_train_as_fp32():
     """Prevents: an exchange that mixes types, or loses a shared pack's gradient to rounding."""
     case = CASES["dp4"]
     plan = plan_of(case)
-    fp32 = run_ranks(plan.parallel, train_steps, plan, case, True)[0][0]
+    fp32 = run(plan, **options_of(case))[0][0]
     plan = plan.model_copy(update={"precision": "bf16"})
-    for results, _, weights in run_ranks(plan.parallel, train_steps, plan, case, True):
+    for results, _, weights in run(plan, **options_of(case)):
         for got, expected in zip(results, fp32, strict=True):
             assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
         assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
@@ -129,7 +127,8 @@ def begun_exchanges(links, plan, case, number):
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         setattr(dist, name, noting(getattr(dist, name)))
     type(trainer.model.bucket_groups[0]).start_grad_sync = reduce
-    batches = own_batches(plan, list(whole_packs(plan, number, case.drop_path)))
+    rows = list(whole_packs(plan.model, number, STEPS[number], case.drop_path))
+    batches = own_batches(plan, number, rows)
     trainer.zero_gradients()
     trainer.run_micro_batches(batches, PhaseClock())
     return begun

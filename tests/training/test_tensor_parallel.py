@@ -1,6 +1,5 @@
 """Tensor and sequence parallelism against the single-process run, and checkpoints between sizes."""
 
-import functools
 from dataclasses import replace
 
 import pytest
@@ -10,9 +9,12 @@ from tensor_parallel_cases import (
     MODELS,
     OPTIONS,
     STEPS,
+    alone,
     assert_same_training,
     batches_of,
     by_name,
+    compare_resumed,
+    compare_with_one_process,
     run,
     whole,
 )
@@ -21,13 +23,6 @@ from toy import stages_of, toy_batch, toy_plan
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.model.config import LanguageConfig
-
-
-@functools.cache
-def single_process(name, frozen=()):
-    model = MODELS[name]
-    plan = toy_plan(model, stages_of(model)).model_copy(update={"frozen": frozen})
-    return run(plan, STEPS)[0]
 
 
 # Units of the models: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
@@ -48,8 +43,7 @@ def single_process(name, frozen=()):
 def test_tensor_parallel_equals_one_process(name, cuts, sizes):
     """Prevents: weights drawn by shard, padding that counts, gradients summed twice or never."""
     model = MODELS[name]
-    plan = toy_plan(model, stages_of(model, *cuts), **sizes)
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, single_process(name))
+    compare_with_one_process(toy_plan(model, stages_of(model, *cuts), **sizes))
 
 
 @pytest.mark.parametrize("frozen", [("language", "projector"), ("vision",)], ids=["vision", "rest"])
@@ -58,8 +52,7 @@ def test_part_trained_alone_equals_one_process(frozen):
     gradients that those of the language model would hide in the norm."""
     model = MODELS["6B-like"]
     plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
-    ranks = run(plan.model_copy(update={"frozen": frozen}), STEPS)
-    assert_same_training(ranks, 2, single_process("6B-like", frozen))
+    compare_with_one_process(plan.model_copy(update={"frozen": frozen}))
 
 
 def gradients_in_norm(links, plan):
@@ -86,8 +79,7 @@ def test_recomputed_equals_one_process():
     """Prevents: recomputation that repeats the exchange between ranks in another order."""
     model = MODELS["6B-like"]
     stages = stages_of(model, 6, vision=(0, 1), language=(0, 1))
-    plan = toy_plan(model, stages, tensor=2, sequence_parallel=True)
-    assert_same_training(run(plan, STEPS), 2, single_process("6B-like"))
+    compare_with_one_process(toy_plan(model, stages, tensor=2, sequence_parallel=True))
 
 
 @pytest.mark.parametrize(
@@ -100,18 +92,12 @@ def test_recomputed_equals_one_process():
 def test_resumes_under_another_tensor_size(tmp_path, before, after):
     """Prevents: checkpoints whose weights or moments fit one tensor size, or garbage in padding."""
     model = MODELS["6B-like"]
-    steps = STEPS[:2] if before[1] == 1 else STEPS[:1]
-    results, gradients, weights = single_process("6B-like")
-    for (cuts, tensor, sequence_parallel), part, options in (
-        (before, steps, {"save": tmp_path}),
-        (after, STEPS[len(steps) :], {"load": tmp_path, "first": len(steps)}),
-    ):
-        stages = stages_of(model, *cuts)
-        plan = toy_plan(model, stages, tensor=tensor, sequence_parallel=sequence_parallel)
-        ranks = run(plan, part, **options)
-    done = len(steps)
-    rest = (results[done:], gradients[done:], weights)
-    assert_same_training(ranks, after[1], rest)
+    plans = [
+        toy_plan(model, stages_of(model, *cuts), tensor=tensor, sequence_parallel=is_divided)
+        for cuts, tensor, is_divided in (before, after)
+    ]
+    first = 2 if before[1] == 1 else 1
+    compare_resumed(tmp_path, (plans[0], first), (plans[1], len(STEPS) - first))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -119,13 +105,13 @@ def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tenso
     """Prevents: checkpoints of before words were padded to 128 a rank that no longer fit."""
     model = MODELS["6B-like"]
     plan = toy_plan(model, stages_of(model), tensor=tensor)
-    results, gradients, weights = single_process("6B-like")
+    results, gradients, weights = alone(plan)
     with monkeypatch.context() as earlier:
         least = lambda language, ranks: -(-language.vocab_size // ranks)  # noqa: E731
         earlier.setattr(LanguageConfig, "words_of_rank", least)
         run(plan, STEPS[:1], save=tmp_path)
     ranks = run(plan, STEPS[1:], load=tmp_path, first=1)
-    assert_same_training(ranks, tensor, (results[1:], gradients[1:], weights))
+    assert_same_training(ranks, plan, (results[1:], gradients[1:], weights))
 
 
 def answers(links, plan):
@@ -161,8 +147,8 @@ def test_bf16_equals_one_process_as_far_as_it_can():
     """Prevents: the exchange of q and k norms from giving another type, or a sum in bf16."""
     model = MODELS["6B-like"]
     plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
-    ranks = run(plan.model_copy(update={"precision": "bf16"}), STEPS)
-    expected = [loss for loss, _, _ in single_process("6B-like")[0]]
+    ranks = run(plan.model_copy(update={"precision": "bf16"}))
+    expected = [loss for loss, _, _ in alone(plan)[0]]
     for results, _, weights in ranks:
         assert [loss for loss, _, _ in results] == pytest.approx(expected, rel=5e-3)
         assert all(weight.dtype == torch.bfloat16 for weight in weights.values())

@@ -1,6 +1,5 @@
 """A model without an encoder: the same numbers under every layout, and those of plain PyTorch."""
 
-import functools
 import math
 
 import numpy as np
@@ -8,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from ranks import run_ranks
-from tensor_parallel_cases import assert_same_training, run
+from tensor_parallel_cases import compare_resumed, compare_with_one_process
 from toy import OPTIONS, stages_of, toy_batch, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -42,12 +41,6 @@ STEPS = [
 ]
 
 
-@functools.cache
-def single_process(name):
-    plan = toy_plan(MODELS[name], stages_of(MODELS[name]))
-    return run(plan, STEPS)[0]
-
-
 # Units: 0 language embed, 1-3 language layers, 4 head.
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
@@ -65,7 +58,7 @@ def test_split_equals_one_process(name, cuts, sizes):
     changes where no stage has an encoder."""
     model = MODELS[name]
     plan = toy_plan(model, stages_of(model, *cuts, language=(0, 2)), **sizes)
-    assert_same_training(run(plan, STEPS), plan.parallel.tensor, single_process(name))
+    compare_with_one_process(plan, STEPS)
 
 
 def losses_and_gradients(links, model):
@@ -242,9 +235,5 @@ def test_a_rank_alone_needs_what_it_needs_in_the_job():
 
 def test_a_checkpoint_resumes_under_another_split(tmp_path):
     """Prevents: a saved text-only model that another layout cannot go on from."""
-    first = toy_plan(QWEN, stages_of(QWEN, 2))
-    run(first, STEPS[:1], save=tmp_path)
-    second = toy_plan(QWEN, stages_of(QWEN), tensor=2)
-    ranks = run(second, STEPS[1:], load=tmp_path, first=1)
-    results, gradients, weights = single_process("Qwen")
-    assert_same_training(ranks, 2, (results[1:], gradients[1:], weights))
+    layouts = toy_plan(QWEN, stages_of(QWEN, 2)), toy_plan(QWEN, stages_of(QWEN), tensor=2)
+    compare_resumed(tmp_path, *((plan, 1) for plan in layouts), steps=STEPS)

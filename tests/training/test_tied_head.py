@@ -1,6 +1,5 @@
 """One matrix for token embedding and head, in one stage or a copy in each of two."""
 
-import functools
 from dataclasses import asdict, replace
 
 import pytest
@@ -12,9 +11,11 @@ from tensor_parallel_cases import (
     STEPS,
     TIED,
     UNTIED,
-    assert_same_training,
+    alone,
     batches_of,
     by_name,
+    compare_resumed,
+    compare_with_one_process,
     gather_gradients,
     run,
 )
@@ -27,12 +28,6 @@ from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
-
-
-@functools.cache
-def single_process(frozen=()):
-    plan = toy_plan(TIED, stages_of(TIED)).model_copy(update={"frozen": frozen})
-    return run(plan, STEPS)[0]
 
 
 def copies_by_tensor_rank(ranks, tensor):
@@ -60,8 +55,7 @@ def test_split_equals_one_process(cuts, sizes, holders):
     """Prevents: copies that start or drift apart, a gradient of one use only, one summed over the
     wrong stages or data-parallel shards, or a norm that counts the matrix twice."""
     plan = toy_plan(TIED, stages_of(TIED, *cuts), **sizes)
-    ranks = run(plan, STEPS)
-    assert_same_training(ranks, plan.parallel.tensor, single_process())
+    ranks = compare_with_one_process(plan)
     for copies in copies_by_tensor_rank(ranks, plan.parallel.tensor):
         assert len(copies) == holders
         assert all(torch.equal(copy, copies[0]) for copy in copies)
@@ -71,8 +65,8 @@ def test_bf16_copies_stay_the_same():
     """Prevents: fp32 weights in the optimizer of which one copy counts twice in the norm, or that
     are stepped apart."""
     plan = toy_plan(TIED, stages_of(TIED, 7), data=2).model_copy(update={"precision": "bf16"})
-    ranks = run(plan, STEPS)
-    expected = single_process()[0]
+    ranks = run(plan)
+    expected = alone(plan)[0]
     for results, _, _ in ranks:
         for (loss, norm, _), (expected_loss, expected_norm, _) in zip(
             results, expected, strict=True
@@ -135,17 +129,11 @@ SPLITS = {
 )
 def test_resumes_where_the_matrix_is_in_other_stages(tmp_path, order):
     """Prevents: a checkpoint with two matrices, or with the moments of one copy alone."""
-    results, gradients, weights = single_process()
-    for number, name in enumerate(order):
-        cuts, sizes = SPLITS[name]
-        plan = toy_plan(TIED, stages_of(TIED, *cuts), **sizes)
-        options = {"load": tmp_path if number else None, "save": tmp_path, "first": number}
-        ranks = run(plan, STEPS[number : number + 1], **options)
-        for rank in ranks:
-            assert rank[0][0] == pytest.approx(results[number], rel=1e-5)
-    last = (results[2:], gradients[2:], weights)
-    assert_same_training(ranks, 1, last)
+    splits = [SPLITS[name] for name in order]
+    plans = [toy_plan(TIED, stages_of(TIED, *cuts), **sizes) for cuts, sizes in splits]
+    compare_resumed(tmp_path, *((plan, 1) for plan in plans))
     whole = toy_plan(TIED, stages_of(TIED))
+    _, _, weights = alone(whole)
     [tensors] = run_ranks(whole.parallel, stored, checkpoint_path(tmp_path, 3))
     states = {name for name in tensors if name.endswith(TIED_NAME)}
     assert states == {TIED_NAME} | {
@@ -180,11 +168,9 @@ def loaded_weights(links, plan, directory):
 @pytest.mark.parametrize("cuts", [(6,), (4,)], ids=["two-copies", "one"])
 def test_frozen_language_part_equals_one_process(cuts):
     """Prevents: an exchange of gradients that are not there, or a frozen matrix that moves."""
-    frozen = ("language",)
-    plan = toy_plan(TIED, stages_of(TIED, *cuts)).model_copy(update={"frozen": frozen})
-    reference = single_process(frozen)
-    assert TIED_NAME not in reference[2]
-    assert_same_training(run(plan, STEPS), 1, reference)
+    plan = toy_plan(TIED, stages_of(TIED, *cuts)).model_copy(update={"frozen": ("language",)})
+    assert TIED_NAME not in alone(plan)[2]
+    compare_with_one_process(plan)
 
 
 def names_of(links, plan, directory):

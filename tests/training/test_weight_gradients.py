@@ -3,7 +3,7 @@
 import pytest
 import torch
 from ranks import run_ranks
-from tensor_parallel_cases import STEPS, TIED, UNTIED, assert_same_training, run, train_steps
+from tensor_parallel_cases import STEPS, TIED, UNTIED, alone, assert_same_training, train_steps
 from toy import stages_of, toy_plan
 
 from megatron.vlm.backend import WeightGradients
@@ -34,11 +34,10 @@ def test_training_is_the_same(case, monkeypatch):
     """Prevents: a linear whose gradient is lost, or counted twice beside the tied matrix's other
     use, by tensor-parallel ranks or by recomputation."""
     plan = CASES[case]
-    alone = toy_plan(plan.model, stages_of(plan.model)).model_copy(update={"frozen": plan.frozen})
-    [expected] = run(alone, STEPS)
+    expected = alone(plan)
     monkeypatch.setattr("megatron.vlm.model.configs.fuses_weight_gradients", lambda: True)
     ranks = run_ranks(plan.parallel, steps_that_add, plan)
-    assert_same_training(ranks, plan.parallel.tensor, expected)
+    assert_same_training(ranks, plan, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
