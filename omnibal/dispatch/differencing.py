@@ -13,12 +13,10 @@ import numpy as np
 
 
 def differenced(weight: np.ndarray, ranks: int, *, equal_counts: bool) -> np.ndarray:
-    """The rank of every item by largest differencing. int64 [items]
+    """The rank of every item by largest differencing, with numbers of items that differ by one at
+    most (`equal_counts`), or any. int64 [items]
 
-    Args:
-        weight: of every item, at least 0, [items].
-        ranks: d; time and memory are of order items x d, of order items where counts are equal.
-        equal_counts: whether numbers of items may differ by one at most.
+    Time and memory are of order items x ranks, and of order items if counts are equal.
     """
     items = len(weight)
     rank = np.zeros(items, np.int64)

@@ -154,11 +154,8 @@ def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: in
 def items_at_home(
     held: np.ndarray, share: np.ndarray, homes: Homes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Items that `share_items` leaves on the node of the first stage that needs them.
-
-    Args:
-        held: of every pipeline, int64 [pipelines of all groups].
-        share: of every rank, int64 [ranks of all groups].
+    """Items that `share_items` leaves on the node of the first stage that needs them, from those
+    of every pipeline and the share of every rank of all groups.
 
     Returns:
         Of every rank, those of its own pipeline and all of them; all of every pipeline.

@@ -13,10 +13,6 @@ def load_bound(weight: np.ndarray, ranks: int) -> float:
     of d has k + 1, which weigh at least what the k + 1 lightest of them do. (The last is Graham's
     argument, SIAM Journal on Applied Mathematics 17, 1969, with sums for the multiples of the
     lightest.)
-
-    Args:
-        weight: of every item, at least 0, [items].
-        ranks: d, at least 1.
     """
     if not len(weight):
         return 0.0

@@ -47,7 +47,6 @@ def encoder_balances(
 
     Args:
         held: items by encoder that packs of every pipeline hold, int64 [S, D].
-        ranks_of_pipeline: R.
         beside: how encoders are data-parallel; None where each pipeline runs its own, and
             balance is that of pipelines.
         whole: samples of data-parallel encoders that take whole ones, by encoder, whose balance is
@@ -140,14 +139,8 @@ class _Loads:
 def language_balance(
     step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
 ) -> PhaseBalance:
-    """Balance of the language model over data-parallel ranks; the plan deals its packs.
-
-    Args:
-        step: of every pack, ascending, [packs].
-        rank: data-parallel rank of every pack, [packs].
-        load_ms: language model's time of every pack, [packs].
-        ranks: D.
-    """
+    """Balance of the language model over data-parallel ranks, D. The plan deals its packs: the
+    step of every pack ascends, and the language model takes it `load_ms`, [packs] each."""
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
     least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))

@@ -137,11 +137,8 @@ class MicroBatch:
 
     @classmethod
     def empty(cls, model: ModelConfig, device: torch.device, *, answers: bool) -> "MicroBatch":
-        """A pack of nothing, with the fields of all stages, to join others that have one.
-
-        Args:
-            answers: whether next tokens are asked for, and not a loss.
-        """
+        """A pack of nothing, with the fields of all stages, to join others that ask for next tokens
+        (`answers`) or have a loss."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         fields: dict[str, Any] = {"answer_positions_A": nothing}
         if not answers:

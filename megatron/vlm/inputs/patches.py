@@ -18,10 +18,8 @@ def patches_of(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> t
     """Values of the patches of an image, one frame, or of a video, float32 [Y, X].
 
     Patches are in the order of cells, row by row, and within a cell row by row; values of a patch
-    by channel, frame, row and column. The last frame is repeated to whole patches.
-
-    Args:
-        frames_FHWC: RGB, uint8.
+    by channel, frame, row and column. The last frame is repeated to whole patches. Frames are RGB,
+    uint8.
     """
     frames = torch.from_numpy(np.ascontiguousarray(frames_FHWC)).permute(0, 3, 1, 2).contiguous()
     values = normalized_colours(_resized(frames, grid, encoder.patch_size), encoder)

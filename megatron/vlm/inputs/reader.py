@@ -171,13 +171,8 @@ class SampleReader:
     def encode(
         self, sample: Sample, tiles: int, clips: int = 0, shown: Sequence[Shown] = ()
     ) -> EncodedSample:
-        """Encode the whole conversation with its loss mask.
-
-        Args:
-            tiles: that its images make.
-            clips: that its recordings make.
-            shown: of its images and videos at their native resolution.
-        """
+        """Encode the whole conversation with its loss mask, of images and recordings that make so
+        many tiles and clips, and what it shows at its native resolution."""
         rule = self.model.images
         if rule is not None:
             heard = self.clips_per_recording(sample)

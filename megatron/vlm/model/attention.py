@@ -146,11 +146,8 @@ class PackedAttention(SelfAttention):
 
 
 class ImageAttention(PackedAttention):
-    """Attention of an encoder over packed images, each with angles of its rows and columns.
-
-    Args:
-        windowed: whether positions attend within their window alone.
-    """
+    """Attention of an encoder over packed images or their windows, with angles of the rows and
+    columns of each."""
 
     def __init__(self, *of_attention: Any, windowed: bool, **more: Any) -> None:
         super().__init__(*of_attention, **more)

@@ -66,10 +66,7 @@ def sinusoids(positions: int, width: int) -> torch.Tensor:
     """Whisper's positions: sines and then cosines of periods from 2 pi to 10,000 times that.
 
     Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, with its pairs set apart, and with the
-    longest period among them.
-
-    Returns:
-        float32 [positions, width].
+    longest period among them. float32 [positions, width]
     """
     rates = torch.arange(width // 2) * (-math.log(_LONGEST_PERIOD) / (width // 2 - 1))
     angles = torch.arange(positions).unsqueeze(1) * rates.exp()

@@ -72,10 +72,8 @@ class PlannedBlock(TransformerBlock):
     Args:
         config: must have `recompute_granularity="full"`, which makes core's forward call
             `_checkpointed_forward` in training.
-        layer_specs: one spec for each layer of this stage.
         recompute_layers: for every level of packs, global layer numbers, from 0, of layers whose
             activations are dropped after forward and computed again in backward.
-        final_norm: whether the tower's last norm follows.
         groups: that the layers are divided over; without, Megatron's own of this job.
     """
 
@@ -114,12 +112,8 @@ class PlannedBlock(TransformerBlock):
         beside: Beside | None = None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """Run [S, B, H] through all layers; B may be 0, as in a pack without images.
-
-        Args:
-            branch_scales_L2B: drop path of both branches of every layer.
-            routing: of the micro-batch, where layers have a mixture of experts.
-        """
+        """Run [S, B, H] through all layers, with drop path's scales of both branches of each; B may
+        be 0, as in a pack without images."""
         self._level = level
         self._branch_scales_L2B = branch_scales_L2B
         self._routing = routing

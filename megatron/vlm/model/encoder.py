@@ -47,11 +47,7 @@ class EncoderUnits(NamedTuple):
         parts: LayerParts,
         groups: ProcessGroupCollection,
     ) -> "EncoderUnits":
-        """Build what a stage holds of the encoder `name`.
-
-        Args:
-            groups: that layers and projector are divided over.
-        """
+        """Build what a stage holds of the encoder `name`, divided over groups."""
         tower = model.encoders[name]
         numbers, layers = stage.layers(name), None
         if numbers:

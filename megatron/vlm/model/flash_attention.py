@@ -17,13 +17,11 @@ _HOPPER = 9
 
 @functools.cache
 def prefer_flash_attention_3() -> bool:
-    """Let torch attend by FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) where it can.
+    """Let torch attend by FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) where it can, and
+    tell whether it does.
 
     It can on a Hopper device where the package is installed; elsewhere torch keeps to the second.
     Both towers' attention goes through torch's own functions, so that nothing else changes.
-
-    Returns:
-        Whether FlashAttention 3 is used.
     """
     if importlib.util.find_spec("flash_attn_interface") is None or not torch.cuda.is_available():
         return False

@@ -36,11 +36,7 @@ class ImageBorders:
 
 
 class ImagePlaces:
-    """Places of a pack's patches, which units of its encoder ask for one by one.
-
-    Args:
-        grids: of the pack's images and videos; may be none.
-    """
+    """Places of a pack's patches, if any, which units of its encoder ask for one by one."""
 
     def __init__(self, grids: Sequence[Grid], tower: ImagesEncoder, device: torch.device) -> None:
         self._grids, self._tower, self._device = grids, tower, device
@@ -70,13 +66,11 @@ class ImagePlaces:
         )
 
     def neighbours(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The four learned positions, of a square of N, next to every patch, and their weights.
+        """The four learned positions, of a square of N, next to every patch, and their weights,
+        int64 and float32, [P, 4] each.
 
         The square is stretched over each image, corners on corners (Qwen3-VL's
         `fast_pos_embed_interpolate`).
-
-        Returns:
-            int64 and float32, [P, 4] each.
         """
         side = math.isqrt(self._tower.learned_positions)
         places = self._patches().float()
@@ -168,13 +162,10 @@ def _patches_of(grids: Sequence[Grid], merge: int) -> Iterator[np.ndarray]:
 
 
 def windows_of(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
-    """Cells of all images, window after window, and the cells of every window.
+    """Cells of all images, window after window, int64 [K], and the number of cells of each.
 
     Windows are squares of `side` x `side` cells from an image's first one on, cut off at its other
     edges (Qwen2.5-VL, arXiv 2502.13923, section 2.1.1).
-
-    Returns:
-        int64 [K], and a number for each window.
     """
     orders, counts, first = [], [], 0
     for times, rows, columns in grids:

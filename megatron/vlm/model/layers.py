@@ -124,9 +124,6 @@ class Layer(TransformerLayer):
 
     Each residual add goes with the norm after it, and each norm's backward with the residual's
     gradient. Parts and names of parameters are core's.
-
-    Args:
-        gelu: form of it in a feed-forward without a gate.
     """
 
     def __init__(self, *of_layer: Any, gelu: Gelu = Gelu.EXACT, **more: Any) -> None:

@@ -215,11 +215,8 @@ class VLMStage(MegatronModule):
         self._input = input_tensor or {}
 
     def forward(self, batch: MicroBatch) -> ByTower | torch.Tensor:
-        """Run the stage.
-
-        Returns:
-            What goes to the next stage; where the head is, its summed loss or next tokens.
-        """
+        """Run the stage; returns what goes to the next one, or the head's summed loss or next
+        tokens."""
         # Taken, so that it goes with its micro-batch.
         received, self._input = self._input, {}
         hidden = self.encode(batch, received)
@@ -243,10 +240,8 @@ class VLMStage(MegatronModule):
     def encode(
         self, batch: MicroBatch, received: ByTower | None = None, only: str | None = None
     ) -> dict[str, torch.Tensor]:
-        """Run the stage's units of all encoders on the micro-batch's items or on hidden states.
-
-        Args:
-            received: from the previous stage; what the stage has no units of is passed on.
+        """Run the stage's units of all encoders, or of one, on the micro-batch's items or on hidden
+        states. What the stage has no units of is passed on.
 
         Returns:
             By encoder, features [K, E] or hidden states [V, B, H]; deepstack features by name.
@@ -491,7 +486,6 @@ def build_stage(
 
     Args:
         part: index into the plan's stages; where each has one part, the pipeline's stage.
-        provider: of the layers' linears and attention.
         context_groups: from `create_context_groups`; without, no packs are shared.
     """
     if plan.schedule.in_two:

@@ -223,11 +223,8 @@ class Inbox:
 
 
 class Outbox:
-    """Messages on one channel; each is kept until it has left.
-
-    Args:
-        waits: whether the next one waits until the one before it has left.
-    """
+    """Messages on one channel; each is kept until it has left, and the next one waits until then
+    (`waits`) or not."""
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
         self._target_rank, self._group, self._waits = target_rank, group, waits

@@ -61,11 +61,7 @@ def _whole_stage(_: str, __: int) -> None:
 
 
 class _HeldBatches:
-    """Micro-batches of a step, read once, each held for the chunks that have not taken it yet.
-
-    Args:
-        units: of every chunk.
-    """
+    """Micro-batches of a step, read once, each held for the chunks that have not taken it yet."""
 
     def __init__(self, batches: MicroBatchStream, units: Sequence[Stage]) -> None:
         self._batches, self._read = batches, 0
@@ -396,11 +392,7 @@ def run_forward(
     encode: Encode | None = None,
     begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
-    """Run forwards only; returns the head's outputs where the last part is, else an empty list.
-
-    Args:
-        encode: gives the first part its micro-batches' features, where encoders are data-parallel.
-    """
+    """Run forwards only; returns the head's outputs where the last part is, else an empty list."""
     schedule = links.schedule
     rule = FORWARD_ONLY[schedule.placement]
     graph = operation_graph(rule, links.size, schedule.chunks, len(batches))

@@ -271,7 +271,6 @@ def build_trainer(
     Args:
         links: of the ranks' stages, whatever the plan's schedule.
         steps: of the whole run, over which the learning rate is scheduled.
-        provider: of the layers' linears and attention.
     """
     links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
@@ -578,9 +577,7 @@ def train_step(
 class SeenBatches:
     """Counter of passing micro-batches' loss tokens, loss weights and unreadable samples.
 
-    Args:
-        reads_once: whether no other rank reads the images that this one does, as where encoders are
-            data-parallel.
+    With data-parallel encoders no other rank reads the images that this one does (`reads_once`).
     """
 
     def __init__(self, reads_once: bool = False) -> None:
