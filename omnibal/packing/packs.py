@@ -49,7 +49,7 @@ class Packs:
         return Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(counts)]))
 
     def of_rows(self, rows: np.ndarray) -> "Packs":
-        """The same packs, whose samples were numbers of these rows."""
+        """Build packs of rows from packs of positions in `rows`."""
         return Packs(samples=rows[self.samples], offsets=self.offsets)
 
     @property
