@@ -214,9 +214,11 @@ def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Piece
             load, rank[sample] = least[0]
             heapq.heapreplace(least, (load + float(cost[sample]), int(rank[sample])))
     short = np.flatnonzero(is_short)
-    whole = samples.pack[short], rank[short], samples.position[short], 0 * short
     long = _cut_zigzag(samples, np.flatnonzero(~is_short), context)
     return Pieces.in_order(
-        *map(np.append, whole, (long.pack, long.rank, long.sample, long.first)),
+        np.append(samples.pack[short], long.pack),
+        np.append(rank[short], long.rank),
+        np.append(samples.position[short], long.sample),
+        np.append(0 * short, long.first),
         np.append(samples.tokens[short], long.stop),
     )
