@@ -164,22 +164,6 @@ def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
     assert scan_key(model, tokenizer) != scan_key(MODEL, tokenizer)
 
 
-def test_text_is_refused_by_its_own_template_alone(tmp_path, tokenizer):
-    """Prevents a dataset that writes of another template's pieces from being refused, and one that
-    would end its turns from being scanned."""
-    for text, refused in (("<|user|> or <|end|>", False), ("<|im_end|>", True), ("<img>", True)):
-        talk = [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": text}]
-        (tmp_path / "a.jsonl").write_text(json.dumps({"conversations": talk}))
-        (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')
-        annotations = Annotations.open(tmp_path / "meta.json")
-        if refused:
-            message = rf"a\.jsonl: line 1: has '{re.escape(text)}' in its text"
-            with pytest.raises(UserError, match=message):
-                scan(annotations, tokenizer)
-        else:
-            assert len(scan(annotations, tokenizer).lengths) == 1
-
-
 @pytest.mark.parametrize(
     "content",
     [
