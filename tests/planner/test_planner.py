@@ -106,19 +106,18 @@ def test_tiling_is_that_of_the_scan():
     assert make_plan(request(lengths=lengths)).plan.model.vision.tiling == tiling
 
 
-def test_lengths_of_another_model_are_refused():
-    """Prevents packs counted with another model's tokens per tile."""
-    lengths = example_lengths(origin_of(MODEL, tokens_per_tile=MODEL.vision.tokens_per_item + 1))
-    with pytest.raises(UserError, match="omnibal lengths"):
-        make_plan(request(lengths=lengths))
-
-
-@pytest.mark.parametrize("change", [{"chat_template": "Hermes-2"}, {"system_message": "Read."}])
-def test_lengths_of_another_template_are_refused(change):
-    """Prevents packs counted with other words around each question than training writes."""
-    lengths = example_lengths(origin_of(MODEL, **change))
-    with pytest.raises(UserError, match=r"scanned with chat_template.*omnibal lengths"):
-        make_plan(request(lengths=lengths))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens_per_tile": MODEL.vision.tokens_per_item + 1}, "omnibal lengths"),
+        ({"chat_template": "Hermes-2"}, r"scanned with chat_template.*omnibal lengths"),
+        ({"system_message": "Read."}, r"scanned with chat_template.*omnibal lengths"),
+    ],
+)
+def test_lengths_of_another_model_are_refused(change, message):
+    """Prevents packs counted with another model's tokens per tile, or words around questions."""
+    with pytest.raises(UserError, match=message):
+        make_plan(request(lengths=example_lengths(origin_of(MODEL, **change))))
 
 
 def limited(model: ModelConfig, most: int) -> ModelConfig:
@@ -187,35 +186,24 @@ def test_saving_again_replaces_only_plans(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home", "plan"]
 
 
-def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch):
-    """Prevents a half-written plan when the disk fills or the process dies."""
-    directory = tmp_path / "plan"
-    save_plan(make_plan(request(seed=1)), directory)
-    before = saved_bytes(directory)
-
-    def full_disk(*_):
-        raise OSError("disk full")
-
-    monkeypatch.setattr("omnibal.job.plan_files.write_plan", full_disk)
-    with pytest.raises(OSError, match="disk full"):
-        save_plan(make_plan(request()), directory)
-    assert saved_bytes(directory) == before
-    assert [path.name for path in tmp_path.iterdir()] == ["plan"]
-
-
-def test_failed_rename_brings_the_old_plan_back(tmp_path, monkeypatch):
-    """Prevents the loss of both plans when the last rename of saving fails."""
+@pytest.mark.parametrize("place", ["new", "plan.json"])
+def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch, place):
+    """Prevents half a plan, or none, when the disk fills or the last rename of saving fails."""
     directory = tmp_path / "plan"
     save_plan(make_plan(request(seed=1)), directory)
     before, rename = saved_bytes(directory), Path.rename
 
-    def refuse_the_new(path, target):
-        if path.name == "new":
-            raise OSError("stale file handle")
-        return rename(path, target)
+    def full_disk(*_):
+        raise OSError("disk full")
 
-    monkeypatch.setattr(Path, "rename", refuse_the_new)
-    with pytest.raises(OSError, match="stale file handle"):
+    def refuse_the_new(path, target):
+        return full_disk() if path.name == "new" else rename(path, target)
+
+    if place == "new":
+        monkeypatch.setattr(Path, "rename", refuse_the_new)
+    else:
+        monkeypatch.setattr("omnibal.job.plan_files.write_plan", full_disk)
+    with pytest.raises(OSError, match="disk full"):
         save_plan(make_plan(request()), directory)
     assert saved_bytes(directory) == before
     assert [path.name for path in tmp_path.iterdir()] == ["plan"]

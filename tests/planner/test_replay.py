@@ -284,16 +284,11 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
     info = replay_info(small.plan, (0, 1))
     REPLAY_FILES.open(tmp_path / "replay", info)
     REPLAY_FILES.open(tmp_path / "replay", info)
-    for name, value in (
-        ("steps", (0, 2)),
-        ("content", "data"),
-        ("device", "another"),
-        ("provider", "te"),
-    ):
+    others = {"steps": (0, 2), "content": "data", "device": "another", "provider": "te"}
+    for name, value in others.items():
+        other = replay_info(small.plan, **({"steps": (0, 1)} | {name: value}))
         with pytest.raises(UserError, match=f"holds a replay with another {name}"):
-            REPLAY_FILES.open(
-                tmp_path / "replay", replay_info(small.plan, **({"steps": (0, 1)} | {name: value}))
-            )
+            REPLAY_FILES.open(tmp_path / "replay", other)
 
 
 def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
