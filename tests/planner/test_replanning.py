@@ -217,6 +217,9 @@ def test_fewer_devices_keep_the_steps(tmp_path):
     assert other.plan.data.steps_sha256 == result.plan.data.steps_sha256
     with pytest.raises(UserError, match="each must have one: give fewer GPUs"):
         replan(opened(result, tmp_path / "plan"), None, gpus=100_000)
+    steps = result.plan.data.steps
+    with pytest.raises(UserError, match=f"{steps + 1} steps were given .* the plan has {steps}"):
+        replan(opened(result, tmp_path / "plan"), None, gpus=4, after=steps + 1)
 
 
 def test_devices_and_outputs_that_cannot_be_are_refused(tmp_path, capsys):
@@ -237,11 +240,3 @@ def test_devices_without_room_for_a_schedule_go_on_in_another(tmp_path):
     anew = replan(opened(result, tmp_path / "plan"), None, gpus=1)
     assert (anew.plan.schedule.name, len(anew.plan.stages)) == ("1f1b", 1)
     assert anew.plan.data.steps_sha256 == result.plan.data.steps_sha256
-
-
-def test_more_steps_than_a_plan_has_are_refused(tmp_path):
-    """Prevents: a slip of the pen that is kept in refit.json."""
-    result = planned(deep_job())
-    steps = result.plan.data.steps
-    with pytest.raises(UserError, match=f"{steps + 1} steps were given .* the plan has {steps}"):
-        replan(opened(result, tmp_path / "plan"), None, gpus=4, after=steps + 1)

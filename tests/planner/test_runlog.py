@@ -214,13 +214,9 @@ def test_a_slow_rank_is_named():
         return StageRecord(**times, optimizer_ms=1.0, peak_gib=1.0, ranks_ms=ranks_ms)
 
     records = [
-        StepRecord(
-            step=step, epoch=0, loss=1.0, loss_tokens=1, samples=1, tokens=1, step_ms=10.0,
-            learning_rate=0.0, grad_norm=1.0,
-            stages=(stage(10, 10.5, 9.8), stage(10, noise, 15)),
-        )
+        record(step, stages=(stage(10, 10.5, 9.8), stage(10, noise, 15)))
         for step, noise in enumerate((10, 40, 10.2))
-    ]  # fmt: skip
+    ]
     [slow] = summarise_run(records, 6, None).slow_ranks
     assert (slow.stage, slow.rank) == (1, 2)
     assert slow.factor == pytest.approx(15 / 10.2)
