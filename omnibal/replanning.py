@@ -63,7 +63,6 @@ def replan(
     """Plan anew from a run, for the same devices or for others.
 
     Args:
-        files: of the plan that the run was trained by.
         run: its log; None to keep the costs, where the number of devices changes.
         gpus: devices of the new plan; None for those of the earlier one.
         after: steps that are trained; None for those of the log.
@@ -80,12 +79,21 @@ def replan(
             "of the checkpoint that the run goes on from"
         )
     fit = None if run is None else _fit(files, run, after)
-    job = refitted_job(job, _kept_refit(plan, job, after or 0) if fit is None else fit.refit)
+    if fit is not None:
+        refit = fit.refit
+    elif isinstance(job.cost_source, Refitted):
+        refit = job.cost_source.refit.model_copy(update={"step": after or 0})
+    else:
+        refit = Refit(root_sha256=root_of(plan, job), step=after or 0)
+    job = refitted_job(job, refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
         result = _at_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
-    before = _kept(plan, job, files)
+    before, directory = _predicted(plan, job, files.steps), files.directory
+    if plan.data.portions and directory is not None:
+        portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
+        before = in_portions(before, portions, plan.data.runs_of_first)
     found = [plan_goal(_goal(files, job), listener).result, before]
     if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
         found.append(_with_slow_stages(files, job, listener))
@@ -95,14 +103,6 @@ def replan(
 def _step_ms(result: PlanResult) -> float:
     assert result.plan.prediction is not None, "what is planned is predicted"
     return result.plan.prediction.step_ms
-
-
-def _kept_refit(plan: Plan, job: JobSpec, step: int) -> Refit:
-    """The refit of costs that stay as they are."""
-    source = job.cost_source
-    if isinstance(source, Refitted):
-        return source.refit.model_copy(update={"step": step})
-    return Refit(root_sha256=root_of(plan, job), step=step)
 
 
 def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
@@ -125,15 +125,6 @@ def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None)
     result = plan_goal(_goal(files, as_stages), listener).result
     assert result.data is not None, "what is planned anew has data"
     return _predicted(result.plan, job, result.data)
-
-
-def _kept(plan: Plan, job: JobSpec, files: PlanFiles) -> PlanResult:
-    """The plan as it is, predicted by other costs."""
-    result, data, directory = _predicted(plan, job, files.steps), plan.data, files.directory
-    if data is None or not data.portions or directory is None:
-        return result
-    portions = EarlierPortions(data=data, directory=directory, are_kept=True)
-    return in_portions(result, portions, data.runs_of_first)
 
 
 def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:

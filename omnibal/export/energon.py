@@ -36,8 +36,6 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     lines, which are read behind all others.
 
     Args:
-        packs: number of packs in reading order, a multiple of the ranks.
-        ranks: data-parallel ranks.
         workers: loader processes of each; 0 and 1 read alike.
 
     Returns:

@@ -8,7 +8,6 @@ from omnibal.base.frozen import Frozen
 from omnibal.export.exported import ExportInput
 from omnibal.job.planner import prediction_of
 from omnibal.model.limits import memory_cap_gib
-from omnibal.pipeline.prediction import Prediction
 
 
 class Expected(Frozen):
@@ -43,7 +42,11 @@ class Expected(Frozen):
     @classmethod
     def of(cls, given: ExportInput) -> Self:
         """Count what is trained, and take time and memory from the plan's prediction."""
-        plan, prediction = given.files.plan, _prediction(given)
+        plan, job, prediction = given.files.plan, given.files.job, given.files.plan.prediction
+        if prediction is None:  # as it was removed
+            packs, lengths = given.files.steps
+            workload = job.workload(packs, lengths, plan.pack_levels)
+            prediction = prediction_of(plan, job, packs, workload)
         per_gpu = prediction.samples_per_second_per_gpu
         return cls(
             **_trained(given),
@@ -82,12 +85,3 @@ def _trained(given: ExportInput) -> dict[str, Any]:
         "dropped_packs": left,
         "dropped_samples": int(sizes.sum()) - trained + data.left_out,
     }
-
-
-def _prediction(given: ExportInput) -> Prediction:
-    """The plan's prediction, made anew where it was removed."""
-    plan, job = given.files.plan, given.files.job
-    if plan.prediction is not None:
-        return plan.prediction
-    packs, lengths = given.files.steps
-    return prediction_of(plan, job, packs, job.workload(packs, lengths, plan.pack_levels))

@@ -24,11 +24,6 @@ Data = tuple[ScheduledPacks, Lengths]
 def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
     """The first thing of a plan that the trainer cannot be told, as a sentence; None if it can be
     told all.
-
-    Args:
-        plan: the plan.
-        data: its packs and lengths; None for a plan of shapes only.
-        target: the trainer.
     """
     return next(obstacles(plan, data, target), None)
 
@@ -46,7 +41,8 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
     yield from _of_sharding(plan, target)
     if data is not None and plan.data is not None:
         yield from _of_steps(plan, data[0])
-        yield from _of_packs(data, target)
+        if target.packs.next_fit:
+            yield from _merged(ReadingOrder.of(data[0]), data[1], target)
 
 
 def _of_sizes(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
@@ -111,9 +107,11 @@ def _place(plan: Plan, part: int) -> str:
 
 def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     rules, stages = target.stages, plan.stages
-    encoders = set(plan.pipeline_model.encoders)
+    # A model's only projector has no encoder's name.
+    beginning = {"projector", *plan.pipeline_model.encoders}
+    beginning |= {f"{name}_projector" for name in plan.pipeline_model.encoders}
     for number, stage in enumerate(stages):
-        away = [span for span in stage.units if _is_of(encoders, span.part)]
+        away = [span for span in stage.units if span.part in beginning]
         if rules.encoders_on_first and number and away:
             yield (
                 f"{_place(plan, number)} holds {away[0]}, and {target.title} has encoders on its "
@@ -122,10 +120,6 @@ def _of_stages(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
     embed = LANGUAGE_EMBED.replace("_", " ")
     if rules.encoders_on_first and not stages[0].holds(embed):
         yield f"the first stage does not hold the {embed}, as it does in {target.title}"
-
-
-def _is_of(encoders: set[str], part: str) -> bool:
-    return part in encoders or part == "projector" or part.removesuffix("_projector") in encoders
 
 
 def _of_recomputation(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
@@ -190,12 +184,6 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
             f"in step {order.step[other[0]]} ranks have unequally many packs, and a trainer gives "
             "them packs in turn"
         )
-
-
-def _of_packs(data: Data, target: TrainerConstraints) -> Iterator[str]:
-    packs, lengths = data
-    if target.packs.next_fit:
-        yield from _merged(ReadingOrder.of(packs), lengths, target)
 
 
 def _merged(order: ReadingOrder, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:

@@ -70,7 +70,10 @@ class Layout:
     def short_text(self) -> str:
         """The layout as a string, with equal layers counted, such as `Et*17|t*23mL`."""
         return "|".join(
-            "".join(_counted(_LETTERS[word], len(list(run))) for word, run in groupby(chunk))
+            "".join(
+                f"{letter}*{count}" if count > 2 else letter * count
+                for letter, count in ((_LETTERS[w], len(list(run))) for w, run in groupby(chunk))
+            )
             for chunk in self.chunks
         )
 
@@ -93,10 +96,6 @@ class Layout:
     def is_even(self) -> bool:
         """Whether all stages have equally many layers, as they have without any flag."""
         return self.virtual == 1 and len(set(self.layers)) == 1
-
-
-def _counted(letter: str, count: int) -> str:
-    return f"{letter}*{count}" if count > 2 else letter * count
 
 
 def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> Layout:
@@ -139,12 +138,7 @@ def split_flags(layout: Layout) -> dict[str, str]:
 
 
 def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
-    """Read a layout as Megatron-core does: its form alone, and not whether a model fits it.
-
-    Args:
-        given: a string, or a list of words for every chunk.
-        pipeline: number of stages.
-    """
+    """Read a layout as Megatron-core does: its form alone, and not whether a model fits it."""
     chunks = _letters_of(given) if isinstance(given, str) else _words_of(given)
     if len(chunks) % pipeline:
         raise UserError(

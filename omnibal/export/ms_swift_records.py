@@ -15,7 +15,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn, Video
+from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
 from omnibal.data.stored_files import StoredFile
 
 _TYPED_BYTES = 10 << 20
@@ -31,9 +31,6 @@ def write_rows(
     """Write a row a sample, in this order.
 
     Args:
-        annotations: the data.
-        samples: numbers of samples in it, int64 [rows].
-        path: JSONL to write.
         of_tiles: whether the model cuts images into tiles, as InternVL does.
     """
     begins: dict[str, int] = {}
@@ -134,7 +131,10 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
             message["content"] = message["content"].replace(f"{IMAGE}\n", IMAGE)
     row: Row = {"messages": messages}
     if sample.videos:
-        row["videos"] = [_video(sample, video) for video in sample.videos]
+        row["videos"] = [
+            _paths(sample, video.frames) if video.file is None else _paths(sample, [video.file])[0]
+            for video in sample.videos
+        ]
     if sample.images:
         row["images"] = _paths(sample, sample.images)
     if sample.recordings:
@@ -146,22 +146,12 @@ def _messages_of(turn: Turn) -> list[Row]:
     """A question, or what tools answered, and what the assistant says and calls."""
     asked = [{"role": "tool", "content": result} for result in turn.results]
     asked = asked or [{"role": "user", "content": turn.question}]
-    said = [] if turn.calls and not turn.answer else [_answer(turn)]
+    said = []
+    if turn.answer or not turn.calls:
+        thought = "" if turn.reasoning is None else f"<think>\n{turn.reasoning}\n</think>\n\n"
+        said = [{"role": "assistant", "content": thought + turn.answer}]
     said += [{"role": "tool_call", "content": call} for call in turn.calls]
     return asked + [message if turn.learned else {**message, _LOSS: False} for message in said]
-
-
-def _answer(turn: Turn) -> Row:
-    thought = "" if turn.reasoning is None else f"<think>\n{turn.reasoning}\n</think>\n\n"
-    return {"role": "assistant", "content": thought + turn.answer}
-
-
-def _video(sample: Sample, video: Video) -> str | list[str]:
-    """The path of a video's file, or those of its frames."""
-    if video.file is None:
-        return _paths(sample, video.frames)
-    [path] = _paths(sample, [video.file])
-    return path
 
 
 def _paths(sample: Sample, files: Sequence[StoredFile]) -> list[str]:

@@ -27,7 +27,6 @@ from omnibal.export.megatron_flags import torchrun
 from omnibal.export.order_file import record_numbers, sample_numbers
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recomputed_layers import all_or_none
-from omnibal.job.plan import Plan
 from omnibal.model.units import LANGUAGE
 
 _ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
@@ -40,9 +39,10 @@ def export(given: ExportInput) -> Exported:
     plan = given.files.plan
     if given.annotations is not None:
         _check_readable(given.annotations)
+    config = shlex.quote(f"{plan.model.name}_config.py")
     return Exported(
         files=_files(given),
-        command=_command(plan),
+        command=torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {config}"),
         settings=_settings(given),
         given_up=tuple(_given_up(given)),
         notes=tuple(_notes(given)),
@@ -158,11 +158,6 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
                 "XTuner takes a file once, with one folder: copy the file for one of them"
             )
     return roots
-
-
-def _command(plan: Plan) -> str:
-    config = shlex.quote(f"{plan.model.name}_config.py")
-    return torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {config}")
 
 
 def _given_up(given: ExportInput) -> Iterator[str]:

@@ -39,11 +39,7 @@ _SAME = 1e-6
 
 
 def check_plan(directory: Path) -> list[str]:
-    """Check everything that can be checked before a device is rented.
-
-    Returns:
-        One sentence per passed check.
-    """
+    """Check all that can be checked before a device is rented; return a sentence per check."""
     return check_and_open(directory)[1]
 
 

@@ -221,9 +221,6 @@ def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
 
     Plans for other trainers and of given methods keep the order in which packs were dealt, and so
     do ranks that wait for each other within a step.
-
-    Args:
-        result: of `make_plan`.
     """
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
@@ -301,11 +298,7 @@ def prediction_of(
 def check_memory(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
 ) -> None:
-    """Refuse packs that need more memory than the plan's stages have.
-
-    Args:
-        what: name of the packs, for the message.
-    """
+    """Refuse packs that need more memory than the plan's stages have."""
     levels = plan.pack_levels
     memories = schedule_memories(
         job.cost_of_all(levels),

@@ -154,7 +154,9 @@ def fit_run(
     terms = measured_terms(plan, cost, workload, records)
     slow = _slow_ranks(plan, cost, workload, records)
     alike = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
-    found = _fitted(alike, _groups(terms.names), plan.parallel.pipeline)
+    kinds = list(dict.fromkeys(name[:2] for name in terms.names))
+    groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
+    found = _fitted(alike, groups, plan.parallel.pipeline)
     factors, (slowness, common) = found.factors, _relative(found.slowness)
     refit = Refit(
         root_sha256=root_of(plan, job),
@@ -293,12 +295,6 @@ def _row_terms(
         for feature in base
     ]
     return terms.reshape(*terms.shape[:3], -1), names
-
-
-def _groups(names: Sequence[tuple[str, str, str]]) -> np.ndarray:
-    """Number of the kind of unit and pass of every term, [c]."""
-    known = {name: number for number, name in enumerate(dict.fromkeys(n[:2] for n in names))}
-    return np.array([known[name[:2]] for name in names])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -183,12 +183,7 @@ def heaviest_rows(
 
 
 def read_replay(directory: Path, plan: Plan, cost: CostModel, workload: Workload) -> ReplaySummary:
-    """Read a finished replay of the plan and combine its stages into steps.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        workload: of all the plan's packs.
-    """
+    """Read a finished replay of the plan and combine its stages into steps."""
     info = REPLAY_FILES.identity_of(directory, plan_sha256(plan))
     stages = REPLAY_FILES.read(directory, plan.parallel.pipeline)
     size = plan.parallel.pipeline

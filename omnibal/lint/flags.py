@@ -112,10 +112,6 @@ def words_of(text: str | None) -> tuple[str, ...]:
     return tuple(re.findall(r"[^\s,\[\]'\"]+", text or ""))
 
 
-def _words(name: str, text: str | None) -> tuple[str, ...]:
-    return words_of(text)
-
-
 def _layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ...] | None:
     if text is None or not text.strip().startswith("["):
         return text
@@ -145,7 +141,7 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
     "recompute-method": ("recompute_method", _one_of("block", "uniform")),
     "recompute-num-layers": ("recompute_layers", _whole),
     "custom-pipeline-recompute-layers": ("recompute_by_stage", _numbers),
-    "recompute-modules": ("recompute_modules", _words),
+    "recompute-modules": ("recompute_modules", lambda _, text: words_of(text)),
     "recompute-vision": ("recompute_encoders", _switch),
     "vit-gradient-checkpointing": ("recompute_encoders", _switch),
     "micro-batch-size": ("micro_batch", _positive),

@@ -39,7 +39,7 @@ from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
 from omnibal.model.limits import Caps, words
 from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
+from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -112,6 +112,9 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     _check_predictable(line)
     parallel, expert_notes = _parallel(line, model)
     precision, fp8 = precision_of(line)
+    launcher, runtime = line.launch.launcher, _runtime_on(line, samples, runtime_of(line, fp8))
+    is_listed = launcher is Launcher.LOONGFORGE
+    trainer = LOONGFORGE if is_listed else TARGETS[TargetName(launcher.value)]
     job = JobSpec(
         model=_trained_model(line, model, samples),
         cluster=cluster,
@@ -119,9 +122,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         precision=precision,
         frozen=_frozen(line, model),
         adapters=adapters_of_line(line, model),
-        trainer=_trainer(line.launch.launcher).model_copy(
-            update={"runtime": _runtime_on(line, samples, runtime_of(line, fp8))}
-        ),
+        trainer=trainer.model_copy(update={"runtime": runtime}),
     )
     caps = _caps(line, job.model, samples)
     levels = _levels(line, caps)
@@ -145,13 +146,6 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
             *_notes_on_job(line, samples, job),
         ),
     )
-
-
-def _trainer(launcher: Launcher) -> TrainerConstraints:
-    """Constraints of the trainer that a launcher starts."""
-    if launcher is Launcher.LOONGFORGE:
-        return LOONGFORGE
-    return TARGETS[TargetName(launcher.value)]
 
 
 def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
@@ -179,9 +173,6 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     Recipes of Megatron-Bridge hide exchanges and fuse the loss where they say nothing else; in
     Megatron-LM and the trainers that take its flags, each is a switch. ms-swift's loss is per
     token, which leaves nothing to average.
-
-    Args:
-        fp8: how its products are in FP8, where they are.
     """
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
@@ -436,12 +427,9 @@ def _encoder_number(line: Line, number: int) -> int:
 
 def recomputing(stage: Stage, of_language: int, of_encoders: int) -> Stage:
     """The stage with so many first layers of each tower recomputed, or all where it holds fewer."""
-    return stage.model_copy(update={"recompute": tuple(_first(stage, of_language, of_encoders))})
-
-
-def _first(stage: Stage, of_language: int, of_encoders: int) -> Iterator[Span]:
+    recompute = []
     for tower in dict.fromkeys(span.name for span in stage.units if span.layers):
-        held = stage.layers(tower)
-        again = held[: max(0, of_language if tower == LANGUAGE else of_encoders)]
+        again = stage.layers(tower)[: max(0, of_language if tower == LANGUAGE else of_encoders)]
         if again:
-            yield Span(tower, again)
+            recompute.append(Span(tower, again))
+    return stage.model_copy(update={"recompute": tuple(recompute)})

@@ -7,7 +7,6 @@ from omnibal.export.megatron_flags import Flags, flag_lines, plan_layout
 from omnibal.export.recomputed_layers import first_layers
 from omnibal.job.plan import Plan
 from omnibal.model.targets import TARGETS, PackRules, RecomputeFreedom, TargetName
-from omnibal.pipeline.stage import Stage
 
 _MEGATRON_LM = TARGETS[TargetName.MEGATRON_LM]
 LOONGFORGE = _MEGATRON_LM.model_copy(
@@ -45,8 +44,9 @@ def _recompute_flags(plan: Plan) -> Flags:
     A list needs a comma, so a single stage has Megatron's own number.
     """
     parts = plan.stages_at(0)
+    # The number by which all chunks of a stage recompute layers of all their towers.
     counts = [
-        _number_of_stage([parts[part] for part in plan.parts_of(stage)], plan.model.towers)
+        max(first_layers(parts[n], t) or 0 for n in plan.parts_of(stage) for t in plan.model.towers)
         for stage in range(plan.parallel.pipeline)
     ]
     if not any(counts):
@@ -55,11 +55,6 @@ def _recompute_flags(plan: Plan) -> Flags:
     if len(counts) == 1:
         return full | {"recompute-num-layers": str(counts[0])}
     return full | {"custom-pipeline-recompute-layers": _join_numbers(counts)}
-
-
-def _number_of_stage(chunks: Sequence[Stage], towers: Sequence[str]) -> int:
-    """Return the number by which all chunks of a stage recompute layers of all their towers."""
-    return max(first_layers(chunk, tower) or 0 for chunk in chunks for tower in towers)
 
 
 def _join_numbers(numbers: Sequence[int]) -> str:

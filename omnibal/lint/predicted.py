@@ -92,12 +92,7 @@ def predicted(
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
     flags: Sequence[str] = (),
 ) -> Costed:
-    """Predict stages of a line's job on its micro-batches.
-
-    Args:
-        parts: the stages, or all of their chunks in model order.
-        schedule: which places parts on stages.
-    """
+    """Predict stages of a line's job on its micro-batches."""
     job = launched.job
     prediction = predict(
         job.cost_of_all(launched.levels),

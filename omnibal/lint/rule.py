@@ -69,12 +69,7 @@ class RuleGroup:
         severity: Severity = "refused",
         launchers: frozenset[Launcher] = frozenset(Launcher),
     ) -> Callable[[Check], Check]:
-        """Make the decorated function a rule of the group, by its name and its docstring.
-
-        Args:
-            source: file, line and version of the trainer's own check.
-            launchers: trainers that check it.
-        """
+        """Make the decorated function a rule of the group, by its name and its docstring."""
 
         def add(check: Check) -> Check:
             self.rules.append(Rule(source, check, severity, launchers))
@@ -83,12 +78,7 @@ class RuleGroup:
         return add
 
     def core_config(self, lines: str, **more: Any) -> Callable[[Check], Check]:
-        """Make the decorated function a rule that core's configuration has.
-
-        Args:
-            lines: of the check in that file.
-            more: as `rule` takes it.
-        """
+        """Make the decorated function a rule that core's configuration has."""
         return self.rule(f"core/transformer/transformer_config.py:{lines}, {CORE}", **more)
 
     validate_args = partialmethod(rule, VALIDATE_ARGS, launchers=ARGPARSE)

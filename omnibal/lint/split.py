@@ -11,9 +11,6 @@ def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
 
     As megatron-core's `get_num_layers_to_build` counts them, and LoongForge's
     `convert_custom_pipeline_to_layout`.
-
-    Args:
-        line: one that breaks no rule of its split.
     """
     launch, stages, chunks = line.launch, line.launch.pipeline, line.virtual or 1
     if isinstance(line.layout, Layout):

@@ -48,7 +48,7 @@ def headline_cards(
         *_latest("Idle", idle, ["share of device time spent waiting"]),
         *_latest("Samples per second per device", known),
         *(_length(plan, prediction) if prediction else []),
-        *([_loss(run, records)] if run else []),
+        *(_loss(run, records) if run else []),
         *_experts(plan, records),
     ]
 
@@ -106,12 +106,10 @@ def _length(plan: Plan, prediction: Prediction) -> list[Card]:
     return [Card(title="Whole training", value=value, source="predicted", note=note)]
 
 
-def _loss(run: RunSummary, records: Sequence[StepRecord]) -> Card:
-    return Card(
-        title="Loss",
-        value=f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}",
-        note=f"at step {records[0].step:,} and at step {records[-1].step:,}",
-    )
+def _loss(run: RunSummary, records: Sequence[StepRecord]) -> list[Card]:
+    value = f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}"
+    note = f"at step {records[0].step:,} and at step {records[-1].step:,}"
+    return [Card(title="Loss", value=value, note=note)]
 
 
 def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:

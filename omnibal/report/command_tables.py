@@ -24,11 +24,7 @@ _SHOWN_CANDIDATES = 10  # as many as a terminal shows beside the rest of what a 
 
 
 def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:
-    """The model presets: parameters, and layers x hidden size of every tower.
-
-    Args:
-        models: each with its parameters.
-    """
+    """The model presets: parameters, and layers x hidden size of every tower."""
     return Table.of_records(
         "Models, with billions of parameters",
         models,
@@ -38,7 +34,11 @@ def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Tab
             "active": lambda one: _billions(one[1].active) if one[1].active < one[1].stored else "",
             "encoders": lambda one: "\n".join(map(_size, one[0].encoders.values())),
             "language": lambda one: _size(one[0].language),
-            "experts": lambda one: _experts_words(one[0].language),
+            "experts": lambda one: ", ".join(
+                f"{each.experts_per_token} of {each.experts}"
+                for each in {kind.experts for kind in one[0].language.kinds}
+                if each is not None
+            ),
         },
     )
 
@@ -59,12 +59,6 @@ def _billions(parameters: int) -> str:
     if billions >= 1000:
         return f"{billions:.0f}"
     return f"{billions:.3g}" if billions >= 0.1 else f"{billions:.4f}"
-
-
-def _experts_words(language: LanguageConfig) -> str:
-    """Experts of a layer that has some, and how many of them a token is sent to."""
-    given = {kind.experts for kind in language.kinds if kind.experts is not None}
-    return ", ".join(f"{one.experts_per_token} of {one.experts}" for one in given)
 
 
 def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:

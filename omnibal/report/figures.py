@@ -108,11 +108,7 @@ def split_figure(plan: Plan) -> PageFigure:
 
 @style()
 def memory_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | None:
-    """Draw the memory of one device of each stage: predicted parts, peaks and the limit.
-
-    Returns:
-        None without a prediction.
-    """
+    """Draw the memory of a device of each stage, if predicted: parts, peaks and the limit."""
     if plan.prediction is None:
         return None
     memories = [memory_parts(stage.memory) for stage in plan.prediction.stages]
@@ -139,11 +135,7 @@ def memory_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure 
 
 @style()
 def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | None:
-    """Draw forward, backward, wait, data and update of every stage by source.
-
-    Returns:
-        None without any times.
-    """
+    """Draw forward, backward, wait, data and update of every stage by source, if any is known."""
     series = {name: figures.stages for name, figures in sources.items() if figures.stages}
     if not series:
         return None
@@ -278,11 +270,7 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
 
 @style()
 def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
-    """Draw the step as ideal computation and time lost to each cause, predicted and replayed.
-
-    Returns:
-        None if neither is known.
-    """
+    """Draw the step as ideal computation and time lost to each cause, as far as it is known."""
     steps = lost_by_source(plan, replay)
     if not steps:
         return None

@@ -74,11 +74,6 @@ def common_practice(
     head, is a little faster. The caps do not hold here: some micro-batches may fit on no device.
 
     Args:
-        lengths: of all samples.
-        samples_per_micro_batch: of every one.
-        dp: data-parallel ranks.
-        micro_batches: of one rank in a step.
-        seed: of the order.
         load: gives the load of every micro-batch [packs] from packs of these lengths.
     """
     samples_per_step = samples_per_micro_batch * dp * micro_batches
@@ -106,13 +101,7 @@ def compare_loads(
 ) -> dict[str, RankLoads]:
     """Return the loads of a schedule of one epoch, `after`, and of common practice, `before`.
 
-    Args:
-        job: whose data-parallel ranks are compared, and whose costs predict their times.
-        data: that was packed under one limit.
-        scheduled: its packs.
-
-    Returns:
-        Without `before` if the samples do not make one complete step of it.
+    There is no `before` if the samples do not make one complete step of it.
     """
     dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)

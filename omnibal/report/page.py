@@ -91,14 +91,9 @@ def write_report(
     """Write the report of a plan, and of the run trained from it and of its replay where given.
 
     Args:
-        files: of the plan.
         run_directory: holds `run.json` and `run.jsonl`, and `evaluation.json` once the run was
             evaluated.
-        output: the HTML file.
         replay_directory: made by tools/replay.py.
-
-    Returns:
-        What the page shows.
     """
     shown = _read(files, run_directory, replay_directory)
     write_ascii(render(shown), output)

@@ -9,7 +9,7 @@ from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.units import model_parts
-from omnibal.pipeline.prediction import Prediction, StageMemory
+from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.report.formatting import (
     EN_DASH,
@@ -43,15 +43,15 @@ _EXAMPLES_SHOWN = 12  # rows before a table is longer than a screen
 _TEXT_LIMIT = 160  # characters: about three lines of a cell
 
 
-def _column(
-    title: str, cells: Sequence[Cell], style: Style = "", group: str = ""
-) -> tuple[Column, Sequence[Cell]]:
+Filled = tuple[Column, Sequence[Cell]]
+"""A column and its cells."""
+
+
+def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "") -> Filled:
     return Column(title=title, style=style, group=group), cells
 
 
-def _beside(
-    group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
-) -> list[tuple[Column, Sequence[Cell]]]:
+def _beside(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0) -> list[Filled]:
     """A column of each named series, all with equal decimals; an empty one is left out."""
     cells = iter(aligned([value for values in series.values() for value in values], at_least))
     bold = ("peak", "replayed", "measured")
@@ -73,9 +73,7 @@ def stages_table(
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
     sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
 
-    def of_sources(
-        title: str, digits: int, values: Mapping[str, list[float]]
-    ) -> list[tuple[Column, Sequence[Cell]]]:
+    def of_sources(title: str, digits: int, values: Mapping[str, list[float]]) -> list[Filled]:
         cells = {name: [f"{one:,.{digits}f}" for one in of] for name, of in values.items()}
         if len(cells) == 1:
             return [_column(title, next(iter(cells.values())))]
@@ -137,7 +135,11 @@ def memory_table(
         caption += f"; weights are {held_encoders(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
     if memories:
-        columns += _predicted_memory(memories, cap_gib)
+        parts = [memory_parts(memory) | {"peak": memory.peak_gib} for memory in memories]
+        sizes = {kind: [part[kind] for part in parts] for kind in parts[0]}
+        shares = [Marked.share(memory.peak_gib / cap_gib) for memory in memories]
+        columns += _beside("predicted, GiB", sizes, at_least=2)
+        columns.append(_column("of usable", shares, group="predicted, GiB"))
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
@@ -155,24 +157,8 @@ def memory_table(
     return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", filled, caption)
 
 
-def _predicted_memory(
-    memories: Sequence[StageMemory], cap_gib: float
-) -> list[tuple[Column, Sequence[Cell]]]:
-    parts = [memory_parts(memory) | {"peak": memory.peak_gib} for memory in memories]
-    sizes = {kind: [part[kind] for part in parts] for kind in parts[0]}
-    shares = [memory.peak_gib / cap_gib for memory in memories]
-    return [
-        *_beside("predicted, GiB", sizes, at_least=2),
-        _column("of usable", [Marked.share(share) for share in shares], group="predicted, GiB"),
-    ]
-
-
 def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | None:
-    """Breakdown of the time of a step from the ideal up, predicted and replayed.
-
-    Returns:
-        None if neither is known.
-    """
+    """Breakdown of the predicted and replayed step from the ideal up; None if neither is known."""
     steps = lost_by_source(plan, replay)
     if not steps:
         return None
@@ -377,7 +363,6 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
 
     Args:
         load: by which the straggler factor is measured.
-        data: of the plan that the packs are of, whose steps and method are said too.
     """
     samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
     entries = [

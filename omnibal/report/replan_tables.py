@@ -1,6 +1,7 @@
 """What `omnibal replan` found: what was mispredicted, by kind of unit, stage and rank."""
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from omnibal.report.formatting import milliseconds, percent
@@ -50,17 +51,12 @@ def replan_facts(planned: "Replanned") -> Facts:
         entries.append(("gain", percent(planned.gain)))
     if planned.fit is not None:
         entries.insert(0, ("step, measured median", milliseconds(planned.fit.step_ms)))
-    entries.append(("layers of each stage", ", ".join(_layers(planned))))
-    return Facts("Planned anew", entries)
-
-
-def _layers(planned: "Replanned") -> list[str]:
     plan = planned.plan
-    towers = plan.pipeline_model.towers
-    return [
-        "+".join(str(stage.number_of_layers(tower)) for tower in towers)
+    layers = [
+        "+".join(str(stage.number_of_layers(tower)) for tower in plan.pipeline_model.towers)
         for stage in plan.held(plan.stages)
     ]
+    return Facts("Planned anew", [*entries, ("layers of each stage", ", ".join(layers))])
 
 
 def replan_summary(planned: "Replanned") -> dict[str, Any]:
@@ -80,13 +76,5 @@ def replan_summary(planned: "Replanned") -> dict[str, Any]:
         "noise": fit.noise,
         "update_factor": fit.refit.update,
         "kinds": {one.name: one.factor for one in fit.kinds},
-        "stages": [
-            {
-                "predicted_ms": one.predicted_ms,
-                "measured_ms": one.measured_ms,
-                "slowness": one.slowness,
-                "slow_ranks": one.slow_ranks,
-            }
-            for one in fit.stages
-        ],
+        "stages": [asdict(one) for one in fit.stages],
     }

@@ -103,6 +103,10 @@ def summarise_run(
     waits = wait_ms / np.maximum(step_ms, 1e-9)[:, None]
     seconds = (step_ms.sum() + sum(record.between_ms for record in records)) / 1000
     samples = sum(record.samples for record in records)
+    times = [
+        [[vars(record.stages[stage])[name] for name in StageTime._fields] for record in records]
+        for stage in stages
+    ]
     return RunSummary(
         provider=provider,
         step_ms=float(np.median(step_ms)),
@@ -118,7 +122,7 @@ def summarise_run(
             max(stage.allocation_retries for stage in record.stages) for record in records
         ),
         slow_ranks=tuple(each for stage in stages for each in _slow_ranks(records, stage)),
-        stages=tuple(_median_time(records, stage) for stage in stages),
+        stages=tuple(StageTime(*map(float, np.median(of, axis=0))) for of in times),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),
     )
@@ -133,13 +137,6 @@ def _slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]
     factors = ranks_ms / max(float(np.median(ranks_ms)), 1e-9)
     for rank in np.flatnonzero(factors >= SLOW).tolist():
         yield SlowRank(stage, rank, float(factors[rank]))
-
-
-def _median_time(records: Sequence[StepRecord], stage: int) -> StageTime:
-    times = [
-        tuple(vars(record.stages[stage])[name] for name in StageTime._fields) for record in records
-    ]
-    return StageTime(*map(float, np.median(times, axis=0)))
 
 
 def micro_batches_per_step(plan: Plan) -> float | None:

@@ -45,17 +45,10 @@ def chrome_trace(
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
         events += [_name("thread_name", f"stage {s}", rank, s) for s in range(stages)]
         events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
-    events += [
-        _block(
-            block.label,
-            "encoders",
-            (block.rank, stage),
-            block.start_ms,
-            block.end_ms - block.start_ms,
-        )
-        for block in encoder_blocks(timeline, times, of_step)
-        for stage in range(stages)
-    ]
+    for one in encoder_blocks(timeline, times, of_step):
+        took_ms = one.end_ms - one.start_ms
+        for stage in range(stages):
+            events.append(_block(one.label, "encoders", (one.rank, stage), one.start_ms, took_ms))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
