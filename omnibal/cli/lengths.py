@@ -160,7 +160,12 @@ def lengths(
             "the model's tokenizer.json, tokenizer.model, or a folder with one"
         )
     else:
-        found, skipped, listed = _scanned(meta, model, config, tokenizer_model, output, pool, scan)
+        asked = meta, model, config, tokenizer_model, output, pool, scan
+        try:
+            found, skipped, listed = _scanned(*asked)
+        except KeyboardInterrupt as error:
+            sys.stderr.write("interrupted: run the same command again to resume\n")
+            raise typer.Exit(128 + signal.SIGINT) from error
     result = {
         "samples": len(found),
         "seconds": time.perf_counter() - start,
@@ -212,7 +217,7 @@ def _scanned(
     check_files(outputs, read)
     print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_path)
-    with _resumable(), pool_options.opened() as pool:
+    with pool_options.opened() as pool:
         index = DataIndex(pool=pool, progress=progress)
         if options.data_index is not None:
             index = DataIndex.resumed(options.data_index, pool, progress)
@@ -235,16 +240,6 @@ def _scanned(
     listed = skipped_list if keeps_files else None
     print_notes(skipped_notes(scan.skipped, listed), prefix="")
     return scan.lengths, len(scan.skipped), listed
-
-
-@contextmanager
-def _resumable() -> Iterator[None]:
-    """End on Ctrl-C with a word on how to go on."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        sys.stderr.write("interrupted: run the same command again to resume\n")
-        raise typer.Exit(128 + signal.SIGINT) from error
 
 
 def _check_earlier_lengths(output: Path) -> None:

@@ -17,42 +17,37 @@ from omnibal.model.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
 """Largest script that is read: launch scripts have some KiB, and data is none."""
-LineArgument = Annotated[
-    str,
-    typer.Argument(
-        metavar="LINE",
-        help="a command in quotes, flags or overrides alone, or the path of a shell script",
-    ),
-]
-LauncherOption = Annotated[
-    Launcher | None,
-    typer.Option(help="trainer that it starts (default: told by its program and flags)"),
-]
-GpusOption = Annotated[
-    int | None, count_option("GPUs of the job (default: those of the line)", most=MAX_DEVICES)
-]
-LineNumberOption = Annotated[
-    int | None,
-    typer.Option(min=1, help="line of a script's launch line, where the script has several"),
-]
-SetOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--set",
-        metavar="NAME=VALUE",
-        help="value of a variable of the line or script, above its own (may be repeated)",
-    ),
-]
 
 
 def lint(
-    line: LineArgument,
+    line: Annotated[
+        str,
+        typer.Argument(
+            metavar="LINE",
+            help="a command in quotes, flags or overrides alone, or the path of a shell script",
+        ),
+    ],
     model: ModelOption,
     cost: CostOptions,
-    launcher: LauncherOption = None,
-    gpus: GpusOption = None,
-    variables: SetOption = None,
-    line_number: LineNumberOption = None,
+    launcher: Annotated[
+        Launcher | None,
+        typer.Option(help="trainer that it starts (default: told by its program and flags)"),
+    ] = None,
+    gpus: Annotated[
+        int | None, count_option("GPUs of the job (default: those of the line)", most=MAX_DEVICES)
+    ] = None,
+    variables: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="NAME=VALUE",
+            help="value of a variable of the line or script, above its own (may be repeated)",
+        ),
+    ] = None,
+    line_number: Annotated[
+        int | None,
+        typer.Option(min=1, help="line of a script's launch line, where the script has several"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Say of a launch line of a Megatron trainer whether it can start, and what it will cost.

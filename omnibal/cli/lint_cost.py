@@ -17,11 +17,8 @@ from omnibal.model.limits import IMAGE_TOKENS
 from omnibal.report.table import Column, Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.lint.device_memory import DeviceMemory
     from omnibal.lint.line import Line
     from omnibal.lint.predicted import Costed, Verdict
-    from omnibal.pipeline.prediction import StagePrediction
-    from omnibal.pipeline.stage import Stage
 
 DEFAULT_CLUSTER = "h100-80g"
 
@@ -124,7 +121,9 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
             "backward_ms": each.backward_ms,
             "wait_fraction": each.wait_fraction,
         }
-        for stage, each, memory in _by_stage(costed)
+        for stage, each, memory in zip(
+            costed.stages, costed.prediction.stages, costed.memory, strict=True
+        )
     ]
     return {
         "schedule": {"name": costed.schedule.name, "chunks": costed.schedule.chunks},
@@ -144,11 +143,6 @@ def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
     }
 
 
-def _by_stage(costed: "Costed") -> "Iterator[tuple[Stage, StagePrediction, DeviceMemory]]":
-    """Every stage, its times and its memory."""
-    return zip(costed.stages, costed.prediction.stages, costed.memory, strict=True)
-
-
 def _accuracy(verdict: "Verdict") -> Accuracy | None:
     """How far published steps are predicted off on such devices; None where none are known."""
     job = verdict.launched.job
@@ -157,7 +151,7 @@ def _accuracy(verdict: "Verdict") -> Accuracy | None:
 
 def _stages_table(verdict: "Verdict") -> Table:
     """Units of every stage, its memory and its times per micro-batch."""
-    towers = verdict.launched.job.model.towers
+    towers, line = verdict.launched.job.model.towers, verdict.line
     rows = [
         (
             str(index),
@@ -169,7 +163,9 @@ def _stages_table(verdict: "Verdict") -> Table:
             f"{each.backward_ms:,.2f}",
             f"{each.wait_fraction:.1%}",
         )
-        for index, (stage, each, memory) in enumerate(_by_stage(verdict.line))
+        for index, (stage, each, memory) in enumerate(
+            zip(line.stages, line.prediction.stages, line.memory, strict=True)
+        )
     ]
     times = ("forward\nms", "backward\nms", "waits")
     titles = ("stage", *towers, "recompute", "tensors\nGiB", "device\nGiB", *times)
@@ -206,7 +202,11 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
             how = f"a split that fits takes {-verdict.saved:.1%} longer"
         elif verdict.finding is not None:
             how += ", and fits"
-        in_chunks = f"{_schedule(better)}{better.step_ms:,.1f} ms a step"
+        in_chunks = f"{better.step_ms:,.1f} ms a step"
+        if len(better.stages) > 1:
+            count = better.schedule.chunks
+            chunks = "one chunk" if count == 1 else f"{count} chunks"
+            in_chunks = f"by {better.schedule.name} with {chunks} a stage, {in_chunks}"
         yield f"{how}, {in_chunks}: {_flags(verdict, better)}"
     if least is not None and (better is None or least.flags != better.flags):
         step = f"{least.step_ms:,.1f} ms a step"
@@ -222,15 +222,6 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
             "expert size, or shorten the sequence"
         )
-
-
-def _schedule(advised: "Costed") -> str:
-    """The schedule of stages in words; nothing where there is one stage."""
-    schedule = advised.schedule
-    if len(advised.stages) == 1:
-        return ""
-    chunks = "one chunk" if schedule.chunks == 1 else f"{schedule.chunks} chunks"
-    return f"by {schedule.name} with {chunks} a stage, "
 
 
 def _flags(verdict: "Verdict", advised: "Costed") -> str:

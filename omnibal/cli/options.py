@@ -26,9 +26,7 @@ from omnibal.model.config import (
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.layers import MAX_IMBALANCE
 from omnibal.model.limits import (
-    DEFAULT_MICRO_BATCHES,
     FEATURE_NAME,
-    MAX_PACKS_PER_STEP,
     USABLE_MEMORY_FRACTION,
 )
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
@@ -71,24 +69,10 @@ ModelOption = Annotated[
     ),
 ]
 ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
-ImbalanceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--expert-imbalance",
-        min=1,
-        max=MAX_IMBALANCE,
-        help="tokens of the fullest expert-parallel rank over the mean, which time and memory are "
-        "planned for (default: the model's, 1.2 where it does not say)",
-    ),
-]
-ProfileOption = Annotated[
-    Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
-]
 PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
 LengthsArgument = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
 ]
-MaxTokensOption = Annotated[int, count_option("language tokens that a pack may hold")]
 LimitOption = Annotated[
     list[str] | None,
     typer.Option(
@@ -99,106 +83,16 @@ LimitOption = Annotated[
 NeededMaxTilesOption = Annotated[
     int | None, count_option("image tiles that a pack may hold, if samples have any")
 ]
-NeededMaxTokensOption = Annotated[int | None, count_option("language tokens that a pack may hold")]
-ChosenMaxTilesOption = Annotated[
-    int | None, count_option("image tiles that a pack may hold (default: searched for)")
-]
-ChosenMaxTokensOption = Annotated[
-    int | None, count_option("language tokens that a pack may hold (default: searched for)")
-]
-MicroBatchesOption = Annotated[
-    int, count_option("packs of one rank in a step", most=MAX_PACKS_PER_STEP)
-]
-ChosenMicroBatchesOption = Annotated[
-    int | None,
-    count_option(
-        "packs of one rank in a step, were all full ones of the longest size "
-        f"(default: {DEFAULT_MICRO_BATCHES})",
-        most=MAX_PACKS_PER_STEP,
-    ),
-]
-PrecisionOption = Annotated[
-    Precision,
-    typer.Option(help="of weights and activations; fp8 is bf16 with FP8 products in layers"),
-]
 ProviderOption = Annotated[
     Provider, typer.Option(help="of the layers' linears and attention, as of pretrain_vlm.py")
 ]
 SeedOption = Annotated[int, count_option("of packs and order", most=MAX_SEED, least=0)]
-TensorOption = Annotated[
-    int | None, count_option("tensor-parallel size (default: 1)", "--tp", most=MAX_DEVICES)
-]
-PipelineOption = Annotated[
-    int | None,
-    count_option("pipeline-parallel size, stages (default: 1)", "--pp", most=MAX_DEVICES),
-]
-DataOption = Annotated[
-    int | None, count_option("data-parallel size (default: 1)", "--dp", most=MAX_DEVICES)
-]
-ExpertOption = Annotated[
-    int | None,
-    count_option(
-        "expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
-        "layer, a divisor of --tp x --dp (default: 1)",
-        "--ep",
-        most=MAX_DEVICES,
-    ),
-]
-SequenceOption = Annotated[
-    bool | None,
-    typer.Option(
-        "--sequence-parallel/--no-sequence-parallel",
-        help="divide the language model's activations between parallel blocks too (default: with "
-        "--tp above 1)",
-    ),
-]
-FreezeOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="part that is not trained, such as vision, projector or language (may be repeated)"
-    ),
-]
-RankOption = Annotated[
-    int | None,
-    count_option(
-        "train adapters of this rank (LoRA); what is not adapted is frozen, unless --freeze says "
-        "what is: then all else is trained whole",
-        most=2**16,
-    ),
-]
-AlphaOption = Annotated[
-    float | None,
-    typer.Option(help="with --lora-rank: scale of adapters times their rank (default: 2 x rank)"),
-]
-TargetsOption = Annotated[
-    str | None,
-    typer.Option(
-        help="with --lora-rank: linears that have adapters, as released checkpoints name them: "
-        "names such as q_proj,v_proj, all-linear, or a regular expression (default: all-linear)"
-    ),
-]
-AdaptedOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        help="with --lora-rank: part that has adapters (may be repeated; default: language)"
-    ),
-]
-RankStabilizedOption = Annotated[
-    bool,
-    typer.Option("--lora-rslora", help="with --lora-rank: scale by alpha / sqrt(rank)"),
-]
 MemoryOption = Annotated[
     float | None,
     typer.Option(
         min=0.01,
         help="memory of a device, in place of the cluster's; "
         f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
-    ),
-]
-NetworkOption = Annotated[
-    float | None,
-    typer.Option(
-        min=0.001, help="between nodes, per device, in place of the cluster's (200 Gb/s are 25)"
     ),
 ]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")]
@@ -227,17 +121,67 @@ class JobOptions:
 
     model: ModelOption
     cluster: ClusterOption
-    freeze: FreezeOption = None
-    lora_rank: RankOption = None
-    lora_alpha: AlphaOption = None
-    lora_targets: TargetsOption = None
-    lora_part: AdaptedOption = None
-    lora_rslora: RankStabilizedOption = False
-    precision: PrecisionOption = "bf16"
-    profile: ProfileOption = None
+    freeze: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="part that is not trained, such as vision, projector or language (may be repeated)"
+        ),
+    ] = None
+    lora_rank: Annotated[
+        int | None,
+        count_option(
+            "train adapters of this rank (LoRA); what is not adapted is frozen, unless --freeze "
+            "says what is: then all else is trained whole",
+            most=2**16,
+        ),
+    ] = None
+    lora_alpha: Annotated[
+        float | None,
+        typer.Option(
+            help="with --lora-rank: scale of adapters times their rank (default: 2 x rank)"
+        ),
+    ] = None
+    lora_targets: Annotated[
+        str | None,
+        typer.Option(
+            help="with --lora-rank: linears that have adapters, as released checkpoints name them: "
+            "names such as q_proj,v_proj, all-linear, or a regular expression (default: all-linear)"
+        ),
+    ] = None
+    lora_part: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="with --lora-rank: part that has adapters (may be repeated; default: language)"
+        ),
+    ] = None
+    lora_rslora: Annotated[
+        bool,
+        typer.Option("--lora-rslora", help="with --lora-rank: scale by alpha / sqrt(rank)"),
+    ] = False
+    precision: Annotated[
+        Precision,
+        typer.Option(help="of weights and activations; fp8 is bf16 with FP8 products in layers"),
+    ] = "bf16"
+    profile: Annotated[
+        Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
+    ] = None
     memory_gib: MemoryOption = None
-    network_gb_per_s: NetworkOption = None
-    expert_imbalance: ImbalanceOption = None
+    network_gb_per_s: Annotated[
+        float | None,
+        typer.Option(
+            min=0.001, help="between nodes, per device, in place of the cluster's (200 Gb/s are 25)"
+        ),
+    ] = None
+    expert_imbalance: Annotated[
+        float | None,
+        typer.Option(
+            "--expert-imbalance",
+            min=1,
+            max=MAX_IMBALANCE,
+            help="tokens of the fullest expert-parallel rank over the mean, which time and memory "
+            "are planned for (default: the model's, 1.2 where it does not say)",
+        ),
+    ] = None
 
     def files(self) -> list[Path]:
         """List the files that the job is read from."""
@@ -328,11 +272,33 @@ class JobOptions:
 class SizeOptions:
     """Tensor-, pipeline-, data- and expert-parallel sizes."""
 
-    tp: TensorOption = None
-    pp: PipelineOption = None
-    dp: DataOption = None
-    ep: ExpertOption = None
-    sequence_parallel: SequenceOption = None
+    tp: Annotated[
+        int | None, count_option("tensor-parallel size (default: 1)", "--tp", most=MAX_DEVICES)
+    ] = None
+    pp: Annotated[
+        int | None,
+        count_option("pipeline-parallel size, stages (default: 1)", "--pp", most=MAX_DEVICES),
+    ] = None
+    dp: Annotated[
+        int | None, count_option("data-parallel size (default: 1)", "--dp", most=MAX_DEVICES)
+    ] = None
+    ep: Annotated[
+        int | None,
+        count_option(
+            "expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
+            "layer, a divisor of --tp x --dp (default: 1)",
+            "--ep",
+            most=MAX_DEVICES,
+        ),
+    ] = None
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="divide the language model's activations between parallel blocks too (default: "
+            "with --tp above 1)",
+        ),
+    ] = None
 
     def parallel(self) -> Parallel:
         """Return the parallel sizes, 1 where none is given."""

@@ -17,9 +17,7 @@ from omnibal.cli.options import (
     JsonOption,
     LengthsArgument,
     LimitOption,
-    MicroBatchesOption,
     NeededMaxTilesOption,
-    NeededMaxTokensOption,
     SeedOption,
     count_option,
     limits_given,
@@ -30,7 +28,13 @@ from omnibal.families.named import named_model, named_model_file
 from omnibal.model.config import config_file, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
 from omnibal.model.levels import Level
-from omnibal.model.limits import DEFAULT_MICRO_BATCHES, Caps, check_limits, check_packs_per_step
+from omnibal.model.limits import (
+    DEFAULT_MICRO_BATCHES,
+    MAX_PACKS_PER_STEP,
+    Caps,
+    check_limits,
+    check_packs_per_step,
+)
 from omnibal.model.parallel import MAX_DEVICES, Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks, write_packs
@@ -43,7 +47,7 @@ class LimitOptions:
     """The caps of a pack, of all features that the samples have."""
 
     max_tiles: NeededMaxTilesOption = None
-    max_tokens: NeededMaxTokensOption = None
+    max_tokens: Annotated[int | None, count_option("language tokens that a pack may hold")] = None
     limit: LimitOption = None
 
     def caps(self, lengths: Lengths) -> Caps:
@@ -59,7 +63,9 @@ class StepOptions:
     """Options by which samples become packs, and packs become steps of all ranks."""
 
     dp: Annotated[int, count_option("data-parallel ranks", most=MAX_DEVICES)]
-    micro_batches: MicroBatchesOption = DEFAULT_MICRO_BATCHES
+    micro_batches: Annotated[
+        int, count_option("packs of one rank in a step", most=MAX_PACKS_PER_STEP)
+    ] = DEFAULT_MICRO_BATCHES
     packing: Annotated[
         PackingMethod, typer.Option("--packing", "--method", help="packing rule")
     ] = PackingMethod.BALANCED

@@ -18,9 +18,6 @@ from omnibal.cli.level_options import (
 )
 from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
-    ChosenMaxTilesOption,
-    ChosenMaxTokensOption,
-    ChosenMicroBatchesOption,
     JobOptions,
     JsonOption,
     LimitOption,
@@ -37,7 +34,15 @@ from omnibal.families.named import model_notes
 from omnibal.job.plan import MAX_EPOCHS, Plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.limits import Caps, check_limits, memory_cap_gib, option_of, words
+from omnibal.model.limits import (
+    DEFAULT_MICRO_BATCHES,
+    MAX_PACKS_PER_STEP,
+    Caps,
+    check_limits,
+    memory_cap_gib,
+    option_of,
+    words,
+)
 from omnibal.model.parallel import MAX_DEVICES, WeightSharding
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packing import PackingMethod
@@ -52,7 +57,6 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.job.planner import PlanResult
     from omnibal.planning import Planned
     from omnibal.search.goal import Goal, GoalData
-    from omnibal.search.parallel_sizes import StrategySearch
 
 DEFAULT_IMAGE_SHARE = 0.5
 """Image share of the tokens of a pack of shapes."""
@@ -87,8 +91,12 @@ _FEATURES = {
 class DataOptions(LevelOptions):
     """Options for the samples, their packing and the number of epochs."""
 
-    max_tiles: ChosenMaxTilesOption = None
-    max_tokens: ChosenMaxTokensOption = None
+    max_tiles: Annotated[
+        int | None, count_option("image tiles that a pack may hold (default: searched for)")
+    ] = None
+    max_tokens: Annotated[
+        int | None, count_option("language tokens that a pack may hold (default: searched for)")
+    ] = None
     limit: LimitOption = None
     image_share: Annotated[
         float | None,
@@ -103,7 +111,14 @@ class DataOptions(LevelOptions):
         list[Path] | None,
         typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
     ] = None
-    micro_batches: ChosenMicroBatchesOption = None
+    micro_batches: Annotated[
+        int | None,
+        count_option(
+            "packs of one rank in a step, were all full ones of the longest size "
+            f"(default: {DEFAULT_MICRO_BATCHES})",
+            most=MAX_PACKS_PER_STEP,
+        ),
+    ] = None
     epochs: Annotated[int, count_option("times that every sample is trained", most=MAX_EPOCHS)] = 1
     seed: SeedOption = 0
     packing: PackingRuleOption = PackingMethod.BALANCED
@@ -293,12 +308,6 @@ class PlacementOptions:
         """The schedule that is asked for; None for the fastest."""
         return None if self.schedule == "auto" else self.schedule
 
-    def split_rule(self) -> SplitRule:
-        """Return the method, and the recompute rule that was given or goes with it."""
-        is_joint = self.method is PartitionMethod.OMNIBAL
-        usual = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
-        return SplitRule(method=self.method, recompute=self.recompute or usual)
-
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
         """Ways to hold weights to choose from, where sizes are free or given; None for the job's
         own."""
@@ -389,12 +398,14 @@ def _goal(
         placements = (EncoderPlacement.PIPELINE,)
     is_by_tokens = strategy.target is not None and strategy.target.packs.tokens_alone
     of_goal = data.of_goal(job.model, strategy.samples_per_step, packed_by_tokens=is_by_tokens)
+    is_joint = partition.method is PartitionMethod.OMNIBAL
+    usual = RecomputeRule.CHEAPEST if is_joint else RecomputeRule.FRONT
     free = Free(
         sizes=free_sizes,
         levels=data.level_rule,
         placements=placements,
         shardings=partition.shardings(is_free=free_sizes is not None),
-        split=partition.split_rule(),
+        split=SplitRule(method=partition.method, recompute=partition.recompute or usual),
         schedule=partition.schedule_name,
     )
     return Goal(job=job, data=of_goal, free=free)
@@ -440,7 +451,14 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     elif packs is not None:
         print_notes(notes_on_steps(packs))
     if found is not None and found.gap:
-        print_notes([_note_on_choices(found)])
+        proven = (
+            "the lowest bound of the others, which counts neither memory nor recomputation, is "
+            f"{found.gap:.0%} below the best one's time, so another may be at most so much faster"
+        )
+        if found.gap == 1:
+            proven = "not all others have a bound, so that none is proven to be slower"
+        note = f"of {found.choices:,} choices of sizes and caps the {found.planned:,} of the least "
+        print_notes([f"{note}estimated times were planned: {proven}"])
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
     summary["window"] = None if windows is None else asdict(windows)
@@ -483,20 +501,6 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
         memory,
         lost,
         plan_tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
-    )
-
-
-def _note_on_choices(found: "StrategySearch") -> str:
-    """How far the best of the strategies is proven."""
-    proven = (
-        f"the lowest bound of the others, which counts neither memory nor recomputation, is "
-        f"{found.gap:.0%} below the best one's time, so another may be at most so much faster"
-    )
-    if found.gap == 1:
-        proven = "not all others have a bound, so that none is proven to be slower"
-    return (
-        f"of {found.choices:,} choices of sizes and caps the {found.planned:,} of the least "
-        f"estimated times were planned: {proven}"
     )
 
 

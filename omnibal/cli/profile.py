@@ -19,7 +19,6 @@ from omnibal.cli.options import (
     MOST_PROCESSES,
     JsonOption,
     LimitOption,
-    MaxTokensOption,
     ModelOption,
     NeededMaxTilesOption,
     ProviderOption,
@@ -115,7 +114,7 @@ def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
 class MeasuredCaps:
     """Options for the largest micro-batch to measure."""
 
-    max_tokens: MaxTokensOption
+    max_tokens: Annotated[int, count_option("language tokens that a pack may hold")]
     max_tiles: NeededMaxTilesOption = None
     limit: LimitOption = None
 

@@ -19,6 +19,8 @@ from omnibal.model.config import ClusterConfig, load_cluster
 from omnibal.model.parallel import MAX_DEVICES
 from omnibal.model.targets import TargetName
 
+_ROOT = Path(__file__).resolve().parents[2]
+"""Root of the repository, with pretrain_vlm.py."""
 _DONE = "commands.txt"
 """File of the commands that are done, by which a run that was stopped goes on."""
 
@@ -79,7 +81,7 @@ class RunOptions:
 
     def launch(self, cluster: ClusterConfig, gpus: int, more: Sequence[str]) -> str:
         """The command that trains the plan: torchrun on one node, sbatch for several."""
-        root, per_node = _root() / "scripts", min(gpus, cluster.gpus_per_node)
+        root, per_node = _ROOT / "scripts", min(gpus, cluster.gpus_per_node)
         files = (self.output / "plan", self.data, self.tokenizer_model, self.output / "run")
         job = ["" if each is None else str(each.absolute()) for each in files]
         if gpus <= per_node:
@@ -88,7 +90,7 @@ class RunOptions:
         per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]
         nodes = ["--nodes", str(-(-gpus // per_node)), *per, str(root / "slurm" / "train.sbatch")]
         submit = shlex.join(["sbatch", *nodes, *job, *more])
-        return f"cd {shlex.quote(str(_root()))} && exec {submit}"
+        return f"cd {shlex.quote(str(_ROOT))} && exec {submit}"
 
 
 def run(
@@ -149,11 +151,6 @@ def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
             raise typer.Exit(status)
         earlier = list(lines)
         done.write_text("".join(f"{line}\n" for line in earlier))
-
-
-def _root() -> Path:
-    """The repository's root, where pretrain_vlm.py stands beside the packages."""
-    return Path(__file__).resolve().parents[2]
 
 
 def _devices_here() -> int:

@@ -16,9 +16,7 @@ class Expected(Frozen):
     steps: int | None = None
     """Steps that the trainer runs, all of them full."""
     packs_per_step: int
-    """Packs of all data-parallel ranks in a step."""
     micro_batches: int
-    """Packs of one rank in a step."""
     packs: int | None = None
     samples: int | None = None
     """Samples of these packs, each counted once an epoch."""
@@ -33,7 +31,6 @@ class Expected(Frozen):
     bubble: float
     """Idle share of device time for any cause."""
     peak_gib: tuple[float, ...]
-    """Peak memory of one device of every stage."""
     usable_gib: float
     """What a plan may fill of a device."""
     device_gib: float

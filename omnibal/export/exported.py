@@ -27,7 +27,6 @@ class ExportInput:
     """A plan to export, and what is known besides."""
 
     files: PlanFiles
-    """The plan with its job, packs and lengths."""
     target: TrainerConstraints
     order: ReadingOrder | None
     """None for a plan of shapes only, of which only flags and layers are exported."""
@@ -37,7 +36,6 @@ class ExportInput:
     folder: Path
     """Where the export will stand, for paths in commands."""
     workers: int = 0
-    """Loader processes of every rank, where the files depend on them."""
 
     @property
     def packs_per_step(self) -> int:
@@ -70,7 +68,6 @@ class Exported:
     given_up: tuple[str, ...] = ()
     """Sentences on what the trainer cannot do of the plan or the data, or does otherwise."""
     notes: tuple[str, ...] = ()
-    """Sentences on how to use the files."""
 
 
 def text_file(text: str) -> Writer:

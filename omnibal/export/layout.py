@@ -32,7 +32,6 @@ class Layout:
     """What every chunk of every stage holds."""
 
     pipeline: int
-    """Number of stages."""
     chunks: tuple[Chunk, ...]
     """Chunk i is chunk i // pipeline of stage i % pipeline: the order in which layers follow."""
 
@@ -76,11 +75,6 @@ class Layout:
             )
             for chunk in self.chunks
         )
-
-    @property
-    def lists(self) -> list[list[str]]:
-        """The layout as a list of words for every chunk."""
-        return [list(chunk) for chunk in self.chunks]
 
     @property
     def ends(self) -> tuple[int, int] | None:

@@ -135,7 +135,7 @@ def _hydra(value: Any) -> str:
 def _settings(values: Mapping[str, Any], layout: Layout) -> str:
     """Values as statements of a recipe, with the layout as lists."""
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
-    lists = [f"    {chunk!r}," for chunk in layout.lists]
+    lists = [f"    {list(chunk)!r}," for chunk in layout.chunks]
     return "\n".join(["# in a recipe, whose ConfigContainer is cfg", *lines]) + (
         "\n# the split as lists, for a recipe's own table of layouts\nlayout = [\n"
         + "\n".join(lists)

@@ -28,7 +28,6 @@ class Batch:
     """Tokens of the longest pack, rounded up to what tensor-parallel ranks divide, and to what FP8
     multiplies."""
     packs_per_step: int
-    """Packs of all data-parallel ranks."""
     steps: int | None
     """Full steps; None for a plan of shapes only."""
     fullness: float

@@ -77,24 +77,18 @@ def export_deepspeed(given: ExportInput) -> Exported:
 
 
 def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
+    order, annotations = given.order, given.annotations
+    files: dict[str, Writer] = {} if order is None else {_CHECK: script_file(_CHECK)}
+    if order is not None and annotations is not None:
+        samples = sample_numbers(order, given.files.steps[1])
+        of_tiles = _takes_tiles(given.files.plan)
+        files[_ROWS] = lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)
     return Exported(
-        files=_files(given),
+        files=files,
         command=_command(given.files.plan, program, flags),
         given_up=tuple(_given_up(given)),
         notes=tuple(_notes(given)),
     )
-
-
-def _files(given: ExportInput) -> dict[str, Writer]:
-    order, annotations = given.order, given.annotations
-    if order is None:
-        return {}
-    files = {_CHECK: script_file(_CHECK)}
-    if annotations is None:
-        return files
-    samples = sample_numbers(order, given.files.steps[1])
-    of_tiles = _takes_tiles(given.files.plan)
-    return files | {_ROWS: lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)}
 
 
 def _takes_tiles(plan: Plan) -> bool:
@@ -264,10 +258,16 @@ def _notes(given: ExportInput) -> Iterator[str]:
             f"No --data was given, so {_ROWS} is left out: write your rows in the order of "
             "order.parquet, one a row, or export again with the data that was scanned."
         )
+    rows = shlex.quote(str(given.folder / _ROWS))
+    count_command = (
+        f'swift export --model "$MODEL" --dataset {rows} --to_cached_dataset true '
+        f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
+        f"{given.longest_pack} --output_dir counted"
+    )
     yield (
         "ms-swift packs the rows itself, by the lengths that its own template counts: a sample "
         "that it counts otherwise shifts all packs behind it. Before training, let it count, and "
-        f"compare: `{_count_command(given)}`, then `python {_CHECK} counted/train`. What says "
+        f"compare: `{count_command}`, then `python {_CHECK} counted/train`. What says "
         '"as planned" can be trained at once, with `--cached_dataset counted/train` in place of '
         "--dataset. If it does not, plan with the lengths that it counted."
     )
@@ -280,12 +280,3 @@ def _notes(given: ExportInput) -> Iterator[str]:
             "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
             "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."
         )
-
-
-def _count_command(given: ExportInput) -> str:
-    folder = shlex.quote(str(given.folder / _ROWS))
-    return (
-        f'swift export --model "$MODEL" --dataset {folder} --to_cached_dataset true '
-        f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
-        f"{given.longest_pack} --output_dir counted"
-    )

@@ -49,7 +49,12 @@ def record_numbers(
     if annotations is not None:
         return annotations.number[numbers]
     if lengths.sample is None:
-        return _rows_of_sources(lengths.source)[order.packs.samples]
+        source = lengths.source
+        by_source = np.argsort(source, kind="stable")
+        first = np.searchsorted(source[by_source], source)
+        place = np.empty(len(source), np.int64)
+        place[by_source] = np.arange(len(source))
+        return (place - first)[order.packs.samples]
     return numbers if len(lengths.source_names) == 1 else None
 
 
@@ -80,12 +85,3 @@ def write_order(
     columns |= {name: pa.array(lengths.items[name][rows]) for name in lengths.item_names}
     with atomic(path) as temporary:
         pq.write_table(pa.table(columns), temporary)
-
-
-def _rows_of_sources(source: np.ndarray) -> np.ndarray:
-    """Number of every row among those of its source. int64 [samples]"""
-    by_source = np.argsort(source, kind="stable")
-    first = np.searchsorted(source[by_source], source)
-    numbers = np.empty(len(source), np.int64)
-    numbers[by_source] = np.arange(len(source))
-    return numbers - first

@@ -159,7 +159,6 @@ class FakeStage(FoundOfStage):
     contents: tuple[PeakContent, ...]
     """What fills the peak, largest first; adds up to `allocated_gib`."""
     operations: tuple[OperationCount, ...]
-    """Launches of the step, and of the update after it."""
     host_reads: tuple[HostRead, ...]
     """Reads within the step's forward and backward, and within the update."""
     unaligned: tuple[UnalignedProduct, ...]
@@ -218,11 +217,6 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
 def is_fake_replay(directory: Path) -> bool:
     """Whether a directory holds a fake-device replay."""
     return (directory / FAKE_REPLAY_FILES.info_file).exists()
-
-
-def check_fake_replay(directory: Path, plan_sha256: str) -> None:
-    """Refuse a directory with the fake-device replay of another plan."""
-    FAKE_REPLAY_FILES.identity_of(directory, plan_sha256)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

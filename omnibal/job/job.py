@@ -7,7 +7,7 @@ and has its costs, so nobody checks or counts again.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -55,15 +55,11 @@ class JobSpec:
     cluster: ClusterConfig
     parallel: Parallel
     precision: Precision
-    """Precision of weights and activations."""
     frozen: tuple[str, ...] = ()
-    """Parts of the model that are not trained."""
     adapters: AdapterConfig | None = None
     """Adapters that are trained beside frozen matrices; None where there are none."""
     cost_source: CostSource = ANALYTIC
-    """What costs are counted or measured by."""
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
-    """Where the encoders run."""
     beside: DataParallelEncoders | None = None
     """How data-parallel encoders run; None where there are none, or it is to be searched for."""
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
@@ -289,6 +285,12 @@ class JobSpec:
             beside=plan.beside,
             trainer=trainer_of(plan.made_for),
         )
+
+    def plan(self, **rest: Any) -> Plan:
+        """Make a plan of this job with these values of the remaining fields."""
+        names = ("model", "precision", "parallel", "frozen", "adapters", "beside", "cluster")
+        own = {name: getattr(self, name) for name in names}
+        return Plan(**own | {"made_for": self.trainer.name} | rest)
 
     def allows(self, parallel: Parallel) -> bool:
         """Whether it could have these parallel sizes, and its source costs of them."""

@@ -67,7 +67,6 @@ class SourceSeen(Frozen):
 
     name: str
     samples: Annotated[int, Field(ge=0)]
-    """Samples that it has."""
     seen: tuple[Annotated[int, Field(ge=0)], ...]
     """Samples that were trained by every step of `by_step`, repeats counted each time."""
 

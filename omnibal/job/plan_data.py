@@ -24,7 +24,6 @@ from omnibal.dispatch.windows import WindowRequest, schedule_windows
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ImageRule, ImagesEncoder
 from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
 from omnibal.model.limits import (
     Caps,
@@ -439,17 +438,14 @@ def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
     caps = {"tokens": tokens}
     for name in names:
         if name != "tokens":
-            caps[name] = _most_items(lengths.column(name), lengths.tokens, tokens)
+            # With a part of the sample that is then one too many.
+            items = lengths.column(name)
+            most_first = np.argsort(-items / np.maximum(lengths.tokens, 1), kind="stable")
+            held = np.append(0, np.cumsum(lengths.tokens[most_first], dtype=np.int64))
+            sums = np.append(0, np.cumsum(items[most_first], dtype=np.int64))
+            within = int(np.ceil(np.interp(tokens, held, sums)))
+            caps[name] = max(within, int(items.max()), 1)
     return Caps.of(**caps)
-
-
-def _most_items(items: np.ndarray, tokens: np.ndarray, most_tokens: int) -> int:
-    """Most items of any samples that have so many tokens together, with a part of the last one."""
-    most_first = np.argsort(-items / np.maximum(tokens, 1), kind="stable")
-    held = np.concatenate([[0], np.cumsum(tokens[most_first], dtype=np.int64)])
-    sums = np.concatenate([[0], np.cumsum(items[most_first], dtype=np.int64)])
-    within = int(np.ceil(np.interp(most_tokens, held, sums)))
-    return max(within, int(items.max()), 1)
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
@@ -510,48 +506,42 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
 
 
 def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
-    given = (origin.image_size, origin.tokens_per_tile)
-    needed = tile_sizes(model)
-    if given != needed:
-        raise UserError(
-            f"the lengths were scanned for {_tiles_in_words(given)}, but {model.name} has "
-            f"{_tiles_in_words(needed)}; scan them for this model with `omnibal lengths`"
-        )
-    if (origin.images is None) != (model.images is None):
-        raise UserError(
-            "the lengths were scanned for a model "
-            f"{'with' if origin.images else 'without'} images at their native resolution, unlike "
-            f"{model.name}; scan them for this model with `omnibal lengths`"
-        )
+    tiles, needed = (origin.image_size, origin.tokens_per_tile), tile_sizes(model)
     clips = clip_sizes(model)
-    if origin.clips != clips:
+    with_images = "with" if origin.images else "without"
+    differences = {
+        f"for {_tiles_in_words(tiles)}, but {model.name} has {_tiles_in_words(needed)}": (
+            tiles != needed
+        ),
+        f"for a model {with_images} images at their native resolution, unlike {model.name}": (
+            (origin.images is None) != (model.images is None)
+        ),
+        f"for {origin.clips or 'no recordings'}, but {model.name} has {clips or 'no recordings'}": (
+            origin.clips != clips
+        ),
+        f"with chat_template {origin.chat_template!r} and system_message "
+        f"{origin.system_message!r}, but {model.name} has {model.chat_template!r} and "
+        f"{model.system_message!r}": (
+            (origin.chat_template, origin.system_message)
+            != (model.chat_template, model.system_message)
+        ),
+    }
+    tower, rule = model.images, origin.images
+    if tower is not None and rule is not None:
+        pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
+        differences[
+            f"for images in patches of {rule.patch_size} pixels, by rule {rule.resize!r} and text "
+            f"{rule.image_text.each!r}, and {model.name} differs in this or in how it takes videos"
+        ] = tower.image_rule.model_copy(update=pixels) != rule
+    for difference in (how for how, differs in differences.items() if differs):
         raise UserError(
-            f"the lengths were scanned for {origin.clips or 'no recordings'}, but {model.name} has "
-            f"{clips or 'no recordings'}; scan them for this model with `omnibal lengths`"
+            f"the lengths were scanned {difference}; scan them for this model with `omnibal "
+            "lengths`"
         )
-    if (origin.chat_template, origin.system_message) != (model.chat_template, model.system_message):
-        raise UserError(
-            f"the lengths were scanned with chat_template {origin.chat_template!r} and "
-            f"system_message {origin.system_message!r}, but {model.name} has "
-            f"{model.chat_template!r} and {model.system_message!r}; scan them for this model with "
-            "`omnibal lengths`"
-        )
-    if model.images is not None and origin.images is not None:
-        return _with_pixels(model, model.images, origin.images)
+    if tower is not None and rule is not None:
+        (name,) = (name for name, each in model.encoders.items() if each is tower)
+        return model.with_tower(name, **pixels)
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
-
-
-def _with_pixels(model: ModelConfig, tower: ImagesEncoder, rule: ImageRule) -> ModelConfig:
-    """The model with the least and most pixels of the lengths' images, if all else is as it is."""
-    pixels = {"min_pixels": rule.min_pixels, "max_pixels": rule.max_pixels}
-    if tower.image_rule.model_copy(update=pixels) != rule:
-        raise UserError(
-            f"the lengths were scanned for images in patches of {rule.patch_size} pixels, by rule "
-            f"{rule.resize!r} and text {rule.image_text.each!r}, and {model.name} differs in this "
-            "or in how it takes videos; scan them for this model with `omnibal lengths`"
-        )
-    (name,) = (name for name, each in model.encoders.items() if each is tower)
-    return model.with_tower(name, **pixels)
 
 
 def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:

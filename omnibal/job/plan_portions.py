@@ -39,9 +39,7 @@ class EarlierPortions:
     """Portions of an earlier plan, whose steps another one takes over."""
 
     data: DataPlan
-    """Data of the earlier plan."""
     directory: Path
-    """Where the earlier plan is."""
     are_kept: bool = False
     """Whether packs keep their ranks and slots too, as the plan's stages stay as they are."""
 

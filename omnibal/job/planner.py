@@ -42,9 +42,7 @@ class PlanRequest:
     job: JobSpec
     data: PlanData
     method: PartitionMethod = PartitionMethod.OMNIBAL
-    """Method that splits the model over pipeline stages."""
     recompute: RecomputeRule = RecomputeRule.CHEAPEST
-    """Rule for the layers that recompute their activations."""
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     """Schedule that the model is cut for; of another than 1F1B by the joint search alone."""
 
@@ -123,7 +121,6 @@ class PlanResult:
     search: SearchResult | None
     """Result of the joint search, with its proven bound; None for another method."""
     cost_source: CostSource = ANALYTIC
-    """What its costs were counted or measured by."""
     portions: AllPortions | None = None
     """All portions of the data, where plan and packs are of the first of them alone."""
     available: tuple[int, ...] = ()
@@ -165,17 +162,10 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
     described = request.data.described(packs, job)
     data = described if isinstance(described, DataPlan) else None
     model = request.data.trained_model(job.model)
-    plan = Plan(
+    plan = job.plan(
         model=model,
-        precision=job.precision,
-        parallel=job.parallel,
-        frozen=job.frozen,
-        adapters=job.adapters,
-        made_for=job.trainer.name,
         schedule=request.schedule,
         **_stage_keys(levels, stages_at),
-        beside=job.beside,
-        cluster=job.cluster,
         data=data,
         shapes=described if data is None else None,
         settings_sha256=SettingsHashes.of(model, data),

@@ -158,11 +158,16 @@ def fit_run(
     groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
     found = _fitted(alike, groups, plan.parallel.pipeline)
     factors, (slowness, common) = found.factors, _relative(found.slowness)
+    units: dict[str, dict[str, dict[str, float]]] = {}
+    for (kind, which, feature), factor in zip(
+        terms.names, (factors * common).tolist(), strict=True
+    ):
+        units.setdefault(kind, {}).setdefault(which, {})[feature] = factor
     refit = Refit(
         root_sha256=root_of(plan, job),
         step=step,
         measured_steps=len(records),
-        units=_by_unit(terms.names, factors * common),
+        units={kind: UnitFactors(**given) for kind, given in units.items()},
         update=_update_factor(plan, cost, records),
         pipeline=plan.parallel.pipeline,
         slowness=_of_parts(plan, slowness),
@@ -411,13 +416,6 @@ def _slow_ranks(
     # Of two ranks, the faster is as others are.
     ratio = ratio / np.quantile(ratio, 0.5, axis=0, method="lower")
     return np.where(ratio >= SLOW, ratio, 1.0)
-
-
-def _by_unit(names: Sequence[tuple[str, str, str]], factors: np.ndarray) -> dict[str, UnitFactors]:
-    found: dict[str, dict[str, dict[str, float]]] = {}
-    for (kind, which, feature), factor in zip(names, factors.tolist(), strict=True):
-        found.setdefault(kind, {}).setdefault(which, {})[feature] = factor
-    return {kind: UnitFactors(**given) for kind, given in found.items()}
 
 
 def _update_factor(plan: Plan, cost: CostModel, records: Sequence[StepRecord]) -> float:

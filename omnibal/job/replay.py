@@ -43,9 +43,7 @@ class ReplayInfo(ReplayIdentity):
     """Content of the micro-batches; their sizes are the plan's."""
     device: str
     processes: PositiveInt
-    """Processes that shared the stages."""
     provider: Provider = "local"
-    """Provider of the layers that were measured."""
 
 
 class StageReplay(FoundOfStage):
@@ -107,11 +105,9 @@ class ReplaySummary:
 
     info: ReplayInfo
     stages: tuple[StageReplay, ...]
-    """Replays of all stages of the plan, in order."""
     each_step_ms: np.ndarray
     """Time of every replayed step, [steps]."""
     predicted_each_step_ms: np.ndarray
-    """Predicted time of the same steps, [steps]."""
     forward_ms: np.ndarray
     """Forward time of a data-parallel rank in a step, of all chunks; this and the next two are
     [stages]."""

@@ -33,7 +33,6 @@ class StageFiles(Generic[Identity, Found]):
     """How a kind of replay names and reads its files; all methods take the replay's directory."""
 
     what: str
-    """Name of this kind of replay."""
     identity: type[Identity]
     found: type[Found]
     info_file: str

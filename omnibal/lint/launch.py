@@ -39,9 +39,7 @@ class Launch(Frozen):
     layers_per_virtual_stage: int | None = None
     sequence_parallel: bool = False
     first_layers: int | None = None
-    """Layers of the language model on the first stage."""
     last_layers: int | None = None
-    """Layers of the language model on the last stage."""
     layout: str | tuple[tuple[str, ...], ...] | None = None
     """Layers by stage and chunk, as Megatron's string or as lists of words."""
     layers_by_stage: tuple[int, ...] | None = None
@@ -62,9 +60,7 @@ class Launch(Frozen):
     sequence_length: int | None = None
     """Tokens of a micro-batch's sample, or of a pack."""
     prediction_layers: int | None = None
-    """Layers of multi-token prediction."""
     frozen: tuple[str, ...] = ()
-    """Parts of the model that the line freezes."""
     environment: dict[str, str] = Field(default={})
     """Variables that stand before the command, or that its script exports."""
     unknown: tuple[str, ...] = ()

@@ -73,7 +73,6 @@ class Launched:
     packs: ScheduledPacks
     lengths: Lengths
     has_samples: bool
-    """Whether micro-batches are of a dataset."""
     workload: Workload
     layers: tuple[tuple[int, ...], ...]
     """Layers of the language model on every chunk of every stage."""
@@ -92,19 +91,7 @@ class Launched:
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
         """The line's job with other stages, of the parts that a schedule places on them."""
-        job = self.job
-        return Plan(
-            model=job.model,
-            precision=job.precision,
-            parallel=job.parallel,
-            frozen=job.frozen,
-            adapters=job.adapters,
-            made_for=job.trainer.name,
-            schedule=schedule,
-            stages=tuple(parts),
-            cluster=job.cluster,
-            data=None,
-        )
+        return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
 def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:

@@ -52,7 +52,6 @@ class Costed:
     parts: tuple[Stage, ...]
     """Every chunk of every stage, in model order."""
     schedule: PipelineSchedule
-    """Schedule that places them on stages."""
     stages: tuple[Stage, ...]
     """All chunks of a stage as one."""
     prediction: Prediction

@@ -40,6 +40,12 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width / 72, height / 72))
 
 
+def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
+    """Return a figure of this size in pixels with empty axes."""
+    figure = new_figure(width, height)
+    return figure, figure.subplots()
+
+
 def printable(text: str) -> str:
     """Text with a question mark in place of every character that XML cannot hold."""
     return _NOT_XML.sub("?", text)

@@ -22,6 +22,7 @@ from omnibal.report.drawing import (
     add_legend,
     label_rows,
     make_logarithmic,
+    new_axes,
     new_figure,
     printable,
     stack_bars,
@@ -75,8 +76,7 @@ def split_figure(plan: Plan) -> PageFigure:
     colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
     colours |= {LANGUAGE: "orange"}
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
-    figure = new_figure(WIDE, 80 + 30 * len(at_levels[0]))
-    axes = figure.subplots()
+    figure, axes = new_axes(WIDE, 80 + 30 * len(at_levels[0]))
 
     def draw(stage: int, place: int, unit: Span) -> None:
         layer = unit.layers[0] if unit.layers else None
@@ -112,8 +112,7 @@ def memory_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure 
     if plan.prediction is None:
         return None
     memories = [memory_parts(stage.memory) for stage in plan.prediction.stages]
-    figure = new_figure(NARROW, 100 + 34 * len(memories))
-    axes = figure.subplots()
+    figure, axes = new_axes(NARROW, 100 + 34 * len(memories))
     parts = {name: [memory[name] for memory in memories] for name in memories[0]}
     names = [f"stage {stage}" for stage in range(len(memories))]
     stack_bars(axes, names, parts, _MEMORY_COLOURS)
@@ -146,8 +145,7 @@ def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | 
     }
     has_encoders = any(time.encoder_ms for time in rows.values())
     shown = list(_TIME_COLOURS)[: None if has_encoders else 5]
-    figure = new_figure(NARROW, 100 + 24 * len(rows))
-    axes = figure.subplots()
+    figure, axes = new_axes(NARROW, 100 + 24 * len(rows))
     parts = dict(zip(shown, zip(*rows.values(), strict=True), strict=False))
     stack_bars(axes, [*rows], parts, _TIME_COLOURS.values())
     axes.set_xlabel("ms")
@@ -199,8 +197,7 @@ def curve_figure(
         if above.any() and limit > 0:
             notes.append(f"Steps above the axis: {int(above.sum()):,}.")
             steps, shown, high = steps[~above], shown[~above], limit
-    figure = new_figure(NARROW, 270)
-    axes = figure.subplots()
+    figure, axes = new_axes(NARROW, 270)
     at = extremes(shown, _POINTS)
     if smooth:
         axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
@@ -251,8 +248,7 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
     cells, counts = np.unique(
         np.stack([counted, packs.tokens]) // sides * sides, axis=1, return_counts=True
     )
-    figure = new_figure(NARROW, 270)
-    axes = figure.subplots()
+    figure, axes = new_axes(NARROW, 270)
     # Shades on a logarithmic scale: one pack stays visible next to a thousand.
     shades = np.ceil(5 * np.log1p(counts) / np.log1p(counts.max())) / 5
     axes.scatter(cells[0], cells[1], 14, COLOURS["blue"], marker="s", alpha=shades, linewidths=0)
@@ -276,8 +272,7 @@ def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
         return None
     causes = dict.fromkeys(cause for lost, _ in steps.values() for cause in lost)
     parts = {cause: [lost.get(cause, 0.0) for lost, _ in steps.values()] for cause in causes}
-    figure = new_figure(WIDE, 120 + 30 * len(steps))
-    axes = figure.subplots()
+    figure, axes = new_axes(WIDE, 120 + 30 * len(steps))
     stack_bars(axes, [*steps], parts, _LOST_COLOURS)
     axes.set_xlabel("ms")
     add_legend(figure, columns=6)

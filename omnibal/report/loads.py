@@ -37,7 +37,6 @@ class RankLoads:
     compute_ms: np.ndarray
     """Compute time, [steps, ranks]; a step ends with its slowest rank."""
     samples: int
-    """Samples of all steps together."""
     pad_ratio: float
     """Share of the tokens computed that are padding, mean over micro-batches."""
 

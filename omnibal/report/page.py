@@ -11,7 +11,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.job.fake_replay import FakeStage, check_fake_replay, is_fake_replay, read_fake_stages
+from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeStage, is_fake_replay, read_fake_stages
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
@@ -77,7 +77,6 @@ class ReportInput:
     """Stages tried on fake devices, as far as they are; empty without any."""
     records: list[StepRecord]
     validations: list[ValidationRecord]
-    """Validations of the run; empty without a run."""
     run: RunSummary | None
     evaluation: Evaluation | None
 
@@ -112,7 +111,7 @@ def _read(
     replay = None
     fake_stages: tuple[FakeStage, ...] = ()
     if replay_directory is not None and is_fake_replay(replay_directory):
-        check_fake_replay(replay_directory, plan_sha256(plan))
+        FAKE_REPLAY_FILES.identity_of(replay_directory, plan_sha256(plan))
         fake_stages = read_fake_stages(replay_directory, plan)
     if replay_directory is not None and (
         not is_fake_replay(replay_directory) or (replay_directory / INFO_FILE).exists()

@@ -181,7 +181,7 @@ def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | 
 
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
     """Both placements of encoders, and how data-parallel ones run."""
-    planned, encoders = choice.predicted, plan.beside
+    planned, encoders, world_size = choice.predicted, plan.beside, plan.parallel.world_size
     beside = None if plan.prediction is None else plan.prediction.beside
     if beside is None and len(planned) < 2:
         return []
@@ -195,7 +195,7 @@ def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
     ):
         if placement in planned:
             rate = planned[placement].samples_per_second_per_gpu
-            per_second = "" if rate is None else f", {_of_all(rate, plan)} samples/s"
+            per_second = "" if rate is None else f", {rate * world_size:,.2f} samples/s"
             step = milliseconds(planned[placement].step_ms, 4)
             entries.append((name, step + in_usual + per_second))
     entries.append(("why", choice.reason))
@@ -211,10 +211,6 @@ def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
         entries.append(("busiest rank over mean", f"{beside.busiest:.3f}"))
         entries.append(("exchange of features", milliseconds(beside.exchange_ms)))
     return [Facts("Encoders", entries)]
-
-
-def _of_all(per_gpu: float, plan: Plan) -> str:
-    return f"{per_gpu * plan.parallel.world_size:,.2f}"
 
 
 def share_of_images(plan: Plan) -> float | None:
@@ -260,8 +256,8 @@ def plan_facts(
         exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
         entries.append(("data-parallel exchange", f"{milliseconds(exchange.total_ms)}, {exposed}"))
     if prediction.samples_per_second_per_gpu is not None:
-        per_second = _of_all(prediction.samples_per_second_per_gpu, plan)
-        entries.append(("samples per second", per_second))
+        per_second = prediction.samples_per_second_per_gpu * parallel.world_size
+        entries.append(("samples per second", f"{per_second:,.2f}"))
     if prediction.gpu_days is not None:
         entries.append(("device days", f"{prediction.gpu_days:,.3g}"))
     if plan.adapters is not None:

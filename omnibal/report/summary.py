@@ -58,9 +58,7 @@ class StepFigures:
     stages: tuple[StageTime, ...]
     """Times of every stage; empty if a prediction has no steps."""
     wait_fractions: tuple[float, ...]
-    """Share of the step in which each stage waits."""
     peak_gib: tuple[float, ...]
-    """Peak memory of every stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,9 +66,7 @@ class RunSummary(StepFigures):
     """Measurements of a run."""
 
     provider: Provider | None
-    """Provider of its layers; None where it was not recorded."""
     mfu: float
-    """Median model FLOPs utilization."""
     first_loss: float
     last_loss: float
     skipped_steps: int
