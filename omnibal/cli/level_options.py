@@ -8,7 +8,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.cli.options import count_option
 from omnibal.job.plan import Plan
-from omnibal.report.table import Column, Table
+from omnibal.report.table import Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.data.lengths import Lengths
@@ -113,8 +113,7 @@ def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
         )
         for level, entry in zip(plan.levels, entries, strict=True)
     ]
-    columns = [Column(title=title) for title in (*titles, "recomputed by stage")]
-    return Table(title="Levels of packs", columns=columns, sections=[rows], tight=True)
+    return Table.of_rows("Levels of packs", (*titles, "recomputed by stage"), rows)
 
 
 def balance_of(

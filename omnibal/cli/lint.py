@@ -1,7 +1,7 @@
 """`omnibal lint`: refuse a launch line that cannot start, and predict one that can."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +12,7 @@ from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
 from omnibal.cli.options import JsonOption, ModelOption, count_option
 from omnibal.families.named import model_notes, named_model
-from omnibal.lint.launch import Finding, Launcher
+from omnibal.lint.launch import Launcher
 from omnibal.model.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
@@ -88,7 +88,11 @@ def lint(
         f"{'starts' if starts else 'cannot start'}: {launch.launcher.value}, "
         f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
         *layers_shown,
-        *_shown(findings),
+        *(
+            f"\n{finding.severity.replace('-', ' ')}: {finding.rule}\n  {finding.message}\n"
+            f"  checked in {finding.source}"
+            for finding in findings
+        ),
         *costed.shown,
     )
     names = ", ".join(launch.unknown)
@@ -100,13 +104,6 @@ def lint(
     print_notes([*model_notes(model), *near, *costed.notes, *unknown])
     if not starts:
         raise typer.Exit(EXIT_USER_ERROR)
-
-
-def _shown(findings: Sequence[Finding]) -> Iterator[str]:
-    for finding in findings:
-        yield f"\n{finding.severity.replace('-', ' ')}: {finding.rule}"
-        yield f"  {finding.message}"
-        yield f"  checked in {finding.source}"
 
 
 def _text_of(line: str) -> str:

@@ -14,7 +14,7 @@ from omnibal.data.lengths import read_lengths
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.model.config import Accuracy, ModelConfig
 from omnibal.model.limits import IMAGE_TOKENS
-from omnibal.report.table import Column, Facts, Table
+from omnibal.report.table import Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.lint.line import Line
@@ -169,8 +169,7 @@ def _stages_table(verdict: "Verdict") -> Table:
     ]
     times = ("forward\nms", "backward\nms", "waits")
     titles = ("stage", *towers, "recompute", "tensors\nGiB", "device\nGiB", *times)
-    columns = [Column(title=title) for title in titles]
-    return Table(title="\nStages, simulated", columns=columns, sections=[rows], tight=True)
+    return Table.of_rows("\nStages, simulated", titles, rows)
 
 
 def _facts(verdict: "Verdict") -> Facts:

@@ -11,7 +11,7 @@ from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.job.plan import plan_files
-from omnibal.job.runlog import RUN_FILE, run_files
+from omnibal.job.runlog import EVALUATION_FILE, RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE
 
 
 def report(
@@ -39,7 +39,9 @@ def report(
 
     trained = _run_directory(run)
     inputs = [*plan_files(directory)]
-    inputs += [] if trained is None else run_files(trained)
+    if trained is not None:
+        names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
+        inputs += [trained / name for name in names]
     if replay is not None:
         inputs += [*REPLAY_FILES.all_files(replay), *FAKE_REPLAY_FILES.all_files(replay)]
     check_files({"-o": output}, inputs)

@@ -59,12 +59,6 @@ class Expected(Frozen):
             cost_source=prediction.cost_source,
         )
 
-    @property
-    def source_words(self) -> str:
-        """Where the costs are from, in words."""
-        is_measured = self.cost_source.startswith("profile:")
-        return f"{'measured' if is_measured else 'counted'} ({self.cost_source})"
-
 
 def _trained(given: ExportInput) -> dict[str, Any]:
     """Fields about what a trainer takes of a plan's packs: all full steps."""

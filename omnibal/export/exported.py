@@ -18,7 +18,7 @@ from omnibal.export.reading_order import ReadingOrder, packs_per_step
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints
 
-Writer = Callable[[Path], None]
+Writer = Callable[[Path], object]
 """Writes one file at a path that it is given."""
 
 
@@ -72,11 +72,7 @@ class Exported:
 
 def text_file(text: str) -> Writer:
     """Writes text as UTF-8."""
-
-    def write(path: Path) -> None:
-        path.write_text(text, encoding="utf-8")
-
-    return write
+    return lambda path: path.write_text(text, encoding="utf-8")
 
 
 def json_file(value: Any) -> Writer:

@@ -27,6 +27,13 @@ _FROZEN = {
     "vision": "model.freeze_vision_model",
     "projector": "model.freeze_vision_projection",
 }
+_FP8 = {
+    "mixed_precision.fp8": FP8_FORMAT,
+    "mixed_precision.fp8_recipe": TRAINED_FP8.recipe,
+    "mixed_precision.fp8_param_gather": not TRAINED_FP8.keeps_bf16_weights,
+    "mixed_precision.first_last_layers_bf16": False,
+}
+"""How products are in FP8, none of them at the model's ends in bf16."""
 
 
 def export(given: ExportInput) -> Exported:
@@ -61,7 +68,7 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
         "ddp.use_distributed_optimizer": True,
         "ddp.overlap_grad_reduce": overlaps,
         "ddp.overlap_param_gather": overlaps,
-        **_fp8(plan),
+        **(_FP8 if plan.precision == "fp8" else {}),
         **{_FROZEN[part]: True for part in plan.frozen if part in _FROZEN},
     }
 
@@ -77,18 +84,6 @@ def _lines(values: Mapping[str, Any]) -> list[str]:
 
 def _recompute(number: int) -> Mapping[str, Any]:
     return {f"model.recompute_{name}": value for name, value in recompute_fields(number).items()}
-
-
-def _fp8(plan: Plan) -> Mapping[str, Any]:
-    """How products are in FP8, none of them at the model's ends in bf16."""
-    if plan.precision != "fp8":
-        return {}
-    return {
-        "mixed_precision.fp8": FP8_FORMAT,
-        "mixed_precision.fp8_recipe": TRAINED_FP8.recipe,
-        "mixed_precision.fp8_param_gather": not TRAINED_FP8.keeps_bf16_weights,
-        "mixed_precision.first_last_layers_bf16": False,
-    }
 
 
 def _sizes(plan: Plan) -> Mapping[str, Any]:

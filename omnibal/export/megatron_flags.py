@@ -72,29 +72,11 @@ def parallel_flags(plan: Plan) -> Flags:
     return flags
 
 
-def optimizer_flags(plan: Plan) -> Flags:
-    """How data-parallel ranks divide the optimizer, as the plan is predicted."""
-    flags: dict[str, str | None] = {"use-distributed-optimizer": None}
-    if plan.parallel.data > 1:
-        flags |= {"overlap-grad-reduce": None, "overlap-param-gather": None}
-    return {**flags, **({} if plan.precision == "fp32" else {"bf16": None}), **fp8_flags(plan)}
-
-
 def fp8_flags(plan: Plan) -> Flags:
     """How products are in FP8, as the plan is predicted; none where they are not."""
     if plan.precision != "fp8":
         return {}
     return {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
-
-
-def batch_flags(batch: Batch) -> Flags:
-    """A pack a micro-batch, and as many steps as the plan has full ones."""
-    flags: dict[str, str | None] = {
-        "seq-length": str(batch.sequence_length),
-        "micro-batch-size": "1",
-        "global-batch-size": str(batch.packs_per_step),
-    }
-    return flags | ({} if batch.steps is None else {"train-iters": str(batch.steps)})
 
 
 def language_recompute(plan: Plan) -> int:

@@ -8,11 +8,10 @@ from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     Batch,
     Flags,
-    batch_flags,
     command,
     flag_lines,
+    fp8_flags,
     language_recompute,
-    optimizer_flags,
     padding_sentences,
     parallel_flags,
     plan_layout,
@@ -29,15 +28,23 @@ _PROGRAM = "YOUR_TRAINING_SCRIPT.py"
 def export(given: ExportInput) -> Exported:
     """Write a plan's flags for Megatron-LM's launcher, and its packs for Energon."""
     plan, batch = given.files.plan, Batch.of(given)
-    layout = plan_layout(plan)
+    layout, has_ranks = plan_layout(plan), plan.parallel.data > 1
     lines = flag_lines(
         parallel_flags(plan),
         split_flags(layout),
         recompute_flags(language_recompute(plan)),
         _encoder_flags(plan),
-        batch_flags(batch),
-        {"calculate-per-token-loss": None},
-        optimizer_flags(plan),
+        {
+            "seq-length": str(batch.sequence_length),
+            "micro-batch-size": "1",
+            "global-batch-size": str(batch.packs_per_step),
+            **({} if batch.steps is None else {"train-iters": str(batch.steps)}),
+            "calculate-per-token-loss": None,
+            "use-distributed-optimizer": None,
+            **({"overlap-grad-reduce": None, "overlap-param-gather": None} if has_ranks else {}),
+            **({} if plan.precision == "fp32" else {"bf16": None}),
+            **fp8_flags(plan),
+        },
     )
     files = energon_files(given)
     data = {

@@ -38,6 +38,7 @@ Flags = Mapping[str, str]
 def export(given: ExportInput) -> Exported:
     """Make rows and flags for `megatron sft`."""
     plan = given.files.plan
+    overlaps = _truth(plan.parallel.data > 1)
     flags: dict[str, str] = {
         **_data_flags(given),
         **_as_ms_swifts({**parallel_flags(plan), **_split(plan)}),
@@ -47,7 +48,11 @@ def export(given: ExportInput) -> Exported:
         "global_batch_size": str(given.packs_per_step),
         **_steps(given, "train_iters"),
         "train_dataloader_shuffle": "false",
-        **_optimizer_flags(plan),
+        # As plans are predicted: state divided, gradients in fp32, exchanged beside computation.
+        "use_distributed_optimizer": "true",
+        "accumulate_allreduce_grads_in_fp32": "true",
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps,
         **_frozen_flags(plan),
         "torch_dtype": _dtype(plan),
         **_as_ms_swifts(fp8_flags(plan)),
@@ -83,10 +88,16 @@ def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
         samples = sample_numbers(order, given.files.steps[1])
         of_tiles = _takes_tiles(given.files.plan)
         files[_ROWS] = lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)
+    given_up = []
+    if annotations is not None and annotations.augmented:
+        given_up.append(
+            f"Images of {', '.join(annotations.augmented)} are degraded at random (data_augment), "
+            "which ms-swift does not do."
+        )
     return Exported(
         files=files,
         command=_command(given.files.plan, program, flags),
-        given_up=tuple(_given_up(given)),
+        given_up=tuple(given_up),
         notes=tuple(_notes(given)),
     )
 
@@ -146,17 +157,6 @@ def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
 def _recomputes_encoders(plan: Plan) -> bool:
     again = {name: bool(all_or_none(plan.stages_at(0), name)) for name in plan.model.encoders}
     return _alike(again, "recomputes the layers of")
-
-
-def _optimizer_flags(plan: Plan) -> Flags:
-    """As plans are predicted: state divided, gradients in fp32, exchanged beside computation."""
-    overlaps = _truth(plan.parallel.data > 1)
-    return {
-        "use_distributed_optimizer": "true",
-        "accumulate_allreduce_grads_in_fp32": "true",
-        "overlap_grad_reduce": overlaps,
-        "overlap_param_gather": overlaps,
-    }
 
 
 def _frozen_flags(plan: Plan) -> Flags:
@@ -237,15 +237,6 @@ def _image_sizes(plan: Plan) -> Flags:
         elif isinstance(tower, ImagesEncoder) and tower.resize == "smart":
             sizes["MIN_PIXELS"], sizes["MAX_PIXELS"] = str(tower.min_pixels), str(tower.max_pixels)
     return sizes
-
-
-def _given_up(given: ExportInput) -> Iterator[str]:
-    annotations = given.annotations
-    if annotations is not None and annotations.augmented:
-        yield (
-            f"Images of {', '.join(annotations.augmented)} are degraded at random (data_augment), "
-            "which ms-swift does not do."
-        )
 
 
 def _notes(given: ExportInput) -> Iterator[str]:

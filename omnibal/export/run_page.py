@@ -64,7 +64,9 @@ def _expectation(plan: Plan, expected: Expected) -> str:
     planned = f"{expected.usable_gib:.1f} GiB were planned with"
     rows.append(("memory of the fullest device, peak", f"{peak} ({planned})"))
     table = _table(("", "expected"), rows)
-    return f"{table}\n\nAll of this is simulated, with costs that were {expected.source_words}."
+    how = "measured" if expected.cost_source.startswith("profile:") else "counted"
+    source = f"{how} ({expected.cost_source})"
+    return f"{table}\n\nAll of this is simulated, with costs that were {source}."
 
 
 def _stages(plan: Plan, expected: Expected) -> str:

@@ -75,9 +75,13 @@ def _files(given: ExportInput) -> dict[str, Writer]:
     else:
         file = annotations.file[sample_numbers(order, lengths)]
         paths = [str(path) for path in _paths(annotations)]
+    # File, line, characters and tokens of every sample in reading order. Samples are whole: their
+    # tokens are 0 to all, and they have no characters.
+    plain, start = np.full(len(record), _PLAIN), np.zeros(len(record))
+    columns = [file, record, plain, plain, start, lengths.tokens[order.packs.samples]]
     return files | {
         "boundaries.npy": array_file(order.packs.offsets.astype(np.int64)),
-        "samples.npy": array_file(_rows(order, lengths, file, record)),
+        "samples.npy": array_file(np.stack(columns, axis=1).astype(np.int64)),
         "paths.json": json_file(paths),
     }
 
@@ -85,18 +89,6 @@ def _files(given: ExportInput) -> dict[str, Writer]:
 def _paths(annotations: Annotations) -> list[Path]:
     """Annotation files as XTuner is given them: absolute."""
     return [path.absolute() for path in annotations.files]
-
-
-def _rows(
-    order: ReadingOrder, lengths: Lengths, file: np.ndarray, record: np.ndarray
-) -> np.ndarray:
-    """File, line, characters and tokens of every sample in reading order. int64 [samples, 6]
-
-    Samples are whole: their tokens are 0 to all, and they have no characters.
-    """
-    tokens = lengths.tokens[order.packs.samples]
-    plain, start = np.full(len(record), _PLAIN), np.zeros(len(record))
-    return np.stack([file, record, plain, plain, start, tokens], axis=1).astype(np.int64)
 
 
 def _settings(given: ExportInput) -> str:

@@ -268,7 +268,22 @@ def model_obstacle(model: ModelConfig) -> str | None:
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
-    foreign += _foreign_towers(model) + _foreign_layers(model)
+    foreign += [
+        what
+        for tower in model.encoders.values()
+        if isinstance(tower, ImagesEncoder)
+        for what, holds in {
+            f"a projector of kind {tower.projector}": tower.projector != "mlp",
+            "a class token in every image": tower.class_token,
+            "a norm before the first layer": tower.embed_norm,
+            "a norm after the last layer besides the projector's": tower.final_norm,
+            "encoder layers without biases": not tower.bias,
+            "norms of an encoder's q and k": tower.qk_norm,
+            "layer scales in an encoder of images": tower.layer_scale_init is not None,
+        }.items()
+        if holds
+    ]
+    foreign += _foreign_layers(model)
     language = model.language
     parts = {
         "gates of attention's output": language.output_gate,
@@ -284,26 +299,6 @@ def model_obstacle(model: ModelConfig) -> str | None:
         "all layers dense feed-forwards or Qwen3's mixture of experts, behind one norm each; "
         f"{model.name} has {', '.join(foreign)}"
     )
-
-
-def _foreign_towers(model: ModelConfig) -> list[str]:
-    """What encoders of images at their native resolution have that the trainer does not, in
-    words."""
-    return [
-        what
-        for tower in model.encoders.values()
-        if isinstance(tower, ImagesEncoder)
-        for what, holds in {
-            f"a projector of kind {tower.projector}": tower.projector != "mlp",
-            "a class token in every image": tower.class_token,
-            "a norm before the first layer": tower.embed_norm,
-            "a norm after the last layer besides the projector's": tower.final_norm,
-            "encoder layers without biases": not tower.bias,
-            "norms of an encoder's q and k": tower.qk_norm,
-            "layer scales in an encoder of images": tower.layer_scale_init is not None,
-        }.items()
-        if holds
-    ]
 
 
 def _foreign_layers(model: ModelConfig) -> list[str]:
@@ -578,9 +573,14 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
     _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
     _check_blocks(plan, packs)
-    _refuse_rows(
-        _after_gap(plan, packs), "leaves out a slot", "slots of a rank count from 0 in each step"
-    )
+    # Ranks that share packs would wait for each other for ever after a slot without a pack of one
+    # of them: a stage runs as many forwards ahead as its own micro-batches say.
+    shares = shares_of(packs, plan.pack_levels)
+    before = np.append(-1, shares.slot[:-1])
+    same_rank = (np.diff(shares.step, prepend=-1) == 0) & (np.diff(shares.dp_rank, prepend=-1) == 0)
+    after_gap = np.zeros(len(packs), bool)
+    after_gap[shares.pack[shares.slot != np.where(same_rank, before + 1, 0)]] = True
+    _refuse_rows(after_gap, "leaves out a slot", "slots of a rank count from 0 in each step")
     _refuse_rows(step_up > 1, "leaves out a step", "steps count from 0")
     epoch_change = np.diff(epoch, prepend=0)
     mixed = (epoch_change < 0) | ((step_up == 0) & (epoch_change > 0))
@@ -610,20 +610,6 @@ def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
 def _contexts(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
     """Ranks that share every pack, int64 [packs]."""
     return np.array([level.context for level in plan.pack_levels])[packs.level]
-
-
-def _after_gap(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
-    """Packs before whose slot one of their ranks has a slot without a pack, bool [packs].
-
-    Ranks that share packs then wait for each other for ever: a stage runs as many forwards ahead as
-    its own micro-batches say.
-    """
-    shares = shares_of(packs, plan.pack_levels)
-    before = np.append(-1, shares.slot[:-1])
-    same_rank = (np.diff(shares.step, prepend=-1) == 0) & (np.diff(shares.dp_rank, prepend=-1) == 0)
-    after_gap = np.zeros(len(packs), bool)
-    after_gap[shares.pack[shares.slot != np.where(same_rank, before + 1, 0)]] = True
-    return after_gap
 
 
 def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]:

@@ -176,8 +176,11 @@ def fit_run(
     whole = refit.after(source.refit) if isinstance(source, Refitted) else refit
     fitted = refitted_job(job, whole).cost_of_all(plan.pack_levels)
     slow = _slow_ranks(plan, fitted, workload, records)
+    of_ranks = [_of_parts(plan, of_rank) for of_rank in slow]
+    alike_all = (1.0,) * len(plan.stages)
+    slow_ranks = tuple(each or alike_all for each in of_ranks) if any(of_ranks) else ()
     return RunFit(
-        refit=whole.model_copy(update={"slow_ranks": _of_ranks(plan, slow)}),
+        refit=whole.model_copy(update={"slow_ranks": slow_ranks}),
         kinds=_kind_fits(terms, terms.ms * factors * common, len(records)),
         stages=_stage_fits(plan, terms, known, slowness, slow, len(records)),
         step_ms=float(np.median([record.step_ms for record in records])),
@@ -198,14 +201,6 @@ def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
     if slowness.max() < SLOW * least:
         return np.ones_like(slowness), float(np.exp(np.log(slowness).mean()))
     return slowness / least, least
-
-
-def _of_ranks(plan: Plan, slow: np.ndarray) -> tuple[tuple[float, ...], ...]:
-    """Slowness of data-parallel ranks by part of the model, of that by stage; empty where none is
-    slow."""
-    each = [_of_parts(plan, of_rank) for of_rank in slow]
-    alike = (1.0,) * len(plan.stages)
-    return tuple(one or alike for one in each) if any(each) else ()
 
 
 def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:

@@ -218,12 +218,6 @@ def samples_digest(samples: np.ndarray) -> str:
     return hashlib.sha256(in_order.tobytes()).hexdigest()[:16]
 
 
-def run_files(directory: Path) -> list[Path]:
-    """List every file of a run that a report reads, whether it exists or not."""
-    names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
-    return [directory / name for name in names]
-
-
 R = TypeVar("R", StepRecord, ValidationRecord)
 
 

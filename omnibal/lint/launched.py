@@ -112,7 +112,13 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         trainer=trainer.model_copy(update={"runtime": runtime}),
     )
     caps = _caps(line, job.model, samples)
-    levels = _levels(line, caps)
+    context, per_micro_batch = line.launch.context, line.launch.micro_batch or 1
+    levels: tuple[Level, ...] = (Level(caps=caps),)
+    if context > 1 and not cuts_samples(line):
+        # Context-parallel ranks share every pack, as Megatron cuts samples.
+        of_pack = Caps.of(**{name: caps[name] * per_micro_batch for name in caps.names})
+        exchange = line.exchange
+        levels = (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
     packs, lengths = _micro_batches(line, job, samples, caps, levels)
     layers = layers_by_chunk(line)
     parts, schedule = _parts(line, job.model, layers)
@@ -233,17 +239,13 @@ def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelCon
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
     """Parts of the model that the line freezes: with adapters all but the language model's, which
     is frozen but for them."""
-    given = set(line.launch.frozen)
+    others = [part for part in model_parts(model) if part != LANGUAGE]
     if is_adapter(line):
-        return tuple(part for part in model_parts(model) if part != LANGUAGE)
-    return tuple(part for part in model_parts(model) if _flagged_part(part) in given)
-
-
-def _flagged_part(part: str) -> str:
-    """The name by which flags that freeze know a part; all encoders are `vision` to them."""
-    if part == LANGUAGE:
-        return part
-    return "projector" if part.endswith("projector") else "vision"
+        return tuple(others)
+    # Flags that freeze know all encoders as `vision`.
+    flagged = {part: "projector" if part.endswith("projector") else "vision" for part in others}
+    flagged[LANGUAGE] = LANGUAGE
+    return tuple(part for part in model_parts(model) if flagged[part] in line.launch.frozen)
 
 
 def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
@@ -300,15 +302,6 @@ def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
             "--lengths"
         )
     return Caps.of(**shape_caps(model, {"tokens": tokens}, samples.image_share))
-
-
-def _levels(line: Line, caps: Caps) -> tuple[Level, ...]:
-    """The level that makes context-parallel ranks share every pack, as Megatron cuts samples."""
-    context, samples = line.launch.context, line.launch.micro_batch or 1
-    if context == 1 or cuts_samples(line):
-        return (Level(caps=caps),)
-    of_pack = Caps.of(**{name: caps[name] * samples for name in caps.names})
-    return (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=line.exchange),)
 
 
 def _micro_batches(

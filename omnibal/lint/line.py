@@ -106,10 +106,6 @@ class Line:
         text = self.flags.get(name)
         return None if text is None or is_nothing(text) else text.strip()
 
-    def words(self, name: str) -> tuple[str, ...]:
-        """Words of a flag whose value is a list; empty where it is not given."""
-        return words_of(self.text(name))
-
     def number(self, name: str) -> int | None:
         """Value of a flag that is a whole number; None where it is not given or is none."""
         text = self.text(name)
@@ -135,7 +131,7 @@ class Line:
     @property
     def exchanges(self) -> tuple[str, ...]:
         """Words of `--cp-comm-type`, or its default: one of all layers, or one a layer."""
-        return self.words("cp-comm-type") or ("p2p",)
+        return words_of(self.text("cp-comm-type")) or ("p2p",)
 
     @property
     def exchange(self) -> ContextExchange:

@@ -42,13 +42,18 @@ def headline_cards(
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
     rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}
     known = {name: number(rate) for name, rate in rates.items() if rate is not None}
+    loss = []
+    if run:
+        value = f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}"
+        note = f"at step {records[0].step:,} and at step {records[-1].step:,}"
+        loss.append(Card(title="Loss", value=value, note=note))
     return [
         *([_fit(plan, prediction, run, replay)] if prediction else []),
         *_step(prediction, sources, replay),
         *_latest("Idle", idle, ["share of device time spent waiting"]),
         *_latest("Samples per second per device", known),
         *(_length(plan, prediction) if prediction else []),
-        *(_loss(run, records) if run else []),
+        *loss,
         *_experts(plan, records),
     ]
 
@@ -104,12 +109,6 @@ def _length(plan: Plan, prediction: Prediction) -> list[Card]:
     epochs = f"{plan.data.epochs} epoch{'s' * (plan.data.epochs > 1)}"
     note = f"{plan.data.steps:,} steps, {epochs}, {number(prediction.gpu_days)} device-days"
     return [Card(title="Whole training", value=value, source="predicted", note=note)]
-
-
-def _loss(run: RunSummary, records: Sequence[StepRecord]) -> list[Card]:
-    value = f"{number(run.first_loss)} {ARROW} {number(run.last_loss)}"
-    note = f"at step {records[0].step:,} and at step {records[-1].step:,}"
-    return [Card(title="Loss", value=value, note=note)]
 
 
 def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:

@@ -315,6 +315,11 @@ def accuracy_table(evaluation: Evaluation) -> Table | None:
     """Exact answers by kind with their 95 % interval, beside chance; None without kinds."""
     if not evaluation.kinds:
         return None
+
+    def interval(kind: KindAccuracy) -> str:
+        low, high = accuracy_interval(kind)
+        return f"{100 * low:.1f} {EN_DASH} {percent(high)}"
+
     return Table.of_records(
         "Held-out answers, exact",
         evaluation.kinds,
@@ -323,17 +328,12 @@ def accuracy_table(evaluation: Evaluation) -> Table | None:
             "questions": lambda kind: f"{kind.questions:,}",
             "correct": lambda kind: f"{kind.correct:,}",
             Column(title="accuracy", style="bold"): lambda kind: percent(kind.accuracy),
-            "95 % interval": _interval,
+            "95 % interval": interval,
             "chance": lambda kind: percent(kind.chance),
         },
         f"Exact matches after step {evaluation.step:,}. Chance is the best "
         "that one constant answer reaches.",
     )
-
-
-def _interval(kind: KindAccuracy) -> str:
-    low, high = accuracy_interval(kind)
-    return f"{100 * low:.1f} {EN_DASH} {percent(high)}"
 
 
 def answers_table(evaluation: Evaluation) -> Table | None:
