@@ -117,8 +117,7 @@ def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
 
 
 def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
-    """The plan in which a stage with one slow rank has fewer layers on all ranks, and no rank fewer
-    packs."""
+    """Plan fewer layers for a stage with a slow rank, in place of fewer packs for the rank."""
     source = job.cost_source
     assert isinstance(source, Refitted), "a run has told which ranks are slow"
     as_stages = refitted_job(job, source.refit.with_slow_stages())
@@ -178,8 +177,7 @@ def _at_other_sizes(
 
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
-    """The sizes with so many data-parallel ranks that all devices are used; none where they cannot
-    be."""
+    """Sizes whose data-parallel ranks use all devices, if there are any."""
     data, rest = divmod(gpus, parallel.tensor * parallel.pipeline)
     if rest or not data:
         return []

@@ -309,8 +309,7 @@ class PlacementOptions:
         return None if self.schedule == "auto" else self.schedule
 
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
-        """Ways to hold weights to choose from, where sizes are free or given; None for the job's
-        own."""
+        """Ways to hold weights to choose from, if sizes are free or not; None for the job's own."""
         chosen = self.sharding or ("auto" if is_free else None)
         if chosen == "auto":
             return tuple(WeightSharding)

@@ -58,8 +58,7 @@ class RunOptions:
     ] = None
 
     def steps(self, gpus: int) -> list[_Step]:
-        """The commands from the data to a plan that is checked, and exported where that is asked
-        for."""
+        """Commands from the data to a checked plan, and to its export if asked for."""
         lengths, plan, export = (
             self.output / name for name in ("lengths.parquet", "plan", "export")
         )

@@ -22,9 +22,7 @@ Data = tuple[ScheduledPacks, Lengths]
 
 
 def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
-    """The first thing of a plan that the trainer cannot be told, as a sentence; None if it can be
-    told all.
-    """
+    """First part of a plan that the trainer cannot express, as a sentence; None without any."""
     return next(obstacles(plan, data, target), None)
 
 

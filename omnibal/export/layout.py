@@ -78,8 +78,7 @@ class Layout:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """Layers of the first and of the last stage, if those between have equally many; None if
-        not, or if a stage has none or several chunks."""
+        """Layers of the first and last stage; None if the others differ or stages have chunks."""
         layers = self.layers
         between = set(layers[1:-1])
         if self.pipeline < 2 or self.virtual > 1 or not all(layers) or len(between) > 1:

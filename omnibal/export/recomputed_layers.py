@@ -10,8 +10,7 @@ from omnibal.pipeline.stage import Stage
 
 
 def first_layers(stage: Stage, tower: str) -> int | None:
-    """Number of the tower's layers in the stage that are recomputed; None where these are not the
-    first ones."""
+    """Number of recomputed layers of a tower in a stage; None if they are not the first."""
     again = sorted(stage.recomputed(tower))
     return len(again) if again == list(stage.layers(tower)[: len(again)]) else None
 

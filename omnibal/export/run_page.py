@@ -16,20 +16,18 @@ def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
     sections = [
         _opening(given),
         _section("Command", f"```\n{exported.command}\n```"),
-        _section("Settings", f"```\n{exported.settings.rstrip()}\n```")
-        if exported.settings
-        else "",
+        _section("Settings", exported.settings and f"```\n{exported.settings.rstrip()}\n```"),
         _section("What to expect", _expectation(given.files.plan, expected)),
         _section("Stages", _stages(given.files.plan, expected)),
-        _section("What is not as planned", _listed(exported.given_up)) if exported.given_up else "",
-        _section("Notes", _listed(exported.notes)) if exported.notes else "",
+        _section("What is not as planned", _listed(exported.given_up)),
+        _section("Notes", _listed(exported.notes)),
         _section("Files", _listed(_files(given, exported))),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def _section(title: str, text: str) -> str:
-    return f"## {title}\n\n{text}"
+    return f"## {title}\n\n{text}" if text else ""
 
 
 def _listed(sentences: Iterable[str]) -> str:

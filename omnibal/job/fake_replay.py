@@ -108,10 +108,7 @@ class Roofline(Frozen):
         )
 
     def operation_ms(self, one: OperationCount) -> float:
-        """Time of an operation's launches: of its arithmetic or its bytes, whichever is longer.
-
-        Communication takes none here.
-        """
+        """Time of launches by arithmetic or bytes, whichever is longer; 0 for communication."""
         if one.kind == "communication":
             return 0.0
         rate = self.matrix_tflop_per_s

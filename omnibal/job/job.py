@@ -224,10 +224,7 @@ class JobSpec:
         return replace(workload, features=features, unpadded=unpadded)
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
-        """Costs of units on packs of every level.
-
-        Ranks exchange at the rates of the source, where it has any.
-        """
+        """Costs of units on packs of every level, with exchanges at rates of the source if any."""
         cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
         trained = trained_kinds(self.model, self.frozen, self.adapters)
         sizes = self.model, cluster, self.parallel, self.precision, trained
@@ -248,8 +245,7 @@ class JobSpec:
     def workload(
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
     ) -> Workload:
-        """Count what every rank computes of scheduled packs of these levels, micro-batch by
-        micro-batch, and what it waits for data-parallel encoders."""
+        """Count what every rank computes in each micro-batch, and its waits for encoders."""
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)

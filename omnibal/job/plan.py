@@ -315,8 +315,7 @@ class Plan(Frozen):
 
     @property
     def token_multiple(self) -> int:
-        """Number that the tokens of a micro-batch are padded to a multiple of: one for each part of
-        the sequence, or what FP8 multiplies."""
+        """Padded tokens of a micro-batch are a multiple of it, for sequence parallelism and FP8."""
         parts = self.parallel.tensor if self.parallel.sequence_parallel else 1
         return parts * (FP8_MULTIPLE if self.precision == "fp8" else 1)
 
@@ -333,9 +332,7 @@ class Plan(Frozen):
     @property
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
         """Stages with the layers that they recompute, of every level."""
-        if not self.levels:
-            return (self.stages,)
-        return tuple(self.stages_at(level) for level in range(len(self.levels)))
+        return tuple(self.stages_at(level) for level in range(len(self.levels) or 1))
 
     def parts_of(self, stage: int) -> tuple[int, ...]:
         """Indices into `stages` of the chunks that a stage of the pipeline holds."""
@@ -343,8 +340,7 @@ class Plan(Frozen):
         return tuple(place.part(stage, chunk, size) for chunk in range(self.schedule.chunks))
 
     def held(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """All that every stage of the pipeline holds, of `stages`, which have what is recomputed:
-        its parts in model order, as one."""
+        """Parts of every stage of the pipeline as one, with its recomputed layers, of `stages`."""
         return tuple(
             Stage(
                 units=tuple(span for part in parts for span in stages[part].units),

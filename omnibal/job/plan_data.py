@@ -89,9 +89,17 @@ class SampleData:
                 "one, and no directory was given to read them from: give it beside the plan"
             )
         packs, lengths = data
+        # `balanced` stands for rules by which others told which samples go together.
+        known = plan.data.method in list(PackingMethod)
+        settings = PackSettings(
+            packing=PackingMethod(plan.data.method) if known else PackingMethod.BALANCED,
+            epochs=plan.data.epochs,
+            seed=plan.data.seed,
+            curriculum_steps=plan.data.curriculum_steps,
+        )
         return cls(
             lengths=lengths,
-            settings=_settings_of(plan.data),
+            settings=settings,
             packed_by=plan.data.method,
             packs_per_step=plan.data.packs_per_step,
             levels=plan.pack_levels,
@@ -112,8 +120,13 @@ class SampleData:
         """Refuse data that cannot be planned for a job."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches(job))
-        if self.steps is None:
-            _check_even(self.packs_per_step, job.parallel.data)
+        ranks = job.parallel.data
+        if self.steps is None and (self.packs_per_step < 1 or self.packs_per_step % ranks):
+            raise UserError(
+                f"packs_per_step is {self.packs_per_step:,}, and must be a multiple of the "
+                f"{ranks:,} data-parallel ranks, as each has equally many packs of a step: give "
+                f"{max(self.packs_per_step // ranks, 1) * ranks:,}"
+            )
         _check_epochs(self.settings.epochs, len(self.lengths))
         self.trained_model(job.model)
 
@@ -376,33 +389,12 @@ class StreamData(_UnderCaps):
 PlanData = SampleData | StreamData | MockData
 
 
-def _check_even(packs_per_step: int, ranks: int) -> None:
-    """Refuse steps that are to be made of packs of which some ranks would have one more."""
-    if packs_per_step < 1 or packs_per_step % ranks:
-        near = max(packs_per_step // ranks, 1) * ranks
-        raise UserError(
-            f"packs_per_step is {packs_per_step:,}, and must be a multiple of the {ranks:,} "
-            f"data-parallel ranks, as each has equally many packs of a step: give {near:,}"
-        )
-
-
 def _check_epochs(epochs: int, samples: int) -> None:
     if epochs > 1 and epochs * samples > MAX_TRAINED_SAMPLES:
         raise UserError(
             f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,} samples, and a "
             f"plan of several epochs may list at most {MAX_TRAINED_SAMPLES:,}: give fewer --epochs"
         )
-
-
-def _settings_of(data: DataPlan) -> PackSettings:
-    """Settings of a plan's packs; `balanced` where others told which samples go together."""
-    known = data.method in list(PackingMethod)
-    return PackSettings(
-        packing=PackingMethod(data.method) if known else PackingMethod.BALANCED,
-        epochs=data.epochs,
-        seed=data.seed,
-        curriculum_steps=data.curriculum_steps,
-    )
 
 
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
@@ -485,9 +477,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """Return the model with the tiling of the lengths, or with their limits of images' pixels, as
-    training must make images the same way.
-    """
+    """Return the model with the tiling, or limits of pixels, that its lengths were scanned with."""
     if lengths is None:
         return model
     taken = model.item_features

@@ -154,9 +154,7 @@ def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequen
 
 
 def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
-    """Read the packs of a run, with steps counted through it, and their lengths: a portion at a
-    time, or all where there is but one.
-    """
+    """Read packs, with steps counted through the run, and lengths, a portion at a time."""
     if not data.portions:
         yield _read_data(data, directory)
     for index in range(len(data.portions)):

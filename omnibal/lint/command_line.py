@@ -59,6 +59,13 @@ def read_launch(
     launcher = launcher or _launcher_of(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
     marks = UNKNOWN.findall(" ".join(command.words))
+    # Processes a node, if that is told, times nodes, by default one.
+    environment = command.environment
+    a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
+    nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
+    told_gpus = None if a_node is None or nodes is None else a_node * nodes
+    if "num-gpus" in by_name:
+        told_gpus = _count(by_name["num-gpus"])
     return Launch.model_validate(
         {
             **_fields(settings),
@@ -66,7 +73,7 @@ def read_launch(
             "flags": {
                 name: None if text is None else show_unknown(text) for name, text in flags.items()
             },
-            "gpus": gpus or _gpus_of(by_name, command.environment),
+            "gpus": gpus or told_gpus,
             "environment": {name: show_unknown(text) for name, text in command.environment.items()},
             "unknown": tuple(dict.fromkeys(marks)),
         }
@@ -148,15 +155,6 @@ def _launcher_of(
     underscored = [name for name in flags if "_" in name and canonical(name) in FIELDS]
     has_program = any(word.endswith(".py") for word in words)
     return Launcher.MS_SWIFT if underscored and not has_program else Launcher.MEGATRON_LM
-
-
-def _gpus_of(by_name: Mapping[str, str | None], environment: Mapping[str, str]) -> int | None:
-    """GPUs of the job: processes a node, where that is told, times nodes, by default one."""
-    if "num-gpus" in by_name:
-        return _count(by_name["num-gpus"])
-    a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
-    nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
-    return None if a_node is None or nodes is None else a_node * nodes
 
 
 def _count(text: str | None) -> int | None:

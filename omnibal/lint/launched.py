@@ -237,8 +237,7 @@ def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelCon
 
 
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
-    """Parts of the model that the line freezes: with adapters all but the language model's, which
-    is frozen but for them."""
+    """Parts of the model that the line freezes; with adapters all but the language model's."""
     others = [part for part in model_parts(model) if part != LANGUAGE]
     if is_adapter(line):
         return tuple(others)

@@ -185,8 +185,7 @@ class Line:
 
     @property
     def layers_to_split(self) -> int:
-        """Layers that stages share evenly, with one each for the embedding and the loss where the
-        line counts them."""
+        """Layers that stages share evenly, with embedding and loss if the line counts them."""
         launch = self.launch
         return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
 

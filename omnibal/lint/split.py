@@ -1,7 +1,5 @@
 """How a line divides the language model's layers over stages and their chunks."""
 
-from collections.abc import Sequence
-
 from omnibal.export.layout import DECODER, Layout
 from omnibal.lint.line import Line
 
@@ -19,24 +17,18 @@ def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
             for stage in range(stages)
         )
     if launch.layers_by_stage is not None:
-        return _listed(launch.layers_by_stage, stages, chunks, launch.is_by_chunk)
+        if launch.is_by_chunk:
+            return tuple(tuple(launch.layers_by_stage[stage::stages]) for stage in range(stages))
+        # A stage's later chunks take what does not divide.
+        return tuple(
+            tuple(count // chunks + (chunk >= chunks - count % chunks) for chunk in range(chunks))
+            for count in launch.layers_by_stage
+        )
     layers = _stages(line)
     split = [[count // chunks] * chunks for count in layers]
     split[0][0] -= launch.account_for_embedding
     split[-1][-1] -= launch.account_for_loss
     return tuple(map(tuple, split))
-
-
-def _listed(
-    layers: Sequence[int], stages: int, chunks: int, is_by_chunk: bool
-) -> tuple[tuple[int, ...], ...]:
-    """Layers of LoongForge's lists; a stage's later chunks take what does not divide."""
-    if is_by_chunk:
-        return tuple(tuple(layers[stage::stages]) for stage in range(stages))
-    return tuple(
-        tuple(count // chunks + (chunk >= chunks - count % chunks) for chunk in range(chunks))
-        for count in layers
-    )
 
 
 def _stages(line: Line) -> list[int]:

@@ -59,14 +59,12 @@ def cuts_samples(line: Line) -> bool:
 
 
 def has_engine(line: Line) -> bool:
-    """Whether language layers are Transformer Engine's, as trainers have them where a line does not
-    say otherwise."""
+    """Whether language layers are Transformer Engine's, the default of trainers."""
     return line.text("transformer-impl") != "local"
 
 
 def accumulates_in_products(line: Line) -> bool:
-    """Whether products of weights' gradients add them to what is there, as they do where a line
-    does not say otherwise."""
+    """Whether products of weights' gradients accumulate them, the default of trainers."""
     fusion = "gradient-accumulation-fusion"
     return has_engine(line) and line.on(fusion, default=True) and not line.on(f"no-{fusion}")
 

@@ -104,8 +104,7 @@ def write_ascii(page: str, path: Path) -> None:
 
 
 def held_encoders(parallel: Parallel, sharded: int) -> str:
-    """How ranks hold the weights of data-parallel encoders, of which so many divide them, in
-    words."""
+    """Say how ranks hold the weights of data-parallel encoders, which `sharded` of them divide."""
     if sharded == 1:
         return "whole on every rank"
     copies = parallel.world_size // sharded

@@ -98,10 +98,7 @@ def common_practice(
 def compare_loads(
     job: JobSpec, data: SampleData, scheduled: ScheduledPacks
 ) -> dict[str, RankLoads]:
-    """Return the loads of a schedule of one epoch, `after`, and of common practice, `before`.
-
-    There is no `before` if the samples do not make one complete step of it.
-    """
+    """Return the loads of a schedule, `after`, and, if it has a step, common practice, `before`."""
     dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
     # Nothing is padded: samples of a pack follow one another in one row.
