@@ -199,7 +199,14 @@ class JobOptions:
         from omnibal.cost.source import ANALYTIC
         from omnibal.job.job import JobSpec
 
-        model = self._model()
+        model = named_model(self.model)
+        if self.expert_imbalance is not None:
+            if not expert_counts(model):
+                raise UserError(
+                    f"--expert-imbalance {self.expert_imbalance:g} was given, and {model.name} has "
+                    "no experts: leave it out, or choose a model with a mixture of experts"
+                )
+            model = with_imbalance(model, self.expert_imbalance)
         cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
         source = ANALYTIC if self.profile is None else Measured(read_profile(self.profile))
         if parallel is None:
@@ -215,18 +222,6 @@ class JobOptions:
             placement=placement,
             trainer=trainer,
         )
-
-    def _model(self) -> ModelConfig:
-        """The model, with the imbalance of its experts replaced by that given."""
-        model = named_model(self.model)
-        if self.expert_imbalance is None:
-            return model
-        if not expert_counts(model):
-            raise UserError(
-                f"--expert-imbalance {self.expert_imbalance:g} was given, and {model.name} has no "
-                "experts: leave it out, or choose a model with a mixture of experts"
-            )
-        return with_imbalance(model, self.expert_imbalance)
 
     def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
         """The parts given, each once, in model order; with adapters alone, all that have none."""

@@ -36,7 +36,7 @@ def replan(
     """
     from omnibal.job.check import open_plan
     from omnibal.job.plan_files import save_plan
-    from omnibal.job.runlog import RunLog
+    from omnibal.job.runlog import RUN_FILE, RunLog, read_run, read_run_info
     from omnibal.replanning import replan as replan_run
 
     files = open_plan(directory, to_train=True)
@@ -57,7 +57,9 @@ def replan(
         )
     check_folder("-o", output, [directory])
     check_outside("-o", output, [directory])
-    log = None if run is None else RunLog.of_directory(run)
+    log = None
+    if run is not None:
+        log = RunLog(info=read_run_info(run), records=tuple(read_run(run / RUN_FILE)))
     planned = replan_run(files, log, gpus, after, ConsoleListener())
     save_plan(planned.result, output)
     tables = [] if planned.fit is None else [misprediction_table(planned.fit)]

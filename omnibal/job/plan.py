@@ -183,7 +183,12 @@ class DataPlan(Shapes):
         return first.model_copy(update=found | {"portions": tuple(portions)})
 
     @model_validator(mode="after")
-    def _portions_are_all(self) -> "DataPlan":
+    def _fits_together(self) -> "DataPlan":
+        if self.window is not None and self.method == "isf":
+            raise ValueError(
+                f"window is {self.window} and method 'isf'; a window's packs are by balanced, "
+                "next_fit or other"
+            )
         if not self.portions:
             return self
         if len(self.portions) % self.epochs:
@@ -198,15 +203,6 @@ class DataPlan(Shapes):
                     f"{name} is {given}, and of all entries of portions together it is {found}; "
                     "the two must be equal"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _windows_are_packed_for_themselves(self) -> "DataPlan":
-        if self.window is not None and self.method == "isf":
-            raise ValueError(
-                f"window is {self.window} and method 'isf'; a window's packs are by balanced, "
-                "next_fit or other"
-            )
         return self
 
 
@@ -246,6 +242,11 @@ _TOLD_BY_FILES = frozenset(
 def _sha256_of(settings: Frozen, without: frozenset[str] = frozenset()) -> str:
     given = settings.model_dump(mode="json", exclude=set(without))
     return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+
+
+def _check_divides(name: str, size: int, ranks: tuple[int, str]) -> None:
+    if ranks[0] % size:
+        raise ValueError(f"{name} is {size}, and must divide the {ranks[0]} {ranks[1]}")
 
 
 class Plan(Frozen):
@@ -386,7 +387,7 @@ class Plan(Frozen):
         return any(level.context > 1 for level in self.levels)
 
     @model_validator(mode="after")
-    def _levels_rise(self) -> "Plan":
+    def _levels_fit(self) -> "Plan":
         for index, (lower, level) in enumerate(pairwise(self.levels), start=1):
             if level.caps.names != lower.caps.names:
                 raise ValueError(
@@ -398,21 +399,14 @@ class Plan(Frozen):
                     f"levels[{index}].caps are {level.caps}, after {lower.caps}; levels must come "
                     "in the order of rising max_tokens"
                 )
-        return self
-
-    @model_validator(mode="after")
-    def _levels_fit(self) -> "Plan":
+        ranks = self.parallel.data, "data-parallel ranks"
         for index, level in enumerate(self.levels):
             if len(level.recompute) != len(self.stages):
                 raise ValueError(
                     f"levels[{index}].recompute has {len(level.recompute)} entries for "
                     f"{len(self.stages)} stages; it must list the layers of every stage"
                 )
-            if self.parallel.data % level.context:
-                raise ValueError(
-                    f"levels[{index}].context is {level.context}, and must divide the "
-                    f"{self.parallel.data} data-parallel ranks"
-                )
+            _check_divides(f"levels[{index}].context", level.context, ranks)
         if self.levels and any(stage.recompute for stage in self.stages):
             raise ValueError(
                 "a stage names layers to recompute beside `levels`; where a plan has levels, name "
@@ -451,16 +445,11 @@ class Plan(Frozen):
                 f"must be of those of {self.model.name} for images at their native resolution: "
                 f"{words(sorted(squares)) or 'it has none'}"
             )
-        if self.parallel.data % beside.pipelines:
-            raise ValueError(
-                f"beside.pipelines is {beside.pipelines}, and must divide the "
-                f"{self.parallel.data} data-parallel ranks"
-            )
-        if self.parallel.world_size % beside.sharded:
-            raise ValueError(
-                f"beside.sharded is {beside.sharded}, and must divide the "
-                f"{self.parallel.world_size} ranks of the job"
-            )
+        ranks = self.parallel.data, "data-parallel ranks"
+        _check_divides("beside.pipelines", beside.pipelines, ranks)
+        _check_divides(
+            "beside.sharded", beside.sharded, (self.parallel.world_size, "ranks of the job")
+        )
         return self
 
     @model_validator(mode="after")

@@ -158,6 +158,11 @@ def fit_run(
     groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
     found = _fitted(alike, groups, plan.parallel.pipeline)
     factors, (slowness, common) = found.factors, _relative(found.slowness)
+    # Measured over predicted time of the work of once a step, mean over the stages.
+    once = per_step_costs(cost, plan.stages, plan.schedule)
+    predicted_ms = float((once.update_ms + once.exchange_ms).mean())
+    measured_ms = [np.mean([stage.optimizer_ms for stage in one.stages]) for one in records]
+    ratio = float(np.median(measured_ms)) / predicted_ms if predicted_ms else 1.0
     units: dict[str, dict[str, dict[str, float]]] = {}
     for (kind, which, feature), factor in zip(
         terms.names, (factors * common).tolist(), strict=True
@@ -168,7 +173,7 @@ def fit_run(
         step=step,
         measured_steps=len(records),
         units={kind: UnitFactors(**given) for kind, given in units.items()},
-        update=_update_factor(plan, cost, records),
+        update=float(np.clip(ratio, 1e-3, 1e3)) if ratio else 1.0,
         pipeline=plan.parallel.pipeline,
         slowness=_of_parts(plan, slowness),
     )
@@ -411,15 +416,6 @@ def _slow_ranks(
     # Of two ranks, the faster is as others are.
     ratio = ratio / np.quantile(ratio, 0.5, axis=0, method="lower")
     return np.where(ratio >= SLOW, ratio, 1.0)
-
-
-def _update_factor(plan: Plan, cost: CostModel, records: Sequence[StepRecord]) -> float:
-    """Measured over predicted time of what happens once a step, mean over the stages."""
-    once = per_step_costs(cost, plan.stages, plan.schedule)
-    predicted_ms = float((once.update_ms + once.exchange_ms).mean())
-    measured_ms = [np.mean([stage.optimizer_ms for stage in one.stages]) for one in records]
-    ratio = float(np.median(measured_ms)) / predicted_ms if predicted_ms else 1.0
-    return float(np.clip(ratio, 1e-3, 1e3)) if ratio else 1.0
 
 
 def _kind_fits(terms: Terms, fitted_ms: np.ndarray, steps: int) -> tuple[KindFit, ...]:

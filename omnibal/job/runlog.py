@@ -250,12 +250,6 @@ class RunLog:
     info: RunInfo
     records: tuple[StepRecord, ...]
 
-    @classmethod
-    def of_directory(cls, directory: Path) -> "RunLog":
-        """Read the log in a run's directory."""
-        info = read_run_info(directory)
-        return cls(info=info, records=tuple(read_run(directory / RUN_FILE)))
-
 
 def read_validations(directory: Path) -> list[ValidationRecord]:
     """Read `validation.jsonl` of a run's directory, as `read_run` does; empty if absent."""
