@@ -5,7 +5,7 @@ step exactly, which separately measured waits do not, since a wait may have many
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 
 import numpy as np
@@ -55,12 +55,8 @@ class CauseTimes:
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
         """Times of some of the micro-batches."""
-        return CauseTimes(
-            all=self.all.rows(picked),
-            local=self.local.rows(picked),
-            silent=self.silent.rows(picked),
-            needed=self.needed.rows(picked),
-        )
+        every = {each.name: getattr(self, each.name).rows(picked) for each in fields(self)}
+        return CauseTimes(**every)
 
 
 def causes_of(
@@ -183,8 +179,8 @@ def _without(cost: CostModel, causes: Sequence[str]) -> CostModel:
 def _without_links(times: StageTimes) -> StageTimes:
     return replace(
         times,
-        forward_link_ms=np.zeros_like(times.forward_link_ms),
-        backward_link_ms=np.zeros_like(times.backward_link_ms),
+        forward_link_ms=0 * times.forward_link_ms,
+        backward_link_ms=0 * times.backward_link_ms,
     )
 
 
@@ -198,13 +194,7 @@ def _without_recompute(times: StageTimes) -> StageTimes:
 
 def _evened_out(times: StageTimes) -> StageTimes:
     """Spread every micro-batch's time evenly over all stages."""
-
-    def even(values: np.ndarray) -> np.ndarray:
-        return np.broadcast_to(values.mean(axis=1, keepdims=True), values.shape)
-
-    return replace(
-        times,
-        forward_ms=even(times.forward_ms),
-        backward_ms=even(times.backward_ms),
-        weight_ms=even(times.weight_ms),
-    )
+    computed = ("forward_ms", "backward_ms", "weight_ms")
+    means = {name: getattr(times, name).mean(axis=1, keepdims=True) for name in computed}
+    shape = times.forward_ms.shape
+    return replace(times, **{name: np.broadcast_to(ms, shape) for name, ms in means.items()})

@@ -1,13 +1,8 @@
 """Types of a plan's prediction: times, memory of every stage, and where a step's time goes."""
 
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import (
-    Field,
-    NonNegativeFloat,
-    SerializerFunctionWrapHandler,
-    model_serializer,
-)
+from pydantic import Field, NonNegativeFloat
 
 from omnibal.base.frozen import Frozen, written_unless
 
@@ -51,14 +46,14 @@ class LostTime(Frozen):
     Every entry is what the simulated step loses when one cause more is taken away, in this order.
     """
 
-    reading_ms: float = 0.0
+    reading_ms: float = written_unless(0.0)
     """Waiting for data that the machine's cores cannot read in time."""
     rank_imbalance_ms: float
     """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
-    expert_wait_ms: float = 0.0
+    expert_wait_ms: float = written_unless(0.0)
     """Waiting of ranks that share out experts, or that divide weights, for one another in every
     pass, and the empty micro-batches by which they stay in lockstep."""
-    context_exchange_ms: float = 0.0
+    context_exchange_ms: float = written_unless(0.0)
     """Exchange of the ranks that share a pack, for its attention and its encoders' features."""
     communication_ms: float
     """Sends between stages as far as any stage waits for them, tensor-parallel collectives, and
@@ -76,16 +71,6 @@ class LostTime(Frozen):
     counts under the other causes."""
     ideal_ms: float
     """Ideal time: the needed work, spread evenly over all devices without waiting."""
-
-    @model_serializer(mode="wrap")
-    def _without_empty_exchange(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # As before packs and experts were shared and reading was timed: a plan without them is the
-        # same bytes.
-        fields: dict[str, Any] = serialize(self)
-        for name in ("expert_wait_ms", "context_exchange_ms", "reading_ms"):
-            if not fields[name]:
-                fields.pop(name)
-        return fields
 
     def named(self) -> dict[str, float]:
         """The entries from the ideal up, by their names in words; those of shared packs and experts

@@ -207,26 +207,22 @@ def _at_every_level(cost: CostModel, bytes_: float) -> np.ndarray:
 
 
 Rooms = tuple[tuple[tuple[int, int], ...], ...]
-"""Groups of tensors that share the room of one, as there is one of them at a time: index among the
-fields of `stage_memory.cut_bytes`, and chunk of the stage, of each."""
+"""Groups of tensors that share the room of one, as there is one of them at a time: index among
+those of `stage_memory.cut_bytes`, and chunk of the stage, of each."""
 
 
 def link_rooms(schedule: PipelineSchedule, stages: int, stage: int) -> Rooms:
     """The rooms of a stage's links: one each way with every other stage, of outputs and of their
     gradients; what goes from one chunk to another of the same stage stays in one."""
     place, last = schedule.placement, stages * schedule.chunks - 1
-    rooms: defaultdict[tuple[int, bool, bool], list[tuple[int, int]]] = defaultdict(list)
+    rooms: defaultdict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
     for chunk in range(schedule.chunks):
         part = place.part(stage, chunk, stages)
         for tensor, other in enumerate((part - 1, part - 1, part + 1, part + 1)):
             if 0 <= other <= last:
-                peer, is_gradient, comes = (
-                    place.stage_of(other, stages),
-                    tensor % 2,
-                    tensor in (0, 3),
-                )
-                is_in = comes and peer != stage
-                rooms[peer, bool(is_gradient), is_in].append((tensor, chunk))
+                peer = place.stage_of(other, stages)
+                comes = tensor in (0, 3) and peer != stage
+                rooms[peer, tensor % 2, comes].append((tensor, chunk))
     return tuple(map(tuple, rooms.values()))
 
 
@@ -239,9 +235,7 @@ def link_bytes(
         largest: the most of each feature that any micro-batch has, [F].
         counts: [..., chunks, kinds].
     """
-    cuts, held = cut_bytes(cost, largest), counts > 0
-    first, end = held.argmax(axis=-1), held.shape[-1] - 1 - held[..., ::-1].argmax(axis=-1)
-    tensors = cuts.came[first], cuts.back_to[first], cuts.sent[end], cuts.back[end]
+    tensors = cut_bytes(cost, largest, counts)
     return np.sum(
         [np.max([tensors[each][..., chunk] for each, chunk in room], axis=0) for room in rooms],
         axis=0,
@@ -298,7 +292,7 @@ def _stage_memory(
     chunks = _chunk_runs(cost, stages_at, schedule, stage)
     forms = [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in chunks]
     passes = schedule_passes(features, workload, schedule, stages, stage)
-    most = [_most_bytes(forms, each) for each in passes]
+    most = [[each.max(initial=0) for each in _bytes_in(forms, some)] for some in passes]
     rooms = link_rooms(schedule, stages, stage)
     held_bytes, passes_bytes = np.max(most, axis=0)
     of_chunks = np.stack([counts_of_runs(len(cost.kinds), runs)[0] for runs in chunks])
@@ -321,14 +315,8 @@ def _stage_memory(
     )
 
 
-def _most_bytes(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[float, float]:
-    """Most bytes that are held in any of some passes, and that any of them needs."""
-    held, needed = _bytes_in(chunks, passes)
-    return float(held.max(initial=0)), float(needed.max(initial=0))
-
-
 def _bytes_in(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that are held in each of some passes, and that each of them needs. [passes] each"""
+    """Bytes that are held in each of some passes, and that each needs. [passes] each"""
     own, others = chunks[passes.chunk], np.zeros(len(passes.own))
     for chunk, each in enumerate(chunks):
         others = others + passes.kept[:, chunk] @ each.kept + passes.late[:, chunk] @ each.late

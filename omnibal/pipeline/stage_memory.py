@@ -219,7 +219,7 @@ class MemoryTable:
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """Activations of all micro-batches that are held in every pass. [..., passes]"""
-        whole = self._at_every_level(counts) - recomputed
+        whole = np.tile(counts, self.levels) - recomputed
         kept = whole @ (self.others_kept_bytes + self.own_kept_bytes).T
         return kept + recomputed @ (self.others_input_bytes + self.own_input_bytes).T
 
@@ -258,7 +258,7 @@ class MemoryTable:
 
     def _in_flight_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
         """What the other micro-batches in flight and links hold in every pass. [..., passes]"""
-        whole = self._at_every_level(counts) - recomputed
+        whole = np.tile(counts, self.levels) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
         return others + self.link_bytes(counts)
 
@@ -271,7 +271,7 @@ class MemoryTable:
         back. Layers of several kinds may follow one another in any order, so all of a tower's count
         as kept while one of them runs.
         """
-        whole = self._at_every_level(counts) - recomputed
+        whole = np.tile(counts, self.levels) - recomputed
         own, most, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
         first, alike = len(self.kinds) * np.arange(self.levels), _alike(self.kinds)
         last = _last_kind(counts)
@@ -359,20 +359,14 @@ class MemoryTable:
         is_alone = held.sum(axis=-1, keepdims=True) == 1
         return np.where(has_all | is_alone & (outer > inner), outer, inner)
 
-    def _at_every_level(self, counts: np.ndarray) -> np.ndarray:
-        return np.tile(counts, self.levels)
-
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
         """A table of some of the passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
     def joined(self, more: "MemoryTable") -> "MemoryTable":
         """A table with the passes of another one besides."""
-        both: dict[str, Any] = {
-            name: np.concatenate([getattr(table, name) for table in (self, more)])
-            for name in _OF_PASSES
-        }
-        return replace(self, **both)
+        others = iter([getattr(more, name) for name in _OF_PASSES])
+        return self._each(lambda of_passes: np.concatenate([of_passes, next(others)]))
 
     def at_most(self) -> "MemoryTable":
         """One pass for every level, which needs at least as much as any of that level's, whatever
@@ -442,10 +436,8 @@ def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> li
     """
     if cost.levels > 1:
         return often_heaviest_tables(cost, workload, pipeline_size)
-    of_stages, encoder_memory = (
-        passes_of_stages(cost, workload, pipeline_size),
-        encoder_memory_of(workload),
-    )
+    of_stages = passes_of_stages(cost, workload, pipeline_size)
+    encoder_memory = encoder_memory_of(workload)
     # Stages that hold the same micro-batches share a table.
     distinct = {id(passes): passes for passes in of_stages}
     tables = {
@@ -463,10 +455,8 @@ def often_heaviest_tables(
 
     Of many stages some are looked at; between two of these a stage has both ones' passes.
     """
-    of_stages, encoder_memory = (
-        passes_of_stages(cost, workload, pipeline_size),
-        encoder_memory_of(workload),
-    )
+    of_stages = passes_of_stages(cost, workload, pipeline_size)
+    encoder_memory = encoder_memory_of(workload)
     drawn = _drawn_stages(cost, of_stages[0].largest)
     last = pipeline_size - 1
     looked_at = np.linspace(0, last, min(pipeline_size, _LOOKED_AT)).round().astype(np.int64)
@@ -594,15 +584,13 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
     again = counts[:, None] * is_layer * share
     whole = np.repeat(counts[:, None] - again, len(cost.features) // levels, axis=1)
     recomputed = np.repeat(again, len(cost.features) // levels, axis=1)
-    activation = np.stack([unit.activation_bytes for unit in units], axis=1)
-    boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
+    activation, boundary = (_of_units(cost, f"{each}_bytes") for each in ("activation", "boundary"))
     kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
     # While a unit runs, those after it keep nothing.
     running = kept.cumsum(axis=2) + back
-    cuts = cut_bytes(cost, largest)
+    of_cuts = cut_bytes(cost, largest, counts)
     first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
-    of_cuts = [cuts.came[first], cuts.back_to[first], cuts.sent[last], cuts.back[last]]
     gradient = np.stack([unit.output_gradient_bytes for unit in units])[last]
     input_ = unkept_input(cost)[first]
     others, own, own_backward, links = [], [], [], []
@@ -612,7 +600,7 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
             others.append((kept.sum(axis=2) + input_)[holds])
             own.append((running[:, :, kind] + input_)[holds] + working)
             own_backward.append((gradient * (last != kind)[:, None])[holds])
-            links.append(np.stack(of_cuts, axis=1)[holds])
+            links.append(of_cuts.T[holds])
     found = (np.concatenate(each) for each in (others, own, own_backward, links))
     return next(found), next(found), next(found), next(found)
 
@@ -648,9 +636,7 @@ def memory_table(
 ) -> MemoryTable:
     """Memory of the given passes by kind of unit, beside what encoders take."""
     units = cost.units.values()
-    activation = np.stack([unit.activation_bytes for unit in units], axis=1)
-    boundary = np.stack([unit.boundary_bytes for unit in units], axis=1)
-    passing = np.stack([unit.passing_bytes for unit in units], axis=1)
+    activation, boundary = (_of_units(cost, f"{each}_bytes") for each in ("activation", "boundary"))
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
     first_bytes, inner_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
@@ -664,7 +650,7 @@ def memory_table(
         own_kept_bytes=_level_by_level(passes.own, activation, cost.levels),
         own_input_bytes=_level_by_level(passes.own, boundary, cost.levels),
         working_bytes=np.stack(working, axis=1),
-        passing_bytes=passes.own @ passing,
+        passing_bytes=passes.own @ _of_units(cost, "passing_bytes"),
         first_bytes=first_bytes,
         inner_bytes=inner_bytes,
         last_bytes=last_bytes,
@@ -691,16 +677,16 @@ def _link_bytes(
     what a stage holds, and a pass would have four micro-batches' features more.
     """
     next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
-    units, cuts = cost.units.values(), cut_bytes(cost, passes.largest)
-    first_bytes = next_input * cuts.came + input_gradient * cuts.back_to
+    came, back_to, sent, back = _cut_bytes(cost, passes.largest)
+    first_bytes = next_input * came + input_gradient * back_to
     first_bytes = first_bytes + (passes.own + passes.others) @ unkept_input(cost).T
     pairs = pairwise(cost.kinds)
     fewer_come = [False, *(two.is_layer and one.carried > two.carried for one, two in pairs)]
     return (
         first_bytes,
-        np.where(fewer_come, next_input * cuts.sent + input_gradient * cuts.back, first_bytes),
-        output * cuts.sent + next_gradient * cuts.back,
-        own_gradient * (passes.own @ np.stack([each.output_gradient_bytes for each in units], 1)),
+        np.where(fewer_come, next_input * sent + input_gradient * back, first_bytes),
+        output * sent + next_gradient * back,
+        own_gradient * (passes.own @ _of_units(cost, "output_gradient_bytes")),
     )
 
 
@@ -727,21 +713,9 @@ def tied_gradient_bytes(cost: CostModel) -> np.ndarray:
     return matrix_bytes * np.array(number)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _CutBytes:
-    """Tensors of the largest micro-batch on the cuts before and after a unit, [kinds] each."""
-
-    came: np.ndarray
-    """To a unit of each kind."""
-    back_to: np.ndarray
-    """The gradient of that."""
-    sent: np.ndarray
-    """From a unit of each kind."""
-    back: np.ndarray
-    """The gradient of that."""
-
-
-def cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
+def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
+    """Tensors of the largest micro-batch on the cuts before and after a unit of each kind: what
+    comes to it, the gradient of that, what it sends, the gradient of that. [4, kinds]"""
     units = cost.units.values()
     sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
     back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
@@ -749,13 +723,25 @@ def cut_bytes(cost: CostModel, largest: np.ndarray) -> _CutBytes:
     # begin with the layers, only the former has a gradient.
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
     came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
-    back_to = np.where(is_layer & (back_to == 0), back, back_to)
-    return _CutBytes(came=came, back_to=back_to, sent=sent, back=back)
+    return np.stack([came, np.where(is_layer & (back_to == 0), back, back_to), sent, back])
+
+
+def cut_bytes(cost: CostModel, largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Tensors of the largest micro-batch on the cuts before and after stages of so many units
+    [..., kinds], in the same order. [4, ...]"""
+    first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
+    came, back_to, sent, back = _cut_bytes(cost, largest)
+    return np.stack([came[first], back_to[first], sent[last], back[last]])
 
 
 def _largest_bytes(cost: CostModel, per_feature: np.ndarray, largest: np.ndarray) -> float:
     """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
     return float((per_feature * largest).reshape(cost.levels, -1).sum(axis=1).max())
+
+
+def _of_units(cost: CostModel, name: str) -> np.ndarray:
+    """Coefficients of every kind of unit. [levels * features, kinds]"""
+    return np.stack([getattr(unit, name) for unit in cost.units.values()], axis=1)
 
 
 def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> np.ndarray:
@@ -767,20 +753,17 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
     """Bytes of weights, gradients and optimizer state of a unit on one device."""
-    trained, of_experts = unit.trained_parameters, unit.trained_expert_parameters
+    trained = unit.trained_parameters, unit.trained_expert_parameters
     weight_bytes = cost.weight_bytes(unit.parameters, unit.expert_parameters)
-    return weight_bytes + _trained_bytes(cost, trained, of_experts) + unit.weight_copy_bytes
+    trained_bytes = cost.gradient_bytes(*trained) + cost.optimizer_bytes(*trained)
+    return weight_bytes + trained_bytes + unit.weight_copy_bytes
 
 
 def tied_state_bytes(cost: CostModel) -> float:
     """Bytes of weights, gradients and optimizer state of the tied matrix on one device."""
-    weight_bytes = cost.weight_bytes(cost.tied_parameters, 0)
-    return weight_bytes + _trained_bytes(cost, cost.tied_trained_parameters, 0)
-
-
-def _trained_bytes(cost: CostModel, trained: int, of_experts: int) -> float:
-    """Bytes of gradients and optimizer state of trained parameters of one device."""
-    return cost.gradient_bytes(trained, of_experts) + cost.optimizer_bytes(trained, of_experts)
+    trained = cost.tied_trained_parameters, 0
+    trained_bytes = cost.gradient_bytes(*trained) + cost.optimizer_bytes(*trained)
+    return cost.weight_bytes(cost.tied_parameters, 0) + trained_bytes
 
 
 def stage_memories(
@@ -809,13 +792,8 @@ def stage_memory(cost: CostModel, runs: Sequence[UnitRun], table: MemoryTable) -
     """Peak memory of one device of a stage of these runs of units, over the passes of its table."""
     counts, recomputed = counts_of_runs(len(cost.kinds), runs)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
-    return memory_of_stage(
-        cost,
-        counts,
-        table,
-        held_bytes=held_bytes,
-        pass_bytes=table.stage_bytes(runs),
-    )
+    pass_bytes = table.stage_bytes(runs)
+    return memory_of_stage(cost, counts, table, held_bytes=held_bytes, pass_bytes=pass_bytes)
 
 
 def memory_of_stage(
