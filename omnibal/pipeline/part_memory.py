@@ -11,7 +11,7 @@ Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f featu
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -103,10 +103,11 @@ class PartMemory:
         features = features_of(workload, cost)
         drawn, mean, every = _drawn(cost, schedule.chunks), features.mean(axis=0), []
         for stage in range(stages):
-            found: dict[tuple[int, Pass], _Heaviest] = {}
+            found: dict[tuple[int, Pass], list[tuple[float, ChunkPasses]]] = {}
             for each in schedule_passes(features, workload, schedule, stages, stage):
-                found.setdefault((each.chunk, each.kind), _Heaviest(drawn=drawn)).look_at(each)
-            passes = [each for heaviest in found.values() for _, each in heaviest.most]
+                place = each.chunk, each.kind
+                found[place] = _heavier(drawn, found.get(place, []), each)
+            passes = [each for heaviest in found.values() for _, each in heaviest]
             by_chunk = [
                 [each for each in passes if each.chunk == c] for c in range(schedule.chunks)
             ]
@@ -159,27 +160,25 @@ class PartMemory:
         return fewest_that_fit(fit, np.where(fits, 0, most), most), fits
 
 
-@dataclass(kw_only=True, slots=True, eq=False)
-class _Heaviest:
-    """Passes that are the heaviest for contents of a stage that are drawn."""
+def _heavier(
+    drawn: np.ndarray, most: list[tuple[float, ChunkPasses]], passes: ChunkPasses
+) -> list[tuple[float, ChunkPasses]]:
+    """The heaviest pass of each content that is drawn, of more passes and of those before, with
+    what it needs.
 
-    drawn: np.ndarray
-    """Bytes of kept, late and running micro-batches, [drawn, c + c + 1, f]."""
-    most: list[tuple[float, ChunkPasses]] = field(default_factory=list)
-    """The most of every content so far, and the pass."""
-
-    def look_at(self, passes: ChunkPasses) -> None:
-        """Take those of more passes that are heavier."""
-        if not len(passes.own):
-            return
-        held = np.concatenate([passes.kept, passes.late, passes.own[:, None]], axis=1)
-        needed = self.drawn.reshape(len(self.drawn), -1) @ held.reshape(len(held), -1).T
-        found = []
-        for of_content in needed:
-            at = int(of_content.argmax())
-            found.append((float(of_content[at]), passes.take(np.array([at]))))
-        old = self.most or found
-        self.most = [max(pair, key=lambda each: each[0]) for pair in zip(old, found, strict=True)]
+    Args:
+        drawn: bytes of kept, late and running micro-batches, [drawn, c + c + 1, f].
+    """
+    if not len(passes.own):
+        return most
+    held = np.concatenate([passes.kept, passes.late, passes.own[:, None]], axis=1)
+    needed = drawn.reshape(len(drawn), -1) @ held.reshape(len(held), -1).T
+    places = needed.argmax(axis=1)
+    found = [
+        (float(of_content[at]), passes.take(np.array([at])))
+        for of_content, at in zip(needed, places, strict=True)
+    ]
+    return [max(pair, key=lambda each: each[0]) for pair in zip(most or found, found, strict=True)]
 
 
 def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPasses]) -> _ChunkTable:

@@ -154,6 +154,7 @@ class ChunkBytes:
         units, nothing = [*cost.units.values()], np.zeros(len(cost.features))
         counts, _ = counts_of_runs(len(units), runs)
         last, entered = units[runs[-1].kind], unkept_input(cost)[runs[0].kind]
+        one = np.arange(len(nothing)) % (len(nothing) // cost.levels) == 0  # of any micro-batch
         tied = int(holds_both_ends(cost.kinds, counts)) * tied_gradient_bytes(cost)
         late_of = [in_two * unit.late_bytes[:2].sum(axis=0) for unit in units]
         late = nothing + sum(run.number * late_of[run.kind] for run in runs)
@@ -162,7 +163,9 @@ class ChunkBytes:
         for run in runs:
             unit = units[run.kind]
             moments = unit.two_part_bytes if in_two else unit.transient_bytes
-            of_unit, of_late = _kept_form(cost, run), late_of[run.kind]
+            dropped = np.repeat(run.recomputed, len(nothing) // cost.levels)
+            of_unit = np.where(dropped, unit.boundary_bytes, unit.activation_bytes)
+            of_late = late_of[run.kind]
             kept = kept + run.number * of_unit
             late_before = late_before + run.number * of_late
             gradient = last.output_gradient_bytes if run.kind != runs[-1].kind else nothing
@@ -176,7 +179,7 @@ class ChunkBytes:
             # The last of these units runs first; when the first runs, the others are over.
             over = (run.number - 1) * (of_late - of_unit)
             for working in moments:
-                form = kept + again + working + _at_every_level(cost, tied[run.kind])
+                form = kept + again + working + tied[run.kind] * one
                 forward.append(form)
                 form = form + gradient + late - late_before
                 backward += [form, form + over]
@@ -190,20 +193,6 @@ class ChunkBytes:
                 Pass.BACKWARD_WEIGHT: late + products,
             },
         )
-
-
-def _kept_form(cost: CostModel, run: UnitRun) -> np.ndarray:
-    """What one unit of a run keeps of a micro-batch, at every level as it recomputes. [F]"""
-    unit = [*cost.units.values()][run.kind]
-    again = np.repeat(run.recomputed, len(cost.features) // cost.levels)
-    return np.where(again, unit.boundary_bytes, unit.activation_bytes)
-
-
-def _at_every_level(cost: CostModel, bytes_: float) -> np.ndarray:
-    """Bytes that are the same for all micro-batches, as a form. [F]"""
-    form = np.zeros((cost.levels, len(cost.features) // cost.levels))
-    form[:, 0] = bytes_
-    return form.ravel()
 
 
 Rooms = tuple[tuple[tuple[int, int], ...], ...]
@@ -262,41 +251,7 @@ def counted_memories(
 ) -> list[StageMemory]:
     """`schedule_memories` by the forms of this module, whatever the schedule."""
     features, stages = features_of(workload, cost), len(stages_at[0]) // schedule.chunks
-    return [
-        _stage_memory(cost, stages_at, workload, schedule, features, stage)
-        for stage in range(stages)
-    ]
-
-
-def _chunk_runs(
-    cost: CostModel,
-    stages_at: Sequence[Sequence[Stage]],
-    schedule: PipelineSchedule,
-    stage: int,
-) -> list[tuple[UnitRun, ...]]:
-    """Runs of units of every chunk of a stage."""
-    parts = schedule.parts_of(len(stages_at[0]))[stage]
-    return [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
-
-
-def _stage_memory(
-    cost: CostModel,
-    stages_at: Sequence[Sequence[Stage]],
-    workload: Workload,
-    schedule: PipelineSchedule,
-    features: np.ndarray,
-    stage: int,
-) -> StageMemory:
-    """Peak memory of a stage over its passes of micro-batches with these features, [rows, F]."""
-    stages, largest = len(stages_at[0]) // schedule.chunks, features.max(axis=0)
-    chunks = _chunk_runs(cost, stages_at, schedule, stage)
-    forms = [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in chunks]
-    passes = schedule_passes(features, workload, schedule, stages, stage)
-    most = [[each.max(initial=0) for each in _bytes_in(forms, some)] for some in passes]
-    rooms = link_rooms(schedule, stages, stage)
-    held_bytes, passes_bytes = np.max(most, axis=0)
-    of_chunks = np.stack([counts_of_runs(len(cost.kinds), runs)[0] for runs in chunks])
-    counts = of_chunks.sum(axis=0)
+    largest, memories = features.max(axis=0), []
     # One pass, for what does not depend on passes.
     alone = RunningPasses(
         own=largest[None],
@@ -305,14 +260,33 @@ def _stage_memory(
         largest=largest,
     )
     table = memory_table(cost, alone, encoder_memory_of(workload))
-    links = float(link_bytes(cost, largest, of_chunks, rooms) + table.room_bytes(counts))
-    return memory_of_stage(
-        cost,
-        counts,
-        table,
-        held_bytes=float(held_bytes),
-        pass_bytes=np.array([passes_bytes + links]),
-    )
+    for stage in range(stages):
+        runs_of, forms = _chunks_of(cost, stages_at, schedule, stage)
+        passes = schedule_passes(features, workload, schedule, stages, stage)
+        most = [[each.max(initial=0) for each in _bytes_in(forms, some)] for some in passes]
+        held_bytes, passes_bytes = np.max(most, axis=0)
+        of_chunks = np.stack([counts_of_runs(len(cost.kinds), runs)[0] for runs in runs_of])
+        counts, rooms = of_chunks.sum(axis=0), link_rooms(schedule, stages, stage)
+        links = link_bytes(cost, largest, of_chunks, rooms) + table.room_bytes(counts)
+        pass_bytes = np.array([passes_bytes + float(links)])
+        memories.append(
+            memory_of_stage(
+                cost, counts, table, held_bytes=float(held_bytes), pass_bytes=pass_bytes
+            )
+        )
+    return memories
+
+
+def _chunks_of(
+    cost: CostModel,
+    stages_at: Sequence[Sequence[Stage]],
+    schedule: PipelineSchedule,
+    stage: int,
+) -> tuple[list[tuple[UnitRun, ...]], list[ChunkBytes]]:
+    """Runs of units of every chunk of a stage, and their bytes."""
+    parts = schedule.parts_of(len(stages_at[0]))[stage]
+    runs_of = [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
+    return runs_of, [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in runs_of]
 
 
 def _bytes_in(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[np.ndarray, np.ndarray]:
@@ -363,8 +337,7 @@ def bytes_of_passes(
         kind, row = np.divmod(np.arange(len(needed)), len(features))  # forwards, then backwards
         others = micro_batches_in(cost, passes.others)
         return PassBytes(row=row, kind=kind, chunk=0 * row, needed=needed, held=held, others=others)
-    runs_of = _chunk_runs(cost, stages_at, schedule, stage)
-    chunks = [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in runs_of]
+    _, chunks = _chunks_of(cost, stages_at, schedule, stage)
     found = []
     for each in schedule_passes(features, workload, schedule, size, stage):
         held, needed = _bytes_in(chunks, each)

@@ -639,7 +639,16 @@ def memory_table(
     activation, boundary = (_of_units(cost, f"{each}_bytes") for each in ("activation", "boundary"))
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
-    first_bytes, inner_bytes, last_bytes, own_gradient_bytes = _link_bytes(cost, passes)
+    # Tensors of other micro-batches on the cuts are as large as any: they are no more than some
+    # thousandths of what a stage holds, and a pass would have four micro-batches' features more.
+    next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
+    came, back_to, sent, back = _cut_bytes(cost, passes.largest)
+    first_bytes = next_input * came + input_gradient * back_to
+    first_bytes = first_bytes + (passes.own + passes.others) @ unkept_input(cost).T
+    fewer_come = [two.is_layer and one.carried > two.carried for one, two in pairwise(cost.kinds)]
+    inner_bytes = np.where(
+        [False, *fewer_come], next_input * sent + input_gradient * back, first_bytes
+    )
     state_bytes = [unit_bytes(cost, unit) for unit in units]
     return MemoryTable(
         kinds=cost.kinds,
@@ -653,8 +662,8 @@ def memory_table(
         passing_bytes=passes.own @ _of_units(cost, "passing_bytes"),
         first_bytes=first_bytes,
         inner_bytes=inner_bytes,
-        last_bytes=last_bytes,
-        own_gradient_bytes=own_gradient_bytes,
+        last_bytes=output * sent + next_gradient * back,
+        own_gradient_bytes=own_gradient * (passes.own @ _of_units(cost, "output_gradient_bytes")),
         shared_bytes=np.array(shared),
         buffer_bytes=np.array([buffer.bytes for buffer in cost.library_buffers]),
         has_buffer=np.array(
@@ -664,29 +673,6 @@ def memory_table(
         has_backward=np.array([unit.has_backward for unit in units]),
         encoder_memory=encoder_memory,
         tied_gradient_bytes=tied_gradient_bytes(cost),
-    )
-
-
-def _link_bytes(
-    cost: CostModel, passes: RunningPasses
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Tensors of the cut before a stage that begins with the first or a later unit of each kind,
-    of the cut after one that ends with it, and the gradient of its output. [passes, kinds] each.
-
-    Those of other micro-batches are as large as any: they are no more than some thousandths of
-    what a stage holds, and a pass would have four micro-batches' features more.
-    """
-    next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
-    came, back_to, sent, back = _cut_bytes(cost, passes.largest)
-    first_bytes = next_input * came + input_gradient * back_to
-    first_bytes = first_bytes + (passes.own + passes.others) @ unkept_input(cost).T
-    pairs = pairwise(cost.kinds)
-    fewer_come = [False, *(two.is_layer and one.carried > two.carried for one, two in pairs)]
-    return (
-        first_bytes,
-        np.where(fewer_come, next_input * sent + input_gradient * back, first_bytes),
-        output * sent + next_gradient * back,
-        own_gradient * (passes.own @ _of_units(cost, "output_gradient_bytes")),
     )
 
 
