@@ -758,7 +758,8 @@ def stage_memories(
     """Peak memory of one device of every stage, over all passes of a run."""
     runs_of = [unit_runs(cost.kinds, at_levels) for at_levels in zip(*stages_at, strict=True)]
     held = zip(*(counts_of_runs(len(cost.kinds), runs) for runs in runs_of), strict=True)
-    tables = heaviest_passes(cost, workload, *map(np.stack, held), runs_of)
+    counts, recomputed = map(np.stack, held)
+    tables = heaviest_passes(cost, workload, counts, recomputed, runs_of)
     return [stage_memory(cost, runs, table) for runs, table in zip(runs_of, tables, strict=True)]
 
 
