@@ -67,7 +67,8 @@ def test_every_preset_is_written_as_core_reads_it(seed):
             stages = random_stages(model, pipeline * turns, rng)
             layout = layout_of(stages, model.language.prediction_layers, turns)
             assert layout.virtual == turns
-            for written in (layout.text, layout.short_text, layout.lists):
+            lists = [list(chunk) for chunk in layout.chunks]
+            for written in (layout.text, layout.short_text, lists):
                 assert core_chunks(written, pipeline) == layout.chunks
                 assert parse_layout(written, pipeline) == layout
             read = PipelineParallelLayerLayout(layout.short_text, pipeline)
