@@ -116,8 +116,8 @@ def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
     """Reasons why weights of one model do not fit the other; empty if they do."""
-    sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
-    lines = differences(*sizes, place)
+    sizes, own_sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
+    lines = differences(sizes, own_sizes, place)
     for name in there.encoders.keys() & here.encoders.keys():
         towers = there.encoders[name], here.encoders[name]
         scaled = ["off" if tower.layer_scale_init is None else "on" for tower in towers]

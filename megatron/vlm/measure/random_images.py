@@ -83,8 +83,11 @@ def image_fields(
             fields["patches_YX"] = torch.randn(shape, generator=generator)
         # Of stages that put image features, or add deepstack features, in their places.
         deep = range(len(deepstack_of(model)))
-        takes = stage is None or any(layer in deep for layer in stage.layers(LANGUAGE))
-        if takes or stage.holds("language embed"):
+        if (
+            stage is None
+            or stage.holds("language embed")
+            or any(layer in deep for layer in stage.layers(LANGUAGE))
+        ):
             fields["image_positions_M"] = torch.arange(sum(sizes))
     if model.language.rope_sections is not None and (stage is None or stage.layers(LANGUAGE)):
         each = [torch.arange(tokens) for tokens in segment_tokens]

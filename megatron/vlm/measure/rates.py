@@ -89,7 +89,7 @@ def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Collectiv
             if group is not None:
                 buffer_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
                 begin = _collective(kind, buffer_E, ranks, group)
-                own_ms = [_typical_ms(lambda begin=begin: begin().wait(), together=group)]
+                own_ms = [_typical_ms(partial(_wait_for, begin), together=group)]
             yield CollectiveTime(kind=kind, ranks=ranks, bytes=size, ms=mean_ms(own_ms))
 
 
@@ -169,6 +169,11 @@ def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[f
     works = (partial(both, 0), partial(compute, calls), partial(both, calls))
     rounds = [[together_ms(work) for work in works] for _ in range(_BESIDE_ROUNDS)]
     return [mean_ms([float(each)]) for each in np.median(rounds, axis=0)]
+
+
+def _wait_for(begin: Callable[[], dist.Work]) -> None:
+    """Begin a collective and wait for its end."""
+    begin().wait()
 
 
 def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:
