@@ -42,7 +42,7 @@ What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_c
 
 import math
 from collections.abc import Collection, Iterator
-from dataclasses import KW_ONLY, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import numpy as np
@@ -78,7 +78,6 @@ from omnibal.cost.transformer_engine import library_buffers, without_gradients
 from omnibal.cost.weight_part import late_bytes, late_parameters, late_products, two_part_bytes
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
-from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
@@ -126,6 +125,17 @@ class _Counted:
         """Whether gradients reach the unit."""
         return self.trained or self.adapted or self.before_trained
 
+    @property
+    def wants_input_gradient(self) -> bool:
+        """Whether its backward gives the gradient of its input."""
+        own = (self.trained or self.adapted) and not self.counts.begins_with_weights
+        return self.before_trained or own
+
+    @property
+    def is_language(self) -> bool:
+        """Whether it is a layer of the language model or the head."""
+        return self.kind.tower == LANGUAGE and not self.kind.is_embed
+
 
 def analytic_cost(
     model: ModelConfig,
@@ -151,9 +161,10 @@ def analytic_cost(
     if engine:
         counted = [_with_transformer_engine(one) for one in counted]
     units = {one.kind.name: _unit_cost(device, one) for one in counted}
-    trained = {one.kind.name: one.counts for one in counted if one.trained and _is_language(one)}
+    trained = {one.kind.name: one.counts for one in counted if one.trained and one.is_language}
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
-    once = _Once(
+    rates_of = partial(
+        _parameter_rates,
         cluster,
         precision,
         device,
@@ -168,80 +179,70 @@ def analytic_cost(
         units=units,
         # Multi-token prediction embeds words on the last stage too.
         tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
-        rates=once.rates(state_group(parallel)),
+        rates=rates_of(state_group(parallel)),
         optimizer_ms_fixed=0.0,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
         bucket_parameters=parallel.bucket_parameters if overlaps else math.inf,
-        expert_rates=once.rates(expert_state_group(parallel)),
+        expert_rates=rates_of(expert_state_group(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
     )
 
 
-def _is_language(one: _Counted) -> bool:
-    """Whether it is a layer of the language model or the head."""
-    return one.kind.tower == LANGUAGE and not one.kind.is_embed
-
-
 def _with_transformer_engine(one: _Counted) -> _Counted:
-    if not _is_language(one):
+    if not one.is_language:
         return one
     counts = replace(one.counts, working=without_gradients(one.counts.working))
     return replace(one, counts=counts)
 
 
-@dataclass(frozen=True, slots=True)
-class _Once:
-    """What a trained parameter costs once a step, on the ranks that hold it."""
+def _parameter_rates(
+    cluster: ClusterConfig,
+    precision: Precision,
+    device: Device,
+    runtime: RuntimeOptions,
+    group: Group,
+    *,
+    is_sharded: bool,
+    divides_gradients: bool,
+) -> ParameterRates:
+    """Count what a parameter costs that the ranks of a group hold, and a trained one once a step.
 
-    cluster: ClusterConfig
-    precision: Precision
-    device: Device
-    runtime: RuntimeOptions
-    _: KW_ONLY
-    is_sharded: bool
-    """Whether these ranks divide the optimizer's state."""
-    divides_gradients: bool
-    """Whether they divide gradients too."""
+    Its gradient is set to zero, and where Megatron averages divided by the ranks; the norm and
+    the update read and write gradient, weight and state, each rank its own share. Weights that
+    are not gathered beside the next forward are gathered within the update.
 
-    def rates(self, group: Group) -> ParameterRates:
-        """Count a parameter that the ranks of a group hold.
-
-        Its gradient is set to zero, and where Megatron averages divided by the ranks; the norm and
-        the update read and write gradient, weight and state, each rank its own share. Weights that
-        are not gathered beside the next forward are gathered within the update.
-        """
-        size, gradient_bytes = ELEMENT_BYTES[self.precision], self.runtime.gradient_bytes
-        state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[self.precision]
-        shards = group.ranks if self.is_sharded else 1
-        averages = self.runtime.averages_gradients and group.ranks > 1
-        zeroed_bytes = gradient_bytes / (shards if self.divides_gradients else 1)
-        moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
-        update_ms = moved_bytes / self.device.streamed_bytes_per_ms
-        update_ms += weight_cast_bytes(self.device) / self.device.bytes_per_ms
-        byte_ms = partial(ring_ms_per_byte, self.cluster, group, self.precision)
-        reduced_ms = byte_ms("reduce_scatter") if self.is_sharded else 2 * byte_ms("all_reduce")
-        # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
-        gathered_bytes = _gathered_bytes(self.precision, self.runtime.fp8) if self.is_sharded else 0
-        gather_ms = byte_ms("all_gather") * gathered_bytes
-        is_overlapped = self.runtime.overlap_weights
-        return ParameterRates(
-            weight_bytes=size,
-            gradient_bytes=gradient_bytes,
-            optimizer_bytes=OPTIMIZER_BYTES[self.precision] / shards,
-            optimizer_ms=update_ms + (0.0 if is_overlapped else gather_ms),
-            gradient_reduction_ms=reduced_ms * gradient_bytes,
-            weight_gather_ms=gather_ms if is_overlapped else 0.0,
-        )
-
-
-def _gathered_bytes(precision: Precision, fp8: Fp8) -> int:
-    """Bytes of a parameter that data-parallel ranks gather once a step; where weights are in FP8
-    alone, embedding and head, which are not, count as the others."""
-    is_gathered_in_fp8 = precision == "fp8" and not fp8.keeps_bf16_weights
-    return 1 if is_gathered_in_fp8 else ELEMENT_BYTES[precision]
+    Args:
+        is_sharded: whether these ranks divide the optimizer's state.
+        divides_gradients: whether they divide gradients too.
+    """
+    size, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
+    state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
+    shards = group.ranks if is_sharded else 1
+    averages = runtime.averages_gradients and group.ranks > 1
+    zeroed_bytes = gradient_bytes / (shards if divides_gradients else 1)
+    moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
+    update_ms = moved_bytes / device.streamed_bytes_per_ms
+    update_ms += weight_cast_bytes(device) / device.bytes_per_ms
+    byte_ms = partial(ring_ms_per_byte, cluster, group, precision)
+    reduced_ms = byte_ms("reduce_scatter") if is_sharded else 2 * byte_ms("all_reduce")
+    # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
+    gathered_bytes = 0
+    if is_sharded:
+        # Where weights are in FP8 alone, embedding and head, which are not, count as the others.
+        in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
+        gathered_bytes = 1 if in_fp8 else size
+    gather_ms = byte_ms("all_gather") * gathered_bytes
+    return ParameterRates(
+        weight_bytes=size,
+        gradient_bytes=gradient_bytes,
+        optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
+        optimizer_ms=update_ms + (0.0 if runtime.overlap_weights else gather_ms),
+        gradient_reduction_ms=reduced_ms * gradient_bytes,
+        weight_gather_ms=gather_ms if runtime.overlap_weights else 0.0,
+    )
 
 
 def model_flops(
@@ -277,7 +278,7 @@ def unit_flops(
     flops = {}
     for one in _counted(model, device, frozen, adapters):
         # Of the input and of the weights; norms before a product are trained too.
-        products = 1 + int(one.trained) + int(_wants_input_gradient(one))
+        products = 1 + int(one.trained) + int(one.wants_input_gradient)
         attention = 3 if one.has_backward else 1
         counts = one.unpadded
         flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
@@ -325,7 +326,17 @@ def _device(
     in_fp8 = fp8_rates(cluster, runtime.fp8) if precision == "fp8" else None
     rates = cluster.measured(precision)
     precision = "bf16" if precision == "fp8" else precision  # of all that is not in it
-    copies, fused = _Copies(cluster, rates), runtime.fused_loss
+    plain = _fastest(rates, "plain")
+    # Where a kernel's latency was measured apart, so was the rate of element-wise kernels.
+    latency_ms = plain.latency_ms if plain else None
+    bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
+    if plain is not None and latency_ms is not None:
+        bytes_per_ms = plain.bytes_per_ms
+
+    def slowdown(kind: CopyKind) -> float:
+        found = _fastest(rates, kind)
+        return 1.0 if found is None else bytes_per_ms / found.bytes_per_ms
+
     # Products in fp32 whatever the precision; where no peak in it is given, of that precision.
     fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
     ring = pass_line(cluster, Group(parallel.tensor), precision)
@@ -339,21 +350,21 @@ def _device(
         product_times=products,
         grouped_times=grouped,
         attention_times=attention,
-        bytes_per_ms=copies.moved_bytes_per_ms,
-        streamed_bytes_per_ms=copies.streamed_bytes_per_ms,
+        bytes_per_ms=bytes_per_ms,
+        streamed_bytes_per_ms=_streamed_bytes_per_ms(cluster, rates),
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
         pass_ms=ring.fixed_ms,
         expert_bytes_per_ms=1 / (experts.each_ms * to_others) if experts.each_ms else math.inf,
         expert_pass_ms=experts.fixed_ms,
-        kernel_ms=copies.kernel_ms,
-        permute_slowdown=copies.slowdown("permute"),
-        loss_slowdown=copies.slowdown("fused_cross_entropy" if fused else "cross_entropy"),
+        kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
+        permute_slowdown=slowdown("permute"),
+        loss_slowdown=slowdown("fused_cross_entropy" if runtime.fused_loss else "cross_entropy"),
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         element_bytes=ELEMENT_BYTES[precision],
         gradient_bytes=runtime.gradient_bytes,
         overlaps_tensor=runtime.overlap_tensor,
-        fused_loss=fused,
+        fused_loss=runtime.fused_loss,
         fused_routing=runtime.fused_routing,
         sample_tokens=runtime.sample_tokens,
         expert=parallel.expert,
@@ -383,47 +394,18 @@ def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
     """Rate of long contiguous reads and writes of a device's memory, measured where it was."""
-    return _Copies(cluster, cluster.measured(precision)).streamed_bytes_per_ms
+    return _streamed_bytes_per_ms(cluster, cluster.measured(precision))
 
 
-@dataclass(frozen=True, slots=True)
-class _Copies:
-    """What was measured of copies within the memory; falls back on the cluster's shares."""
+def _streamed_bytes_per_ms(cluster: ClusterConfig, rates: Rates | None) -> float:
+    plain = _fastest(rates, "plain")
+    return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 
-    cluster: ClusterConfig
-    rates: Rates | None
 
-    def fastest(self, kind: CopyKind) -> CopyTime | None:
-        """The fastest measured copy of a kind; None where none was measured."""
-        copies = self.rates.copies if self.rates else ()
-        found = [one for one in copies if one.kind == kind]
-        return max(found, key=lambda one: one.bytes_per_ms, default=None)
-
-    @property
-    def moved_bytes_per_ms(self) -> float:
-        """Rate of element-wise kernels, where a kernel's latency was measured apart."""
-        plain, cluster = self.fastest("plain"), self.cluster
-        if plain is not None and plain.latency_ms is not None:
-            return plain.bytes_per_ms
-        return cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
-
-    @property
-    def streamed_bytes_per_ms(self) -> float:
-        """Rate of long contiguous reads and writes."""
-        plain = self.fastest("plain")
-        return plain.bytes_per_ms if plain is not None else self.cluster.memory_gb_per_s * 1e6
-
-    @property
-    def kernel_ms(self) -> float:
-        """Time of a kernel besides its work."""
-        plain = self.fastest("plain")
-        latency_ms = None if plain is None else plain.latency_ms
-        return self.cluster.kernel_us / 1e3 if latency_ms is None else latency_ms
-
-    def slowdown(self, kind: CopyKind) -> float:
-        """Time of a byte of such a kernel over that of an element-wise one; 1 if not measured."""
-        found = self.fastest(kind)
-        return 1.0 if found is None else self.moved_bytes_per_ms / found.bytes_per_ms
+def _fastest(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
+    """The fastest copy of a kind within the memory; None where none was measured."""
+    found = [one for one in (rates.copies if rates else ()) if one.kind == kind]
+    return max(found, key=lambda one: one.bytes_per_ms, default=None)
 
 
 def _counted(
@@ -498,11 +480,6 @@ def _counts(
     return counts, counts
 
 
-def _wants_input_gradient(one: _Counted) -> bool:
-    own = (one.trained or one.adapted) and not one.counts.begins_with_weights
-    return one.before_trained or own
-
-
 def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     """Cost of a unit, which has a backward if it or anything before it is trained."""
     forward_ms, backward_ms = _times_ms(device, one, one.counts)
@@ -537,9 +514,7 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
         backward_ms=backward_ms,
         weight_ms=_weight_ms(device, one, late),
         recompute_ms=forward_ms if has_backward else nothing,
-        collective_ms=np.stack(
-            [_collective_ms(device, one.counts), _back_collective_ms(device, one)]
-        ),
+        collective_ms=_collective_ms(device, one),
         padding_ms=padding_ms,
         context_ms=np.zeros((3, len(forward_ms))),
         activation_bytes=kept_bytes if has_backward else nothing,
@@ -571,42 +546,29 @@ def _weight_ms(device: Device, one: _Counted, late: tuple[Product, ...]) -> np.n
     return np.sum([_fixed(once_ms, nothing), *products_ms], axis=0)
 
 
-def _collective_ms(device: Device, counts: Counts) -> np.ndarray:
-    """Time of a unit's collectives in forward, [features]."""
-    sent = counts.collectives
-    sent_bytes = 0 * counts.moved_bytes + sent.forward_bytes
-    return _passes_ms(device, sent_bytes, sent.passes) + _exchanges_ms(
-        device, counts, sent.exchanges
-    )
+def _collective_ms(device: Device, one: _Counted) -> np.ndarray:
+    """Time of a unit's collectives in forward and in backward that nothing hides, [2, features].
 
-
-def _back_collective_ms(device: Device, one: _Counted) -> np.ndarray:
-    """Time of a unit's collectives in backward, [features]."""
-    counts, sent = one.counts, one.counts.collectives
-    nothing = 0 * counts.moved_bytes
-    if not one.has_backward:
-        return nothing
-    sent_bytes = nothing + sent.backward_bytes + one.trained * sent.again_bytes
-    passes_ms = _passes_ms(device, sent_bytes, sent.back_passes + one.trained * sent.passes_again)
-    return passes_ms + _exchanges_ms(device, counts, sent.back_exchanges)
-
-
-def _exchanges_ms(device: Device, counts: Counts, exchanges: int) -> np.ndarray:
-    """Time of so many all-to-alls of the tokens of a unit's experts, [features]."""
-    sent_ms = counts.collectives.exchanged_bytes / device.expert_bytes_per_ms
-    return sent_ms + _fixed(exchanges * device.expert_pass_ms, counts.moved_bytes)
-
-
-def _passes_ms(device: Device, sent_bytes: np.ndarray, passes: int) -> np.ndarray:
-    """Time of passes round the tensor-parallel ring that nothing hides, [features].
-
-    Beside the product that it feeds or follows, an exchange goes in as many parts as there are
-    ranks; the first, or the last one, is waited for (Transformer Engine's user buffers). Products
-    are taken to be the longer of the two.
+    Beside the product that it feeds or follows, an exchange of tensor-parallel ranks goes in as
+    many parts as there are ranks; the first, or the last one, is waited for (Transformer Engine's
+    user buffers). Products are taken to be the longer of the two.
     """
-    all_ms = sent_bytes / device.collective_bytes_per_ms
-    all_ms = all_ms + _fixed(passes * device.pass_ms, sent_bytes)
-    return all_ms / device.tensor if device.overlaps_tensor else all_ms
+    sent, nothing = one.counts.collectives, 0 * one.counts.moved_bytes
+
+    def pass_ms(sent_bytes: np.ndarray | float, passes: int, exchanges: int) -> np.ndarray:
+        ring_ms = (nothing + sent_bytes) / device.collective_bytes_per_ms
+        ring_ms = ring_ms + _fixed(passes * device.pass_ms, nothing)
+        # All-to-alls of the tokens of a unit's experts.
+        exchanged_ms = sent.exchanged_bytes / device.expert_bytes_per_ms
+        exchanged_ms = exchanged_ms + _fixed(exchanges * device.expert_pass_ms, nothing)
+        return (ring_ms / device.tensor if device.overlaps_tensor else ring_ms) + exchanged_ms
+
+    forward_ms = pass_ms(sent.forward_bytes, sent.passes, sent.exchanges)
+    if not one.has_backward:
+        return np.stack([forward_ms, nothing])
+    back_bytes = sent.backward_bytes + one.trained * sent.again_bytes
+    back_passes = sent.back_passes + one.trained * sent.passes_again
+    return np.stack([forward_ms, pass_ms(back_bytes, back_passes, sent.back_exchanges)])
 
 
 def _fixed(value: float, like: np.ndarray) -> np.ndarray:
@@ -619,18 +581,17 @@ def _fixed(value: float, like: np.ndarray) -> np.ndarray:
 def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
     """Forward and backward of all matrix products, both [features]."""
     nothing = 0 * counts.moved_bytes
-    passes: list[Pass] = ["input_gradient"] if _wants_input_gradient(one) else []
-    passes += ["weight_gradient"] if one.trained else []
-    return (
-        np.sum([nothing, *(_product_ms(device, each, "forward") for each in counts.products)], 0),
+    backwards: list[Pass] = ["input_gradient"] if one.wants_input_gradient else []
+    backwards += ["weight_gradient"] if one.trained else []
+    passes: tuple[list[Pass], list[Pass]] = (["forward"], backwards)
+    forward, backward = (
         np.sum(
-            [
-                nothing,
-                *(_product_ms(device, each, of) for each in counts.products for of in passes),
-            ],
+            [nothing, *(_product_ms(device, each, of) for each in counts.products for of in some)],
             axis=0,
-        ),
+        )
+        for some in passes
     )
+    return forward, backward
 
 
 def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
@@ -688,7 +649,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     attention_ms = _attention_ms(device, counts, "forward")
     input_bytes, gradient_bytes = cast_bytes(device, counts.products, counts.moved_bytes)
     moved_ms = (counts.moved_bytes + input_bytes) / device.bytes_per_ms
-    collective_ms = _collective_ms(device, counts)
+    collective_ms, back_collective_ms = _collective_ms(device, one)
     forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
     if not one.has_backward:
         return forward_ms, 0 * forward_ms
@@ -699,7 +660,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
         + _attention_ms(device, counts, "backward")
         + (counts.back_moved_bytes + gradient_bytes) / device.bytes_per_ms
         + 2 * kernels_ms
-        + _back_collective_ms(device, one)
+        + back_collective_ms
         + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)
     )
     return forward_ms, backward_ms

@@ -14,7 +14,7 @@ measured profile (`omnibal.cost.profile`). Both give the types below.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
@@ -24,6 +24,12 @@ from omnibal.packing.packs import Packs
 
 Count = TypeVar("Count", float, np.ndarray)
 """A number of parameters, or an array of them."""
+
+Rate = Literal[
+    *("weight_bytes", "gradient_bytes", "optimizer_bytes"),
+    *("optimizer_ms", "gradient_reduction_ms", "weight_gather_ms"),
+]
+"""A field of `ParameterRates`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -202,42 +208,12 @@ class CostModel:
         """Whether ranks that run in lockstep meet in units of each kind. bool [kinds]"""
         return self.of_experts | self.runs_in_lockstep
 
-    def weight_bytes(self, parameters: Count, of_experts: Count) -> Count:
-        """Bytes of weights of parameters on one device, or of arrays of them, of which so many are
-        experts'."""
-        return (
-            parameters - of_experts
-        ) * self.rates.weight_bytes + of_experts * self.expert_rates.weight_bytes
-
-    def gradient_bytes(self, trained: Count, of_experts: Count) -> Count:
-        """Bytes of gradients of trained parameters; as above."""
-        return (
-            trained - of_experts
-        ) * self.rates.gradient_bytes + of_experts * self.expert_rates.gradient_bytes
-
-    def optimizer_bytes(self, trained: Count, of_experts: Count) -> Count:
-        """Bytes of optimizer state of trained parameters; as above."""
-        return (
-            trained - of_experts
-        ) * self.rates.optimizer_bytes + of_experts * self.expert_rates.optimizer_bytes
-
-    def update_ms(self, trained: Count, of_experts: Count) -> Count:
-        """Time of gradient norm, clipping and update, without what is fixed; as above."""
-        return (
-            trained - of_experts
-        ) * self.rates.optimizer_ms + of_experts * self.expert_rates.optimizer_ms
-
-    def reduction_ms(self, trained: Count, of_experts: Count) -> Count:
-        """Time of gradient reduction; as above."""
-        return (
-            trained - of_experts
-        ) * self.rates.gradient_reduction_ms + of_experts * self.expert_rates.gradient_reduction_ms
-
-    def gather_ms(self, trained: Count, of_experts: Count) -> Count:
-        """Time to gather new weights; as above."""
-        return (
-            trained - of_experts
-        ) * self.rates.weight_gather_ms + of_experts * self.expert_rates.weight_gather_ms
+    def of_parameters(self, rate: Rate, parameters: Count, of_experts: Count) -> Count:
+        """Bytes or time by a rate, of parameters on one device, or of arrays of them, of which so
+        many are experts'."""
+        each: float = getattr(self.rates, rate)
+        of_expert: float = getattr(self.expert_rates, rate)
+        return (parameters - of_experts) * each + of_experts * of_expert
 
     @property
     def tied_trained_parameters(self) -> int:

@@ -320,9 +320,9 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
             fixed * returns + cost.link_ms_per_byte * unit_cost.output_gradient_bytes
         )
         trained = unit_cost.trained_parameters, unit_cost.trained_expert_parameters
-        terms[kind, layout.reduction] = cost.reduction_ms(*trained)
-        terms[kind, layout.gather] = cost.gather_ms(*trained)
-        terms[kind, layout.optimizer] = cost.update_ms(*trained)
+        terms[kind, layout.reduction] = cost.of_parameters("gradient_reduction_ms", *trained)
+        terms[kind, layout.gather] = cost.of_parameters("weight_gather_ms", *trained)
+        terms[kind, layout.optimizer] = cost.of_parameters("optimizer_ms", *trained)
     return terms
 
 

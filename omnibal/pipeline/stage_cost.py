@@ -283,12 +283,13 @@ def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
     buckets = np.ones(parameters.shape)
     buckets[..., 0] = bucket_counts(cost, parameters[..., 0])
     return PerStepCosts(
-        reduction_ms=cost.reduction_ms(parameters, of_experts),
-        gather_ms=cost.gather_ms(parameters, of_experts),
+        reduction_ms=cost.of_parameters("gradient_reduction_ms", parameters, of_experts),
+        gather_ms=cost.of_parameters("weight_gather_ms", parameters, of_experts),
         buckets=buckets,
         overlaps=math.isfinite(cost.bucket_parameters),
         tied_ms=cost.tied_exchange_ms * holds_one_end(cost.kinds, held),
-        update_ms=cost.optimizer_ms_fixed + cost.update_ms(parameters, of_experts),
+        update_ms=cost.optimizer_ms_fixed
+        + cost.of_parameters("optimizer_ms", parameters, of_experts),
     )
 
 

@@ -740,16 +740,20 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
     """Bytes of weights, gradients and optimizer state of a unit on one device."""
     trained = unit.trained_parameters, unit.trained_expert_parameters
-    weight_bytes = cost.weight_bytes(unit.parameters, unit.expert_parameters)
-    trained_bytes = cost.gradient_bytes(*trained) + cost.optimizer_bytes(*trained)
+    weight_bytes = cost.of_parameters("weight_bytes", unit.parameters, unit.expert_parameters)
+    trained_bytes = cost.of_parameters("gradient_bytes", *trained) + cost.of_parameters(
+        "optimizer_bytes", *trained
+    )
     return weight_bytes + trained_bytes + unit.weight_copy_bytes
 
 
 def tied_state_bytes(cost: CostModel) -> float:
     """Bytes of weights, gradients and optimizer state of the tied matrix on one device."""
     trained = cost.tied_trained_parameters, 0
-    trained_bytes = cost.gradient_bytes(*trained) + cost.optimizer_bytes(*trained)
-    return cost.weight_bytes(cost.tied_parameters, 0) + trained_bytes
+    trained_bytes = cost.of_parameters("gradient_bytes", *trained) + cost.of_parameters(
+        "optimizer_bytes", *trained
+    )
+    return cost.of_parameters("weight_bytes", cost.tied_parameters, 0) + trained_bytes
 
 
 def stage_memories(
@@ -804,7 +808,7 @@ def memory_of_stage(
         ]
     )
     held -= cost.tied_parameters * int(holds_both_ends(cost.kinds, counts))
-    weights_bytes = float(cost.weight_bytes(held, of_held) + copies)
+    weights_bytes = float(cost.of_parameters("weight_bytes", held, of_held) + copies)
     trained = float(trained_parameters(cost, counts[None])[0])
     of_experts = float(trained_expert_parameters(cost, counts[None])[0])
     encoder_memory = table.encoder_memory
@@ -813,8 +817,14 @@ def memory_of_stage(
     running_bytes = beside_bytes - encoder_memory.held - encoder_memory.features * embeds
     return StageMemory(
         weights_gib=(weights_bytes + encoder_memory.weights) / GIB,
-        gradients_gib=(cost.gradient_bytes(trained, of_experts) + encoder_memory.gradients) / GIB,
-        optimizer_gib=(cost.optimizer_bytes(trained, of_experts) + encoder_memory.optimizer) / GIB,
+        gradients_gib=(
+            cost.of_parameters("gradient_bytes", trained, of_experts) + encoder_memory.gradients
+        )
+        / GIB,
+        optimizer_gib=(
+            cost.of_parameters("optimizer_bytes", trained, of_experts) + encoder_memory.optimizer
+        )
+        / GIB,
         activations_gib=(held_bytes + encoder_memory.kept + encoder_memory.features * embeds) / GIB,
         transient_gib=(running_bytes - held_bytes + encoder_memory.buffers) / GIB,
     )

@@ -433,15 +433,19 @@ def test_copies_of_shares_are_reduced_once_a_step() -> None:
     gb_per_s = cluster.inter_node_gb_per_s * cluster.network_share
     for parameters in (1e9, 5e9):
         sent_bytes = 4 * parameters / 8 * 2 * 7 / 8
-        ms = hybrid.reduction_ms(parameters, 0)
+        ms = hybrid.of_parameters("gradient_reduction_ms", parameters, 0)
         assert ms == pytest.approx(sent_bytes / (gb_per_s * 1e6))
-        assert hybrid.reduction_ms(parameters, parameters) == pytest.approx(ms)
-        assert alone.reduction_ms(parameters, 0) == 0
-    assert hybrid.optimizer_bytes(1e9, 0) == pytest.approx(12e9 / 8)
+        assert hybrid.of_parameters(
+            "gradient_reduction_ms", parameters, parameters
+        ) == pytest.approx(ms)
+        assert alone.of_parameters("gradient_reduction_ms", parameters, 0) == 0
+    assert hybrid.of_parameters("optimizer_bytes", 1e9, 0) == pytest.approx(12e9 / 8)
     stages = stages_from_cuts(MODEL, ())
     once, of_all = (per_step_costs(cost, stages) for cost in (hybrid, alone))
     trained = sum(hybrid.units[name].trained_parameters for name in unit_names(MODEL))
-    assert once.reduction_ms[0] == pytest.approx(hybrid.reduction_ms(trained, 0))
+    assert once.reduction_ms[0] == pytest.approx(
+        hybrid.of_parameters("gradient_reduction_ms", trained, 0)
+    )
     assert once.update_ms == pytest.approx(of_all.update_ms)
     # Within the last backward, as long as gathers stay within the node.
     assert once.exposed_ms(np.array([1e6]))[0] < once.reduction_ms[0] / 2

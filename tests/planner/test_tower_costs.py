@@ -114,7 +114,7 @@ def test_ranks_share_out_whole_experts_and_their_state():
         assert cost.expert_rates.weight_gather_ms == pytest.approx(2 * between)
         trained = np.array([10.0, 7.0])
         others = (trained - 3) * cost.rates.optimizer_bytes
-        found = cost.optimizer_bytes(trained, np.full(2, 3.0))
+        found = cost.of_parameters("optimizer_bytes", trained, np.full(2, 3.0))
         assert found == pytest.approx(others + 3 * cost.expert_rates.optimizer_bytes)
     frozen = analytic_cost(model, CLUSTER, Parallel(**sizes), "bf16", ("language",))
     assert not frozen.units["language_layer_experts8"].trained_expert_parameters
