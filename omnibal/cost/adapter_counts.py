@@ -44,6 +44,11 @@ class _Pair:
         return round(matrices * self.product.groups)
 
     @property
+    def kernels(self) -> int:
+        """Kernels in forward."""
+        return _KERNELS + (_KERNELS_OF_A_PIECE * self.pieces if self.pieces > 1 else 0)
+
+    @property
     def rows_in(self) -> np.ndarray:
         """Rows that A takes, [features]."""
         return self.product.rows * (1.0 if self.divides_inputs else self.part)
@@ -66,12 +71,14 @@ def with_adapters(
     pairs = list(_pairs(counts, adapters, linears, part))
     given = {pair.product.given for pair in pairs}
     parameters = sum(pair.parameters for pair in pairs)
+    moved_bytes = [_moved(pair, device, backward=False) for pair in pairs]
+    back_moved_bytes = [_moved(pair, device, backward=True) for pair in pairs]
     sent = sum((_exchanged(device, pair) for pair in pairs), counts.collectives)
     return replace(
         counts,
-        moved_bytes=counts.moved_bytes + _total(counts, pairs, device, backward=False),
-        back_moved_bytes=counts.back_moved_bytes + _total(counts, pairs, device, backward=True),
-        kernels=counts.kernels + sum(map(_kernels, pairs)),
+        moved_bytes=np.sum([counts.moved_bytes, *moved_bytes], axis=0),
+        back_moved_bytes=np.sum([counts.back_moved_bytes, *back_moved_bytes], axis=0),
+        kernels=counts.kernels + sum(pair.kernels for pair in pairs),
         collectives=sent,
         kept=(
             *(
@@ -109,7 +116,9 @@ def _pairs(
                 divides_inputs=linear.divides_inputs,
                 part=part,
             )
-        elif _is_adapted_unnamed(product, adapters):
+        elif (not product.is_fp32 and adapters.is_of_all) and (
+            not product.name or (adapters.experts and product.name in EXPERT_PRODUCTS)
+        ):
             yield _Pair(
                 product=product,
                 rank=adapters.rank,
@@ -118,22 +127,6 @@ def _pairs(
                 divides_inputs=False,
                 part=1.0,
             )
-
-
-def _is_adapted_unnamed(product: Product, adapters: AdapterConfig) -> bool:
-    if product.is_fp32 or not adapters.is_of_all:
-        return False
-    return not product.name or (adapters.experts and product.name in EXPERT_PRODUCTS)
-
-
-def _kernels(pair: _Pair) -> int:
-    return _KERNELS + (_KERNELS_OF_A_PIECE * pair.pieces if pair.pieces > 1 else 0)
-
-
-def _total(counts: Counts, pairs: list[_Pair], device: Device, *, backward: bool) -> np.ndarray:
-    """Bytes of all adapters, [features]."""
-    each = (_moved(pair, device, backward=backward) for pair in pairs)
-    return np.sum([0 * counts.moved_bytes, *each], axis=0)
 
 
 def _moved(pair: _Pair, device: Device, *, backward: bool) -> np.ndarray:

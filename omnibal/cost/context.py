@@ -73,15 +73,6 @@ class _Pass:
     collectives: int
     kernels: int
 
-    def both(self, other: "_Pass") -> "_Pass":
-        """This one, and then the other."""
-        return _Pass(
-            sent_bytes=self.sent_bytes + other.sent_bytes,
-            copied_bytes=self.copied_bytes + other.copied_bytes,
-            collectives=self.collectives + other.collectives,
-            kernels=self.kernels + other.kernels,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Added:
@@ -105,73 +96,62 @@ class _Rates:
     """Rate of copies."""
     kernel_ms: float
 
-    def of(self, added: _Added) -> "_Times":
-        """Times of what a unit exchanges, as counted."""
-        forward_ms = self._ms(added.forward)
-        return _Times(
-            forward_ms=forward_ms,
-            backward_ms=self._ms(added.backward),
-            again_ms=0 * forward_ms if added.again is None else self._ms(added.again),
-        )
+    def counted_ms(self, added: _Added) -> np.ndarray:
+        """Time of what a unit exchanges in forward, backward and a second forward. [3, features]"""
 
-    def _ms(self, what: _Pass) -> np.ndarray:
-        """Time of what is exchanged, [features]."""
-        time_ms = self.line.each_ms * what.sent_bytes + what.copied_bytes / self.bytes_per_ms
-        time_ms[0] += what.collectives * self.line.fixed_ms + what.kernels * self.kernel_ms
-        return time_ms
+        def pass_ms(what: _Pass) -> np.ndarray:
+            time_ms = self.line.each_ms * what.sent_bytes + what.copied_bytes / self.bytes_per_ms
+            time_ms[0] += what.collectives * self.line.fixed_ms + what.kernels * self.kernel_ms
+            return time_ms
+
+        forward_ms, backward_ms = pass_ms(added.forward), pass_ms(added.backward)
+        again_ms = 0 * forward_ms if added.again is None else pass_ms(added.again)
+        return np.stack([forward_ms, backward_ms, again_ms])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Times:
-    """Times that exchanges add to a unit; vectors are [features]."""
-
-    forward_ms: np.ndarray
-    backward_ms: np.ndarray
-    again_ms: np.ndarray
-    """In the second forward, with recomputation."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Ring:
-    """Keys and values on their way round the ranks that share samples, while these attend.
+def _ring_ms(
+    context: int,
+    sample_tokens: int,
+    attended: int,
+    output_bytes: np.ndarray,
+    added: _Added,
+    unit: UnitCost,
+    rates: _Rates,
+) -> np.ndarray:
+    """Time that keys and values take on their way round the ranks that share samples, while these
+    attend, in a layer's forward, backward and second forward. [3, features]
 
     Every rank attends to its own part and then to each other one's, while the next is on its way
     (Liu et al. 2023, Ring Attention, arXiv 2310.01889, section 3; in Transformer Engine
     `context_parallel.py`). Backward sends keys, values and their gradients. What a step's attention
     does not hide is waited for; partial outputs are put together in a pass over both.
+
+    Args:
+        attended: place of the feature that attention costs.
+        output_bytes: attention's output of a rank, [features].
     """
+    others, own_tokens = context - 1, sample_tokens / context
 
-    context: int
-    sample_tokens: int
-    attended: int
-    """Place of the feature that attention costs."""
-    output_bytes: np.ndarray
-    """Attention's output of a rank, [features]."""
-
-    def of(self, added: _Added, unit: UnitCost, rates: _Rates) -> _Times:
-        """Times that the ring adds to a layer."""
-        there, back = added.forward.sent_bytes, added.backward.sent_bytes
-        return _Times(
-            forward_ms=self._pass_ms(there, unit.forward_ms, rates),
-            # Partial gradients of keys and values are added up beside those of queries.
-            backward_ms=self._pass_ms(back, unit.backward_ms, rates, summed=2),
-            again_ms=self._pass_ms(there, unit.recompute_ms, rates),
-        )
-
-    def _pass_ms(
-        self, sent_bytes: np.ndarray, pass_ms: np.ndarray, rates: _Rates, summed: int = 1
-    ) -> np.ndarray:
-        """Time that a pass takes longer, given that without a ring. Both [features]"""
-        others, own_tokens = self.context - 1, self.sample_tokens / self.context
-        attention_ms = pass_ms[self.attended] * self.sample_tokens * own_tokens / self.context
+    def pass_ms(sent_bytes: np.ndarray, without_ms: np.ndarray, summed: int = 1) -> np.ndarray:
+        attention_ms = without_ms[attended] * sample_tokens * own_tokens / context
         sent_ms = rates.line.each_ms * sent_bytes
         step_ms = sent_ms.sum() * own_tokens / others + rates.line.fixed_ms
         waited = max(1 - attention_ms / step_ms, 0)
         # Each further part reads what is there and its own, and writes their sum.
-        moved_bytes = 3 * summed * others * self.output_bytes
+        moved_bytes = 3 * summed * others * output_bytes
         time_ms = waited * sent_ms + moved_bytes / rates.bytes_per_ms
         time_ms[0] += others * (waited * rates.line.fixed_ms + _RING_KERNELS * rates.kernel_ms)
         return time_ms
+
+    there, back = added.forward.sent_bytes, added.backward.sent_bytes
+    return np.stack(
+        [
+            pass_ms(there, unit.forward_ms),
+            # Partial gradients of keys and values are added up beside those of queries.
+            pass_ms(back, unit.backward_ms, summed=2),
+            pass_ms(there, unit.recompute_ms),
+        ]
+    )
 
 
 _RING_KERNELS = 4
@@ -273,28 +253,24 @@ def _at_level(
             sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
             added = _of_attention(*sizes, in_ring=in_ring)
             measured = costs.exchange_ms(model, kind, level)
-            times = _as_measured(*measured, added) if measured else rates.of(added)
+            times_ms = rates.counted_ms(added)
+            if measured:
+                # A second forward has the exchange of the first one, or none.
+                forward_ms, backward_ms = measured
+                again_ms = 0 * forward_ms if added.again is None else forward_ms
+                times_ms = np.stack([forward_ms, backward_ms, again_ms])
             if in_ring:
                 assert source.ring_tokens is not None
-                ring = _Ring(
-                    context=level.context,
-                    sample_tokens=source.ring_tokens,
-                    attended=cost.features.index(attended_feature(kind.layer)),
-                    output_bytes=features.one("tokens") * widths.output / parallel.tensor * size,
-                )
-                times = ring.of(added, unit, rates)
-            units[kind.name] = _with_exchange(unit, added, times, bool(unit.backward_ms.any()))
+                attended = cost.features.index(attended_feature(kind.layer))
+                output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
+                sizes_of_ring = level.context, source.ring_tokens, attended, output_bytes
+                times_ms = _ring_ms(*sizes_of_ring, added, unit, rates)
+            units[kind.name] = _with_exchange(unit, added, times_ms, bool(unit.backward_ms.any()))
         elif kind.name == LANGUAGE_EMBED and model.encoders:
             added = _of_features(model, level, features, size)
-            times = rates_of_features.of(added)
-            units[kind.name] = _with_exchange(unit, added, times, encoder_trained)
+            times_ms = rates_of_features.counted_ms(added)
+            units[kind.name] = _with_exchange(unit, added, times_ms, encoder_trained)
     return replace(cost, units=units)
-
-
-def _as_measured(forward_ms: np.ndarray, backward_ms: np.ndarray, added: _Added) -> _Times:
-    """Times of an exchange as measured; a second forward has the first one's, or none."""
-    again_ms = 0 * forward_ms if added.again is None else forward_ms
-    return _Times(forward_ms=forward_ms, backward_ms=backward_ms, again_ms=again_ms)
 
 
 def _of_attention(
@@ -318,54 +294,30 @@ def _of_attention(
     # Gradients of the residual, of attention's output and of its query, key and value.
     each_bytes = hidden_size * size + query_bytes + output_bytes + key_value_bytes
     running_bytes = features.one("tokens") * each_bytes
+    context, exchanged = level.context, features.one(EXCHANGED)
     if level.exchange is ContextExchange.GATHER:
-        return _of_gather(level.context, features, key_value_bytes, running_bytes, in_ring)
-    return _of_heads(level.context, features, query_bytes, key_value_bytes, running_bytes)
-
-
-def _of_gather(
-    context: int,
-    features: Features,
-    key_value_bytes: float,
-    running_bytes: np.ndarray,
-    in_ring: bool,
-) -> _Added:
-    own_bytes = features.one("tokens") * key_value_bytes
-    gathered_bytes = features.one(EXCHANGED) * context * key_value_bytes
-    all_bytes = own_bytes + gathered_bytes
-    sent_bytes = gathered_bytes * (context - 1) / context
-    gather = _Pass(
-        sent_bytes=sent_bytes,
-        # Keys beside values, beside the others'; then in the order of this rank's pieces.
-        copied_bytes=4 * own_bytes + 2 * all_bytes,
-        collectives=1,
-        kernels=6,
-    )
-    scatter = _Pass(
-        sent_bytes=sent_bytes,
-        # Gradients of keys beside those of values, added up where each was sent from, and to own.
-        copied_bytes=6 * all_bytes + 4 * own_bytes,
-        collectives=1,
-        kernels=6,
-    )
-    return _Added(
-        forward=gather,
-        backward=gather.both(scatter),
-        again=None,
-        # Keys and values of all ranks, or in a ring the part at hand and the next one; their
-        # gradients apart, and those side by side.
-        working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
-    )
-
-
-def _of_heads(
-    context: int,
-    features: Features,
-    query_bytes: float,
-    key_value_bytes: float,
-    running_bytes: np.ndarray,
-) -> _Added:
-    exchanged = features.one(EXCHANGED)
+        own_bytes = features.one("tokens") * key_value_bytes
+        gathered_bytes = exchanged * context * key_value_bytes
+        all_bytes = own_bytes + gathered_bytes
+        sent_bytes = gathered_bytes * (context - 1) / context
+        # Keys beside values, beside the others'; then in the order of this rank's pieces. Backward,
+        # gradients of keys beside those of values, added up where each was sent from, and to own.
+        copied_bytes, summed_bytes = 4 * own_bytes + 2 * all_bytes, 6 * all_bytes + 4 * own_bytes
+        return _Added(
+            forward=_Pass(
+                sent_bytes=sent_bytes, copied_bytes=copied_bytes, collectives=1, kernels=6
+            ),
+            backward=_Pass(
+                sent_bytes=2 * sent_bytes,
+                copied_bytes=copied_bytes + summed_bytes,
+                collectives=2,
+                kernels=12,
+            ),
+            again=None,
+            # Keys and values of all ranks, or in a ring the part at hand and the next one; their
+            # gradients apart, and those side by side.
+            working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
+        )
     turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
     exchange = _Pass(
         sent_bytes=turned_bytes * (context - 1) / context,
@@ -409,21 +361,21 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
     )
 
 
-def _with_exchange(unit: UnitCost, added: _Added, times: _Times, goes_back: bool) -> UnitCost:
+def _with_exchange(
+    unit: UnitCost, added: _Added, times_ms: np.ndarray, goes_back: bool
+) -> UnitCost:
     """The unit's costs with its exchange; `goes_back` says whether gradients are exchanged too."""
-    forward_ms = times.forward_ms
-    backward_ms = goes_back * times.backward_ms
     # Without a backward, nothing is recomputed, and moments are of all that forward needs.
     runs_back = bool(unit.backward_ms.any())
-    again_ms = runs_back * times.again_ms
+    times_ms = times_ms * np.array([[1], [goes_back], [runs_back]])
     working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
     working_bytes[0] += unit.whole_bytes if runs_back else 0
     return replace(
         unit,
-        forward_ms=unit.forward_ms + forward_ms,
-        backward_ms=unit.backward_ms + backward_ms,
-        recompute_ms=unit.recompute_ms + again_ms,
-        context_ms=unit.context_ms + np.stack([forward_ms, backward_ms, again_ms]),
+        forward_ms=unit.forward_ms + times_ms[0],
+        backward_ms=unit.backward_ms + times_ms[1],
+        recompute_ms=unit.recompute_ms + times_ms[2],
+        context_ms=unit.context_ms + times_ms,
         transient_bytes=np.vstack([unit.transient_bytes, working_bytes]),
         two_part_bytes=np.vstack([unit.two_part_bytes, working_bytes]),
     )

@@ -49,7 +49,6 @@ from omnibal.cost.links import (
     shard_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
-from omnibal.cost.shaped_rates import Line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import RingKind
@@ -75,11 +74,6 @@ class _Alike:
     def trained_of(self, unit: UnitCost) -> int:
         """How many of them are trained."""
         return self.of(unit) if unit.trained_parameters else 0
-
-    @property
-    def is_divided(self) -> bool:
-        """Whether there is more than one rank to divide them."""
-        return self.group.ranks > 1
 
     def divided(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
@@ -156,7 +150,9 @@ class ShardedExchange:
             for alike in _alike(parallel):
                 line = pass_line(cluster, alike.group, precision, kind)
                 bytes_ = size * np.array([parameters(alike, unit) for unit in units], np.float64)
-                all_ms += np.where(bytes_ > 0, _ring_ms(line, bytes_, alike.group.ranks), 0.0)
+                if (ranks := alike.group.ranks) > 1:
+                    ring_ms = line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks
+                    all_ms += np.where(bytes_ > 0, ring_ms, 0.0)
             return all_ms
 
         gather_ms = exchange_ms("all_gather", size, _Alike.of)
@@ -218,11 +214,6 @@ class ShardedExchange:
     def _exposed(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
         """What of an exchange is not hidden by the computation beside it. [packs]"""
         return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
-
-
-def _ring_ms(line: Line, bytes_: np.ndarray, ranks: int) -> np.ndarray:
-    """Time of a ring all-gather or reduce-scatter of so many bytes."""
-    return line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks if ranks > 1 else 0 * bytes_
 
 
 def _with_added_sums(
@@ -311,25 +302,11 @@ def sharded_cost(
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _WholeBytes:
-    """Bytes of whole weights and gradients while a unit runs."""
-
-    forward: float = 0.0
-    backward: float = 0.0
-
-    def at_most(self, other: "_WholeBytes") -> "_WholeBytes":
-        """The larger of both, pass by pass."""
-        return _WholeBytes(
-            forward=max(self.forward, other.forward), backward=max(self.backward, other.backward)
-        )
-
-
 def _whole_bytes(
     cost: CostModel, names: Sequence[str], sent: float, parallel: Parallel
-) -> dict[str, _WholeBytes]:
-    """Whole weights and gradients while a unit of each kind runs, by its name: the most of all its
-    places in the model.
+) -> dict[str, np.ndarray]:
+    """Bytes of whole weights and gradients while a unit of each kind runs, in its forward and its
+    backward, [2], by its name: the most of all its places in the model.
 
     In a forward the weights of the next unit are there too; in a backward those of the unit before,
     and the gradients of the unit after until they are divided, with the share that they become. A
@@ -343,7 +320,7 @@ def _whole_bytes(
     """
     units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
     tied_bytes, in_stages = sent * cost.tied_trained_parameters, parallel.pipeline > 1
-    divided = [alike for alike in _alike(parallel) if alike.is_divided]
+    divided = [alike for alike in _alike(parallel) if alike.group.ranks > 1]
     weights = {
         name: cost.rates.weight_bytes * sum(alike.of(unit) for alike in divided)
         for name, unit in units.items()
@@ -361,33 +338,28 @@ def _whole_bytes(
         for name, unit in units.items()
     }
     summed[HEAD] -= tied_bytes * (1 + 1 / parallel.sharded)
-    most = dict.fromkeys(units, _WholeBytes())
+    most = {name: np.zeros(2) for name in units}
     for before, name, after in set(zip(("", *names), names, (*names[1:], ""), strict=False)):
         waiting = tied_bytes * (kinds[name].is_layer and kinds[name].tower == LANGUAGE)
         waiting += summed.get(after, 0)
-        here = _WholeBytes(
-            forward=weights[name] + weights.get(after, 0),
-            backward=read_back[name] + read_back.get(before, 0) + gradients[name] + waiting,
-        )
+        backward = read_back[name] + read_back.get(before, 0) + gradients[name] + waiting
+        here = [weights[name] + weights.get(after, 0), backward]
         counts_for = [name]
         if in_stages and kinds[name].is_layer:
             ends = [each for each in (before, after) if each and not kinds[each].is_layer]
             counts_for = ends or [name]
         for each in counts_for:
-            most[each] = most[each].at_most(here)
+            most[each] = np.maximum(most[each], here)
     if in_stages:
         for name in units:
             if kinds[name].is_layer:
-                alone = _WholeBytes(
-                    forward=2 * weights[name],
-                    backward=2 * read_back[name] + gradients[name] + summed[name],
-                )
-                most[name] = most[name].at_most(alone)
+                backward = 2 * read_back[name] + gradients[name] + summed[name]
+                most[name] = np.maximum(most[name], [2 * weights[name], backward])
     return most
 
 
 def _sharded_unit(
-    unit: UnitCost, whole: _WholeBytes, exposed: np.ndarray, *, begins_with_loss: bool
+    unit: UnitCost, whole: np.ndarray, exposed: np.ndarray, *, begins_with_loss: bool
 ) -> UnitCost:
     """A unit's costs with the two features more, and room for whole weights and gradients.
 
@@ -400,12 +372,12 @@ def _sharded_unit(
     changed = with_features(unit, len(EXPOSED_MS))
     # The moment without working memory is its forward's, which has less of it than its backward.
     backward = 1 + begins_with_loss if unit.has_backward else None
-    changed["transient_bytes"][:backward, 0] += whole.forward
+    changed["transient_bytes"][:backward, 0] += whole[0]
     if backward is not None:
-        changed["transient_bytes"][backward:, 0] += whole.backward
+        changed["transient_bytes"][backward:, 0] += whole[1]
     changed["forward_ms"][-2], changed["backward_ms"][-1] = exposed
     changed["collective_ms"][0, -2], changed["collective_ms"][1, -1] = exposed
-    return replace(unit, **changed, whole_bytes=whole.backward)
+    return replace(unit, **changed, whole_bytes=float(whole[1]))
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:
