@@ -110,13 +110,8 @@ def _grouped_query(
 
 def _causal(features: Features, attended: np.ndarray, heads: float, elements: float) -> Attended:
     """Attention to tokens before, of which `attended` is twice what is seen."""
-    return Attended(
-        pairs=attended / 2,
-        rows=features.one("tokens"),
-        heads=heads,
-        elements=elements,
-        causal=True,
-    )
+    pairs, rows = attended / 2, features.one("tokens")
+    return Attended(pairs=pairs, rows=rows, heads=heads, elements=elements, causal=True)
 
 
 def _grouped_query_kept(
@@ -202,23 +197,24 @@ def _latent_collectives(
     device: Device, latents_bytes: np.ndarray, block_bytes: np.ndarray
 ) -> Collectives:
     """Latents are gathered where blocks' inputs are elsewhere; outputs are scattered as ever."""
-    again_bytes: np.ndarray | float = 0.0
-    if device.sequence_parallel:
-        both_bytes = device.sent * (latents_bytes + block_bytes)
-        forward_bytes = backward_bytes = both_bytes
-        again_bytes = device.sent * latents_bytes
-    else:  # all-reduces, of the output, and backward of the latents' gradients
-        forward_bytes = 2 * device.sent * block_bytes
-        backward_bytes = 2 * device.sent * latents_bytes
+    if not device.sequence_parallel:
+        # All-reduces, of the output, and backward of the latents' gradients: of queries' latent,
+        # of that of keys and values, and of the rotated key apart.
+        return Collectives(
+            forward_bytes=2 * device.sent * block_bytes,
+            backward_bytes=2 * device.sent * latents_bytes,
+            passes=2,
+            back_passes=6,
+        )
+    both_bytes = device.sent * (latents_bytes + block_bytes)
     return Collectives(
-        forward_bytes=forward_bytes,
-        backward_bytes=backward_bytes,
-        again_bytes=again_bytes,
-        # Of queries' latent, of that of keys and values, and of the rotated key apart.
-        passes=4 if device.sequence_parallel else 2,
-        back_passes=4 if device.sequence_parallel else 6,
-        passes_again=2 if device.sequence_parallel else 0,
-        gathered_bytes=latents_bytes if device.sequence_parallel else 0.0,
+        forward_bytes=both_bytes,
+        backward_bytes=both_bytes,
+        again_bytes=device.sent * latents_bytes,
+        passes=4,
+        back_passes=4,
+        passes_again=2,
+        gathered_bytes=latents_bytes,
     )
 
 

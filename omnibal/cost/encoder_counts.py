@@ -5,9 +5,7 @@ Those of images at their native resolution are in `omnibal.cost.image_counts`.
 Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import numpy as np
 
@@ -117,9 +115,6 @@ class LayerForm:
     """What a kind of encoder has otherwise than others in its layers."""
 
     head_width: int
-    moved: Callable[[int, float], tuple[float, float]]
-    """Elements that fused kernels read and write per position, forward and backward, of (tensor
-    size, width of all heads with padding)."""
     gated: bool = False
     """Whether the feed-forward has a gate."""
     bias: bool = True
@@ -154,7 +149,7 @@ def encoder_layer(
     divided = 4 * h * a + (into + f) * h + (into if form.bias else 0)
     divided += (3 * a if tower.qkv_bias else 0) + (2 * a if tower.qk_norm else 0)
     hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
-    forward_moved, back_moved = form.moved(t, a)
+    forward_moved, back_moved = _layer_moved(tower, form, t, a)
     seen = Attended(
         pairs=pairs,
         rows=rows,
@@ -306,28 +301,31 @@ def items_layer(
 ) -> Counts:
     """Count a layer whose items attend each within itself, all of one length."""
     rows = features.one(tower.feature) * tower.positions_per_item
-    form = LayerForm(
-        head_width=tower.hidden_size // tower.heads, moved=partial(_layer_moved, tower)
-    )
+    form = LayerForm(head_width=tower.hidden_size // tower.heads)
     return encoder_layer(tower, form, device, rows, rows * tower.positions_per_item, padded=padded)
 
 
 def _layer_moved(
-    tower: TilesEncoder | ClipsEncoder, tensor: int, heads_width: int
+    tower: EncoderLayers, form: LayerForm, tensor: int, heads_width: int
 ) -> tuple[float, float]:
     """Elements that fused kernels of a layer read and write per position, forward and backward.
 
     Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
-    each norm's input and the residual's gradient with the norm's. Divided: norms of q and k, for
-    whose sums tensor-parallel ranks read them once more, and GELU; without such norms, backward
-    puts the gradients of q, k and v together.
+    each norm's input and the residual's gradient with the norm's. Divided: q and k rotated and
+    normed, or their norms, for whose sums tensor-parallel ranks read them once more; and the
+    activation, of a gate and a value or of one input. Without rotation or such norms, backward puts
+    the gradients of q, k and v together.
     """
-    h, f, a = tower.hidden_size, tower.ffn_hidden_size, heads_width
-    shared = tensor > 1
-    norms, back_norms = (4 + 2 * shared, 8 + 4 * shared) if tower.qk_norm else (0, 6)
-    scale = 3 if tower.layer_scale_init is not None else 1
-    forward = (2 + 4 + 3) * h + (norms * a + 2 * f) / tensor
-    return forward, 2 * (4 + scale) * h + (back_norms * a + 3 * f) / tensor
+    h, f, a, shared = tower.hidden_size, tower.ffn_hidden_size, heads_width, tensor > 1
+    if form.rotates:
+        of_heads, between = 4 + 4 * tower.qk_norm, 4
+        back_of_heads = of_heads + 2
+    else:
+        of_heads, back_of_heads = (4 + 2 * shared, 8 + 4 * shared) if tower.qk_norm else (0, 6)
+        between = 4 + (3 if tower.layer_scale_init is not None else 1)
+    activated, back_activated = (3, 5) if form.gated else (2, 3)
+    forward = (2 + 4 + 3) * h + (of_heads * a + activated * f) / tensor
+    return forward, 2 * between * h + (back_of_heads * a + back_activated * f) / tensor
 
 
 def encoder_projector(
@@ -337,40 +335,72 @@ def encoder_projector(
 
     The norm is of the folded token for tiles, and of every position, before folding, for clips.
     """
-    t, size, items = device.tensor, device.element_bytes, features.one(tower.feature)
-    wide, h = tower.projector_input_size, model.language.hidden_size
+    size, items = device.element_bytes, features.one(tower.feature)
     rows = items * tower.tokens_per_item
     input_bytes = items * tower.positions_per_item * tower.hidden_size * size
-    output_bytes, narrow_bytes, wide_bytes = (rows * each * size for each in (h, h / t, wide))
-    in_gelu = ("into GELU", "out of GELU")
     folded, norm_width = _projector_norm(tower, items, size)
+    sizes = tower.projector_input_size, model.language.hidden_size, model.language.hidden_size
+    return two_products(
+        device, rows, sizes, input_bytes, folded, norm=norm_width, is_reordered=True
+    )
+
+
+def two_products(
+    device: Device,
+    rows: np.ndarray,
+    sizes: tuple[int, int, int],
+    input_bytes: np.ndarray,
+    folded: tuple[Kept, Kept, Kept],
+    *,
+    norm: int,
+    is_reordered: bool = False,
+) -> Counts:
+    """Count a norm and the two products of folded positions, with GELU between them.
+
+    Args:
+        rows: tokens that are made, [features].
+        sizes: widths into the first product, between both and out.
+        input_bytes: what the tower gives, [features].
+        folded: what is kept before the first product, of which the second line is its input.
+        norm: parameters of the norm.
+        is_reordered: whether positions are put in another order to be folded.
+    """
+    t, size, (wide, inner, h) = device.tensor, device.element_bytes, sizes
+    output_bytes, inner_bytes, wide_bytes = (rows * each * size for each in (h, inner / t, wide))
+    in_gelu, given = ("into GELU", "out of GELU"), folded[1].what
     return Counts(
         products=(
-            Product(rows, wide, h / t, name="linear_fc1", given=folded[1].what),
-            Product(rows, h / t, h, name="linear_fc2", given="out of GELU"),
+            Product(rows, wide, inner / t, name="linear_fc1", given=given),
+            Product(rows, inner / t, h, name="linear_fc2", given="out of GELU"),
         ),
-        # Shuffle and norm of the input, GELU, then the bias; backward the norm reads its input too.
-        moved_bytes=2 * 2 * input_bytes + rows * (2 * h / t + 2 * h) * size,
-        back_moved_bytes=(2 + 3) * input_bytes + rows * (3 * h / t + h) * size,
+        # Order and norm of the input, GELU, then the bias; backward the norm reads its input too.
+        moved_bytes=(4 if is_reordered else 2) * input_bytes + 2 * inner_bytes + 2 * output_bytes,
+        back_moved_bytes=(5 if is_reordered else 3) * input_bytes + 3 * inner_bytes + output_bytes,
         # Backward, the gradient of the first product's input, which the norm needs.
         collectives=all_reduced(device, output_bytes, wide_bytes),
         kernels=8,
         kept=(
             *folded,
-            Kept("into GELU", "linear_fc1", rows * h / t * size),
-            Kept("out of GELU", "bias_gelu", rows * h / t * size, for_weights=True),
+            Kept("into GELU", "linear_fc1", inner_bytes),
+            Kept("out of GELU", "bias_gelu", inner_bytes, for_weights=True),
         ),
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
             # The second product's gradients; the first's; the norm's, and that of all positions.
-            Working(output_bytes + narrow_bytes, weight=h * h / t),
-            Working(wide_bytes + narrow_bytes, weight=wide * h / t, gone=in_gelu, after=1),
-            Working(wide_bytes + input_bytes, gone=(*in_gelu, folded[1].what), after=2),
+            Working(output_bytes + inner_bytes, weight=inner * h / t),
+            Working(wide_bytes + inner_bytes, weight=wide * inner / t, gone=in_gelu, after=1),
+            Working(wide_bytes + input_bytes, gone=(*in_gelu, given), after=2),
         ),
         # The tower's input and output stay.
-        forward_working=(Working(2 * input_bytes + 2 * wide_bytes + narrow_bytes),),
-        parameters=norm_width + h + -(-(wide * h + h + h * h) // t),
+        forward_working=(
+            Working(
+                2 * input_bytes
+                + (2 * wide_bytes + inner_bytes if is_reordered else 2 * inner_bytes)
+            ),
+        ),
+        # The second product's bias is whole.
+        parameters=norm + h + -(-(wide * inner + inner + inner * h) // t),
     )
 
 

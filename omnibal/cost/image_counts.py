@@ -10,7 +10,6 @@ a cell. A cell is what becomes a token.
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 
@@ -30,6 +29,7 @@ from omnibal.cost.encoder_counts import (
     encoder_layer,
     moments_bytes,
     norm_parameters,
+    two_products,
 )
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
@@ -105,12 +105,20 @@ def images_layer(
     padded: bool = True,
 ) -> Counts:
     """Count a layer, with the deepstack projector behind it if it has one."""
-    layer = _layer(tower, kind, device, features, padded=padded)
+    cells = features.one(tower.feature)
+    rows = cells * tower.positions_per_item
+    # Positions that all attend to: those of an image squared, or of a window for each. Windows at
+    # an image's edge count as whole ones.
+    pairs = features.one(tower.squares) * tower.positions_per_item**2
+    if kind.is_windowed:
+        assert tower.window_positions is not None
+        pairs = rows * tower.window_positions
+    form = LayerForm(head_width=tower.head_width, gated=tower.gated, bias=tower.bias, rotates=True)
+    layer = encoder_layer(tower, form, device, rows, pairs, padded=padded)
     if not kind.has_deepstack:
         return layer
     # Its norm is of folded cells (Qwen3-VL).
     norm = norm_parameters(tower) * tower.positions_per_item
-    cells = features.one(tower.feature)
     return _with_projector(layer, _two_products(tower, model, device, cells, cells, norm=norm))
 
 
@@ -159,45 +167,6 @@ def _of_deepstack(line: Kept) -> Kept:
     return replace(line, what=f"deepstack: {line.what}", made_by=f"deepstack.{line.made_by}")
 
 
-def _layer(
-    tower: ImagesEncoder, kind: UnitKind, device: Device, features: Features, *, padded: bool
-) -> Counts:
-    form = LayerForm(
-        head_width=tower.head_width,
-        moved=partial(_layer_moved, tower),
-        gated=tower.gated,
-        bias=tower.bias,
-        rotates=True,
-    )
-    rows = features.one(tower.feature) * tower.positions_per_item
-    pairs = _attended(tower, kind, features)
-    return encoder_layer(tower, form, device, rows, pairs, padded=padded)
-
-
-def _attended(tower: ImagesEncoder, kind: UnitKind, features: Features) -> np.ndarray:
-    """Positions that all positions attend to, [features]: those of an image squared, or of a window
-    for each. Windows at an image's edge count as whole ones."""
-    if not kind.is_windowed:
-        return features.one(tower.squares) * tower.positions_per_item**2
-    assert tower.window_positions is not None
-    rows = features.one(tower.feature) * tower.positions_per_item
-    return rows * tower.window_positions
-
-
-def _layer_moved(tower: ImagesEncoder, tensor: int, heads_width: int) -> tuple[float, float]:
-    """Elements that fused kernels of a layer read and write per position, forward and backward.
-
-    Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
-    each norm's input and the residual's gradient with the norm's. Divided: q and k rotated (and
-    normed), and the activation, of a gate and a value or of one input.
-    """
-    h, f, a = tower.hidden_size, tower.ffn_hidden_size, heads_width
-    rotated = (4 + 4 * tower.qk_norm) * a
-    activated, back_activated = (3, 5) if tower.gated else (2, 3)
-    forward = (2 + 4 + 3) * h + (rotated + activated * f) / tensor
-    return forward, 2 * 4 * h + (rotated + 2 * a + back_activated * f) / tensor
-
-
 def images_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
@@ -228,11 +197,9 @@ def _mlp_projector(
     """A norm of positions, cells folded, and two products with GELU between them (Qwen2-VL)."""
     rows, norm = cells * tower.positions_per_item, norm_parameters(tower)
     counts = _two_products(tower, model, device, cells, rows, norm=norm)
-    return counts if tower.window_pixels is None else _put_in_order(counts, cells)
-
-
-def _put_in_order(counts: Counts, cells: np.ndarray) -> Counts:
-    """A projector whose cells stand window by window, and are then put in their own order."""
+    if tower.window_pixels is None:
+        return counts
+    # Cells stand window by window, and are then put in their own order.
     moved_bytes = 2 * counts.output_bytes
     order = Kept("order of cells", "aten._to_copy", cells * _INDEX_BYTES)
     return replace(
@@ -256,47 +223,15 @@ def _two_products(
 ) -> Counts:
     """Count a norm of so many rows, with so many parameters, and the two products of folded
     cells."""
-    t, size = device.tensor, device.element_bytes
     wide, h = tower.projector_input_size, model.language.hidden_size
-    inner = tower.projector_hidden_size or wide
-    input_bytes, output_bytes, inner_bytes = (
-        cells * width * size for width in (wide, h, inner / t)
+    input_bytes = cells * wide * device.element_bytes
+    folded = (
+        Kept(LAST_OUTPUT, "", input_bytes),
+        Kept("norm's output", "norm.norm", input_bytes, for_weights=True),
+        Kept("norm's moments", "norm.norm", moments_bytes(tower, norm_rows)),
     )
-    norm_bytes = moments_bytes(tower, norm_rows)
-    return Counts(
-        products=(
-            Product(cells, wide, inner / t, name="linear_fc1", given="norm's output"),
-            Product(cells, inner / t, h, name="linear_fc2", given="out of GELU"),
-        ),
-        # The norm, GELU, and the bias; backward the norm reads its input too.
-        moved_bytes=2 * input_bytes + 2 * inner_bytes + 2 * output_bytes,
-        back_moved_bytes=3 * input_bytes + 3 * inner_bytes + output_bytes,
-        # Backward, the gradient of the first product's input, which the norm needs.
-        collectives=all_reduced(device, output_bytes, input_bytes),
-        kernels=8,
-        kept=(
-            Kept(LAST_OUTPUT, "", input_bytes),
-            Kept("norm's output", "norm.norm", input_bytes, for_weights=True),
-            Kept("norm's moments", "norm.norm", norm_bytes),
-            Kept("into GELU", "linear_fc1", inner_bytes),
-            Kept("out of GELU", "bias_gelu", inner_bytes, for_weights=True),
-        ),
-        boundary_bytes=input_bytes,
-        output_bytes=output_bytes,
-        working=(
-            Working(output_bytes + inner_bytes, weight=inner * h / t),
-            Working(
-                input_bytes + inner_bytes,
-                weight=wide * inner / t,
-                gone=("into GELU", "out of GELU"),
-                after=1,
-            ),
-            Working(2 * input_bytes, gone=("into GELU", "out of GELU", "norm's output"), after=2),
-        ),
-        forward_working=(Working(2 * input_bytes + 2 * inner_bytes),),
-        # The second product's bias is whole.
-        parameters=norm + h + -(-(wide * inner + inner + inner * h) // t),
-    )
+    sizes = wide, tower.projector_hidden_size or wide, h
+    return two_products(device, cells, sizes, input_bytes, folded, norm=norm)
 
 
 def _pooled_projector(
