@@ -53,7 +53,7 @@ from omnibal.search.encoder_placement import (
     relative_ms,
 )
 from omnibal.search.enough_devices import message_with_what_fits
-from omnibal.search.feasible import does_not_fit_message, find_changes
+from omnibal.search.feasible import find_changes
 from omnibal.search.goal import (
     Earlier,
     Goal,
@@ -383,7 +383,7 @@ class _Search:
         for placement in placements:
             try:
                 job = replace(given, placement=placement)
-                request = self._request(job)
+                request = self._request(job, self._data(job))
                 made[placement] = self._in_use(self._make_plan(request), request)
             except UserError as error:
                 if len(placements) == 1:
@@ -433,10 +433,7 @@ class _Search:
         names = self.goal.job.trainer.schedules if name is None else {name}
         return frozenset(names) - {ONE_FORWARD_ONE_BACKWARD.name}
 
-    def _request(self, job: JobSpec) -> PlanRequest:
-        return self._request_of_data(job, self._data(job))
-
-    def _request_of_data(self, job: JobSpec, data: PlanData) -> PlanRequest:
+    def _request(self, job: JobSpec, data: PlanData) -> PlanRequest:
         split = self.goal.free.split
         return PlanRequest(job=job, data=data, method=split.method, recompute=split.recompute)
 
@@ -468,19 +465,15 @@ class _Search:
                 leveled = self._leveled(job, data, whole)
             except DoesNotFit as error:
                 shared = replace(whole, levels=most_shared(job, top))
-                raise _RequestDoesNotFit(self._request_of_data(job, shared), error) from error
+                raise _RequestDoesNotFit(self._request(job, shared), error) from error
             if leveled is not None:
                 return leveled
         if caps is None:
-            samples = self._step_samples(job, data)
+            micro_batches = data.micro_batches or DEFAULT_MICRO_BATCHES
+            usual = cap_search.usual_samples_per_step(job.parallel.data, micro_batches)
+            samples = data.samples_per_step or usual
             caps = self._find_caps(job, data.lengths, samples, data.settings)
         return self._at_step(job, data, caps)
-
-    def _step_samples(self, job: JobSpec, data: Samples) -> int:
-        """Samples of a step, at which caps are compared."""
-        micro_batches = data.micro_batches or DEFAULT_MICRO_BATCHES
-        usual = cap_search.usual_samples_per_step(job.parallel.data, micro_batches)
-        return data.samples_per_step or usual
 
     def _at_step(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
         """The samples at these caps, in steps of so many packs, or of so many samples."""
@@ -535,8 +528,8 @@ class _Search:
     def _leveled(self, job: JobSpec, data: Samples, whole: SampleData) -> SampleData | None:
         """The samples with the levels that are best; None where every pack is one rank's, at caps
         that are to be found."""
-        rule, free = self.goal.free.levels, self.goal.free
-        is_searched = rule.is_forced or (rule.count is None and free.split.is_joint)
+        rule, is_joint = self.goal.free.levels, self.goal.free.split.is_joint
+        is_searched = rule.is_forced or (rule.count is None and is_joint)
         found = self._found_levels(job, data, whole) if is_searched else None
         if data.curriculum_steps and (found is None or len(found.levels) < 2):
             raise UserError(
@@ -566,7 +559,7 @@ class _Search:
         )
         if rule.is_hbp:
             with self.listener.status("estimating packs of every length"):
-                return level_search.hbp_search(request).ranking[0]
+                return level_search.hbp_trial(request)
         if level_search.is_one_level(request):
             return None
         with self.listener.progress("trying levels", level_search.max_trials()) as advance:
@@ -678,7 +671,9 @@ class _Search:
                 if isinstance(result, PlanResult)
             ]
             if fitting:
-                scheduled = self._scheduled_each(self._worth_scheduling(fitting))
+                if not self._schedules:  # there is no better one to look for
+                    fitting = [min(fitting, key=lambda each: _final_ms(each[2]))]
+                scheduled = self._scheduled_each(fitting)
                 best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
                 return result, left.led_by(best), schedule
             first_error = first_error or results[0]
@@ -707,16 +702,9 @@ class _Search:
             raise refused[0]
         return scheduled
 
-    def _worth_scheduling(self, fitting: list[_Finalist]) -> list[_Finalist]:
-        """Plans of which the best schedule is looked for: all, or the fastest where there is one
-        schedule."""
-        if self._schedules:
-            return fitting
-        return [min(fitting, key=lambda each: _final_ms(each[2]))]
-
     def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """The request of a strategy's plan on all data."""
-        data, split = self.goal.data, self.goal.free.split
+        data = self.goal.data
         job = replace(self.goal.job, parallel=best.parallel, placement=best.placement)
         planned: PlanData
         if isinstance(data, ShapesAlone):
@@ -729,7 +717,7 @@ class _Search:
             assert request.given is not None
             given = self._data(job) if isinstance(data, Earlier) else request.given
             planned = given.for_ranks(request.job, job)
-        return PlanRequest(job=job, data=planned, method=split.method, recompute=split.recompute)
+        return self._request(job, planned)
 
     # Plans, and what would fit.
 
@@ -779,7 +767,7 @@ class _Search:
         """Add to an error what would fit."""
         with self.listener.status("looking for what would fit"):
             if isinstance(error, _RequestDoesNotFit):
-                return UserError(does_not_fit_message(error, find_changes(error.request)))
+                return UserError(find_changes(error.request).message(error))
             return UserError(message_with_what_fits(error, self.goal, _request_of_sizes))
 
 
@@ -823,8 +811,6 @@ def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy
 def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
     """Plan every request, in as many processes as are of use."""
     tasks = list(enumerate(requests))
-    if len(tasks) == 1:
-        return [_planned_or_not(tasks[0])[1]]
     found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
     return [found[number] for number, _ in tasks]
 

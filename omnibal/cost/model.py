@@ -26,8 +26,12 @@ Count = TypeVar("Count", float, np.ndarray)
 """A number of parameters, or an array of them."""
 
 Rate = Literal[
-    *("weight_bytes", "gradient_bytes", "optimizer_bytes"),
-    *("optimizer_ms", "gradient_reduction_ms", "weight_gather_ms"),
+    "weight_bytes",
+    "gradient_bytes",
+    "optimizer_bytes",
+    "optimizer_ms",
+    "gradient_reduction_ms",
+    "weight_gather_ms",
 ]
 """A field of `ParameterRates`."""
 

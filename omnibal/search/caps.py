@@ -8,7 +8,7 @@ large ones until they are clearly worse or do not fit, then finer moves around t
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
@@ -175,7 +175,7 @@ def search_caps(
 
 def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
     """Warnings about the caps that were found; a sentence each."""
-    found = []
+    found: list[str | None] = []
     if search.is_largest:
         found.append(
             f"the best token cap is {_LEVELS[-1]:.0f} times what the longest sample needs; larger "
@@ -183,30 +183,23 @@ def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
         )
     if request.settings.packing is PackingMethod.ISF:
         drawn = draw_samples(request.lengths, request.samples, request.settings.seed)
-        worse = isf_note(drawn, search.best, request.settings.seed)
-        found += [] if worse is None else [worse]
-    return found
+        found.append(isf_note(drawn, search.best, request.settings.seed))
+    return [note for note in found if note is not None]
 
 
-def isf_worsens(lengths: Lengths, caps: Caps, seed: int) -> tuple[int, int] | None:
-    """Packs that ISF makes in 1 iteration and in its default 10, if the 10 make more; else None.
+def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
+    """Warning for packing by ISF where its default 10 iterations make more packs than 1; else None.
 
     ISF keeps packs that fill a cap and draws the rest again. Where few sets of samples fill a cap,
     they take the small samples that others would have needed, and what is left packs worse.
     """
     once = len(pack_isf(lengths, caps, seed, iterations=1))
     by_default = len(pack_isf(lengths, caps, seed))
-    return (once, by_default) if by_default > once else None
-
-
-def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
-    """Warning for packing by ISF where more iterations make more packs; None elsewhere."""
-    counts = isf_worsens(lengths, caps, seed)
-    if counts is None:
+    if by_default <= once:
         return None
     return (
-        f"ISF makes {counts[1]:,} packs of {len(lengths):,} samples in 10 iterations and "
-        f"{counts[0]:,} in 1: the caps of {caps} do not suit these sizes, so "
+        f"ISF makes {by_default:,} packs of {len(lengths):,} samples in 10 iterations and "
+        f"{once:,} in 1: the caps of {caps} do not suit these sizes, so "
         "that its filtering does harm; use --packing balanced or other caps"
     )
 
@@ -312,15 +305,16 @@ class _CapTrials(Trials[Caps, Candidate]):
     lengths: Lengths
     """Samples of the trials."""
 
-    def try_caps(self, candidates: Iterable[Caps]) -> None:
-        """Evaluate new candidates."""
-        self.run(candidates, self._known_reason)
-
     def ranked(self) -> list[Candidate]:
         """Candidates that can be used, the fastest first."""
         return sorted(self.found.values(), key=lambda candidate: candidate.ms_per_sample)
 
-    def _known_reason(self, caps: Caps) -> UserError | None:
+    @property
+    def infeasible(self) -> dict[Caps, str]:
+        """Why caps cannot be used, in the order in which that was found."""
+        return {caps: str(error) for caps, error in self.failed.items()}
+
+    def known(self, caps: Caps) -> UserError | None:
         for failed, reason in self.failed.items():
             if (caps.values >= failed.values).all():
                 return reason
@@ -476,25 +470,20 @@ def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> Ca
     if len(fine.lengths) == len(coarse.lengths):
         fine = coarse
     fine.failed.update(coarse.failed)
-    fine.try_caps(candidate.caps for candidate in coarse.ranked()[:_FINALISTS])
+    fine.run(candidate.caps for candidate in coarse.ranked()[:_FINALISTS])
     if not fine.found:
         # More samples can need more memory.
-        fine.try_caps([space.least])
+        fine.run([space.least])
     if not fine.found:
-        return CapSearch(candidates=(), infeasible=_reasons(fine), is_largest=False)
+        return CapSearch(candidates=(), infeasible=fine.infeasible, is_largest=False)
     for factor in _MOVES:
-        fine.try_caps(space.moves(fine.ranked()[0].caps, factor))
+        fine.run(space.moves(fine.ranked()[0].caps, factor))
     candidates = _smallest_tie_first(fine.ranked(), space.least)
     return CapSearch(
         candidates=tuple(candidates),
-        infeasible=_reasons(fine),
+        infeasible=fine.infeasible,
         is_largest=bool(space.tokens[0] < candidates[0].caps["tokens"] == space.tokens[-1]),
     )
-
-
-def _reasons(trials: _CapTrials) -> dict[Caps, str]:
-    """Why caps cannot be used, in the order in which that was found."""
-    return {caps: str(error) for caps, error in trials.failed.items()}
 
 
 def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
@@ -502,7 +491,7 @@ def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
     best_ms = math.inf
     for factor in _LEVELS:
         level = space.level(factor)
-        trials.try_caps(level)
+        trials.run(level)
         level_ms = [trials.found[caps].ms_per_sample for caps in level if caps in trials.found]
         if not level_ms or min(level_ms) > _CLEARLY_WORSE * best_ms:
             return
@@ -523,6 +512,6 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
 def _search_by_paper(request: CapSearchRequest, trials: _CapTrials, least: Caps) -> CapSearch:
     """Candidates of the paper's rule, in its order; predicted times are for information only."""
     ranked = paper_caps(trials.lengths, least, request.settings.seed)[:_PAPER_CANDIDATES]
-    trials.try_caps(ranked)
+    trials.run(ranked)
     candidates = tuple(trials.found[caps] for caps in ranked if caps in trials.found)
-    return CapSearch(candidates=candidates, infeasible=_reasons(trials), is_largest=False)
+    return CapSearch(candidates=candidates, infeasible=trials.infeasible, is_largest=False)

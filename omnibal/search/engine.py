@@ -30,10 +30,6 @@ def try_all(
     return {choice: found[choice] for choice in choices}
 
 
-def never(choice: object) -> None:
-    """Know of no choice that it fails."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trials(Generic[Choice, Found]):
     """Choices that were tried on the same samples."""
@@ -46,21 +42,17 @@ class Trials(Generic[Choice, Found]):
     found: dict[Choice, Found] = field(default_factory=dict)
     failed: dict[Choice, UserError] = field(default_factory=dict)
 
-    def run(
-        self,
-        choices: Iterable[Choice],
-        known: Callable[[Choice], UserError | None] = never,
-    ) -> None:
-        """Try choices that have not been tried.
+    def known(self, choice: Choice) -> UserError | None:
+        """Why a choice fails untried; None where it is to be tried."""
+        return None
 
-        Args:
-            known: why a choice fails untried; None where it is to be tried.
-        """
+    def run(self, choices: Iterable[Choice]) -> None:
+        """Try choices that have not been tried."""
         untried = []
         for choice in dict.fromkeys(choices):
             if choice in self.found or choice in self.failed:
                 continue
-            reason = known(choice)
+            reason = self.known(choice)
             if reason is None:
                 untried.append(choice)
             else:

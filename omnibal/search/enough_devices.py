@@ -61,12 +61,21 @@ _Candidates = Iterable[tuple[str, Goal]]
 
 
 def _kinds(goal: Goal) -> list[tuple[str, _Candidates]]:
+    any_sharding = []
+    if set(goal.shardings) != set(goal.job.trainer.shardings):
+        text = f"--sharding auto instead of {' or '.join(goal.shardings)}"
+        free = replace(goal.free, shardings=tuple(WeightSharding))
+        any_sharding = [(text, replace(goal, free=free))]
+    roomier = [
+        (text, replace(goal, job=replace(goal.job, cluster=cluster)))
+        for text, cluster in roomier_devices(goal.job)
+    ]
     return [
         ("smaller caps", _of_smaller_caps(goal)),
         ("other sizes than those given", _of_free_sizes(goal)),
-        ("--sharding auto", _of_any_sharding(goal)),
+        ("--sharding auto", any_sharding),
         ("more --gpus", _of_more_devices(goal)),
-        ("a preset device with more memory", _of_roomier_devices(goal)),
+        ("a preset device with more memory", roomier),
     ]
 
 
@@ -98,13 +107,6 @@ def _of_free_sizes(goal: Goal) -> _Candidates:
             yield f"no {option} {given}", replace(goal, free=replace(goal.free, sizes=others))
 
 
-def _of_any_sharding(goal: Goal) -> _Candidates:
-    if set(goal.shardings) != set(goal.job.trainer.shardings):
-        ways = " or ".join(goal.shardings)
-        free = replace(goal.free, shardings=tuple(WeightSharding))
-        yield f"--sharding auto instead of {ways}", replace(goal, free=free)
-
-
 def _of_more_devices(goal: Goal) -> _Candidates:
     sizes, node = goal.free.sizes, goal.job.cluster.gpus_per_node
     assert sizes is not None
@@ -115,11 +117,6 @@ def _of_more_devices(goal: Goal) -> _Candidates:
     for more in range(first, _MOST_DEVICES * max(gpus, node) + 1, unit):
         freed = replace(goal.free, sizes=replace(sizes, gpus=more))
         yield f"--gpus {more} instead of {gpus}", replace(goal, free=freed)
-
-
-def _of_roomier_devices(goal: Goal) -> _Candidates:
-    for text, cluster in roomier_devices(goal.job):
-        yield text, replace(goal, job=replace(goal.job, cluster=cluster))
 
 
 def _fitting(request_of: RequestOf, goal: Goal) -> str | None:

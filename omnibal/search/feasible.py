@@ -63,6 +63,10 @@ class Advice:
     tried: tuple[str, ...]
     """Kinds of changes of which at least one was tried, successful or not."""
 
+    def message(self, error: DoesNotFit) -> str:
+        """Say that a job does not fit, and which changes would make it fit."""
+        return what_would_fit(error, [change.text for change in self.changes], self.tried)
+
 
 def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
     """Memory of the fullest device in the split and with the recomputation that need least, for a
@@ -108,11 +112,6 @@ def need_text(need_gib: float, cap_gib: float) -> str:
     return f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
 
 
-def does_not_fit_message(error: DoesNotFit, advice: Advice) -> str:
-    """Say that a job does not fit, and which changes would make it fit."""
-    return what_would_fit(error, [change.text for change in advice.changes], advice.tried)
-
-
 def what_would_fit(error: DoesNotFit, changes: Sequence[str], tried: Sequence[str]) -> str:
     """Say that something does not fit, and what would, or what was tried without success."""
     if changes:
@@ -142,7 +141,10 @@ def find_changes(request: PlanRequest) -> Advice:
     else:
         joint = replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
         changes = _Changes(joint)
-        text = _text_of_method(request)
+        text = (
+            f"the partition method {PartitionMethod.OMNIBAL} with recompute rule "
+            f"{RecomputeRule.CHEAPEST} instead of {request.method} with {request.recompute}"
+        )
         changes.first(_METHOD, [(text, lambda: joint)])
         changes.prefix = f"{text}, and "
     if not changes.found:
@@ -153,15 +155,16 @@ def find_changes(request: PlanRequest) -> Advice:
 def _try_all(changes: "_Changes") -> None:
     request = changes.request
     _try_smaller_caps(changes)
-    experts = (changes.sized(expert=size) for size in _larger_experts(request.job))
-    changes.first("a larger --ep", experts)
-    job = request.job
+    job, parallel = request.job, request.job.parallel
+    experts = expert_sizes(job.model, parallel.tensor, parallel.data)
+    larger_experts = (changes.sized(expert=size) for size in experts if size > parallel.expert)
+    changes.first("a larger --ep", larger_experts)
     if job.has_data_parallel_encoders and job.encoder_shardings == (WeightSharding.REPLICATED,):
         changes.first("--sharding auto", [changes.with_divided_encoders()])
     changes.first("--sharding hybrid or full", map(changes.held, _more_shards(job)))
     if request.job.trainer.stages.encoders_on_first:
         # The first stage holds encoders' activations of as many micro-batches as there are stages.
-        fewer = (changes.sized(**sizes) for sizes in _fewer_stages(request.job.parallel))
+        fewer = (changes.sized(**sizes) for sizes in _fewer_stages(parallel))
         changes.first("a smaller --pp with a larger --dp", fewer)
     in_place = [each for each in changes.found if each.request.job is not request.job]
     if not in_place:
@@ -169,10 +172,9 @@ def _try_all(changes: "_Changes") -> None:
         changes.first("other sizes on the same devices", others)
     same_devices = len(changes.found)
     tensors, pipelines = _larger_tensors(request.job), _larger_pipelines(request.job)
-    data = request.job.parallel.data
     changes.first("a larger --tp", (changes.sized(tensor=size) for size in tensors))
     changes.first("a larger --pp", (changes.sized(pipeline=size) for size in pipelines))
-    more_data = (changes.sized(data=factor * data) for factor in _LARGER_DATA)
+    more_data = (changes.sized(data=factor * parallel.data) for factor in _LARGER_DATA)
     changes.first("a larger --dp", more_data)
     if not in_place:
         dividing = map(changes.shared_out, _larger_shards(request.job))
@@ -201,7 +203,7 @@ class _Changes:
         """Description of what is changed already."""
         self.packed = _sampled(request).packed()
         self.found: list[Change] = []
-        self.tried: list[str] = []
+        self.tried: dict[str, None] = {}
 
     def sized(self, **sizes: int) -> Candidate:
         """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
@@ -246,15 +248,11 @@ class _Changes:
     def first(self, kind: str, candidates: Iterable[Candidate]) -> None:
         """Keep the first candidate of a kind that fits, if any."""
         for candidate in candidates:
-            self.note(kind)
+            self.tried[kind] = None
             change = self.change(*candidate)
             if change is not None:
                 self.found.append(change)
                 return
-
-    def note(self, kind: str) -> None:
-        if kind not in self.tried:
-            self.tried.append(kind)
 
     def change(self, text: str, make: Callable[[], PlanRequest]) -> Change | None:
         """Try a change; None where the request does not fit or is otherwise impossible."""
@@ -282,23 +280,15 @@ def _sampled(request: PlanRequest) -> PlanRequest:
     return replace(request, data=request.data.sampled(SAMPLES))
 
 
-def _text_of_method(request: PlanRequest) -> str:
-    return (
-        f"the partition method {PartitionMethod.OMNIBAL} with recompute rule "
-        f"{RecomputeRule.CHEAPEST} instead of {request.method} with {request.recompute}"
-    )
-
-
 def _larger_tensors(job: JobSpec) -> list[int]:
     """Larger tensor-parallel sizes that the model and a node allow."""
     sizes = range(job.parallel.tensor + 1, job.cluster.gpus_per_node + 1)
-    return [size for size in sizes if _allows_tensor(job, size)]
-
-
-def _allows_tensor(job: JobSpec, size: int) -> bool:
-    if not job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1)):
-        return False
-    return job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
+    return [
+        size
+        for size in sizes
+        if job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
+        and job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
+    ]
 
 
 def _more_shards(job: JobSpec) -> list[WeightSharding]:
@@ -345,7 +335,8 @@ def _same_devices(request: PlanRequest) -> list[Parallel]:
         for data in [devices // (tensor * pipeline)]
         for expert in expert_sizes(job.model, tensor, data)
     ]
-    allowed = list(filter(job.allows, _held(job, whole)))
+    held = (each.held(way, job.cluster) for each in whole for way in WeightSharding)
+    allowed = [each for each in dict.fromkeys(held) if each is not None and job.allows(each)]
     allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))
     return allowed[:_MOST_SIZES]
 
@@ -355,19 +346,6 @@ def _larger_shards(job: JobSpec) -> list[Parallel]:
     data = [factor * job.parallel.data for factor in _LARGER_DATA]
     full = [job.parallel.model_copy(update={"data": size, "sharded": size}) for size in data]
     return [each for each in full if job.parallel.sharded == 1 and job.allows(each)]
-
-
-def _held(job: JobSpec, parallels: Iterable[Parallel]) -> list[Parallel]:
-    """Sizes with weights held in every way that the ranks can."""
-    held = (each.held(way, job.cluster) for each in parallels for way in WeightSharding)
-    return list(dict.fromkeys(each for each in held if each is not None))
-
-
-def _larger_experts(job: JobSpec) -> list[int]:
-    """Larger expert-parallel sizes that the model and a stage's ranks allow."""
-    parallel = job.parallel
-    sizes = expert_sizes(job.model, parallel.tensor, parallel.data)
-    return [size for size in sizes if size > parallel.expert]
 
 
 def _larger_pipelines(job: JobSpec) -> list[int]:
@@ -426,7 +404,7 @@ def _try_smaller_caps(changes: _Changes) -> None:
     found: list[Change] = []
     low, high = 0, len(candidates)
     while low < high:
-        changes.note(f"smaller {words([option_of(name) for name in reversed(data.caps.names)])}")
+        changes.tried[f"smaller {words([option_of(n) for n in reversed(data.caps.names)])}"] = None
         middle = (low + high) // 2
         caps, old = candidates[middle], data.caps
         new = " ".join(reversed(caps.options))

@@ -85,23 +85,23 @@ class LevelRequest:
 class LevelSearch:
     """Result of a search for levels."""
 
-    best: tuple[Level, ...]
-    """Levels of the plan, one at least."""
-    ranking: tuple[LevelTrial, ...] = ()
-    """Simulated sets, the chosen one first; empty where nothing but one level was possible."""
-    least_ms_per_sample: float | None = None
+    ranking: tuple[LevelTrial, ...]
+    """Simulated sets, the chosen one first."""
+    least_ms_per_sample: float
     """Lower bound over all sets, context sizes, cuts and recomputed layers."""
-    sets: int = 1
+    sets: int
     """Sets of caps that were looked at."""
-    tokens_per_step: float | None = None
+    tokens_per_step: float
     """Tokens of one rank in a step of any trial."""
 
     @property
-    def gap(self) -> float | None:
-        """Share of the chosen set's time by which another may be faster; None where none was
-        simulated."""
-        if self.least_ms_per_sample is None:
-            return None
+    def best(self) -> tuple[Level, ...]:
+        """Levels of the plan, one at least."""
+        return self.ranking[0].levels
+
+    @property
+    def gap(self) -> float:
+        """Share of the chosen set's time by which another may be faster."""
         return max(1 - self.least_ms_per_sample / self.ranking[0].ms_per_sample, 0.0)
 
 
@@ -120,9 +120,6 @@ def search_levels(
         left -= done
         on_progress(done)
 
-    if is_one_level(request):
-        on_progress(left)
-        return LevelSearch(best=request.data.levels)
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
     rival = estimates.by_hbp() if near and request.exactly is None else None
@@ -139,7 +136,6 @@ def search_levels(
     on_progress(left)
     ranking = final.ranked() if final.found else trials.ranked()
     return LevelSearch(
-        best=ranking[0].levels,
         ranking=tuple(ranking),
         least_ms_per_sample=least_ms_per_sample(request.job, final.lengths),
         sets=len(estimates.sets(request.exactly)),
@@ -201,15 +197,14 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     return replace(data, levels=tuple(levels), packs_per_step=slots * job.parallel.data)
 
 
-def hbp_search(request: LevelRequest) -> LevelSearch:
+def hbp_trial(request: LevelRequest) -> LevelTrial:
     """Choose levels by HBP's rule, from estimates of its exchange in place of measured times."""
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda done: None)
     trials.run([estimates.by_hbp()])
     if not trials.found:
         raise _nothing_fits(request, trials)
-    ranking = tuple(trials.found.values())
-    return LevelSearch(best=ranking[0].levels, ranking=ranking)
+    return next(iter(trials.found.values()))
 
 
 def notes(found: LevelSearch) -> list[str]:
@@ -228,7 +223,6 @@ def notes(found: LevelSearch) -> list[str]:
         slower = others[0].ms_per_sample / best.ms_per_sample - 1
         words = "faster, too little to be taken" if slower < 0 else "slower"
         said.append(f"the best of another number of levels is {abs(slower):.1%} {words}")
-    assert found.gap is not None
     said.append(
         f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "
         "which leaves out all that packs, steps and the pipeline take besides their samples"

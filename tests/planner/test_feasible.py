@@ -24,7 +24,6 @@ from omnibal.search import feasible
 from omnibal.search.feasible import (
     Advice,
     Change,
-    does_not_fit_message,
     find_changes,
     gib_text,
     smaller_caps,
@@ -272,7 +271,7 @@ def test_jobs_of_levels_are_told_what_fits():
 def advice_of(planned: PlanRequest) -> str:
     with pytest.raises(DoesNotFit) as raised:
         make_plan(planned)
-    return does_not_fit_message(raised.value, find_changes(planned))
+    return find_changes(planned).message(raised.value)
 
 
 LAYER = {"method": PartitionMethod.LAYER, "recompute": RecomputeRule.NONE}
@@ -321,9 +320,9 @@ def test_a_cause_with_semicolons_stays_whole():
     error = pickle.loads(pickle.dumps(sent))
     assert (error.need, error.advice) == (sent.need, sent.advice)
     assert str(error) == "needs 93.0 GiB; the cap is 80.0; raise it; or use less"
-    found = does_not_fit_message(error, Advice(changes=(), tried=("more stages",)))
+    found = Advice(changes=(), tried=("more stages",)).message(error)
     assert found.startswith("needs 93.0 GiB; the cap is 80.0; of these, no single one")
-    assert does_not_fit_message(error, Advice(changes=(), tried=())) == str(error)
+    assert Advice(changes=(), tried=()).message(error) == str(error)
 
 
 @pytest.mark.parametrize("gib", [125.06, 72.0, 9.996, 0.5, 0.01234, 0.000321])
