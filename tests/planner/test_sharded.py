@@ -226,12 +226,12 @@ def test_whole_weights_are_there_for_a_while(
         np.testing.assert_array_equal(after.collective_ms, collective)
     assert shared.runs_in_lockstep and shared.bucket_parameters == np.inf
     # Every micro-batch exchanges; nothing is left to exchange once a step.
-    for rates in (shared.reduction_ms, shared.gather_ms):
-        assert rates(1e9, 0) == rates(1e9, 1e9) == 0
-    for rates in ("optimizer_bytes", "update_ms"):
+    for rate in ("gradient_reduction_ms", "weight_gather_ms"):
+        assert shared.of_parameters(rate, 1e9, 0) == shared.of_parameters(rate, 1e9, 1e9) == 0
+    for rate in ("optimizer_bytes", "optimizer_ms"):
         for experts in (0, 1e8):
-            counts = 1e9, experts
-            assert getattr(shared, rates)(*counts) == getattr(whole, rates)(*counts) > 0
+            counts = rate, 1e9, experts
+            assert shared.of_parameters(*counts) == whole.of_parameters(*counts) > 0
 
 
 @pytest.mark.parametrize(("expert", "expert_ranks"), [(1, 8), (2, 4), (4, 2), (8, 1)])
