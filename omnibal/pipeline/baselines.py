@@ -112,9 +112,13 @@ def baseline_stages(
     tables = memory_tables(cost, workload, pipeline_size)
     mean = features.mean(axis=0)
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
+    weights = unit_weights(method, cost, model, mean)
+    every_cuts = [balanced_cuts(weights, _is_layer(model), pipeline_size)]
+    if method == PartitionMethod.BMP:  # the other candidates to run
+        every_cuts += bmp_candidates(cost, model, mean, every_cuts[0])
     splits = [
         _recomputed_split(rule, model, cuts, tables, has_backward, memory_cap_bytes)
-        for cuts in _method_cuts(method, cost, model, mean, pipeline_size)
+        for cuts in dict.fromkeys(every_cuts)
     ]
     fitting = [
         split.stages for split in splits if fits_cap(split.peak_bytes.max(), memory_cap_bytes)
@@ -224,21 +228,6 @@ class _Split:
     stages: tuple[Stage, ...]
     peak_bytes: np.ndarray
     """Peak memory, [stages]; over the cap only where nothing that the rule allows fits."""
-
-
-def _method_cuts(
-    method: PartitionMethod,
-    cost: CostModel,
-    model: ModelConfig,
-    mean_features: np.ndarray,
-    pipeline_size: int,
-) -> list[Cuts]:
-    """Splits of the method: one, or for BMP the anchor and the other candidates to run."""
-    weights = unit_weights(method, cost, model, mean_features)
-    cuts = balanced_cuts(weights, _is_layer(model), pipeline_size)
-    if method != PartitionMethod.BMP:
-        return [cuts]
-    return list(dict.fromkeys([cuts, *bmp_candidates(cost, model, mean_features, cuts)]))
 
 
 def _is_layer(model: ModelConfig) -> np.ndarray:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.linalg import block_diag
 
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
@@ -106,7 +107,7 @@ class Structure:
         recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
         return cls(
             layout=steps.layout,
-            recompute_ms=_at_each_level(recompute_ms[layers], cost.levels),
+            recompute_ms=block_diag(*np.split(recompute_ms[layers], cost.levels, axis=1)),
             runs=possible_runs(cost, model, rules),
             weights=_structural_paths(steps, _unit_terms(cost)[layers], stages),
         )
@@ -185,13 +186,6 @@ def least_step_ms(
     """
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
     return least_slowest_ms(Structure.of(cost, model, steps, pipeline_size, rules))
-
-
-def _at_each_level(per_layer: np.ndarray, levels: int) -> np.ndarray:
-    """Coefficients [kinds, features] with only one level's features after another.
-    [levels * kinds, features]"""
-    level = np.repeat(np.arange(levels), per_layer.shape[1] // levels)
-    return np.concatenate([np.where(level == each, per_layer, 0.0) for each in range(levels)])
 
 
 def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
@@ -343,18 +337,15 @@ def _structural_paths(steps: SampledSteps, layer_terms: np.ndarray, stages: int)
     if (steps.counts < graph.schedule.micro_batches).any():
         require_prefix_closed(graph.schedule)
     orders = StageOrder.of_stages(graph)
-    return np.concatenate([_paths_on(steps, row, orders) for row in rows], axis=1)
-
-
-def _paths_on(steps: SampledSteps, row: np.ndarray, orders: Sequence[StageOrder]) -> np.ndarray:
-    """The structural paths on one row of every step. [p, 8, p, terms]"""
-    features = steps.features[row]
-    total = np.concatenate([np.zeros_like(features[:, :1]), features.cumsum(axis=1)], axis=1)
+    totals = np.insert(steps.features.cumsum(axis=1), 0, 0.0, axis=1)
     paths = [
-        _paths_through(steps, total, steps.counts[row], order, stage, len(orders))
-        for stage, order in enumerate(orders)
+        [
+            _paths_through(steps, totals[row], steps.counts[row], order, stage, stages)
+            for stage, order in enumerate(orders)
+        ]
+        for row in rows
     ]
-    return np.stack(paths)
+    return np.concatenate(paths, axis=1)
 
 
 def _paths_through(

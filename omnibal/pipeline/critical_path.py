@@ -231,11 +231,6 @@ class PipelineSimulator:
         """Number of operations, of all rows of the steps."""
         return len(self.graph) * len(self.steps.counts)
 
-    @property
-    def _backwards(self) -> np.ndarray:
-        """Whether each operation is a backward (1) or a forward (0). [operations]"""
-        return _backwards(self.graph)
-
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
         """Mean step time of candidates [n, p, terms]. [n]"""
         return np.concatenate([self._step_ms(chunk) for chunk in self._chunks(terms)])
@@ -271,7 +266,7 @@ class PipelineSimulator:
         weights[np.arange(n), :, slowest_update, layout.optimizer] = 1
         of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 6, -1)
         row, operation = self.steps.rows[step, rank], self.last[stage]
-        graph, backwards = self.graph, self._backwards
+        graph, backwards = self.graph, _backwards(self.graph)
         is_in_lockstep = self._is_in_lockstep(terms)
         gather, reduction = self._exposed(terms)
 
@@ -369,7 +364,7 @@ class PipelineSimulator:
         After the operations come a 0 and the time at which each stage has weights to begin with.
         """
         n, rows = len(terms), len(self.steps.counts)
-        graph, backwards = self.graph, self._backwards
+        graph, backwards = self.graph, _backwards(self.graph)
         of_kind = terms[:, :, self.steps.layout.by_feature]
         of_kind = of_kind.reshape(n, self.stages, 6, -1).transpose(1, 2, 0, 3)
         together = self._is_in_lockstep(terms)[graph.stage]
@@ -395,7 +390,7 @@ class PipelineSimulator:
         """Time of operations on each row, had it no others to wait for. [operations, n, rows]"""
         of_kind = terms[:, :, self.steps.layout.by_feature]
         of_kind = of_kind.reshape(len(terms), self.stages, 6, -1).transpose(1, 2, 0, 3)
-        return np.matmul(of_kind[self.graph.stage, self._backwards], self.features)
+        return np.matmul(of_kind[self.graph.stage, _backwards(self.graph)], self.features)
 
     def _of_block(
         self, values_ms: np.ndarray, chosen: slice | np.ndarray, together: np.ndarray
@@ -469,6 +464,7 @@ class PipelineSimulator:
 
 
 def _backwards(graph: OperationGraph) -> np.ndarray:
+    """Whether each operation is a backward (1) or a forward (0). [operations]"""
     return (graph.kind == Pass.BACKWARD).astype(np.int64)
 
 

@@ -11,7 +11,7 @@ stage before waits for, and later of its weights (Qi et al. 2023, arXiv 2401.102
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final, Literal
@@ -166,18 +166,13 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
         for index in range(total - warm_up):
             order += [forward(warm_up + index), backward(index)]
         order += [backward(index) for index in range(total - warm_up, total)]
-        operations.append(_first_of(order, micro_batches))
+        operations.append(tuple(one for one in order if one.micro_batch < micro_batches))
     return Schedule(
         name="interleaved 1F1B",
         chunks=chunks,
         micro_batches=micro_batches,
         operations=tuple(operations),
     )
-
-
-def _first_of(order: Iterable[Operation], micro_batches: int) -> StageOperations:
-    """A stage's operations without those of micro-batches beyond so many."""
-    return tuple(one for one in order if one.micro_batch < micro_batches)
 
 
 def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
@@ -228,15 +223,14 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
         raise ValueError(f"ZB-V has 2 chunks a stage, not {chunks}")
     # With fewer a pipeline is never full: those that are missing are left out.
     full = max(micro_batches, 2 * stages - 1)
-    operations = [
-        _first_of(_zero_bubble_v_stage(stages, stage, full), micro_batches)
-        for stage in range(stages)
-    ]
+    operations = (_zero_bubble_v_stage(stages, stage, full) for stage in range(stages))
     return Schedule(
         name="ZB-V",
         chunks=2,
         micro_batches=micro_batches,
-        operations=tuple(operations),
+        operations=tuple(
+            tuple(one for one in order if one.micro_batch < micro_batches) for order in operations
+        ),
         is_prefix_closed=False,
         placement=Placement.V,
     )
@@ -287,13 +281,9 @@ def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
     )
 
 
-def _forward_only_back_and_forth(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    return replace(forward_only(stages, chunks, micro_batches), placement=Placement.V)
-
-
 FORWARD_ONLY: Mapping[Placement, ScheduleRule] = {
     Placement.LOOP: forward_only,
-    Placement.V: _forward_only_back_and_forth,
+    Placement.V: lambda *sizes: replace(forward_only(*sizes), placement=Placement.V),
 }
 """Evaluation with chunks on stages as the placement says."""
 

@@ -62,21 +62,6 @@ class Timeline:
     step_ms: np.ndarray
     """End of the last stage to finish, a scalar."""
 
-    @classmethod
-    def empty(cls, schedule: Schedule, steps: int) -> "Timeline":
-        """So many steps in which nothing runs yet."""
-        kinds = {one.kind for operations in schedule.operations for one in operations}
-        shape = steps, schedule.micro_batches, schedule.parts
-        return cls(
-            schedule=schedule,
-            start_ms={kind: np.zeros(shape) for kind in sorted(kinds)},
-            end_ms={kind: np.zeros(shape) for kind in sorted(kinds)},
-            finish_ms=np.zeros((steps, schedule.stages)),
-            busy_ms=np.zeros((steps, schedule.stages)),
-            wait_ms=np.zeros((steps, schedule.stages)),
-            step_ms=np.zeros(steps),
-        )
-
     def of_step(self, step: int) -> "Timeline":
         """One step of a batched timeline."""
         return Timeline(
@@ -446,6 +431,10 @@ class SimulatedRows:
             pass_ms[Pass.FORWARD] = pass_ms[Pass.FORWARD] + before_ms[:, None] * first
             last = schedule.last_pass
             pass_ms[last] = pass_ms[last] + after_ms[:, None] * first
+        context = np.maximum(_padded(workload.context[chosen], row, slot, shape), 1)
+        lockstep = None
+        if workload.lockstep_ranks > 1 and times.has_experts is not None:
+            lockstep = Lockstep(ranks=workload.lockstep_ranks, parts=times.has_experts)
         return cls(
             schedule=schedule,
             pass_ms={kind: _padded(ms, row, slot, shape) for kind, ms in pass_ms.items()},
@@ -454,8 +443,8 @@ class SimulatedRows:
             counts=np.bincount(row, minlength=shape[0]),
             ranks=ranks,
             together=workload.runs_together,
-            context=_contexts(workload.context[chosen], row, slot, shape),
-            lockstep=_lockstep(times, workload),
+            context=context if (context > 1).any() else None,
+            lockstep=lockstep,
             waits_ms=waits_ms,
         )
 
@@ -527,7 +516,8 @@ class SimulatedRows:
         return np.moveaxis(_taken(duration, blocks), -1, 0)
 
     def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
-        """Simulate all rows; `ready_ms` says when each stage may begin, [rows, p].
+        """Simulate all rows, with micro-batches that a row does not have at 0; `ready_ms` says when
+        each stage may begin, [rows, p].
 
         What list each goes by is in `omnibal.pipeline.operation_graph.listed_micro_batches`.
         """
@@ -537,16 +527,27 @@ class SimulatedRows:
         listed = listed_micro_batches(graph, self.counts, step, together=self.together)
         if (listed == most).all():
             return self._by_list(graph, np.arange(len(listed)), ready_ms)
-        groups = {count: np.flatnonzero(listed == count) for count in np.unique(listed).tolist()}
-        return _put_together(
-            graph.schedule,
-            {
-                count: self._by_list(
-                    schedule_graph(self.schedule, self.stages, count), rows, ready_ms
-                )
-                for count, rows in groups.items()
-            },
-            groups,
+        kinds, shape = self.schedule.passes, (len(listed), most, graph.schedule.parts)
+        start_ms, end_ms = ({kind: np.zeros(shape) for kind in kinds} for _ in range(2))
+        finish_ms, busy_ms, wait_ms = np.zeros((3, len(listed), self.stages))
+        step_ms = np.zeros(len(listed))
+        for count in np.unique(listed).tolist():
+            rows = np.flatnonzero(listed == count)
+            shorter = schedule_graph(self.schedule, self.stages, count)
+            timeline = self._by_list(shorter, rows, ready_ms)
+            for kind in timeline.start_ms:
+                start_ms[kind][rows, :count] = timeline.start_ms[kind]
+                end_ms[kind][rows, :count] = timeline.end_ms[kind]
+            finish_ms[rows], busy_ms[rows] = timeline.finish_ms, timeline.busy_ms
+            wait_ms[rows], step_ms[rows] = timeline.wait_ms, timeline.step_ms
+        return Timeline(
+            schedule=graph.schedule,
+            start_ms=start_ms,
+            end_ms=end_ms,
+            finish_ms=finish_ms,
+            busy_ms=busy_ms,
+            wait_ms=wait_ms,
+            step_ms=step_ms,
         )
 
     def _by_list(
@@ -566,51 +567,11 @@ class SimulatedRows:
         )
 
 
-def _put_together(
-    schedule: Schedule, timelines: Mapping[int, Timeline], groups: Mapping[int, np.ndarray]
-) -> Timeline:
-    """One timeline of rows that were simulated by number of micro-batches; missing ones are at 0.
-
-    Args:
-        schedule: of the most micro-batches.
-        groups: rows of every timeline.
-    """
-    rows = sum(map(len, groups.values()))
-    whole = Timeline.empty(schedule, rows)
-    for count, timeline in timelines.items():
-        chosen = groups[count]
-        for kind in timeline.start_ms:
-            whole.start_ms[kind][chosen, :count] = timeline.start_ms[kind]
-            whole.end_ms[kind][chosen, :count] = timeline.end_ms[kind]
-        whole.finish_ms[chosen] = timeline.finish_ms
-        whole.busy_ms[chosen] = timeline.busy_ms
-        whole.wait_ms[chosen] = timeline.wait_ms
-        whole.step_ms[chosen] = timeline.step_ms
-    return whole
-
-
-def _lockstep(times: StageTimes, workload: Workload) -> Lockstep | None:
-    if workload.lockstep_ranks == 1 or times.has_experts is None:
-        return None
-    return Lockstep(ranks=workload.lockstep_ranks, parts=times.has_experts)
-
-
-def _contexts(
-    context: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
-) -> np.ndarray | None:
-    """Arrange contexts [packs] as [rows, m]; None where nothing is shared."""
-    if not (context > 1).any():
-        return None
-    table = np.ones(shape, context.dtype)
-    table[row, slot] = context
-    return table
-
-
 def _padded(
     values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Arrange values [packs, k] as [rows, m, k]; 0 where a row has no such micro-batch."""
-    table = np.zeros((*shape, values.shape[1]))
+    """Arrange values [packs, ...] as [rows, m, ...]; 0 where a row has no such micro-batch."""
+    table = np.zeros((*shape, *values.shape[1:]), values.dtype)
     table[row, slot] = values
     return table
 

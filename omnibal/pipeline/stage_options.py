@@ -133,9 +133,9 @@ def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
     both: list[list[StageOptions]] = [[], []]
     complete = True
     for stage, usable in enumerate(runs_within(problem, limit_ms)):
-        found = stage_choices(problem, stage, usable)
-        complete &= found.complete
-        for options, each in zip(both, (found.fitting, found.optimistic), strict=True):
+        fitting, optimistic, is_complete = stage_choices(problem, stage, usable)
+        complete &= is_complete
+        for options, each in zip(both, (fitting, optimistic), strict=True):
             options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))
     for options in both:
         kept = on_paths([(found.start, found.end) for found in options], problem.units)
@@ -143,40 +143,32 @@ def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
     return Choices(fitting=both[0], optimistic=both[1], complete=complete)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StageChoices:
-    """Options of one stage, as in `Choices`."""
-
-    fitting: StageOptions
-    optimistic: StageOptions
-    complete: bool
-
-
-def stage_choices(problem: SearchProblem, stage: int, chosen: np.ndarray) -> StageChoices:
-    """The chosen runs with every recomputed set that fits at that stage and may be the best."""
+def stage_choices(
+    problem: SearchProblem, stage: int, chosen: np.ndarray
+) -> tuple[StageOptions, StageOptions, bool]:
+    """The chosen runs with every recomputed set that fits at that stage and may be the best, and
+    the fields of `Choices` besides."""
     if problem.numbers is not None:
         options = recomputing(problem, stage, *problem.numbers.of_runs(stage, chosen))
-        return StageChoices(fitting=options, optimistic=options, complete=True)
+        return options, options, True
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     if problem.levels == 1:
         sets = useful_recomputes(table, counts, problem.extreme_ms, cap_bytes)
         options = _of_sets(problem, stage, chosen, kind, sets)
-        return StageChoices(fitting=options, optimistic=options, complete=True)
-    most = max(_MOST_OPTIONS // max(len(chosen), 1), 1)
+        return options, options, True
     found = recomputes_of_levels(
         table,
         counts,
         problem.extreme_ms,
         cap_bytes,
-        most,
+        max(_MOST_OPTIONS // max(len(chosen), 1), 1),
         same_at_levels=problem.same_at_levels,
     )
-    return StageChoices(
-        fitting=_of_sets(problem, stage, chosen, kind, found.fitting),
-        optimistic=_of_sets(problem, stage, chosen, kind, found.optimistic),
-        complete=found.complete,
+    fitting, optimistic = (
+        _of_sets(problem, stage, chosen, kind, sets) for sets in (found.fitting, found.optimistic)
     )
+    return fitting, optimistic, found.complete
 
 
 def _of_sets(

@@ -196,24 +196,20 @@ def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
                 f"{model.name} has {_listed(words[position:]) or 'nothing'}; stages must hold all "
                 "units in model order: correct the stages' units in plan.json, or plan anew"
             )
-        _check_recomputed(index, stage)
+        layers = [span for span in stage.units if span.layers]
+        again = [unit for span in stage.recompute for unit in span.units]
+        if len(set(again)) != len(again) or not set(again) <= {u for s in layers for u in s.units}:
+            raise UserError(
+                f"stage {index} recomputes {_listed(stage.recompute)} but holds "
+                f"{_listed(layers) or 'no layer'}; recompute must name layers of the stage, each "
+                "once: correct it in plan.json"
+            )
         position += len(held)
     if position != len(words):
         raise UserError(
             f"the {len(stages)} stages end before {_listed(words[position:])} of the model "
             f"{model.name}; together they must hold all of it: add the rest to the last stage, "
             "or plan anew"
-        )
-
-
-def _check_recomputed(index: int, stage: Stage) -> None:
-    held = {unit for span in stage.units if span.layers for unit in span.units}
-    again = [unit for span in stage.recompute for unit in span.units]
-    if len(set(again)) != len(again) or not held.issuperset(again):
-        layers = _listed([span for span in stage.units if span.layers]) or "no layer"
-        raise UserError(
-            f"stage {index} recomputes {_listed(stage.recompute)} but holds {layers}; recompute "
-            "must name layers of the stage, each once: correct it in plan.json"
         )
 
 

@@ -274,7 +274,7 @@ def test_every_path_is_a_lower_bound():
         cap = rng.uniform(1, 1.5) * least_peak_of_splits(cost, model, packs, p)
         problem = partition._problem(cost, model, packs, p, cap)
         options = [
-            stage_choices(problem, stage, np.arange(len(problem.structure.runs.start))).fitting
+            stage_choices(problem, stage, np.arange(len(problem.structure.runs.start)))[0]
             for stage in range(p)
         ]
         kept = on_paths([(o.start, o.end) for o in options], problem.units)
