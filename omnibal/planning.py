@@ -76,6 +76,7 @@ from omnibal.search.parallel_sizes import (
 from omnibal.search.schedule_choice import (
     ScheduleChoice,
     check_may_run,
+    in_order,
     in_schedule,
     with_best_schedule,
 )
@@ -410,13 +411,15 @@ class _Search:
         if request.data.levels != result.plan.pack_levels:
             # Packs of an earlier plan, which had to be shared.
             return result if is_ordered else ordered_plan(request, result), ScheduleChoice()
-        if name is not None and names:
-            with self.listener.status(f"cutting the model for schedule {name}"):
-                return in_schedule(request, result, name, is_ordered=is_ordered)
         if not names:
             return result, ScheduleChoice()
-        with self.listener.status("trying other schedules"):
-            return with_best_schedule(request, result, names, is_ordered=is_ordered)
+        what = (
+            "trying other schedules" if name is None else f"cutting the model for schedule {name}"
+        )
+        with self.listener.status(what):
+            in_best = with_best_schedule if name is None else in_schedule
+            request, result, choice = in_best(request, result, names, is_ordered=is_ordered)
+            return (result, choice) if is_ordered else in_order(request, result, choice)
 
     @property
     def _is_ordered_last(self) -> bool:
@@ -875,7 +878,7 @@ def _samples_of_step(data: StreamData | SampleData) -> int:
     if isinstance(data, StreamData):
         return data.window
     assert data.steps is not None
-    return max(round(len(data.steps.packs.samples) / (int(data.steps.step.max()) + 1)), 1)
+    return max(round(len(data.steps.packs.samples) / data.steps.steps), 1)
 
 
 def _shared(request: PlanRequest) -> PlanRequest | None:

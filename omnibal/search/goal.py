@@ -217,21 +217,12 @@ class Listener(Protocol):
 
     def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
         """Begin work of so many parts; the context is what to call with what is newly done."""
-
-    def status(self, what: str) -> AbstractContextManager[None]:
-        """Begin work whose length is not known."""
-
-
-class Silence:
-    """A listener that tells nobody."""
-
-    def note(self, text: str) -> None:
-        """Drop a note."""
-
-    def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show no progress."""
         return nullcontext(lambda done: None)
 
     def status(self, what: str) -> AbstractContextManager[None]:
-        """Show nothing."""
+        """Begin work whose length is not known."""
         return nullcontext()
+
+
+class Silence(Listener):
+    """A listener that tells nobody."""

@@ -176,7 +176,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
         return data
     packs, lengths = data.steps.packs, data.lengths
     of_packs = levels_of_packs(packs, lengths, data.levels)
-    levels, steps = [], int(data.steps.step.max()) + 1
+    levels, steps = [], data.steps.steps
     for index, level in enumerate(data.levels):
         rows = np.flatnonzero(of_packs == index)[:_SHARED_PACKS]
         found = None

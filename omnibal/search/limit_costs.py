@@ -13,7 +13,6 @@ from typing import Self
 
 from omnibal.base.errors import UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import DataPlan
 from omnibal.job.plan_data import MockData, PlanData, SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import ModelConfig
@@ -265,8 +264,11 @@ def requests_lifted(
         request = _request_of(lifted(trainer, name), of, packing)
         if name is LimitName.TOKENS_ALONE and free_data is not None:
             assert isinstance(request.data, SampleData)
-            per_step = _packs_per_step(samples_per_step(result), free_data, plan.parallel.data)
-            data = replace(request.data.capped(free_data.caps), packs_per_step=per_step)
+            # As many packs of so many samples as in the other plan; a multiple of ranks.
+            share = free_data.packs / (free_data.samples * free_data.epochs)
+            of_rank = max(round(samples_per_step(result) * share / plan.parallel.data), 1)
+            data = request.data.capped(free_data.caps)
+            data = replace(data, packs_per_step=of_rank * plan.parallel.data)
             request = replace(request, data=data)
         if name is LimitName.SCHEDULES:
             request = replace(request, schedule=free.plan.schedule)
@@ -281,12 +283,6 @@ def _request_of(
     job = replace(JobSpec.of_plan(result.plan, result.cost_source), trainer=trainer)
     data = _data_of(result, packing, trainer.packs)
     return PlanRequest(job=job, data=data, schedule=result.plan.schedule)
-
-
-def _packs_per_step(samples: int, like: DataPlan, ranks: int) -> int:
-    """Packs of a step of so many samples, of as many as in another plan's; a multiple of ranks."""
-    packs = samples * like.packs / (like.samples * like.epochs)
-    return max(round(packs / ranks), 1) * ranks
 
 
 def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> PlanData:

@@ -83,6 +83,11 @@ class RuledOut:
         """Parallel sizes."""
         return self.sizing.parallel
 
+    @property
+    def fastest(self) -> float:
+        """Samples per second by which it is listed: as estimated, or at most; 0 where none fit."""
+        return self.estimated_samples_per_second or self.most_samples_per_second or 0.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySearch:
@@ -320,8 +325,7 @@ def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
 
 
 def _divisors(number: int) -> list[int]:
-    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
-    return sorted({*small, *(number // n for n in small)})
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
@@ -332,17 +336,11 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     return StrategySearch.of(
         trials.setting.request,
         ranked,
-        sorted(out, key=_order_of_ruled_out),
+        sorted(out, key=lambda each: (-each.fastest, each.need_gib or 0.0)),
         choices=len(trials.least_ms),
         planned=trials.planned_open(),
         gap=trials.gap(),
     )
-
-
-def _order_of_ruled_out(each: RuledOut) -> tuple[float, float]:
-    """Key by which strategies that were not planned are listed: the fastest first, then by need."""
-    fastest = each.estimated_samples_per_second or each.most_samples_per_second or 0.0
-    return -fastest, each.need_gib or 0.0
 
 
 def without_best(search: StrategySearch, why: str) -> StrategySearch:
@@ -360,23 +358,18 @@ def without_best(search: StrategySearch, why: str) -> StrategySearch:
 
 
 def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
-    most, estimate = ruled_out.most_samples_per_second, ruled_out.estimated_samples_per_second
-    if estimate is not None:
-        return replace(ruled_out, why=_why_not(1e3 / estimate, best))
-    return ruled_out if most is None else replace(ruled_out, why=_why_slow(1e3 / most, best))
-
-
-def _why_slow(least_ms: float, best: Strategy) -> str:
-    return f"at best {least_ms / best.ms_per_sample - 1:+.0%}"
-
-
-def _why_not(estimated_ms: float, best: Strategy) -> str:
-    return f"estimated {estimated_ms / best.ms_per_sample - 1:+.0%}, not planned"
+    """Say of sizes with an estimate or a bound how much slower than the best they are."""
+    if not ruled_out.fastest:
+        return ruled_out
+    slower = f"{1e3 / ruled_out.fastest / best.ms_per_sample - 1:+.0%}"
+    is_estimate = ruled_out.estimated_samples_per_second is not None
+    why = f"estimated {slower}, not planned" if is_estimate else f"at best {slower}"
+    return replace(ruled_out, why=why)
 
 
 def _why(strategy: Strategy, best: Strategy) -> str:
     """The causes that make most of the difference."""
-    if strategy is best or strategy == best:
+    if strategy == best:
         return "best"
     own, others = strategy.lost.named(), best.lost.named()
     # Ideal times differ by the work that tensor parallelism does not divide.
@@ -411,7 +404,7 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
             sizing=sizing,
             need_gib=None,
             most_samples_per_second=1e3 / bound_ms if bound_ms else None,
-            why=_why_slow(bound_ms, best) if slower_ms is None else _why_not(slower_ms, best),
+            why=f"at best {bound_ms / best.ms_per_sample - 1:+.0%}",
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
         )
     need_gib = min(trials.need_gib[choice] for choice in choices)

@@ -158,24 +158,12 @@ def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
 
 def with_best_schedule(
     request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
-) -> tuple[PlanResult, ScheduleChoice]:
-    """The plan in the fastest schedule, and what it was chosen from.
-
-    Args:
-        is_ordered: whether its micro-batches are in their best order (`ordered_plan`); else plans
-            are compared as dealt, and the fastest is put in order.
-    """
-    fastest, result, choice = _fastest(request, planned, names, is_ordered=is_ordered)
-    return (result, choice) if is_ordered else _ordered(fastest, result, choice)
-
-
-def _fastest(
-    request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
 ) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
     """Request and plan of the fastest schedule, and what it was chosen from.
 
     Args:
-        is_ordered: whether micro-batches of all plans are in their best order, or as dealt.
+        is_ordered: whether micro-batches of all plans are in their best order (`ordered_plan`), or
+            as dealt.
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
     before = planned.plan.predicted
@@ -210,10 +198,11 @@ def _fastest(
 
 
 def in_schedule(
-    request: PlanRequest, planned: PlanResult, name: str, *, is_ordered: bool
-) -> tuple[PlanResult, ScheduleChoice]:
-    """The plan in a schedule of this name, which is the fastest of it by a quick search."""
-    found = dict(_possible(request, planned, {name}))
+    request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
+) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
+    """Request and plan in a schedule of one name, which is the fastest of it by a quick search."""
+    (name,) = names
+    found = dict(_possible(request, planned, names))
     free = {each: again for each, again in found.items() if not isinstance(again, str)}
     if not free:
         whys = [why for why in found.values() if isinstance(why, str)]
@@ -233,14 +222,14 @@ def in_schedule(
         steps_ms={each: prediction.step_ms for each, prediction in plans.items()},
         idle={each: prediction.bubble_fraction for each, prediction in plans.items()},
     )
-    return (result, choice) if is_ordered else _ordered(free[best], result, choice)
+    return free[best], result, choice
 
 
-def _ordered(
+def in_order(
     request: PlanRequest, result: PlanResult, choice: ScheduleChoice
 ) -> tuple[PlanResult, ScheduleChoice]:
-    """The chosen plan with its micro-batches in order, and steps of others as if theirs gained as
-    much by it."""
+    """The chosen plan with its micro-batches in their best order, and steps of others as if theirs
+    gained as much by it."""
     ordered = ordered_plan(request, result)
     now, dealt = ordered.plan.predicted, result.plan.predicted
     steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}

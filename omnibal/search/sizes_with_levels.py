@@ -220,7 +220,10 @@ def _search_sets(
 ) -> FoundLevels:
     """Strategies with the levels of least predicted time per sample."""
     levels.pack()
-    estimated, bound_ms = _estimates(levels, sizings, advance, processes)
+    found = try_all(partial(_estimate_sets, levels), sizings, processes, advance)
+    of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
+    estimated = sorted(of_sizings, key=lambda each: each[0])
+    bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
     trials: Trials[LevelChoice, LevelTrial] = Trials(
         work=partial(_simulate_set, levels), processes=processes, on_done=advance
     )
@@ -243,20 +246,6 @@ def _search_sets(
         least_ms_per_sample=bound_ms,
         sets=len(near),
     )
-
-
-def _estimates(
-    levels: LevelSetting,
-    sizings: Sequence[Sizing],
-    advance: Callable[[int], None],
-    processes: int,
-) -> tuple[list[tuple[float, LevelChoice]], float]:
-    """Estimated ms per sample of sets of levels at all sizes, the fastest first, and the least
-    bound."""
-    found = try_all(partial(_estimate_sets, levels), sizings, processes, advance)
-    estimated = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
-    bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
-    return sorted(estimated, key=lambda each: each[0]), bound_ms
 
 
 def _ranked(

@@ -247,7 +247,17 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     if not fits_cap(state_gib, job.memory_cap_gib):
         return choice, Need(gib=state_gib)
     sizes, wanted = setting.step_sizes(choice), setting.micro_batches(choice)
-    steps_ms = [_least_step_ms(size) for size in sizes]
+    # But for data-parallel encoders.
+    steps_ms = [
+        least_step_ms(
+            job.cost_of_all(size.request.data.levels),
+            job.pipeline_model,
+            size.request.workload(),
+            job.parallel.pipeline,
+            job.trainer.stages,
+        )
+        for size in sizes
+    ]
     both = list(zip(sizes, steps_ms, strict=True))
     nearest, step_ms = min(both, key=lambda each: abs(each[0].micro_batches - wanted))
     about_ms = sum(size.steps_per_sample * of_size_ms for size, of_size_ms in both)
@@ -258,19 +268,6 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
         least_ms=about_ms + before_ms if is_bound else 0.0,
         about_ms=about_ms + encoders_ms,
         of_nearest_ms=step_ms / nearest.samples + encoders_ms,
-    )
-
-
-def _least_step_ms(size: StepSize) -> float:
-    """Lower bound on the step, but for data-parallel encoders."""
-    request = size.request
-    job, levels = request.job, request.data.levels
-    return least_step_ms(
-        job.cost_of_all(levels),
-        job.pipeline_model,
-        request.workload(),
-        job.parallel.pipeline,
-        job.trainer.stages,
     )
 
 

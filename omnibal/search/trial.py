@@ -23,7 +23,7 @@ from omnibal.model.encoders import squares_of
 from omnibal.model.levels import Level
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
-from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
 from omnibal.pipeline.encoder_search import estimated_step_ms_beside
 from omnibal.pipeline.partition import estimated_step_ms
@@ -106,7 +106,8 @@ class Trial:
         wanted = min(samples_per_step, samples_of_all)
         whole = sorted({math.floor(micro_batches), math.ceil(micro_batches)})
         requests = [self._at(number) for number in whole]
-        samples = [samples_of_all / _steps_of(request) for request in requests]
+        drawn = [request.data.steps for request in requests]
+        samples = [samples_of_all / steps.steps for steps in drawn if steps is not None]
         if samples[0] == samples[-1]:
             nearest = whole.index(round(micro_batches))
             whole, requests = [whole[nearest]], [requests[nearest]]
@@ -144,27 +145,21 @@ class GivenTrial:
     def micro_batches(self, samples_per_step: int) -> float:
         """Micro-batches of the busiest rank in a step, in the mean."""
         packs, _ = self.request.data.schedule(self.request.job)
-        return _busiest_micro_batches(packs)
+        most = np.zeros(packs.steps)
+        np.maximum.at(most, packs.step, packs.slot + 1)
+        return float(most.mean())
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
         """The steps as they are, whatever number of samples is asked for."""
         packs, _ = self.request.data.schedule(self.request.job)
         samples = len(packs.packs.samples) / packs.steps
-        whole = max(round(_busiest_micro_batches(packs)), 1)
+        whole = max(round(self.micro_batches(samples_per_step)), 1)
+        each = 1 / samples
         return [
             StepSize(
-                micro_batches=whole,
-                request=self.request,
-                samples=samples,
-                steps_per_sample=1 / samples,
+                micro_batches=whole, request=self.request, samples=samples, steps_per_sample=each
             )
         ]
-
-
-def _busiest_micro_batches(packs: ScheduledPacks) -> float:
-    most = np.zeros(packs.steps)
-    np.maximum.at(most, packs.step, packs.slot + 1)
-    return float(most.mean())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -223,11 +218,6 @@ def encoders_ms_per_sample(
     ranks = job.parallel.world_size
     once_ms = min(cost.gather_ms + cost.reduction_ms for cost in costs) / samples_per_step
     return before_ms / ranks, (before_ms + after_ms) / ranks + once_ms
-
-
-def _steps_of(request: PlanRequest) -> int:
-    assert request.data.steps is not None
-    return int(request.data.steps.step.max()) + 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
