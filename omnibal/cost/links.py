@@ -54,13 +54,11 @@ def pass_line(
     rates = cluster.measured(precision)
     place = group.place(cluster)
     measured = ring_line(rates.collectives, group.ranks, place, kind) if rates else None
-    if measured is not None:
-        return measured
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     if not group.is_within(cluster):
         adapters = max(cluster.gpus_per_node // group.stride, 1)
         gb_per_s = min(gb_per_s, adapters * _adapter_gb_per_s(cluster))
-    return Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
+    return measured or Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
 
 
 def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
@@ -68,11 +66,9 @@ def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Prec
     rates = cluster.measured(precision)
     place = Group(consecutive_ranks).place(cluster)
     measured = send_line(rates.collectives, place) if rates else None
-    if measured is not None:
-        return measured
     within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     gb_per_s = within_gb_per_s if place == "node" else _adapter_gb_per_s(cluster)
-    return Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
+    return measured or Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
 
 
 def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:

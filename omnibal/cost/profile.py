@@ -290,7 +290,7 @@ class Measured(CostSource):
 
         def added_ms(quantity: Quantity, measured_ms: np.ndarray) -> np.ndarray:
             features, alone_ms = _series(self.profile, unit.measured_name, quantity, names)
-            fitted = _fit(features, alone_ms, _depends_on(model, unit))
+            fitted = _relative_nnls(features * _depends_on(model, unit), alone_ms)
             more_ms = measured_ms - given[:, :-1] @ fitted
             return _weighted_nnls(given * can_cost, more_ms, 1 / measured_ms)
 
@@ -375,7 +375,7 @@ def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ..
             positive = measured > 0
             if not positive.any():
                 continue
-            fitted = features @ _fit(features, measured, _depends_on(model, kind))
+            fitted = features @ _relative_nnls(features * _depends_on(model, kind), measured)
             errors = np.abs(fitted - measured)[positive] / measured[positive]
             residuals.append(
                 FitResidual(
@@ -425,7 +425,7 @@ def _fitted_unit(
     for quantity in QUANTITIES:
         features, measured = _series(profile, kind.measured_name, quantity, cost.features)
         if len(measured):
-            fitted[quantity] = _fit(features, measured, allowed)
+            fitted[quantity] = _relative_nnls(features * allowed, measured)
         elif quantity in _TIMES:
             raise UserError(
                 f"the profile of {profile.model} on {profile.device} has no measurement of "
@@ -460,25 +460,23 @@ def _fitted_unit(
 
 def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
     """Features that a unit's cost can depend on, bool [features]."""
-    names = {"fixed"}
+    names, layers = {"fixed"}, list[LayerKind]()
     if kind.tower != LANGUAGE:
         tower = model.encoders[kind.tower]
         names |= {tower.feature}
         if tower.squares and kind.is_layer and not kind.is_windowed:
             names |= {tower.squares}
     elif kind.layer is not None:
-        names |= _layer_features(kind.layer)
+        layers = [kind.layer]
     elif kind.name == HEAD:
         names |= {"tokens", "loss_tokens"}
         if model.language.prediction_layers:
-            names |= _layer_features(model.language.kinds[-1])
+            layers = [model.language.kinds[-1]]
     else:
         names |= {"tokens", *model.item_features}
+    for layer in layers:
+        names |= {"tokens"} if layer.linear is not None else {"tokens", attended_feature(layer)}
     return np.array([name in names for name in feature_names(model)])
-
-
-def _layer_features(layer: LayerKind) -> set[str]:
-    return {"tokens"} if layer.linear is not None else {"tokens", attended_feature(layer)}
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
@@ -507,11 +505,6 @@ def _series(
     return np.array(rows, np.float64).reshape(-1, len(features)), np.array(measured, np.float64)
 
 
-def _fit(features: np.ndarray, measured: np.ndarray, allowed: np.ndarray) -> np.ndarray:
-    """Coefficients [features] >= 0 of least relative error; 0 where a feature is not allowed."""
-    return _relative_nnls(features * allowed, measured)
-
-
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Offset and slope, neither negative, of least relative error through (x, y) points."""
     x, y = np.array(points, np.float64).T
@@ -520,6 +513,7 @@ def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
+    """Coefficients [features] >= 0 of least relative error."""
     weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
     return _weighted_nnls(features, measured, weights)
 

@@ -125,17 +125,14 @@ class ProductTimes:
 @lru_cache(maxsize=4096)
 def _line(times: ProductTimes, of: Pass, inner: float, outer: float, groups: int) -> Line:
     table = times.table
-    rows = table.sizes[0] if isinstance(table, _Grid) else _rows(groups)
+    rows = _ROWS if groups == 1 else groups * _ROWS / 16  # of groups that share them
+    if isinstance(table, _Grid):
+        rows = table.sizes[0]
     times_ms = times.ms(of, rows / groups, inner, outer, groups=groups)
     # A slope below the fastest rate would promise what no product reached.
     flops = 2 * inner * outer
     fastest = table.ms_per_flop if isinstance(table, _Grid) else times_ms / (rows * flops)
     return fitted_line(rows, times_ms, 1 / times_ms, least_ms=float(fastest.min()) * flops)
-
-
-def _rows(groups: int) -> np.ndarray:
-    """Rows of micro-batches: of a product, or of groups that share them."""
-    return _ROWS if groups == 1 else groups * _ROWS / 16
 
 
 def _are_grid(measured: Sequence[ProductTime]) -> bool:
@@ -193,8 +190,7 @@ def _nearest_line(measured: Sequence[CollectiveTime], ranks: int) -> Line:
     nearest = min({one.ranks for one in measured}, key=lambda size: abs(math.log(size / ranks)))
     points = [point for one in measured if one.ranks == nearest for point in _points(one)]
     passes, sent_bytes, times_ms = np.array(points).T
-    least_ms = _least_ms(sent_bytes, times_ms)
-    return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
+    return _of_bytes(passes, sent_bytes, times_ms)
 
 
 def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
@@ -211,14 +207,23 @@ def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
     ]
 
 
+def _of_bytes(passes: np.ndarray, sent_bytes: np.ndarray, times_ms: np.ndarray) -> Line:
+    """Line through times of messages, of which a byte takes its time at twice the fastest rate that
+    was measured at least, as its fixed part counts there.
+
+    Where sizes are small or times scatter, a fit alone may find that bytes cost nothing.
+    """
+    least_ms = float((times_ms / sent_bytes).min()) / 2
+    return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
+
+
 def send_line(measured: Sequence[CollectiveTime], place: Place = "node") -> Line | None:
     """Time of a send between two ranks, and of a byte of it; None where none was measured."""
     sends = [one for one in measured if one.kind == "send" and one.place == place]
     if not sends:
         return None
     _, sent_bytes, times_ms = np.array([point for one in sends for point in _points(one)]).T
-    least_ms = _least_ms(sent_bytes, times_ms)
-    return fitted_line(sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
+    return _of_bytes(np.ones_like(sent_bytes), sent_bytes, times_ms)
 
 
 def fitted_line(
@@ -245,14 +250,6 @@ def _fit(
     coefficients, _ = nnls(columns / scale, (times_ms - least_ms * each) * weights)
     fixed_ms, each_ms = (coefficients / scale).tolist()
     return Line(fixed_ms=fixed_ms, each_ms=each_ms + least_ms)
-
-
-def _least_ms(sent_bytes: np.ndarray, times_ms: np.ndarray) -> float:
-    """Time of a byte at twice the fastest rate that was measured, as its fixed part counts there.
-
-    Where sizes are small or times scatter, a fit alone may find that bytes cost nothing.
-    """
-    return float((times_ms / sent_bytes).min()) / 2
 
 
 def _flops(rows: _Size, inner: _Size, outer: _Size) -> np.ndarray:

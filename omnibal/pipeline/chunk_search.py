@@ -15,7 +15,7 @@ first forwards and last backwards that every stage must wait for.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -333,27 +333,21 @@ class _Search:
         steps = problem.simulator.steps
         mean = steps.features.sum(axis=(0, 1)) / max(steps.counts.sum(), 1)
         names = unit_names(problem.model)
-        units = np.array(
-            [
-                (
-                    problem.cost.units[name].forward_ms @ mean,
-                    problem.cost.units[name].backward_ms @ mean,
-                )
-                for name in names
-            ]
-        )
+        units = [problem.cost.units[name] for name in names]
+        forward_ms = np.array([unit.forward_ms @ mean for unit in units])
+        backward_ms = np.array([unit.backward_ms @ mean for unit in units])
         kinds = {kind.name: kind for kind in problem.cost.kinds}
         is_layer = np.array([kinds[name].is_layer for name in names])
         orders = (0,) * problem.stages
         # Where memory is short, parts that keep equally much fit.
-        kept = np.array([problem.cost.units[name].activation_bytes @ mean for name in names])
-        state = np.array([unit_bytes(problem.cost, problem.cost.units[name]) for name in names])
+        kept = np.array([unit.activation_bytes @ mean for unit in units])
+        state = np.array([unit_bytes(problem.cost, unit) for unit in units])
         # What the first part holds by the rules at least is one unit here.
         first = int(problem.runs.end[problem.runs.start == 0].min())
         begins = np.r_[0, first : len(names)]
         has_layer = np.logical_or.reduceat(is_layer, begins)
         starts = []
-        for weights in (units.sum(axis=1), units[:, 0], kept * problem.stages + state):
+        for weights in (forward_ms + backward_ms, forward_ms, kept * problem.stages + state):
             cuts = balanced_cuts(np.add.reduceat(weights, begins), has_layer, problem.parts)
             starts.append(Candidate((0, *begins[list(cuts)].tolist(), len(names)), orders))
         return list(dict.fromkeys(starts))
@@ -385,17 +379,14 @@ class _Search:
                     new[first : last + 1] += by
                     if (np.diff(new) > 0).all():
                         moved.append(Candidate(tuple(new.tolist()), at.orders))
-        moved += [Candidate(at.edges, orders) for orders in self._other_orders(at.orders)]
-        return [each for each in dict.fromkeys(moved) if each != at]
-
-    def _other_orders(self, at: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-        """Orders with another one of a stage, or of all where they share one."""
+        # Another order of a stage, or of all where they share one.
         for stage, memory in enumerate(self.problem.memories):
             for order in range(memory.ways.orders):
-                if not memory.ways.is_shared:
-                    yield (*at[:stage], order, *at[stage + 1 :])
-                elif stage == 0:
-                    yield (order,) * len(at)
+                orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
+                if memory.ways.is_shared:
+                    orders = (order,) * len(at.orders)
+                moved.append(Candidate(at.edges, orders))
+        return [each for each in dict.fromkeys(moved) if each != at]
 
     def _kicked(self, rng: np.random.Generator, at: Candidate) -> Candidate:
         for _ in range(_KICKS):
@@ -413,21 +404,15 @@ class _Search:
     def _simulate(self, candidates: list[Candidate], limit_ms: float) -> None:
         problem = self.problem
         runs, recomputed, fits = _fitted(problem, candidates)
-        self.found_ms.update(
-            (each, np.inf) for each, fit in zip(candidates, fits, strict=True) if not fit
-        )
+        self.found_ms.update((candidates[index], np.inf) for index in np.flatnonzero(~fits))
         chosen = np.flatnonzero(fits)
         if not len(chosen):
             return
         terms, once = _terms(problem, runs[chosen], recomputed[chosen])
         bound_ms = _stage_bound_ms(problem, terms)
         may_win = bound_ms < limit_ms
-        self.found_ms.update(
-            (candidates[index], bound)
-            for index, bound in zip(
-                chosen[~may_win].tolist(), bound_ms[~may_win].tolist(), strict=True
-            )
-        )
+        for index, bound in zip(chosen[~may_win], bound_ms[~may_win].tolist(), strict=True):
+            self.found_ms[candidates[index]] = bound
         if not may_win.any():
             return
         picked = np.flatnonzero(may_win)
@@ -491,13 +476,9 @@ def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
         edges = here + sum(np.array(each.edges) - here for each in chosen)
         orders = list(at.orders)
         for each in chosen:
-            changed = (
-                i
-                for i, (old, new) in enumerate(zip(at.orders, each.orders, strict=True))
-                if old != new
-            )
-            for stage in changed:
-                orders[stage] = each.orders[stage]
+            for stage, order in enumerate(each.orders):
+                if order != at.orders[stage]:
+                    orders[stage] = order
         if (np.diff(edges) > 0).all():
             found.append(Candidate(tuple(edges.tolist()), tuple(orders)))
     return found

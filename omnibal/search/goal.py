@@ -226,3 +226,6 @@ class Listener(Protocol):
 
 class Silence(Listener):
     """A listener that tells nobody."""
+
+    def note(self, text: str) -> None:
+        """Drop a note."""

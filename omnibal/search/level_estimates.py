@@ -125,7 +125,7 @@ class LevelEstimates:
         lengths = data.lengths
         alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
         features = pack_features(alone, lengths, job.cost.features)
-        found = cls(
+        estimates = cls(
             job=job,
             data=data,
             caps=candidate_caps(lengths, data.caps),
@@ -134,14 +134,13 @@ class LevelEstimates:
             needs_rows=needs_rows,
             packed={} if packed is None else packed,
         )
-        return found if tokens_per_step else replace(found, tokens_per_step=found._usual_tokens())
-
-    def _usual_tokens(self) -> float:
-        """Tokens of one rank in a step of full packs of one level, in the form that is best where
-        the pipeline is full."""
-        best = self._best((None, self.caps[-1]))
-        context = self.job.parallel.data if best is None else best.level.context
-        return self.data.micro_batches(self.job) * self.data.caps["tokens"] / context
+        if tokens_per_step:
+            return estimates
+        # The form that is best where the pipeline is full.
+        best = estimates._best((None, estimates.caps[-1]))
+        context = job.parallel.data if best is None else best.level.context
+        tokens = data.micro_batches(job) * data.caps["tokens"] / context
+        return replace(estimates, tokens_per_step=tokens)
 
     @staticmethod
     def most_levels(data: SampleData) -> int:
@@ -171,7 +170,9 @@ class LevelEstimates:
             some = self._some(step)
             if some is not None:
                 forms.append(self._scaled(step, self._estimated(level, some)))
-        ms = self._ms_per_sample(forms)
+        if self.needs_rows and sum(form.rows for form in forms) < self._steps:
+            return []  # a step has no row of packs
+        ms = self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
         return [(ms, levels)] if math.isfinite(ms) else []
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
@@ -184,10 +185,15 @@ class LevelEstimates:
         """Estimated ms per sample of one rank and levels of the sets that fit, the fastest first;
         of every set of caps in its best few forms."""
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
-        forms = {step: self.forms(step) for step in steps}
+        near = dict[Step, list[FormEstimate]]()
+        for step in steps:
+            # Those not far slower than the fastest alone may be the best of a set.
+            forms = self.forms(step)
+            least_ms = min((form.rows_ms for form in forms), default=math.inf)
+            near[step] = [form for form in forms if form.rows_ms <= _FORM_SLACK * least_ms]
         found = []
         for caps in self.sets(exactly):
-            choices = [_near_best(forms[step]) for step in _steps(caps)]
+            choices = [near[step] for step in _steps(caps)]
             of_set = [
                 (self._set_ms(each), tuple(form.level for form in each))
                 for each in product(*choices)
@@ -310,12 +316,6 @@ class LevelEstimates:
         tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
         return tokens / self.job.parallel.data / self.tokens_per_step
 
-    def _ms_per_sample(self, forms: Sequence[FormEstimate]) -> float:
-        """Time per sample of all ranks together; infinite where a step has no row of packs."""
-        if self.needs_rows and sum(form.rows for form in forms) < self._steps:
-            return math.inf
-        return self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
-
     def _estimated(self, level: Level, some: tuple[Packs, Lengths]) -> FormEstimate:
         return estimated_form(self.job, level, *some, self.tokens_per_step)
 
@@ -372,12 +372,6 @@ def some_of_each(
     first = {len(levels): (ms, levels) for ms, levels in reversed(estimated)}
     leading = sorted(first.values(), key=lambda pair: pair[0])
     return [*leading, *(pair for pair in estimated if pair not in leading)]
-
-
-def _near_best(forms: Sequence[FormEstimate]) -> list[FormEstimate]:
-    """Forms that may be the best of a set: those not far slower than the fastest alone."""
-    least_ms = min((form.rows_ms for form in forms), default=math.inf)
-    return [form for form in forms if form.rows_ms <= _FORM_SLACK * least_ms]
 
 
 def _steps(caps: Sequence[Caps]) -> list[Step]:

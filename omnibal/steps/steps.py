@@ -53,6 +53,11 @@ class Steps:
         return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
 
     @property
+    def steps(self) -> int:
+        """Number of steps of all epochs."""
+        return int(self.step[-1]) + 1
+
+    @property
     def sha256(self) -> str:
         """Hash of what is trained and when, whatever ranks train it."""
         return sha256_of_columns(
