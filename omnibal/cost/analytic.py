@@ -293,10 +293,8 @@ def layer_products(
 ) -> list[Product]:
     """Matrix products of the forward of every kind of unit but the head, on one device."""
     device, features = _device(cluster, parallel, precision), Features(names=feature_names(model))
-    counted = [
-        _counts(model, kind, device, features)[0] for kind in unit_kinds(model) if kind.name != HEAD
-    ]
-    return [product for counts in counted for product in counts.products]
+    kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
+    return [one for kind in kinds for one in _counts(model, kind, device, features)[0].products]
 
 
 def kept_lines(
@@ -310,9 +308,7 @@ def kept_lines(
     """The table of what every kind of unit keeps from its forward to its backward, line by line."""
     device = _device(cluster, parallel, precision)
     return {
-        one.kind.name: tuple(
-            line for line in one.counts.kept if one.trained or not line.for_weights
-        )
+        one.kind.name: one.counts.kept_lines(trained=one.trained)
         for one in _counted(model, device, frozen, adapters)
     }
 

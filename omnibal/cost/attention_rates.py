@@ -27,14 +27,9 @@ TILE = 128
 AttentionPass = Literal["forward", "backward"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kernel:
-    """What kernels are told apart by."""
-
-    of: AttentionPass
-    causal: bool
-    elements: int
-    """Elements of q and k of a head, and of v."""
+_Kernel = tuple[AttentionPass, bool, int]
+"""What kernels are told apart by: pass, whether causal, and elements of q and k of a head and of
+v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -79,7 +74,7 @@ class AttentionTimes:
         """Times from measurements, whose shares are of `tflops`."""
         kernels: dict[_Kernel, list[tuple[float, float, int]]] = {}
         for one in measured:
-            kernel = _Kernel(of=one.of, causal=one.causal, elements=one.head_size + one.value_size)
+            kernel = one.of, one.causal, one.head_size + one.value_size
             # A causal kernel does half of the square that is counted.
             pairs = (one.tokens / 2 if one.causal else one.tokens) + TILE / 2
             point = (one.flops * pairs / one.tokens, one.time_ms(tflops), one.tokens)
@@ -97,10 +92,6 @@ class AttentionTimes:
         """
         nearest = min(
             self.fits,
-            key=lambda one: (
-                one.of != of,
-                one.causal != causal,
-                abs(math.log(one.elements / elements)),
-            ),
+            key=lambda one: (one[0] != of, one[1] != causal, abs(math.log(one[2] / elements))),
         )
         return self.fits[nearest].at(tokens)

@@ -201,13 +201,7 @@ def _layer_working(
     hidden_bytes: np.ndarray,
     inner_bytes: np.ndarray,
 ) -> tuple[Working, ...]:
-    """Moments of a layer's backward; where they are largest it has not come to the attention.
-
-    Args:
-        into: width of what goes into the activation, of all ranks.
-        hidden_bytes: of a tensor between the blocks, [features]; `inner_bytes` of one inside the
-            feed-forward.
-    """
+    """Moments of a layer's backward; where they are largest it has not come to the attention."""
     h, f, t = tower.hidden_size, tower.ffn_hidden_size, device.tensor
     scaled = tower.layer_scale_init is not None
     # The gradient, and where there is a layer scale that of the block besides.
@@ -230,12 +224,7 @@ def _layer_working(
 def _layer_kept(
     tower: EncoderLayers, form: LayerForm, device: Device, rows: np.ndarray, heads_width: int
 ) -> tuple[Kept, ...]:
-    """List what a layer keeps; what stands between its two blocks is whole on every rank.
-
-    Args:
-        rows: positions, [features].
-        heads_width: of all attention heads, with padding.
-    """
+    """List what a layer keeps; what stands between its two blocks is whole on every rank."""
     t, size = device.tensor, device.element_bytes
     hidden_bytes, width_bytes = rows * tower.hidden_size * size, rows * heads_width / t * size
     inner_bytes, norm_bytes = rows * tower.ffn_hidden_size / t * size, moments_bytes(tower, rows)

@@ -74,15 +74,6 @@ class _Partials:
     def __len__(self) -> int:
         return len(self.splits)
 
-    def take(self, chosen: np.ndarray) -> "_Partials":
-        """Some of them, in that order."""
-        return _Partials(
-            splits=self.splits[chosen],
-            position=self.position[chosen],
-            length=self.length[chosen],
-            bound_ms=self.bound_ms[chosen],
-        )
-
 
 class SplitSearch:
     """Options that may still be in a better split, the best split so far, and the paths known.
@@ -178,7 +169,11 @@ class SplitSearch:
             fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
             splits, bound_ms = splits[fresh], bound_ms[fresh]
             if dropped_ms == np.inf and len(splits) <= _FEW:
-                self._simulate_all(splits, bound_ms)
+                # In the order of their bounds, up to where none can be better.
+                for first in range(0, len(splits), _SAMPLE):
+                    if bound_ms[first] >= self._target_ms:
+                        break
+                    self._simulate(splits[first : first + _SAMPLE])
                 return self.best_ms
             open_ms = min(bound_ms.min(initial=np.inf), dropped_ms)
             risen = open_ms - lower_bound_ms
@@ -192,13 +187,6 @@ class SplitSearch:
             self._learn(sample)
             width = min(2 * width, _MAX_WIDTH) if wider else width
         return float(min(lower_bound_ms, self.best_ms))
-
-    def _simulate_all(self, splits: np.ndarray, bound_ms: np.ndarray) -> None:
-        """Simulate splits in the order of their bounds, up to where none can be better."""
-        for first in range(0, len(splits), _SAMPLE):
-            if bound_ms[first] >= self._target_ms:
-                return
-            self._simulate(splits[first : first + _SAMPLE])
 
     @property
     def _target_ms(self) -> float:

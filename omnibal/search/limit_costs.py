@@ -21,7 +21,6 @@ from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import (
     OWN,
-    PackRules,
     Padding,
     RecomputeFreedom,
     StageRules,
@@ -279,30 +278,26 @@ def requests_lifted(
 def _request_of(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
 ) -> PlanRequest:
-    """Request of a plan's sizes and data, within other constraints."""
-    job = replace(JobSpec.of_plan(result.plan, result.cost_source), trainer=trainer)
-    data = _data_of(result, packing, trainer.packs)
-    return PlanRequest(job=job, data=data, schedule=result.plan.schedule)
-
-
-def _data_of(result: PlanResult, packing: PackingMethod, rules: PackRules) -> PlanData:
-    """Data of a plan, to be packed by other rules."""
-    plan = result.plan
+    """Request of a plan's sizes and data, packed and cut within other constraints."""
+    plan, shapes = result.plan, result.plan.shapes
+    data: PlanData
     if result.data is None or plan.data is None:
-        shapes = plan.shapes
         assert shapes is not None
-        return MockData(
+        data = MockData(
             caps=shapes.caps,
             micro_batches_per_step=shapes.micro_batches_per_step,
             image_tokens=shapes.image_tokens,
         )
-    return SampleData(
-        lengths=result.data[1],
-        settings=PackSettings(packing=packing, epochs=plan.data.epochs, seed=plan.data.seed),
-        levels=(Level(caps=plan.data.caps),),
-        packs_per_step=plan.data.packs_per_step,
-        rules=rules,
-    )
+    else:
+        data = SampleData(
+            lengths=result.data[1],
+            settings=PackSettings(packing=packing, epochs=plan.data.epochs, seed=plan.data.seed),
+            levels=(Level(caps=plan.data.caps),),
+            packs_per_step=plan.data.packs_per_step,
+            rules=trainer.packs,
+        )
+    job = replace(JobSpec.of_plan(plan, result.cost_source), trainer=trainer)
+    return PlanRequest(job=job, data=data, schedule=plan.schedule)
 
 
 def rates_lifted(
