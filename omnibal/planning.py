@@ -48,7 +48,6 @@ from omnibal.search import level_sets as level_search
 from omnibal.search.encoder_placement import (
     PlacementChoice,
     PredictedStep,
-    fastest,
     neither,
     relative_ms,
 )
@@ -393,7 +392,7 @@ class _Search:
         if not made:
             raise _neither(refused)
         predicted = {placement: result.plan.predicted for placement, (result, _) in made.items()}
-        chosen = fastest(predicted)
+        chosen = min(predicted, key=lambda placement: relative_ms(predicted[placement]))
         choice = PlacementChoice(
             chosen=chosen,
             predicted=predicted,

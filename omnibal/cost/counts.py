@@ -4,7 +4,6 @@ Vectors have one entry per feature of a micro-batch (`omnibal.model.units.featur
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -344,8 +343,3 @@ def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:
         passes_again=1 if sequence else 0,
         gathered_bytes=block_bytes if sequence else 0.0,
     )
-
-
-def names_of(kept: Sequence[Kept]) -> tuple[str, ...]:
-    """What is kept, as moments name it that come when it is gone."""
-    return tuple(dict.fromkeys(line.what for line in kept))

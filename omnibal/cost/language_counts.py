@@ -21,7 +21,6 @@ from omnibal.cost.counts import (
     Kept,
     Product,
     Working,
-    names_of,
 )
 from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_in_fp8
@@ -85,7 +84,7 @@ def language_layer(
     part_bytes = tokens * h * whole * size
     divided = sum(block.divided_parameters for block in blocks)
     experts = sum(block.expert_parameters for block in blocks)
-    later = (SECOND_OUTPUT, *names_of(second.kept))
+    later = (SECOND_OUTPUT, *(line.what for line in second.kept))
     return Counts(
         products=products,
         attended=first.attended + second.attended,

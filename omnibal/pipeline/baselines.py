@@ -120,9 +120,7 @@ def baseline_stages(
         _recomputed_split(rule, model, cuts, tables, has_backward, memory_cap_bytes)
         for cuts in dict.fromkeys(every_cuts)
     ]
-    fitting = [
-        split.stages for split in splits if fits_cap(split.peak_bytes.max(), memory_cap_bytes)
-    ]
+    fitting = [stages for stages, peaks in splits if fits_cap(peaks.max(), memory_cap_bytes)]
     if not fitting:
         raise _does_not_fit(method, rule, model, splits, memory_cap_bytes)
     if len(fitting) == 1:
@@ -221,13 +219,9 @@ def cut_bytes(
     return np.array([cost.units[sequence[cut - 1]].output_bytes @ features for cut in cuts])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Split:
-    """Stages of some cuts under a recompute rule."""
-
-    stages: tuple[Stage, ...]
-    peak_bytes: np.ndarray
-    """Peak memory, [stages]; over the cap only where nothing that the rule allows fits."""
+_Split = tuple[tuple[Stage, ...], np.ndarray]
+"""Stages of some cuts under a recompute rule, and their peak bytes [stages]: over the cap only
+where nothing that the rule allows fits."""
 
 
 def _is_layer(model: ModelConfig) -> np.ndarray:
@@ -262,7 +256,7 @@ def _recomputed_split(
         chosen = int(fits.argmax() if fits.any() else option_peaks.argmin())
         recomputed.append(options[chosen, layer_kinds(table.kinds)].tolist())
         peaks.append(option_peaks[chosen])
-    return _Split(stages=stages_from_cuts(model, cuts, recomputed), peak_bytes=np.array(peaks))
+    return stages_from_cuts(model, cuts, recomputed), np.array(peaks)
 
 
 def _recompute_options(
@@ -292,14 +286,14 @@ def _does_not_fit(
     memory_cap_bytes: float,
 ) -> DoesNotFit:
     """The worst stage of the split that comes nearest, and what would help."""
-    nearest = min(splits, key=lambda split: split.peak_bytes.max())
-    stage = int(nearest.peak_bytes.argmax())
-    need, cap = nearest.peak_bytes[stage] / GIB, memory_cap_bytes / GIB
+    stages, peaks = min(splits, key=lambda split: split[1].max())
+    stage = int(peaks.argmax())
+    need, cap = peaks[stage] / GIB, memory_cap_bytes / GIB
     tried = f" the nearest of {len(splits)} splits," if len(splits) > 1 else ""
     remedy = "" if rule == RecomputeRule.FRONT else "recompute by the rule front, "
     return DoesNotFit(
         f"partition method {method} with recompute rule {rule} puts {need:.2f} GiB on stage "
-        f"{stage} of {len(nearest.stages)} of {model.name},{tried} and the memory cap of a device "
+        f"{stage} of {len(stages)} of {model.name},{tried} and the memory cap of a device "
         f"is {cap:.2f} GiB, which must hold every stage",
         f"{remedy}partition by the method omnibal, raise the memory cap, use more pipeline stages "
         "or tensor parallelism, or pack to smaller caps",

@@ -67,11 +67,6 @@ def neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
     return UserError("; and ".join(f"{_NAMES[each]}: {why}" for each, why in reasons.items()))
 
 
-def fastest(predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]) -> EncoderPlacement:
-    """The placement of least predicted time, per sample where there are samples."""
-    return min(predicted, key=lambda placement: relative_ms(predicted[placement]))
-
-
 def relative_ms(prediction: Prediction | PredictedStep) -> float:
     """Time that placements are compared by: of a sample on one device, or of a step without
     samples."""

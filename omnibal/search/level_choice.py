@@ -236,22 +236,16 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
     features[:, 0] = 0
     added_ms = np.full(len(lengths), np.inf)
     for context in possible_contexts(job):
-        exchange_ms = _least_exchange_ms(job, context) * lengths.tokens
+        # The least to exchange one token of a divided sample.
+        each_ms = []
+        for level in level_forms(job, Caps.of(tokens=1), [context]) if context > 1 else ():
+            (cost,) = job.costs_at([level])
+            form = WholeModel.of(job, cost)
+            each_ms.append(float(form.pass_ms[cost.features.index(EXCHANGED)]))
+        exchange_ms = (min(each_ms) if context > 1 else 0.0) * lengths.tokens
         again_ms = _least_recompute_ms(job, whole, features, context)
         added_ms = np.minimum(added_ms, exchange_ms + again_ms)
     return features @ whole.pass_ms + added_ms
-
-
-def _least_exchange_ms(job: JobSpec, context: int) -> float:
-    """Least device time to exchange one token of a divided sample."""
-    if context == 1:
-        return 0.0
-    each_ms = []
-    for level in level_forms(job, Caps.of(tokens=1), [context]):
-        (cost,) = job.costs_at([level])
-        whole = WholeModel.of(job, cost)
-        each_ms.append(float(whole.pass_ms[cost.features.index(EXCHANGED)]))
-    return min(each_ms)
 
 
 def _least_recompute_ms(
