@@ -1,1 +1,1 @@
-"""The trainer's own parts timed: `omnibal profile`, and one stage of a plan alone on a device."""
+"""Timing of the trainer's parts: `omnibal profile`, and replays of single stages."""

@@ -1,4 +1,4 @@
-"""Shares of packs to measure language layers on: a rank's, while the others have theirs."""
+"""Packs to measure context-parallel language layers on."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,15 +28,15 @@ class MeasuredShare:
     """This process's share of a pack."""
 
     batch: MicroBatch
-    """Sizes alone: a layer needs no more."""
+    """Sizes only. A layer needs no content."""
     context: int
     exchange: ContextExchange
     features: dict[str, int]
-    """Features of the rank of the block that has most, for which all wait; by name."""
+    """Features, by name, of the largest share in the rank's block, which all ranks wait for."""
 
 
 def context_sizes(processes: int) -> tuple[int, ...]:
-    """Numbers of processes that can share packs while none is left over: powers of two."""
+    """Context-parallel sizes that divide the number of processes: powers of two."""
     powers = (2**exponent for exponent in range(1, processes.bit_length()))
     return tuple(size for size in powers if processes % size == 0)
 
@@ -46,8 +46,8 @@ def shares_of_process(
 ) -> Iterator[MeasuredShare]:
     """Yield shares of every context size and exchange that the model's heads allow.
 
-    Packs of one sample are exchanged whole; of packs of typical samples, cut in order, only what
-    lies at the cuts. So what depends on exchanged tokens is told from what does not.
+    Packs of one sample exchange all tokens, packs of typical samples only tokens at the cuts. This
+    separates the costs that depend on exchanged tokens.
     """
     for context, exchange, size in product(contexts, ContextExchange, _SIZES):
         tokens = max(round(max_tokens * size), 1) * context

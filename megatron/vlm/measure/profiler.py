@@ -2,16 +2,10 @@
 
     torchrun --nproc-per-node 2 -m megatron.vlm.measure.profiler --model MODEL -o PROFILE
 
-Each process builds one stage that holds every kind of unit and runs micro-batches through it,
-forward and then backward, as training does, so that caches are as cold and the machine as busy as
-they will be then, and takes the times between units in passing. It does so twice, the second time
-with every layer recomputed: what that adds is less than another forward, since nothing is kept in
-the first one and the caches are warm after the second. All processes measure at the same moment;
-their mean counts. Language layers also run on packs that several processes share.
-
-Where data is given, a loader process of each rank reads it meanwhile, at the pace of training.
-
-Shapes are those of `megatron.vlm.model.stage`.
+Each process builds a stage with every kind of unit and times units during full forward and backward
+passes, so that caches are as cold as in training. A second pass recomputes every layer: that adds
+less than a forward, as caches are warm. Times are means over processes, which measure at once.
+Shapes as in `megatron.vlm.model.stage`.
 """
 
 import argparse
@@ -97,10 +91,9 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 _LINK_BYTES = (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)  # from latency to bandwidth
-_SMALLEST_SHARE = 0.25  # less is mostly latency, which tells no slope
+_SMALLEST_SHARE = 0.25  # smaller shares are dominated by latency
 _PACK_SHARES = (
-    # tiles, tokens, loss, even, samples: no column follows from the others, so that every cost can
-    # be told.
+    # tiles, tokens, loss, even, samples: linearly independent, so that every cost can be fitted.
     (1.0, 1.0, 0.1, True, None),
     (0.5, 1.0, 0.5, False, None),
     (0.25, 1.0, 0.3, True, None),
@@ -109,15 +102,15 @@ _PACK_SHARES = (
     (0.75, 0.5, 0.5, False, None),
     (0.25, 0.5, 0.1, True, None),
     (_SMALLEST_SHARE, _SMALLEST_SHARE, 0.3, False, None),
-    # The longest samples that fit, as attention's cost grows with the square of their length.
+    # The longest samples that fit: attention's cost is quadratic in their length.
     (0.75, 1.0, 0.2, True, 1),
     (0.75, 0.75, 0.4, True, 2),
     (0.5, _SMALLEST_SHARE, 0.2, True, 1),
 )
-"""Packs to measure: shares of both caps and of tokens with loss, whether samples are equal, and how
-many there are; None for as many as have the given mean length."""
+"""Packs to measure: shares of tile and token caps, share of tokens with loss, whether samples are
+equal, number of samples (None: from the mean length)."""
 _CLIP_SHARES = (0.25, 1.0, 0.5, 0.25, 1.0, 0.75, 0.5, _SMALLEST_SHARE, 1.0, 0.25, 0.75)
-"""Shares of the cap of clips in these packs, for models that have it."""
+"""Shares of the clip cap in these packs, for models with clips."""
 OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
@@ -127,24 +120,23 @@ OPTIMIZATION = OptimizationOptions(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """Options of the profiler: micro-batches to measure, layers and repetitions."""
+    """Options of the profiler."""
 
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int
-    """Mean length of the samples that packs are made of; attention's cost depends on it."""
+    """Mean sample length of the packs; attention's cost depends on it."""
     layers: int
-    """Layers of each tower in the measured stage; at most the model's own."""
+    """Layers of each tower in the measured stage; at most the model's."""
     repetitions: int
-    """Timed rounds, after one of warm-up; a round runs every micro-batch once."""
+    """Timed rounds after a warm-up round. A round runs every micro-batch once."""
     provider: Provider = "local"
-    """Provider of the layers' linears and attention."""
     max_clips: int = 0
-    """Only of a model that takes recordings."""
+    """For models with recordings."""
     max_image_tokens: int = 0
-    """Only of a model that takes images at their native resolution."""
+    """For models with native-resolution images."""
     contexts: tuple[int, ...] = ()
-    """Numbers of processes that share packs, of which language layers are measured too."""
+    """Context-parallel sizes to measure language layers with."""
 
     @property
     def samples_of_pack(self) -> int:
@@ -152,7 +144,7 @@ class ProfileOptions:
         return max(round(self.max_tokens / self.tokens_per_sample), 1)
 
     def caps(self, model: ModelConfig) -> Caps:
-        """Return the caps, of tiles and clips only where the model takes them."""
+        """Return the caps, with tiles and clips only if the model has them."""
         items = {
             "tiles": self.max_tiles,
             "clips": self.max_clips,
@@ -170,7 +162,7 @@ def profile(
     progress: Console,
     reader: SampleReader | None = None,
 ) -> Profile:
-    """Measure units, optimizer, links, and rates by shape; collective over all processes."""
+    """Measure units, optimizer, links, and rates by shape; collective."""
     _check_options(job.model, options)
     parallel = Parallel(pipeline=launch.world_size)
     links = initialize_distributed(launch, parallel, seed=0)
@@ -209,14 +201,13 @@ def _check_options(model: ModelConfig, options: ProfileOptions) -> None:
 
 
 Round = dict[Hashable, list[float]]
-"""Milliseconds on this process of everything that a round timed, one for each time it ran."""
+"""Milliseconds of everything timed in a round on this process, a list per key."""
 
 
 class Profiler:
-    """Measures in rounds, each of which runs everything once.
+    """Measures in rounds. Each round runs everything once.
 
-    Things take turns, so that a machine that is slow for some seconds slows a few runs of each, and
-    not every run of one. Construction and all methods are collective over the processes.
+    Rounds spread the slow seconds of a machine over all units. All methods are collective.
     """
 
     def __init__(
@@ -230,7 +221,7 @@ class Profiler:
         self._batches = list(profiled_batches(job.model, options))
         towers = (*job.model.encoders.values(), job.model.language)
         deep = min(options.layers, *(tower.layers for tower in towers))
-        # Kinds of the tower's layers are measured apart.
+        # Each kind of layer of the tower is measured.
         kinds = [len(set(layer_names(job.model, tower))) for tower in job.model.encoders]
         deep = max(deep, *kinds, 1)
 
@@ -248,7 +239,7 @@ class Profiler:
             samples_ms = [update.timed_ms() for _ in range(options.repetitions + 1)]
             self._shallow_optimizer = [_optimizer_measurement(shallow, mean_ms(samples_ms[1:]))]
             del shallow, update
-            gc.collect()  # of the shallow stage, before the deep one needs its memory
+            gc.collect()  # free the shallow stage before building the deep one
         self._trainer = build(depth=deep)
         self._shares = list(
             shares_of_process(job, options.contexts, options.max_tokens, options.tokens_per_sample)
@@ -353,13 +344,13 @@ def _features(model: ModelConfig, batch: MicroBatch) -> dict[str, int]:
 
 
 def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> float:
-    """Time that recomputing adds to forward and backward."""
+    """Time that recomputation adds to forward and backward."""
     without_ms = taken_ms[batch, unit, "forward"] + taken_ms[batch, unit, "backward"]
     return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
 
 
 def device_name() -> str:
-    """Name of this process's device, as its maker gives it."""
+    """Name of this process's device."""
     if has_cuda():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -371,7 +362,7 @@ def device_name() -> str:
 def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
     """Plan in which every process holds all kinds of unit and `depth` layers of each tower.
 
-    No pipeline could run this plan; it only gives each process a complete stage of its own.
+    It is no valid pipeline; it only defines a complete stage per process.
     """
     towers, model = job.model.towers, with_every_kind(job.model, depth)
     whole = stages_from_cuts(model.with_layers(**dict.fromkeys(towers, depth)), ())
@@ -386,7 +377,7 @@ def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
 
 
 def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[MicroBatch]:
-    """Yield packs at shares of both caps: of samples with the given mean length, then of few."""
+    """Yield packs at shares of both caps, with the given mean sample length or few samples."""
     for shares, clip_share in zip(_PACK_SHARES, _CLIP_SHARES, strict=True):
         tile_share, token_share, loss_share, even, given = shares
         tokens = max(round(options.max_tokens * token_share), 1)
@@ -416,7 +407,7 @@ def profiled_batches(model: ModelConfig, options: ProfileOptions) -> Iterator[Mi
 
 
 def _segments(tokens: int, samples: int, even: bool) -> tuple[int, ...]:
-    """Lengths of `samples` samples of `tokens` together; uneven: the first has over a third."""
+    """Lengths of `samples` samples that sum to `tokens`; if uneven, the first has over a third."""
     longest = tokens // samples if even else tokens * (samples + 2) // (3 * samples)
     rest = np.diff(np.linspace(longest, tokens, samples).round().astype(int))
     return tuple(int(length) for length in (longest, *rest) if length)
@@ -464,24 +455,23 @@ def random_batch(
 
 
 class Unit(NamedTuple):
-    """One unit of a stage, to be run by itself."""
+    """One unit of a stage, run by itself."""
 
     name: str
     run: Callable[[Any], Any]
-    """Its forward, of what the unit before it gives; a layer's may be recomputed."""
+    """Forward, given the previous unit's output. A layer's may be recomputed."""
     hand_on: Callable[[Any], torch.Tensor] = lambda output: output
-    """What makes of its output what the next unit is given: puts deepstack features aside, or adds
-    them."""
+    """Convert the output to the next unit's input: store or add deepstack features."""
 
 
 def _units(whole: VLMStage, batch: MicroBatch) -> list[Unit]:
-    """The forward of a stage that holds every unit, cut into them."""
-    stage: Any = whole  # where no unit of the model is None
+    """Split the forward of a complete stage into units."""
+    stage: Any = whole  # Any: no unit is None here
 
     encoded: dict[str, torch.Tensor] = {}
 
     def embed_tokens(last_features_KE: torch.Tensor | None) -> torch.Tensor:
-        if last_features_KE is not None:  # which may be a copy, apart from its encoder's graph
+        if last_features_KE is not None:  # may be a copy, detached from its encoder's graph
             encoded[list(stage.encoders)[-1]] = last_features_KE
         return stage.embed_tokens(batch, encoded)
 
@@ -499,10 +489,10 @@ def _units(whole: VLMStage, batch: MicroBatch) -> list[Unit]:
 def _encoder_units(
     stage: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
 ) -> Iterator[Unit]:
-    """The forward of all units of encoders; features are put into `encoded`, by name."""
+    """Yield the units of all encoders; features go into `encoded`, by name."""
 
     def units_of(name: str, units: EncoderUnits) -> Iterator[Unit]:
-        every: Any = units  # none of which is None
+        every: Any = units  # Any: no unit is None here
         places = units.places(batch.image_grids)
         arguments = units.layer_arguments(places)
         made = iter(each.name for each in deepstack_of(stage.model_config) if each.tower == name)
@@ -516,7 +506,7 @@ def _encoder_units(
 
         yield Unit(f"{name}_embed", embed)
         kinds = layer_names(stage.model_config, name)
-        # Core numbers the layers of later processes on, though each holds the first ones.
+        # Core offsets layer numbers by stage, but every process holds the first layers.
         for place, (layer, kind) in enumerate(zip(every.layers.layers, kinds, strict=False)):
             run = partial(_run_layer, layer, arguments)
             projector = units.deepstack_projectors.get(place)
@@ -548,8 +538,7 @@ def _run_with_projector(
 def _put_aside(
     encoded: dict[str, torch.Tensor], name: str, both: tuple[torch.Tensor, torch.Tensor]
 ) -> torch.Tensor:
-    """Keep deepstack features by name; returns the hidden states, apart from what made features of
-    them, so that its backward counts as this layer's."""
+    """Store deepstack features; return a view of the hidden states, to time their backward."""
     hidden, encoded[name] = both
     return hidden.view_as(hidden)
 
@@ -561,7 +550,7 @@ def _is_layer(unit: str) -> bool:
 def _layer_units(
     whole: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
 ) -> Iterator[Unit]:
-    """The forward of all language layers."""
+    """Yield the language units."""
     stage: Any = whole
     arguments = stage.packing(batch)
     names = layer_names(stage.model_config, LANGUAGE)
@@ -587,8 +576,7 @@ def _times_ms(
 ) -> Iterator[tuple[str, float, float]]:
     """Time every unit's forward and backward in one pass over a pack, in model order.
 
-    Both directions run in one go, as in training, and moments are taken in passing. A unit's
-    backward has begun when the gradient of its output is there.
+    A unit's backward starts when the gradient of its output arrives.
     """
     dist.barrier()
     units: list[str] = []
@@ -614,10 +602,10 @@ def _times_ms(
 
 
 def _slowdown(own_ms: float) -> float:
-    """Time until all processes are done with what this one took `own_ms` for, as a multiple.
+    """Time until all processes finish, as a multiple of this process's `own_ms`.
 
-    It is 1 but for processes that share cores: there, those that the system lets run first are fast
-    for as long as the others wait for a core, and the mean of all is less than any step could take.
+    It exceeds 1 only if processes share cores: there the processes that run first are fast while
+    others wait, and the mean would be less than any step takes.
     """
     if has_cuda() or dist.get_world_size() <= len(os.sched_getaffinity(0)):
         return 1.0
@@ -627,12 +615,11 @@ def _slowdown(own_ms: float) -> float:
 
 
 def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Drop the fastest and the slowest tenth of rounds, by the time of all processes together.
+    """Drop the fastest and the slowest tenth of rounds, by total time over all processes.
 
-    Whole rounds, and plain means of what is left, so that units add up to a step: one that loses
-    its core for a moment is slow in few samples, which a mean trimmed unit by unit or a median
-    would forget, while nearly every step has such a unit. Nor medians of rounds: a shared machine
-    may have two speeds, for seconds each, and a long run meets both in about the shares of rounds.
+    Whole rounds and plain means keep the sum of units equal to a step; trimming per unit would drop
+    the short stalls that nearly every step has. Not medians: a shared machine may alternate between
+    two speeds, and a long run sees both.
     """
     totals_ms = torch.tensor(
         [sum(sum(samples) for samples in ms.values()) for ms in rounds],
@@ -646,9 +633,9 @@ def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
 
 
 class KeptActivations:
-    """Bytes that autograd keeps for backward, weights left out, now and at most.
+    """Current and peak bytes that autograd saves for backward, without weights.
 
-    What several operations keep counts once, until the last of them is done.
+    A tensor saved by several operations counts once, until the last one frees it.
     """
 
     def __init__(self, *stages: VLMStage) -> None:
@@ -659,13 +646,13 @@ class KeptActivations:
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Count what the forward operations inside keep, for as long as they do."""
+        """Count tensors saved by forward operations inside."""
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda saved: saved.tensor)
         with hooks:
             yield
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Count the tensor too, for as long as it exists."""
+        """Count the tensor too, until it is freed."""
         weakref.finalize(tensor, self._release, *self._acquire(tensor))
 
     def _pack(self, tensor: torch.Tensor) -> "_Saved":
@@ -689,7 +676,7 @@ class KeptActivations:
 
 
 class _Saved:
-    """Handle of one tensor in autograd's graph, freed with the graph's reference to it."""
+    """Handle of one saved tensor, freed with the graph's reference to it."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
@@ -700,11 +687,10 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
-    """Peak bytes of `step` (a call of `train_step`) on this rank besides the model's state.
+    """Peak bytes of `step` (a call of `train_step`) on this rank, without the model's state.
 
-    On CUDA everything that the allocator gave out. On the CPU what autograd keeps from forward to
-    backward and what the stage received, without working memory and without what recomputation
-    brings back.
+    On CUDA all allocated memory. On the CPU saved and received tensors, without working memory and
+    without recomputed activations.
     """
     if has_cuda():
         torch.cuda.synchronize()
@@ -722,8 +708,7 @@ def peak_activation_bytes(trainer: Trainer, step: Callable[[], object]) -> int:
 
 @contextmanager
 def _recorded(stage: Any, kept: KeptActivations) -> Iterator[None]:
-    """Count what a stage's forwards keep, what it received, and what the first parts of backwards
-    leave for the second."""
+    """Count saved and received tensors of a stage, and inputs kept for weight-gradient passes."""
     forward, set_input_tensor, deferred = stage.forward, stage.set_input_tensor, stage.deferred
 
     def recorded_forward(batch: MicroBatch) -> ByTower | torch.Tensor:
@@ -754,9 +739,9 @@ def _recorded(stage: Any, kept: KeptActivations) -> Iterator[None]:
 
 
 def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
-    """Bytes that autograd keeps of each unit, mean of layers; they add up to a whole stage's.
+    """Bytes that autograd saves per unit, mean over layers; they sum to the stage's total.
 
-    A unit's input counts where the unit needs it for backward.
+    A unit's input counts if its backward needs it.
     """
     kept, graphs = KeptActivations(stage), []
     by_unit: dict[str, list[int]] = defaultdict(list)
@@ -777,10 +762,10 @@ def _optimizer_measurement(trainer: Trainer, optimizer_ms: float) -> OptimizerMe
 
 
 class RepeatedUpdate:
-    """Work done once a step: zeroing gradients, exchanging sums, clipping, weight update.
+    """Work once a step: zeroing gradients, reducing sums, clipping, weight update.
 
-    The gradients are made up, finite and large enough to be clipped. The weights are put back
-    after it, so that every one finds the same.
+    Gradients are artificial, finite and large enough to be clipped. Weights are restored
+    afterwards.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -788,7 +773,7 @@ class RepeatedUpdate:
         self._kept = [weight.detach().cpu().clone() for weight in self._weights()]
 
     def timed_ms(self) -> float:
-        """Time one update; collective over all ranks."""
+        """Time one update; collective."""
         trainer = self._trainer
 
         def exchange_and_update() -> None:
@@ -802,7 +787,7 @@ class RepeatedUpdate:
                 gradients.fill_(1.0)
         updating_ms = timed_ms(exchange_and_update)
         trainer.wait_for_weights()
-        # Restore the weights: a replay's lone rank gathers its own shard in place of others.
+        # Restore the weights: a replay's single rank would gather its own shard for others.
         with torch.no_grad():
             for weight, kept in zip(self._weights(), self._kept, strict=True):
                 weight.copy_(kept)
@@ -813,7 +798,7 @@ class RepeatedUpdate:
 
 
 def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
-    """Half of a round trip between the first two stages, in ms; empty on the other stages."""
+    """Half of a round trip between the first two stages, in ms. Empty on other stages."""
     first, second = dist.get_process_group_ranks(links.activations)[:2]
     tensor = torch.zeros(size, dtype=torch.uint8, device=current_device())
 
@@ -831,7 +816,7 @@ def _one_way_ms(links: PipelineLinks, size: int) -> list[float]:
 
 
 def main() -> None:
-    """Measure in every process of the launch; the first one writes profile.json."""
+    """Measure in every process; rank 0 writes profile.json."""
     parser = argparse.ArgumentParser(description="Measure every kind of unit on this device.")
     parser.add_argument("--model", required=True, help="preset name or TOML file")
     parser.add_argument("--precision", choices=get_args(PlainPrecision), default="bf16")
@@ -860,7 +845,7 @@ def main() -> None:
         if arguments.data is not None and arguments.tokenizer_model is not None:
             data, tokenizer = Annotations.open(arguments.data), arguments.tokenizer_model
             reader = SampleReader(data, open_tokenizer(tokenizer), job.model)
-        # Such a model alone can be trained on packs that processes share.
+        # Only these models support context parallelism.
         is_shared = arguments.provider == "local" and job.model.images is None
         given = {field.name for field in fields(ProfileOptions)} & vars(arguments).keys()
         options = ProfileOptions(

@@ -1,9 +1,7 @@
 """Rates of this device by shape: matrix products, collectives and a copy, for `omnibal profile`.
 
-`omnibal.cost.measured_sizes` says of which sizes. All processes measure at the same moment, in
-neighbouring groups of every size, as tensor-parallel groups run side by side in training.
-
-Shapes: M rows, K inner, N outer; E elements of a buffer.
+Sizes are from `omnibal.cost.measured_sizes`. All neighbouring groups of a size run at once, as
+tensor-parallel groups do in training. Shapes: M rows, K inner, N outer; E elements of a buffer.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,30 +23,25 @@ from omnibal.model.rates import CollectiveKind, CollectiveTime, CopyTime, Produc
 
 _KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 _COPY_BYTES = 1 << 27
-"""Read and written in a copy: more than any cache holds."""
+"""Bytes read and written by a copy: larger than any cache."""
 _BESIDE_COMPUTATION: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter")
-"""Kinds that run beside computation in training: weights are gathered, gradients scattered."""
+"""Kinds that overlap with computation in training: gathers of weights, scatters of gradients."""
 _BESIDE_ROWS = 256
-"""Rows and columns of the products beside a collective: quick, so that a number of them takes as
-long as is wanted."""
+"""Size of the products that overlap with a collective: short, so that any duration can be built."""
 _BESIDE_LENGTH = 4
-"""How much longer they take than the collective: a unit of a model mostly does."""
+"""Duration of the products relative to the collective. A model's unit is mostly longer too."""
 _BESIDE_ROUNDS = 9
-"""Timed rounds of collective, products and both, as differences of times scatter more than times
-do; more would take longer than all else that is measured."""
+"""Timed rounds of collective, products and both: more, as differences scatter more than times."""
 _ROUNDS = 5
-"""Timed rounds of everything, of which the median counts."""
+"""Timed rounds of everything. The median counts."""
 _BATCH_MS, _MOST_CALLS = 1.0, 50
-"""What is quicker than so many ms is timed in a row, up to so many times."""
+"""Calls are repeated until they take `_BATCH_MS`, at most `_MOST_CALLS` times."""
 
 
 def measure_rates(
     device: str, precision: Precision, sizes: MeasuredSizes, progress: Console
 ) -> Rates:
-    """Measure this device; collective over all processes, whose mean counts.
-
-    Of a single process there are no collectives.
-    """
+    """Measure this device: means over processes; collective. No collectives for one process."""
     dtype = parameter_dtype(precision)
     points = list(product(sizes.rows, sizes.inner, sizes.outer))
     shown = track(
@@ -67,7 +60,7 @@ def measure_rates(
 
 
 def _product_ms(m: int, k: int, n: int, dtype: torch.dtype) -> float:
-    """Time of a product as a linear layer's forward has it."""
+    """Time of a linear layer's forward product."""
     input_MK = torch.randn(m, k, device=current_device(), dtype=dtype)
     weight_NK = torch.randn(n, k, device=current_device(), dtype=dtype)
     output_MN = torch.empty(m, n, device=current_device(), dtype=dtype)
@@ -81,7 +74,7 @@ def _copy_ms() -> float:
 
 
 def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[CollectiveTime]:
-    """Time every kind in groups of every size, all groups of a size side by side."""
+    """Time every kind in groups of every size, all groups of a size concurrently."""
     for ranks in group_sizes(dist.get_world_size()):
         group = _own_group(ranks)
         for kind, size in product(_KINDS, sizes):
@@ -94,16 +87,13 @@ def _collectives(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[Collectiv
 
 
 def group_sizes(processes: int) -> list[int]:
-    """Sizes of groups to measure: powers of two, and all processes."""
+    """Group sizes to measure: powers of two, and all processes."""
     powers = [2**exponent for exponent in range(1, processes.bit_length())]
     return sorted({*powers, processes} - {1})
 
 
 def _own_group(ranks: int) -> dist.ProcessGroup | None:
-    """The group of so many neighbours that this process is in; None for those left over.
-
-    Collective over all processes.
-    """
+    """This process's group of `ranks` neighbours. None if it is left over. Collective."""
     own = None
     for first in range(0, dist.get_world_size() - ranks + 1, ranks):
         members = range(first, first + ranks)
@@ -116,7 +106,7 @@ def _own_group(ranks: int) -> dist.ProcessGroup | None:
 def _collective(
     kind: CollectiveKind, whole_E: torch.Tensor, ranks: int, group: dist.ProcessGroup
 ) -> Callable[[], dist.Work]:
-    """A function that begins the collective."""
+    """Return a function that starts the collective."""
     share_E = whole_E[: len(whole_E) // ranks].clone()
     begin: Callable[..., dist.Work]
     match kind:
@@ -132,8 +122,7 @@ def _collective(
 
 
 def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
-    """Hidden share of collectives of all processes beside longer computation (`Rates.hidden`);
-    None where there is one process."""
+    """Hidden share of a collective in longer computation (`Rates.hidden`). None for one process."""
     if dist.get_world_size() == 1:
         return None
     times = [_times_beside(kind, size, dtype) for kind in _BESIDE_COMPUTATION]
@@ -142,8 +131,7 @@ def _hidden_share(size: int, dtype: torch.dtype) -> float | None:
 
 
 def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[float]:
-    """Times of a collective of all processes, of products that take longer, and of both at the same
-    time."""
+    """Times of a collective of all processes, of longer products, and of both at once."""
     whole_E = torch.zeros(size // dtype.itemsize, device=current_device(), dtype=dtype)
     begin = _collective(kind, whole_E, dist.get_world_size(), dist.group.WORLD)
     factor_MM = torch.randn(_BESIDE_ROWS, _BESIDE_ROWS, device=current_device(), dtype=dtype)
@@ -172,12 +160,12 @@ def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[f
 
 
 def _wait_for(begin: Callable[[], dist.Work]) -> None:
-    """Begin a collective and wait for its end."""
+    """Start a collective and wait for it."""
     begin().wait()
 
 
 def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None = None) -> float:
-    """Median time of a call, over rounds of as many in a row as make a time that can be told."""
+    """Median time of a call, over rounds long enough to time."""
     work()
     first_ms = torch.tensor(timed_ms(work))
     if together is not None:
@@ -188,7 +176,7 @@ def _typical_ms(work: Callable[[], object], together: dist.ProcessGroup | None =
 
 
 def timed_ms(work: Callable[[], object], calls: int = 1) -> float:
-    """Time of a call, of so many in a row, in ms."""
+    """Mean time of a call over `calls` in a row, in ms."""
     start = moment()
     for _ in range(calls):
         work()
@@ -199,10 +187,7 @@ def timed_ms(work: Callable[[], object], calls: int = 1) -> float:
 
 
 def mean_ms(own_ms: Sequence[float]) -> float:
-    """Mean over what all processes measured; collective over all.
-
-    Not the slowest process's: of figures that scatter, maxima add up to more than any takes.
-    """
+    """Mean over processes; collective. Maxima of noisy times would sum to more than a step."""
     given = [sum(own_ms), float(len(own_ms))]
     total = torch.tensor(given, dtype=torch.float64, device=current_device())
     dist.all_reduce(total)

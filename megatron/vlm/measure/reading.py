@@ -1,8 +1,7 @@
-"""Reading of the data while layers are timed, as loader processes do it in training, and its time.
+"""Loader processes that read data while layers are timed, as in training, and their read times.
 
-One loader process of each rank draws samples and reads all that any stage would read of them. It
-yields to what computes, as in training. What counts is its own processor time, in which no other
-process is, however busy the machine.
+One low-priority loader process per rank reads random samples for all stages. Its own CPU time is
+measured, so that load on the machine does not count.
 """
 
 import time
@@ -21,35 +20,35 @@ from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import usable_cores
 from omnibal.cost.source import ReadingMeasurement
 
-_ENDLESS = 1 << 40  # items: more than any profile takes
+_ENDLESS = 1 << 40  # more items than any profile reads
 _COUNTED = ("tiles", "image_tokens", "clips", "tokens")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReadSamples:
-    """Samples that a loader process has read at once, and its processor time for them."""
+    """Samples that a loader process read at once, and its CPU time."""
 
     content: tuple[torch.Tensor, ...]
-    """Pixels, patches, frames and token ids, handed over as a micro-batch's are."""
+    """Pixels, patches, frames and token ids, transferred as a micro-batch is."""
     samples: int
     counts: np.ndarray
     """Tiles, image tokens, clips and tokens, float64 [4]."""
     ms: np.ndarray
-    """Time for all of each, float64 [4]."""
+    """Total time per kind, float64 [4]."""
 
 
 class SampleDraws(torch.utils.data.Dataset):
-    """Endless draws from a dataset, of which no sample comes again before all have come.
+    """Endless draws without replacement from a dataset, repeated.
 
-    Item i is a `ReadSamples`, or the UserError met while reading it.
+    Item i is a `ReadSamples`, or the UserError raised while reading it.
     """
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
         self._reader, self._samples = reader, samples
-        # The same on all ranks, which then meet the same mistakes.
+        # One order on all ranks, which then meet the same errors.
         self._order = np.random.default_rng(0).permutation(len(reader.annotations))
         self._ended_s: float | None = None
-        """Processor time at the end of this process's last item; None before the first."""
+        """CPU time at the end of this process's last item."""
 
     def __len__(self) -> int:
         return _ENDLESS
@@ -83,7 +82,7 @@ class SampleDraws(torch.utils.data.Dataset):
         texts = [reader.encode(*sample_and_items).token_ids for sample_and_items in counted]
         tokens = torch.from_numpy(np.concatenate(texts))
         moments_s.append(time.process_time())
-        # What was done since the last item is what handing it over took.
+        # Time since the last item was spent on transferring it.
         before_s, self._ended_s = self._ended_s or moments_s[0], moments_s[-1]
         content = pixels, patches, frames, tokens
         counts = [len(pixels), cells, len(frames), len(tokens)]
@@ -97,7 +96,7 @@ class SampleDraws(torch.utils.data.Dataset):
 
 
 class Reading:
-    """What loader processes read beside the timed passes, as much as these train."""
+    """Reads samples during the timed passes, at the rate of training."""
 
     def __init__(self, items: Iterator[ReadSamples | UserError]) -> None:
         self._items = items
@@ -106,7 +105,7 @@ class Reading:
         self._counts, self._ms = np.zeros((2, len(_COUNTED)))
 
     def take(self, tokens: int) -> None:
-        """Take as many samples as have so many tokens, as a micro-batch of training would."""
+        """Read the samples of one micro-batch of `tokens` tokens."""
         self._due_tokens += tokens
         while self._due_tokens > 0:
             item = next(self._items)
@@ -141,7 +140,7 @@ class Reading:
 
 @contextmanager
 def reading(reader: SampleReader, samples: int) -> Iterator[Reading]:
-    """Read a dataset, so many samples at once, in a loader process as long as the context lasts."""
+    """Read a dataset in a loader process, `samples` at once, until the context ends."""
     draws = SampleDraws(reader, samples)
     with closing(read_ahead(draws, 1, lambda item: item)) as items:
         yield Reading(items)

@@ -1,11 +1,8 @@
-"""Runs one rank of a plan on a single device, with simulated neighbours.
+"""Run one rank of a plan on a single device, with simulated neighbours.
 
-The rank is built in Megatron-core's real groups of the job's size, over torch's communication
-backend that does nothing: its share of the model and of the optimizer is the one that it would have
-in the job. It runs the trainer's own schedule on the plan's packs, so as many micro-batches are in
-flight; what neighbours would send is random.
-
-Shapes are those of `megatron.vlm.model.stage`.
+Megatron-core's groups have the job's sizes, over torch's fake backend, so model and optimizer
+shards are the job's. The rank runs the trainer's schedule on the plan's packs; received tensors are
+random. Shapes as in `megatron.vlm.model.stage`.
 """
 
 import gc
@@ -55,14 +52,14 @@ from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
 _UPDATES = 5
-"""Number of timed updates of every stage."""
+"""Timed updates per stage."""
 
 
 class _RandomInbox(Inbox):
-    """Inbox of random tensors of the neighbour's shapes, which come after their predicted wait.
+    """Inbox of random tensors that arrive after their predicted waits.
 
     Args:
-        waits_ms: before every operation of the stage; empty where nothing waits.
+        waits_ms: before every operation of the stage. Empty for no waits.
     """
 
     def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
@@ -75,7 +72,7 @@ class _RandomInbox(Inbox):
         return super().take(cut, micro_batch, position)
 
     def _begin(self, tensor: torch.Tensor) -> None:
-        # Random, as uninitialized memory may hold denormal numbers, on which a CPU is much slower.
+        # Random: uninitialized memory may hold denormal numbers, which are slow on a CPU.
         tensor.normal_()
 
 
@@ -84,8 +81,7 @@ class StandInLinks(PipelineLinks):
     """Pipeline links of a stage with simulated neighbours."""
 
     waits_ms: list[float] = field(default_factory=list)
-    """Wait before every operation of the stage in a step, in ms; empty where neighbours send at
-    once."""
+    """Wait before every operation of the stage in a step, in ms. Empty for no waits."""
 
     def inbox(
         self,
@@ -94,7 +90,7 @@ class StandInLinks(PipelineLinks):
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
     ) -> Inbox:
-        """Make an inbox whose tensors come from no neighbour, each after its wait."""
+        """Make an inbox that fills its tensors itself, each after its wait."""
         source, group = self.ranks[channel.source], self.group(channel)
         return _RandomInbox(self.waits_ms, messages, shapes, dtype, source, group)
 
@@ -118,14 +114,13 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MicroBatchTimes:
-    """Times of a stage for one rank's micro-batches of a step; all arrays are of every micro-batch
-    in every chunk of the stage, those of the first micro-batch first, [micro-batches * chunks]."""
+    """Times of one rank's step. Arrays are [micro-batches * chunks], micro-batch by micro-batch."""
 
     forward_ms: np.ndarray
     backward_ms: np.ndarray
-    """Backward time, of both parts if it has two, recomputation included."""
+    """Backward time, with weight gradients and recomputation."""
     weight_ms: np.ndarray
-    """Time of the backward's second part; 0 where it is whole."""
+    """Time of weight-gradient passes. 0 if backward is not split."""
     recompute_ms: np.ndarray
 
     @classmethod
@@ -134,13 +129,13 @@ class MicroBatchTimes:
         times: Sequence["MicroBatchTimes"],
         how: Callable[[list[np.ndarray]], np.ndarray],
     ) -> "MicroBatchTimes":
-        """Several ones as one, each of its arrays made of all of theirs."""
+        """Combine several times array by array."""
         names = [each.name for each in fields(cls)]
         return cls(**{name: how([getattr(each, name) for each in times]) for name in names})
 
 
 def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
-    """Predicted wait of a stage, in ms, before each of its operations in a step of one rank."""
+    """Predicted wait in ms before each operation of a stage, in a step of one rank."""
     times = workload_times(cost, plan.stages_at_levels, own)
     graph = schedule_graph(plan.schedule, plan.parallel.pipeline, len(own))
     batched = simulate_schedule(
@@ -158,11 +153,11 @@ def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> t
 
 
 OnPhase = Callable[[Phase], None]
-"""Function that is told when a phase of a step begins."""
+"""Called when a phase of a step begins."""
 
 
 class _RecomputeClock(PhaseClock):
-    """Phase clock that also measures the recomputation of layers in every backward."""
+    """Phase clock that also times recomputation in every backward."""
 
     def __init__(self, trainer: Trainer, on_phase: OnPhase | None) -> None:
         super().__init__()
@@ -184,7 +179,7 @@ class _RecomputeClock(PhaseClock):
             self._again.append([])
 
     def announce(self, phase: Phase) -> None:
-        """Tell who follows the step that a phase begins."""
+        """Report the start of a phase."""
         if self._on_phase is not None:
             self._on_phase(phase)
 
@@ -197,7 +192,7 @@ class _RecomputeClock(PhaseClock):
             self._again[-1].append((self._begun, moment()))
 
     def times(self) -> MicroBatchTimes:
-        """Stop the clock; returns the times of all micro-batches since the last stop."""
+        """Stop the clock; return the times of micro-batches since the last stop."""
         intervals, again = self.stop(), self._again
         self._again = []
         forward_ms, backward_ms = forward_and_backward_ms(self._links, intervals)
@@ -214,14 +209,13 @@ class _RecomputeClock(PhaseClock):
 
 
 EncodingWork = tuple[StepShares, list[MicroBatch]]
-"""Shares of a step of data-parallel encoders on this rank, and its passes in their order."""
+"""Data-parallel encoder shares of this rank in a step, and its passes in order."""
 
 
 class StageReplayer:
     """A stage of a plan, built inside `standing_in`, that runs any number of steps.
 
-    Micro-batches are given on the host, and are copied to the device one by one; training, which
-    reads ahead, has the inputs of up to two more there.
+    Micro-batches are copied to the device one by one; training prefetches up to two more.
     """
 
     def __init__(
@@ -234,10 +228,9 @@ class StageReplayer:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
         self.trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
-        """The stage with its optimizer, as in training."""
         self._update = RepeatedUpdate(self.trainer)
         self._clock = _RecomputeClock(self.trainer, on_phase)
-        self.update_ms()  # which makes the optimizer's state
+        self.update_ms()  # creates the optimizer's state
         if has_cuda():
             self.state_bytes = torch.cuda.memory_allocated() - before
         else:
@@ -246,12 +239,11 @@ class StageReplayer:
     def step(
         self, batches: Sequence[MicroBatch], waits_ms: Sequence[float] = ()
     ) -> MicroBatchTimes:
-        """Forward and backward of one rank's micro-batches of a step, in the plan's order.
+        """Run forward and backward of one rank's micro-batches of a step, in the plan's order.
 
         Args:
-            waits_ms: before every operation, for what neighbours send, as long as it is predicted:
-                a CPU that has stood idle computes more slowly at first. On CUDA nothing waits, as
-                in training the stream does and not the host, which launches kernels meanwhile.
+            waits_ms: before every operation, as an idle CPU computes more slowly at first. On CUDA
+                ignored: there the stream waits, not the host.
         """
         links = self._links
         if not has_cuda():
@@ -275,9 +267,7 @@ class StageReplayer:
     def activation_bytes(
         self, batches: Sequence[MicroBatch], encoding: EncodingWork | None = None
     ) -> int:
-        """Peak bytes of the step, or of the update after it, besides the state; see
-        `peak_activation_bytes`.
-        """
+        """Peak bytes of the step or of the update after it; see `peak_activation_bytes`."""
         self.trainer.zero_gradients()
         peak = peak_activation_bytes(self.trainer, partial(self._run, batches, encoding))
         self.trainer.discard_gradients()
@@ -287,7 +277,7 @@ class StageReplayer:
         return peak
 
     def update_ms(self) -> float:
-        """Time of the work done once a step; see `RepeatedUpdate`."""
+        """Time of `RepeatedUpdate`."""
         self._clock.announce(Phase.OPTIMIZER)
         return self._update.timed_ms()
 
@@ -302,12 +292,12 @@ def state_bytes_of(trainer: Trainer) -> int:
 
 
 LoadRows = Callable[[np.ndarray], list[MicroBatch]]
-"""Function that loads the micro-batches of rows of the packs for one stage, on the host."""
+"""Load the micro-batches of rows of the packs for one stage, on the host."""
 
 
 def random_rows(plan: Plan, stage: int, packs: ScheduledPacks, lengths: Lengths) -> LoadRows:
-    """Make a loader of random content in the packs' own sizes and levels."""
-    # Where lengths do not say which tokens carry loss, all are planned to reach the head.
+    """Make a loader of random content with the packs' sizes and context-parallel sizes."""
+    # If lengths lack loss tokens, the plan assumes that all tokens reach the head.
     loss_tokens = pack_features(packs.packs, lengths, ("fixed", "loss_tokens"))[:, 1]
     held = plan.units_of(stage)
 
@@ -350,17 +340,17 @@ class StageWork:
     """Work of a stage in a replay: rows of the packs."""
 
     steps: tuple[np.ndarray, ...]
-    """Rows of one rank's micro-batches in each step to time."""
+    """Rows of one rank's micro-batches, per timed step."""
     heaviest: tuple[np.ndarray, ...]
     """Rows of the ranks and steps that may need most memory."""
     waits_ms: tuple[tuple[float, ...], ...]
-    """Predicted waits before every operation of the stage in each of the steps."""
+    """Predicted waits before every operation of the stage, per step."""
     repetitions: int
-    """Timed runs of every step; the first has one more for warm-up."""
+    """Timed runs of every step, after one warm-up."""
 
     @property
     def runs(self) -> int:
-        """Total number of single-rank steps, including warm-up and memory measurement."""
+        """Number of single-rank steps, including warm-up and memory measurement."""
         return len(self.steps) * self.repetitions + len(self.heaviest) + 1
 
 
@@ -372,22 +362,22 @@ def replay_stage(
     on_run: Callable[[], None],
     provider: Provider = "local",
 ) -> StageReplay:
-    """Build a stage of the plan alone on this device, and run it."""
+    """Build and run a stage of the plan alone on this device."""
     limit_memory(plan)
     failure = None
     try:
         with standing_in(plan.parallel, stage) as links:
-            # Under no name, which would hold the stage while its memory is to be freed.
+            # No local variable: it would keep the stage alive while its memory is freed.
             built = partial(StageReplayer, plan, links, provider=provider)
             return _replay(built(), stage, work, load, on_run)
     except torch.OutOfMemoryError as error:
         failure = str(error).splitlines()[0]
     finally:
-        # Core's buffers and their hooks hold each other; the next stage needs the memory.
+        # Core's buffers and hooks form cycles. The next stage needs the memory.
         gc.collect()
         if has_cuda():
             torch.cuda.empty_cache()
-    # Raised outside the handler, where the error's traceback would hold the stage.
+    # Raised outside the handler: the error's traceback would keep the stage alive.
     raise UserError(
         f"stage {stage} needs more than the {memory_cap_gib(plan.cluster):.2f} GiB that it may "
         f"fill of a device ({failure}); see that nothing else is on this one, or plan with a "
@@ -433,7 +423,7 @@ def _replay(
 
 
 def limit_memory(plan: Plan) -> None:
-    """Limit this process's CUDA memory to what a stage may fill."""
+    """Limit this process's CUDA memory to the plan's limit."""
     if not has_cuda():
         return
     cap_gib = memory_cap_gib(plan.cluster)

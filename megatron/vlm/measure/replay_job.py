@@ -1,4 +1,4 @@
-"""A run of tools/replay.py: checks its inputs, distributes stages, writes results as they come."""
+"""A run of tools/replay.py: checks inputs, distributes stages, writes results as they finish."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -45,47 +45,41 @@ from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
 
-_POLL_S = 0.2  # between two looks at the store
+_POLL_S = 0.2  # between two polls of the store
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """Options of a replay: number of steps and repetitions."""
+    """Options of a replay."""
 
     steps: int
-    """Most steps of the run to replay, spread evenly over it."""
+    """Maximum number of replayed steps, spread evenly over the run."""
     repetitions: int
-    """Repetitions of each step."""
     provider: Provider = "local"
-    """Provider of the layers' linears and attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplayJob:
-    """A checked plan, and the samples that its replay is fed."""
+    """A checked plan and its replay's samples."""
 
     planned: PlanFiles
     packs: ScheduledPacks
-    """Every micro-batch of the plan."""
     lengths: Lengths
-    """Tiles and tokens of every sample."""
     reader: SampleReader | None
-    """Reader of the samples; None for random content."""
+    """Reader of the samples. None for random content."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that is replayed."""
         return self.planned.plan
 
     @property
     def cost(self) -> CostModel:
-        """The costs that the plan was made with, of all its levels."""
+        """Cost model of the plan, with all context-parallel sizes."""
         return self.planned.job.cost_of_all(self.plan.pack_levels)
 
     @property
     def workload(self) -> Workload:
-        """What every rank computes of the packs; a row a pack, as none is shared. Empty
-        micro-batches, which ranks of a group run to join the others, have no row."""
+        """Computation per pack, a row each; ranks' empty micro-batches have no row."""
         whole = self.planned.job.workload(self.packs, self.lengths, self.plan.pack_levels)
         return whole.rows(~whole.is_empty)
 
@@ -129,7 +123,7 @@ def load_replay(plan_directory: Path, data: Path | None, tokenizer: Path | None)
 
 
 def check_alone(plan: Plan) -> None:
-    """Refuse a plan whose stages a rank cannot compute alone on a real device."""
+    """Raise UserError if a stage of the plan cannot run alone on a real device."""
     if plan.parallel.expert > 1:
         raise UserError(
             "the plan has ranks that share out experts, and a replay runs one rank alone, which "
@@ -172,7 +166,7 @@ def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> Sampl
 
 
 def replay_info(job: ReplayJob, options: ReplayOptions, processes: int) -> ReplayInfo:
-    """Describe what distinguishes this replay from others."""
+    """Describe the settings that identify this replay."""
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
         steps=chosen_steps(job.packs, options.steps),
@@ -192,11 +186,11 @@ def replay_stages(
     launch: Launch,
     store: dist.Store,
 ) -> None:
-    """Replay those stages that are not kept yet, each on one process; returns when all are done."""
+    """Replay unfinished stages, each on one process; return when all are done."""
     if has_cuda():
         torch.cuda.set_device(launch.local_rank)
     else:
-        torch.set_num_threads(1)  # as each process of a job on a CPU has
+        torch.set_num_threads(1)  # as each CPU process of a job
     info = replay_info(job, options, launch.world_size)
     left = stages_left(REPLAY_FILES, info, job, stages, output, launch, store)
     work = {stage: job.work_of(stage, info) for stage in left}
@@ -209,13 +203,13 @@ def replay_stages(
                 )
                 REPLAY_FILES.write(replayed, output)
             except UserError as error:
-                # The other stages are worth having. The error itself would hold this one's memory.
+                # Other stages still count. The error itself would keep this stage's memory alive.
                 store.set(f"failed {stage}", str(error))
     failures = [
         store.get(f"failed {stage}").decode() for stage in left if store.check([f"failed {stage}"])
     ]
     store.add("told", 1)
-    if launch.rank == 0:  # may serve the store, and so leaves last
+    if launch.rank == 0:  # rank 0 may serve the store, so it leaves last
         wait_for_all(store, "told", launch.world_size)
     if failures and launch.rank == 0:
         raise UserError("; ".join(failures))
@@ -230,14 +224,14 @@ def stages_left(
     launch: Launch,
     store: dist.Store,
 ) -> list[int]:
-    """Open an output, which the first process may begin, and list the stages that it lacks."""
+    """Open an output, created by rank 0 if absent, and list the unfinished stages."""
     if launch.rank == 0:
         files.open(output, info)
         store.set("output", "open")
     store.wait(["output"])
     files.open(output, info)
     kept = {one.stage for one in files.read(output, job.plan.parallel.pipeline)}
-    # Nobody may write before everybody has read.
+    # All processes read before any writes.
     together(store, "read", launch.world_size)
     return [stage for stage in stages if stage not in kept]
 
@@ -245,7 +239,7 @@ def stages_left(
 def together(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until every process has come here, without the time limit of the store's barrier."""
+    """Barrier without the time limit of the store's own."""
     store.add(name, 1)
     wait_for_all(store, name, processes, meanwhile)
 
@@ -253,7 +247,7 @@ def together(
 def wait_for_all(
     store: dist.Store, name: str, processes: int, meanwhile: Callable[[], None] = lambda: None
 ) -> None:
-    """Wait until so many processes have said that they came."""
+    """Wait until `processes` processes have arrived."""
     while store.add(name, 0) < processes:
         meanwhile()
         time.sleep(_POLL_S)
@@ -263,8 +257,7 @@ def wait_for_all(
 def shared_progress(
     title: str, launch: Launch, store: dist.Store, total: int
 ) -> Iterator[Callable[..., None]]:
-    """Show a progress bar over the runs of all processes, on the first one's terminal, until all of
-    them are done."""
+    """Show a progress bar of all processes' runs on rank 0, until all are done."""
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=launch.rank != 0) as progress:
         task = progress.add_task(title, total=total)

@@ -1,1 +1,1 @@
-"""A whole run: its command line, joining, all steps, what is told of them, ending together."""
+"""A training run: command line, process launch, training loop, logs and joint shutdown."""

@@ -1,7 +1,4 @@
-"""The command line of pretrain_vlm.py: Megatron-LM's flag names wherever it has the option.
-
-`parse_arguments` gives dataclasses; argparse's namespace does not leave this module.
-"""
+"""The command line of pretrain_vlm.py, with Megatron-LM's flag names if it has the option."""
 
 import argparse
 import math
@@ -20,7 +17,7 @@ from omnibal.data.data_index import DataIndex
 from omnibal.model.config import Provider
 
 _CACHE_GIB = 32
-"""Size of a cache of remote data: some hours' worth of samples, which most nodes' disks have."""
+"""Size of a cache of remote data: some hours of samples, which most nodes' disks can hold."""
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
 
 
@@ -29,47 +26,43 @@ class CheckpointArguments:
     """Options for saving and keeping checkpoints."""
 
     save_interval: int
-    """Steps between checkpoints."""
     keep_checkpoints: int | None
-    """Number of newest checkpoints to keep; None for all."""
+    """Number of newest checkpoints to keep. None for all."""
     async_save: bool
-    """Whether checkpoints are written in the background of training."""
     exit_after_failed_saves: int
-    """Number of failed saves in a row that ends the run."""
+    """Number of consecutive failed saves that ends the run."""
     replan_at: tuple[int, ...]
-    """Steps after which the run is planned anew by what it has measured."""
+    """Steps after which to replan from measured times."""
     elastic: bool
-    """Whether the run goes on from its newest checkpoint, planned for as many processes as there
-    are."""
+    """Whether to resume the newest checkpoint with a plan for the current number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportArguments:
-    """Options for reporting a run outside its own directory."""
+    """Options for reporting outside the run's directory."""
 
     tensorboard_dir: Path | None
     wandb_project: str | None
     profile_steps: range
-    """Steps whose torch profiler traces are written; empty for none."""
+    """Steps whose torch profiler traces are written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageArguments:
-    """Options for how data is opened, and remote data kept."""
+    """Options for opening data and caching remote data."""
 
     data_index: Path | None = None
-    """Index of the training data, which `omnibal lengths` wrote; None to read all of its files."""
+    """Index of the training data from `omnibal lengths`. None to read all files."""
     data_cache: Path | None = None
-    """Folder for remote data that was read, which processes of a node share; None to keep none."""
+    """Cache folder for remote data, shared by a node's processes. None for no cache."""
     data_cache_gib: float = _CACHE_GIB
-    """Most that it holds."""
 
     def opened_index(self) -> DataIndex | None:
-        """The index; raises UserError where there is none of that name."""
+        """Open the index; raises UserError if absent."""
         return None if self.data_index is None else DataIndex.read(self.data_index)
 
     def opened_cache(self) -> BlockCache | None:
-        """The cache; raises UserError where the folder can be none."""
+        """Open the cache; raises UserError if the folder is unusable."""
         if self.data_cache is None:
             return None
         return BlockCache.open(self.data_cache, self.data_cache_gib)
@@ -82,11 +75,11 @@ class EvaluationArguments:
     eval_data: Path
     """Meta JSON of held-out samples."""
     eval_samples: int
-    """Most held-out samples to use."""
+    """Maximum number of held-out samples."""
     eval_interval: int | None
-    """Steps between validations on the held-out samples; None for none."""
+    """Steps between validations. None for no validation."""
     max_new_tokens: int
-    """Most new tokens of an answer."""
+    """Maximum number of tokens in an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,35 +87,32 @@ class RunArguments:
     """Arguments of a run that trains, evaluates or both."""
 
     tokenizer_model: Path
-    """tokenizer.model, tokenizer.json or folder that the plan's lengths were scanned with."""
+    """tokenizer.model, tokenizer.json or folder, as the plan's lengths were scanned with."""
     save: Path
-    """Directory of the run."""
     load: Path | None
-    """Directory of a run to resume, to take weights from, or to evaluate."""
+    """Run directory to resume, to take weights from, or to evaluate."""
     data: Path | None
-    """Meta JSON that the plan's lengths were scanned from; may be None with `skip_train`."""
+    """Meta JSON, as the plan's lengths were scanned from. May be None with `skip_train`."""
     skip_train: bool
-    """Whether to only evaluate `load`, which is then given."""
+    """Whether to only evaluate `load`, which must be given."""
     finetune: bool
-    """Whether to take only the weights of `load`, and train the plan from its first step."""
+    """Whether to take only weights from `load`, and train the plan from its first step."""
     train_iters: int | None
-    """Step of the plan to stop after; None to train all."""
+    """Step of the plan to stop after. None for the last."""
     seed: int
     """Seed of initial weights, augmentation and drop path."""
     max_skipped_steps: int
-    """Steps in a row that may be skipped because loss or gradients are not finite."""
+    """Maximum number of consecutive steps skipped for non-finite loss or gradients."""
     num_workers: int
-    """Number of loader processes of each rank."""
+    """Loader processes per rank."""
     provider: Provider
-    """Where linears and attention of the layers come from."""
+    """Provider of the layers' linears and attention."""
     samples: DataOptions
-    """Options by which samples become micro-batches of training."""
     storage: StorageArguments
     optimization: OptimizationOptions
     checkpoints: CheckpointArguments
     reports: ReportArguments
     evaluation: EvaluationArguments | None
-    """Evaluation options; None without held-out data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,13 +120,12 @@ class Arguments:
     """The whole command line of pretrain_vlm.py."""
 
     plan: Path
-    """Directory made by `omnibal plan`."""
     run: RunArguments | None
-    """Arguments of the run; None for a dry run, which only checks and prints the layout."""
+    """Arguments of the run. None for a dry run, which only checks and prints the layout."""
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError for a user's mistake."""
+    """Argument parser that raises UserError instead of exiting."""
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see pretrain_vlm.py --help")
@@ -166,7 +155,7 @@ _NOT_NEGATIVE = _number(float, lambda value: 0 <= value < math.inf, "a finite nu
 
 
 def _steps(text: str) -> range:
-    """Parse one step, or the first and the last of several: 5 or 5-7."""
+    """Parse a step or an inclusive range: 5 or 5-7."""
     first, dash, last = text.partition("-")
     last = last if dash else first
     if not (first.isdecimal() and last.isdecimal()) or int(last) < int(first):
@@ -177,7 +166,7 @@ def _steps(text: str) -> range:
 
 
 def _each_step(text: str) -> tuple[int, ...]:
-    """Parse steps with commas between them."""
+    """Parse comma-separated steps."""
     steps = text.split(",")
     if not all(step.isdecimal() and int(step) for step in steps):
         raise argparse.ArgumentTypeError(
@@ -196,7 +185,7 @@ def _loss_weighting(text: str) -> LossWeighting:
 
 
 def parse_arguments() -> Arguments:
-    """Parse and check the command line of this process."""
+    """Parse and check this process's command line."""
     parser = _Parser(description=DESCRIPTION)
     _add_job(parser.add_argument_group("job"))
     _add_checkpoints(parser.add_argument_group("checkpoints and faults"))

@@ -12,7 +12,7 @@ from omnibal.pipeline.unit_runs import encoders_stage
 
 
 def print_dry_run(plan: Plan, console: Console) -> None:
-    """Print the stages, the levels of packs if any, and every node's ranks with their places."""
+    """Print stages, context-parallel sizes if any, and each node's ranks with their coordinates."""
     sizes, per_node = plan.parallel, plan.cluster.gpus_per_node
     console.print(f"Stages of {plan.model.name}")
     console.print(_stages_table(plan))
@@ -63,7 +63,7 @@ def _words(spans: Sequence[Span]) -> str:
 
 
 def _recomputed(plan: Plan, part: int) -> str:
-    """Recomputed layers of a part of the model, a line for each of the plan's levels."""
+    """Recomputed layers of a part of the model, a line per context-parallel size."""
     again = [_words(stages[part].recompute) for stages in plan.stages_at_levels]
     if not plan.levels:
         return again[0]

@@ -1,4 +1,4 @@
-"""What all ranks measured in a step, gathered for the run's log.
+"""Gathers every rank's measurements of a step for the run's log.
 
 Shapes: p stages, d data-parallel ranks, t tensor-parallel ranks, c chunks of a stage, m
 micro-batches of a data-parallel rank.
@@ -20,13 +20,13 @@ from omnibal.job.runlog import PassTimes, StageRecord
 
 _GIB = 2**30
 _DIGITS = 3
-"""Decimals of a pass's milliseconds in the log: finer than any clock is steady."""
+"""Decimals of logged milliseconds per pass, finer than clock noise."""
 
 
 def gather_stage_records(
     links: PipelineLinks, phases_ms: dict[Phase, float]
 ) -> tuple[StageRecord, ...]:
-    """Records of all stages over their ranks: mean phase times, most memory since the last call."""
+    """Records of all stages: mean phase times over ranks, max memory since the last call."""
     own = [*(phases_ms[phase] for phase in Phase), *_take_memory_use()]
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
@@ -51,9 +51,9 @@ def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
 
 
 def _take_memory_use() -> tuple[float, float, int]:
-    """Take `peak_gib`, `reserved_gib` and `allocation_retries` of this rank; resets CUDA's."""
+    """Return and reset `peak_gib`, `reserved_gib` and `allocation_retries` of this rank."""
     if not has_cuda():
-        unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss, in bytes
+        unit = 1 if sys.platform == "darwin" else 1024  # unit of ru_maxrss in bytes
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / _GIB, 0.0, 0
     cuda = torch.cuda
     peak, reserved = cuda.max_memory_allocated(), cuda.max_memory_reserved()
@@ -70,12 +70,9 @@ def gather_pass_times(
     turn: int,
     slots: int,
 ) -> tuple[tuple[StageRecord, ...], PassTimes]:
-    """Records of stages with the time of each of their data-parallel ranks, where there are
-    several, and the times of one rank's passes; collective over all ranks.
+    """Add times of data-parallel ranks, if several, to stages; gather one rank's pass times.
 
-    Args:
-        turn: the data-parallel rank whose passes are wanted.
-        slots: micro-batches that it ran.
+    Collective. `turn` is the rank whose passes are gathered, `slots` its micro-batches.
     """
     own_2mc = torch.from_numpy(forward_and_backward_ms(links, intervals))
     wanted_2mc = torch.zeros(2, slots, links.schedule.chunks, dtype=torch.float64)
@@ -85,7 +82,7 @@ def gather_pass_times(
     everyone = own.new_empty(dist.get_world_size() * len(own))
     dist.all_gather_into_tensor(everyone, own)
     tensor = parallel_state.get_tensor_model_parallel_world_size()
-    # Megatron numbers ranks stage by stage, and tensor-parallel ones first of all.
+    # Megatron numbers ranks stage by stage, tensor-parallel ranks fastest.
     by_rank_pd = everyone.view(links.size, -1, tensor, len(own)).mean(2).cpu()
     ranks_ms = by_rank_pd[:, :, 0].tolist()
     if len(ranks_ms[0]) > 1:

@@ -1,7 +1,4 @@
-"""Greedy answers of a whole model in one process, for trying a checkpoint.
-
-Shapes: S tokens so far.
-"""
+"""Greedy answers of a whole model in one process, to try a checkpoint. Shapes: S tokens so far."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,7 +23,7 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 def load_whole_model(
     directory: Path, checkpoint: CheckpointIdentity, precision: PlainPrecision
 ) -> VLMStage:
-    """Load the model of a run's newest checkpoint on this device, ready to answer.
+    """Load the model of a run's newest checkpoint on this device in eval mode.
 
     Megatron's parallel state must be initialized for one process.
     """
@@ -36,7 +33,7 @@ def load_whole_model(
         precision=precision,
         parallel=Parallel(pipeline=1),
         stages=stages_from_cuts(checkpoint.model, ()),
-        cluster=load_cluster("laptop-cpu"),  # which is not used
+        cluster=load_cluster("laptop-cpu"),  # unused
         data=None,
     )
     stage = build_stage(plan, 0)
@@ -50,17 +47,15 @@ def generate(
 ) -> Iterator[int]:
     """Yield the token ids of the answer to a sample's last question, without the end token.
 
-    It is asked as InternVL's `chat` does: as it is written, with the model's message for that.
-
-    Images and recordings, if any, are encoded once; the text is read anew for every token.
+    The prompt is InternVL's `chat` template with the model's system message. Images and recordings
+    are encoded once. The text is recomputed for every token, without a KV cache.
     """
     device = current_device()
     prompt = reader.prompt(sample, len(sample.turns) - 1, max_new_tokens, chatting=True)
     ids_S = torch.from_numpy(prompt.token_ids)
     model = stage.model_config
     patches = [] if model.images is None else [reader.patches(sample, prompt.shown)]
-    # Places are found in the prompt alone: an answer may hold the word that stands for an image's
-    # tokens.
+    # Only the prompt has placeholders: an answer may contain the placeholder token by chance.
     asked = MicroBatch(
         tiles=prompt.tiles,
         clips=prompt.clips,

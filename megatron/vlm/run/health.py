@@ -1,4 +1,4 @@
-"""Health of a run while it trains: skipped steps and spikes of the loss."""
+"""Health of a run: skipped steps and loss spikes."""
 
 import logging
 import math
@@ -8,32 +8,32 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 
-_WINDOW = 100  # steps that a loss is compared with
-_ENOUGH = 20  # of them, before which nothing counts as a spike
-_DEVIATIONS = 6.0  # above the mean, from which on a loss is a spike
-_BORNE_SHARE = 0.5  # more replaced samples are a folder that is gone
+_WINDOW = 100  # past steps that a loss is compared with
+_ENOUGH = 20  # minimum of past steps to detect a spike
+_DEVIATIONS = 6.0  # standard deviations above the mean that make a spike
+_BORNE_SHARE = 0.5  # maximum share of replaced samples: more means a missing folder
 _log = logging.getLogger(__name__)
 
 
 class RunHealth:
-    """Watches losses in step order; the same on every rank, as losses are."""
+    """Watches losses in step order; identical on all ranks, as losses are."""
 
     def __init__(self, max_skipped: int, skipped_steps: int = 0) -> None:
         self._max_skipped = max_skipped
         self._recent: deque[float] = deque(maxlen=_WINDOW)
         self._in_a_row = 0
         self.skipped_steps = skipped_steps
-        """Skipped steps of the whole run, resumed parts included."""
+        """Skipped steps of the whole run, including steps before a resume."""
 
     @property
     def is_skipping(self) -> bool:
-        """Whether the last step was skipped, so that the weights may be at fault."""
+        """Whether the last step was skipped, so that the weights may be bad."""
         return self._in_a_row > 0
 
     def judge(
         self, step: int, loss: float, skipped: bool = False, replaced_share: float = 0.0
     ) -> bool:
-        """Record a step, log what is wrong with it, and say whether its loss is a spike.
+        """Record a step, log problems, and return whether its loss is a spike.
 
         A spike is more than 6 standard deviations above the mean of the last 100 steps.
         """

@@ -23,7 +23,7 @@ _JOIN_MINUTES = 10  # schedulers start ranks one after another
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch:
-    """Ranks and sizes that torchrun gives a process; a process started alone is a world of one."""
+    """Ranks and sizes from torchrun. A process started alone has world size 1."""
 
     rank: int
     world_size: int
@@ -36,7 +36,7 @@ class Launch:
 
     @staticmethod
     def from_environment() -> "Launch":
-        """Read what torchrun and Slurm's launchers set; a process by itself is rank 0 of 1."""
+        """Read the variables of torchrun and Slurm; without them, rank 0 of 1."""
         return Launch(
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
@@ -44,7 +44,7 @@ class Launch:
         )
 
     def check_against(self, parallel: Parallel) -> None:
-        """Raise UserError unless this launch is the one that the plan was made for."""
+        """Raise UserError unless this launch matches the plan's number of processes."""
         if self.world_size != parallel.world_size:
             raise UserError(
                 f"launched with {self.world_size} process(es), but the plan is for {parallel} = "
@@ -64,15 +64,12 @@ class Launch:
 
 
 def open_store(launch: Launch, init_method: str = "env://", start: str = "") -> dist.Store:
-    """Open the store through which all ranks meet; waits until they have come.
+    """Open the rendezvous store; waits until all ranks have joined.
 
-    Rank 0 serves it (under torchrun the launcher of the first node does) for as long as it keeps
-    what is returned. A process alone has nobody to meet, and may have been started without a
-    launcher.
+    Rank 0 (under torchrun, the first node's launcher) serves it while the returned object lives.
 
     Args:
-        start: what all ranks of this start know alike and those of another do not, where a launcher
-            keeps its store from one to the next.
+        start: key prefix of this start, if a launcher's store outlives a restart.
     """
     if launch.world_size == 1:
         return dist.HashStore()
@@ -117,7 +114,7 @@ def initialize_distributed(
 
 
 def make_groups(parallel: Parallel, seed: int) -> None:
-    """Make Megatron-core's parallel groups in a process group that is there; collective."""
+    """Make Megatron-core's parallel groups in an initialized process group; collective."""
     parallel_state.initialize_model_parallel(
         parallel.tensor,
         parallel.pipeline,
@@ -130,6 +127,6 @@ def make_groups(parallel: Parallel, seed: int) -> None:
 
 
 def shut_down_distributed() -> None:
-    """End Megatron-core's groups and communication."""
+    """Destroy Megatron-core's groups and the process group."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Log lines of a run, as its terminal shows them; the modules that log know nothing of it."""
+"""Log lines of a run on its terminal."""
 
 import logging
 import sys
@@ -6,10 +6,10 @@ from typing import TextIO
 
 
 def show_log(rank: int) -> None:
-    """Print what `megatron.vlm` logs on this rank, a line each, as soon as it is logged.
+    """Print `megatron.vlm` log lines immediately.
 
-    What all ranks know alike is logged as INFO, and rank 0 prints it on stdout. What a rank meets
-    alone is a WARNING, which it prints on stderr.
+    Messages common to all ranks are INFO, printed by rank 0 on stdout. A single rank's messages are
+    WARNING, printed on stderr.
     """
     of_the_run, of_this_rank = _lines(sys.stdout), _lines(sys.stderr)
     of_the_run.addFilter(lambda record: rank == 0 and record.levelno < logging.WARNING)
@@ -21,11 +21,11 @@ def show_log(rank: int) -> None:
 
 
 def _lines(stream: TextIO | None) -> logging.Handler:
-    """Handler that writes to a stream; to none where a daemon was started without one."""
+    """Handler that writes to a stream. None if a daemon has no stream."""
     return logging.NullHandler() if stream is None else _Lines(stream)
 
 
 class _Lines(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        # As `print` does: a run whose output nobody can read ends.
+        # As `print` does: a run whose output is closed must end.
         raise

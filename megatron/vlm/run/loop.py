@@ -41,21 +41,21 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options of a training loop: its end, checkpoints, validation and traces."""
+    """Options of a training loop."""
 
     save: Path
     save_interval: int
-    """Steps between checkpoints; one is always saved at the end."""
+    """Steps between checkpoints. The last step is always saved."""
     last_step: int
-    """Step of the plan to stop after (counted from its start, not from a resume)."""
+    """Last step, counted from the plan's start, not from a resume."""
     pause_step: int | None = None
-    """Step to return after, with a checkpoint, to go on from; None for the last."""
+    """Step to pause after, with a checkpoint. None for the last."""
     eval_interval: int | None = None
-    """Steps between validations; None for none."""
+    """Steps between validations. None for no validation."""
     exit_after_failed_saves: int = 2
-    """Number of failed saves in a row that ends the run; a failed last save ends it too."""
+    """Number of consecutive failed saves that ends the run. A failed last save always does."""
     profile_steps: range = range(0)
-    """Steps that each stage's first rank writes a trace of."""
+    """Steps traced by each stage's first rank."""
 
     @property
     def end(self) -> int:
@@ -68,20 +68,20 @@ class RunData:
     """Data that this rank trains on, up to some step."""
 
     stop: int
-    """First step that it has no packs of."""
+    """First step without packs."""
     scheduled: ScheduledPacks
     lengths: Lengths
     sharing: Sharing
     batches: Iterator[MicroBatch]
-    """Micro-batches of this data-parallel rank from the first step on; where encoders are
-    data-parallel, before those of a step this rank's passes through them."""
+    """Micro-batches of this data-parallel rank. Each step's data-parallel encoder passes come
+    first."""
     pack_flops: np.ndarray
-    """Operations that training each pack needs, for MFU, float64 [packs]."""
+    """FLOPs of training each pack, for MFU, float64 [packs]."""
     peak_flops_per_s: float
-    """Peak rate of all devices of the job together."""
+    """Peak FLOP/s of all devices."""
     validation: Validation | None = None
     encoder_shares: EncoderShares | None = None
-    """What ranks encode, where encoders are data-parallel."""
+    """Shares of data-parallel encoders, if any."""
 
     def rows(self, step: int) -> np.ndarray:
         """Rows of all ranks' packs in the step; packs are sorted by step."""
@@ -90,24 +90,21 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """Outcome of a run."""
-
     steps: int
-    """Steps trained, those before a resume included."""
+    """Steps trained, including steps before a resume."""
     skipped_steps: int
-    """Steps that were skipped."""
     stopped: bool
-    """Whether the run was stopped on request, before its end."""
+    """Whether the run was stopped early on request."""
 
 
 class TrainingLoop:
-    """Trains step by step; all ranks go through it together.
+    """Trains step by step; collective.
 
     Args:
-        health: told of every step.
-        portions: the data, one portion after the other, each when its first step comes.
-        sinks: reported to on the writing rank, empty on others; one that fails is taken out.
-        stop_requested: asked after every step whether this rank was told to stop.
+        health: updated every step.
+        portions: successive portions of the data, taken when their first step comes.
+        sinks: metrics outputs of the writing rank, empty on others. A failing sink is removed.
+        stop_requested: polled after every step on each rank.
     """
 
     def __init__(
@@ -122,10 +119,7 @@ class TrainingLoop:
         self._data = next(portions)
 
     def run(self, first_step: int) -> RunOutcome:
-        """Train from `first_step` to the options' end, or until any rank is asked to stop.
-
-        A checkpoint is saved at the end.
-        """
+        """Train from `first_step` until the end or a requested stop, then save a checkpoint."""
         options, step, stopped = self._options, first_step, False
         started = before = time.perf_counter()
         tracer = _Tracer(options, self._trainer.links)
@@ -178,7 +172,7 @@ class TrainingLoop:
         try:
             spike = self._health.judge(step, result.loss, result.skipped, replaced_share)
         except UserError:
-            self._writer.finish()  # all ranks come here: the verdict is the same
+            self._writer.finish()  # collective: all ranks reach the same verdict
             raise
         flops = float(self._data.pack_flops[rows].sum())
         return StepRecord(
@@ -210,7 +204,7 @@ class TrainingLoop:
     def _save_and_validate(self, step: int, stopped: bool) -> None:
         options = self._options
         last = stopped or step == options.end
-        # No save while steps are skipped, as the weights may be at fault.
+        # No save while steps are skipped, as the weights may be bad.
         if last or (step % options.save_interval == 0 and not self._health.is_skipping):
             self._trainer.wait_for_weights()
             self._writer.save(step, {"skipped_steps": self._health.skipped_steps})
@@ -252,7 +246,7 @@ class TrainingLoop:
         values: Mapping[str, float],
         line: str,
     ) -> None:
-        """Report a record to every output; a failed output does not end the run."""
+        """Report a record to every output. A failed output does not end the run."""
         path = self._options.save / file_name
         try:
             append_record(record, path)
@@ -290,7 +284,7 @@ class _Tracer:
             self.close()
 
     def close(self) -> None:
-        """Write what was recorded, if anything was."""
+        """Write the trace, if any."""
         if self._profiler is not None:
             self._profiler.stop()
             self._path.parent.mkdir(parents=True, exist_ok=True)

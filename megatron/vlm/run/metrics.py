@@ -1,4 +1,4 @@
-"""Optional outputs of a run's metrics besides `run.jsonl`: TensorBoard and Weights & Biases."""
+"""Optional metrics outputs: TensorBoard and Weights & Biases."""
 
 import secrets
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ _WANDB_ID_FILE = "wandb_id.txt"
 
 
 class TensorBoardSink:
-    """Event files in `directory`; curves of a resumed run go on from its first step."""
+    """Event files in `directory`. A resumed run continues its curves."""
 
     def __init__(self, directory: Path, first_step: int) -> None:
         try:
@@ -40,10 +40,9 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run of a Weights & Biases project; where it goes is set by that library's own settings.
+    """A run of a Weights & Biases project, configured by that library's own settings.
 
-    Its id is kept in `directory`, so that a run that is started again goes on in it. Steps that are
-    trained again are not written twice: the library leaves out those that it has.
+    Its id is kept in `directory` for resumes. The library drops steps that it already has.
     """
 
     def __init__(self, project: str, name: str, directory: Path) -> None:
@@ -73,7 +72,7 @@ MetricsSink: TypeAlias = TensorBoardSink | WandbSink
 
 
 def step_values(record: StepRecord) -> dict[str, float]:
-    """The numbers of a step that are worth a curve."""
+    """Scalars of a step to plot."""
     samples_per_s = record.samples * 1e3 / record.step_ms if record.step_ms else 0.0
     values = {
         "train/loss": record.loss,
@@ -89,12 +88,12 @@ def step_values(record: StepRecord) -> dict[str, float]:
     if record.experts is not None:
         values |= {f"experts/{name}": value for name, value in record.experts}
     for number, stage in enumerate(record.stages):
-        # Times of single ranks are for re-planning, and no curves.
+        # Per-rank times are only for replanning.
         numbers = ((name, value) for name, value in stage if not isinstance(value, tuple))
         values |= {f"stage_{number}/{name}": value for name, value in numbers}
     return values
 
 
 def validation_values(record: ValidationRecord) -> dict[str, float]:
-    """The numbers of a validation that are worth a curve."""
+    """Scalars of a validation to plot."""
     return {"validation/loss": record.loss}

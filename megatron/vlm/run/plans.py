@@ -1,9 +1,9 @@
-"""The plans that a run has gone on with: which is the newest, and making the next.
+"""Plans made during a run: the newest, and making the next.
 
     RUN/plans/step_0000050_gpus_8/   a plan made after 50 steps, for 8 devices
 
-Planning is a process of its own, `omnibal replan`: it neither holds the interpreter of a rank, on
-which others wait, nor forks one that has a device.
+`omnibal replan` plans in its own process: it neither blocks a rank's interpreter nor forks a
+process with a CUDA context.
 """
 
 import json
@@ -24,23 +24,23 @@ from omnibal.job.runlog import RUN_FILE, RUN_INFO_FILE, read_run_info
 
 _FOLDER = "plans"
 _CONSIDERED = "considered"
-"""A plan that is not taken yet, or was not."""
+"""A plan that is not adopted yet, or was rejected."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class MadePlan:
-    """A plan directory, and after how many steps of the run it was made."""
+    """A plan directory, and the step of the run that it was made after."""
 
     directory: Path
     plan: Plan
     root_sha256: str
-    """Hash of the plan that a user made, of which it was made."""
+    """Hash of the user's original plan."""
     step: int
 
     @classmethod
     def of(cls, directory: Path) -> "MadePlan":
-        """Read a plan's directory; one that no run has led to was made after 0 steps."""
+        """Read a plan's directory; step 0 if it was not made during a run."""
         plan, path = read_plan(directory), directory / REFIT_FILE
         if not path.exists():
             return cls(directory, plan, plan_sha256(plan), 0)
@@ -49,11 +49,10 @@ class MadePlan:
 
 
 def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
-    """The plan that a run goes on with: of those in its directory that were made of the given one,
-    the newest for so many processes; else the newest for others, or the given one.
+    """Newest plan of the run derived from `given`: for `world_size`, else for others, else `given`.
 
     Args:
-        step: steps that are trained; later plans are of a future that was given up.
+        step: steps trained; later plans belong to an abandoned branch.
     """
     first = MadePlan.of(given)
     folder = run / _FOLDER
@@ -67,12 +66,10 @@ def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
 def plan_again(
     directory: Path, run: Path, step: int, *, least_gain: float = -1.0, gpus: int | None = None
 ) -> tuple[Path, dict[str, Any]] | None:
-    """Plan anew in a process of its own; the directory of the plan and the command's summary, or
-    None where it saves less of a step's time than it must.
+    """Replan in its own process; return the plan's directory and the command's summary.
 
-    Args:
-        least_gain: share of a step's time; of other devices nothing is compared.
-        gpus: devices; None for the plan's.
+    Returns None if less than `least_gain` of the step time is saved on the plan's own devices.
+    `gpus` replaces their number.
     """
     considered = run / _FOLDER / _CONSIDERED
     words = [str(directory), "-o", str(considered), "--after", str(step), "--json"]
@@ -83,15 +80,15 @@ def plan_again(
     except UserError:
         if gpus is None or not _has_log(directory, run):
             raise
-        summary = _planned(words)  # the costs stay where too little was measured
+        summary = _planned(words)  # keeps the costs if too little was measured
     if gpus is None and summary["gain"] < least_gain:
         return None
     plan = read_plan(considered)
     taken = run / _FOLDER / f"step_{step:07d}_gpus_{plan.parallel.world_size}"
     replaced = taken.with_name(f"replaced_{taken.name}")
     shutil.rmtree(replaced, ignore_errors=True)
-    if taken.exists():  # made before for a start that came to nothing
-        # A kill must not leave a part of it under a name that the next start reads.
+    if taken.exists():  # left by an earlier failed start
+        # A kill must not leave a partial plan under a name that the next start reads.
         taken.rename(replaced)
     considered.rename(taken)
     shutil.rmtree(replaced, ignore_errors=True)
@@ -99,14 +96,14 @@ def plan_again(
 
 
 def _has_log(directory: Path, run: Path) -> bool:
-    """Whether the log of a run is of a plan."""
+    """Whether the run's log is of this plan."""
     if not ((run / RUN_FILE).exists() and (run / RUN_INFO_FILE).exists()):
         return False
     return read_run_info(run).plan_sha256 == plan_sha256(read_plan(directory))
 
 
 def _planned(words: list[str]) -> dict[str, Any]:
-    """Run `omnibal replan`; what it prints."""
+    """Run `omnibal replan` and return its output."""
     root = str(Path(omnibal.__file__).parents[1])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([root, *sys.path[1:]])}
     made = subprocess.run(

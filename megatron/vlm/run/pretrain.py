@@ -73,33 +73,31 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 LEAST_GAIN = 0.02
-"""Share of a step's time that a new plan must save to be worth loading a checkpoint for. Steps are
-predicted within some percent (docs/results.md), two plans of one job by the same costs within less:
-what is below this may be no gain at all."""
+"""Minimum share of step time that a new plan must save to be worth a reload. Predictions are
+accurate to some percent (docs/results.md), differences between plans of one job to less."""
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """One run of the trainer: its arguments, plan and data, all checked before processes join."""
+    """A training run whose arguments, plan and data are checked before processes join."""
 
     arguments: RunArguments
     planned: PlanFiles
     tokenizer: Tokenizer
     launch: Launch
     training_data: Annotations | None
-    """Training samples; None where nothing is trained."""
+    """Training samples. None if only evaluating."""
     heldout_data: Annotations | None
-    """Held-out samples; None where nothing is evaluated."""
+    """Held-out samples. None without evaluation."""
 
     @property
     def plan(self) -> Plan:
-        """The plan that is trained."""
         return self.planned.plan
 
     @property
     def directory(self) -> Path:
-        """The plan's directory; what is trained was read."""
+        """Directory of the plan."""
         assert self.planned.directory is not None
         return self.planned.directory
 
@@ -110,18 +108,18 @@ class Run:
 
     @property
     def data(self) -> DataPlan:
-        """Origin of the packs; a plan without it is refused before it becomes a run."""
+        """Origin of the packs; checked to be present."""
         assert self.plan.data is not None
         return self.plan.data
 
     def reader(self, annotations: Annotations | None) -> SampleReader:
-        """Read samples of a dataset as this run's model takes them."""
+        """Make a reader of a dataset's samples for this run's model."""
         assert annotations is not None
         return SampleReader(annotations, self.tokenizer, self.plan.model)
 
 
 def open_trainable(directory: Path) -> PlanFiles:
-    """Read and check a plan that is to be trained."""
+    """Read a plan and check that it can be trained."""
     planned = open_plan(directory, to_train=True)
     obstacles = training_obstacles(planned.plan)
     if obstacles:
@@ -130,7 +128,7 @@ def open_trainable(directory: Path) -> PlanFiles:
 
 
 def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
-    """The plan directory that the run goes on with, which it was planned anew in since."""
+    """Newest plan directory to continue with, replanned or given."""
     resumes = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
     if not (resumes or arguments.checkpoints.elastic) or arguments.finetune:
         return given
@@ -142,7 +140,7 @@ def plan_to_train(given: Path, arguments: RunArguments, launch: Launch) -> Path:
 
 
 def resumed(arguments: RunArguments) -> RunArguments:
-    """The arguments, by which an elastic run goes on from its own newest checkpoint, if any."""
+    """Set `load` of an elastic run to its own newest checkpoint, if any."""
     if not arguments.checkpoints.elastic or latest_step(arguments.save) is None:
         return arguments
     return replace(arguments, load=arguments.save, finetune=False)
@@ -151,9 +149,7 @@ def resumed(arguments: RunArguments) -> RunArguments:
 def plan_for_all(
     directory: Path, arguments: RunArguments, launch: Launch, store: dist.Store
 ) -> Path:
-    """The plan directory for as many processes as came: the given one, or one that rank 0 makes of
-    it; collective over all ranks.
-    """
+    """Plan directory for the current number of processes, made by rank 0 if needed; collective."""
     if read_plan(directory).parallel.world_size == launch.world_size:
         return directory
     step = latest_step(arguments.save) or 0
@@ -176,7 +172,7 @@ def plan_for_all(
 
 
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
-    """Read and check data, tokenizer and directories; every rank finds the same mistakes here."""
+    """Read and check data, tokenizer and directories. All ranks raise the same errors."""
     plan = planned.plan
     launch.check_against(plan.parallel)
     _check_options(arguments, plan)
@@ -190,7 +186,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         assert arguments.data is not None
         training_data = Annotations.open(arguments.data, storage.opened_index(), cache)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
-        # Training from other weights is another run than the one that had them.
+        # Training from other weights is a new run.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.evaluation is not None:
         heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache)
@@ -205,7 +201,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
 
 
 def _check_options(arguments: RunArguments, plan: Plan) -> None:
-    """Refuse options that do not go with the plan."""
+    """Raise UserError if options conflict with the plan."""
     check_precision(plan.precision, arguments.provider)
     if arguments.provider == "te" and plan.has_shared_packs:
         raise UserError(
@@ -270,8 +266,7 @@ def _built(run: Run, links: PipelineLinks) -> Trainer:
 
 
 def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
-    """Train from the start or from --load to the end or to --train-iters, planned anew where that
-    is asked for; collective over all ranks."""
+    """Train until the last step, replanning if requested; collective over all ranks."""
     trainer = _built(run, links)
     done = _load(run, trainer)
     sinks: list[MetricsSink] = []
@@ -280,11 +275,11 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
         while True:
             steps, is_asked = done.steps, done.steps in run.arguments.checkpoints.replan_at
             is_due = is_asked and steps < run.last_step
-            # Not where it was planned anew already, after these steps.
+            # Not if already replanned after these steps.
             is_due = is_due and MadePlan.of(run.directory).step != steps
             anew = planned_anew(run, steps) if is_due else None
             if anew is not None:
-                # Its memory is free before the next one takes as much.
+                # Free its memory before the next trainer allocates as much.
                 del trainer
                 gc.collect()
                 run, trainer = anew, _built(anew, links)
@@ -299,8 +294,7 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
 
 
 def planned_anew(run: Run, steps: int) -> Run | None:
-    """The run with a plan by what it has measured, from its newest checkpoint on; None where that
-    gains too little. Rank 0 plans; collective over all ranks."""
+    """Replan from measured times on rank 0; collective. None if the gain is too small."""
     told: list[tuple[str | None, str]] = [(None, "")]
     if run.launch.rank == 0:
         told = [_told_of_planning(run, steps)]
@@ -314,7 +308,7 @@ def planned_anew(run: Run, steps: int) -> Run | None:
 
 
 def _told_of_planning(run: Run, steps: int) -> tuple[str | None, str]:
-    """The directory of a better plan, if there is one, and a line of what came of planning."""
+    """Replan; return the directory of a better plan, if any, and a log line."""
     save = run.arguments.save
     try:
         made = plan_again(run.directory, save, steps, least_gain=LEAST_GAIN)
@@ -341,12 +335,12 @@ def train_plan(
     *,
     is_first: bool,
 ) -> RunOutcome:
-    """Train from what is done to the next step after which the run is planned anew, or the end.
+    """Train until the next replanning step or the end.
 
     Args:
-        sinks: reported to; those that fail are left out of it.
-        is_first: whether nothing was trained since the start, so that the run's directory is to be
-            prepared, and the sinks to be opened.
+        sinks: metrics outputs; failing sinks are removed. is_first: whether this is the first
+            training since the start: prepares the run's directory and
+            opens the sinks.
     """
     arguments, evaluation = run.arguments, run.arguments.evaluation
     first_step, last_step = done.steps, run.last_step
@@ -399,7 +393,7 @@ def train_plan(
 
 
 def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
-    """Settings that a checkpoint's optimizer state is of."""
+    """Settings that the checkpoint's optimizer state depends on."""
     assert run.training_data is not None
     options: dict[str, Any] = asdict(trainer.options) | {
         "seed": run.arguments.seed,
@@ -414,7 +408,7 @@ def _options(run: Run, trainer: Trainer) -> dict[str, Any]:
 def _portions(
     run: Run, trainer: Trainer, steps: range, validation: Validation | None
 ) -> Generator[RunData, None, None]:
-    """What this rank trains in some steps, a portion of the data at a time."""
+    """Yield this rank's data of some steps, a portion at a time."""
     sharing = Sharing(dp_rank=parallel_state.get_data_parallel_rank(), levels=run.plan.pack_levels)
     job, first = run.planned.job, steps.start
     while first < steps.stop:
@@ -465,7 +459,7 @@ def _dataset(
     lengths: Lengths,
     steps: range,
 ) -> PackDataset | EncodingDataset:
-    """What this rank reads in some steps, as its stage and data-parallel encoders need it."""
+    """Dataset of this rank's micro-batches in some steps, with encoder passes if data-parallel."""
     read = partial(
         PackDataset,
         run.reader(run.training_data),
@@ -483,7 +477,7 @@ def _dataset(
 
 
 def _load(run: Run, trainer: Trainer) -> RunOutcome:
-    """Load the checkpoint if any; what was trained before."""
+    """Load the checkpoint, if any, and return its progress."""
     arguments = run.arguments
     if arguments.load is None:
         return RunOutcome(0, 0, False)
@@ -503,10 +497,9 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
 
 
 def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
-    """Prepare the run's directory for its first step, and open what is reported to besides; on the
-    writing rank.
+    """Prepare the run's directory and open the metrics outputs, on the writing rank.
 
-    Log entries of steps that are not in the checkpoint are removed.
+    Log entries of steps after the checkpoint are removed.
     """
     arguments, reports = run.arguments, run.arguments.reports
     _make_directory(arguments.save)
@@ -525,7 +518,7 @@ def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
 
 
 def _write_info(run: Run, first_step: int) -> None:
-    """Say in the run's directory of which plan its log is, from this step on at the latest."""
+    """Record the plan's hash in the run directory, from `first_step` at the latest."""
     save, digest, since_step = run.arguments.save, plan_sha256(run.plan), first_step
     if (save / RUN_INFO_FILE).exists() and read_run_info(save).plan_sha256 == digest:
         since_step = min(read_run_info(save).since_step, first_step)
@@ -549,7 +542,7 @@ def _make_directory(path: Path) -> None:
 
 
 def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Operations that training needs for every pack, wherever encoders run. [packs]"""
+    """FLOPs of training each pack, wherever encoders run. [packs]"""
     flops = model_flops(job.model, job.cluster, job.frozen, job.adapters)
     return pack_features(packs, lengths, feature_names(job.model)) @ flops
 
@@ -576,8 +569,8 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
 
 
 def _caps_of_questions(run: Run) -> Caps:
-    """Caps of questions that a rank answers at once: the most that it has of any pack, as ranks
-    share packs but not questions."""
+    """Caps of questions answered at once: a rank's largest share of any pack, as questions are not
+    context-parallel."""
     levels = run.plan.pack_levels
     shares = {
         name: [level.caps[name] // level.context for level in levels]
@@ -587,7 +580,7 @@ def _caps_of_questions(run: Run) -> Caps:
 
 
 def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
-    """Answer held-out questions; accuracy by kind goes into evaluation.json."""
+    """Answer held-out questions; write accuracy by kind to evaluation.json."""
     given = run.arguments.evaluation
     assert given is not None
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())

@@ -6,11 +6,10 @@ from typing import Any, Self
 
 
 class StopSignal:
-    """Context in which SIGTERM and SIGINT (Ctrl-C) only set `requested`, for the training loop.
+    """Set `requested` on SIGTERM and SIGINT (Ctrl-C), for the training loop.
 
-    Schedulers and launchers send SIGTERM more than once: no number of them interrupts a save, nor
-    what the process still has to do afterwards. A second SIGINT ends the process, at once unless it
-    waits for other ranks inside a library.
+    Repeated SIGTERMs, as schedulers and launchers send, never interrupt a save or cleanup. A second
+    SIGINT ends the process, at once unless it blocks in a library.
     """
 
     def __init__(self) -> None:
@@ -29,5 +28,5 @@ class StopSignal:
     def _request(self, number: int, frame: FrameType | None) -> None:
         self.requested = True
         if number == signal.SIGINT:
-            # No handler written in Python, as these run only between two Python instructions.
+            # Not a Python handler: it would run only between two Python instructions.
             signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,16 +1,12 @@
 """Watch over all ranks: when one fails, all end within a minute, and every node's log says why.
 
-Without it, ranks that wait for a dead one end as the backend sees fit. gloo reports a lost
-connection where there was one, and elsewhere waits for the process group's time-out. NCCL's
-watchdog (TORCH_NCCL_ASYNC_ERROR_HANDLING, on by default) aborts the process at that time-out or at
-a broken network connection, but does not notice a dead peer behind NVLink or shared memory. A
-launcher ends the ranks of its own node only. And every survivor tells of its lost connection, so
-that the reason is one traceback among hundreds.
+NCCL's watchdog aborts at the process group's time-out or at a broken network connection, but misses
+a dead peer behind NVLink or shared memory; gloo may wait for the time-out too. Launchers end ranks
+of their own node only, and every survivor prints a traceback.
 
-Here a thread of each rank talks to the store through which the ranks met: it counts up a heartbeat
-of its own, looks at the heartbeat of the next rank, and looks for the record of the first failure.
-That is three small requests a period, at any number of ranks. What stays with the process group's
-time-out is a collective in which living ranks wait for each other.
+Here a thread per rank increments its heartbeat in the rendezvous store, reads the next rank's, and
+reads the record of the first failure: three small requests per period. If living ranks wait for
+each other in a collective, the process group's time-out ends them.
 """
 
 import contextlib
@@ -31,30 +27,29 @@ from omnibal.base.errors import EXIT_USER_ERROR, UserError
 
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
-_LAST_PERIOD_S = 0.2  # longest time between two looks while ranks end
+_LAST_PERIOD_S = 0.2  # max time between polls while ranks end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pace:
     """Intervals that decide how soon a failure is noticed.
 
-    Together they are less than the 30 s after which torchrun kills the other ranks of a failed
-    rank's node, and on the first node the store.
+    Their sum is below 30 s, when torchrun kills a failed rank's node (the first has the store).
     """
 
     period_s: float = 2.0
     """Seconds between two polls of the store."""
     stale_s: float = 20.0
-    """Seconds without a heartbeat until a rank counts as dead, long enough for Python's lock."""
+    """Seconds without a heartbeat until a rank counts as dead; Python's lock takes less."""
 
     @property
     def scan_s(self) -> float:
-        """Seconds between two scans of all ranks, in which a living one has counted up."""
+        """Seconds between two scans of all ranks. A living rank beats in between."""
         return 1.5 * self.period_s
 
     @property
     def linger_s(self) -> float:
-        """Seconds that the store is kept alive at the end, for ranks that have yet to read it."""
+        """Seconds to keep the store alive at the end, for ranks that have yet to read it."""
         return 2 * self.period_s
 
     @property
@@ -88,10 +83,10 @@ def is_consequence(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def ending_together(launch: Launch, store: dist.Store, pace: Pace | None = None) -> Iterator[None]:
-    """Run the body on every rank; leave it when all have, or end the process when one fails.
+    """Run the body on every rank; return when all have, or end the process when one fails.
 
-    The process then ends at once, with exit code 2 for a UserError and 1 for everything else. The
-    failing rank prints its error, every other node one line about it.
+    The exit code is 2 for a UserError, else 1. The failing rank prints its error, every other node
+    one line about it.
     """
     watch = Watch(store, launch, pace or Pace()) if launch.world_size > 1 else None
     try:
@@ -114,7 +109,7 @@ class Watch:
         self._exchanges = 0
         self._finishing = threading.Event()
         self._over = threading.Event()
-        # Whoever holds it ends the process, and never gives it back.
+        # Its holder ends the process and never releases it.
         self._ending = threading.Lock()
         # Daemons, so that they cannot keep the interpreter alive.
         self._threads = [
@@ -122,8 +117,8 @@ class Watch:
             for target, name in ((self._watch, "watch"), (self._guard, "watch guard"))
         ]
         watch, guard = self._threads
-        guard.start()  # first, as the connection may already be waited for in vain
-        # An own one: a request on the ranks' own connection may wait there for minutes.
+        guard.start()  # first, as the connection may already hang
+        # A separate connection: a request on the ranks' own may block for minutes.
         try:
             self._store = dist.PrefixStore("watch", store.clone())
         except RuntimeError as error:
@@ -131,11 +126,7 @@ class Watch:
         watch.start()
 
     def stop(self) -> None:
-        """Wait until every rank has come here, then end the threads.
-
-        Ranks end at different times, and the store may end with the first of them; so none leaves
-        before all have done their work.
-        """
+        """Barrier, then end the threads: the store may end with the first rank that leaves."""
         self._finishing.set()
         for thread in self._threads:
             thread.join()
@@ -168,13 +159,13 @@ class Watch:
                 else:
                     self._finishing.wait(pause_s)
         except RuntimeError as error:
-            # After this rank's work a store may be gone because all others have seen the end.
+            # After this rank's work, a missing store may mean that all others have finished.
             if not self._finishing.is_set():
                 self._end_without_store(_summary(error))
         self._over.set()
 
     def _exchange(self, silence: "_Silence", pause_s: float) -> bool:
-        """Poll the store once, after a pause; returns whether all ranks have finished."""
+        """Poll the store once, after a pause; return whether all ranks have finished."""
         self._store.add(_beat(self._launch.rank), 1)
         if self._store.check(["failure"]):
             self._ending.acquire()
@@ -182,7 +173,7 @@ class Watch:
         if self._finishing.is_set():
             own = self._store.add(f"finished/{self._launch.rank}", 1)
             if self._store.add("finished", 1 if own == 1 else 0) == self._launch.world_size:
-                # Rank 0, which may keep the store, is the last to leave it.
+                # Rank 0 may host the store, so it leaves last.
                 if self._launch.rank != 0:
                     self._store.add("parted", 1)
                 else:
@@ -194,13 +185,13 @@ class Watch:
         return False
 
     def _linger(self, key: str, count: int) -> None:
-        """Wait until `count` ranks have counted up, but no longer than `linger_s`."""
+        """Wait until `count` ranks have arrived, at most `linger_s`."""
         deadline = time.monotonic() + self._pace.linger_s
         while self._store.add(key, 0) < count and time.monotonic() < deadline:
             time.sleep(min(_LAST_PERIOD_S, self._pace.period_s))
 
     def _report_silent_ranks(self) -> None:
-        """Name all that are silent: a node dies with its ranks, and NCCL takes others along."""
+        """Name all silent ranks: a node dies with its ranks, and NCCL takes others along."""
         before = self._beats()
         time.sleep(self._pace.scan_s)
         silent = [
@@ -229,12 +220,12 @@ class Watch:
         return [self._store.add(_beat(rank), 0) for rank in range(self._launch.world_size)]
 
     def _record(self, own: _Failure) -> _Failure:
-        """Record a failure; returns the first of all ranks, which is `own` if there was none."""
+        """Record a failure; return the first of all ranks, possibly `own`."""
         text = json.dumps(asdict(own), sort_keys=True)
         return _Failure(**json.loads(self._store.compare_set("failure", "", text)))
 
     def _leave_because_of(self, failure: _Failure) -> NoReturn:
-        """Pass the failure on, once a node, and end.
+        """Print the failure once per node, and end.
 
         The store is on the first node, in rank 0 or in a launcher that ends with its ranks.
         """
@@ -260,8 +251,8 @@ class Watch:
                 self._end_without_store(f"no answer for {self._pace.patience_s:g} s")
 
     def _end_without_store(self, reason: str) -> NoReturn:
-        # Without the lock, whose holder may be waiting for the store. Two ranks per node print, as
-        # one of them may be dead.
+        # Without the lock: its holder may be waiting for the store. Two ranks per node print, as
+        # one may be dead.
         if self._launch.local_rank <= 1:
             _print_line(
                 f"error: rank {self._launch.rank} has lost the store of all ranks ({reason}): rank "
@@ -271,9 +262,9 @@ class Watch:
 
 
 class _Silence:
-    """Time that a counter has stood still, summed over the pauses between polls.
+    """Time without a heartbeat, summed over pauses between polls.
 
-    The clock is not used: a process that was frozen itself would find all others silent on waking.
+    Not by clock: a process that was itself suspended would find all others silent on waking.
     """
 
     def __init__(self) -> None:
@@ -327,5 +318,5 @@ def _print_line(line: str) -> None:
 
 
 def _end_process(exit_code: int) -> NoReturn:
-    # No sys.exit, as ending the interpreter would wait for transfers that never come.
+    # No sys.exit: interpreter shutdown would wait for transfers that never complete.
     os._exit(exit_code)
