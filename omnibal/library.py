@@ -1,8 +1,6 @@
-"""What `import omnibal` gives: functions that do what the commands do, typed and silent.
+"""The Python interface: typed, silent functions equal to the commands (docs/python.md).
 
-Each is a few lines over the module that does the work, so that a program, a notebook and the
-command line come to the same results (docs/python.md). A mistake in an argument or a file is a
-`UserError`: what was given, what must hold, what to change.
+Mistakes in arguments or files raise `UserError`.
 """
 
 from collections.abc import Collection, Mapping
@@ -51,11 +49,11 @@ def read_lengths(*paths: Path | str) -> Lengths:
 def pack(
     lengths: Lengths, max_tokens: int, *, seed: int = 0, limits: Mapping[str, int] | None = None
 ) -> Packs:
-    """Put every sample into one pack, in about the fewest packs.
+    """Pack all samples into about the fewest packs.
 
     Args:
-        max_tokens: most tokens of a pack.
-        limits: most of other features, such as `{"tiles": 12}`.
+        max_tokens: max per pack.
+        limits: max of other features, such as `{"tiles": 12}`.
     """
     for name in limits or {}:
         _check_known("limit of", name, (*lengths.item_names, *ITEM_FEATURES))
@@ -79,9 +77,9 @@ def training_job(
     Args:
         model: a preset, a hub id, or a model's TOML file, config.json or folder.
         cluster: a preset or a TOML file.
-        parallel: parallel sizes; None for the smallest, where they are to be searched for.
-        frozen: parts of the model that are not trained, such as "vision".
-        adapters: trained beside frozen matrices, of parts that `frozen` does not name.
+        parallel: parallel sizes; None for the smallest, before a search.
+        frozen: untrained parts of the model, such as "vision".
+        adapters: trained with frozen base matrices, of parts not in `frozen`.
         profile: measured costs, in place of counted ones.
         trainer: another trainer to plan for, such as "ms-swift"; None for this project's.
     """
@@ -120,7 +118,7 @@ def open_plan(directory: Path | str) -> PlanFiles:
 
 
 def check(directory: Path | str) -> list[str]:
-    """Prove that training can follow a plan; a sentence for everything that holds."""
+    """Validate a plan for training; return a sentence per check."""
     return check_plan(Path(directory))
 
 
@@ -146,9 +144,9 @@ def export_plan(
     Args:
         directory: of the plan.
         to: folder to make.
-        trainer: to write for; None for the one that the plan was made for.
-        data: annotation file, or meta JSON, that the lengths were scanned from.
-        workers: loader processes of every rank, where files depend on them.
+        trainer: defaults to the trainer that the plan was made for.
+        data: annotation file, or meta JSON, from which the lengths were scanned.
+        workers: loader processes of every rank, if files depend on them.
     """
     folder, files = Path(to), open_plan(directory)
     check_new_folder(folder)
@@ -166,7 +164,7 @@ def export_plan(
 
 @dataclass(frozen=True, slots=True)
 class Linted:
-    """A launch line as it was read, and what was found of it."""
+    """A parsed launch line and its findings."""
 
     launch: Launch
     findings: list[Finding]
@@ -178,11 +176,11 @@ class Linted:
 
 
 def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None) -> Linted:
-    """Say of a launch line of a Megatron trainer whether it can start.
+    """Check whether a Megatron launch line can start.
 
     Args:
         line: a command, or the text of a script.
-        model: as of `training_job`.
+        model: as for `training_job`.
         variables: values of the line's variables.
     """
     launch = read_launch(line, dict(variables or {}), None, None, None)

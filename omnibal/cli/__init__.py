@@ -1,8 +1,7 @@
 """The `omnibal` command: parse, call the library, print.
 
-Results go to stdout, as tables or with `--json` as one JSON object; progress and errors to stderr.
-Every command is a module of this package. What only one command needs is imported in its function,
-so that `omnibal --help` stays fast.
+Results go to stdout (tables or `--json`), progress and errors to stderr. Imports for a single
+command are inside its function, to keep `omnibal --help` fast.
 """
 
 import sys
@@ -35,7 +34,7 @@ app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line; a user's mistake is one line on stderr and exit status 2."""
+    """Run the command line. User errors are one line on stderr, with exit status 2."""
     given = sys.argv[1:] if arguments is None else arguments
     run_app(app, "omnibal", with_current_names(given))
 

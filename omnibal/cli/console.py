@@ -39,9 +39,9 @@ class _RateColumn(bars.ProgressColumn):
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr; yields what to call with what is newly done.
+    """Show progress on stderr, a bar on terminals and else a line about every 30 seconds.
 
-    A terminal shows a bar, and anything else, such as a job's log, a line about every 30 seconds.
+    Yields a function to call with the newly done amount.
     """
     console = Console(stderr=True)
     if not console.is_terminal:
@@ -57,11 +57,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
 def progress_lines(
     title: str, total: int, clock: Callable[[], float] = time.monotonic
 ) -> Callable[[int], None]:
-    """What to call with what is newly done, which writes a line to stderr now and then.
-
-    Args:
-        clock: seconds from any beginning.
-    """
+    """Return a function to call with the newly done amount, which logs to stderr now and then."""
     began = written = clock()
     done = 0
 
@@ -84,7 +80,7 @@ def progress_lines(
 
 @contextmanager
 def status(what: str) -> Iterator[None]:
-    """Show a spinner on stderr for work whose length is not known."""
+    """Show a spinner on stderr for work of unknown length."""
     with Console(stderr=True).status(what):
         yield
 

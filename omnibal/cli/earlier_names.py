@@ -8,11 +8,10 @@ _COMMAND = "plan"
 
 
 def with_current_names(arguments: Sequence[str]) -> list[str]:
-    """A command line with the names of today.
+    """Replace earlier names of options.
 
-    Example:
-        >>> with_current_names(["plan", "--levels", "2", "--encoder=beside"])
-        ['plan', '--packing-levels', '2', '--encoder=data-parallel']
+    >>> with_current_names(["plan", "--levels", "2", "--encoder=beside"])
+    ['plan', '--packing-levels', '2', '--encoder=data-parallel']
     """
     if _COMMAND not in arguments[:1]:
         return list(arguments)

@@ -1,4 +1,4 @@
-"""Groups of options: a parameter of a command may be a dataclass, whose fields are its options."""
+"""Groups of options: dataclass parameters of a command, with a field per option."""
 
 import inspect
 from collections.abc import Callable
@@ -12,17 +12,15 @@ from omnibal.base.remote_path import check_local
 def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     """Replace every group of options among a command's parameters by the group's fields.
 
-    Typer reads the list of all options; the command gets its groups with values, none of which is
-    a URL where a path must be.
+    The command gets its groups with values, and URLs in path options are errors.
 
-    Example:
-        >>> @dataclass
-        ... class Sizes:
-        ...     tp: int = 1
-        ...     pp: int = 1
-        >>> def plan(sizes: Sizes, output: str) -> None: ...
-        >>> inspect.signature(with_groups(plan))
-        <Signature (*, tp: int = 1, pp: int = 1, output: str) -> None>
+    >>> @dataclass
+    ... class Sizes:
+    ...     tp: int = 1
+    ...     pp: int = 1
+    >>> def plan(sizes: Sizes, output: str) -> None: ...
+    >>> inspect.signature(with_groups(plan))
+    <Signature (*, tp: int = 1, pp: int = 1, output: str) -> None>
     """
     signature = inspect.signature(command, eval_str=True)
     parameters: list[inspect.Parameter] = []

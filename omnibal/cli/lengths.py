@@ -86,7 +86,7 @@ class PoolOptions:
 
     @contextmanager
     def opened(self) -> Iterator[Pool]:
-        """Where the work is done, until the end."""
+        """Open the worker pool as a context."""
         if self.engine == "local":
             if self.address is not None:
                 raise UserError("--address is of a Ray cluster: give --engine ray with it")
@@ -105,7 +105,7 @@ class PoolOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScanOptions:
-    """Options for what a scan does with bad samples, and writes beside lengths."""
+    """Options for bad samples and extra outputs of a scan."""
 
     data_index: Annotated[
         Path | None,
@@ -200,7 +200,7 @@ def _scanned(
     pool_options: PoolOptions,
     options: ScanOptions,
 ) -> tuple[Lengths, int, Path | None]:
-    """Scan and write the lengths; how many samples were skipped, and the list of these."""
+    """Scan and write the lengths; return them, the number of skipped samples and their list."""
     from omnibal.data.annotations import Annotations
     from omnibal.data.data_index import DataIndex
     from omnibal.data.scan import scan_key, scan_lengths, skipped_notes, write_skipped

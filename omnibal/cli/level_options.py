@@ -16,9 +16,9 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.level_estimates import LevelRule
 
 _FEW_STEPS = 4
-"""Steps of an epoch below which one that takes what is over stands out."""
+"""Steps per epoch below which a smaller last step matters."""
 _UNEVEN = 2.0
-"""How many times as many tokens a step may have as another one of few."""
+"""Token ratio of two steps above which to warn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class LevelOptions:
 
     @property
     def level_rule(self) -> "LevelRule":
-        """Rule by which sets of levels are looked at."""
+        """Return the rule for candidate sets of levels."""
         from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
 
         if self.levels == "auto":
@@ -56,7 +56,7 @@ class LevelOptions:
 
 
 def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
-    """A note where an epoch has so few steps that these are far from alike."""
+    """Return a note if an epoch has few and very unequal steps."""
     import numpy as np
 
     tokens = np.bincount(packs.step, weights=packs.tokens)
@@ -72,9 +72,9 @@ def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
-    """Every level of a plan for JSON; one without levels has one, of context size 1.
+    """Return every level of a plan for JSON; a plan without levels has one of context size 1.
 
-    Packs and samples are of all epochs, and None for a plan of shapes only.
+    Packs and samples are of all epochs, or None for a plan of shapes only.
     """
     import numpy as np
 
@@ -95,7 +95,7 @@ def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str,
 
 
 def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
-    """The levels of a plan; None where there is but one, of context size 1."""
+    """Table of a plan's levels, or None for a single level of context size 1."""
     if not plan.levels:
         return None
     entries = levels_of_plan(plan, packs)
@@ -119,7 +119,7 @@ def levels_table(plan: Plan, packs: "ScheduledPacks | None") -> Table | None:
 def balance_of(
     plan: Plan, data: "tuple[ScheduledPacks, Lengths] | None"
 ) -> dict[str, float | None]:
-    """How evenly attention is spread, and what ranks exchange of it, by the keys of the JSON."""
+    """Return attention balance and exchange, by JSON keys."""
     from omnibal.steps.metrics import measure_packs
 
     names = (

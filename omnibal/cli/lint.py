@@ -1,4 +1,4 @@
-"""`omnibal lint`: refuse a launch line that cannot start, and predict one that can."""
+"""`omnibal lint`: reject a launch line that cannot start, or predict its cost."""
 
 import re
 from collections.abc import Sequence

@@ -25,7 +25,7 @@ DEFAULT_CLUSTER = "h100-80g"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LineCost:
-    """What is printed of a line's cost."""
+    """Printed costs of a line."""
 
     result: dict[str, Any]
     """Keys of the JSON object."""
@@ -63,7 +63,7 @@ class CostOptions:
     ] = True
 
     def line_cost(self, line: "Line", model: ModelConfig) -> LineCost:
-        """Predict a line that starts; why not, where that cannot be."""
+        """Predict a line that starts, or explain why not."""
         from omnibal.lint.launched import Samples, launched
         from omnibal.lint.predicted import Verdict
 
@@ -89,7 +89,7 @@ class CostOptions:
 
 
 def _result(verdict: "Verdict") -> dict[str, Any]:
-    """The prediction and what would be better, for JSON."""
+    """Return the prediction and improvements for JSON."""
     job, better, least = verdict.launched.job, verdict.better, verdict.least
     accuracy = _accuracy(verdict)
     prediction = {
@@ -109,7 +109,7 @@ def _result(verdict: "Verdict") -> dict[str, Any]:
 
 
 def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
-    """Stages and what is predicted of them."""
+    """Return stages with their prediction."""
     towers = verdict.launched.job.model.towers
     stages = [
         {
@@ -135,7 +135,7 @@ def _costed_result(verdict: "Verdict", costed: "Costed") -> dict[str, Any]:
 
 
 def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
-    """Stages with their flags, and the encoders whose recomputation no flag says."""
+    """Return stages with their flags, and encoders recomputed without a flag."""
     return {
         **_costed_result(verdict, advised),
         "flags": list(advised.flags),
@@ -144,7 +144,7 @@ def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
 
 
 def _accuracy(verdict: "Verdict") -> Accuracy | None:
-    """How far published steps are predicted off on such devices; None where none are known."""
+    """Return published prediction errors on such devices, or None."""
     job = verdict.launched.job
     return job.cluster.accuracy.get(job.precision)
 
@@ -193,7 +193,7 @@ def _facts(verdict: "Verdict") -> Facts:
 
 
 def _advice(verdict: "Verdict") -> Iterator[str]:
-    """Sentences on what would be better."""
+    """Yield sentences on improvements."""
     better, least = verdict.better, verdict.least
     if better is not None:
         how = f"another split takes {verdict.saved:.1%} less time"
@@ -224,7 +224,7 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
 
 
 def _flags(verdict: "Verdict", advised: "Costed") -> str:
-    """Flags of stages; what a recipe has no field for in words."""
+    """Return flags of stages, and in words settings without a recipe field."""
     flags = " ".join(advised.flags) or "no flags of the split or of recomputation"
     again = _without_field(verdict, advised)
     if again:
@@ -233,7 +233,7 @@ def _flags(verdict: "Verdict", advised: "Costed") -> str:
 
 
 def _without_field(verdict: "Verdict", advised: "Costed") -> list[str]:
-    """Encoders that stages recompute, where the trainer has no field that says so."""
+    """Return recomputed encoders without a field in the trainer."""
     if verdict.launched.line.launch.launcher is not Launcher.MEGATRON_BRIDGE:
         return []
     encoders = verdict.launched.job.model.encoders

@@ -20,10 +20,10 @@ MixtureOption = Annotated[
 
 
 def mixed(lengths: Lengths, mixture: Path | None, seed: int) -> tuple[Lengths, tuple[int, ...]]:
-    """Draw the mixture of a file, and say on stderr what of it cannot be.
+    """Draw a mixture and warn on stderr about unreachable shares.
 
     Returns:
-        Lengths, as they were given without a mixture; and samples that each source has of one.
+        Lengths, unchanged without a mixture, and samples available per source.
     """
     if mixture is None:
         return lengths, ()

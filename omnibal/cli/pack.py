@@ -60,7 +60,7 @@ class LimitOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepOptions:
-    """Options by which samples become packs, and packs become steps of all ranks."""
+    """Options for packing samples, and matching packs into steps of all ranks."""
 
     dp: Annotated[int, count_option("data-parallel ranks", most=MAX_DEVICES)]
     micro_batches: Annotated[
@@ -151,7 +151,7 @@ def pack(
         if bound:
             fewest = int(np.bincount(packs.epoch).min())
             if steps.packing is not PackingMethod.BALANCED:
-                # A bound is sought in vain, for minutes, beside packs far from the fewest.
+                # A lower bound takes minutes to prove for packs far from optimal, so skip it.
                 fewest = min(fewest, len(pack_balanced(samples, caps, steps.seed)))
             least = packs_lower_bound(samples, caps, found=fewest)
     load_ms = job.load_ms(packs.packs, samples)
@@ -166,7 +166,7 @@ def pack(
 
 
 def _ranks_without_packs(packs: ScheduledPacks, ranks: int) -> list[str]:
-    """A note of the step that takes what is over, where that is fewer packs than ranks."""
+    """Return a note if the last step has fewer packs than ranks."""
     at_work = np.bincount(packs.step[packs.slot == 0])
     step = int(at_work.argmin())
     idle = ranks - int(at_work[step])

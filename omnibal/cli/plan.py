@@ -159,10 +159,10 @@ class DataOptions(LevelOptions):
         return [*earlier, *mixture, *length_files(self.lengths or [])]
 
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
-        """Return the caps of a pack for a model; None if they are to be searched for.
+        """Return the caps of a pack for a model, or None if searched for.
 
         Args:
-            packed_by_tokens: samples whose packs a trainer limits by their tokens alone.
+            packed_by_tokens: samples for trainers that limit packs by tokens only.
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
@@ -243,7 +243,7 @@ class DataOptions(LevelOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategyOptions(TrainerOptions):
-    """Options for what a plan is for: a trainer, and a number of devices and samples per step."""
+    """Options for the target: a trainer, a number of devices and samples per step."""
 
     gpus: Annotated[
         int | None,
@@ -305,18 +305,18 @@ class PlacementOptions:
 
     @property
     def schedule_name(self) -> ScheduleName | None:
-        """The schedule that is asked for; None for the fastest."""
+        """Return the schedule asked for, or None for the fastest."""
         return None if self.schedule == "auto" else self.schedule
 
     def shardings(self, *, is_free: bool) -> tuple[WeightSharding, ...] | None:
-        """Ways to hold weights to choose from, if sizes are free or not; None for the job's own."""
+        """Return shardings to search for free or fixed sizes, or None for the job's own."""
         chosen = self.sharding or ("auto" if is_free else None)
         if chosen == "auto":
             return tuple(WeightSharding)
         return None if chosen is None else (WeightSharding(chosen),)
 
     def placements(self, *, is_free: bool) -> tuple[EncoderPlacement, ...]:
-        """Placements to choose from, where sizes are free or given."""
+        """Return encoder placements to search for free or fixed sizes."""
         chosen = self.encoder or ("auto" if is_free else EncoderPlacement.PIPELINE.option)
         return tuple(one for one in EncoderPlacement if chosen in ("auto", one.option))
 
@@ -413,7 +413,7 @@ def _goal(
 def _compared(
     strategy: StrategyOptions, data: DataOptions, goal: "Goal", planned: "Planned"
 ) -> dict[str, Any]:
-    """What the limits of a trainer cost, for JSON; a sentence on it goes to stderr."""
+    """Compare with the plan without the trainer's limits, for JSON, with a note on stderr."""
     from omnibal import planning
 
     result = planned.result

@@ -103,7 +103,7 @@ class MeasureOptions:
 
 
 def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
-    """Refuse one of two options, given by name, without the other."""
+    """Raise if only one of two options is given."""
     given = [name for name, value in values.items() if value is not None]
     missing = [name for name, value in values.items() if value is None]
     if given and missing:
@@ -132,7 +132,7 @@ class MeasuredClusterOptions:
     ] = None
 
     def base(self) -> ClusterConfig | None:
-        """Read the cluster that is written with rates; None where none is."""
+        """Read the cluster to write with rates, or None."""
         _require_both_or_none(
             {"--cluster": self.cluster, "--cluster-output": self.cluster_output},
             "a cluster file with measured rates needs the cluster that they are added to, and the "
@@ -145,7 +145,7 @@ class MeasuredClusterOptions:
         return {} if self.cluster_output is None else {"--cluster-output": self.cluster_output}
 
     def write(self, base: ClusterConfig | None, measured: "Profile") -> None:
-        """Write the cluster with the rates of a profile, where it was asked for."""
+        """Write the cluster with a profile's rates, if asked for."""
         from omnibal.cost.profile import with_measured_rates
 
         if base is not None and self.cluster_output is not None:
@@ -209,7 +209,7 @@ def profile(
         command += [] if value is None else [name, str(value)]
     with atomic(output) as written:
         command += ["--output", str(written)]
-        # Whatever the programs print is progress: stdout is for the result.
+        # Programs print progress to stderr; stdout is for the result.
         returncode = subprocess.run(command, check=False, stdout=sys.__stderr__).returncode
         if returncode:
             raise typer.Exit(returncode)

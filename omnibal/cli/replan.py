@@ -1,4 +1,4 @@
-"""`omnibal replan`: plan a run anew by what it has measured, or for other devices."""
+"""`omnibal replan`: replan a run from its measurements, or for other devices."""
 
 from pathlib import Path
 from typing import Annotated

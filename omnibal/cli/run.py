@@ -22,7 +22,7 @@ from omnibal.model.targets import TargetName
 _ROOT = Path(__file__).resolve().parents[2]
 """Root of the repository, with pretrain_vlm.py."""
 _DONE = "commands.txt"
-"""File of the commands that are done, by which a run that was stopped goes on."""
+"""File of finished commands, to resume a stopped run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,7 +40,7 @@ class _Step:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options for what is run, and where."""
+    """Options for the steps to run, and their directory."""
 
     model: ModelOption
     cluster: ClusterOption
@@ -127,9 +127,9 @@ def run(
 
 
 def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
-    """Run the steps in processes of their own, from the first that was not done just so.
+    """Run the steps as processes, from the first that is not done.
 
-    What was done counts as far as the data and all commands before it are the same.
+    A done step counts while the data and all earlier commands are unchanged.
     """
     about = data.stat() if data.exists() else None
     of_data = "# no data" if about is None else f"# data {about.st_size} {about.st_mtime_ns}"

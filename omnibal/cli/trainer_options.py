@@ -44,12 +44,12 @@ class TrainerOptions:
 
     @property
     def target(self) -> TrainerConstraints | None:
-        """The trainer; None for this project's."""
+        """The trainer, or None for this project's."""
         return None if self.made_for is None else TARGETS[self.made_for]
 
 
 def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[str]:
-    """What a user must know of a plan for a trainer before training it."""
+    """Return notes on a trainer's plan to read before training."""
     import numpy as np
 
     if target is None:
@@ -79,10 +79,10 @@ def cost_of_limits(
     packing: "PackingMethod",
     plan_freely: "Callable[[], tuple[PlanResult, float]]",
 ) -> "CostOfLimits | None":
-    """Compare a plan with those without its limits; None where there is none without them.
+    """Compare a plan with plans without the trainer's limits, or return None without such plans.
 
     Args:
-        plan_freely: makes the plan without limits, with the gap of its search.
+        plan_freely: makes the plan without limits, with its search gap.
     """
     from omnibal.search.limit_costs import CostOfLimits, rate_of, rates_lifted, requests_lifted
 
@@ -102,7 +102,7 @@ def cost_of_limits(
 def summary_of(
     options: TrainerOptions, cost: "CostOfLimits | None", *, has_samples: bool
 ) -> dict[str, Any]:
-    """Values for JSON: the trainer, and what its limits cost."""
+    """Return the trainer and its limits' cost for JSON."""
     made_for = None if options.made_for is None else options.made_for.value
     summary: dict[str, Any] = {"made_for": made_for}
     if cost is not None:

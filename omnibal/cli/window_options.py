@@ -17,8 +17,7 @@ class Dispatch(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowFacts:
-    """How evenly ranks share the windows of a plan; imbalance is the busiest rank's time over the
-    mean, by predicted times of packs, over all steps."""
+    """Balance of a plan's windows over ranks: max / mean predicted rank time over all steps."""
 
     samples: int
     dispatch: Dispatch
@@ -37,7 +36,7 @@ class WindowFacts:
 
 
 def window_facts(result: "PlanResult") -> WindowFacts | None:
-    """Measure the windows of a plan beside what a plain loader makes of them; None without any."""
+    """Compare a plan's windows with a plain loader's, or return None without windows."""
     from omnibal.dispatch.windows import imbalance
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData

@@ -20,7 +20,7 @@ from omnibal.model.targets import TrainerConstraints, trainer_of
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Export:
-    """A plan as a trainer's files, and what to expect of its run."""
+    """A plan as a trainer's files, with the expected run."""
 
     given: ExportInput
     exported: Exported
@@ -66,7 +66,7 @@ def export_input(
     folder: Path,
     workers: int,
 ) -> ExportInput:
-    """What a trainer's export is given of a plan."""
+    """Collect the inputs of a plan's export."""
     check_expressible(files, target)
     plan = files.plan
     order = None
@@ -88,7 +88,7 @@ def export_input(
 
 
 def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:
-    """Refuse a plan that a trainer cannot be told."""
+    """Raise if the trainer cannot express the plan."""
     obstacle = first_obstacle(files.plan, files.data, target)
     if obstacle is not None:
         raise UserError(
@@ -108,7 +108,7 @@ def _check_data(files: PlanFiles, annotations: Annotations) -> None:
     if plan.data.origin is not None:
         check_same_data("--data", annotations.sha256, plan.data.origin.data_sha256)
         return
-    # Of the data; at least so many where some were skipped.
+    # Samples of the data, or a lower bound if some were skipped.
     samples = len(lengths) if lengths.sample is None else int(lengths.sample[-1]) + 1
     if samples != len(annotations):
         raise UserError(
@@ -141,7 +141,7 @@ def _on_trust(given: ExportInput) -> Iterator[str]:
 
 
 def _unlike_predicted(given: ExportInput) -> Iterator[str]:
-    """What the trainer computes that the prediction of a plan not made for it leaves out."""
+    """Yield computation missing from the prediction of a plan made for another trainer."""
     plan, target = given.files.plan, given.target
     planned = trainer_of(plan.made_for)
     left_out = "which the prediction of this plan, not made for it, leaves out"

@@ -1,9 +1,8 @@
-"""Packs for Megatron-Energon: a line each, read one by one, with the keys of their samples.
+"""Packs for Megatron-Energon: a line per pack, with the keys of its samples.
 
-Energon 7.4.1 reads a JSONL file in order where nothing shuffles it. Its lines are divided into as
-many equal runs as there are loader processes on all ranks, and a rank takes turns among the
-processes of its own (flavors/webdataset/sharder.py, `split_samples_to_workers`). So lines are
-written rank by rank, and process by process.
+Energon 7.4.1 splits an unshuffled JSONL file into equal runs per loader process of all ranks, and a
+rank alternates among its processes (flavors/webdataset/sharder.py, `split_samples_to_workers`). So
+lines are written rank by rank and process by process.
 """
 
 import json
@@ -30,16 +29,12 @@ _META = ".nv-meta"
 
 
 def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
-    """Packs by the line on which each must stand, so that rank r reads r, r + ranks and so on.
+    """Return the pack of every line, int64 [lines], so that rank r reads packs r, r + ranks, ...
 
-    Where a rank's packs are no multiple of its loader processes, its last one stands on some more
-    lines, which are read behind all others.
+    A rank's last pack is repeated, to be read last, up to a multiple of its loader processes.
 
     Args:
-        workers: loader processes of each; 0 and 1 read alike.
-
-    Returns:
-        Pack of every line, int64 [lines].
+        workers: loader processes per rank; 0 and 1 are equivalent.
     """
     each, workers = packs // ranks, max(workers, 1)
     rounds = -(-each // workers)
@@ -49,7 +44,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
 
 
 def whole_steps(given: ExportInput) -> ReadingOrder | None:
-    """The packs of all full steps; None for a plan of shapes only."""
+    """Return the packs of all full steps, or None for a plan of shapes only."""
     order, full = given.order, given.packs_per_step
     if order is None:
         return None
@@ -67,13 +62,13 @@ class _Stored:
     dataset: str
     key: str
     parts: tuple[str, ...]
-    """What is behind the key in their names; the record comes first."""
+    """Parts of member names behind the key, the record first."""
     files: tuple[Path, ...]
-    """Files that are to be stored under these parts, but for the record; empty in a shard."""
+    """Files to be stored under these parts, except the record; empty in a shard."""
 
 
 def _find_members(annotations: Annotations, index: int) -> _Stored:
-    """Find the members of a sample, those of its own shard or those that it will have in one."""
+    """Find a sample's members, in its shard or to be stored."""
     sample, record = annotations[index], annotations.stored(index)
     shown = sample.files
     if record.in_shard:
@@ -86,7 +81,7 @@ def _find_members(annotations: Annotations, index: int) -> _Stored:
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
-    """The files by which Energon reads the plan's packs; none without the samples."""
+    """Return the files by which Energon reads the plan's packs, or nothing without samples."""
     order, annotations = whole_steps(given), given.annotations
     if order is None or annotations is None:
         return {}
@@ -160,14 +155,14 @@ def _write_packs(
 
 
 def _write_offsets(path: Path) -> None:
-    """Where every line of packs.jsonl, written before, begins and where the last one ends."""
+    """Write the offsets of all lines of packs.jsonl and its end."""
     index = index_lines(path.with_suffix(""))
     borders = np.append(index.start, index.start[-1] + index.size[-1])
     path.write_bytes(borders.astype("<u8").tobytes())
 
 
 def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) -> None:
-    """Write each sample that is in no shard once, in the order in which packs first need them."""
+    """Write samples outside shards once, in order of first use."""
     _, first = np.unique(numbers, return_index=True)
     with path.open("w", encoding="utf-8") as file:
         for index in numbers[np.sort(first)].tolist():
@@ -180,7 +175,7 @@ def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) ->
 
 
 def without_packs(trainer: str) -> str:
-    """Sentence on what an export without packs does not tell the trainer."""
+    """Return a sentence on settings missing without packs."""
     return (
         "Only the split, recomputation and the batch are told: without packs for Energon, "
         f"{trainer} makes micro-batches of its own, and the prediction is not of those."
@@ -188,7 +183,7 @@ def without_packs(trainer: str) -> str:
 
 
 def energon_notes(given: ExportInput, files: Mapping[str, Writer]) -> Iterator[str]:
-    """Sentences on how to load the packs, or on what is missing for it."""
+    """Yield sentences on how to load the packs, or on missing inputs."""
     if given.order is None:
         return
     if given.annotations is None:

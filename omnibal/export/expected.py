@@ -1,4 +1,4 @@
-"""What a plan's run by another trainer is expected to take: steps, time and memory."""
+"""Expected steps, time and memory of a plan's run by another trainer."""
 
 from typing import Any, Self
 
@@ -11,7 +11,7 @@ from omnibal.model.limits import memory_cap_gib
 
 
 class Expected(Frozen):
-    """Figures of a run, all of them simulated; None where the plan has no samples."""
+    """Simulated figures of a run, or None without samples."""
 
     steps: int | None = None
     """Steps that the trainer runs, all of them full."""
@@ -24,7 +24,7 @@ class Expected(Frozen):
     dropped_packs: int
     """Packs of a last step that is not full, which the trainer leaves out."""
     dropped_samples: int
-    """Samples of these, and of those that the plan has in no step."""
+    """Samples dropped, including those in no step of the plan."""
     step_ms: float
     samples_per_second: float | None
     samples_per_second_per_gpu: float | None
@@ -32,7 +32,7 @@ class Expected(Frozen):
     """Idle share of device time for any cause."""
     peak_gib: tuple[float, ...]
     usable_gib: float
-    """What a plan may fill of a device."""
+    """Usable memory of a device."""
     device_gib: float
     cost_source: str
 

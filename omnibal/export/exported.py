@@ -1,7 +1,7 @@
-"""What an export consists of: files, the command that trains with them, and what was given up.
+"""The result of an export: files, training command and limitations.
 
-A trainer's module has one function, `export(given: ExportInput) -> Exported`. It writes nothing
-itself: `omnibal.export.directory` writes all files of an export or none.
+A trainer's module has `export(given: ExportInput) -> Exported`; `omnibal.export.directory` writes
+all files or none.
 """
 
 import json
@@ -24,17 +24,16 @@ Writer = Callable[[Path], object]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ExportInput:
-    """A plan to export, and what is known besides."""
+    """A plan to export, with its data and folder."""
 
     files: PlanFiles
     target: TrainerConstraints
     order: ReadingOrder | None
-    """None for a plan of shapes only, of which only flags and layers are exported."""
+    """None for a plan of shapes only: just flags and layers are exported."""
     annotations: Annotations | None
-    """The samples themselves; None where no data was named, so that files that hold samples are
-    left out and the order in which to write them is given instead."""
+    """The samples, or None without data: then only the reading order is written."""
     folder: Path
-    """Where the export will stand, for paths in commands."""
+    """Folder of the export, for paths in commands."""
     workers: int = 0
 
     @property
@@ -66,7 +65,7 @@ class Exported:
     settings: str = ""
     """Settings that are no command line, such as Python or JSON to put into a config."""
     given_up: tuple[str, ...] = ()
-    """Sentences on what the trainer cannot do of the plan or the data, or does otherwise."""
+    """Sentences on parts of the plan or data that the trainer cannot follow."""
     notes: tuple[str, ...] = ()
 
 
@@ -86,5 +85,5 @@ def array_file(array: np.ndarray) -> Writer:
 
 
 def script_file(name: str) -> Writer:
-    """Copies a script of this package, which runs beside the trainer and imports nothing of it."""
+    """Copy a script of this package; it runs with the trainer and does not import omnibal."""
     return text_file(files("omnibal.export").joinpath("scripts", name).read_text(encoding="utf-8"))

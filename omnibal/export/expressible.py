@@ -1,8 +1,4 @@
-"""What of a plan a trainer cannot be told, read from the plan as it stands.
-
-A plan that `omnibal plan --for` made has none of it. One that was made otherwise, or was edited,
-is exported if it happens to have none.
-"""
+"""Parts of a plan that a trainer cannot express; none after `omnibal plan --for`."""
 
 from collections.abc import Iterator
 
@@ -22,12 +18,12 @@ Data = tuple[ScheduledPacks, Lengths]
 
 
 def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
-    """First part of a plan that the trainer cannot express, as a sentence; None without any."""
+    """Return the first part of a plan that the trainer cannot express, as a sentence, or None."""
     return next(obstacles(plan, data, target), None)
 
 
 def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iterator[str]:
-    """Yield everything of a plan that the trainer cannot be told, a sentence each."""
+    """Yield a sentence for each part of a plan that the trainer cannot express."""
     yield from _of_sizes(plan, target)
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
         yield f"the plan has products in FP8, and {target.title} none"
@@ -97,7 +93,7 @@ def _of_schedule(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 
 def _place(plan: Plan, part: int) -> str:
-    """Where a part of the model is, in words."""
+    """Describe the location of a part of the model."""
     place, stages = plan.schedule.placement, plan.parallel.pipeline
     stage = f"stage {place.stage_of(part, stages)}"
     return stage if plan.schedule.chunks == 1 else f"chunk {part // stages} of {stage}"

@@ -1,9 +1,9 @@
-"""Layers by stage in Megatron's words: layout strings and lists, and shorter flags.
+"""Layers by stage as Megatron's layout strings, lists and shorter flags.
 
-A layout names what every chunk of every stage holds. In a string E is the embedding, t a layer of
-the language model, m a layer of multi-token prediction and L the head with its loss; `|` ends a
-chunk, x*3 stands for xxx and (xy)*3 for xyxyxy. Chunk i is chunk i // P of stage i % P, of P
-stages. Read in megatron-core 0.16.1, transformer/pipeline_parallel_layer_layout.py.
+In a layout string E is the embedding, t a language model layer, m a layer of multi-token prediction
+and L the head with its loss; `|` ends a chunk, x*3 means xxx and (xy)*3 xyxyxy. With P stages,
+chunk i is chunk i // P of stage i % P (megatron-core 0.16.1,
+transformer/pipeline_parallel_layer_layout.py).
 """
 
 import re
@@ -29,11 +29,11 @@ Chunk = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """What every chunk of every stage holds."""
+    """Layers of every chunk of every stage."""
 
     pipeline: int
     chunks: tuple[Chunk, ...]
-    """Chunk i is chunk i // pipeline of stage i % pipeline: the order in which layers follow."""
+    """Chunk i is chunk i // pipeline of stage i % pipeline, in model order."""
 
     @property
     def virtual(self) -> int:
@@ -46,7 +46,7 @@ class Layout:
         return tuple(word for chunk in self.chunks for word in chunk)
 
     def of_stage(self, stage: int) -> tuple[Chunk, ...]:
-        """Chunks of one stage, in the order in which they run."""
+        """Chunks of one stage, in execution order."""
         return self.chunks[stage :: self.pipeline]
 
     @property
@@ -56,7 +56,7 @@ class Layout:
         return tuple(sum(c.count(DECODER) for c in self.of_stage(stage)) for stage in stages)
 
     def place(self, chunk: int) -> str:
-        """Where a chunk is, in words."""
+        """Describe a chunk's location."""
         stage, virtual = chunk % self.pipeline, chunk // self.pipeline
         return f"stage {stage}" if self.virtual == 1 else f"chunk {virtual} of stage {stage}"
 
@@ -78,7 +78,8 @@ class Layout:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """Layers of the first and last stage; None if the others differ or stages have chunks."""
+        """Layers of the first and last stage, or None if others differ or stages have several
+        chunks."""
         layers = self.layers
         between = set(layers[1:-1])
         if self.pipeline < 2 or self.virtual > 1 or not all(layers) or len(between) > 1:
@@ -92,12 +93,12 @@ class Layout:
 
 
 def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> Layout:
-    """Say what of the language model every stage holds.
+    """Return the language model layers of every stage.
 
     Args:
-        stages: of a plan; of several chunks a stage its parts in model order.
-        prediction_layers: layers of multi-token prediction, which the head is planned with.
-        chunks: of every stage, the next one of which goes on where the last stage's ended.
+        stages: of a plan, or its parts in model order with several chunks.
+        prediction_layers: multi-token prediction layers, planned with the head.
+        chunks: per stage.
     """
     first = Stage.of("language embed").units[0].name
     if not stages[0].holds(first):
@@ -116,11 +117,10 @@ def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) 
 
 
 def split_flags(layout: Layout) -> dict[str, str]:
-    """Megatron's flags for a split, by their names without dashes, the shortest that express it.
+    """Return Megatron's shortest flags for a split, by name without dashes.
 
-    None where stages have equally many layers, the numbers of the first and the last stage where
-    those between have, else the layout, which says the chunks of stages too. Layers of multi-token
-    prediction are with the head in all.
+    Empty for equal stages, else layers of the first and last stage if the middle is equal, else the
+    layout. Multi-token prediction is always with the head.
     """
     if layout.is_even:
         return {}
@@ -142,8 +142,8 @@ def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
 
 
 def _letters_of(text: str) -> tuple[Chunk, ...]:
-    """Words of a string's chunks; its repeats are written out by two substitutions, groups first,
-    so that a group in a group is none."""
+    """Return the letters of a string's chunks, with repeats expanded by two substitutions, groups
+    first, so groups cannot nest."""
     if len(text) > _MOST_LETTERS:
         raise UserError(
             f"the layout {_shown(text)} has {len(text):,} letters; write at most "

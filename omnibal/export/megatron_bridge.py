@@ -33,7 +33,7 @@ _FP8 = {
     "mixed_precision.fp8_param_gather": not TRAINED_FP8.keeps_bf16_weights,
     "mixed_precision.first_last_layers_bf16": False,
 }
-"""How products are in FP8, none of them at the model's ends in bf16."""
+"""FP8 settings, with no bf16 layers at the model's ends."""
 
 
 def export(given: ExportInput) -> Exported:
@@ -101,8 +101,7 @@ def _sizes(plan: Plan) -> Mapping[str, Any]:
 
 
 def _split(layout: Layout) -> Mapping[str, Any]:
-    """All fields that say a split; those that say none are reset, as a recipe may have set them
-    for its own sizes."""
+    """Return all split fields, resetting unused ones that a recipe may have set."""
     ends = None if layout.is_even else layout.ends
     in_full = ends is None and not layout.is_even
     has_chunks = layout.virtual > 1

@@ -1,4 +1,4 @@
-"""What Megatron's launchers are told of a plan, by the names of Megatron-LM's flags."""
+"""Settings of Megatron's launchers for a plan, by names of Megatron-LM's flags."""
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from omnibal.model.parallel import expert_counts
 from omnibal.model.units import LANGUAGE
 
 Flags = Mapping[str, str | None]
-"""Values of flags by their names without dashes; None for a switch."""
+"""Values of flags by name without dashes, or None for a switch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,11 +25,10 @@ class Batch:
     """Sizes of a micro-batch, a pack, and of a step."""
 
     sequence_length: int
-    """Tokens of the longest pack, rounded up to what tensor-parallel ranks divide, and to what FP8
-    multiplies."""
+    """Tokens of the longest pack, rounded up to multiples for tensor parallelism and FP8."""
     packs_per_step: int
     steps: int | None
-    """Full steps; None for a plan of shapes only."""
+    """Full steps, or None for a plan of shapes only."""
     fullness: float
     """Tokens of packs on the mean, of the sequence length."""
 
@@ -50,12 +49,12 @@ class Batch:
 
 
 def plan_layout(plan: Plan) -> Layout:
-    """What of the language model every stage holds."""
+    """Return the language model layers of every stage."""
     return layout_of(plan.stages, plan.model.language.prediction_layers, plan.schedule.chunks)
 
 
 def parallel_flags(plan: Plan) -> Flags:
-    """Sizes of the parallel groups, of which none divides an expert, and what a split counts."""
+    """Return parallel group sizes, with expert tensor size 1, and the split's counts."""
     sizes = plan.parallel
     flags: dict[str, str | None] = {
         "tensor-model-parallel-size": str(sizes.tensor),
@@ -73,7 +72,7 @@ def parallel_flags(plan: Plan) -> Flags:
 
 
 def fp8_flags(plan: Plan) -> Flags:
-    """How products are in FP8, as the plan is predicted; none where they are not."""
+    """Return FP8 settings as predicted, or nothing without FP8."""
     if plan.precision != "fp8":
         return {}
     return {"fp8-format": FP8_FORMAT, "fp8-recipe": TRAINED_FP8.recipe}
@@ -87,12 +86,12 @@ def language_recompute(plan: Plan) -> int:
 
 
 def recomputed_encoders(plan: Plan) -> tuple[str, ...]:
-    """Encoders all of whose layers are recomputed."""
+    """Return fully recomputed encoders."""
     return tuple(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
 def recompute_fields(number: int) -> Mapping[str, str | int | None]:
-    """Settings that recompute so many of the first layers of every chunk, by their short names."""
+    """Return settings to recompute the first `number` layers of every chunk, by short name."""
     return {
         "granularity": "full" if number else None,
         "method": "block" if number else None,
@@ -101,7 +100,7 @@ def recompute_fields(number: int) -> Mapping[str, str | int | None]:
 
 
 def recompute_flags(number: int) -> Flags:
-    """One number for all stages: so many of the first layers of each; none for 0."""
+    """Return flags to recompute the first `number` layers of each stage, or nothing for 0."""
     fields = recompute_fields(number).items()
     return {f"recompute-{name.replace('_', '-')}": str(value) for name, value in fields if value}
 
@@ -141,7 +140,7 @@ def command(lines: Iterable[str]) -> str:
 
 
 def padding_sentences(batch: Batch, why: str) -> Iterator[str]:
-    """What it costs where every pack is padded to the longest; nothing where all are as long."""
+    """Yield the cost of padding every pack to the longest, or nothing if all are as long."""
     if batch.fullness == 1:
         return
     filled = f"{100 * batch.fullness:.1f} % of the {batch.sequence_length:,}"

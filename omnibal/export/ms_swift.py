@@ -48,7 +48,7 @@ def export(given: ExportInput) -> Exported:
         "global_batch_size": str(given.packs_per_step),
         **_steps(given, "train_iters"),
         "train_dataloader_shuffle": "false",
-        # As plans are predicted: state divided, gradients in fp32, exchanged beside computation.
+        # As predicted: sharded state, fp32 gradients, overlapped reduction.
         "use_distributed_optimizer": "true",
         "accumulate_allreduce_grads_in_fp32": "true",
         "overlap_grad_reduce": overlaps,
@@ -112,7 +112,7 @@ def _steps(given: ExportInput, name: str) -> Flags:
 
 
 def _data_flags(given: ExportInput) -> Flags:
-    """Rows in their order, packed one after another; a row that cannot be taken ends the run."""
+    """Return flags for ordered rows packed in sequence; an unusable row aborts the run."""
     length = str(given.longest_pack)  # next fit ends every pack of the plan where it ends there
     rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
     return {
@@ -160,7 +160,7 @@ def _recomputes_encoders(plan: Plan) -> bool:
 
 
 def _frozen_flags(plan: Plan) -> Flags:
-    """What is trained: without these, encoders and projectors are frozen."""
+    """Return flags of trained parts: by default encoders and projectors are frozen."""
     encoders = {name: name in plan.frozen for name in plan.model.encoders}
     projectors = {
         part: part in plan.frozen
@@ -216,7 +216,7 @@ def _truth(value: bool) -> str:
 
 
 def _command(plan: Plan, program: str, flags: Flags) -> str:
-    """Lines of shell; the model's folder is the user's to name."""
+    """Return shell lines; the user fills in the model's folder."""
     per_node, nodes = devices_and_nodes(plan)
     environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
@@ -228,7 +228,7 @@ def _command(plan: Plan, program: str, flags: Flags) -> str:
 
 
 def _image_sizes(plan: Plan) -> Flags:
-    """Variables by which ms-swift resizes images as the lengths were counted."""
+    """Return variables by which ms-swift resizes images as counted."""
     sizes: dict[str, str] = {}
     for tower in plan.model.encoders.values():
         if isinstance(tower, TilesEncoder):

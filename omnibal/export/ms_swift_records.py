@@ -1,9 +1,9 @@
-"""Samples as ms-swift's rows: `messages`, and the files that they show and say.
+"""Samples as ms-swift's rows: `messages` and media files.
 
 Read in ms-swift 4.6.0, swift/dataset/preprocessor/core.py (`RowPreprocessor`): a message has a role
-of `_ROLES`, a text, and for an assistant's `loss`; other keys are dropped in silence. The rows are
-read by Hugging Face's datasets, whose JSON reader takes a column's type from the first 10 MiB
-(datasets 4.8.4, packaged_modules/json/json.py): what none of the rows there has ends the run later.
+of `_ROLES`, a text, and for an assistant's `loss`; other keys are silently dropped. Hugging Face's
+JSON reader infers column types from the first 10 MiB (datasets 4.8.4,
+packaged_modules/json/json.py): columns absent there crash the run later.
 """
 
 import json
@@ -19,7 +19,7 @@ from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
 from omnibal.data.stored_files import StoredFile
 
 _TYPED_BYTES = 10 << 20
-"""Bytes of a file by whose rows the types of its columns are known."""
+"""Bytes of a file from which column types are inferred."""
 _ROLES = frozenset(("system", "user", "assistant"))
 _LOSS = "loss"
 Row = dict[str, Any]
@@ -28,11 +28,7 @@ Row = dict[str, Any]
 def write_rows(
     annotations: Annotations, samples: np.ndarray, path: Path, *, of_tiles: bool = False
 ) -> None:
-    """Write a row a sample, in this order.
-
-    Args:
-        of_tiles: whether the model cuts images into tiles, as InternVL does.
-    """
+    """Write a row per sample, in order; `of_tiles` if the model tiles images, as InternVL does."""
     begins: dict[str, int] = {}
     with path.open("wb") as file:
         for sample in samples.tolist():
@@ -70,7 +66,7 @@ def _write_row(
 
 
 def _plain_row(stored: StoredRecord) -> Row | None:
-    """A record that is such a row as it stands; None where it must be written anew."""
+    """Return a record that is already a valid row, or None if it must be rewritten."""
     try:
         record = json.loads(stored.content)
     except (ValueError, RecursionError):  # which reading it as a sample tells of
@@ -105,11 +101,10 @@ def _is_plain_message(message: Any) -> bool:
 
 
 def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
-    """Write a sample as ms-swift's row, with absolute paths.
+    """Convert a sample to ms-swift's row, with absolute paths.
 
-    Its template of InternVL writes a line break behind every image (swift/template/templates/
-    internvl.py, `replace_tag`), where InternVL has that of the question: one of the two is left
-    out, so that tokens are as they were counted.
+    Its InternVL template adds a line break after every image (swift/template/templates/internvl.py,
+    `replace_tag`) as does InternVL's question: drop one, to keep token counts.
     """
     if sample.greeting is not None:
         raise UserError(
@@ -143,7 +138,7 @@ def row_of(sample: Sample, *, of_tiles: bool = False) -> Row:
 
 
 def _messages_of(turn: Turn) -> list[Row]:
-    """A question, or what tools answered, and what the assistant says and calls."""
+    """Return a question or tool results, and the assistant's reply and calls."""
     asked = [{"role": "tool", "content": result} for result in turn.results]
     asked = asked or [{"role": "user", "content": turn.question}]
     said = []

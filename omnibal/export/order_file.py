@@ -1,8 +1,4 @@
-"""`order.parquet`: every sample of a run in the order in which a trainer reads it.
-
-A row a sample, pack after pack. Every export has it, also where no data was named, so that whoever
-has the samples in another form can put them into this order.
-"""
+"""`order.parquet`: a row per sample of a run in reading order, part of every export."""
 
 from pathlib import Path
 
@@ -28,7 +24,7 @@ COLUMNS = {
     "file": "file of the record, with --data",
     "tokens": "language tokens; behind it, columns of the items that encoders take",
 }
-"""Columns of the file, and what each says."""
+"""Columns of the file, with descriptions."""
 
 
 def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
@@ -40,10 +36,9 @@ def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
 def record_numbers(
     order: ReadingOrder, lengths: Lengths, annotations: Annotations | None
 ) -> np.ndarray | None:
-    """Number of every row's record in its file, int64 [rows].
+    """Return the record number in its file of every row, int64 [rows].
 
-    Without the samples, its place among those of its source; None where a scan has skipped some of
-    several sources, so that nothing tells it.
+    Without samples, the index within its source, or None if several sources had skipped records.
     """
     numbers = sample_numbers(order, lengths)
     if annotations is not None:

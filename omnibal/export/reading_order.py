@@ -1,8 +1,4 @@
-"""The order in which a trainer reads a plan's packs: step by step, slot by slot, rank by rank.
-
-Rank r of R reads packs r, r + R, r + 2 R and so on: in every step a rank's micro-batches are its
-slots.
-"""
+"""Reading order of a plan's packs: by step, slot, rank; rank r of R reads packs r, r + R, ..."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -17,7 +13,7 @@ from omnibal.steps.full_steps import size_of_step
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReadingOrder:
-    """All packs of a run in the order in which they are read; arrays have one entry a pack."""
+    """All packs of a run in reading order, with an array entry per pack."""
 
     packs: Packs
     """Indices into the lengths, of every pack."""
@@ -58,10 +54,7 @@ class ReadingOrder:
         )
 
     def largest_first(self, lengths: Lengths) -> Self:
-        """An order in each of whose packs samples come from most tokens to fewest.
-
-        A trainer that packs by next fit then begins a new pack wherever it would with any order.
-        """
+        """Sort samples within packs by falling tokens, which any next-fit packer splits alike."""
         tokens = lengths.tokens[self.packs.samples]
         rows = np.lexsort((-tokens, self.pack_of_rows))
         samples = self.packs.samples[rows]
@@ -69,10 +62,9 @@ class ReadingOrder:
 
 
 def packs_per_step(data: DataPlan, ranks: int) -> int:
-    """Packs of all data-parallel ranks in a full step: a trainer's global batch.
+    """Return a trainer's global batch in packs: all data-parallel ranks' in a full step.
 
-    Epochs of fewer packs than a step should have are a step each, of as many as ranks have equally
-    many of.
+    Epochs of fewer packs are one step each, with equal numbers on all ranks.
     """
     packs = data.packs // data.epochs
     return size_of_step(packs, data.packs_per_step, ranks) or data.packs_per_step

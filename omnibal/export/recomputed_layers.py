@@ -1,7 +1,6 @@
-"""How many layers stages recompute, as the numbers that other trainers take.
+"""Recomputed layers as numbers for other trainers (Megatron's method `block`).
 
-Such a number recomputes so many of the first layers that a stage holds, of several chunks each of
-them, or all where it holds fewer: Megatron's method `block`.
+First `n` layers of each stage or chunk, or all if it has fewer.
 """
 
 from collections.abc import Sequence
@@ -10,13 +9,13 @@ from omnibal.pipeline.stage import Stage
 
 
 def first_layers(stage: Stage, tower: str) -> int | None:
-    """Number of recomputed layers of a tower in a stage; None if they are not the first."""
+    """Return the recomputed layers of a tower in a stage, or None if not its first layers."""
     again = sorted(stage.recomputed(tower))
     return len(again) if again == list(stage.layers(tower)[: len(again)]) else None
 
 
 def one_number(stages: Sequence[Stage], tower: str) -> int | None:
-    """The number by which all stages recompute a tower's layers; None where none says so."""
+    """Return a single number for all stages' recomputation of a tower, or None."""
     counts = [first_layers(stage, tower) for stage in stages]
     known = [count for count in counts if count is not None]
     if len(known) < len(counts):
@@ -27,7 +26,7 @@ def one_number(stages: Sequence[Stage], tower: str) -> int | None:
 
 
 def all_or_none(stages: Sequence[Stage], tower: str) -> bool | None:
-    """Whether all of a tower's layers are recomputed, or none; None where some are."""
+    """Whether all or no layers of a tower are recomputed, or None for some."""
     held = sum(len(stage.layers(tower)) for stage in stages)
     again = sum(len(stage.recomputed(tower)) for stage in stages)
     return again > 0 if again in (0, held) else None

@@ -1,4 +1,4 @@
-"""`RUN.md`: the command that trains with an export, and what to expect of it."""
+"""`RUN.md`: an export's training command and expected run."""
 
 from collections.abc import Iterable, Sequence
 

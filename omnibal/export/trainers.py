@@ -32,12 +32,12 @@ EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
 def export_of(
     files: PlanFiles, name: TargetName, data: Path | None, folder: Path, workers: int
 ) -> Export:
-    """Make the files of a plan for a trainer, which are not yet written.
+    """Make a plan's files for a trainer, not yet written.
 
     Args:
-        data: annotation file or meta JSON; None to leave out what names samples.
-        folder: that they will be written to.
-        workers: loader processes of every rank, where files depend on them.
+        data: annotation file or meta JSON; None to omit files that name samples.
+        folder: destination.
+        workers: loader processes of every rank, if files depend on them.
     """
     target = TARGETS[name]
     check_expressible(files, target)  # before the data is read, which may take long

@@ -1,8 +1,8 @@
-"""A plan as XTuner's preset packs, their order, and the settings of its loader.
+"""A plan as XTuner's preset packs, their order, and its loader's settings.
 
 Read in InternLM/xtuner: xtuner/v1/datasets/preset_pack.py at 5cda4fb, preset_sampler.py at 147cb2e,
-config.py at 0404287 and the test of its loader. XTuner shards with FSDP: it has no pipeline, and
-recomputes all layers or none.
+config.py at 0404287 and its loader's test. XTuner uses FSDP without pipelines, and recomputes all
+layers or none.
 """
 
 import shlex
@@ -75,8 +75,7 @@ def _files(given: ExportInput) -> dict[str, Writer]:
     else:
         file = annotations.file[sample_numbers(order, lengths)]
         paths = [str(path) for path in _paths(annotations)]
-    # File, line, characters and tokens of every sample in reading order. Samples are whole: their
-    # tokens are 0 to all, and they have no characters.
+    # File, line, characters and tokens per sample in reading order: tokens 0 to all, no characters.
     plain, start = np.full(len(record), _PLAIN), np.zeros(len(record))
     columns = [file, record, plain, plain, start, lengths.tokens[order.packs.samples]]
     return files | {

@@ -35,7 +35,7 @@ _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEnc
 """Kinds of the encoders that the trainer builds, by name."""
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
-"""Relative difference up to which two machines' sums are the same."""
+"""Relative tolerance when comparing sums from two machines."""
 
 
 def check_plan(directory: Path) -> list[str]:
@@ -44,12 +44,7 @@ def check_plan(directory: Path) -> list[str]:
 
 
 def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
-    """Read and check a plan; every command that is given a plan uses this.
-
-    Args:
-        to_train: whether it is trained and nothing more. Training takes nothing of the prediction,
-            so that one by an earlier version of the costs does not stop a run.
-    """
+    """Read and check a plan directory. With `to_train`, ignore the prediction's cost version."""
     files, _ = check_and_open(directory, to_train=to_train)
     if to_train or files.plan.data is None or not files.plan.data.portions:
         return files
@@ -57,7 +52,7 @@ def open_plan(directory: Path, *, to_train: bool = False) -> PlanFiles:
 
 
 def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFiles, list[str]]:
-    """Check a plan directory; returns what `open_plan` and what `check_plan` return."""
+    """Check a plan directory; return `open_plan`'s and `check_plan`'s results."""
     plan = read_plan(directory)
     _check_sharded(plan, directory)
     job = job_of_plan(plan, directory)
@@ -107,7 +102,7 @@ def _check_portions(
 
 
 def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Lengths]]) -> list[str]:
-    """Refuse other counts of what is seen of every source than the packs have."""
+    """Raise unless every source's sample counts match the packs."""
     mixture = data.mixture
     if mixture is None:
         return []
@@ -166,10 +161,10 @@ def _check_fewest(data: DataPlan) -> list[str]:
 
 
 def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Lengths]:
-    """Read and check what is trained from a step of the run on, up to where its portion ends.
+    """Read and check the portion trained from `step` on.
 
     Returns:
-        The steps that there are packs of; the packs, with steps counted through the run; lengths.
+        Steps of its packs, the packs (steps counted through the run), lengths.
     """
     data = files.plan.data
     if data is None or not data.portions:
@@ -181,7 +176,7 @@ def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Le
 
 
 def _check_sharded(plan: Plan, directory: Path) -> None:
-    """Refuse ranks that divide weights beside what does not go with that, by the plan's keys."""
+    """Raise if sharded weights conflict with other settings, by the plan's keys."""
     parallel, trainer = plan.parallel, trainer_of(plan.made_for)
     ranks = f"{directory}: parallel.sharded is {parallel.sharded} of parallel.data {parallel.data}"
     if parallel.data > 1 and parallel.sharding not in trainer.shardings:
@@ -199,10 +194,7 @@ def _check_sharded(plan: Plan, directory: Path) -> None:
 
 
 def training_obstacles(plan: Plan) -> list[str]:
-    """Reasons why a valid plan cannot be trained, a sentence each; empty if it can.
-
-    What another trainer than this project's may have does not stand in the way of a plan for it.
-    """
+    """Return reasons why this trainer cannot train a valid plan, or no reasons."""
     only_shapes = "the plan is of shapes only, without data: it cannot be trained"
     if plan.made_for is not None:
         return [] if plan.data is not None else [only_shapes]
@@ -245,7 +237,7 @@ def training_obstacles(plan: Plan) -> list[str]:
 
 
 def precision_obstacle(plan: Plan) -> str | None:
-    """Reason why the trainer cannot train in a plan's precision, in words; None if it can."""
+    """Return why the trainer cannot train in the plan's precision, or None."""
     if plan.precision != "fp8":
         return None
     has = {
@@ -262,7 +254,7 @@ def precision_obstacle(plan: Plan) -> str | None:
 
 
 def model_obstacle(model: ModelConfig) -> str | None:
-    """Reason why the trainer cannot build a model, in words; None if it can."""
+    """Return why the trainer cannot build a model, or None."""
     foreign = [
         f"an encoder {name} of {tower.kind}"
         for name, tower in model.encoders.items()
@@ -315,7 +307,7 @@ def _foreign_layers(model: ModelConfig) -> list[str]:
 
 
 def _foreign_experts(experts: ExpertsConfig | None) -> str:
-    """What of a mixture of experts the trainer does not have, in words; empty if it has all."""
+    """Return MoE settings that the trainer lacks, in words."""
     if experts is None:
         return ""
     foreign = {
@@ -372,7 +364,7 @@ def _check_settings(plan: Plan) -> list[str]:
 
 
 def _check_recomputed_in_lockstep(plan: Plan) -> None:
-    """Refuse levels of which ranks that run in lockstep repeat other exchanges in the backward."""
+    """Raise if ranks in lockstep would recompute different collectives in the backward."""
     if plan.parallel.routing_ranks == 1 or len({level.recompute for level in plan.levels}) <= 1:
         return
     raise UserError(
@@ -559,8 +551,8 @@ def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
 
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
-    # An epoch's one step of another size may have half as many micro-batches more, and of every
-    # level some that are not for all ranks. Ranks of a window have unequally many.
+    # An epoch's odd step may have up to 1.5 times the micro-batches, with partial rounds of a
+    # level. Windowed ranks have unequal numbers.
     ranks, slots = plan.parallel.data, most_slots(data.packs_per_step, plan.parallel.data)
     slots = slots + len(plan.levels) if data.window is None else data.micro_batches_per_step
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
@@ -573,8 +565,8 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
     _refuse_rows(~in_order, "is out of order", "rows are sorted by step, dp_rank and slot")
     _check_blocks(plan, packs)
-    # Ranks that share packs would wait for each other for ever after a slot without a pack of one
-    # of them: a stage runs as many forwards ahead as its own micro-batches say.
+    # Context-parallel ranks would deadlock after a slot without a pack on some rank: warm-up
+    # depends on each rank's number of micro-batches.
     shares = shares_of(packs, plan.pack_levels)
     before = np.append(-1, shares.slot[:-1])
     same_rank = (np.diff(shares.step, prepend=-1) == 0) & (np.diff(shares.dp_rank, prepend=-1) == 0)

@@ -1,8 +1,7 @@
-"""Stages run on a fake device: what a real one would allocate, launch and read.
+"""Stages run on a fake device: allocated bytes, launched operations and reads, without timing.
 
-`tools/replay.py --fake-device` runs the trainer's own step at real size with tensors that have no
-data, and keeps what it counted, a file per stage. Bytes and kernels are those of the code; no time
-is measured. A time that is made of them is a roofline at the rates of the plan's cluster.
+`tools/replay.py --fake-device` runs the trainer's step at real size with tensors without data,
+one file per stage. Times are rooflines at the cluster's rates.
 """
 
 from collections.abc import Iterable
@@ -33,12 +32,12 @@ OperationKind = Literal["matrix product", "attention", "communication", "element
 
 
 class FakeReplayInfo(ReplayIdentity):
-    """Code whose allocations and operations were counted, of which all stages must be."""
+    """Identity of the code counted; equal for all stages."""
 
     torch: str
-    """Version of torch, whose operations were counted."""
+    """torch version of the operations counted."""
     trainer_sha256: str
-    """SHA-256 of the trainer's code, whose allocations were counted."""
+    """SHA-256 of the trainer's code."""
 
 
 class OperationCount(Frozen):
@@ -57,7 +56,7 @@ class PeakContent(Frozen):
     """Storages that one operation made and that are there at the peak; layers of a tower as one."""
 
     where: str
-    """Path of the module, with * for the layer's number; empty outside of the stage's modules."""
+    """Path of the module, with * for the layer's number; empty outside the stage's modules."""
     operation: str
     phase: str
     tensors: NonNegativeInt
@@ -75,7 +74,7 @@ class HostRead(Frozen):
 
 
 class UnalignedProduct(Frozen):
-    """A 16 bit matrix product whose rows do not all begin at multiples of 16 bytes."""
+    """16-bit matrix product with rows not aligned to 16 bytes."""
 
     where: str
     operation: str
@@ -87,7 +86,7 @@ class UnalignedProduct(Frozen):
 
 
 class Roofline(Frozen):
-    """Rates at which the operations of a stage are turned into time."""
+    """Rates that turn a stage's operations into time."""
 
     name: str
     matrix_tflop_per_s: NonNegativeFloat
@@ -108,7 +107,7 @@ class Roofline(Frozen):
         )
 
     def operation_ms(self, one: OperationCount) -> float:
-        """Time of launches by arithmetic or bytes, whichever is longer; 0 for communication."""
+        """Return the launches' time, max of arithmetic and bytes, or 0 for communication."""
         if one.kind == "communication":
             return 0.0
         rate = self.matrix_tflop_per_s
@@ -132,18 +131,18 @@ def step_ms_by_kind(
 
 
 class FakeStage(FoundOfStage):
-    """What one device of a stage allocates and launches in its heaviest step."""
+    """Allocations and launches of one device of a stage in its heaviest step."""
 
     predicted_gib: NonNegativeFloat | None
-    """Peak that the plan predicts; None without a prediction."""
+    """Predicted peak, or None without a prediction."""
     allocated_gib: NonNegativeFloat
-    """Peak of what the code allocates, in blocks of the caching allocator."""
+    """Peak allocated, in blocks of the caching allocator."""
     state_gib: NonNegativeFloat
     """Memory of weights, gradients and optimizer state."""
     activations_gib: NonNegativeFloat
-    """All else at the peak."""
+    """Everything else at the peak."""
     peak_phase: str
-    """Part of the step in which the peak is: forward, backward or update."""
+    """Phase of the peak: forward, backward or update."""
     peak_at: str
     """Module and operation that reach it."""
     rows: tuple[NonNegativeInt, ...]
@@ -200,8 +199,7 @@ def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
 
 
 def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
-    """Peak that the plan predicts for a stage, without buffers of a communication library, which a
-    fake device has not; None without a prediction."""
+    """Return a stage's predicted peak without NCCL buffers, or None without a prediction."""
     if plan.prediction is None:
         return None
     peers = 0
@@ -221,22 +219,21 @@ class Window:
     """Consecutive micro-batches of a rank's step, about those in flight at one moment."""
 
     rows: np.ndarray
-    """Rows of the packs: those in flight, and where there are any the one before and after them."""
+    """Rows of the packs in flight, plus one before and one after if present."""
     predicted_gib: float
-    """Memory besides the state that is predicted for that moment."""
+    """Predicted memory beyond the state at that moment."""
 
 
 _KEPT_STEPS = 64
-"""Lists of a stage whose passes are kept, as several windows try the same numbers."""
+"""Cached pass lists per stage, as windows try equal sizes."""
 _UNSURE = 0.1
-"""Share by which costs of one feature may be wrong beside those of another."""
+"""Relative error assumed between costs of two features."""
 
 
 def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload) -> list[Window]:
-    """Passes of the run in one of which the stage needs most memory, heaviest first.
+    """Return candidate passes for the stage's peak memory, heaviest first.
 
-    The heaviest as predicted, and those that would be if memory grew by a tenth faster with one of
-    the features.
+    The predicted peak, and peaks if memory grew a tenth faster with some feature.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
@@ -262,8 +259,8 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
 
 
 def _fullest(passes: PassBytes) -> int:
-    """The heaviest pass, of equal ones the first with the most micro-batches in flight: there too
-    where nothing is predicted to be kept of them, as before the first trained unit."""
+    """Return the heaviest pass; ties go to the first with most micro-batches in flight, also if
+    nothing is kept, as before the first trained unit."""
     equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
     return int(equal[passes.others[equal].argmax()])
 
@@ -271,15 +268,15 @@ def _fullest(passes: PassBytes) -> int:
 def _rows_about(
     plan: Plan, stage: int, workload: Workload, passes: PassBytes, one: int
 ) -> np.ndarray:
-    """The fewest rows of a rank's step, by themselves a step, in one pass of which the stage holds
-    what it does in a pass of the whole step, with one row before and one after these."""
+    """Return the smallest run of rows that reproduces the stage's in-flight set of pass `one`, plus
+    one row before and after."""
     row, kind, chunk = int(passes.row[one]), int(passes.kind[one]), int(passes.chunk[one])
     of_rank = (workload.step == workload.step[row]) & (workload.dp_rank == workload.dp_rank[row])
     own = np.flatnonzero(of_rank)
     place, count, schedule = int(row - own[0]), len(own), plan.schedule
 
     def held(first: int, number: int) -> set[tuple[int, int, int]]:
-        """What is held in the pass where `number` micro-batches from `first` are the step."""
+        """Return the in-flight set if the step has only `number` micro-batches from `first`."""
         found = _held_in(schedule, plan.parallel.pipeline, stage, number)
         return {(a, b, first + each) for a, b, each in found[kind, chunk, place - first]}
 
@@ -297,8 +294,8 @@ def _rows_about(
 def _held_in(
     schedule: PipelineSchedule, stages: int, stage: int, micro_batches: int
 ) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
-    """What a stage holds in every pass of a step: by kind, chunk and micro-batch of the pass, the
-    chunk, whether only a weight's gradient is to come, and the micro-batch, of each."""
+    """Return the stage's in-flight set by pass: (kind, chunk, micro-batch) -> (chunk, only the
+    weight gradient is pending, micro-batch)."""
     passes = held_in_passes(schedule_graph(schedule, stages, micro_batches), stage)
     states = list(enumerate((passes.held, passes.late)))
     keys = zip(

@@ -1,7 +1,6 @@
 """Job specification: model, devices, parallel sizes, and the costs of all units.
 
-Everything that plans, checks or replays a job is given a `JobSpec` whole. One that exists is valid
-and has its costs, so nobody checks or counts again.
+A `JobSpec` is validated and costed on construction.
 """
 
 from collections.abc import Mapping, Sequence
@@ -57,23 +56,22 @@ class JobSpec:
     precision: Precision
     frozen: tuple[str, ...] = ()
     adapters: AdapterConfig | None = None
-    """Adapters that are trained beside frozen matrices; None where there are none."""
+    """Adapters trained with frozen base matrices, or None if absent."""
     cost_source: CostSource = ANALYTIC
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
     beside: DataParallelEncoders | None = None
-    """How data-parallel encoders run; None where there are none, or it is to be searched for."""
+    """How data-parallel encoders run, or None if absent or still to be searched."""
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
-    """Ways to hold the weights of data-parallel encoders to choose from, where `beside` does not
-    say."""
+    """Encoder shardings to search if unset."""
     trainer: TrainerConstraints = OWN
-    """The trainer that the job is planned for: what it can be told, and how it runs a step."""
+    """Constraints of the trainer planned for."""
     cost: CostModel = field(init=False, repr=False)
     """Costs of the units that stages hold, made once from the fields above."""
     encoders_costs: Mapping[int, EncodersCost] = field(init=False, repr=False)
-    """Costs of data-parallel encoders by how many ranks divide their weights, in every way that
-    may be chosen; empty where there are none."""
+    """Data-parallel encoders' costs by sharding size, for every allowed sharding, or empty if
+    absent."""
     exchange: ShardedExchange | None = field(init=False, repr=False)
-    """Exchange of weights and gradients in every pass; None where ranks hold them whole."""
+    """Collectives of sharded weights and gradients per pass, or None if replicated."""
 
     def __post_init__(self) -> None:
         mistake = frozen_mistake(self.model, self.frozen)
@@ -139,14 +137,14 @@ class JobSpec:
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
             return cost
-        # Every tensor-parallel rank computes all of them, from the same inputs, so that gradients
-        # need no exchange among these. Data-parallel ranks exchange as ever.
+        # Every tensor-parallel rank computes all of them from equal inputs, so gradients need no
+        # all-reduce among them; data-parallel ranks reduce as usual.
         whole = costs(self.model, self.cluster, Parallel(pipeline=1)).units
         encoders = {kind.name: whole[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE}
         return replace(cost, units=cost.units | encoders)
 
     def _check_limits(self) -> None:
-        """Refuse what goes with no limits of stages, whatever the sizes."""
+        """Raise for settings that exclude stage limits of any size."""
         trainer = self.trainer
         if self.precision == "fp8" and not (
             trainer.name is None or trainer.runtime.transformer_engine
@@ -176,7 +174,7 @@ class JobSpec:
 
     @property
     def encoders_cost(self) -> EncodersCost | None:
-        """Costs of data-parallel encoders that run as `beside` says; None without it."""
+        """Return data-parallel encoders' costs, or None if absent."""
         return None if self.beside is None else self.encoders_costs[self.beside.sharded]
 
     @property
@@ -196,15 +194,15 @@ class JobSpec:
 
     @property
     def rank_slowness(self) -> np.ndarray | None:
-        """Time of every data-parallel rank's slowest devices over that of others, by which packs
-        are dealt, [ranks]; None where none is slow, or ranks wait for each other within a step."""
+        """Relative time of each data-parallel rank's slowest device, [ranks], for dealing packs, or
+        None if none is slow or ranks run in lockstep."""
         slow = np.array(self.cost.slow_ranks)
         waits = self.lockstep_ranks > 1 or self.has_data_parallel_encoders
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
 
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
-        """Features of micro-batches with the exchange of divided weights that these do not hide;
-        unchanged where ranks hold weights whole. Both [..., F]"""
+        """Add sharded collectives not hidden by compute to features [..., F]; unchanged if
+        replicated."""
         if self.exchange is None:
             return features
         columns = exposed_columns(self.cost.features)
@@ -313,11 +311,8 @@ class JobSpec:
         return model_ms(self.cost, self.pipeline_model, features)
 
     def load_at_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Predict the ms of every pack of these levels on all stages, by which packs are balanced.
-        [packs]
-
-        Of a pack that ranks share it is the time of the slowest.
-        """
+        """Predict ms of every pack on all stages, [packs], for balancing; max over context-parallel
+        ranks."""
         if are_plain(levels):
             return self.load_ms(packs, lengths)
         of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))
@@ -335,7 +330,7 @@ class JobSpec:
 
 
 def _check_encoders_beside(model: ModelConfig) -> None:
-    """Refuse encoders whose items cannot be dealt to data-parallel ranks."""
+    """Raise if encoder items cannot be dealt to data-parallel ranks."""
     if not model.encoders:
         raise UserError(
             f"{model.name} has no encoder to be data-parallel; give --encoder pipeline, "

@@ -1,7 +1,6 @@
-"""The plan: the planner result that training reads, as `plan.json` and `packs.parquet`.
+"""The plan, searched or hand-written: `plan.json` and `packs.parquet`, read by training.
 
-A hand-written plan and a searched plan are the same type. `prediction` is for reports and may be
-absent; everything training needs is in the other fields.
+`prediction` is for reports and may be absent.
 """
 
 import hashlib
@@ -35,7 +34,7 @@ PLAN_FILE = "plan.json"
 PACKS_FILE = "packs.parquet"
 LENGTHS_FILE = "lengths.parquet"
 PORTIONS_FOLDER = "portions"
-"""Folder of a plan whose data is in portions: in it, a folder each, with lengths and packs."""
+"""Folder with one subfolder of lengths and packs per portion."""
 PROFILE_FILE = "profile.json"
 """File of the measured costs that the plan was made with; absent where costs were counted."""
 REFIT_FILE = "refit.json"
@@ -46,9 +45,8 @@ MAX_EPOCHS = 1_000
 MAX_SEED = 2**63 - 1  # of an int64 column
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
-"""Packing rule of `omnibal plan` that made the packs, or "other"; the next fit is of windows of a
-stream that are trained as they are read, or of samples that a trainer packs itself, in the order of
-the plan's packs."""
+"""Packing rule of `omnibal plan`, or "other"; next_fit packs streams, or samples that the trainer
+packs itself, in the order of the plan's packs."""
 
 
 class Shapes(Frozen):
@@ -56,14 +54,14 @@ class Shapes(Frozen):
 
     caps: Caps
     micro_batches_per_step: Count
-    """Most packs of one data-parallel rank in a full step; one step of an epoch may differ."""
+    """Max packs per data-parallel rank in a full step; one step of an epoch may differ."""
     image_tokens: Annotated[Count | None, Field(exclude_if=lambda tokens: tokens is None)] = None
-    """Tokens of an image at its native resolution, in packs of shapes only; None where a pack's
-    are one image."""
+    """Tokens per image at native resolution, for packs of shapes, or None if each pack is one
+    image."""
 
 
 class SourceSeen(Frozen):
-    """What is seen of a source of a mixture."""
+    """Samples and tokens of one source of a mixture."""
 
     name: str
     samples: Annotated[int, Field(ge=0)]
@@ -72,10 +70,10 @@ class SourceSeen(Frozen):
 
 
 class MixtureSeen(Frozen):
-    """What is seen of every source of a mixture, in the course of the run."""
+    """Every source's samples in the course of the run."""
 
     by_step: tuple[Count, ...]
-    """Numbers of steps, from the start of the run; the last is all of them."""
+    """Step counts from the start of the run; the last is the total."""
     sources: tuple[SourceSeen, ...]
 
     def sentences(self) -> list[str]:
@@ -114,30 +112,27 @@ class DataPlan(Shapes):
     """Packs of all ranks in every step of an epoch but one, a shared one once for each rank."""
     samples: Count
     left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
-    """Samples of all epochs that are in no pack, as the trainer that the plan is for runs full
-    steps alone."""
+    """Samples of all epochs in no pack, as the target trainer runs only full steps."""
     packs: Count
     steps: Count
     curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
     """First steps that are made of packs of the shortest level alone."""
     window: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = None
-    """Consecutive samples that are a step, where the data is a stream in its order; packs and
-    micro-batches per step are then the most of any step. None where packs are matched into
-    steps."""
+    """Consecutive stream samples per step; then packs and micro-batches per step are maxima. None
+    if packs are matched into steps."""
     portions: Annotated[
         tuple[DataPortion, ...], Field(exclude_if=lambda portions: not portions)
     ] = ()
-    """Portions that are packed and trained one after the other, those of the first epoch first, in
-    files of their own; empty where all samples are packed together."""
+    """Portions packed and trained in turn, each with files, or empty if all are packed together."""
     fewest_packs: Annotated[Count | None, Field(exclude_if=lambda packs: packs is None)] = None
-    """Packs that an epoch of all portions together needs at least; None where it is not proven."""
+    """Lower bound of packs per epoch over all portions, or None if not proven."""
     mixture: Annotated[MixtureSeen | None, Field(exclude_if=lambda seen: seen is None)] = None
-    """What is seen of every source; None where the samples are no mixture of sources."""
+    """Samples per source, or None if not a mixture."""
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
-    """SHA-256 of the packs of every step, or of a window's samples, whatever the ranks: equal
-    hashes can resume each other."""
+    """SHA-256 of the samples of every step, independent of ranks; plans with equal hashes can
+    resume each other's runs."""
     origin: LengthsOrigin | None
 
     @property
@@ -152,7 +147,7 @@ class DataPlan(Shapes):
 
     @property
     def runs_of_first(self) -> float:
-        """How many times as many samples the run trains as its first portion."""
+        """Ratio of the run's samples to its first portion's."""
         return self.epochs * self.samples / self.portions[0].samples
 
     def of_portion(self, index: int) -> "DataPlan":
@@ -163,7 +158,7 @@ class DataPlan(Shapes):
 
     @classmethod
     def joined(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
-        """The data of all portions, of which the first is described already."""
+        """Join all portions' data; `first` is described already."""
 
         def of_all(name: str, among: Sequence[DataPortion]) -> str:
             hashes = "".join(str(dict(each)[name]) for each in among)
@@ -210,7 +205,7 @@ class PlannedLevel(Level):
     """A level of the plan's packs, and the layers that every stage recomputes on them."""
 
     recompute: tuple[tuple[Words, ...], ...]
-    """Layers of each stage whose activations are recomputed in the backward pass of such packs."""
+    """Layers of each stage recomputed in the backward for this level's packs."""
 
     @property
     def unplanned(self) -> Level:
@@ -227,7 +222,7 @@ class SettingsHashes(Frozen):
 
     @classmethod
     def of(cls, model: ModelConfig, data: DataPlan | None) -> Self:
-        """Hash a model's whole description, and of the data what no file beside it tells."""
+        """Hash a model's full description, and the data's fields not covered by its files."""
         chosen = None if data is None else _sha256_of(data, without=_TOLD_BY_FILES)
         return cls(model=_sha256_of(model), data=chosen)
 
@@ -236,7 +231,7 @@ _TOLD_BY_FILES = frozenset(
     "samples left_out packs steps portions fewest_packs mixture lengths_sha256 packs_sha256 "
     "steps_sha256 origin".split()
 )
-"""Fields of a DataPlan that its packs and lengths tell too."""
+"""DataPlan fields that its packs and lengths determine."""
 
 
 def _sha256_of(settings: Frozen, without: frozenset[str] = frozenset()) -> str:
@@ -259,32 +254,29 @@ class Plan(Frozen):
     frozen: tuple[str, ...] = ()
     """Parts of the model that are not trained."""
     adapters: Annotated[AdapterConfig | None, Field(exclude_if=lambda given: given is None)] = None
-    """Adapters that are trained beside frozen matrices; None where there are none."""
+    """Adapters trained with frozen base matrices, or None if absent."""
     made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
-    """The trainer that the plan was limited to, and is predicted as; None for this project's."""
+    """Trainer that the plan was limited to and predicted for, or None for this project's."""
     stages: tuple[Stage, ...]
-    """Runs of units in model order: the pipeline's stages, or where a stage holds several chunks
-    of the model, the parts that `schedule` places on them."""
+    """Runs of units in model order: pipeline stages, or chunks that `schedule` places on them."""
     schedule: Annotated[
         PipelineSchedule, Field(exclude_if=lambda schedule: schedule == ONE_FORWARD_ONE_BACKWARD)
     ] = ONE_FORWARD_ONE_BACKWARD
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
-    """Levels of packs, of rising caps; empty where there is but one, of context size 1, with the
-    caps of `data` and the recomputed layers of `stages`."""
+    """Context-parallel levels by rising caps, or empty for a single level of context size 1."""
     beside: Annotated[
         DataParallelEncoders | None, Field(exclude_if=lambda value: value is None)
     ] = None
-    """How the encoders run where they are data-parallel: the pipeline's stages then hold the
-    language model alone; None where they are units of the stages."""
+    """Data-parallel encoders' settings, or None if encoders are units of the stages."""
     cluster: ClusterConfig
     data: DataPlan | None
-    """Origin of the packs; None for a plan of shapes only, which cannot be trained."""
+    """Data of the packs, or None for a plan of shapes only, which cannot be trained."""
     shapes: Shapes | None = None
     """Micro-batches of a plan of shapes only: each is at the caps, each step is full."""
     settings_sha256: Annotated[
         SettingsHashes | None, Field(exclude_if=lambda hashes: hashes is None)
     ] = None
-    """Hashes of the model and data settings of `omnibal plan`; None in plans of other makers."""
+    """Hashes of the model and data settings of `omnibal plan`, or None if made otherwise."""
     prediction: Prediction | None = None
 
     @model_validator(mode="after")
@@ -296,12 +288,10 @@ class Plan(Frozen):
         return self
 
     def trained_towers(self, cut: int) -> frozenset[str]:
-        """Towers whose tensors over the cut after stage `cut` have a gradient, which is sent back,
-        and deepstack features that have one.
+        """Return towers and deepstack features with a gradient sent back over the cut after `cut`.
 
-        Something that they come from is trained: of an encoder its units in stages 0 to `cut`, of
-        deepstack features those but the projector, of the language model all units there and
-        data-parallel encoders.
+        Something upstream is trained: an encoder's units in stages 0 to `cut`, for deepstack all
+        but the projector, for the language model also data-parallel encoders.
         """
         kinds, before = unit_kinds(self.model), self.stages[: cut + 1]
         held = {name for stage in before for name in stage_units(kinds, stage)}
@@ -479,7 +469,7 @@ def plan_sha256(plan: Plan) -> str:
 
 
 def plan_files(directory: Path) -> list[Path]:
-    """Every file of a plan directory, whether it exists or not, those of portions if they do."""
+    """Return every path of a plan directory, existing or not; portions' only if they exist."""
     of_portions = sorted((directory / PORTIONS_FOLDER).glob("*/*.parquet"))
     return [*(directory / name for name in PLAN_FILES), *of_portions]
 

@@ -1,7 +1,4 @@
-"""Data of a plan's micro-batches: a dataset's samples, a stream of them, or mock ones.
-
-All kinds have the same methods, so that no caller needs to know which of them a plan has.
-"""
+"""Data of a plan's micro-batches: a dataset's samples, a stream or mock samples."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -50,12 +47,12 @@ from omnibal.steps.steps import (
 _IMAGE_TOKENS = "image_tokens"
 """Items of encoders of images at their native resolution."""
 MAX_TRAINED_SAMPLES = 200_000_000
-"""Most samples of all epochs, where there are several: a plan lists each, and all are in memory."""
+"""Max samples over several epochs, as a plan lists each in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleData:
-    """A dataset's samples, and the settings by which they become packs and steps."""
+    """A dataset's samples, with packing and step settings."""
 
     lengths: Lengths
     settings: PackSettings = field(default_factory=PackSettings)
@@ -64,15 +61,15 @@ class SampleData:
     packs_per_step: int
     """Packs per step, of all data-parallel ranks together."""
     steps: Steps | None = None
-    """Steps of an earlier plan of the same levels and settings; None to draw them."""
+    """Steps of an earlier plan with equal levels and settings, or None to draw them."""
     rules: PackRules = ANY_PACKS
-    """What packs may be, where each is one rank's and all have the same limits."""
+    """Pack rules, if each pack is on one rank with equal limits."""
     packed_by: PackedBy | None = None
-    """Rule that made the packs of given steps; None where there are none."""
+    """Rule that packed the given steps, or None without steps."""
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
-        """Take over the data of an earlier plan, step by step, whatever rules its packs follow."""
+        """Take over an earlier plan's steps, whatever their packing rules."""
         if plan.data is None or data is None:
             raise UserError(
                 "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
@@ -89,7 +86,7 @@ class SampleData:
                 "one, and no directory was given to read them from: give it beside the plan"
             )
         packs, lengths = data
-        # `balanced` stands for rules by which others told which samples go together.
+        # `balanced` also represents rules by which other code grouped samples.
         known = plan.data.method in list(PackingMethod)
         settings = PackSettings(
             packing=PackingMethod(plan.data.method) if known else PackingMethod.BALANCED,
@@ -139,10 +136,9 @@ class SampleData:
         return -(-self.packs_per_step // job.parallel.data)
 
     def packed(self, job: JobSpec) -> list[Packs]:
-        """Pack every epoch, which caps, packing rule and seed alone decide; no packs with steps.
+        """Pack every epoch by caps, packing rule and seed, or return no packs with given steps.
 
-        Where there are levels, the time to exchange attention decides too, by which long packs are
-        filled.
+        With several context-parallel levels, long packs are filled by attention exchange time too.
         """
         if self.steps is not None:
             return []
@@ -178,15 +174,13 @@ class SampleData:
         return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
 
     def sampled(self, most: int) -> Self:
-        """Draw at most `most` samples at random; all are kept where steps are given."""
+        """Draw at most `most` samples at random, or keep all with given steps."""
         if self.steps is not None:
             return self
         return replace(self, lengths=draw_samples(self.lengths, most, self.settings.seed))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Schedule all epochs: packs matched into steps and dealt to ranks by predicted time,
-        without what no full step has where the rules ask for full ones.
-        """
+        """Schedule all epochs: match packs into steps and deal them to ranks by predicted time."""
         lengths, steps = self.lengths, self.drawn(job).steps
         assert steps is not None
         sizes, rules = job.parallel, self.rules
@@ -270,7 +264,7 @@ class MockData(_UnderCaps):
     micro_batches_per_step: int
     """Packs of one data-parallel rank."""
     image_tokens: int | None = None
-    """Tokens of an image at its native resolution; None where all of a pack's are one image."""
+    """Tokens of an image at native resolution, or None if each pack has a single image."""
 
     def check(self, job: JobSpec) -> None:
         """Refuse a step of too many packs, and limits that do not suit the model."""
@@ -294,7 +288,7 @@ class MockData(_UnderCaps):
         return Caps.of(**dict.fromkeys(self.caps.names, 1))
 
     def described(self, packs: object = None, job: object = None) -> Shapes:
-        """Describe the micro-batches for plan.json, whatever packs they are."""
+        """Describe the micro-batches for plan.json."""
         return Shapes(
             caps=self.caps,
             micro_batches_per_step=self.micro_batches_per_step,
@@ -304,7 +298,7 @@ class MockData(_UnderCaps):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StreamData(_UnderCaps):
-    """Samples whose order is kept: a step is a window of them, whatever packs and ranks it has."""
+    """Ordered samples: a step is a window of them, independent of packs and ranks."""
 
     lengths: Lengths
     window: int
@@ -315,7 +309,7 @@ class StreamData(_UnderCaps):
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self | None:
-        """Take over the windows of an earlier plan, to be packed anew; None where it has none."""
+        """Take over an earlier plan's windows for repacking, or return None without windows."""
         if plan.data is None or plan.data.window is None or data is None:
             return None
         return cls(
@@ -403,11 +397,9 @@ def limited_features(model: ModelConfig) -> tuple[str, ...]:
 
 
 def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float) -> dict[str, int]:
-    """Complete caps of a pack of shapes: of its tokens, such a share are images'.
+    """Complete caps of a pack of shapes, with `image_share` (0 to 1) of its tokens from images.
 
-    Args:
-        given: caps of features, tokens among them.
-        image_share: from 0 to 1; rounded to whole tiles, of which there is one at least.
+    Image tokens are rounded to at least one whole tile.
     """
     caps = dict(given)
     for tower in model.encoders.values():
@@ -423,10 +415,7 @@ def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
 
 
 def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
-    """Make caps of these features of which only that of tokens limits packs.
-
-    The others are the most that samples of so many tokens together could have.
-    """
+    """Make caps limiting only tokens; other features get the max of samples with these tokens."""
     caps = {"tokens": tokens}
     for name in names:
         if name != "tokens":
@@ -441,9 +430,9 @@ def caps_of_tokens(lengths: Lengths, names: Sequence[str], tokens: int) -> Caps:
 
 
 def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Lengths]:
-    """Make one step of samples that each fill a pack.
+    """Make a step of samples that each fill a pack.
 
-    They cost the most attention that fits it, but where a size of images is given.
+    Attention cost is maximal unless an image size is given.
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
@@ -540,11 +529,7 @@ def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
 
 
 def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:
-    """Describe packs for plan.json, by which a run knows them again.
-
-    Args:
-        settings: fields of the description that packs and lengths do not tell, `epochs` among them.
-    """
+    """Describe packs for plan.json; `settings` are fields not determined by packs and lengths."""
     told = {
         "samples": len(lengths),
         "left_out": settings["epochs"] * len(lengths) - len(packs.packs.samples),

@@ -47,8 +47,8 @@ from omnibal.steps.seen import milestones, seen_by_step
 from omnibal.steps.steps import steps_of
 
 _LATER_EFFORT = 0.5
-"""Effort of the search for the order of micro-batches in portions after the first: with half of the
-changes it finds nine tenths of the gain, and takes no longer than the packing."""
+"""Search effort for micro-batch order in later portions: half the changes find nine tenths of the
+gain."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,14 +59,14 @@ class PlanFiles:
     job: JobSpec
     """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either; of a
-    plan to train whose data is in portions, those of the first."""
+    """Packs and lengths: mock at the caps for shapes only, the first portion's if in portions, or
+    None."""
     directory: Path | None = None
-    """Where they were read; None of what was put together in memory."""
+    """Source directory, or None if made in memory."""
 
     @property
     def steps(self) -> tuple[ScheduledPacks, Lengths]:
-        """The plan's packs and lengths, where there must be some."""
+        """Return the plan's packs and lengths, or raise without them."""
         if self.data is None:
             raise UserError(
                 "the plan has neither data nor shapes, so it has no steps; give a plan of "
@@ -76,11 +76,7 @@ class PlanFiles:
 
 
 def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
-    """Make the job that a plan is for, with the costs that the plan was made with.
-
-    These are of the profile in its directory, or counted where there is none, and changed by what a
-    run has shown where the plan was made from one.
-    """
+    """Make a plan's job with its costs: profiled or counted, then refitted if made from a run."""
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
     source: CostSource = Measured(read_profile(profile)) if profile.exists() else ANALYTIC
     if refit.exists():
@@ -105,10 +101,10 @@ def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths
 
 
 def save_plan(result: PlanResult, directory: Path) -> Plan:
-    """Write the plan directory whole or not at all; an earlier plan there is replaced.
+    """Write the plan directory atomically, replacing an earlier plan.
 
     Returns:
-        The plan as it is written: of all portions, where the result is of the first.
+        The written plan, of all portions if the result is of the first.
     """
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +134,7 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
 
 
 def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequence[int]) -> Plan:
-    """The plan with what is seen of every source, of its files as they are written."""
+    """Add every source's samples to the plan, from its written files."""
     by_step = milestones(data.steps)
     seen = np.zeros((len(by_step), len(available)), np.int64)
     names: tuple[str, ...] = ()

@@ -1,8 +1,8 @@
-"""Portions of a plan's data on disk: written and read one at a time, so that memory goes by one.
+"""Portions of a plan's data on disk, written and read one at a time to bound memory.
 
-`portions/00003/lengths.parquet` has the samples of a portion, each with its row in the data as
-`sample`, and `packs-001.parquet` its packs in the second epoch. In these files samples, steps and
-epochs count from 0; `in_run` counts them through the run, as the trainer does.
+`portions/00003/lengths.parquet` has a portion's samples (`sample`: row in the data), and
+`packs-001.parquet` its packs in the second epoch. Samples, steps and epochs in files count from
+0; `in_run` counts them through the run, as the trainer does.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,12 +36,12 @@ Schedule = Callable[[Lengths, PortionPlace], ScheduledPacks]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EarlierPortions:
-    """Portions of an earlier plan, whose steps another one takes over."""
+    """Portions of an earlier plan, with steps to reuse."""
 
     data: DataPlan
     directory: Path
     are_kept: bool = False
-    """Whether packs keep their ranks and slots too, as the plan's stages stay as they are."""
+    """Whether packs keep ranks and slots too, as stages are unchanged."""
 
     @property
     def count(self) -> int:
@@ -67,7 +67,7 @@ class EarlierPortions:
 
 
 AllPortions = PortionedSamples | EarlierPortions
-"""Portions of a plan that is made, of which the first is planned on."""
+"""All portions of a new plan, which is planned on the first."""
 
 
 def write_portions(
@@ -98,11 +98,7 @@ def write_portions(
 
 
 def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
-    """Prove how many packs all samples together need at least, whatever portions they are in.
-
-    Args:
-        found: packs that they are in.
-    """
+    """Return a lower bound of packs for all samples together, at most `found`."""
     counted = (
         SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
     )
@@ -152,12 +148,9 @@ def in_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
 
 
 def data_of_steps(data: DataPlan, directory: Path, steps: Sequence[int]) -> Data:
-    """Packs of some steps of a run whose data is in portions, and the lengths of their samples.
+    """Return the packs of some steps, counted through the run, and their samples' lengths.
 
-    Memory is of one portion at a time, and of what the steps have.
-
-    Returns:
-        Packs, with steps counted through the run; lengths.
+    Only one portion is in memory at a time.
     """
     parts, every, rows = [], [], []
     first = 0
@@ -176,7 +169,7 @@ def data_of_steps(data: DataPlan, directory: Path, steps: Sequence[int]) -> Data
 
 
 def joined_data(data: DataPlan, directory: Path) -> Data:
-    """All packs of a run whose data is in portions, and all lengths: memory is of all at once."""
+    """Return all packs and lengths of a run with portions, all in memory."""
     parts, every = [], []
     for index in range(len(data.portions)):
         packs, lengths = read_portion(data, index, directory)

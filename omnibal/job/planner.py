@@ -69,7 +69,7 @@ class PlanRequest:
         return (self.method, self.recompute) == joint
 
     def _joint_alone(self) -> tuple[str, str] | None:
-        """What of the job only the joint search plans, and what else to give; None if nothing."""
+        """Return a feature that only the joint search plans and the option to change, or None."""
         if self.job.has_data_parallel_encoders:
             what = "data-parallel encoders, whose memory only the joint search shares with"
             return f"{what} its stages", ", or give --encoder pipeline"
@@ -97,7 +97,7 @@ class PlanRequest:
         return replace(self, data=self.data.capped(caps))
 
     def packed(self) -> list[Packs]:
-        """Pack every epoch, for `drawn`; no packs where steps are given or made up."""
+        """Pack every epoch, for `drawn`, or return no packs if steps are given or mock."""
         return self.data.packed(self.job)
 
     def drawn(self, packed: Sequence[Packs]) -> Self:
@@ -115,16 +115,16 @@ class PlanResult:
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths; None for a plan of shapes only."""
+    """Packs and lengths, or None for a plan of shapes only."""
     dealt: Dealt | None = None
-    """Packs as they were dealt, before every rank's were put in order; None if that is unknown."""
+    """Packs as dealt, before ordering within ranks, or None if unknown."""
     search: SearchResult | None
-    """Result of the joint search, with its proven bound; None for another method."""
+    """Result of the joint search with its proven bound, or None for another method."""
     cost_source: CostSource = ANALYTIC
     portions: AllPortions | None = None
-    """All portions of the data, where plan and packs are of the first of them alone."""
+    """All portions, if plan and packs cover only the first."""
     available: tuple[int, ...] = ()
-    """Samples that each source has, where the lengths are a mixture of them."""
+    """Samples per source, if the lengths are a mixture."""
 
     @property
     def micro_batches(self) -> int:
@@ -136,11 +136,11 @@ class PlanResult:
 
 
 def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = None) -> PlanResult:
-    """Plan a job on its data: packs, stages and prediction. Equal requests give equal plans.
+    """Plan a job on its data: packs, stages and prediction. Deterministic.
 
     Args:
         effort: of the joint search, as in `search_stages`.
-        dealt: packs of the data, dealt for the job's sizes; None to make them.
+        dealt: packs already dealt for the job's sizes.
     """
     job = request.job
     packs, lengths = dealt or request.data.schedule(job)
@@ -181,8 +181,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
 
 
 def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
-    """The parts that are found for the schedule of a request, whose data-parallel encoders are
-    chosen.
+    """Search a request's parts, with data-parallel encoders chosen.
 
     Raises:
         DoesNotFit: no cut was found that fits the memory cap.
@@ -206,11 +205,9 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
 
 
 def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
-    """The plan of a request with every rank's micro-batches of a step in the order that is found
-    best on the planned stages (`omnibal.pipeline.slot_order`).
+    """Reorder every rank's micro-batches of a step (`omnibal.pipeline.slot_order`).
 
-    Plans for other trainers and of given methods keep the order in which packs were dealt, and so
-    do ranks that wait for each other within a step.
+    Order is kept for other trainers, given methods and ranks in lockstep.
     """
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
@@ -232,11 +229,9 @@ def in_best_order(
     *,
     effort: float = 1.0,
 ) -> ScheduledPacks:
-    """The packs with every rank's micro-batches of a step in the order that is found best on the
-    planned stages; as they are where ranks wait for each other within a step.
+    """Reorder every rank's micro-batches of a step for the planned stages.
 
-    Args:
-        effort: of the search, relative to the usual one.
+    Order is kept if ranks run in lockstep. `effort` is relative to the usual search.
     """
     workload = job.workload(packs, lengths, levels)
     if workload.runs_together:
@@ -267,7 +262,7 @@ def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -
 def prediction_of(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, workload: Workload
 ) -> Prediction:
-    """Predict a plan of a job on its own packs, of which the workload is."""
+    """Predict a job's plan on its packs, given as `workload` too."""
     cost, stages_at = job.cost_of_all(plan.pack_levels), plan.stages_at_levels
     prediction = predict(
         cost,
@@ -306,7 +301,7 @@ def check_memory(
 
 
 def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
-    """The result for all portions of a run that is so many times as long as the first of them."""
+    """Extend the first portion's result to all portions, `runs` times its length."""
     assert result.plan.prediction is not None, "what is planned is predicted"
     prediction = for_all_portions(result.plan.prediction, runs)
     plan = result.plan.model_copy(update={"prediction": prediction})
@@ -314,14 +309,14 @@ def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanR
 
 
 def for_all_portions(prediction: Prediction, runs: float) -> Prediction:
-    """The prediction of a run that is so many times as long as its first portion."""
+    """Scale the first portion's prediction to a run `runs` times as long."""
     if prediction.gpu_days is None:
         return prediction
     return prediction.model_copy(update={"gpu_days": prediction.gpu_days * runs})
 
 
 def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
-    """What ranks read, where the source of costs has its time."""
+    """Return the ranks' reading, if the costs have its time."""
     reading = job.cost_source.reading
     if reading is None:
         return None

@@ -30,31 +30,29 @@ from omnibal.pipeline.unit_runs import recomputed_counts, unit_counts
 from omnibal.pipeline.workload import Workload
 
 LEAST_STEPS = 5
-"""Fewest measured steps: a machine that is busy for one of them then decides nothing."""
+"""Min measured steps, so that one slow step decides nothing."""
 _WARM_UP = 2
-"""First steps after a start, in which libraries choose kernels and memory is asked for."""
+"""First steps after a start, with kernel selection and allocator growth."""
 _SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
-"""Standard deviations of the logarithms before anything is measured: counted rates are off by up to
-a half (`docs/results.md`), of a kind's features alike for the most part, and devices of one kind
-differ little."""
+"""Prior standard deviations of log factors: counted rates are off by up to a half
+(`docs/results.md`), mostly alike for a kind's features; equal devices differ little."""
 _LEAST_NOISE = 0.01
 """Least relative error of a time that is believed in."""
 _HUBER = 1.5
-"""Errors in standard deviations up to which a time counts fully."""
+"""Residual in standard deviations up to which a time has full weight (Huber)."""
 _MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
 _TRIED_STAGES = 4
-"""Stages of which each is tried as the next that differs: where one is slow, those that hold like
-units seem fast."""
+"""Stages tried as the next slow one: beside a slow stage, stages with like units seem fast."""
 _LEAST_EVIDENCE = 3.0
-"""Gain in log-likelihood for which one more stage may differ: chance alone does it by up to 1 in
-simulated runs, a slow stage whose units others hold too by 5 and more."""
+"""Log-likelihood gain required for one more slow stage: chance alone gives up to 1 in simulated
+runs, a slow stage 5 and more."""
 SLOW = 1.1
-"""Factor from which on a device counts as slow: devices of one kind differ by a few percent."""
+"""Slowness that counts as slow; equal devices differ by a few percent."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Terms:
-    """What the costs say of measured passes, term by term."""
+    """Predicted costs of measured passes, term by term."""
 
     ms: np.ndarray
     """Time of every term of every pass, [n, c]."""
@@ -70,7 +68,7 @@ class Terms:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class KindFit:
-    """What a kind of unit was predicted to take in the passes that were measured."""
+    """Predicted time of a kind of unit in the measured passes."""
 
     name: str
     predicted_ms: float
@@ -85,12 +83,12 @@ class KindFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageFit:
-    """What a stage was predicted to take, and took, in the passes that were measured."""
+    """Predicted and measured time of a stage in the measured passes."""
 
     predicted_ms: float
     measured_ms: float
     slowness: float
-    """Slowness of its slowest rank's devices beside the fastest stage's."""
+    """Slowness of its slowest rank's devices relative to the fastest stage."""
     slow_ranks: dict[int, float]
     """Data-parallel ranks that take longer than others, by at least `SLOW`."""
 
@@ -102,7 +100,7 @@ class StageFit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunFit:
-    """Costs fitted on a run, and what was mispredicted."""
+    """Costs fitted on a run, with prediction errors."""
 
     refit: Refit
     kinds: tuple[KindFit, ...]
@@ -114,13 +112,13 @@ class RunFit:
 
 
 def root_of(plan: Plan, job: JobSpec) -> str:
-    """Hash of the plan that a user made, of which this one was made, or of itself."""
+    """Return the hash of the user's plan that this one descends from, or its own."""
     source = job.cost_source
     return source.refit.root_sha256 if isinstance(source, Refitted) else plan_sha256(plan)
 
 
 def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
-    """The records of a run's steps that tell the times of single passes of this plan."""
+    """Return a run's records with per-pass times of this plan."""
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
             "the run was trained by another plan, or its log is an earlier version's: give the "
@@ -140,16 +138,16 @@ def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -
 def fit_run(
     plan: Plan, job: JobSpec, workload: Workload, records: Sequence[StepRecord], step: int
 ) -> RunFit:
-    """Fit the costs of a job on the measured passes of a run.
+    """Fit a job's costs to measured passes.
 
     Args:
         workload: of all the plan's packs.
         records: `measured_records` of the run.
-        step: steps of the run that were trained.
+        step: number of trained steps.
     """
     workload = workload.of_steps([record.step for record in records])
     known = job.cost_of_all(plan.pack_levels)
-    # Which devices are slow may have changed since it was known.
+    # Slow devices may have changed since the last fit.
     cost = replace(known, slowness=(), slow_ranks=())
     terms = measured_terms(plan, cost, workload, records)
     slow = _slow_ranks(plan, cost, workload, records)
@@ -201,7 +199,7 @@ def refitted_job(job: JobSpec, refit: Refit) -> JobSpec:
 
 
 def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
-    """Slowness of stages beside the fastest, 1 where none is slow, and what is common to all."""
+    """Split slowness into stages relative to the fastest (1 if not slow) and the common factor."""
     least = float(slowness.min())
     if slowness.max() < SLOW * least:
         return np.ones_like(slowness), float(np.exp(np.log(slowness).mean()))
@@ -209,7 +207,7 @@ def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
 
 
 def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
-    """Slowness of the parts of the model, of that of stages; empty where none is slow."""
+    """Map stage slowness to parts of the model, or empty if none is slow."""
     if slowness.max() == 1:
         return ()
     of_parts = np.ones(len(plan.stages))
@@ -221,7 +219,7 @@ def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
 def measured_terms(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> Terms:
-    """The terms of all passes that records tell of."""
+    """Return the terms of all recorded passes."""
     turn = {record.step: record.passes.dp_rank for record in records if record.passes}
     turns = np.array([turn[step] for step in workload.step.tolist()])
     workload = workload.rows(np.flatnonzero(workload.dp_rank == turns))
@@ -304,17 +302,16 @@ def _row_terms(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Fit:
-    """The most likely factors where some stages' devices may differ from the others."""
+    """MAP factors, with a given set of stages that may differ."""
 
     factors: np.ndarray
     """Factors of terms, [c]."""
     slowness: np.ndarray
-    """Factors of stages, [s]; 1 of those that may not differ."""
+    """Stage factors, [s], or 1 if fixed."""
     error: np.ndarray
     """Logarithm of measured over fitted time of every pass, [n]."""
     prior: float
-    """Half the sum of squared logarithms, in standard deviations: how unlikely the factors were
-    beforehand."""
+    """Half the sum of squared standardised logarithms: the negative log prior."""
 
     @property
     def noise(self) -> float:
@@ -322,18 +319,17 @@ class _Fit:
         return max(1.4826 * float(np.median(np.abs(self.error))), _LEAST_NOISE)
 
     def unlikeliness(self, noise: float) -> float:
-        """Negative logarithm of the likelihood, beside the prior one's, at errors of this size."""
+        """Negative log-likelihood plus prior, at a noise level."""
         error = np.abs(self.error) / noise
         inside = np.minimum(error, _HUBER)
         return float((inside * (error - inside / 2)).sum()) + self.prior
 
 
 def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
-    """The fit with as few stages that differ as can be.
+    """Fit with as few differing stages as possible.
 
-    A stage that alone holds some units cannot be told from these. So none may differ at first; then
-    one after another of those that are fitted worst, or took other times than predicted, while that
-    makes it all more likely.
+    A stage is confounded with a kind of unit that it alone holds. So start with none, and greedily
+    free stages with the worst fit or error while the likelihood gain suffices.
     """
     taken = np.log(terms.measured_ms / terms.ms.sum(axis=1))
     by_costs = np.array([np.median(taken[terms.stage == stage]) for stage in range(stages)])
@@ -394,10 +390,10 @@ def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[i
 def _slow_ranks(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> np.ndarray:
-    """How much longer data-parallel ranks take than others of their stage do, beside what is
-    predicted; 1 of those that are not slow. [ranks, stages]
+    """Return relative time of data-parallel ranks within their stage, [ranks, stages], or 1 if not
+    slow.
 
-    Times of ranks that wait for each other within passes do not tell which is slow.
+    Ranks in lockstep within passes cannot be told apart.
     """
     parts_of, ranks = plan.schedule.parts_of(len(plan.stages)), plan.parallel.data
     if workload.runs_together or not all(one.ranks_ms for r in records for one in r.stages):
@@ -439,7 +435,7 @@ def _stage_fits(
     slow: np.ndarray,
     steps: int,
 ) -> tuple[StageFit, ...]:
-    """What stages took, by terms without slow devices, and the costs that the plan was made by."""
+    """Return measured stage times, by terms without slow devices, and the plan's costs."""
     held = [parts[0] for parts in plan.schedule.parts_of(len(plan.stages))]
     of_stages = known.slowness_of(len(plan.stages))[held]
     of_ranks = known.slowness_of_ranks(plan.parallel.data, len(plan.stages))

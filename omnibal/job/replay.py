@@ -1,9 +1,6 @@
-"""Replay of a plan: measured times of single stages on one device, combined into whole steps.
+"""Replay of a plan: stages measured one by one on one device, combined into whole steps.
 
-`tools/replay.py` builds one stage after another, feeds each the plan's packs and keeps what it
-measured, a file per stage. Here these become a step: measured times of every micro-batch in the
-plan's schedule, with links and reductions between devices from the cost model, as no other device
-was there. So a plan for many devices is tried on one.
+`tools/replay.py` writes a file per stage. Links and reductions come from the cost model.
 """
 
 from collections.abc import Sequence
@@ -34,7 +31,7 @@ _REMEDY = "replay the plan anew with tools/replay.py, into another directory"
 
 
 class ReplayInfo(ReplayIdentity):
-    """Settings of a replay, of which all stages must be."""
+    """Settings of a replay, equal for all stages."""
 
     steps: tuple[NonNegativeInt, ...]
     """Replayed steps of the run, each with all ranks' micro-batches."""
@@ -50,13 +47,12 @@ class StageReplay(FoundOfStage):
     """Measurements of one stage on one device; times are medians of the repetitions."""
 
     rows: tuple[NonNegativeInt, ...]
-    """Rows of the packs, ascending. The times are of every micro-batch, and where the stage holds
-    several chunks of the model of every chunk: those of the first row, then of the next."""
+    """Rows of the packs, ascending. Times are per row, and within a row per chunk of the stage."""
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]
     """Backward time, of both parts if it has two, recomputation included."""
     weight_ms: tuple[NonNegativeFloat, ...] = ()
-    """Time of the backward's second part; empty where backwards are whole."""
+    """Time of weight gradients, or empty if backwards are not split."""
     recompute_ms: tuple[NonNegativeFloat, ...]
     update_ms: NonNegativeFloat
     """Time to zero gradients, compute their norm, clip and update the weights, once a step."""
@@ -65,8 +61,8 @@ class StageReplay(FoundOfStage):
     activations_gib: NonNegativeFloat
     """Activation memory at the peak of the run's steps that are predicted to need most."""
     with_working_memory: bool
-    """Whether `activations_gib` is everything beyond the state (CUDA), or what is kept for the
-    backward pass (CPU)."""
+    """Whether `activations_gib` is all memory beyond the state (CUDA), or only activations kept for
+    the backward (CPU)."""
 
     @model_validator(mode="after")
     def _as_many(self) -> "StageReplay":
@@ -109,12 +105,11 @@ class ReplaySummary:
     """Time of every replayed step, [steps]."""
     predicted_each_step_ms: np.ndarray
     forward_ms: np.ndarray
-    """Forward time of a data-parallel rank in a step, of all chunks; this and the next two are
-    [stages]."""
+    """Forward time per step over all chunks, [stages]; likewise the next two fields."""
     backward_ms: np.ndarray
     recompute_ms: np.ndarray
     wait_fractions: np.ndarray
-    """Share of the step in which each stage waits, [stages]."""
+    """Idle share of the step, [stages]."""
     lost: LostTime
 
     @property
@@ -141,8 +136,7 @@ class ReplaySummary:
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
     """Choose at most `most` steps to replay: the middle ones of equal parts of the run.
 
-    Only steps with the most frequent number of packs, or of samples if more steps have that, are
-    chosen: the step of left-over packs is not like the others.
+    Only steps with the most frequent number of packs, or else samples: left-over steps differ.
     """
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
@@ -161,8 +155,8 @@ def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
-    """Rows of one rank's step of the run in which the stage is predicted to need the most memory,
-    and, if it is another one, of that in which it keeps the most.
+    """Return rows of the rank step with the stage's peak memory, and of that with most kept
+    activations if different.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
@@ -200,7 +194,7 @@ def summarise_replay(
     cost: CostModel,
     workload: Workload,
 ) -> ReplaySummary:
-    """Combine all stages' measured times into steps, in the plan's schedule.
+    """Combine all stages' measured times into steps of the plan's schedule.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
@@ -243,8 +237,8 @@ def measured_causes(
 ) -> CauseTimes:
     """Replace predicted times by measured ones.
 
-    One device alone exchanges nothing with tensor-parallel ranks: that time is added as it is
-    predicted. What it computes on padding is the predicted share of what was measured.
+    Tensor-parallel communication is added as predicted, as one device has none. Padding keeps its
+    predicted share.
     """
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
     measured = {name: _of_parts(replays, name, schedule) for name in _MEASURED}

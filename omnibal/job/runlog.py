@@ -1,7 +1,4 @@
-"""The run log: `run.jsonl`, one line per trained step, with `run.json` and `evaluation.json`.
-
-Training writes these types and the report reads them.
-"""
+"""The run log: `run.jsonl`, one line per trained step, with `run.json` and `evaluation.json`."""
 
 import hashlib
 import json
@@ -32,7 +29,7 @@ EVALUATION_FILE = "evaluation.json"
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
 """Number that may be NaN or infinite, as in a diverged step."""
 _OfDataParallelEncoders = Annotated[NonNegativeFloat, Field(exclude_if=lambda ms: not ms)]
-"""Time that is written only where encoders are data-parallel."""
+"""Time, written only if encoders are data-parallel."""
 
 
 _OfTimedSteps = Annotated[tuple[NonNegativeFloat, ...], Field(exclude_if=lambda times: not times)]
@@ -46,13 +43,11 @@ class RunInfo(Frozen):
     packs_sha256: str
     """SHA-256 of the plan's packs: the data, its order and the step boundaries."""
     provider: Provider | None = None
-    """Provider of the layers since the run was started or resumed last; None where it was not
-    recorded."""
+    """Provider of the layers since the last start or resume, or None if not recorded."""
     plan_sha256: str | None = None
-    """Hash of the plan, without its prediction (`omnibal.job.plan.plan_sha256`); None where it was
-    not recorded."""
+    """Hash of the plan without its prediction, or None if not recorded."""
     since_step: NonNegativeInt = 0
-    """Step from which on the plan was this one; the log may begin with steps of another one."""
+    """First step under this plan; earlier steps of the log had another."""
 
 
 class StageRecord(Frozen):
@@ -72,21 +67,18 @@ class StageRecord(Frozen):
     exchange_ms: _OfDataParallelEncoders = 0.0
     """Exchange of their features and gradients, and the wait for the ranks that encode longer."""
     ranks_ms: _OfTimedSteps = ()
-    """Forward and backward of each data-parallel rank together, in steps with `PassTimes` where
-    there are several."""
+    """Forward plus backward of each data-parallel rank, in steps with `PassTimes`, if several."""
     peak_gib: NonNegativeFloat
-    """Peak memory, the largest over the ranks. CUDA: allocated since the step before was recorded;
-    CPU: resident set of the process so far."""
+    """Peak memory, max over ranks. CUDA: allocated since the last record; CPU: resident set so far.
+    """
     reserved_gib: NonNegativeFloat = 0.0
-    """Memory reserved by CUDA's allocator since then, the largest over the ranks; far above
-    `peak_gib`, memory is fragmented. CPU: 0."""
+    """CUDA memory reserved since then, max over ranks; far above `peak_gib` means fragmentation."""
     allocation_retries: NonNegativeInt = 0
-    """Times since then that CUDA's allocator had to return memory to the driver before it got any,
-    the most of any rank; each stops the device. CPU: 0."""
+    """CUDA allocation retries since then, max over ranks; each stalls the device. CPU: 0."""
 
 
 class ExpertBalance(Frozen):
-    """How evenly the tokens of a step were spread over experts, 1 where evenly; means over layers.
+    """Expert load of a step relative to the mean, 1 if even; means over layers.
 
     A single micro-batch's spread is wider.
     """
@@ -94,18 +86,17 @@ class ExpertBalance(Frozen):
     fullest_expert: NonNegativeFloat
     """Tokens of a layer's fullest expert over the mean of its experts."""
     fullest_rank: NonNegativeFloat
-    """Tokens of the fullest expert-parallel rank over the mean of them, all groups together: what
-    is planned for as `imbalance` of every micro-batch."""
+    """Tokens of the fullest expert-parallel rank over the mean, over all groups; planned as
+    `imbalance`."""
 
 
 class PassTimes(Frozen):
-    """Time of every pass of one data-parallel rank in a step, by which costs are fitted anew
-    (`omnibal.job.refit`). Ranks take turns, so that the log stays small."""
+    """Time of every pass of one data-parallel rank in a step, for refitting costs
+    (`omnibal.job.refit`). Ranks take turns to keep the log small."""
 
     dp_rank: NonNegativeInt
     forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
-    """Time of every micro-batch, in the order of slots, on every part of the model; mean over
-    tensor-parallel ranks. [parts][micro-batches]"""
+    """Time per part and slot, mean over tensor-parallel ranks. [parts][micro-batches]"""
     backward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
     """Time of every backward, likewise, recomputation included."""
 
@@ -130,8 +121,8 @@ class StepRecord(Frozen):
     image_tokens: _Items = 0
     tokens: NonNegativeInt
     samples_sha256: Annotated[str, Field(exclude_if=lambda digest: not digest)] = ""
-    """First 16 digits of the SHA-256 of the numbers of the samples, in ascending order: equal
-    for equal sets of samples, whatever packs and ranks they had. Empty in earlier logs."""
+    """First 16 digits of the SHA-256 of the ascending sample numbers, independent of packs and
+    ranks. Empty in earlier logs."""
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0
     """Time of logging, checkpoints and validation since the step before, on the writing rank."""
@@ -146,7 +137,7 @@ class StepRecord(Frozen):
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
     experts: ExpertBalance | None = Field(default=None, exclude_if=lambda balance: balance is None)
-    """Spread of the tokens; None where no layer has experts."""
+    """Expert load, or None without experts."""
     stages: tuple[StageRecord, ...]
     passes: PassTimes | None = Field(default=None, exclude_if=lambda passes: passes is None)
     """Times of single passes; None in most steps (`is_timed`)."""
@@ -175,7 +166,7 @@ class KindAccuracy(Frozen):
 
     @property
     def accuracy(self) -> float:
-        """Share of correct answers, 0 where nothing was asked."""
+        """Share of correct answers, or 0 without questions."""
         return self.correct / self.questions if self.questions else 0.0
 
 
@@ -199,21 +190,17 @@ class Evaluation(Frozen):
 
 
 _TIMED_FIRST, _TIMED_EVERY = 100, 10
-"""Steps after a start of which all are timed pass by pass, and the distance of those after them: a
-log of many steps grows by a tenth of a timed step's times, some 10 bytes a pass, in each."""
+"""Steps after a start that are all timed pass by pass, and the interval afterwards: 10 bytes a
+pass."""
 
 
 def is_timed(step: int, first_step: int) -> bool:
-    """Whether a step is logged with the times of its passes.
-
-    Args:
-        first_step: since the run was started or resumed last.
-    """
+    """Whether a step's passes are logged; `first_step` is the last start or resume."""
     return step - first_step < _TIMED_FIRST or step % _TIMED_EVERY == 0
 
 
 def samples_digest(samples: np.ndarray) -> str:
-    """The digest of sample numbers for `StepRecord.samples_sha256`, whatever their order."""
+    """Return `StepRecord.samples_sha256` of sample numbers in any order."""
     in_order = np.sort(samples).astype("<i8")
     return hashlib.sha256(in_order.tobytes()).hexdigest()[:16]
 
@@ -233,9 +220,9 @@ def read_run_info(directory: Path) -> RunInfo:
 
 
 def read_run(path: Path) -> list[StepRecord]:
-    """Read `run.jsonl`; where a resumed run wrote a step again, the last line counts.
+    """Read `run.jsonl`; if a resumed run repeated a step, the last line counts.
 
-    A last line without its end is still being written, and left out.
+    An incomplete last line is still being written, and skipped.
     """
     records = _read_lines(StepRecord, path)
     if not records:
@@ -245,14 +232,14 @@ def read_run(path: Path) -> list[StepRecord]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLog:
-    """What a run has logged of its steps."""
+    """Logged steps of a run."""
 
     info: RunInfo
     records: tuple[StepRecord, ...]
 
 
 def read_validations(directory: Path) -> list[ValidationRecord]:
-    """Read `validation.jsonl` of a run's directory, as `read_run` does; empty if absent."""
+    """Read `validation.jsonl` of a run's directory, or empty if absent."""
     path = directory / VALIDATION_FILE
     return _read_lines(ValidationRecord, path) if path.exists() else []
 
@@ -270,7 +257,7 @@ def _read_lines(kind: type[R], path: Path) -> list[R]:
 
 
 def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
-    """Add a line to a log; a half line that a killed process left at its end is dropped."""
+    """Append a line to a log, dropping an incomplete last line of a killed process."""
     with path.open("a+b") as log:
         if log.tell():
             log.seek(-1, os.SEEK_END)
@@ -281,10 +268,9 @@ def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
 
 
 def drop_records(path: Path, first_step: int) -> None:
-    """Leave out of a log what was recorded at `first_step` or later, and half lines.
+    """Drop log records from `first_step` on, and incomplete lines.
 
-    A run that was killed has logged steps that its newest checkpoint does not hold; they will be
-    trained again, or never.
+    A killed run has logged steps after its newest checkpoint.
     """
     if not path.exists():
         return
@@ -307,7 +293,7 @@ def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
 
 
 def read_evaluation(directory: Path) -> Evaluation | None:
-    """Read the evaluation in a run's directory; None where the run was not evaluated."""
+    """Read a run's evaluation, or None if not evaluated."""
     path = directory / EVALUATION_FILE
     if not path.exists():
         return None

@@ -1,4 +1,4 @@
-"""Files of a replay: what tells it from others, and what was found of each stage, a file each."""
+"""Files of a replay: its identity, and a file of results per stage."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,7 @@ from omnibal.base.frozen import Frozen
 
 
 class ReplayIdentity(Frozen):
-    """What tells one replay from others, written before the first stage."""
+    """Identity of a replay, written before the first stage."""
 
     plan_sha256: str
     """SHA-256 of the plan without its prediction."""
@@ -30,7 +30,7 @@ Found = TypeVar("Found", bound=FoundOfStage)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFiles(Generic[Identity, Found]):
-    """How a kind of replay names and reads its files; all methods take the replay's directory."""
+    """Names and reads a replay's files; all methods take its directory."""
 
     what: str
     identity: type[Identity]
@@ -64,7 +64,7 @@ class StageFiles(Generic[Identity, Found]):
             )
 
     def identity_of(self, directory: Path, plan_sha256: str) -> Identity:
-        """Read what tells this replay from others."""
+        """Read the replay's identity."""
         kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
         if kept.plan_sha256 != plan_sha256:
             raise UserError(
@@ -79,7 +79,7 @@ class StageFiles(Generic[Identity, Found]):
         write_json_model(found, self.file_of(directory, found.stage))
 
     def read(self, directory: Path, stages: int) -> tuple[Found, ...]:
-        """Read the stages that are there of so many, in order."""
+        """Read the existing stage files, in order."""
         kept = []
         for stage in range(stages):
             path = self.file_of(directory, stage)

@@ -1,4 +1,4 @@
-"""All rules of launch lines, and what they find."""
+"""All rules of launch lines, and their findings."""
 
 from omnibal.lint import (
     rules_grids,
@@ -21,7 +21,7 @@ GROUPS: tuple[RuleGroup, ...] = (
     rules_recompute.RULES,
     rules_model.RULES,
 )
-"""All rules, in the order in which they are judged."""
+"""All rules, in checking order."""
 _ORDER = ("refused", "refused-at-first-step", "ignored", "warning")
 
 

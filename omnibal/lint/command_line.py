@@ -1,7 +1,7 @@
 """The launch that a command starts, as its trainer reads the flags.
 
-Megatron-LM's parser takes whole names alone (`allow_abbrev=False` in its arguments.py), so nothing
-else is taken for a flag here: what is not known is kept and not judged.
+Flags match by full name only, as in Megatron-LM (`allow_abbrev=False`); unknown ones are kept
+unchecked.
 """
 
 import re
@@ -47,10 +47,10 @@ def read_launch(
 
     Args:
         text: a command, flags alone, overrides of a Bridge recipe, or a whole script.
-        given: values of variables by name, which stand above the text's own.
-        launcher: trainer that it starts; None to tell by the program and the flags.
-        gpus: of the job; None to take them from the text.
-        line_number: where the launch line begins in the text; None where there is one alone.
+        given: values of variables by name, overriding the text's own.
+        launcher: its trainer; by default inferred from the program and the flags.
+        gpus: of the job; by default from the text.
+        line_number: first line of the launch in the text, if it has several.
     """
     command = _launch_command(read_script(text, given), line_number)
     flags = read_flags(command.words)
@@ -59,7 +59,7 @@ def read_launch(
     launcher = launcher or _launcher_of(command.words, flags, by_name)
     settings = {**DEFAULTS.get(launcher, {}), **by_name}
     marks = UNKNOWN.findall(" ".join(command.words))
-    # Processes a node, if that is told, times nodes, by default one.
+    # Processes per node, if given, times nodes (default 1).
     environment = command.environment
     a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
     nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
@@ -158,7 +158,7 @@ def _launcher_of(
 
 
 def _count(text: str | None) -> int | None:
-    """The first number of a value; None where that is none, such as `auto`."""
+    """Return the first number of a value, or None, as for `auto`."""
     first = (text or "").split()[:1]
     count = whole_number(first[0]) if first else None
     return count if count is not None and 1 <= count <= MAX_DEVICES else None

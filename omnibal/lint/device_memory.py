@@ -1,21 +1,18 @@
-"""Memory of a device as a monitor sees it: what torch allocates, and all that comes on top.
+"""Memory of a device as a monitor sees it: torch's allocations plus overheads.
 
-Torch's allocator keeps blocks that it cannot use again at the moment of the peak, which
-`torch.cuda.memory_reserved` counts:
+Blocks reserved by torch's allocator but idle at the peak (`torch.cuda.memory_reserved`):
 
-* the gradient of the word embedding comes when all else of a micro-batch is gone, in pieces that
-  are too small for it: its block serves nothing else;
-* rows that experts exchange are of another number in every layer and micro-batch, so that blocks
-  of one layer serve the next one badly: those of the copies that a layer makes of its rows on their
-  way there and back (Megatron-core's `token_dispatcher.py`: sorted to ranks, received, sorted to
-  experts; their output, sorted back, returned), of which it keeps one;
-* a tenth of what comes and goes in passes, and half a GiB: what is left of blocks that were
-  divided. Both are set by eight-GPU jobs of Megatron-LM (SimuMax v1.2), which these rules meet
-  within 1 % of what they reserve (docs/costs.md).
+* the word embedding's gradient comes after all other memory of a micro-batch is freed, in pieces
+  too small for it: its block is used for nothing else;
+* routed rows of experts differ in number per layer and micro-batch, so blocks are poorly reused:
+  those of the copies in Megatron-core's `token_dispatcher.py` (sorted to ranks, received, sorted to
+  experts; output, sorted back, returned), of which a layer keeps one;
+* fragmentation: a tenth of the passes' memory plus half a GiB, both set by eight-GPU jobs of
+  Megatron-LM (SimuMax v1.2), which these rules meet within 1 % of reserved memory (docs/costs.md).
 
-Beside torch are the CUDA context with its kernels, and NCCL's buffers: of every group of ranks that
-exchanges (544 MiB for two ranks, 688 for more, NVIDIA/nccl#964), and of every peer of an
-all-to-all (`ClusterConfig.peer_bytes`).
+Outside torch: the CUDA context with its kernels, and NCCL's buffers per communication group
+(544 MiB for two ranks, 688 for more, NVIDIA/nccl#964) and per peer of an all-to-all
+(`ClusterConfig.peer_bytes`).
 """
 
 from collections.abc import Sequence
@@ -35,13 +32,13 @@ from omnibal.pipeline.workload import Workload
 _LEFT_SHARE, _LEFT_GIB = 0.1, 0.5
 _CONTEXT_GIB = 0.5
 _PAIR_MIB, _GROUP_MIB = 544, 688
-"""What these are set by is said above."""
+"""NCCL buffers per group of two and of more ranks, NVIDIA/nccl#964."""
 _COPIES = 5
 """Copies of its rows that a layer with experts makes and does not keep."""
 
 
 class DeviceMemory(Frozen):
-    """Most memory of one device of a stage."""
+    """Peak memory of one device of a stage."""
 
     allocated_gib: float
     """Memory of tensors, as `torch.cuda.max_memory_allocated` counts it."""
@@ -58,12 +55,12 @@ class DeviceOverhead:
     peers_gib: float
     """Part of the predicted peak that is NCCL's, for ranks that share out experts."""
     idle_gib: float
-    """Blocks of torch's allocator that are idle at the peak, besides a share of the passes'."""
+    """Idle blocks of torch's allocator at the peak, excluding a share of the passes' memory."""
     outside_gib: float
-    """Memory outside of torch: CUDA's context and NCCL's buffers, those for peers included."""
+    """Memory outside torch: CUDA context and NCCL buffers, including per-peer buffers."""
 
     def memory(self, state_gib: float, passes_gib: float) -> DeviceMemory:
-        """Memory of the device, given its model state and what passes take, peers included."""
+        """Return the device's memory for a model state and the passes' memory, including peers."""
         passes_gib -= self.peers_gib
         allocated_gib = state_gib + passes_gib
         reserved_gib = allocated_gib + self.idle_gib + _LEFT_SHARE * passes_gib
@@ -77,7 +74,7 @@ class DeviceOverhead:
 def device_overheads(
     job: JobSpec, levels: Sequence[Level], stages: Sequence[Stage], workload: Workload
 ) -> list[DeviceOverhead]:
-    """Memory without tensors of a device of every stage; none where the cluster is of CPUs."""
+    """Return memory without tensors per stage, or nothing for CPU clusters."""
     if "CPU" in job.cluster.device:
         return [DeviceOverhead(peers_gib=0.0, idle_gib=0.0, outside_gib=0.0) for _ in stages]
     cost = job.cost_of_all(levels)
@@ -101,7 +98,7 @@ def device_overheads(
 
 
 def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
-    """Bytes of the largest micro-batch's routed rows, by kind of layer; empty without EP."""
+    """Return bytes of the largest micro-batch's routed rows by layer kind, or empty without EP."""
     if job.parallel.expert == 1:
         return {}
     largest = workload.features.max(axis=0)
@@ -115,7 +112,7 @@ def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
 
 
 def _groups_gib(job: JobSpec, levels: Sequence[Level], with_experts: bool) -> float:
-    """NCCL's buffers for the groups of a rank, without those for peers of experts."""
+    """Return NCCL buffers of a rank's groups, without expert peers' buffers."""
     sizes, mib = job.parallel, 0.0
     ranks = [sizes.tensor, sizes.pipeline, sizes.data]
     if sizes.tensor > 1 or sizes.pipeline > 1:

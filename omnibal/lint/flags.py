@@ -1,7 +1,7 @@
-"""Flags of Megatron trainers by name, and what of a launch each gives.
+"""Flags of Megatron trainers by name, and the launch fields they set.
 
-Names are compared with dashes and without the section of a Bridge override, so that
-`--micro-batch-size`, `--micro_batch_size` and `train.micro_batch_size=` are one flag.
+Names are normalised: `--micro-batch-size`, `--micro_batch_size` and `train.micro_batch_size=` are
+one flag.
 """
 
 import re
@@ -30,7 +30,7 @@ _SECTIONS = (
     *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
     *("mixed_precision", "comm_overlap"),
 )
-"""Sections of a recipe's configuration, of which an override sets a field."""
+"""Sections of a Bridge recipe's configuration with overridable fields."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 _NOTHING = ("none", "null", "")
@@ -45,10 +45,9 @@ def canonical(name: str) -> str:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, str | None]:
-    """Flags and overrides of a command, by their names as written without leading dashes.
+    """Return a command's flags and overrides by name without leading dashes.
 
-    A word that is not known may stand for anything; it is a flag's value only where that has none
-    yet.
+    An unknown word is taken as the value of a preceding flag without one.
     """
     flags: dict[str, str | None] = {}
     last: str | None = None
@@ -71,7 +70,7 @@ def is_override(name: str) -> bool:
 
 
 def whole_number(text: str) -> int | None:
-    """A whole number of at most 12 digits; None where a text is none."""
+    """Parse a whole number of at most 12 digits, or return None."""
     return int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", text) else None
 
 
@@ -90,7 +89,7 @@ def _positive(name: str, text: str | None) -> int:
 
 
 def is_on(text: str | None) -> bool:
-    """Whether a switch is on: without a value, or with one that says so."""
+    """Whether a switch is on: without a value, or with a true value."""
     return text is None or text.strip().lower() not in ("false", "0", "no", "off", "none", "null")
 
 
@@ -103,7 +102,7 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...]:
 
 
 def _one_of(*words: str) -> Callable[[str, str | None], str | None]:
-    """A reader of one of some words; of any other it makes None, and a rule tells."""
+    """Return a reader of an enumerated value: None for unknown words, reported by a rule."""
     return lambda name, text: text if text in words else None
 
 
@@ -150,9 +149,9 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
 }
 """Field of `Launch` that a flag gives, and how its value is read."""
 SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _switch)
-"""Flags that may stand without a value."""
+"""Flags that need no value."""
 LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
-"""Flags for the tokens of a sample or a pack; the first that is given counts."""
+"""Flags for the tokens of a sample or a pack, by precedence."""
 FROZEN = {
     "freeze-llm": "language",
     "freeze-vit": "vision",
@@ -176,8 +175,7 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
         "freeze-aligner": "true",
     }
 }
-"""Values of flags that are not given, where a trainer has its own (ms-swift 4.6.0,
-megatron_args.py:470-504)."""
+"""Trainers' own defaults of flags (ms-swift 4.6.0, megatron_args.py:470-504)."""
 
 
 def is_nothing(text: str | None) -> bool:

@@ -1,4 +1,4 @@
-"""A launch line as what its flags say, whichever trainer's they are."""
+"""A launch line's settings, independent of the trainer."""
 
 from enum import StrEnum
 from typing import Literal
@@ -12,7 +12,7 @@ Severity = Literal["refused", "refused-at-first-step", "ignored", "warning"]
 
 
 class Launcher(StrEnum):
-    """Program that a launch line starts, by which flags are read and defaults are known."""
+    """Program started by a launch line, which determines flags and defaults."""
 
     MEGATRON_LM = "megatron-lm"
     MEGATRON_BRIDGE = "megatron-bridge"
@@ -21,11 +21,11 @@ class Launcher(StrEnum):
 
 
 class Launch(Frozen):
-    """Sizes and switches of a launch line; None where the line does not give them."""
+    """Sizes and switches of a launch line, or None if not given."""
 
     launcher: Launcher
     flags: dict[str, str | None]
-    """Every flag as it stands, by its name without dashes; None for a switch without a value."""
+    """Every flag as written, by name without dashes, or None for a switch without a value."""
     gpus: int | None = None
     """Processes of the job, by torchrun's flags, the script's variables or --gpus."""
     tensor: int = 1
@@ -33,9 +33,9 @@ class Launch(Frozen):
     context: int = 1
     expert: int = 1
     expert_tensor: int | None = None
-    """Tensor ranks that divide an expert; None where the launcher's own default holds."""
+    """Expert tensor-parallel size, or None for the launcher's default."""
     virtual: int | None = None
-    """Chunks of a stage, of whichever flag gives them."""
+    """Virtual pipeline chunks per stage, from any of its flags."""
     layers_per_virtual_stage: int | None = None
     sequence_parallel: bool = False
     first_layers: int | None = None
@@ -62,9 +62,9 @@ class Launch(Frozen):
     prediction_layers: int | None = None
     frozen: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default={})
-    """Variables that stand before the command, or that its script exports."""
+    """Variables set before the command, or exported by its script."""
     unknown: tuple[str, ...] = ()
-    """Variables of the line whose values are not known; none of a size or switch above."""
+    """Variables of the line with unknown values, not used by sizes or switches above."""
 
 
 class Finding(Frozen):
@@ -74,7 +74,7 @@ class Finding(Frozen):
     """Short name that does not change, such as `layers-divide-stages`."""
     severity: Severity
     message: str
-    """What was given, what must hold and what to change."""
+    """Problem, requirement and fix."""
     source: str
     """File, line and version of the trainer's own check."""
 

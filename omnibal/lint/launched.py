@@ -1,6 +1,6 @@
-"""The job that a launch line starts: stages, recomputed layers and micro-batches, for a prediction.
+"""The job that a launch line starts: stages, recomputed layers and micro-batches.
 
-What of a line this project's costs do not have is said in a note, and what stands for it.
+Parts of a line without costs here are replaced and noted.
 """
 
 from collections.abc import Iterator, Sequence
@@ -51,10 +51,10 @@ from omnibal.steps.steps import Steps, deal_steps, size_load
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """What micro-batches hold: samples of a dataset, or made-up ones of the line's length."""
+    """Content of micro-batches: a dataset's samples, or mock ones of the line's length."""
 
     lengths: Lengths | None
-    """A dataset's lengths; None for samples of the sequence length, all alike."""
+    """A dataset's lengths, or None for samples all of the sequence length."""
     image_share: float
     """Share of a made-up sample's tokens that are images'."""
     image_tokens: int
@@ -68,8 +68,7 @@ class Launched:
     line: Line
     job: JobSpec
     levels: tuple[Level, ...]
-    """The one level of packs that context-parallel ranks share; empty without context
-    parallelism."""
+    """The single context-parallel level, or empty without context parallelism."""
     packs: ScheduledPacks
     lengths: Lengths
     has_samples: bool
@@ -77,16 +76,16 @@ class Launched:
     layers: tuple[tuple[int, ...], ...]
     """Layers of the language model on every chunk of every stage."""
     parts: tuple[Stage, ...]
-    """Every chunk of every stage in model order, with what it recomputes; each stage as one run
-    where the line's chunks cannot be simulated."""
+    """Every chunk of every stage in model order with its recomputation, or each stage as one run if
+    the line's chunks cannot be simulated."""
     schedule: PipelineSchedule
     """Interleaved 1F1B where stages have several chunks that can be simulated."""
     notes: tuple[str, ...]
-    """What of the line is not counted, or counted as something else."""
+    """Parts of the line that are not counted, or approximated."""
 
     @property
     def has_all_chunks(self) -> bool:
-        """Whether stages are predicted with as many chunks as the line has."""
+        """Whether stages are predicted with the line's number of chunks."""
         return self.schedule.chunks == len(self.layers[0])
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
@@ -142,10 +141,9 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
 
 
 def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
-    """Runtime options with the lengths of samples, which decide how much attention hides a ring.
+    """Set the sample lengths, which decide how much attention hides the ring exchange.
 
-    Made-up samples are as long as the line says; of a dataset it is the length of the sample that a
-    token is in on average.
+    The sequence length for mock samples, and for a dataset the token-weighted mean length.
     """
     if samples.lengths is None:
         assert line.launch.sequence_length is not None
@@ -161,11 +159,10 @@ def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> Runtim
 
 
 def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
-    """How the line's trainer runs a step, by its switches.
+    """Return the trainer's runtime options by the line's switches.
 
-    Recipes of Megatron-Bridge hide exchanges and fuse the loss where they say nothing else; in
-    Megatron-LM and the trainers that take its flags, each is a switch. ms-swift's loss is per
-    token, which leaves nothing to average.
+    Megatron-Bridge recipes overlap communication and fuse the loss by default. Megatron-LM's flags
+    are opt-in. ms-swift's loss is per token, without averaging.
     """
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
@@ -222,10 +219,10 @@ def _check_predictable(line: Line) -> None:
 
 
 def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelConfig:
-    """The model with the layers of multi-token prediction that the line trains, and its routing.
+    """Return the model with the line's multi-token prediction layers and routing.
 
-    A Bridge recipe has the released model's where it says nothing; others then have none. Made-up
-    samples are routed evenly, as are all where experts' inputs are padded to their capacity.
+    Bridge recipes default to the released model's, others to no layers. Mock samples, and experts
+    padded to capacity, are routed evenly.
     """
     layers = line.launch.prediction_layers
     if layers is None:
@@ -335,11 +332,10 @@ def _micro_batches(
 
 
 def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
-    """Stages with what the line recomputes, all encoders on the first, and chunks in a row.
+    """Return stages with the line's recomputation, all encoders first, chunks merged.
 
     Args:
-        layers: layers of the language model by stage and chunk, or of every chunk for itself in
-            model order.
+        layers: language model layers by stage and chunk, or by chunk in model order.
     """
     units = unit_words(model)
     first = len(units) - model.language.layers - 1
@@ -363,9 +359,9 @@ def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> 
 def _parts(
     line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]
 ) -> tuple[tuple[Stage, ...], PipelineSchedule]:
-    """Chunks of all stages in model order, with what they recompute, and their schedule.
+    """Return all stages' chunks in model order with recomputation, and their schedule.
 
-    Where a chunk holds nothing, every stage is one run of layers.
+    With an empty chunk, every stage is one run of layers.
     """
     chunks = len(layers[0])
     if chunks > 1:
@@ -405,7 +401,7 @@ def _encoder_number(line: Line, number: int) -> int:
 
 
 def recomputing(stage: Stage, of_language: int, of_encoders: int) -> Stage:
-    """The stage with so many first layers of each tower recomputed, or all where it holds fewer."""
+    """Recompute the first layers of each tower: all if it holds fewer."""
     recompute = []
     for tower in dict.fromkeys(span.name for span in stage.units if span.layers):
         again = stage.layers(tower)[: max(0, of_language if tower == LANGUAGE else of_encoders)]

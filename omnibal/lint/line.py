@@ -1,4 +1,4 @@
-"""A launch line beside its model: what rules ask of the two."""
+"""A launch line with its model: the quantities that rules check."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -25,10 +25,10 @@ from omnibal.model.layers import LinearAttention
 from omnibal.model.levels import ContextExchange
 
 _NEAR = 0.9
-"""Least likeness, from 0 to 1, of a flag's name to a known one to ask whether that was meant; none
-of the published lines' other flags reaches it."""
+"""Min similarity, from 0 to 1, of an unknown flag to a known one to suggest it; no other flag of
+the published lines reaches it."""
 ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
-"""Trainers whose flags Megatron-LM's `validate_args` checks."""
+"""Trainers that run Megatron-LM's `validate_args`."""
 
 SIZE_FLAGS: Mapping[str, str] = {
     "num-layers": "layers",
@@ -38,7 +38,7 @@ SIZE_FLAGS: Mapping[str, str] = {
     "num-experts": "experts",
     "num-moe-experts": "experts",
 }
-"""Size that a flag gives, which stands above the model's."""
+"""Model size set by a flag, overriding the model's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,9 +49,9 @@ class Sizes:
     hidden: int
     heads: int
     query_groups: int
-    """Heads of k and v; as many as heads with latent attention."""
+    """Heads of k and v; equal to heads with latent attention."""
     experts: int
-    """Routed experts of a layer; 0 where there are none."""
+    """Routed experts of a layer, or 0."""
     is_latent: bool
     linear: LinearAttention | None
     """Gated delta net of layers that have one."""
@@ -79,7 +79,7 @@ def sizes_of(model: ModelConfig) -> Sizes:
 
 @dataclass(frozen=True)
 class Line:
-    """A launch, the sizes of its model, and what follows from both."""
+    """A launch and its model's sizes, with derived quantities."""
 
     launch: Launch
     model_sizes: Sizes
@@ -91,29 +91,29 @@ class Line:
 
     @property
     def near_names(self) -> Mapping[str, str]:
-        """Flags that are not read, each with the one of nearly that name which may be meant."""
+        """Return unread flags with a similar known name."""
         known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
         others = [name for name in self.flags if name not in known]
         near = {name: get_close_matches(name, known, 1, _NEAR) for name in others}
         return {name: names[0] for name, names in near.items() if names}
 
     def on(self, name: str, default: bool = False) -> bool:
-        """Whether a switch is on; the default where it is not given."""
+        """Return whether a switch is on, or the default if not given."""
         return is_on(self.flags[name]) if name in self.flags else default
 
     def text(self, name: str) -> str | None:
-        """Value of a flag; None where it is not given, or says that there is none."""
+        """Return a flag's value, or None if not given or "none"."""
         text = self.flags.get(name)
         return None if text is None or is_nothing(text) else text.strip()
 
     def number(self, name: str) -> int | None:
-        """Value of a flag that is a whole number; None where it is not given or is none."""
+        """Return a flag's whole number, or None if not given or invalid."""
         text = self.text(name)
         return None if text is None else whole_number(text)
 
     @cached_property
     def sizes(self) -> Sizes:
-        """Sizes that the trainer builds: the model's, but for those that flags give."""
+        """Return the sizes that the trainer builds: flags override the model's."""
         given: dict[str, Any] = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
         return replace(self.model_sizes, **{size: n for size, n in given.items() if n})
 
@@ -130,7 +130,7 @@ class Line:
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Words of `--cp-comm-type`, or its default: one of all layers, or one a layer."""
+        """Return words of `--cp-comm-type` or its default: one for all layers, or one per layer."""
         return words_of(self.text("cp-comm-type")) or ("p2p",)
 
     @property
@@ -157,13 +157,13 @@ class Line:
 
     @property
     def data(self) -> int | None:
-        """Data-parallel size; None where it is not known or not whole."""
+        """Data-parallel size, or None if unknown or not whole."""
         gpus = self.launch.gpus
         return None if gpus is None or gpus % self.grid else gpus // self.grid
 
     @property
     def micro_batches(self) -> int | None:
-        """Micro-batches of a rank in a step; None where they are not known or not whole."""
+        """Micro-batches of a rank per step, or None if unknown or not whole."""
         launch = self.launch
         if self.data is None or launch.micro_batch is None:
             return None
@@ -173,7 +173,7 @@ class Line:
 
     @cached_property
     def layout(self) -> Layout | str | None:
-        """The layout that is given; why it is none of Megatron's, or None where none is given."""
+        """Return the given layout, an error in words, or None without a layout."""
         if self.launch.layout is None:
             return None
         try:
@@ -198,7 +198,7 @@ class Line:
 
     @property
     def virtual(self) -> int | None:
-        """Chunks of a stage; None for one, or where they cannot be told."""
+        """Chunks per stage, or None if 1 or unknown."""
         launch, stages = self.launch, self.launch.pipeline
         chunks = launch.virtual
         if isinstance(self.layout, Layout):
@@ -218,7 +218,7 @@ class Line:
 
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:
-    """Put a launch beside the model that it trains."""
+    """Combine a launch with its model."""
     line = Line(launch, sizes_of(model))
     for name in SIZE_FLAGS:
         most = MAX_LAYERS if name == "num-layers" else MAX_COUNT

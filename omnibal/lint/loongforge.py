@@ -27,7 +27,7 @@ def layer_flags(plan: Plan) -> list[str]:
 
 
 def _split_flags(plan: Plan) -> Flags:
-    """Layers of the language model by stage, or by chunk in model order; none for one stage."""
+    """Return language model layers by stage, or by chunk in model order, or empty for one stage."""
     layout = plan_layout(plan)
     if layout.virtual > 1:
         of_chunks = [chunk.count(DECODER) for chunk in layout.chunks]
@@ -39,12 +39,12 @@ def _split_flags(plan: Plan) -> Flags:
 
 
 def _recompute_flags(plan: Plan) -> Flags:
-    """Recomputed layers of every chunk, a number for each stage; none if no layer is recomputed.
+    """Return recomputed layers per chunk, a number for each stage, or empty without recomputation.
 
     A list needs a comma, so a single stage has Megatron's own number.
     """
     parts = plan.stages_at(0)
-    # The number by which all chunks of a stage recompute layers of all their towers.
+    # Chunks of a stage share a number for all their towers.
     counts = [
         max(first_layers(parts[n], t) or 0 for n in plan.parts_of(stage) for t in plan.model.towers)
         for stage in range(plan.parallel.pipeline)

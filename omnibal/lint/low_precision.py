@@ -1,8 +1,8 @@
-"""What a launch line multiplies in FP8, and what of that is not counted.
+"""FP8 products of a launch line, and the parts that are not counted.
 
-Megatron-LM, LoongForge and ms-swift take core's flags, whose recipe is delayed scaling if none is
-given; Megatron-Bridge takes the fields of its `MixedPrecisionConfig`, whose recipe is tensorwise,
-or the name of one (src/megatron/bridge/training/mixed_precision.py).
+Megatron-LM, LoongForge and ms-swift take core's flags, with delayed scaling by default;
+Megatron-Bridge takes `MixedPrecisionConfig` fields, tensorwise by default, or a recipe name
+(src/megatron/bridge/training/mixed_precision.py).
 """
 
 from collections.abc import Iterator
@@ -40,14 +40,14 @@ _BRIDGE_TYPES = {
     "fp8_cs": "bf16_with_fp8_current_scaling_mixed",
     "fp8_sc": "bf16_with_fp8_subchannel_scaling_mixed",
 }
-"""What `--compute_dtype` of its performance scripts stands for."""
+"""Recipes for `--compute_dtype` of Bridge's performance scripts."""
 
 
 _PLAIN_TYPES = ("bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
 
 
 def _given_name(line: Line) -> str | None:
-    """Name of a mixed precision that the line gives; None where it gives none."""
+    """Return the line's mixed precision name, or None."""
     kind, recipe = ((line.text(name) or "").lower() for name in ("compute-dtype", "fp8-recipe"))
     if kind == "fp8":  # with one of the types' endings beside it
         kind = f"fp8_{recipe}" if f"fp8_{recipe}" in _BRIDGE_TYPES else "fp8_ds"
@@ -60,7 +60,7 @@ def _named(line: Line) -> _Named | None:
 
 
 def precision_of(line: Line) -> tuple[Precision, Fp8]:
-    """Precision in which a line is predicted, and how its products are in FP8 if they are."""
+    """Return the precision to predict a line in, with its FP8 recipe."""
     named = _named(line)
     if named is None and line.text("fp8-format") is None and line.text("fp8") is None:
         return "bf16", TRAINED_FP8

@@ -1,8 +1,4 @@
-"""What a launch line costs, and what a better split of the same sizes would.
-
-Times and memory are the planner's own: the line's stages are predicted as a plan's are, and the
-better ones are what the joint search finds within what the trainer can be told.
-"""
+"""Cost of a launch line, and of a better split with equal sizes, found by the joint search."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +32,7 @@ _EFFORT = Effort(share=0.2, most_cuts=2_000)
 _BELOW = 1 - 1e-6
 """Share of a peak that it does not fit any more."""
 _MOST_SEARCHES = 3
-"""Searches for a split that fits: each lowers the cap by what the last one's devices were over."""
+"""Max searches for a split that fits; each lowers the cap by the last one's excess."""
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
     Launcher.MEGATRON_LM: megatron_lm.layer_flags,
     Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
@@ -47,7 +43,7 @@ _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Costed:
-    """Stages of a job, and what is predicted of them."""
+    """Stages of a job, with predicted time and memory."""
 
     parts: tuple[Stage, ...]
     """Every chunk of every stage, in model order."""
@@ -56,7 +52,7 @@ class Costed:
     """All chunks of a stage as one."""
     prediction: Prediction
     flags: tuple[str, ...] = ()
-    """Flags that say the split and the recomputed layers; empty for those of the line itself."""
+    """Flags for the split and recomputation, or empty for the line's own."""
     overheads: tuple[DeviceOverhead, ...]
     """Memory without tensors of a device of every stage."""
 
@@ -67,7 +63,7 @@ class Costed:
 
     @property
     def memory(self) -> list[DeviceMemory]:
-        """Most memory of a device of every stage."""
+        """Peak memory per stage's device."""
         memories = [stage.memory for stage in self.prediction.stages]
         return [
             each.memory(memory.state_gib, memory.passes_gib)
@@ -76,12 +72,12 @@ class Costed:
 
     @property
     def peaks_gib(self) -> list[float]:
-        """Most memory of tensors on a device of every stage."""
+        """Peak tensor memory per stage's device."""
         return [each.allocated_gib for each in self.memory]
 
     @property
     def most_gib(self) -> float:
-        """Most memory in use on any device."""
+        """Peak memory over all devices."""
         return max(each.device_gib for each in self.memory)
 
 
@@ -123,11 +119,9 @@ def predicted_line(launched: Launched) -> Costed:
 
 
 def better_split(launched: Launched, line: Costed) -> Costed | None:
-    """The fastest stages of the same sizes that fit and that the trainer can be told, in any
-    schedule that it runs.
+    """Return the fastest stages of equal sizes that fit and the trainer accepts, in any schedule.
 
-    None where they are not faster than the line's, which fit, or where none are found that fit; or
-    where the line fits and its chunks are not simulated, so that it may be faster than predicted.
+    None if nothing fits, or if the line fits and is as fast or its chunks cannot be simulated.
     """
     better, limit_ms = None, np.inf
     if line.most_gib <= launched.job.cluster.memory_gib:
@@ -144,10 +138,9 @@ def better_split(launched: Launched, line: Costed) -> Costed | None:
 
 
 def _fitting(launched: Launched, schedule: PipelineSchedule, limit_ms: float) -> Costed | None:
-    """The fastest stages that are found for a schedule and fit, if they are faster than a limit.
+    """Return the fastest fitting stages found for a schedule, if below `limit_ms`.
 
-    They are searched for within the memory that a plan may use, and where devices are then full
-    within less, and less than was found: what is found next takes no less time.
+    If devices exceed memory, search again with a lower cap; results only get slower.
     """
     memory_gib, cap_gib = launched.job.cluster.memory_gib, launched.job.memory_cap_gib
     for _ in range(_MOST_SEARCHES):
@@ -166,8 +159,7 @@ def _fitting(launched: Launched, schedule: PipelineSchedule, limit_ms: float) ->
 
 
 def _schedules(launched: Launched) -> Iterator[PipelineSchedule]:
-    """Schedules that are searched for stages: 1F1B, and interleaved ones that the line's trainer
-    runs with its micro-batches and groups of these."""
+    """Yield 1F1B and the interleaved schedules that the line's trainer can run."""
     yield ONE_FORWARD_ONE_BACKWARD
     line, job = launched.line, launched.job
     stages = job.parallel.pipeline
@@ -180,7 +172,7 @@ def _schedules(launched: Launched) -> Iterator[PipelineSchedule]:
 
 
 def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:
-    """The parts that are found for a schedule, within what the trainer can be told.
+    """Search a schedule's parts within the trainer's limits.
 
     Raises:
         DoesNotFit: nothing is found that fits the cap.
@@ -205,17 +197,16 @@ def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) ->
 
 
 def flags_of(launched: Launched, parts: Sequence[Stage], schedule: PipelineSchedule) -> list[str]:
-    """Flags that tell the line's trainer of stages."""
+    """Return flags that set these stages in the line's trainer."""
     plan = launched.plan_of(parts, schedule)
     return _LAYER_FLAGS[launched.line.launch.launcher](plan)
 
 
 def least_recompute(launched: Launched) -> Costed | None:
-    """The line's layers by chunk with the recomputation that fits and costs least; None where none
-    fits.
+    """Return the line's split with the cheapest recomputation that fits, or None.
 
-    One number for all stages, of LoongForge one a stage and of the encoders too; elsewhere no layer
-    of the encoders or all, whichever makes the shorter step.
+    One number for all stages (LoongForge: per stage and for encoders too). Otherwise recompute all
+    or no encoder layers, by the shorter step.
     """
     per_stage = launched.line.launch.launcher is Launcher.LOONGFORGE
     schedule, count = launched.schedule, launched.job.parallel.pipeline
@@ -239,11 +230,11 @@ def least_recompute(launched: Launched) -> Costed | None:
 def _with_numbers(
     launched: Launched, numbers: np.ndarray, encoders: int | None
 ) -> tuple[Stage, ...]:
-    """The line's chunks, each with its stage's number of recomputed layers.
+    """Set every chunk's recomputed layers by stage.
 
     Args:
-        numbers: layers of the language model to recompute of each chunk. [stages]
-        encoders: layers of each encoder to recompute; None for as many as of the language model.
+        numbers: recomputed language model layers per chunk. [stages]
+        encoders: recomputed layers of each encoder; defaults to the language model's number.
     """
     # Part k is on stage k % stages.
     of_parts = zip(launched.parts, numbers.tolist() * launched.schedule.chunks, strict=True)
@@ -292,16 +283,16 @@ def memory_finding(launched: Launched, line: Costed) -> Finding | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Verdict:
-    """What a launch line costs, and what would be better."""
+    """Cost of a launch line, and improvements."""
 
     launched: Launched
     line: Costed
     finding: Finding | None
-    """A warning of memory; None where the line fits."""
+    """A memory warning, or None if the line fits."""
     better: Costed | None
-    """Stages that are faster, or that fit where the line's do not; None where none are found."""
+    """Faster stages, or stages that fit if the line's do not, or None."""
     least: Costed | None
-    """The line's split with the least recomputation that fits; None where it fits as it is."""
+    """The line's split with minimal recomputation that fits, or None if it fits unchanged."""
 
     @classmethod
     def of(cls, launched: Launched) -> "Verdict":
@@ -318,7 +309,7 @@ class Verdict:
 
     @property
     def saved(self) -> float:
-        """Share of the line's step that the better split saves; below 0 where it takes longer."""
+        """Share of the line's step saved by the better split, negative if slower."""
         assert self.better is not None
         return 1 - self.better.step_ms / self.line.step_ms
 

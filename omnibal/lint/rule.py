@@ -1,4 +1,4 @@
-"""What a rule of a launch line is, and the group that a module of rules adds its own to."""
+"""A rule of launch lines, and groups of rules per module."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -12,13 +12,13 @@ CORE = "megatron-core 0.16.1"
 BRIDGE = "Megatron-Bridge@003e863"
 SWIFT = "ms-swift 4.6.0"
 LOONGFORGE = "LoongForge@130ff79"
-"""Versions whose checks were read."""
+"""Versions with checks covered here."""
 VALIDATE_ARGS = "training/arguments.py, validate_args, Megatron-LM@000c4ac"
 
 Problems = Iterator[tuple[str, str]]
-"""What is given and what to change, where a line breaks a rule; only the first is told."""
+"""Pairs of problem and fix if a line breaks a rule; only the first is reported."""
 Check = Callable[[Line], Problems]
-"""A function of a line, whose name and docstring are its rule's."""
+"""A check of a line. Its name and docstring are the rule's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Rule:
     source: str
     """File, line and version of the trainer's own check."""
     check: Check
-    """Check by the rule's name, whose docstring says what must hold."""
+    """Check named as the rule, with the requirement as docstring."""
     severity: Severity
     launchers: frozenset[Launcher]
     """Trainers that check it."""
@@ -40,12 +40,12 @@ class Rule:
 
     @property
     def holds(self) -> str:
-        """What must hold, as a part of a sentence."""
+        """Return the requirement, as a part of a sentence."""
         first, rest = " ".join((self.check.__doc__ or "").rstrip(".").split()).split(" ", 1)
         return f"{first.lower() if first[1:] == first[1:].lower() else first} {rest}"
 
     def finding(self, line: Line) -> Finding | None:
-        """What is wrong with a line by this rule; None where nothing is."""
+        """Return the line's violation of this rule, or None."""
         if line.launch.launcher not in self.launchers:
             return None
         for given, change in self.check(line):
@@ -58,7 +58,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class RuleGroup:
-    """Rules of one kind, in the order in which their module has them."""
+    """Rules of one kind, in module order."""
 
     rules: list[Rule] = field(default_factory=list)
 

@@ -1,4 +1,4 @@
-"""Rules of the layers of stages and their chunks, where no layout is given."""
+"""Rules of layers per stage and chunk without a layout."""
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
@@ -30,7 +30,7 @@ def _counted(line: Line) -> str:
 
 
 def _even_share(line: Line) -> int | None:
-    """Layers of every stage; None where flags divide them otherwise, or they do not divide."""
+    """Layers of every stage, or None if not evenly divided."""
     each, rest = divmod(line.layers_to_split, line.launch.pipeline)
     return each if line.is_plain and not rest else None
 
@@ -67,7 +67,7 @@ def _ends(line: Line) -> dict[str, int]:
 
 
 def _split_ends(line: Line) -> dict[str, int]:
-    """Layers of the first and the last stage where no layout stands above them."""
+    """Layers of the first and the last stage, if not overridden by a layout."""
     return _ends(line) if line.launch.layout is None else {}
 
 
@@ -94,7 +94,7 @@ def end_stages_divide_chunks(line: Line) -> Problems:
 
 
 def _middle(line: Line) -> tuple[int, int]:
-    """Layers and stages that are left without given ends; none where no end is given."""
+    """Layers and stages between given ends, or 0 without ends."""
     ends = _split_ends(line)
     if not ends:
         return 0, 0

@@ -1,8 +1,8 @@
-"""Commands of a launch script with its variables put in; nothing is executed.
+"""Commands of a launch script with its variables substituted; nothing is executed.
 
 Reads lines of `NAME=value`, `export`, arrays (`NAME=( ... )`, `NAME+=( ... )`) and commands, whose
-words may have `$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`. Refuses all else of a shell.
-A variable that the script does not set stays in a word as `UNKNOWN`.
+words may have `$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`. Other shell syntax is an
+error. Unset variables remain in a word as `UNKNOWN`.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import NoReturn
 from omnibal.base.errors import UserError
 
 UNKNOWN = re.compile("\ue000([^\ue001]*)\ue001")
-"""Mark of a variable whose value is not known, around its name."""
+"""Mark around the name of an unknown variable."""
 _QUOTED = r"'[^']*'|\"(?:\\.|[^\"\\])*+\"|\\."
 _COMMENT = r"(?<!\S)\#[^\n]*"
 _LIST = rf"(?<==)\((?:{_QUOTED}|{_COMMENT}|[^()])*+\)"
@@ -37,7 +37,7 @@ _CONTROL = frozenset(
 )
 _ELEMENT = re.compile(r"\w+\[[^]]*\]\+?=")
 _MOST_LETTERS = 2**16
-"""Most letters of a value: those that double line by line have no end."""
+"""Max letters of a value, against exponential growth by repeated doubling."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,11 +55,7 @@ def show_unknown(text: str) -> str:
 
 
 def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
-    """Read the commands of a script, or one command.
-
-    Args:
-        given: values of variables, by name, that override the script's own.
-    """
+    """Read a script's commands; `given` variables override its own."""
     text = text.replace("\\\r\n", "\\\n")
     reader, commands = _Reader(given), list[Command]()
     for match in _LINE.finditer(text):
@@ -166,7 +162,7 @@ class _Reader:
         return f'"{_IN_DOUBLE.sub(expanded, text)}"'
 
     def _value(self, match: re.Match[str]) -> tuple[str, ...]:
-        """Words of a variable; its mark if it is not known."""
+        """Return a variable's words, or its mark if unknown."""
         name, is_all = match["name"] or match["braced"], bool(match["all"])
         if name in ("@", "*"):
             return ()

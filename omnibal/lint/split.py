@@ -5,9 +5,9 @@ from omnibal.lint.line import Line
 
 
 def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
-    """Layers of the language model on every chunk of every stage, [stages][chunks].
+    """Language model layers on every chunk of every stage, [stages][chunks].
 
-    As megatron-core's `get_num_layers_to_build` counts them, and LoongForge's
+    As in megatron-core's `get_num_layers_to_build` and LoongForge's
     `convert_custom_pipeline_to_layout`.
     """
     launch, stages, chunks = line.launch, line.launch.pipeline, line.virtual or 1
@@ -32,7 +32,7 @@ def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
 
 
 def _stages(line: Line) -> list[int]:
-    """Layers of every stage, with those that count for the embedding and the loss."""
+    """Return layers per stage, counting embedding and loss as layers if set."""
     launch, stages = line.launch, line.launch.pipeline
     ends = {0: launch.first_layers, stages - 1: launch.last_layers}
     given = {stage: count for stage, count in ends.items() if count is not None}
@@ -42,10 +42,8 @@ def _stages(line: Line) -> list[int]:
 
 
 def even_ends(layers: int, stages: int, chunks: int) -> tuple[int, int, int] | None:
-    """Layers of the first stage, of every middle one and of the last, as even as can be.
-
-    None where no such split has whole chunks on every stage.
-    """
+    """Return layers of the first, middle and last stages for the most even split with whole chunks,
+    or None."""
     if stages < 2:
         return None
     for middle in range(-(-layers // stages), 0, -1):

@@ -17,8 +17,8 @@ _NAMES_OF_TARGETS = ("target-modules", "peft.target_modules", "lora-target-modul
 _NAME = re.compile(r"[\w.-]+")
 _BRIDGES = (Launcher.MEGATRON_BRIDGE,)
 _DEFAULT_RANK = {False: 8, True: 32}
-"""Ranks where a line names none, of ms-swift (`swift/arguments/tuner_args.py` of 4.6.0) and of
-Megatron-Bridge's LoRA, by whether it is the latter."""
+"""Default LoRA ranks of ms-swift (`swift/arguments/tuner_args.py` of 4.6.0) and, under True,
+Megatron-Bridge."""
 
 
 def is_adapter(line: Line) -> bool:
@@ -29,10 +29,9 @@ def is_adapter(line: Line) -> bool:
 
 
 def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
-    """The adapters that the line trains; None where it trains whole parts.
+    """Return the line's language model adapters, or None.
 
-    They are of the language model. Modules that Megatron has and released checkpoints have not are
-    taken for all linears.
+    Modules absent from released checkpoints are taken for all linears.
     """
     if not is_adapter(line):
         return None
@@ -51,8 +50,7 @@ def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
 def cuts_samples(line: Line) -> bool:
     """Whether context-parallel ranks are predicted as if each had shorter samples of its own.
 
-    So it is where costs have no exchange: of layers of linear attention, whose state goes from
-    token to token, and of sizes that are no power of two.
+    Costs have no CP exchange for linear attention's state and for sizes that are no power of two.
     """
     context = line.launch.context
     return context > 1 and (line.sizes.linear is not None or bool(context & (context - 1)))

@@ -1,4 +1,1 @@
-"""The report: a plan and the measurements of its run, as one self-contained HTML page.
-
-`page.write_report` writes it. Its tables are those that commands print.
-"""
+"""The report: a plan and its run's measurements as one self-contained HTML page."""

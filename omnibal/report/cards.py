@@ -22,12 +22,12 @@ from omnibal.report.table import Marked
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One figure that stands at the top of the page."""
+    """A figure at the top of the page."""
 
     title: str
     value: str | Marked
     source: str = ""
-    """Where the value is from: predicted, replayed or measured."""
+    """Source of the value: predicted, replayed or measured."""
     note: str
 
 
@@ -37,7 +37,7 @@ def headline_cards(
     replay: ReplaySummary | None,
     records: Sequence[StepRecord],
 ) -> list[Card]:
-    """Cards in the order in which the questions are asked."""
+    """Return the page's cards in order."""
     prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
     rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}
@@ -59,7 +59,7 @@ def headline_cards(
 
 
 def _latest(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) -> list[Card]:
-    """The value of the last source, with notes of those before it; nothing without any source."""
+    """Return the last source's value with notes of earlier sources, or nothing without sources."""
     if not values:
         return []
     *others, (source, value) = values.items()
@@ -112,7 +112,7 @@ def _length(plan: Plan, prediction: Prediction) -> list[Card]:
 
 
 def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
-    """How full experts were beside what was planned for; nothing where no layer has any."""
+    """Return measured and planned expert load, or nothing without experts."""
     balances = [record.experts for record in records if record.experts is not None]
     planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]
     if not balances or not planned:

@@ -1,4 +1,4 @@
-"""Results of commands as tables; those of a plan and its run are in `report/plan_tables.py`."""
+"""Results of commands as tables; `report/plan_tables.py` has those of plans and runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -106,7 +106,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 
 
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
-    """Table of the fastest parallel sizes, then those that are clearly slower or do not fit."""
+    """Table of the fastest parallel sizes, followed by slower or infeasible sizes."""
     tried = [strategy.sizing for strategy in search.ranking]
     tried += [one.sizing for one in search.ruled_out]
     names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]

@@ -1,6 +1,6 @@
-"""Figures drawn by matplotlib, as SVG that is readable on light and dark pages.
+"""Figures drawn by matplotlib, as SVG for light and dark pages.
 
-Equal inputs give equal bytes. Figures are made without pyplot, which keeps state.
+Deterministic, and without pyplot's global state.
 """
 
 import re
@@ -19,7 +19,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from omnibal.report.formatting import escape
 
 WIDE, NARROW = 1080, 520
-"""Widths of figures in pixels: of the whole page and of one of its two columns."""
+"""Widths of figures in pixels: of the page and of one of two columns."""
 _FOLDER = Path(__file__).parent
 _PALETTE = (_FOLDER / "palette.css").read_text()
 COLOURS: Mapping[str, str] = dict(re.findall(r"--(\w+): (#\w+);", _PALETTE.split("@media")[0]))
@@ -53,11 +53,7 @@ def printable(text: str) -> str:
 
 @style()
 def to_svg(figure: Figure, label: str) -> str:
-    """Return a figure as an `svg` element, whose colours are the variables of palette.css.
-
-    Args:
-        label: what it shows, for readers who cannot see it.
-    """
+    """Return a figure as an `svg` element coloured by palette.css, with `label` as its alt text."""
     file = StringIO()
     with warnings.catch_warnings():
         # Browsers have other fonts for characters that this one lacks.
@@ -80,11 +76,7 @@ def _as_variable(found: re.Match[str]) -> str:
 
 
 def svg_file(figure: Figure, title: str = "") -> str:
-    """Return the text of an SVG file that follows the reader's light or dark scheme.
-
-    Args:
-        title: by default the figure's own.
-    """
+    """Return an SVG file that follows the light or dark scheme. `title`: the figure's if empty."""
     title = title or figure.get_suptitle()
     head, rest = to_svg(figure, title).removeprefix("<svg").split(">", 1)
     return (
@@ -95,12 +87,7 @@ def svg_file(figure: Figure, title: str = "") -> str:
 def stack_bars(
     axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Iterable[str]
 ) -> None:
-    """Draw a named horizontal bar for every row, of parts one after another.
-
-    Args:
-        parts: values of all rows, by the part's label in the legend.
-        colours: names of the parts' colours, in their order.
-    """
+    """Draw stacked horizontal bars; `parts` maps legend labels to values of all rows."""
     left = np.zeros(len(names))
     for (label, values), colour in zip(parts.items(), colours, strict=False):
         axes.barh(range(len(names)), values, left=left, label=label, color=COLOURS[colour])

@@ -1,5 +1,4 @@
-"""Tables of a fake-device replay: allocated beside predicted memory, and what fills and takes
-it."""
+"""Tables of a fake-device replay: allocated and predicted memory, launched operations."""
 
 from collections.abc import Sequence
 

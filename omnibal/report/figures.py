@@ -66,7 +66,7 @@ class PageFigure:
 
     @property
     def svg(self) -> str:
-        """The figure as an SVG element; empty without one."""
+        """The figure as an SVG element, or empty."""
         return "" if self.drawn is None else to_svg(self.drawn, f"{self.title}. {self.caption}")
 
 
@@ -176,11 +176,8 @@ def curve_figure(
 ) -> PageFigure:
     """Draw a value over the steps: points faint, their moving mean bold, `predicted` dashed.
 
-    Values that are not finite cannot be drawn, and an axis from zero ends at 1.5 times the 95th
-    percentile, so that one slow step flattens nothing; the caption counts what is left out.
-
-    Args:
-        held_out: (last step before, value) of validations, a line of their own.
+    Non-finite values and outliers (above 1.5 times the 95th percentile, if the axis is from zero)
+    are omitted and counted in the caption. `held_out` is (last step before, value) of validations.
     """
     points = np.array([[record.step for record in records], values], np.float64)
     finite = np.isfinite(points[1])
@@ -240,7 +237,7 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
     name, counted = "samples", np.diff(packs.packs.offsets)
     limited = [item for item in caps.names if item in packs.items]
     if limited:
-        # Of several kinds of items, those that fill packs most.
+        # Use the kind of items that fills packs most.
         name = max(limited, key=lambda item: packs.items[item].mean() / caps[item])
         counted = packs.items[name]
     ends = (caps.get(name) or int(counted.max()), caps["tokens"])

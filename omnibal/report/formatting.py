@@ -18,7 +18,7 @@ def escape(value: object) -> str:
 
 
 def shorten(value: str, limit: int) -> str:
-    """Text of at most `limit` characters, of which the last three say that some are missing."""
+    """Truncate text to `limit` characters, with an ellipsis."""
     return value if len(value) <= limit else value[: limit - 3] + "..."
 
 
@@ -37,7 +37,7 @@ def number(value: float, digits: int = 3) -> str:
 
 
 def percent(fraction: float) -> str:
-    """Format a fraction in percent; one that rounds to nothing has no sign."""
+    """Format a fraction in percent, without a sign if rounded to 0."""
     return f"{100 * fraction:z.1f} %"
 
 
@@ -94,10 +94,7 @@ def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
 
 
 def write_ascii(page: str, path: Path) -> None:
-    """Write a page, a picture or a trace, and the directories that it lies in.
-
-    Pure ASCII survives every server, mail and editor; the rest becomes character references.
-    """
+    """Write a page, picture or trace as ASCII with character references, creating directories."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic(path) as temporary:
         temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))

@@ -9,7 +9,7 @@ from omnibal.report.table import Column, Table
 
 
 def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
-    """Count of the samples in `rows`, and mean and most of every feature (None without any)."""
+    """Count samples in `rows`, with mean and max of every feature (None without samples)."""
     statistics: dict[str, float | None] = {"samples": int(rows.sum())}
     for name in (*lengths.item_names, "tokens"):
         values = lengths.column(name)[rows]
@@ -27,11 +27,7 @@ def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
 
 
 def largest_sources(lengths: Lengths, most: int | None = None) -> list[tuple[str, np.ndarray]]:
-    """Return the name and codes of every source, and of all together.
-
-    Args:
-        most: number of sources that stand alone: those of most samples, in order. None for all.
-    """
+    """Return name and codes of all samples together and of the `most` largest sources, or all."""
     codes = np.arange(len(lengths.source_names))
     if most is not None:
         codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")

@@ -1,8 +1,7 @@
 """Figure of the load of every rank and step, before and after balancing.
 
-Both sides are simulated: predicted forward and backward time of the whole model, on the samples
-given. "Before" is common practice, which fills micro-batches with a fixed count of samples in
-random order and pads them to their longest; "after" is the schedule that was made.
+Both are simulated compute times of the whole model. "Before": a fixed number of samples per
+micro-batch in random order, padded to the longest. "After": the schedule.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +34,7 @@ class RankLoads:
     """Steps of an epoch: the compute time of every rank in each, and the samples trained."""
 
     compute_ms: np.ndarray
-    """Compute time, [steps, ranks]; a step ends with its slowest rank."""
+    """Compute time, [steps, ranks]. A step ends with its slowest rank."""
     samples: int
     pad_ratio: float
     """Share of the tokens computed that are padding, mean over micro-batches."""
@@ -64,16 +63,11 @@ def common_practice(
     seed: int,
     load: Callable[[Packs, Lengths], np.ndarray],
 ) -> RankLoads | None:
-    """Load of every rank and step when nothing is balanced; None if samples make no whole step.
+    """Return unbalanced loads of ranks and steps, or None if samples make no full step.
 
-    Samples come in random order, the same count in every micro-batch, where each is padded with
-    tokens to the longest of them; tiles need no padding. The last, incomplete step is dropped.
-
-    Padding is counted as if it were text: a trainer that leaves it out of attention, or of the
-    head, is a little faster. The caps do not hold here: some micro-batches may fit on no device.
-
-    Args:
-        load: gives the load of every micro-batch [packs] from packs of these lengths.
+    Random order, a fixed number of samples per micro-batch, each padded with text tokens to the
+    longest (tiles need none). The incomplete last step is dropped. Caps are ignored, and padding
+    costs attention and head like text. `load` gives the load of every micro-batch, [packs].
     """
     samples_per_step = samples_per_micro_batch * dp * micro_batches
     complete = len(lengths) // samples_per_step * samples_per_step
@@ -101,7 +95,7 @@ def compare_loads(
     """Return the loads of a schedule, `after`, and, if it has a step, common practice, `before`."""
     dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
-    # Nothing is padded: samples of a pack follow one another in one row.
+    # Packed samples share a row without padding.
     after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
     before = common_practice(
         *(lengths, _mean_samples(scheduled), dp, data.packs_per_step // dp),

@@ -1,7 +1,4 @@
-"""The report page of a plan, its replay and its run: one HTML file, no script and no network.
-
-Equal inputs give equal bytes: nothing on the page depends on when or where it was written.
-"""
+"""The report page of a plan, its replay and run: one deterministic HTML file without scripts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,10 +68,10 @@ class ReportInput:
     plan: Plan
     job: JobSpec
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths: mock ones at the caps for a plan of shapes only; None without either."""
+    """Packs and lengths: mock at the caps for shapes only, or None."""
     replay: ReplaySummary | None
     fake_stages: tuple[FakeStage, ...]
-    """Stages tried on fake devices, as far as they are; empty without any."""
+    """Stages replayed on fake devices so far."""
     records: list[StepRecord]
     validations: list[ValidationRecord]
     run: RunSummary | None
@@ -87,11 +84,10 @@ def write_report(
     output: Path,
     replay_directory: Path | None = None,
 ) -> ReportInput:
-    """Write the report of a plan, and of the run trained from it and of its replay where given.
+    """Write the report of a plan, and of its run and replay if given.
 
     Args:
-        run_directory: holds `run.json` and `run.jsonl`, and `evaluation.json` once the run was
-            evaluated.
+        run_directory: with `run.json`, `run.jsonl` and, once evaluated, `evaluation.json`.
         replay_directory: made by tools/replay.py.
     """
     shown = _read(files, run_directory, replay_directory)
@@ -176,7 +172,7 @@ def render(report: ReportInput) -> str:
 
 
 def _shown(report: ReportInput) -> dict[str, Any]:
-    """What the page's template shows, by its names for it; what is not given is empty."""
+    """Return the template's variables, empty if not given."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
     sources = figures_by_source(plan, run, replay)
     shown = {

@@ -25,10 +25,7 @@ from omnibal.report.table import Table
 def phases_of_plan(
     plan: Plan, packs: ScheduledPacks, lengths: Lengths, cost_source: CostSource
 ) -> list[PhaseBalance]:
-    """Balance of every phase over the plan's ranks; none for a model without encoders.
-
-    Of long runs it is that of the steps that a prediction simulates.
-    """
+    """Return every phase's balance over ranks, on simulated steps, or empty without encoders."""
     if not plan.model.encoders:
         return []
     # Without what pipelines wait for data-parallel encoders.
@@ -60,7 +57,7 @@ def phases_of_plan(
 
 
 def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
-    """Table of all phases; None where there are none."""
+    """Table of all phases, or None if empty."""
     if not phases:
         return None
     return Table.of_records(

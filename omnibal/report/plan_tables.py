@@ -52,7 +52,7 @@ def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "
 
 
 def _beside(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0) -> list[Filled]:
-    """A column of each named series, all with equal decimals; an empty one is left out."""
+    """Return a column per named non-empty series, all with equal decimals."""
     cells = iter(aligned([value for values in series.values() for value in values], at_least))
     bold = ("peak", "replayed", "measured")
     return [
@@ -65,9 +65,9 @@ def _beside(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
 def stages_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table:
-    """Units of every stage, and its times per micro-batch: predicted, replayed and measured.
+    """Units of every stage, and times per micro-batch: predicted, replayed and measured.
 
-    Times of data-parallel encoders are of a step; they are there beside a run or a replay.
+    Data-parallel encoders' times are per step, shown with a run or a replay.
     """
     towers, held = plan.pipeline_model.towers, plan.held(plan.stages)
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
@@ -103,7 +103,7 @@ def stages_table(
         columns += of_sources("exchange\nms", 1, times("exchange_ms", 1))
     waits = {name: [100 * wait for wait in one.wait_fractions] for name, one in sources.items()}
     columns += of_sources("waits\n%", 1, waits)
-    # Words are not divided: the longest has as many characters.
+    # Wide enough for the longest word, as words are not split.
     wide = Column(title="also holds", style="wrap", least_width=len("projector,"))
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
     slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
@@ -119,8 +119,7 @@ def memory_table(
 ) -> Table | None:
     """Predicted memory by kind, the sum against the device's, and the peak by other sources.
 
-    The replayed peak is shown beside its predicted value; the last row is of data-parallel
-    encoders, if there are any. None if there is nothing to show.
+    The last row is data-parallel encoders, if any. None if there is nothing to show.
     """
     cap_gib = memory_cap_gib(plan.cluster)
     beside = plan.prediction.beside if plan.prediction else None
@@ -158,7 +157,7 @@ def memory_table(
 
 
 def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | None:
-    """Breakdown of the predicted and replayed step from the ideal up; None if neither is known."""
+    """Breakdown of the predicted and replayed step from the ideal up, or None if unknown."""
     steps = lost_by_source(plan, replay)
     if not steps:
         return None
@@ -214,7 +213,7 @@ def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
 
 
 def share_of_images(plan: Plan) -> float | None:
-    """Share of the tokens of a pack of shapes that are images'; None where there are none."""
+    """Image share of the tokens of a pack of shapes, or None without images."""
     assert plan.shapes is not None
     caps, towers = plan.shapes.caps, plan.model.encoders.values()
     images = [tower for tower in towers if tower.of_images]
@@ -274,7 +273,7 @@ def plan_facts(
 
 
 def run_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
-    """Times of a run and a replay beside the plan's prediction; at least one is given."""
+    """Times of a run and a replay compared with the prediction; at least one is given."""
     sources, predicted = figures_by_source(plan, run, replay), plan.prediction
     columns: dict[str, dict[str, str]] = {name: {} for name in ("predicted", *sources)}
     if run is not None:
@@ -312,7 +311,7 @@ def _with_error(predicted_ms: float, taken_ms: float) -> str:
 
 
 def accuracy_table(evaluation: Evaluation) -> Table | None:
-    """Exact answers by kind with their 95 % interval, beside chance; None without kinds."""
+    """Exact answers by kind with 95 % intervals and the chance rate, or None without kinds."""
     if not evaluation.kinds:
         return None
 
@@ -337,7 +336,7 @@ def accuracy_table(evaluation: Evaluation) -> Table | None:
 
 
 def answers_table(evaluation: Evaluation) -> Table | None:
-    """A few questions of every kind, right and wrong ones; None without any."""
+    """A few questions of every kind, right and wrong, or None."""
     examples = telling_examples(evaluation, _EXAMPLES_SHOWN)
     if not examples:
         return None
@@ -355,11 +354,8 @@ def answers_table(evaluation: Evaluation) -> Table | None:
 
 
 def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
-    """Figures of packs: how full they are, how even over ranks, and what ranks exchange.
-
-    Args:
-        load: by which the straggler factor is measured.
-    """
+    """Fill, balance over ranks and communication of packs; `load` is the straggler factor's
+    measure."""
     samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
     entries = [
         ("samples packed", samples),

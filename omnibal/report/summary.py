@@ -1,7 +1,6 @@
 """Summaries of a run log and a replay, comparable with the plan's prediction.
 
-A run's times are medians over its steps: one slow step (the first, a checkpoint, a busy file
-system) must not pass for the plan's error.
+Medians over steps, so that slow steps (first, checkpoint) are not taken for prediction errors.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,7 @@ from omnibal.pipeline.prediction import StageMemory
 
 
 class StageTime(NamedTuple):
-    """Breakdown of one stage's time in a step; the parts in the order they are drawn."""
+    """Breakdown of a stage's time in a step, in drawing order."""
 
     forward_ms: float
     backward_ms: float
@@ -40,7 +39,7 @@ class SlowRank(NamedTuple):
     stage: int
     rank: int
     factor: float
-    """Time of its passes over those of the stage's median rank."""
+    """Time of its passes relative to the stage's median rank."""
 
     def __str__(self) -> str:
         return f"stage {self.stage}, data-parallel rank {self.rank}"
@@ -54,9 +53,9 @@ class StepFigures:
     bubble_fraction: float
     """Idle share of the step, for any cause, mean over stages."""
     samples_per_second_per_gpu: float | None
-    """Throughput, of a run with slow steps and the time between steps; None if not known."""
+    """Throughput including slow steps and gaps between steps, or None if unknown."""
     stages: tuple[StageTime, ...]
-    """Times of every stage; empty if a prediction has no steps."""
+    """Times of every stage, or empty for a prediction without steps."""
     wait_fractions: tuple[float, ...]
     peak_gib: tuple[float, ...]
 
@@ -73,13 +72,13 @@ class RunSummary(StepFigures):
     spikes: int
     replaced_samples: int
     allocation_retries: int
-    """Allocation retries of the rank with most of them in each step, summed over the steps."""
+    """Allocation retries, max over ranks, summed over steps."""
     slow_ranks: tuple[SlowRank, ...] = ()
-    """Ranks whose passes take at least `SLOW` times as long as those of the stage's median rank,
-    whose packs are about as large."""
+    """Ranks with passes at least `SLOW` times the stage's median rank's, with packs about as large.
+    """
 
     def incidents(self) -> dict[str, int]:
-        """Number of incidents by their name, without those that did not happen."""
+        """Return counts of incidents that happened, by name."""
         counts = {
             "skipped steps": self.skipped_steps,
             "spikes of the loss": self.spikes,
@@ -136,7 +135,7 @@ def _slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]
 
 
 def micro_batches_per_step(plan: Plan) -> float | None:
-    """Mean packs that one data-parallel rank trains per step; None where the plan has no packs."""
+    """Mean packs per data-parallel rank and step, or None without packs."""
     if plan.data is not None:
         return plan.data.packs / (plan.data.steps * plan.parallel.data)
     return plan.shapes.micro_batches_per_step if plan.shapes else None
@@ -218,10 +217,10 @@ def _replayed_figures(replay: ReplaySummary) -> StepFigures:
 def _simulated_time(
     step_ms: float, stage: Sequence[float], encoder_ms: float = 0.0, exchange_ms: float = 0.0
 ) -> StageTime:
-    """Times in the run log's terms, where what is neither computed nor waited is the update.
+    """Split a simulated step in the run log's terms; the rest of the step is the update.
 
     Args:
-        stage: forward and backward ms of a step, and the share of it that the stage waits.
+        stage: forward and backward ms of a step, and the stage's idle share.
     """
     forward_ms, backward_ms, wait_fraction = stage
     wait_ms = wait_fraction * step_ms
@@ -232,7 +231,7 @@ def _simulated_time(
 
 
 def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float]:
-    """Predicted value of each stage's replayed peak, in GiB; empty without a prediction."""
+    """Return predictions of each stage's replayed peak, in GiB, or empty without a prediction."""
     if plan.prediction is None:
         return []
     stages = zip(replay.stages, plan.prediction.stages, strict=True)
@@ -257,7 +256,7 @@ def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
 
 
 def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
-    """95 % Wilson score interval of the accuracy; a few dozen questions decide little."""
+    """95 % Wilson score interval of the accuracy."""
     if not kind.questions:
         return 0.0, 1.0
     interval = binomtest(kind.correct, kind.questions).proportion_ci(method="wilson")
@@ -265,7 +264,7 @@ def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
 
 
 def is_right(answer: EvaluatedAnswer) -> bool:
-    """Whether an answer is the expected one, but for spaces around it."""
+    """Whether an answer is the expected one, ignoring surrounding spaces."""
     return answer.answered.strip() == answer.expected.strip()
 
 

@@ -1,7 +1,4 @@
-"""Tables and panels of facts, each made once for the terminal and the page.
-
-On a terminal `rich` asks them for what it prints; the page's template writes them as HTML.
-"""
+"""Tables and panels of facts, printed by `rich` and rendered as HTML by the page's template."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,13 +12,12 @@ from omnibal.report.formatting import percent
 
 R = TypeVar("R")
 Style = Literal["", "bold", "left", "wrap", "mark"]
-"""Kind of a column's cells: numbers, the numbers that matter most, names, text that may take
-several lines, or signs."""
+"""Kind of a column's cells: numbers, main numbers, names, wrapped text or signs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marked:
-    """Text with a class of report.css, and what a pointer resting on it shows."""
+    """Text with a class of report.css and a tooltip."""
 
     text: str
     css: str
@@ -29,7 +25,7 @@ class Marked:
 
     @classmethod
     def share(cls, fraction: float) -> "Marked":
-        """A share of what is there in percent: good up to all of it."""
+        """Format a share in percent, marked good up to 100 %."""
         return cls(percent(fraction), "good" if fraction <= 1 else "bad")
 
     def __str__(self) -> str:
@@ -58,7 +54,7 @@ class Table:
     title: str
     columns: Sequence[Column]
     sections: Sequence[Sequence[Row]]
-    """Rows of each section; a terminal draws a rule between sections."""
+    """Rows per section. A terminal draws a rule between sections."""
     caption: str = ""
     tight: bool = False
     """Whether a terminal shows no space at the edges, so that 80 characters hold the table."""
@@ -92,13 +88,13 @@ class Table:
         columns: Mapping[str | Column, Callable[[R], Cell]],
         caption: str = "",
     ) -> "Table":
-        """A table of a row per record, by the columns' titles and what makes their cells."""
+        """Make a table with a row per record, from column titles and cell functions."""
         rows = [[cell(record) for cell in columns.values()] for record in records]
         return cls.of_rows(title, columns, rows, caption=caption)
 
     @property
     def groups(self) -> list[tuple[str, int]]:
-        """Headings above the columns' own and how many columns each spans; empty without any."""
+        """Return group headings and the number of columns each spans, if any."""
         spans = [(name, len(list(of))) for name, of in groupby(c.group for c in self.columns)]
         return spans if any(name for name, _ in spans) else []
 

@@ -25,7 +25,7 @@ _COLOURS = {
     Pass.BACKWARD_WEIGHT: "rose",
 }
 _NUMBERED_SHARE = 0.016
-"""Smallest share of the axis whose bar has room for its number."""
+"""Min share of the axis for a bar to be numbered."""
 _NUMBER: dict[str, Any] = {
     "ha": "center",
     "va": "center",
@@ -75,12 +75,12 @@ def draw_step(
     recompute_ms: np.ndarray | None = None,
     end_ms: float | None = None,
 ) -> None:
-    """Draw a row of passes for every stage; empty space is waiting.
+    """Draw a row of passes for every stage; empty space is idle time.
 
     Args:
         micro_batches: number drawn; other ranks may have more.
-        recompute_ms: part of each backward that recomputes, drawn apart. [micro-batches, parts]
-        end_ms: end of the axis; None for the end of the step.
+        recompute_ms: recomputation in each backward, drawn separately. [micro-batches, parts]
+        end_ms: end of the axis; defaults to the end of the step.
     """
     schedule = timeline.schedule
     if end_ms is None:

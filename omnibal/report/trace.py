@@ -1,8 +1,6 @@
-"""A simulated step as a Chrome trace, for chrome://tracing or Perfetto.
+"""A simulated step as a Chrome trace (Trace Event Format, complete events, microseconds).
 
-A process is a data-parallel rank, a thread a pipeline stage, a block a micro-batch's forward or
-backward, or a part of it, in a chunk of the stage. The format is the Trace Event Format's complete
-events, times in microseconds.
+Process: data-parallel rank; thread: pipeline stage; block: a micro-batch's pass in a chunk.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,12 +25,11 @@ def chrome_trace(
     step: int,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> dict[str, Any]:
-    """All ranks and stages of one step, from its first forward to its last backward.
+    """Trace all ranks and stages of a step, from its first forward to its last backward.
 
     Args:
         cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: parts of the model, which the schedule places on stages, with what they recompute
-            at each level; of one level, `[stages]`.
+        stages_at: parts of the model per level, or `[stages]` for a single level.
     """
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])
@@ -59,7 +56,7 @@ def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
 def _block(
     name: str, kind: str, place: tuple[int, int], start_ms: float, took_ms: float, **args: int
 ) -> dict[str, Any]:
-    """A complete event at (rank, stage)."""
+    """Return a complete event at (rank, stage)."""
     rank, stage = place
     times = {"ts": _US_PER_MS * start_ms, "dur": _US_PER_MS * took_ms}
     named = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stage}

@@ -47,11 +47,11 @@ def packs_of(lengths: list[int], packing_length: int) -> list[int]:
 
 
 def difference(counted: list[int], planned: list[int], packs: list[int]) -> str | None:
-    """What is not as planned, in words; None if all packs are.
+    """Describe the first difference from the plan, or return None.
 
     Args:
-        counted: tokens of every row, as ms-swift counts them.
-        planned: the same, as the plan does.
+        counted: tokens of every row by ms-swift.
+        planned: tokens of every row in the plan.
         packs: number of every row's pack in the plan.
     """
     if len(counted) != len(planned):
@@ -74,7 +74,7 @@ def difference(counted: list[int], planned: list[int], packs: list[int]) -> str 
 
 
 def other_lengths(counted: list[int], planned: list[int]) -> str | None:
-    """How many rows have not the tokens of the plan, and the first of them; None if all have."""
+    """Count rows with unplanned token counts and name the first, or return None."""
     pairs = list(zip(counted, planned, strict=True))
     differ = [row for row, (one, other) in enumerate(pairs) if one != other]
     if not differ:
@@ -85,7 +85,7 @@ def other_lengths(counted: list[int], planned: list[int]) -> str | None:
 
 
 def verdict(counted: list[int], planned: list[int], packs: list[int]) -> tuple[str, int]:
-    """What to print, and the exit status."""
+    """Return the message and the exit status."""
     told = difference(counted, planned, packs)
     if told is not None:
         return told, 1

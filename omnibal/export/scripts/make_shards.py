@@ -3,9 +3,8 @@
     python make_shards.py [--samples-per-shard 10000]
     energon prepare samples            # then index them
 
-A line of samples.jsonl has a sample's key, its record as it stood in its file, and the files that
-it shows, by the names that they get behind the key. Needs Python alone. Existing shards are kept:
-remove the folder `samples` to begin anew.
+A line of samples.jsonl has a sample's key, its unchanged record, and its files by the name behind
+the key. Needs only Python. Existing shards are kept: remove the folder `samples` to restart.
 """
 
 import argparse

@@ -40,7 +40,7 @@ IN_ORDER: dict[str, Any] = {
     "shuffle_over_epochs_multiplier": None,
     "parallel_shard_iters": 1,
 }
-"""Arguments by which `get_train_dataset` keeps the order of the lines."""
+"""Arguments of `get_train_dataset` that keep line order."""
 
 
 @edataclass
@@ -48,10 +48,9 @@ class Pack(Sample):
     """A pack of the plan, with the decoded members of every sample."""
 
     number: int
-    """Number of the pack in the plan's order of reading, from 0; -1 of one that fills the loader's
-    last round and is not trained."""
+    """Number of the pack in reading order, from 0; -1 for untrained padding of the last round."""
     samples: list[dict[str, Any]]
-    """By what is behind the key in their names, such as "json" or "0.jpg", and "__key__"."""
+    """By name behind the key, such as "json" or "0.jpg", and "__key__"."""
 
 
 @stateless
@@ -88,8 +87,7 @@ def planned_dataset(task_encoder: Any, worker_config: WorkerConfig, **more: Any)
     """Open the packs for training, in the plan's order.
 
     Raises:
-        ValueError: there are other data-parallel ranks or loader processes than packs.jsonl was
-            written for.
+        ValueError: data-parallel ranks or loader processes differ from those of packs.jsonl.
     """
     written = json.loads((FOLDER / "packs.json").read_text())
     given = worker_config.world_size, max(worker_config.num_workers, 1)

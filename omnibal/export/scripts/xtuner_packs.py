@@ -1,11 +1,9 @@
 """Lets XTuner train packs that are shorter than `pack_max_length`, and keeps their images.
 
-Import this in XTuner's config file, before the trainer is built. It puts a class in place of
-`PresetPackDataset`, as read at InternLM/xtuner 5cda4fb, xtuner/v1/datasets/preset_pack.py. That
-one, as its loader builds it, refuses a pack with fewer tokens than `pack_max_length`, though the
-collator pads it; and of a sample it hands on token ids and labels alone, so that a model never sees
-its images. Here whole samples are handed on as the dataset made them, and a sample whose tokens
-are not as many as the plan counted ends the run.
+Import this in XTuner's config file, before the trainer is built. It replaces `PresetPackDataset`
+(InternLM/xtuner 5cda4fb, xtuner/v1/datasets/preset_pack.py), which refuses packs shorter than
+`pack_max_length`, though the collator pads them, and drops all but token ids and labels. Here
+samples are passed on unchanged, and unplanned token counts end the run.
 """
 
 from typing import Any
@@ -21,7 +19,7 @@ class WholeSamplePacks(PresetPackDataset):
         super().__init__(*args, **{**kwargs, "short_pack_strategy": "padding"})
 
     def __getitem__(self, pack: int) -> list[dict[str, Any]]:
-        """The samples of one pack; the collator pads them."""
+        """Return the samples of a pack; the collator pads them."""
         rows = self._samples[int(self._boundaries[pack]) : int(self._boundaries[pack + 1])]
         return [self._whole(pack, [int(number) for number in row]) for row in rows]
 
