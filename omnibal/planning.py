@@ -1,12 +1,9 @@
-"""Planning: a goal in; the best plan that is found, the alternatives and what is proven out.
+"""Planning: from a goal to the best plan found, its alternatives and a proven gap.
 
     from omnibal import Free, Goal, Samples, plan
     planned = plan(Goal(job=job, data=Samples(lengths=lengths), free=Free.everything(gpus=64)))
 
-Where sizes are free, they are searched for together with caps, levels and the placement of encoders
-(`omnibal.search.parallel_sizes`, `omnibal.search.sizes_with_levels`); with given sizes, levels
-(`omnibal.search.level_sets`) or caps (`omnibal.search.caps`) are, and of several placements of
-encoders the faster plan is taken.
+Free sizes are searched together with caps, levels and encoder placement.
 """
 
 import math
@@ -91,50 +88,46 @@ from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
 
 _SMALL_COPY = 0.05
-"""Share of a device's memory below which encoders stay whole in a search of sizes."""
+"""Share of device memory below which a sizes search keeps encoders whole."""
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
-"""Strategies of at most so many times the best time on drawn samples are planned on all data, and
-most of them: packs of 20,000 samples and of all differ by about a percent."""
+"""Max slowdown and max count of strategies that are planned on all data: samples err by about 1 %."""
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
-"""Pipelines of at most so many times the best time are planned in other schedules too, which may
-save as much, and most of them besides."""
+"""Max slowdown and max count of further pipelines that are planned in other schedules."""
 _ROOM_OF_CAPS = 1.25
-"""Tokens of the smallest packs that are compared, of the longest sample's, at most."""
+"""Token caps compared in a search, as a multiple of the longest sample, at most."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Planned:
-    """The plan for a goal, what it was chosen from, and what is proven of it."""
+    """Plan for a goal, its alternatives and the proven gap."""
 
     result: PlanResult
     placement: PlacementChoice
-    """The placement of encoders, and what is predicted of the other one."""
+    """Chosen placement of encoders and prediction of the alternative."""
     sharding: ShardingChoice
-    """How ranks hold weights, and why not otherwise."""
+    """Chosen weight sharding and why alternatives lost."""
     schedule: ScheduleChoice = field(default_factory=ScheduleChoice)
-    """The pipeline's schedule, beside those that were tried."""
+    """Chosen schedule and the schedules it was compared with."""
     strategies: StrategySearch | None = None
-    """Parallel sizes that were compared, with the reason why each is slower; None where they were
-    given."""
+    """Compared parallel sizes. None if given."""
 
     @property
     def prediction(self) -> Prediction:
-        """What is predicted of the plan."""
+        """Prediction of the plan."""
         return self.result.plan.predicted
 
     @property
     def gap(self) -> float:
-        """Share by which a plan may be faster that was not found, by what is proven."""
+        """Max share of step time that an unfound plan may save, by proven bounds."""
         searched = 0.0 if self.result.search is None else self.result.search.gap
         return max(searched, 0.0 if self.strategies is None else self.strategies.gap)
 
 
 def plan(goal: Goal, listener: Listener | None = None) -> Planned:
-    """Find the best plan for a goal. Equal goals give equal plans.
+    """Return the best plan for a goal, deterministically.
 
     Raises:
-        UserError: nothing that is asked for can be planned, with what would fit where memory is
-            short.
+        UserError: nothing can be planned. States changes that would fit if memory is short.
     """
     if isinstance(goal.data, Samples) and goal.data.available:
         planned = plan(replace(goal, data=replace(goal.data, available=())), listener)
@@ -149,7 +142,7 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
 
 
 def _planned(goal: Goal, listener: Listener | None) -> Planned:
-    """The best plan for data that is in no portions."""
+    """Plan data that is not split into portions."""
     search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
     search.note_uncounted()
     sizes = goal.free.sizes
@@ -162,7 +155,7 @@ def _planned(goal: Goal, listener: Listener | None) -> Planned:
 
 
 def _portions(goal: Goal) -> PortionedSamples | None:
-    """The samples in portions; None where they are few enough to be packed together."""
+    """Samples in portions. None if few enough to be packed together."""
     if not isinstance(goal.data, Samples):
         return None
     return PortionedSamples.of(goal.data.lengths, goal.data.settings)
@@ -171,7 +164,7 @@ def _portions(goal: Goal) -> PortionedSamples | None:
 def _planned_in_portions(
     goal: Goal, portions: PortionedSamples, listener: Listener | None
 ) -> Planned:
-    """The plan that is best for the first portion; the others are packed as the plan is saved."""
+    """Plan for the first portion. Further portions are packed when the plan is saved."""
     assert isinstance(goal.data, Samples)
     settings = portions.settings_of(FIRST_PORTION)
     lengths = portions.samples(0)
@@ -195,8 +188,7 @@ def _planned_in_portions(
 def _planned_of_earlier(
     goal: Goal, earlier: Earlier, data: DataPlan, listener: Listener | None
 ) -> Planned:
-    """The plan that is best for the steps of an earlier one, or for those of its first portion; the
-    steps of others are taken over as the plan is saved."""
+    """Plan for the steps of an earlier plan, or of its first portion if it has portions."""
     portions = None
     if data.portions and earlier.directory is not None:
         portions = EarlierPortions(data=data, directory=earlier.directory)
@@ -205,7 +197,7 @@ def _planned_of_earlier(
     planned = _planned(goal, listener)
     result = planned.result
     assert result.plan.data is not None, "the earlier plan has data"
-    # What is told of the steps themselves stays true of them.
+    # The steps are unchanged, so these values still hold.
     same = {"mixture": data.mixture, "fewest_packs": data.fewest_packs}
     of_data = result.plan.data.model_copy(update=same)
     result = replace(result, plan=result.plan.model_copy(update={"data": of_data}))
@@ -215,10 +207,10 @@ def _planned_of_earlier(
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
-    """The goal, with the free ways to hold weights for data-parallel encoders too.
+    """Add encoder shardings to the search space.
 
-    Where sizes are free as well, and ways are, encoders are whole or divided over all ranks, and
-    small ones whole: to divide them would leave little more memory.
+    With free sizes, encoders are replicated or fully sharded. Small encoders are only replicated:
+    sharding them frees little memory.
     """
     if goal.free.shardings is None:
         return goal
@@ -232,7 +224,7 @@ def _with_encoder_shardings(goal: Goal) -> Goal:
 
 
 def _whole_encoders_bytes(job: JobSpec) -> float:
-    """Bytes of weights and gradients of whole data-parallel encoders; 0 where there can be none."""
+    """Bytes of replicated data-parallel encoders' weights and gradients. 0 if impossible."""
     whole = (WeightSharding.REPLICATED,)
     try:
         beside = replace(job, placement=EncoderPlacement.DATA_PARALLEL, encoder_shardings=whole)
@@ -243,14 +235,14 @@ def _whole_encoders_bytes(job: JobSpec) -> float:
 
 
 def without_trainer(goal: Goal, result: PlanResult) -> Goal:
-    """The goal of a plan for another trainer without that trainer's limits, to compare with.
+    """Return the goal without another trainer's limits, for comparison.
 
-    A trainer that divides weights over all ranks has no other sizes; without that limit any sizes
-    on as many devices are searched for, at as many samples per step.
+    A trainer that always shards weights allows few sizes, so sizes on the same GPUs become free, at
+    the same samples per step.
     """
     job = replace(goal.job, trainer=OWN)
     always_shards = goal.job.trainer.always_shards
-    # Limits are compared one by one, and holding weights whole is none of them.
+    # Limits are compared separately, and replicating weights is not among them.
     ways = tuple(WeightSharding) if always_shards else (WeightSharding.REPLICATED,)
     if not always_shards or goal.free.sizes is not None:
         return replace(goal, job=job, free=replace(goal.free, shardings=ways))
@@ -266,32 +258,29 @@ def without_trainer(goal: Goal, result: PlanResult) -> Goal:
 
 
 class _RequestDoesNotFit(DoesNotFit):
-    """A request of given sizes does not fit."""
-
     def __init__(self, request: PlanRequest, error: DoesNotFit) -> None:
         super().__init__(error.need, error.advice)
         self.request = request
 
 
 _Finalist = tuple[Strategy, PlanRequest, PlanResult]
-"""A strategy, its request on all data, and its plan."""
+"""Strategy, its request on all data, and its plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Search:
-    """The search for a goal's plan."""
+    """Search for a goal's plan."""
 
     goal: Goal
     listener: Listener
 
     @property
     def rules(self) -> PackRules:
-        """What the trainer's packs may be."""
+        """Pack rules of the trainer."""
         return self.goal.job.trainer.packs
 
     def note_uncounted(self) -> None:
-        """Note items of the model that lengths have no column for; there are none of them; and
-        images whose squares were not counted."""
+        """Note model items without a column in lengths, and images without counted squares."""
         data, model = self.goal.data, self.goal.job.model
         if not isinstance(data, Samples | Stream):
             return
@@ -306,8 +295,7 @@ class _Search:
                 )
 
     def note_undivided(self, plan: Plan) -> None:
-        """Note that one rank encodes all images of a sample in packs that ranks share, where these
-        were not counted one by one."""
+        """Note that one rank encodes a sample's images in shared packs if image sizes are unknown."""
         data = self.goal.data
         if not plan.has_shared_packs or not isinstance(data, Samples):
             return
@@ -317,11 +305,10 @@ class _Search:
                 "encodes all of a sample's; scan them with `omnibal lengths` to divide these"
             )
 
-    # Given sizes: every placement of encoders and sharding of weights is planned by itself.
+    # Given sizes: plan every encoder placement and weight sharding separately.
 
     def at_given_sizes(self) -> Planned:
-        """The plan of the fastest sharding of weights and placement of encoders, at the job's
-        sizes."""
+        """Plan at the job's sizes with the fastest weight sharding and encoder placement."""
         jobs = self._sharded_jobs()
         self._check_schedule(jobs)
         planned = dict[Parallel, tuple[PlanRequest, Planned]]()
@@ -346,7 +333,7 @@ class _Search:
         return replace(chosen, result=result, sharding=sharding, schedule=schedule)
 
     def _sharded_jobs(self) -> list[JobSpec]:
-        """The job with weights held in every way that is free and that its sizes allow."""
+        """One job per allowed sharding."""
         job = self.goal.job
         if self.goal.free.shardings is None:
             return [job]
@@ -367,16 +354,16 @@ class _Search:
         )
 
     def _check_schedule(self, jobs: list[JobSpec]) -> None:
-        """Refuse a schedule that the jobs have no room for with any placement of encoders."""
+        """Raise if no encoder placement lets the jobs run the schedule."""
         name, placed = self.goal.free.schedule, list[JobSpec]()
         for job, placement in product(jobs, self.goal.free.placements):
-            with suppress(UserError):  # what a placement is refused for is said where it is planned
+            with suppress(UserError):  # raised again when the placement is planned
                 placed.append(replace(job, placement=placement))
         if name is not None and placed:
             check_may_run(placed, name)
 
     def _at_placements(self, given: JobSpec) -> tuple[PlanRequest, Planned]:
-        """The plan of the fastest placement of encoders, and its request."""
+        """Plan of the fastest encoder placement, and its request."""
         placements = self.goal.free.placements
         made: dict[EncoderPlacement, tuple[PlanResult, PlanRequest]] = {}
         refused: dict[EncoderPlacement, UserError] = {}
@@ -405,10 +392,10 @@ class _Search:
     def _scheduled(
         self, result: PlanResult, request: PlanRequest, *, is_ordered: bool = True
     ) -> tuple[PlanResult, ScheduleChoice]:
-        """The plan in the schedule that is asked for, or in the fastest that the trainer runs."""
+        """Plan in the requested schedule, or in the fastest schedule of the trainer."""
         name, names = self.goal.free.schedule, self._schedules
         if request.data.levels != result.plan.pack_levels:
-            # Packs of an earlier plan, which had to be shared.
+            # Packs of an earlier plan that had to be shared.
             return result if is_ordered else ordered_plan(request, result), ScheduleChoice()
         if not names:
             return result, ScheduleChoice()
@@ -422,15 +409,14 @@ class _Search:
 
     @property
     def _is_ordered_last(self) -> bool:
-        """Whether micro-batches are put in order once the schedule is chosen: where plans at given
-        sizes differ in nothing else."""
+        """Whether micro-batches are ordered only after the schedule is chosen."""
         free = self.goal.free
         is_alone = free.placements == (EncoderPlacement.PIPELINE,) and len(self.goal.shardings) == 1
         return bool(self._schedules) and is_alone and free.sizes is None
 
     @property
     def _schedules(self) -> frozenset[str]:
-        """Names of schedules to choose from besides 1F1B."""
+        """Schedules to consider in addition to 1F1B."""
         name = self.goal.free.schedule
         names = self.goal.job.trainer.schedules if name is None else {name}
         return frozenset(names) - {ONE_FORWARD_ONE_BACKWARD.name}
@@ -440,14 +426,14 @@ class _Search:
         return PlanRequest(job=job, data=data, method=split.method, recompute=split.recompute)
 
     def _data(self, job: JobSpec) -> PlanData:
-        """Data of the plan's micro-batches, with caps and levels searched for where free."""
+        """Data of the plan, with caps and levels searched if free."""
         data = self.goal.data
         if isinstance(data, Earlier):
             stream = StreamData.of_plan(data.plan, data.data)
             if stream is not None:
                 return stream
             earlier = SampleData.of_plan(data.plan, data.data)
-            # Packs that were each one rank's stay so while they fit.
+            # Unshared packs stay unshared while they fit.
             plain = are_plain(earlier.levels)
             return earlier if plain else level_search.shared_anew(job, earlier)
         if isinstance(data, ShapesAlone):
@@ -478,7 +464,7 @@ class _Search:
         return self._at_step(job, data, caps)
 
     def _at_step(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
-        """The samples at these caps, in steps of so many packs, or of so many samples."""
+        """Samples at these caps, in steps of the requested packs or samples."""
         ranks = job.parallel.data
         packed = self._packed(data, caps, ranks * (data.micro_batches or DEFAULT_MICRO_BATCHES))
         if data.samples_per_step is None:
@@ -498,7 +484,7 @@ class _Search:
         )
 
     def _settings(self, data: Samples) -> PackSettings:
-        """Settings of packs; HBP's levels are filled in HBP's way."""
+        """Pack settings; greedy filling for HBP."""
         is_hbp = self.goal.free.levels.is_hbp
         return replace(data.settings, fill=FillRule.GREEDY) if is_hbp else data.settings
 
@@ -508,7 +494,7 @@ class _Search:
     def _find_caps(
         self, job: JobSpec, lengths: Lengths, samples_per_step: int, settings: PackSettings
     ) -> Caps:
-        """The caps of least predicted time per sample, as `omnibal caps` finds them."""
+        """Caps with minimal predicted time per sample, as `omnibal caps` finds them."""
         request = cap_search.CapSearchRequest(
             job=job,
             lengths=lengths,
@@ -528,8 +514,7 @@ class _Search:
         return found.best
 
     def _leveled(self, job: JobSpec, data: Samples, whole: SampleData) -> SampleData | None:
-        """The samples with the levels that are best; None where every pack is one rank's, at caps
-        that are to be found."""
+        """Samples at the best levels. None if packs are unshared and caps unknown."""
         rule, is_joint = self.goal.free.levels, self.goal.free.split.is_joint
         is_searched = rule.is_forced or (rule.count is None and is_joint)
         found = self._found_levels(job, data, whole) if is_searched else None
@@ -546,7 +531,7 @@ class _Search:
         return replace(whole, levels=found.levels, packs_per_step=packs_per_step)
 
     def _found_levels(self, job: JobSpec, data: Samples, whole: SampleData) -> LevelTrial | None:
-        """The levels to plan with; None where one level is best without a search."""
+        """Levels to plan with. None if one level is best without a search."""
         rule = self.goal.free.levels
         tokens_per_step = None
         if data.samples_per_step is not None:
@@ -573,7 +558,7 @@ class _Search:
     # Free sizes: one search over sizes, placements, caps and levels.
 
     def at_free_sizes(self, sizes: FreeSizes) -> Planned:
-        """The plan of the fastest sizes, placement and packs."""
+        """Plan with the fastest sizes, placement and packs."""
         request = self.strategy_request(sizes)
         rule = self.goal.free.levels
         may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
@@ -594,7 +579,7 @@ class _Search:
         )
 
     def strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
-        """The search of the goal on these devices."""
+        """Strategy request of the goal on these devices."""
         goal, data, job = self.goal, self.goal.data, self.goal.job
         given: StreamData | SampleData | None = None
         of_samples: Samples
@@ -638,16 +623,15 @@ class _Search:
         )
 
     def _usual_samples(self, gpus: int, data: Samples) -> int:
-        """Samples per step where none are given; a pack a device at least where all ranks are
-        data-parallel, so that each has one."""
+        """Default samples per step, with a pack per device if the trainer is data-parallel only."""
         usual = strategy_samples_per_step(gpus, self.goal.job.cluster)
         trainer = self.goal.job.trainer
         if not trainer.most_pipeline == trainer.most_tensor == 1:
             return usual
         tokens = data.lengths.tokens
         if data.caps is None:
-            # A pack has room for the longest sample at least, and so for many of the mean length.
-            # Caps are compared on samples that are drawn, of another mean.
+            # Packs fit the longest sample, thus several of mean length. Caps are compared on a
+            # random subset with another mean.
             of_mean = float(tokens.max() / tokens.mean())
             fill = math.ceil(_ROOM_OF_CAPS * gpus * of_mean)
             return max(usual, cap_search.usual_samples_per_step(gpus, 1), fill)
@@ -656,10 +640,9 @@ class _Search:
     def _plan_of_strategies(
         self, request: StrategyRequest, found: StrategySearch
     ) -> tuple[PlanResult, StrategySearch, ScheduleChoice]:
-        """The fastest plan on all data of the strategies that are about as fast as the best, each
-        in its best schedule, and the strategies from it on.
+        """Return the fastest plan on all data of near-best strategies in their best schedules.
 
-        Strategies were compared on samples that were drawn, and all may need slightly more memory.
+        Strategies were compared on sampled data. All data may need slightly more memory.
         """
         left, first_error, first = found, None, None
         while True:
@@ -673,7 +656,7 @@ class _Search:
                 if isinstance(result, PlanResult)
             ]
             if fitting:
-                if not self._schedules:  # there is no better one to look for
+                if not self._schedules:  # no other schedule to try
                     fitting = [min(fitting, key=lambda each: _final_ms(each[2]))]
                 scheduled = self._scheduled_each(fitting)
                 best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
@@ -692,7 +675,7 @@ class _Search:
     def _scheduled_each(
         self, fitting: list[_Finalist]
     ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
-        """Plans in the schedule that is best for each, without those that cannot run in it."""
+        """Plans in their best schedules, without plans that cannot run in it."""
         scheduled = list[tuple[Strategy, PlanResult, ScheduleChoice]]()
         refused = list[UserError]()
         for strategy, planned, result in fitting:
@@ -705,7 +688,7 @@ class _Search:
         return scheduled
 
     def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
-        """The request of a strategy's plan on all data."""
+        """Request that plans a strategy on all data."""
         data = self.goal.data
         job = replace(self.goal.job, parallel=best.parallel, placement=best.placement)
         planned: PlanData
@@ -724,7 +707,7 @@ class _Search:
     # Plans, and what would fit.
 
     def _make_plan(self, request: PlanRequest) -> PlanResult:
-        """Make the plan, or raise an error that says what would fit."""
+        """Make the plan, with an earlier plan's packs shared by ranks if they do not fit one."""
         try:
             return make_plan(request) if self._is_ordered_last else make_ordered_plan(request)
         except DoesNotFit as error:
@@ -738,10 +721,9 @@ class _Search:
         return self._make_plan(shared)
 
     def _in_use(self, result: PlanResult, request: PlanRequest) -> tuple[PlanResult, PlanRequest]:
-        """The plan, made again without levels of no packs, and its request: levels are chosen by
-        other packs.
+        """Replan without levels that got no packs.
 
-        The steps of an earlier plan keep their levels.
+        Levels were chosen on other packs. The steps of an earlier plan keep their levels.
         """
         while True:
             data = request.data
@@ -766,7 +748,7 @@ class _Search:
             result = self._make_plan(request)
 
     def with_advice(self, error: DoesNotFit) -> UserError:
-        """Add to an error what would fit."""
+        """Append changes that would fit to an error."""
         with self.listener.status("looking for what would fit"):
             if isinstance(error, _RequestDoesNotFit):
                 return UserError(find_changes(error.request).message(error))
@@ -779,13 +761,12 @@ def _request_of_sizes(goal: Goal) -> StrategyRequest:
 
 
 def _cause(error: UserError) -> str:
-    """What does not fit, without advice; any other error as it is."""
+    """Message of an error, without advice."""
     return error.need if isinstance(error, DoesNotFit) else str(error)
 
 
 def _neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
-    """The error of a plan that cannot be made with either placement; where neither fits, with the
-    request of the first."""
+    """Error if no placement can be planned. Keeps the first request if none fits memory."""
     causes = {placement: UserError(_cause(error)) for placement, error in refused.items()}
     short = [each for each in refused.values() if isinstance(each, _RequestDoesNotFit)]
     if len(short) < len(refused):
@@ -794,8 +775,7 @@ def _neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
 
 
 def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy]:
-    """The best strategy, those so near that all data may rank them otherwise, and pipelines so near
-    that another schedule may."""
+    """Return near-best strategies, and pipelines that another schedule may make the best."""
     best_ms = found.best.ms_per_sample
     near = [each for each in found.ranking if each.ms_per_sample <= _ABOUT_AS_FAST * best_ms]
     near = near[:_FINALISTS]
@@ -811,7 +791,7 @@ def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy
 
 
 def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
-    """Plan every request, in as many processes as are of use."""
+    """Plan all requests in parallel."""
     tasks = list(enumerate(requests))
     found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
     return [found[number] for number, _ in tasks]
@@ -826,7 +806,7 @@ def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | Do
 
 
 def _final_ms(result: PlanResult) -> float:
-    """Time per sample of a plan; levels must save a share of it to be taken."""
+    """Time per sample, plus the required gain if the plan has several levels."""
     must_gain = 0.0 if are_plain(result.plan.pack_levels) else level_search.LEAST_GAIN
     return relative_ms(result.plan.predicted) * (1 + must_gain)
 
@@ -834,8 +814,7 @@ def _final_ms(result: PlanResult) -> float:
 def _placement_of(
     request: StrategyRequest, found: StrategySearch, planned: Prediction
 ) -> PlacementChoice:
-    """The placement of the fastest strategy, beside the fastest one of the other: both in steps of
-    the samples that are drawn, where there are both."""
+    """Placement of the fastest strategy, compared with the alternative on sampled data."""
     best: dict[EncoderPlacement, Prediction | PredictedStep] = {}
     for strategy in found.ranking:
         step = PredictedStep.of(strategy, request.samples_per_step)
@@ -854,7 +833,7 @@ def _placement_of(
 
 
 def _shapes(job: JobSpec, caps: Caps, micro_batches: int) -> MockData:
-    """Packs at the caps, and nothing else."""
+    """Packs at the caps, without samples."""
     has_sizes = job.model.images is not None
     return MockData(
         caps=caps,
@@ -881,7 +860,7 @@ def _samples_of_step(data: StreamData | SampleData) -> int:
 
 
 def _shared(request: PlanRequest) -> PlanRequest | None:
-    """Packs of an earlier plan of one level, shared by ranks; None where that is no way to fit."""
+    """Let ranks share an earlier plan's packs of one level. None if that cannot help."""
     data = request.data
     if not isinstance(data, SampleData) or data.steps is None:
         return None

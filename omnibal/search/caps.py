@@ -1,10 +1,8 @@
-"""Search for the caps of a pack, of items such as tiles (Qv) and of tokens (Qt), by predicted time.
+"""Search for pack caps, of items such as tiles (Qv) and of tokens (Qt), by predicted time.
 
-Larger packs pay fixed costs less often; smaller ones leave more micro-batches to a step of the same
-samples, so less bubble, and need less memory, so less recomputation. Each candidate is therefore
-packed, planned by `make_plan` and compared in predicted time per sample, all at the same number of
-samples per step. The search has two parts: a coarse grid on few of the samples, from small caps to
-large ones until they are clearly worse or do not fit, then finer moves around the best on more.
+Larger packs pay fixed costs less often; smaller packs mean more micro-batches, less bubble and less
+recomputation. Candidates are planned by `make_plan` at equal samples per step: first a coarse grid
+on few samples, then finer moves around the best on more.
 """
 
 import math
@@ -28,34 +26,34 @@ from omnibal.search.engine import Trials
 from omnibal.search.trial import Comparison, Trial, time_per_sample
 from omnibal.steps.metrics import dist_ratio
 
-_USUAL_SAMPLES_PER_PACK = 4.5  # the middle of the 4 to 5 of the paper's rule
-_TIE = 0.003  # times so near count as equal, and smaller caps win
+_USUAL_SAMPLES_PER_PACK = 4.5  # middle of the paper's 4 to 5
+_TIE = 0.003  # smaller caps win within this relative difference
 _COARSE_SHARE = 8
-"""Divisor of the samples that the grid is evaluated on."""
+"""Divisor of the sample count for the grid."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(5))
-"""Token caps of the grid, relative to the least."""
+"""Token caps of the grid, relative to the minimum."""
 _ITEM_SHARES = (0.75, 1.0)
-"""Item caps of the grid, relative to where items and tokens fill up together."""
+"""Item caps of the grid, relative to the cap that fills together with tokens."""
 _FIRST_ITEM_SHARES = (0.5, *_ITEM_SHARES)
-"""Item caps of the grid at the least token cap, where only item caps can make packs smaller."""
-_CLEARLY_WORSE = 1.05  # from where larger caps are not tried
-_FINALISTS = 3  # of the coarse grid, compared again on all samples that are drawn
+"""Item caps at the minimum token cap, as only item caps can make packs smaller there."""
+_CLEARLY_WORSE = 1.05  # relative time that ends the grid
+_FINALISTS = 3  # of the coarse grid, compared again on all drawn samples
 _MOVES = (2**0.25, 2**0.125)
-"""Factors of the moves around the best, in the first round and in the second."""
+"""Factors of the moves around the best, by round."""
 _TOKEN_STEPS = 8
-"""Least number of token steps, a power of two each, in the smallest token cap."""
+"""Min number of token steps, a power of two each, in the smallest token cap."""
 _COMMON_SHARE = 1 / 8
-"""Share of all items from which a count of them in a sample is common."""
+"""Min share of all items for a per-sample count to be common."""
 
-_PAPER_TOKENS = 4096  # where OmniBal's public code begins
-_PAPER_ALIGNMENT = 256  # to which it rounds tokens up
-_PAPER_RANKS = 8  # that its dist ratios are of
-_PAPER_SAMPLES_PER_PACK = (4, 5)  # that it wants in a pack, on average
-_PAPER_CANDIDATES = 10  # that are shown with predicted times
+_PAPER_TOKENS = 4096  # start of OmniBal's public code
+_PAPER_ALIGNMENT = 256  # its rounding of tokens
+_PAPER_RANKS = 8  # ranks of its dist ratios
+_PAPER_SAMPLES_PER_PACK = (4, 5)  # its target mean
+_PAPER_CANDIDATES = 10  # shown with predicted times
 
 
 class CapRule(StrEnum):
-    """Rule by which caps are chosen."""
+    """Rule that chooses caps."""
 
     TIME = "time"
     PAPER = "paper"
@@ -63,11 +61,11 @@ class CapRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CapSearchRequest(Comparison):
-    """A job, its samples, and the rule that chooses its caps."""
+    """Job, samples, and the rule that chooses caps."""
 
     rule: CapRule
     fixed: dict[str, int] = field(default_factory=dict)
-    """Caps that are not searched for, by feature; only where they are chosen by time."""
+    """Fixed caps by feature; only for the time rule."""
 
     def __post_init__(self) -> None:
         Comparison.__post_init__(self)
@@ -82,13 +80,13 @@ class CapSearchRequest(Comparison):
 
     @property
     def limited(self) -> list[str]:
-        """Names of the features that are limited."""
+        """Names of the limited features."""
         return in_canonical_order({*limited_features(self.job.model), *self.fixed})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Candidate:
-    """Caps, and what is predicted under them."""
+    """Caps and their predictions."""
 
     caps: Caps
     samples_per_pack: float
@@ -99,7 +97,7 @@ class Candidate:
     recomputed_layers: int
     """Recomputed layers of all stages."""
     peak_gib: float
-    """Peak memory of one device of the fullest stage."""
+    """Peak memory per device of the fullest stage."""
     bubble_fraction: float
     """Idle share of device time, for any cause."""
     ms_per_sample: float
@@ -107,48 +105,45 @@ class Candidate:
     samples_per_second: float
 
     def as_dict(self) -> dict[str, float]:
-        """All fields by name, with each cap as `max_` and its feature."""
+        """All fields by name, with caps as `max_<feature>`."""
         fields = asdict(self)
         return {**fields.pop("caps").model_dump(), **fields}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CapSearch:
-    """Result of a cap search: the candidates in order, and those that cannot be used."""
+    """Candidates in order, and infeasible caps."""
 
     candidates: tuple[Candidate, ...]
-    """Candidates that can be trained: the chosen one, then the others in the order of the rule."""
+    """Trainable candidates, the chosen one first, in the order of the rule."""
     infeasible: dict[Caps, str]
-    """Reasons why other caps cannot be trained, in the order in which they were found."""
+    """Reasons why caps cannot be trained, in the order found."""
     is_largest: bool
-    """Whether the chosen token cap is the largest that is tried; a larger one might be better."""
+    """Whether the chosen token cap is the largest tried. A larger one might be better."""
 
     @property
     def best(self) -> Caps:
-        """The chosen caps."""
         return self.candidates[0].caps
 
 
 def max_candidates(request: CapSearchRequest) -> int:
-    """Most candidates of a search by time, which are these with tiles and tokens:
-
-    17 of the grid, the best 3 on more samples, and 12 in two rounds of moves.
-    """
+    """Max candidates of a search by time: with tiles and tokens 17 in the grid, 3 on more samples,
+    12 moves."""
     grid = len(_LEVELS) * (len(_ITEM_SHARES) + 1) + 2
     return grid + _FINALISTS + len(_MOVES) * (2 * len(request.limited) + 2)
 
 
 def usual_samples_per_step(data_parallel: int, micro_batches: int) -> int:
-    """Samples per step at 4.5 samples per pack, the middle of the range of the paper's rule."""
+    """Samples per step at 4.5 samples per pack, the middle of the paper's range."""
     return round(_USUAL_SAMPLES_PER_PACK * micro_batches * data_parallel)
 
 
 def search_caps(
     request: CapSearchRequest, on_progress: Callable[[int], None], processes: int = 1
 ) -> CapSearch:
-    """The caps of the least predicted time per sample, or those of the paper's rule.
+    """Return caps with minimal predicted time per sample, or by the paper's rule.
 
-    Of caps whose times differ by less than 0.3 % the smallest are chosen. Every sample fits.
+    Among caps within 0.3 % the smallest win. Every sample fits.
     """
     space = cap_space(request, request.limited, request.fixed)
     left = max_candidates(request)
@@ -174,7 +169,7 @@ def search_caps(
 
 
 def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
-    """Warnings about the caps that were found; a sentence each."""
+    """Warnings about the caps found, one sentence each."""
     found: list[str | None] = []
     if search.is_largest:
         found.append(
@@ -188,10 +183,10 @@ def notes(request: CapSearchRequest, search: CapSearch) -> list[str]:
 
 
 def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
-    """Warning for packing by ISF where its default 10 iterations make more packs than 1; else None.
+    """Warn if ISF's default 10 iterations make more packs than 1. None otherwise.
 
-    ISF keeps packs that fill a cap and draws the rest again. Where few sets of samples fill a cap,
-    they take the small samples that others would have needed, and what is left packs worse.
+    ISF keeps packs that fill a cap and redraws the rest. If few sets of samples fill a cap, these
+    use up the small samples and the remainder packs worse.
     """
     once = len(pack_isf(lengths, caps, seed, iterations=1))
     by_default = len(pack_isf(lengths, caps, seed))
@@ -205,13 +200,12 @@ def isf_note(lengths: Lengths, caps: Caps, seed: int) -> str | None:
 
 
 def paper_caps(lengths: Lengths, least: Caps, seed: int) -> list[Caps]:
-    """Caps by the rule of OmniBal's public code (arXiv 2407.20761), the best first.
+    """Return caps by the rule of OmniBal's public code (arXiv 2407.20761), best first.
 
-    The tokens that go with a tile are estimated from the mean lengths (tokens rounded up to 256).
-    From 4096 tokens and as many tiles as go with them, both caps move by one tile and its tokens,
-    for as long as packs by ISF hold 4 to 5 samples on average. What is found is ranked by pad ratio
-    plus dist ratios of vision and language over 8 ranks, one pack each. A pack is not padded, so
-    its pad ratio is 0. Where nothing on the way has 4 to 5 samples, what comes nearest is all.
+    Tokens per tile come from mean lengths (tokens rounded up to 256). From 4096 tokens both caps
+    move by one tile and its tokens while ISF packs hold 4 to 5 samples on average. Caps are ranked
+    by pad ratio (0, as packs are not padded) plus dist ratios of vision and language over 8 ranks,
+    one pack each. If no caps reach 4 to 5 samples, the nearest are returned.
     """
     per_tile = _paper_tokens_per_tile(lengths)
     start_tiles = _PAPER_TOKENS // per_tile
@@ -257,7 +251,7 @@ def _paper_tokens_per_tile(lengths: Lengths) -> int:
 
 
 def _dist_ratios(packs: Packs, lengths: Lengths, seed: int) -> float:
-    """Sum of the vision and language dist ratios, with the packs in random order on every rank."""
+    """Sum of vision and language dist ratios, with packs in random order on every rank."""
     ranks = min(_PAPER_RANKS, len(packs))
     shares = np.arange(len(packs) // ranks * ranks).reshape(ranks, -1)
     by_step = np.random.default_rng(seed).permuted(shares, axis=1).T
@@ -275,8 +269,8 @@ def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
 
 
 def _evaluated(request: CapSearchRequest, caps: Caps) -> tuple[Caps, Candidate | UserError]:
-    """Pack the drawn samples and predict the time at exactly the requested samples per step; why
-    the caps cannot be used if they do not fit, or make fewer packs than ranks."""
+    """Pack the drawn samples and predict the time at exactly the requested samples per step. Return
+    an error if caps do not fit or make fewer packs than ranks."""
     job, lengths = request.job, request.lengths
     try:
         data = request.sample_data((Level(caps=caps),))
@@ -300,18 +294,17 @@ def _evaluated(request: CapSearchRequest, caps: Caps) -> tuple[Caps, Candidate |
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _CapTrials(Trials[Caps, Candidate]):
-    """Candidates evaluated on the same samples; those larger than caps that failed fail untried."""
+    """Candidates on the same samples. Caps above failed caps fail without a trial."""
 
     lengths: Lengths
-    """Samples of the trials."""
 
     def ranked(self) -> list[Candidate]:
-        """Candidates that can be used, the fastest first."""
+        """Usable candidates, fastest first."""
         return sorted(self.found.values(), key=lambda candidate: candidate.ms_per_sample)
 
     @property
     def infeasible(self) -> dict[Caps, str]:
-        """Why caps cannot be used, in the order in which that was found."""
+        """Reasons why caps cannot be used, in the order found."""
         return {caps: str(error) for caps, error in self.failed.items()}
 
     def known(self, caps: Caps) -> UserError | None:
@@ -323,20 +316,20 @@ class _CapTrials(Trials[Caps, Candidate]):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CapSpace:
-    """All caps that a search by time may come to; every sample fits the least of them."""
+    """Caps that a search by time may reach. Every sample fits the smallest."""
 
     items: dict[str, "_ItemAxis"]
-    """Caps of every limited feature but tokens."""
+    """Caps of every limited feature except tokens."""
     tokens: np.ndarray
-    """Token caps, int64, ascending multiples of a power of two, up to 4 times the least."""
+    """Token caps, int64, ascending multiples of a power of two, up to 4 times the minimum."""
     of_tokens: Callable[[int], Caps] | None = None
-    """Completes a cap of tokens, where that is the only one that limits packs."""
+    """Completes a token cap if tokens alone limit packs."""
 
     @classmethod
     def of(
         cls, lengths: Lengths, names: Sequence[str], fixed: Mapping[str, int] | None = None
     ) -> "CapSpace":
-        """Caps of these features that suit the samples of these lengths, and fixed caps of some."""
+        """Return the cap space of these features for these lengths, with some caps fixed."""
         least = least_caps(lengths, names)
         unit = 1 << max((least["tokens"] // _TOKEN_STEPS).bit_length() - 1, 0)
         first = -(-least["tokens"] // unit) * unit
@@ -355,15 +348,15 @@ class CapSpace:
 
     @property
     def least(self) -> Caps:
-        """The smallest caps of the space."""
+        """Smallest caps of the space."""
         return self._caps({name: int(caps[0]) for name, caps in self._axes().items()})
 
     def level(self, factor: float) -> list[Caps]:
-        """The grid's caps with `factor` times the least tokens."""
+        """Caps of the grid with `factor` times the minimum tokens."""
         tokens = _nearest(self.tokens, factor * self.tokens[0])
         is_first = factor == _LEVELS[0]
         tried = [axis.level(tokens, is_first=is_first) for axis in self.items.values()]
-        # All items move together: each alone would be too many.
+        # Items move together: separate moves would be too many.
         together = sorted(set(zip(*tried, strict=True))) if tried else [()]
         return [
             self._caps({**dict(zip(self.items, caps, strict=True)), "tokens": tokens})
@@ -397,7 +390,7 @@ class CapSpace:
 def cap_space(
     request: Comparison, names: Sequence[str], fixed: Mapping[str, int] | None = None
 ) -> CapSpace:
-    """All caps of these features that suit a comparison's samples and what its packs may be."""
+    """Cap space of these features for a comparison's samples and pack rules."""
     if not request.rules.tokens_alone:
         return CapSpace.of(request.lengths, names, fixed)
     of_tokens = partial(caps_of_tokens, request.lengths, names)
@@ -406,18 +399,18 @@ def cap_space(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _ItemAxis:
-    """Caps of one kind of items, such as tiles."""
+    """Caps of one item kind, such as tiles."""
 
     caps: np.ndarray
-    """Caps, int64, ascending: the most items of a sample, and larger sums of common counts."""
+    """Caps, int64, ascending: the max items of a sample, and larger sums of common counts."""
     per_token: float
-    """Items per token of all samples together."""
+    """Mean items per token."""
     main: int
-    """Count of items whose samples have the most items in all; 1 without any."""
+    """Per-sample count that covers the most items; 1 if there are no items."""
 
     @classmethod
     def of(cls, lengths: Lengths, name: str, most_tokens: int) -> "_ItemAxis":
-        """Caps that suit the samples, at token caps up to `most_tokens`."""
+        """Return caps for these samples, at token caps up to `most_tokens`."""
         column = lengths.column(name)
         least = max(int(column.max()), 1)
         held = np.bincount(column) * np.arange(int(column.max()) + 1)
@@ -431,7 +424,7 @@ class _ItemAxis:
         )
 
     def level(self, tokens: int, *, is_first: bool) -> list[int]:
-        """Caps to try with a token cap, equally many for all kinds of items."""
+        """Caps to try with a token cap, equally many for all item kinds."""
         matched = tokens * self.per_token
         shares = _FIRST_ITEM_SHARES if is_first else _ITEM_SHARES
         wanted = [share * matched for share in shares]
@@ -442,13 +435,13 @@ class _ItemAxis:
 
 
 def _sums(parts: Sequence[int], most: int) -> np.ndarray:
-    """All sums up to `most` of parts that may repeat, int64, ascending from 0."""
+    """All sums up to `most` of repeatable parts, int64, ascending from 0."""
     reached = np.zeros(most + 1, bool)
     reached[0] = True
     for part in parts:
         times = part
         while times <= most:
-            # So many of the part, and as many as before besides: after it, up to twice as many.
+            # Doubling: the reachable multiples of `part` double in each round.
             reached[times:] |= reached[:-times]
             times *= 2
     return np.flatnonzero(reached)
@@ -459,7 +452,7 @@ def _nearest(axis: np.ndarray, value: float) -> int:
 
 
 def _moved(axis: np.ndarray, value: int, factor: float) -> int:
-    """Entry nearest to `factor` times `value`, other than `value` unless that is the last."""
+    """Entry nearest to `factor` times `value`, different from `value` unless it is the last."""
     old, new = (int(np.abs(axis - near).argmin()) for near in (value, value * factor))
     new = max(new, old + 1) if factor > 1 else min(new, old - 1)
     return int(axis[min(max(new, 0), len(axis) - 1)])
@@ -487,7 +480,7 @@ def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> Ca
 
 
 def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
-    """Try small caps first; stop where larger ones do not fit or take clearly longer."""
+    """Try caps in ascending order until larger ones do not fit or are clearly slower."""
     best_ms = math.inf
     for factor in _LEVELS:
         level = space.level(factor)
@@ -499,7 +492,7 @@ def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
 
 
 def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]:
-    """Candidates with the smallest of those that tie with the best moved to the front."""
+    """Candidates, with the smallest that ties with the best moved to the front."""
 
     def size(candidate: Candidate) -> float:
         return sum(candidate.caps[name] / least[name] for name in least.names)
@@ -510,7 +503,7 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
 
 
 def _search_by_paper(request: CapSearchRequest, trials: _CapTrials, least: Caps) -> CapSearch:
-    """Candidates of the paper's rule, in its order; predicted times are for information only."""
+    """Candidates in the order of the paper's rule; predicted times are informative only."""
     ranked = paper_caps(trials.lengths, least, request.settings.seed)[:_PAPER_CANDIDATES]
     trials.run(ranked)
     candidates = tuple(trials.found[caps] for caps in ranked if caps in trials.found)
