@@ -90,7 +90,8 @@ from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
 _SMALL_COPY = 0.05
 """Share of device memory below which a sizes search keeps encoders whole."""
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
-"""Max slowdown and max count of strategies that are planned on all data: samples err by about 1 %."""
+"""Max slowdown and max count of strategies that are planned on all data: samples err by about 1
+%."""
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
 """Max slowdown and max count of further pipelines that are planned in other schedules."""
 _ROOM_OF_CAPS = 1.25
@@ -295,7 +296,8 @@ class _Search:
                 )
 
     def note_undivided(self, plan: Plan) -> None:
-        """Note that one rank encodes a sample's images in shared packs if image sizes are unknown."""
+        """Note that one rank encodes a sample's images in shared packs if image sizes are
+        unknown."""
         data = self.goal.data
         if not plan.has_shared_packs or not isinstance(data, Samples):
             return

@@ -1,13 +1,9 @@
-"""Advice for a job that does not fit into memory: the smallest change of each kind that would.
+"""Advice for a job that does not fit into memory: the smallest change of each kind that would fit.
 
-Whether a change fits is decided by the least peak over all splits, with all recomputation that
-helps, on packs as a plan would have them. Tried are, each alone: smaller caps in round numbers,
-weights divided over more data-parallel ranks, every larger tensor size that the model allows, every
-pipeline size up to twice the given or 16 and then doubles, data sizes of two to four times, and
-preset devices with more memory; where none of the sizes is enough, tensor and pipeline sizes
-together. Where a trainer's first stage holds all encoders, fewer stages on the same devices too.
-Where the same devices are not enough so, other sizes on them, and then more data-parallel ranks
-that all divide weights.
+Feasibility is the minimal peak over all splits with all useful recomputation. Each change is tried
+alone: smaller caps, more sharding, larger tensor, pipeline and data sizes, and larger devices. If
+no size is enough alone, tensor and pipeline sizes are tried together. If a trainer's first stage
+runs all encoders, fewer stages are tried too.
 """
 
 import math
@@ -30,47 +26,46 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap, tied_state_bytes, unit_
 from omnibal.pipeline.workload import Workload
 
 SAMPLES = 20_000
-"""Most samples that changes are tried on; more are subsampled unless steps are given."""
+"""Max samples that changes are tried on, unless steps are given."""
 
 _CAP_UNIT = 256
-"""Unit of the token caps to try; smaller where caps are small."""
-_CAP_STEPS = 16  # caps are lowered in so many steps
-_LARGER_DATA = (2, 3, 4)  # more ranks to divide optimizer state over
+"""Unit of token caps to try. Smaller for small caps."""
+_CAP_STEPS = 16  # steps to lower caps in
+_LARGER_DATA = (2, 3, 4)  # factors: more ranks shard optimizer state
 _MOST_SIZES = 4
-"""Sizes on the same devices that are looked at, those of least state first: of these, the least is
-nearly the state's."""
+"""Max sizes to try on the same devices, by ascending state, which dominates there."""
 _EVERY_PIPELINE = 16
-"""Pipeline size up to which, as up to twice the given size, every size is tried."""
-_DIGITS = 3  # of GiB, so that small devices have figures too
+"""Every pipeline size is tried up to this and up to twice the given size."""
+_DIGITS = 3  # significant digits of GiB
 _METHOD = "the joint partition and recomputation"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Change:
-    """A request that fits, and a description of what is changed."""
+    """Request that fits, with a description of its change."""
 
     text: str
     request: PlanRequest
     need_gib: float
-    """Memory of one device in the split that needs least."""
+    """Memory of one device in the split with minimal peak."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Advice:
-    """Changes with which a job would fit, and the kinds of changes that were tried."""
+    """Changes that would make a job fit, and the kinds of changes tried."""
 
     changes: tuple[Change, ...]
     tried: tuple[str, ...]
-    """Kinds of changes of which at least one was tried, successful or not."""
+    """Kinds of changes tried, successful or not."""
 
     def message(self, error: DoesNotFit) -> str:
-        """Say that a job does not fit, and which changes would make it fit."""
+        """Format the error with the changes that would fit."""
         return what_would_fit(error, [change.text for change in self.changes], self.tried)
 
 
 def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
-    """Memory of the fullest device in the split and with the recomputation that need least, for a
-    workload of packs of these levels."""
+    """Return the minimal peak memory over splits and recomputation, for a workload of packs of
+    these levels."""
     if job.has_data_parallel_encoders and job.beside is None:
         return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
     cost, stages = job.cost_of_all(levels), job.parallel.pipeline
@@ -80,8 +75,8 @@ def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) ->
 
 
 def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
-    """Memory of the fullest device by which a job fits its cap or does not: of some split at most,
-    or of all at least."""
+    """Return a peak memory that decides whether a job fits: an upper bound of some split that fits,
+    or a lower bound of all splits."""
     if not are_plain(levels) or (job.has_data_parallel_encoders and job.beside is None):
         return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
@@ -89,15 +84,15 @@ def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]
 
 
 def least_state_gib(job: JobSpec) -> float:
-    """Weights, gradients and optimizer state of the fullest device, at least, in any split: no
-    split does better than equal stages."""
+    """Return a lower bound of the peak weights, gradients and optimizer state: that of equal
+    stages."""
     units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
     state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
     return (state_bytes - tied_state_bytes(job.cost)) / job.parallel.pipeline / GIB
 
 
 def gib_text(gib: float) -> str:
-    """Format GiB with three significant digits, so that small devices have figures too.
+    """Format GiB with three significant digits.
 
     Example:
         >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)
@@ -108,12 +103,12 @@ def gib_text(gib: float) -> str:
 
 
 def need_text(need_gib: float, cap_gib: float) -> str:
-    """What a device needs, of what it may fill."""
+    """Format needed and available memory."""
     return f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
 
 
 def what_would_fit(error: DoesNotFit, changes: Sequence[str], tried: Sequence[str]) -> str:
-    """Say that something does not fit, and what would, or what was tried without success."""
+    """Format the error with changes that would fit, or with kinds tried in vain."""
     if changes:
         return f"{error.need}; what would fit: {'; or '.join(changes)}"
     if not tried:
@@ -125,16 +120,15 @@ def what_would_fit(error: DoesNotFit, changes: Sequence[str], tried: Sequence[st
 
 
 Candidate = tuple[str, Callable[[], PlanRequest]]
-"""Description of a change, and a function that makes the changed request or raises UserError."""
+"""Description of a change, and a function that returns the changed request or raises UserError."""
 
 
 def find_changes(request: PlanRequest) -> Advice:
-    """Find the smallest change of every kind with which a request that does not fit would.
+    """Find the smallest change of every kind that makes a request fit.
 
-    Those that need no more devices come first, then by devices; another kind of device is the last.
-    For a method other than the joint search, that search is tried alone and, where it is not
-    enough, together with all else. Where there are more than `SAMPLES` samples, they
-    are tried on `SAMPLES` drawn ones: what only just fits these may need slightly more on all.
+    Changes without more devices come first, then by devices, then other kinds of devices. For other
+    methods, the joint search is tried alone first. More than `SAMPLES` samples are subsampled, so a
+    change that barely fits may need slightly more memory on all samples.
     """
     if request.is_joint:
         changes = _Changes(request)
@@ -163,7 +157,7 @@ def _try_all(changes: "_Changes") -> None:
         changes.first("--sharding auto", [changes.with_divided_encoders()])
     changes.first("--sharding hybrid or full", map(changes.held, _more_shards(job)))
     if request.job.trainer.stages.encoders_on_first:
-        # The first stage holds encoders' activations of as many micro-batches as there are stages.
+        # The first stage keeps encoder activations of one micro-batch per stage.
         fewer = (changes.sized(**sizes) for sizes in _fewer_stages(parallel))
         changes.first("a smaller --pp with a larger --dp", fewer)
     in_place = [each for each in changes.found if each.request.job is not request.job]
@@ -195,22 +189,21 @@ def _try_all(changes: "_Changes") -> None:
 
 
 class _Changes:
-    """Changed requests, and what they need; the packs of the request's own caps are made once."""
+    """Changed requests and their memory. Packs at the request's own caps are made once."""
 
     def __init__(self, request: PlanRequest) -> None:
         self.request = request
         self.prefix = ""
-        """Description of what is changed already."""
+        """Description of earlier changes."""
         self.packed = _sampled(request).packed()
         self.found: list[Change] = []
         self.tried: dict[str, None] = {}
 
     def sized(self, **sizes: int) -> Candidate:
-        """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
+        """Change parallel sizes, keeping micro-batches per rank unless steps are given."""
         parallel = self.request.job.parallel
         changes = dict(sizes)
         if parallel.tensor == 1 < sizes.get("tensor", 1):
-            # The default of `omnibal plan`.
             changes["sequence_parallel"] = True
         if parallel.sharded == parallel.data > 1:
             changes["sharded"] = sizes.get("data", parallel.data)
@@ -225,7 +218,7 @@ class _Changes:
         return f"{text} instead of {instead}", larger
 
     def held(self, way: WeightSharding) -> Candidate:
-        """Divide weights over more data-parallel ranks, and those of data-parallel encoders."""
+        """Shard weights and data-parallel encoders over more data-parallel ranks."""
         job = self.request.job
         parallel = job.parallel.held(way, job.cluster)
         assert parallel is not None
@@ -234,19 +227,19 @@ class _Changes:
         return text, lambda: request.sized(parallel)
 
     def with_divided_encoders(self) -> Candidate:
-        """Divide the weights of data-parallel encoders, as suits them best."""
+        """Shard data-parallel encoders in their best way."""
         job = replace(self.request.job, encoder_shardings=tuple(WeightSharding))
         text = f"--sharding auto instead of {WeightSharding.REPLICATED}"
         return text, lambda: replace(self.request, job=job)
 
     def shared_out(self, parallel: Parallel) -> Candidate:
-        """Change the parallel sizes and how weights are held, all at once."""
+        """Change parallel sizes and sharding together."""
         old = self.request.job.parallel
         text = f"{_options_beside(parallel, old)} instead of {_options_beside(old, parallel)}"
         return text, lambda: self.request.sized(parallel)
 
     def first(self, kind: str, candidates: Iterable[Candidate]) -> None:
-        """Keep the first candidate of a kind that fits, if any."""
+        """Keep the first candidate of a kind that fits."""
         for candidate in candidates:
             self.tried[kind] = None
             change = self.change(*candidate)
@@ -255,7 +248,7 @@ class _Changes:
                 return
 
     def change(self, text: str, make: Callable[[], PlanRequest]) -> Change | None:
-        """Try a change; None where the request does not fit or is otherwise impossible."""
+        """Try a change. None if it does not fit or is impossible."""
         try:
             request = make()
             sampled = _sampled(request)
@@ -276,7 +269,6 @@ class _Changes:
 
 
 def _sampled(request: PlanRequest) -> PlanRequest:
-    """Limit a request to `SAMPLES` samples, unless steps are given."""
     return replace(request, data=request.data.sampled(SAMPLES))
 
 
@@ -292,7 +284,7 @@ def _larger_tensors(job: JobSpec) -> list[int]:
 
 
 def _more_shards(job: JobSpec) -> list[WeightSharding]:
-    """Ways in which more ranks divide weights, the fewest first."""
+    """Shardings over more ranks, fewest first."""
     held = {
         way: job.parallel.held(way, job.cluster)
         for way in (WeightSharding.HYBRID, WeightSharding.FULL)
@@ -305,7 +297,7 @@ def _more_shards(job: JobSpec) -> list[WeightSharding]:
 
 
 def _options_beside(parallel: Parallel, other: Parallel) -> str:
-    """Options that give sizes, but for those that are the same in others."""
+    """Options of sizes that differ from another layout."""
     own, others = ({**dict(each), "sharding": each.sharding} for each in (parallel, other))
     options = {**SIZE_OPTIONS, "sharding": "--sharding"}
     return " ".join(
@@ -314,7 +306,7 @@ def _options_beside(parallel: Parallel, other: Parallel) -> str:
 
 
 def _same_devices(request: PlanRequest) -> list[Parallel]:
-    """Other sizes on as many devices, with weights held in any way, those of least state first."""
+    """Layouts on the same devices with any sharding, by ascending state."""
     job = request.job
     devices, context = job.parallel.world_size, max(each.context for each in request.data.levels)
     stages = [
@@ -342,14 +334,14 @@ def _same_devices(request: PlanRequest) -> list[Parallel]:
 
 
 def _larger_shards(job: JobSpec) -> list[Parallel]:
-    """Sizes of the job with more data-parallel ranks, all of which divide weights."""
+    """Layouts with more data-parallel ranks that all shard weights."""
     data = [factor * job.parallel.data for factor in _LARGER_DATA]
     full = [job.parallel.model_copy(update={"data": size, "sharded": size}) for size in data]
     return [each for each in full if job.parallel.sharded == 1 and job.allows(each)]
 
 
 def _larger_pipelines(job: JobSpec) -> list[int]:
-    """Larger pipeline sizes: every one at first, then doubles, up to the number of layers."""
+    """Larger pipeline sizes: consecutive, then doubling, up to the number of layers."""
     layers, size = job.pipeline_model.layers, job.parallel.pipeline
     dense = max(2 * size, _EVERY_PIPELINE)
     sizes = list(range(size + 1, min(dense, layers) + 1))
@@ -359,7 +351,7 @@ def _larger_pipelines(job: JobSpec) -> list[int]:
 
 
 def _fewer_stages(parallel: Parallel) -> list[dict[str, int]]:
-    """Sizes with fewer pipeline stages on the same devices, the most stages first."""
+    """Sizes with fewer pipeline stages on the same devices, by descending stages."""
     size = parallel.pipeline
     return [
         {"pipeline": fewer, "data": parallel.data * size // fewer}
@@ -375,15 +367,15 @@ def _roomier(request: PlanRequest) -> list[Candidate]:
 
 
 def roomier_devices(job: JobSpec) -> list[tuple[str, ClusterConfig]]:
-    """Preset devices of more memory, the smallest first, with the options that name them; a
-    measured profile is of one device."""
+    """Return presets with more memory and their options, smallest first. Empty for a measured
+    profile."""
     if job.cost_source.is_of_one_device:
         return []
     own = job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]
     roomier = [preset for preset in presets if preset.memory_gib > own.memory_gib]
     larger = [preset for preset in roomier if preset.name != own.name]
-    # A smaller memory than the device's was asked for, and would be of the other device too.
+    # A lower memory limit was given, and would apply to another device too.
     also = " and no --memory-gib" if len(larger) < len(roomier) else ""
     return [
         (f"--cluster {preset.name}{also} instead of {own.name}", preset)
@@ -392,10 +384,9 @@ def roomier_devices(job: JobSpec) -> list[tuple[str, ClusterConfig]]:
 
 
 def _try_smaller_caps(changes: _Changes) -> None:
-    """Smaller caps that fit where the next larger ones do not, by bisection.
+    """Find the largest smaller caps that fit, by bisection.
 
-    Larger packs need more memory, so these are about the largest; packing is not that regular.
-    Levels have caps of their own, which are searched for elsewhere.
+    Approximate, as packing is not monotonic. Caps of several levels are searched elsewhere.
     """
     data = changes.request.data
     if data.steps is not None or not are_plain(data.levels):
@@ -418,10 +409,10 @@ def _try_smaller_caps(changes: _Changes) -> None:
 
 
 def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
-    """List smaller caps in equal proportion and round numbers, down to the least."""
+    """Return smaller caps in proportion and round numbers, down to the minimum."""
     unit = min(_CAP_UNIT, 1 << max(caps["tokens"] // _CAP_STEPS, 1).bit_length() - 1)
     first = -(-least["tokens"] // unit) * unit
-    # The largest round number below the cap itself.
+    # Largest round number below the cap.
     last = (caps["tokens"] - 1) // unit * unit
     return [
         Caps.of(

@@ -1,7 +1,6 @@
-"""Estimates of levels, each alone on samples that it would hold, in the best of its forms.
+"""Estimates of single levels in their best forms, added up to sets of levels.
 
-Levels by the rule of HBP (Hierarchical Balance Packing, arXiv 2503.07680, Algorithm 1) are derived
-from how long packs of every length take, each with the least recomputation that fits.
+Includes HBP's rule for levels (Hierarchical Balance Packing, arXiv 2503.07680, Algorithm 1).
 """
 
 import math
@@ -31,37 +30,38 @@ from omnibal.search.level_choice import (
 )
 
 MAX_SEARCHED = 4
-"""Most levels of a set, as in HBP."""
+"""Max levels of a set, as in HBP."""
 _SAMPLES_PER_PACK = 4.5
-"""Samples of median length that the shortest packs hold: fewer leave a rank too little to do."""
-_MAX_CAPS = 7  # halved caps that are looked at
+"""Min samples of median length in the shortest packs: fewer leave a rank too little work."""
+_MAX_CAPS = 7  # halved caps to consider
 _ESTIMATED_SAMPLES = 3_000
-"""Most samples by which a level is estimated, of those that it would hold."""
+"""Max samples for estimating a level."""
 _NEAR = 1.15
-"""Sets are tried whose estimate is at most so many times the least."""
+"""Max ratio to the minimal estimate for a set to be tried."""
 _FORM_SLACK = 1.5
-"""Forms of a level are combined whose time is at most so many times its fastest one's: a form of
-more ranks takes longer and makes more rows, so less bubble."""
+"""Max ratio to a level's fastest form for a form to be combined: context parallelism is slower but
+makes more rows, hence less bubble."""
 _FORMS_OF_SET = 3
-"""Combinations of forms that stand for a set of caps, the fastest."""
+"""Max combinations of forms per set of caps."""
 _CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
 _TOKENS_UNIT = 64
-"""Caps that are moved have a multiple of so many tokens."""
+"""Unit of moved token caps."""
 
 Step = tuple[Caps | None, Caps]
-"""Caps of a level and those of the level below it, if any, whose samples it does not hold."""
+"""Caps of a level and of the level below, if any."""
 Packed = dict[Step, tuple[Packs, Lengths] | None]
-"""Packs of some samples of every step; None where it has none."""
+"""Packs of sampled samples by step. None without samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelRule:
-    """Rule by which sets of levels are looked at: all up to `MAX_SEARCHED`, so many, or HBP's."""
+    """Rule for the sets of levels to search: all up to `MAX_SEARCHED`, exactly `count`, or
+    HBP's."""
 
     count: int | None = None
-    """Number of levels; None for any."""
+    """Number of levels. None for any."""
     is_hbp: bool = False
-    """Whether levels are those of HBP's Algorithm 1."""
+    """Whether levels follow HBP's Algorithm 1."""
 
     def __post_init__(self) -> None:
         if self.count is not None and not 1 <= self.count <= MAX_SEARCHED:
@@ -72,11 +72,11 @@ class LevelRule:
 
     @property
     def is_forced(self) -> bool:
-        """Whether levels are asked for, whatever the lengths."""
+        """Whether levels are requested for any lengths."""
         return self.is_hbp or self.count not in (None, 1)
 
     def allows(self, levels: tuple[Level, ...]) -> bool:
-        """Whether a set has the number of levels that is asked for."""
+        """Whether a set has the requested number of levels."""
         return self.count in (None, len(levels))
 
 
@@ -84,27 +84,27 @@ ANY_LEVELS = LevelRule()
 
 
 def most_shared(job: JobSpec, caps: Caps) -> tuple[Level, ...]:
-    """One level whose packs are shared by as many ranks as can."""
+    """Return one level shared by the max number of ranks."""
     context = possible_contexts(job, caps)[-1]
     return (next(level_forms(job, caps, [context])),)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelEstimates:
-    """Estimates of sets of levels, added up from levels that are each looked at alone."""
+    """Estimates of sets of levels as sums over levels."""
 
     job: JobSpec
     data: SampleData
     caps: tuple[Caps, ...]
-    """Caps that levels may have, rising to the top ones."""
+    """Possible caps of levels, ascending."""
     tokens_per_step: float
-    """Tokens of one rank in a step."""
+    """Tokens per rank and step."""
     work_ms: np.ndarray
     """Time of every sample on the whole model, [samples]."""
     needs_rows: bool
-    """Whether a step of so many tokens must have a row of packs, and is not made larger."""
+    """Whether a set fails if `tokens_per_step` is less than a row of packs."""
     packed: Packed
-    """Packs of steps, as far as they have been made, which jobs of other sizes may share."""
+    """Cache of packs by step, shared between jobs of other sizes."""
 
     @classmethod
     def of(
@@ -116,11 +116,11 @@ class LevelEstimates:
         *,
         needs_rows: bool = False,
     ) -> "LevelEstimates":
-        """Prepare estimates for a job on its data, whose caps are the top ones.
+        """Prepare estimates for a job and its data, with the data's caps at the top.
 
         Args:
-            tokens_per_step: of one rank; None for as many micro-batches of full packs of one level,
-                in their best form, as the data names.
+            tokens_per_step: of one rank. None for the data's micro-batches as full packs of one
+                level in its best form.
         """
         lengths = data.lengths
         alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
@@ -136,7 +136,7 @@ class LevelEstimates:
         )
         if tokens_per_step:
             return estimates
-        # The form that is best where the pipeline is full.
+        # Best form with a full pipeline.
         best = estimates._best((None, estimates.caps[-1]))
         context = job.parallel.data if best is None else best.level.context
         tokens = data.micro_batches(job) * data.caps["tokens"] / context
@@ -144,12 +144,12 @@ class LevelEstimates:
 
     @staticmethod
     def most_levels(data: SampleData) -> int:
-        """Levels that there can be at most, each with samples of its own."""
+        """Return the max number of levels that all have samples."""
         own = own_samples(data.lengths, candidate_caps(data.lengths, data.caps))
         return int(np.count_nonzero(own))
 
     def pack_all(self, rule: LevelRule) -> None:
-        """Pack the samples of every step that a set may have."""
+        """Pack the samples of every step in any set."""
         for caps in self.caps:
             self._some((None, caps))
         if not rule.is_hbp:
@@ -157,7 +157,7 @@ class LevelEstimates:
                 self._some(step)
 
     def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
-        """Estimated ms per sample and levels of the sets of a rule that fit, the fastest first."""
+        """Return estimated ms per sample and levels of a rule's feasible sets, fastest first."""
         if not rule.is_hbp:
             return self.estimated(rule.count)
         try:
@@ -176,18 +176,18 @@ class LevelEstimates:
         return [(ms, levels)] if math.isfinite(ms) else []
 
     def sets(self, exactly: int | None) -> list[tuple[Caps, ...]]:
-        """List all sets of caps with the top ones."""
+        """Return all sets of caps that include the top caps."""
         counts = range(1, MAX_SEARCHED + 1) if exactly is None else [exactly]
         *lower, top = self.caps
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
     def estimated(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
-        """Estimated ms per sample of one rank and levels of the sets that fit, the fastest first;
-        of every set of caps in its best few forms."""
+        """Return estimated ms per sample and levels of feasible sets, in their best few forms,
+        fastest first."""
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
         near = dict[Step, list[FormEstimate]]()
         for step in steps:
-            # Those not far slower than the fastest alone may be the best of a set.
+            # Forms slightly slower alone may be best in a set.
             forms = self.forms(step)
             least_ms = min((form.rows_ms for form in forms), default=math.inf)
             near[step] = [form for form in forms if form.rows_ms <= _FORM_SLACK * least_ms]
@@ -204,10 +204,8 @@ class LevelEstimates:
         return sorted(((ms / samples, levels) for ms, levels in found), key=lambda pair: pair[0])
 
     def near(self, exactly: int | None, most: int) -> list[tuple[Level, ...]]:
-        """Sets whose estimate is near the least, and one level on one rank, the simplest.
-
-        There are none where no set is estimated to fit.
-        """
+        """Return sets with near-minimal estimates, and one unshared level. Empty if no set is
+        estimated to fit."""
         estimated = self.estimated(exactly)
         if not estimated:
             return []
@@ -218,10 +216,10 @@ class LevelEstimates:
         return near
 
     def tops(self, *, may_lower: bool) -> list[tuple[Level, ...]]:
-        """One level at every context size, for samples that make few packs or hardly fit.
+        """Return one level at every context size, for data with few packs or little free memory.
 
         Args:
-            may_lower: whether also of less tokens than the top caps have.
+            may_lower: whether to try token caps below the top caps too.
         """
         every = self._lower_tops() if may_lower else [self.data.caps]
         found: list[tuple[Level, ...]] = []
@@ -233,7 +231,7 @@ class LevelEstimates:
         return found
 
     def _lower_tops(self) -> list[Caps]:
-        """The top caps, lower ones, and about the lowest that hold every sample."""
+        """Top caps, a middle value, and about the lowest that fit every sample."""
         top, least = self.data.caps, self.data.least_caps()
         lowest = -(-least["tokens"] // _TOKENS_UNIT) * _TOKENS_UNIT
         middle = -(-(lowest + top["tokens"]) // 2 // _TOKENS_UNIT) * _TOKENS_UNIT
@@ -246,7 +244,7 @@ class LevelEstimates:
         return found
 
     def moves(self, levels: tuple[Level, ...]) -> Iterator[tuple[Level, ...]]:
-        """Yield the set with one level of other caps or another context size, in its best form."""
+        """Yield the set with one level's caps or context size changed, in its best form."""
         caps = [level.caps for level in levels]
         for place, (level, step) in enumerate(zip(levels, _steps(caps), strict=True)):
             before, after = levels[:place], levels[place + 1 :]
@@ -264,7 +262,7 @@ class LevelEstimates:
                         yield (*before, found.level, *after)
 
     def by_hbp(self) -> tuple[Level, ...]:
-        """Levels by HBP's Algorithm 1, with packs of all samples that a length holds."""
+        """Return levels by HBP's Algorithm 1, with packs of all samples up to each length."""
         profiled = []
         for caps in self.caps:
             some = self._some((None, caps))
@@ -281,7 +279,7 @@ class LevelEstimates:
                 profiled.append(ProfiledLength(tokens=caps["tokens"], context=context, ms=mean_ms))
         levels = [self._hbp_form(*chosen) for chosen in hbp_levels(profiled)]
         own = own_samples(self.data.lengths, [level.caps for level in levels])
-        # A level without samples of its own makes no packs.
+        # A level without own samples makes no packs.
         kept = (level for level, count in zip(levels, own, strict=True) if count)
         return tuple(kept)
 
@@ -290,20 +288,20 @@ class LevelEstimates:
         return scaled(self.caps[-1], max(tokens, 1))
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
-        """A level with the exchange of heads where they divide, as HBP has it, else by gather."""
+        """Level with head exchange if heads divide evenly, as in HBP, else with gather."""
         forms = list(level_forms(self.job, scaled(self.caps[-1], tokens), [context]))
         return next((f for f in reversed(forms) if f.cut is not CutRule.WHOLE), forms[0])
 
     def _set_ms(self, forms: Sequence[FormEstimate]) -> float:
-        """Time of all rows of a set, and the bubbles of its steps.
+        """Time of all rows of a set plus the bubbles of its steps.
 
-        On p stages that share a row evenly, a step takes the sum of its rows and (p - 1) / p of its
-        longest one, as in a proportionate flow shop.
+        With p stages that share a row evenly, a step takes the sum of its rows plus (p - 1) / p of
+        the longest row, as in a proportionate flow shop.
         """
         steps = max(self._steps, 1.0)
         longest_ms, without = 0.0, 1.0
         for form in sorted(forms, key=lambda form: -form.rows_ms / form.rows):
-            # Rows are spread evenly, so that a step has one where there are as many as steps.
+            # Rows are spread evenly: a step has at least one if rows >= steps.
             share = min(form.rows / steps, 1.0)
             longest_ms += without * share * form.rows_ms / form.rows
             without *= 1 - share
@@ -312,7 +310,7 @@ class LevelEstimates:
 
     @property
     def _steps(self) -> float:
-        """Steps of all samples."""
+        """Steps to train all samples."""
         tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
         return tokens / self.job.parallel.data / self.tokens_per_step
 
@@ -320,12 +318,12 @@ class LevelEstimates:
         return estimated_form(self.job, level, *some, self.tokens_per_step)
 
     def _best(self, step: Step, contexts: Sequence[int] | None = None) -> FormEstimate | None:
-        """The fastest form of a level for all its samples; None if it holds or fits none."""
+        """Fastest form of a level for all its samples. None if no form fits."""
         forms = self.forms(step, contexts)
         return min(forms, key=lambda form: self._set_ms([form]), default=None)
 
     def forms(self, step: Step, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
-        """Forms of a level for all its samples, the fastest of each context size."""
+        """Return a level's forms for all its samples, the fastest for each context size."""
         some = self._some(step)
         if some is None:
             return []
@@ -333,14 +331,14 @@ class LevelEstimates:
         return [self._scaled(step, form) for form in found]
 
     def _scaled(self, step: Step, form: FormEstimate) -> FormEstimate:
-        """The form with all samples of a step, from some of them."""
+        """Extrapolate a form from the sampled to all samples of a step."""
         rows = self._rows(step)
         part = self.work_ms[self._drawn(rows)].sum() / self.work_ms[rows].sum()
         more = 1 / float(part)
         return replace(form, rows_ms=more * form.rows_ms, rows=more * form.rows)
 
     def _some(self, step: Step) -> tuple[Packs, Lengths] | None:
-        """Some samples that a level holds and the one below does not, packed."""
+        """Sampled samples of a level, excluding the level below, and their packs."""
         if step not in self.packed:
             rows = self._rows(step)
             some = self.data.lengths.take(self._drawn(rows))
@@ -365,9 +363,9 @@ class LevelEstimates:
 def some_of_each(
     estimated: Sequence[tuple[float, tuple[Level, ...]]],
 ) -> list[tuple[float, tuple[Level, ...]]]:
-    """Put the fastest set of each number of levels first, then all others in their order.
+    """Put the fastest set of each number of levels first, then all sets in their order.
 
-    Estimates of sets of as many levels are off by like factors, and others by other ones.
+    Estimates of sets with the same number of levels have similar errors.
     """
     first = {len(levels): (ms, levels) for ms, levels in reversed(estimated)}
     leading = sorted(first.values(), key=lambda pair: pair[0])
@@ -379,16 +377,15 @@ def _steps(caps: Sequence[Caps]) -> list[Step]:
 
 
 def own_samples(lengths: Lengths, caps: Sequence[Caps]) -> np.ndarray:
-    """Count the samples that each of rising caps is the smallest to hold, [caps]."""
+    """Count samples by the smallest caps that fit, [caps]."""
     own = levels_of_samples(lengths, [Level(caps=each) for each in caps])
     return np.bincount(own, minlength=len(caps))
 
 
 def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
-    """Caps that levels may have, rising to the top ones.
+    """Return possible caps of levels, ascending.
 
-    Tokens are halved from level to level while packs of several samples of median length fit, and
-    other limits go down with them.
+    Caps are halved while packs of several samples of median length fit.
     """
     needed = _SAMPLES_PER_PACK * float(np.median(lengths.tokens))
     found = [top]
@@ -398,14 +395,14 @@ def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
 
 
 def scaled(top: Caps, tokens: int) -> Caps:
-    """Caps of so many tokens, and of the others as large a part of the top ones."""
+    """Scale caps in proportion to `tokens`."""
     others = {n: max(math.ceil(top[n] * tokens / top["tokens"]), 1) for n in top.names[:-1]}
     return Caps.of(**others, tokens=tokens)
 
 
 def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
-    """Caps of the longest packs where none are given: the power of two that the longest sample
-    needs, and as many items as go with so many tokens."""
+    """Return default caps of the longest packs: the longest sample's tokens rounded up to a power
+    of two, and items in proportion."""
     tokens = 1 << int(lengths.tokens.max() - 1).bit_length()
     share = tokens / float(lengths.tokens.sum(dtype=np.int64))
     others = {
@@ -429,17 +426,17 @@ class ProfiledLength:
     context: int
     """Ranks that share a pack."""
     ms: float
-    """Time for equally many tokens at every length, with the least recomputation that fits."""
+    """Time for the same tokens at every length, with the minimal recomputation that fits."""
 
 
 def hbp_levels(profiled: Sequence[ProfiledLength]) -> tuple[tuple[int, int], ...]:
     """Choose levels, as (length, context size) from short to long, by HBP's Algorithm 1.
 
-    1. Of every length the fastest context size is kept.
-    2. The fastest length is a level, and so is the longest.
-    3. What one rank has of a pack of the fastest length is a level of context size 1: samples of
-       that length fit one rank in the same memory, without communication. What one rank has of a
-       pack of the longest length is another such level, if it is not below the fastest length.
+    1. Keep the fastest context size of every length.
+    2. The fastest length and the longest length are levels.
+    3. One rank's share of a pack of the fastest length is a level of context size 1: it fits in
+       the same memory without communication. So is one rank's share of the longest length, if it
+       is at least the fastest length.
 
     Example:
         >>> figures = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 3.05)]

@@ -1,17 +1,9 @@
-"""Search for levels of packs: how many, of which caps, and how each is shared, by simulated time.
+"""Search for levels of packs: their number, caps and context sizes, by simulated time.
 
-Candidate caps are the top ones and their halves, down to what packs of several short samples need.
-Every set of up to four of them with the top among them is looked at:
-
-1. A level alone is estimated on the samples that it would hold, in every form: context size, cut
-   and exchange (`omnibal.search.level_choice`). The best forms add up to an estimate of every set.
-2. Sets whose estimate is near the least are packed, dealt and simulated, on some of the samples,
-   with the split and the recomputed layers that the joint search finds quickly.
-3. So are sets next to the best one, with other caps or another context size of one level.
-4. The best few are simulated on more of the samples.
-
-`least_ms_per_sample` bounds all sets from below, so that what is found comes with a gap. HBP
-(arXiv 2503.07680) takes four levels at most by a rule (`omnibal.search.level_estimates`).
+Sets of up to four levels are built from the top caps and their halves. Estimates of single levels
+(`omnibal.search.level_choice`) add up to estimates of sets. Near-minimal sets, and then changes to
+the best set, are simulated on a subset with a quick joint split, and the best few on more samples.
+`least_ms_per_sample` bounds all sets from below. HBP's rule is in `omnibal.search.level_estimates`.
 """
 
 from collections.abc import Callable
@@ -36,32 +28,32 @@ from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates, most_sh
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
 
 SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
-"""Samples of a trial, and of the finalists': packs of more differ by about a percent."""
+"""Samples of a trial, and of the finalists': more samples change packs by about 1 %."""
 _FINALISTS = 3  # simulated again on more samples
 _MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
 ROUNDS = 2
 """Rounds of moves around the best set."""
 _MOST_MOVES = 4 * MAX_SEARCHED - 2
-"""Two context sizes and two caps a level, but for the top caps."""
+"""Two context sizes and two caps per level, without caps for the top."""
 _SHARED_PACKS = 2_000
-"""Most packs of a level of given steps by which its form is chosen."""
+"""Max packs of a level of given steps for choosing its form."""
 LEAST_GAIN = 0.01
-"""Share of time that a set must save to be taken in place of one of fewer levels."""
+"""Share of time that a set must save over a set of fewer levels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelRequest:
-    """A job and the samples that it trains, whose caps are those of the longest packs."""
+    """Job and samples to find levels for."""
 
     job: JobSpec
     data: SampleData
     """Samples, at one level of the longest packs."""
     may_lower: bool = False
-    """Whether the longest packs may be smaller than the caps of the data allow."""
+    """Whether the longest packs may be smaller than the data's caps."""
     exactly: int | None = None
-    """Number of levels; None for any up to `MAX_SEARCHED`."""
+    """Number of levels. None for any up to `MAX_SEARCHED`."""
     tokens_per_step: float | None = None
-    """Tokens of one rank in a step; None for as many full packs as the data has micro-batches."""
+    """Tokens per rank and step. None for the data's micro-batches as full packs."""
 
     def __post_init__(self) -> None:
         check_packs_per_step(self.job.parallel.data, self.data.micro_batches(self.job))
@@ -77,7 +69,7 @@ class LevelRequest:
 
     @property
     def most_levels(self) -> int:
-        """Levels that there can be at most, each with samples of its own."""
+        """Max number of levels that all have samples."""
         return LevelEstimates.most_levels(self.data)
 
 
@@ -90,28 +82,27 @@ class LevelSearch:
     least_ms_per_sample: float
     """Lower bound over all sets, context sizes, cuts and recomputed layers."""
     sets: int
-    """Sets of caps that were looked at."""
+    """Number of sets of caps considered."""
     tokens_per_step: float
-    """Tokens of one rank in a step of any trial."""
+    """Tokens per rank and step in all trials."""
 
     @property
     def best(self) -> tuple[Level, ...]:
-        """Levels of the plan, one at least."""
+        """Levels of the plan."""
         return self.ranking[0].levels
 
     @property
     def gap(self) -> float:
-        """Share of the chosen set's time by which another may be faster."""
+        """Max share of the chosen set's time that another set may save."""
         return max(1 - self.least_ms_per_sample / self.ranking[0].ms_per_sample, 0.0)
 
 
 def search_levels(
     request: LevelRequest, on_progress: Callable[[int], None], processes: int = 1
 ) -> LevelSearch:
-    """Find the levels of least simulated time per sample.
+    """Find the levels with minimal simulated time per sample.
 
-    Of sets whose times differ by less than 1 % the one of fewest levels is chosen, unless HBP's is
-    faster.
+    Among sets within 1 % the set with fewest levels wins, unless HBP's is faster.
     """
     left = max_trials()
 
@@ -144,8 +135,7 @@ def search_levels(
 
 
 def _try_one_level(request: LevelRequest, estimates: LevelEstimates, trials: "_Trials") -> None:
-    """Try one level in all its forms where nothing else was found, or where packs at the caps are
-    too few for all ranks, so that smaller or shared ones are needed."""
+    """Try one level in all forms if nothing else fits, or if packs are too few for all ranks."""
     may_be_one = request.exactly in (None, 1)
     if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
         trials.run(estimates.tops(may_lower=request.may_lower))
@@ -154,10 +144,10 @@ def _try_one_level(request: LevelRequest, estimates: LevelEstimates, trials: "_T
 
 
 def is_one_level(request: LevelRequest) -> bool:
-    """Whether no search is needed.
+    """Whether one unshared level is best without a search.
 
-    Samples are of like length and make packs for all ranks, one rank holds a full pack, and it
-    recomputes nothing for it, or halves of it would be small.
+    True if samples have similar lengths and make packs for all ranks, and a full pack fits one rank
+    without recomputation or its halves would be small.
     """
     job, data = request.job, request.data
     if request.exactly is not None or request.most_levels > 1:
@@ -168,9 +158,9 @@ def is_one_level(request: LevelRequest) -> bool:
 
 
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
-    """Share packs of given steps in the way that is best for a job, which may have other ranks.
+    """Choose how ranks share the packs of given steps, for a job that may have other ranks.
 
-    Steps, packs and the caps of levels stay as they are.
+    Steps, packs and caps do not change.
     """
     if data.steps is None:
         return data
@@ -198,7 +188,7 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
 
 
 def hbp_trial(request: LevelRequest) -> LevelTrial:
-    """Choose levels by HBP's rule, from estimates of its exchange in place of measured times."""
+    """Choose levels by HBP's rule, with estimates in place of measured times."""
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda done: None)
     trials.run([estimates.by_hbp()])
@@ -208,7 +198,7 @@ def hbp_trial(request: LevelRequest) -> LevelTrial:
 
 
 def notes(found: LevelSearch) -> list[str]:
-    """What a search found and how it compares; a sentence each."""
+    """Describe a search's result, one sentence each."""
     best = found.ranking[0]
     words = " and ".join(
         f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
@@ -231,13 +221,13 @@ def notes(found: LevelSearch) -> list[str]:
 
 
 def max_trials() -> int:
-    """Most sets that a search simulates."""
+    """Max number of simulated sets in a search."""
     return _MOST_SIMULATED + ROUNDS * _MOST_MOVES + _FINALISTS + 1
 
 
 def _recomputed_share(job: JobSpec, data: SampleData) -> float:
-    """Share of the layers that one rank recomputes to train a pack at the caps, by the estimate of
-    its memory; infinite where it cannot."""
+    """Share of layers to recompute for one rank to fit a pack at the caps. Infinite if it cannot
+    fit."""
     whole = WholeModel.of(job, job.cost)
     counts = {name: data.caps.get(name) or 0 for name in job.cost.features}
     full = np.array([[counts[name] for name in job.cost.features]], np.float64)
@@ -246,7 +236,7 @@ def _recomputed_share(job: JobSpec, data: SampleData) -> float:
 
 
 def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
-    """Whether packs at the caps are enough for every rank to have one of its own."""
+    """Whether packs at the caps are enough for every rank."""
     ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
     if tokens >= ranks * data.caps["tokens"]:
         return True
@@ -256,7 +246,7 @@ def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
 
 
 def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
-    """Refuse a curriculum that is longer than an epoch, before anything is tried."""
+    """Raise if the curriculum is longer than an epoch."""
     wanted = request.data.settings.curriculum_steps
     tokens = float(request.data.lengths.tokens.sum(dtype=np.int64))
     steps = tokens / (tokens_per_step * request.job.parallel.data)
@@ -268,12 +258,12 @@ def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
 
 
 def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
-    """Say why no set of levels that was tried can be trained."""
+    """Error if no set of levels can be trained."""
     parallel = request.job.parallel
     other = [error for error in trials.failed.values() if not isinstance(error, DoesNotFit)]
     if other:
         return UserError(f"no levels of packs can be trained on {parallel}: {other[-1]}")
-    # The last that was tried is the one of most ranks.
+    # The last set tried has the most ranks.
     levels, error = list(trials.failed.items())[-1]
     assert isinstance(error, DoesNotFit)
     level = levels[-1]
@@ -295,7 +285,8 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
 def _tried(
     trials: LevelTrials, count: int | None, levels: tuple[Level, ...]
 ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
-    """Try a set of levels, of which `count` must have packs; None for any number."""
+    """Try a set of levels. An error if not exactly `count` levels have packs, unless `count` is
+    None."""
     found = trials(levels)
     if isinstance(found[1], LevelTrial) and count not in (None, len(found[1].levels)):
         return levels, UserError(
@@ -307,15 +298,14 @@ def _tried(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Trials(Trials[tuple[Level, ...], LevelTrial]):
-    """Sets of levels that were tried on the same samples."""
+    """Trials of sets of levels on the same samples."""
 
     whole: LevelTrials
     """Trials with all samples."""
     lengths: Lengths
-    """Samples of these trials."""
     exactly: int | None = None
     rival: tuple[Level, ...] | None = None
-    """Levels by HBP's rule, which the chosen ones may not be slower than."""
+    """HBP's levels, which the chosen levels must not be slower than."""
 
     @classmethod
     def of(
@@ -347,7 +337,7 @@ class _Trials(Trials[tuple[Level, ...], LevelTrial]):
         )
 
     def on_more_samples(self) -> "_Trials":
-        """Trials on more of the samples; the same where there are no more."""
+        """Trials on more samples, or these if there are no more."""
         if len(self.lengths) == len(self.whole.data.lengths):
             return self
         more = self.whole.drawn(_FINAL_SAMPLES)
@@ -355,8 +345,8 @@ class _Trials(Trials[tuple[Level, ...], LevelTrial]):
         return replace(self, work=work, lengths=more.data.lengths, found={}, failed={})
 
     def ranked(self) -> list[LevelTrial]:
-        """What was found, as it is chosen from."""
-        # Sets of which levels are left out, as they have no packs, may be the same.
+        """Distinct trials in the order of choice."""
+        # Sets may become equal when levels without packs are dropped.
         distinct = {trial.levels: trial for trial in self.found.values()}
         rival = None if self.rival is None else self.found.get(self.rival)
         return shorter_first(list(distinct.values()), LEAST_GAIN, rival)

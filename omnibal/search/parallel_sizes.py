@@ -1,29 +1,14 @@
-"""Search for the tensor, pipeline, data and expert parallel sizes of least time on some devices.
+"""Search for the fastest tensor, pipeline, data and expert parallel sizes on a number of GPUs.
 
-Every product of the first three that the model and the cluster allow, with every expert size that
-these allow, is compared at the same number of samples per step, on the same samples, in the same
-packs, by the time per sample of `omnibal.search.trial`, so as `omnibal caps` compares caps.
-Sequence parallelism goes with every tensor size above 1. Weights may be whole on every rank,
-divided over all data-parallel ranks, or over those of a node: in a pipeline within a node alone,
-and beside experts that ranks share out where that divides the experts' state as well.
+All sizes that the model and the cluster allow, with possible weight shardings, are compared by time
+per sample (`omnibal.search.trial`) at the same samples per step, samples and packs. Free caps are
+tried on a few levels for every strategy, then refined around the best for the best few.
 
-Caps that are not given are tried on a few levels, for every strategy, as the best caps depend on
-how much memory is left and how long the pipeline is. Then smaller moves around the caps of the best
-strategy are tried for the best few; the others keep the best of the levels.
-
-Two things make this fast. Packs depend on the caps alone, so they are made once for all strategies.
-And what cannot win is not planned: first a lower bound of the time of all splits is known
-(`omnibal.pipeline.bounds`). Strategies are looked at in the order of their bounds: the least memory
-of all splits says whether one fits, and then it is planned. Those whose bound is clearly above the
-best time, and all but a few of those whose bound is above it, are listed with their bound, whether
-they fit or not, and are not in the ranking, which has the fastest all the same.
-
-Where there are more than `_MOST_PLANNED` choices of sizes and caps, some are estimated on a few
-steps (`omnibal.search.trial.estimated_ms_per_sample`): one of every tensor, pipeline and data size,
-then others in the order of their likely times. Of those, the ones with estimates near the least are
-planned. The others are listed with their estimates or bounds, and the result says how much faster
-than the best one they may be by their bounds. Limits are of trials and not of time, so that results
-depend neither on the machine nor on the number of processes.
+Packs are shared by all strategies. Candidates are planned in the order of lower bounds on their
+time (`omnibal.pipeline.bounds`) and skipped if the bound exceeds the best time. With more than
+`_MOST_PLANNED` choices, estimates on a few steps decide which to plan
+(`omnibal.search.trial.estimated_ms_per_sample`). Limits count trials, not time, so results depend
+neither on the machine nor on the number of processes.
 """
 
 import math
@@ -50,16 +35,16 @@ from omnibal.search.strategy import (
 )
 
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
-"""Choices of sizes and caps that are planned; of more, estimates tell which."""
+"""Max planned choices of sizes and caps. If there are more, estimates select them."""
 _LEVELS = tuple(2 ** (step / 2) for step in range(4))
-"""Token caps to try where none are given, relative to the least."""
-_MOVE = 2**0.25  # half of the way between two levels of caps
-_MOVES = 6  # of two kinds of caps: each and both, smaller and larger
-_FINALISTS = 3  # sizes that moves are tried at
-_USUAL_MICRO_BATCHES = 8  # as of plans of given sizes
-_NAMED_CAUSES = 2  # more than two causes are not read
+"""Token caps to try, relative to the minimum."""
+_MOVE = 2**0.25  # halfway between two levels of caps
+_MOVES = 6  # for two kinds of caps: either and both, smaller and larger
+_FINALISTS = 3  # sizes to refine caps for
+_USUAL_MICRO_BATCHES = 8  # as in plans of given sizes
+_NAMED_CAUSES = 2  # longer lists are not read
 _LEAST_CAUSE = 0.01
-"""Share of the best time per sample below which a cause is not named."""
+"""Min share of the best time per sample for a cause to be named."""
 _ROUNDING = 1e-6
 """Tolerance before rounding down, as a share of the last digit shown."""
 
@@ -70,52 +55,48 @@ class RuledOut:
 
     sizing: Sizing
     need_gib: float | None
-    """Memory of one device at the best caps tried and in the best split, at least; set where none
-    fit."""
+    """Min memory per device over all caps tried and splits. Set if no caps fit."""
     most_samples_per_second: float | None
-    """Upper bound; set where some caps may fit and all of these have a bound."""
+    """Upper bound. Set if some caps may fit and all such caps have a bound."""
     why: str
     estimated_samples_per_second: float | None = None
-    """Estimate; set where bounds did not tell that the best strategy is faster."""
+    """Estimate. Set if bounds do not prove it slower than the best strategy."""
 
     @property
     def parallel(self) -> Parallel:
-        """Parallel sizes."""
         return self.sizing.parallel
 
     @property
     def fastest(self) -> float:
-        """Samples per second by which it is listed: as estimated, or at most; 0 where none fit."""
+        """Samples per second for sorting: estimate or upper bound. 0 if it does not fit."""
         return self.estimated_samples_per_second or self.most_samples_per_second or 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StrategySearch:
-    """Result of a strategy search: a ranking, and what was ruled out."""
+    """Ranking of strategies, and strategies that were ruled out."""
 
     gpus: int
     samples_per_step: int
     ranking: tuple[Strategy, ...]
-    """Strategies that were planned, the fastest first."""
+    """Planned strategies, fastest first."""
     ruled_out: tuple[RuledOut, ...]
-    """Strategies that are slower, by their bounds; then those that do not fit, by need."""
+    """Strategies slower by their bounds, then strategies that do not fit, by memory."""
     choices: int
-    """Parallel sizes with caps, of those that were tried."""
+    """Tried combinations of sizes and caps."""
     planned: int
-    """Choices that were planned, without those that are slower by their bounds."""
+    """Planned choices that may win by their bounds."""
     gap: float
-    """Gap between the best plan's time per sample and the lowest bound of a choice that was not
-    planned, as a share of the former. Bounds count neither memory nor recomputation, so that it
-    says how little is proven and not how much is lost. 0 where bounds rule out all choices that
-    were not planned, and 1 where one has no bound."""
+    """Gap between the best time per sample and the lowest bound of an unplanned choice, as a share
+    of the former. Bounds ignore memory and recomputation, so the gap overstates the possible loss.
+    0 if bounds rule out all unplanned choices. 1 if one has no bound."""
 
     @property
     def best(self) -> Strategy:
-        """The fastest strategy."""
         return self.ranking[0]
 
     def led_by(self, strategy: Strategy) -> Self:
-        """Return the ranking with one of its strategies first, as it is the best on all data."""
+        """Return the ranking with the best strategy on all data first."""
         if strategy == self.best:
             return self
         others = [each for each in self.ranking if each != strategy]
@@ -135,7 +116,7 @@ class StrategySearch:
         planned: int,
         gap: float,
     ) -> Self:
-        """Say of every strategy why it is not the first."""
+        """Build the result, with a reason for every strategy except the best."""
         best = ranking[0]
         return cls(
             gpus=request.sizes.gpus,
@@ -149,7 +130,7 @@ class StrategySearch:
 
 
 def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
-    """Samples per step where none are given: 8 packs of 4.5 samples for every node."""
+    """Default samples per step: 8 packs of 4.5 samples for every node."""
     return usual_samples_per_step(max(gpus // cluster.gpus_per_node, 1), _USUAL_MICRO_BATCHES)
 
 
@@ -195,8 +176,8 @@ def search_strategies(
 
 
 def possible_sizings(request: StrategyRequest) -> list[Sizing]:
-    """List all parallel sizes whose product is the devices, by tensor, pipeline and expert size,
-    with every placement of encoders that goes with them."""
+    """Return all parallel sizes on these GPUs with their encoder placements, by tensor, pipeline
+    and expert size."""
     found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
@@ -230,7 +211,8 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     ]
     held = ((way, each.held(way, cluster)) for each in whole for way in ways)
     always = request.job.trainer.always_shards
-    # One rank has nothing to divide, which is another way unless the trainer knows no other.
+    # One rank has nothing to shard, so sharded and replicated are equal, unless the trainer always
+    # shards.
     found = list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
     if len(ways) > 1:
         found = [each for each in found if _is_worth_a_try(each, cluster)]
@@ -249,12 +231,11 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 
 def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
-    """Whether sizes are searched where ways to hold weights are free.
+    """Whether sizes are worth searching if sharding is free.
 
-    Not a pipeline whose stages gather weights over the network for every micro-batch, of which it
-    needs many, or that divides weights within a node in two ways. Nor groups that have all experts
-    once and are copies of each other: every rank would have all state of its experts, which ranks
-    with whole weights divide.
+    Excludes pipelines that gather weights over the network for every micro-batch or shard weights
+    within a node in two ways. Also excludes replicated groups that contain every expert once: each
+    rank would keep all state of its experts, while ranks with replicated weights shard it.
     """
     if parallel.sharded == 1:
         return True
@@ -265,7 +246,7 @@ def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
 
 
 def _check_given(request: StrategyRequest) -> None:
-    """Refuse sizes that were given and can never be, whatever the others."""
+    """Raise if given sizes are impossible for any choice of free sizes."""
     measured, sizes = request.job.cost_source.tensor, request.sizes
     if measured is not None and sizes.tensor not in (None, measured):
         raise UserError(
@@ -296,7 +277,7 @@ def _check_given(request: StrategyRequest) -> None:
 
 
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
-    """Message for given sizes that are impossible; `others` are possible if none is given."""
+    """Error message for impossible given sizes. `others` are possible without them."""
     sizes = request.sizes
     given = sizes.given | ({} if sizes.expert is None else {"--ep": sizes.expert})
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
@@ -344,10 +325,7 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
 
 
 def without_best(search: StrategySearch, why: str) -> StrategySearch:
-    """Return the search without its best strategy, which cannot be used; there must be another.
-
-    Strategies that were ruled out as clearly slower than that stay ruled out.
-    """
+    """Return the search without its best strategy. Strategies ruled out before stay ruled out."""
     lost, *others = search.ranking
     out = RuledOut(sizing=lost.sizing, need_gib=None, most_samples_per_second=None, why=why)
     return replace(
@@ -358,7 +336,7 @@ def without_best(search: StrategySearch, why: str) -> StrategySearch:
 
 
 def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
-    """Say of sizes with an estimate or a bound how much slower than the best they are."""
+    """Add the slowdown relative to the best to sizes with an estimate or bound."""
     if not ruled_out.fastest:
         return ruled_out
     slower = f"{1e3 / ruled_out.fastest / best.ms_per_sample - 1:+.0%}"
@@ -368,11 +346,11 @@ def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
 
 
 def _why(strategy: Strategy, best: Strategy) -> str:
-    """The causes that make most of the difference."""
+    """Main causes of the difference."""
     if strategy == best:
         return "best"
     own, others = strategy.lost.named(), best.lost.named()
-    # Ideal times differ by the work that tensor parallelism does not divide.
+    # Ideal times differ by work that tensor parallelism does not divide.
     share = {
         "compute" if name == "ideal" else name: (ms - others.get(name, 0.0)) / best.ms_per_sample
         for name, ms in own.items()
@@ -414,7 +392,7 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
 
 
 def _most_packs(trials: BoundedTrials) -> str:
-    """Most packs in a step of the requested samples, at any caps, rounded down to three digits."""
+    """Max packs in a step of the requested samples, at any caps, rounded down to three digits."""
     if trials.setting.request.given is not None:
         return "too few"
     alone, setting = Sizing(Parallel(pipeline=1)), trials.setting
