@@ -1,9 +1,6 @@
-"""What another trainer's limits cost: a plan under them beside plans without.
+"""Cost of another trainer's limits: a plan with all limits compared with plans without.
 
-A plan for a trainer is compared with the plan that this project's trainer could follow, and with
-plans from which one limit alone is lifted, at the same parallel sizes. A plan under fewer limits is
-never slower than one under more, since it may be the same; where a search says otherwise, the
-faster of the two counts.
+Fewer limits never make a plan slower, so if a search finds otherwise, the faster of both counts.
 """
 
 from collections.abc import Callable, Mapping
@@ -31,16 +28,16 @@ from omnibal.packing.packs import Packs
 from omnibal.steps.pack_settings import PackSettings
 
 NAMED_COST = 0.002
-"""Share of the rate below which a limit is not named as a reason."""
-_MOST_NAMED = 3  # a sentence with more is not read
+"""Min share of the rate for a limit to be named as a reason."""
+_MOST_NAMED = 3  # longer sentences are not read
 _COMPARED_SAMPLES, _COMPARED_STEPS = 8_000, 8
-"""Most samples that limits are compared on, and least full steps of them."""
+"""Max samples to compare limits on, and min full steps."""
 _MOST_OF_IT = 0.6
-"""Share of what all limits cost from which on those named are said to be the reason."""
+"""Min share of the total cost for named limits to be called the reason."""
 
 
 class LimitName(StrEnum):
-    """Limits of trainers, in the order in which they are looked at."""
+    """Limits of trainers, in the order of evaluation."""
 
     ENCODERS_ON_FIRST = "encoders_on_first"
     ENCODERS_WHOLE = "encoders_whole"
@@ -76,14 +73,14 @@ _OFF: dict[LimitName, dict[str, object]] = {
     LimitName.PADDED: {"padded": Padding.NOWHERE},
     LimitName.ORDER: {"next_fit": False, "full_steps": False},
 }
-"""Fields that are changed to lift a limit, where it is not one switch of its own name."""
+"""Fields that lift a limit, unless it is a switch of the same name."""
 
 
 def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
-    """Return a trainer's constraints without one of its limits.
+    """Return a trainer's constraints without one limit.
 
-    Packs that the trainer forms in its own way and steps of equally many go together. So do weights
-    that are divided over all ranks and the trainer's limits of sizes.
+    The trainer's own packing and equal packs per step are lifted together. So are weight sharding
+    over all ranks and limits on sizes.
     """
     if limit is LimitName.SHARDING:
         return OWN.model_copy(update={"stages": trainer.stages, "packs": trainer.packs})
@@ -99,8 +96,7 @@ def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
 def binding_limits(
     trainer: TrainerConstraints, model: ModelConfig, parallel: Parallel, *, has_samples: bool
 ) -> list[LimitName]:
-    """Limits of a trainer that may change a plan of such sizes; those of packs only where there are
-    samples."""
+    """Return a trainer's limits that may affect a plan of these sizes."""
     stages, packs, has_encoders = trainer.stages, trainer.packs, bool(model.encoders)
     is_split = parallel.pipeline > 1
     binding = {
@@ -119,28 +115,27 @@ def binding_limits(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """What one limit alone costs."""
+    """Cost of one limit alone."""
 
     limit: LimitName
     words: str
     slower: float
-    """Share of the rate that is lost by it, from 0."""
+    """Share of the rate lost, at least 0."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostOfLimits:
-    """A plan for a trainer beside what this project's trainer could do of the same."""
+    """Plan for a trainer, compared with plans without its limits."""
 
     title: str
-    """The trainer's name."""
     rate: float
-    """Samples per second and device of the plan; packs where it has no samples."""
+    """Samples per second and device of the plan. Packs if it has no samples."""
     free_rate: float
-    """Rate without limits, no less than the plan's."""
+    """Rate without limits, at least the plan's."""
     limits: tuple[Cost, ...]
-    """Limits that may cost something, in the order of `LimitName`."""
+    """Limits that may have a cost, in the order of `LimitName`."""
     gap: float
-    """Share by which a plan without limits may be faster still, as its search was not proven."""
+    """Max share of time that a better search without limits may still save."""
 
     @classmethod
     def of(
@@ -151,7 +146,7 @@ class CostOfLimits:
         lifted: Mapping[LimitName, float],
         gap: float,
     ) -> Self:
-        """Compare rates: of the plan, without any limit, and without each alone."""
+        """Compare the plan's rate with rates without any limit and without single limits."""
         words_of = _WORDS | {
             LimitName.RECOMPUTE: _RECOMPUTE_WORDS.get(trainer.stages.recompute, "")
         }
@@ -169,12 +164,12 @@ class CostOfLimits:
 
     @property
     def slower(self) -> float:
-        """Share of the rate without limits that the plan loses, from 0."""
+        """Share of the limit-free rate that the plan loses, at least 0."""
         return 1 - self.rate / self.free_rate
 
     @property
     def sentence(self) -> str:
-        """How much slower the plan is, and because of what."""
+        """Slowdown of the plan and its causes."""
         if self.slower < NAMED_COST:
             return (
                 f"for {self.title}: no slower than this plan could be without limits"
@@ -207,7 +202,6 @@ class CostOfLimits:
         return words(named)
 
     def as_dict(self) -> dict[str, object]:
-        """Values for JSON."""
         return {
             "slower_than_free": self.slower,
             "free_gap": self.gap,
@@ -223,7 +217,7 @@ def _percent(share: float) -> str:
 
 
 def rate_of(result: PlanResult) -> float:
-    """Samples per second and device of a plan; packs per second and device where it has none."""
+    """Samples per second and device of a plan. Packs if it has no samples."""
     plan = result.plan
     per_second = plan.predicted.samples_per_second_per_gpu
     if per_second is not None:
@@ -233,7 +227,7 @@ def rate_of(result: PlanResult) -> float:
 
 
 def samples_per_step(result: PlanResult) -> int:
-    """Samples of a step on the mean; packs where a plan has no samples."""
+    """Mean samples per step. Packs if a plan has no samples."""
     if result.data is not None:
         packs = result.data[0]
         return round(len(packs.packs.samples) / packs.steps)
@@ -245,11 +239,10 @@ def samples_per_step(result: PlanResult) -> int:
 def requests_lifted(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod, free: PlanResult
 ) -> dict[LimitName, PlanRequest]:
-    """Requests of a plan's sizes from which one limit alone is lifted, for those that may cost.
+    """Requests for a plan's sizes with one limit lifted, for limits that may have a cost.
 
-    Where items are limited too, caps are those of the plan without limits; where these are the same
-    ones, as they were given, that limit is left out. Where weights are no longer divided, sizes and
-    caps are those of the plan without limits, as there are no other sizes with that limit.
+    Caps of items are taken from the plan without limits, and that limit is skipped if its caps are
+    the same. Without forced sharding, sizes and caps are taken from the plan without limits.
     """
     plan, free_data = result.plan, free.plan.data
     names = binding_limits(trainer, plan.model, plan.parallel, has_samples=plan.data is not None)
@@ -263,7 +256,7 @@ def requests_lifted(
         request = _request_of(lifted(trainer, name), of, packing)
         if name is LimitName.TOKENS_ALONE and free_data is not None:
             assert isinstance(request.data, SampleData)
-            # As many packs of so many samples as in the other plan; a multiple of ranks.
+            # Packs for the same samples per step as that plan, rounded to a multiple of ranks.
             share = free_data.packs / (free_data.samples * free_data.epochs)
             of_rank = max(round(samples_per_step(result) * share / plan.parallel.data), 1)
             data = request.data.capped(free_data.caps)
@@ -278,7 +271,7 @@ def requests_lifted(
 def _request_of(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
 ) -> PlanRequest:
-    """Request of a plan's sizes and data, packed and cut within other constraints."""
+    """Request for a plan's sizes and data under other constraints."""
     plan, shapes = result.plan, result.plan.shapes
     data: PlanData
     if result.data is None or plan.data is None:
@@ -307,13 +300,13 @@ def rates_lifted(
     requests: Mapping[LimitName, PlanRequest],
     on_progress: Callable[[int], None],
 ) -> dict[LimitName, float]:
-    """Rates of plans from which one limit alone is lifted, beside the rate of the plan.
+    """Rates of plans with one limit lifted, comparable to the plan's rate.
 
-    Of many samples some are drawn at random, and limits are compared on these: the rate of the plan
-    is multiplied by what lifting the limit gains there.
+    With many samples, limits are compared on a random subset, and the gain there scales the plan's
+    rate.
 
     Returns:
-        Samples per second and device; 0 where there is no plan.
+        Samples per second and device. 0 if no plan fits.
     """
     rate, most = rate_of(result), max(_COMPARED_SAMPLES, _COMPARED_STEPS * samples_per_step(result))
     whole, gain = _request_of(trainer, result, packing), 0.0
@@ -330,14 +323,14 @@ def rates_lifted(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rates:
-    """Rates of plans on the same samples, which are packed once for all plans of the same packs."""
+    """Rates of plans on the same samples, with a cache of packs."""
 
     most: int | None
-    """Samples that are drawn of all; None for all."""
+    """Number of samples to draw. None for all."""
     packs: dict[tuple[object, ...], list[Packs]] = field(default_factory=dict)
 
     def of(self, request: PlanRequest) -> float:
-        """Rate of the plan of a request; 0 where it cannot be made."""
+        """Rate of a request's plan. 0 if it cannot be made."""
         try:
             return rate_of(make_plan(self._packed(request)))
         except UserError:
@@ -349,7 +342,7 @@ class _Rates:
             return request
         if self.most is not None:
             data = data.sampled(self.most)
-        # How packs are padded is no matter of what is in them.
+        # Padding does not change the contents of packs.
         rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
         key = data.levels, data.settings, rules
         if key not in self.packs:

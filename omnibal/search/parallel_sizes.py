@@ -87,8 +87,8 @@ class StrategySearch:
     planned: int
     """Planned choices that may win by their bounds."""
     gap: float
-    """Gap between the best time per sample and the lowest bound of an unplanned choice, as a share
-    of the former. Bounds ignore memory and recomputation, so the gap overstates the possible loss.
+    """Gap between the best time per sample and the lowest bound of an unplanned choice, relative to
+    that time. Bounds ignore memory and recomputation, so the gap overstates the possible loss.
     0 if bounds rule out all unplanned choices. 1 if one has no bound."""
 
     @property

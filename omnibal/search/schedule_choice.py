@@ -1,8 +1,8 @@
-"""Pipeline schedules compared: the fastest at the same memory cap, and why it is.
+"""Choice of the fastest pipeline schedule under the same memory cap.
 
-1F1B's plan is made first, and its encoders, packs and sizes stay. What other schedules may gain is
-known from it: its idle time, and what it recomputes. Where that is little, none is tried. Of the
-others a quick search finds a step each, and the fastest is planned in full.
+The 1F1B plan's encoders, packs and sizes are kept. Its idle time and recomputation bound the gain;
+if that is small, no other schedule is tried. Otherwise a quick search ranks schedules, and the
+fastest is planned in full.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -31,28 +31,28 @@ from omnibal.pipeline.workload import Workload
 from omnibal.search.encoder_placement import relative_ms
 
 _TRIAL_EFFORT = 0.1
-"""Effort of the search for a schedule's parts; the fastest's are searched for again, in full."""
+"""Effort of the quick search. The fastest schedule is searched again in full."""
 LEAST_GAIN = 0.005
-"""Share of the step that another schedule must save to be taken in place of 1F1B: it asks more of
-trainers and of links."""
+"""Share of the step time that a schedule must save over 1F1B, which is simpler for trainers and
+links."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScheduleChoice:
-    """The schedule of a plan, beside those that were tried."""
+    """Chosen schedule and the schedules it was compared with."""
 
     chosen: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     steps_ms: Mapping[PipelineSchedule, float] = field(default_factory=dict)
-    """Steps of schedules that were looked at, of the chosen one as planned, of 1F1B as planned or
-    as if the order of its micro-batches gained as much, of others as a quick search has them."""
+    """Step times: as planned for the chosen schedule and 1F1B (scaled by the gain of reordering if
+    not reordered), from a quick search for the rest."""
     idle: Mapping[PipelineSchedule, float] = field(default_factory=dict)
-    """Idle share of the step of schedules that were planned."""
+    """Idle share of the step, of planned schedules."""
     refused: Mapping[PipelineSchedule, str] = field(default_factory=dict)
-    """Why others cannot be."""
+    """Reasons against impossible schedules."""
 
     @property
     def reason(self) -> str:
-        """Why the schedule was taken, in a sentence; empty where there was no other."""
+        """Reason for the schedule, as a sentence. Empty without alternatives."""
         usual, chosen = ONE_FORWARD_ONE_BACKWARD, self.chosen
         others = {each: ms for each, ms in self.steps_ms.items() if each != chosen}
         if not others:
@@ -71,7 +71,6 @@ class ScheduleChoice:
         return f"in {_words(nearest)}, the fastest of {len(others)} others, {slower:+.1%}"
 
     def as_dict(self) -> dict[str, object]:
-        """Values for JSON."""
         return {
             "schedule": {"name": self.chosen.name, "chunks": self.chosen.chunks},
             "schedule_reason": self.reason,
@@ -80,7 +79,7 @@ class ScheduleChoice:
 
 
 def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]:
-    """Schedules of these names besides 1F1B that a job's model and sizes have room for."""
+    """Return schedules of these names, without 1F1B, that fit a job's stages and layers."""
     stages, layers = job.parallel.pipeline, _layers(job)
     every = [
         PipelineSchedule(name="zb-h1"),
@@ -92,16 +91,16 @@ def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]
 
 
 def _layers(job: JobSpec) -> int:
-    """Layers of what the pipeline holds of the model."""
+    """Layers of the model in the pipeline."""
     model = job.pipeline_model
     return model.language.layers + sum(each.layers for each in model.encoders.values())
 
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
-    """Why a job cannot run in a schedule, in words; None if it can.
+    """Return why a job cannot run a schedule. None if it can.
 
     Args:
-        micro_batches: of a rank in a step; of several numbers the largest.
+        micro_batches: per rank and step, the max if they vary.
     """
     if not request.is_joint:
         return "only the joint search cuts a model for it"
@@ -116,9 +115,9 @@ def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: in
 
 
 def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
-    """Why a job cannot run in a schedule, whatever its data; None if nothing is known."""
+    """Return why a job cannot run a schedule with any data. None if unknown."""
     if job.trainer.name is not None:
-        # Its ranks have equally many micro-batches, so that what is in lockstep stays so.
+        # Its ranks have equal numbers of micro-batches, so lockstep is kept.
         return None
     if job.lockstep_ranks > 1:
         return "ranks that share out experts or divide weights run 1f1b in lockstep"
@@ -139,7 +138,7 @@ def may_run(job: JobSpec, name: str) -> bool:
 
 
 def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
-    """Refuse a schedule that none of some jobs, one at least, may run, before any search."""
+    """Raise if no job may run this schedule, before any search."""
     if not any(may_run(job, name) for job in jobs):
         job = max(jobs, key=lambda each: (each.parallel.pipeline, _layers(each)))
         whys = (_obstacle_of_job(job, each) for each in schedules_of({name}, job))
@@ -147,7 +146,7 @@ def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
 
 
 def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
-    """The error of a schedule that a job cannot run, for these reasons, or as it has no room."""
+    """Error of a job that cannot run a schedule, with these reasons or for too few layers."""
     few = (
         "it needs 2 pipeline stages at least, with a layer in every chunk, and here are "
         f"{job.parallel.pipeline} with {_layers(job)} layers together"
@@ -159,11 +158,10 @@ def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
 def with_best_schedule(
     request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
 ) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
-    """Request and plan of the fastest schedule, and what it was chosen from.
+    """Return request and plan of the fastest schedule, and the alternatives.
 
     Args:
-        is_ordered: whether micro-batches of all plans are in their best order (`ordered_plan`), or
-            as dealt.
+        is_ordered: whether all plans reorder micro-batches (`ordered_plan`).
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
     before = planned.plan.predicted
@@ -177,7 +175,7 @@ def with_best_schedule(
     quick = _quick_steps_ms(free, dealt)
     if not quick:
         return request, planned, choice
-    # On the scale of the plan: a quick step is of some steps of the run.
+    # Quick searches cover some steps of the run, so scale to the plan.
     scale = before.step_ms / search.step_ms
     quick_ms = {each: ms * scale for each, ms in quick.items()}
     choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
@@ -200,7 +198,7 @@ def with_best_schedule(
 def in_schedule(
     request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
 ) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
-    """Request and plan in a schedule of one name, which is the fastest of it by a quick search."""
+    """Return request and plan in the fastest variant of a named schedule."""
     (name,) = names
     found = dict(_possible(request, planned, names))
     free = {each: again for each, again in found.items() if not isinstance(again, str)}
@@ -213,7 +211,7 @@ def in_schedule(
     try:
         result = make_plan(free[best], dealt=dealt)
     except DoesNotFit as error:
-        # What would fit in 1F1B is no advice: this job does.
+        # The job fits in 1F1B, so advice on memory would mislead.
         raise UserError(str(error)) from error
     result = ordered_plan(free[best], result) if is_ordered else result
     plans = {ONE_FORWARD_ONE_BACKWARD: planned.plan.predicted, best: result.plan.predicted}
@@ -228,8 +226,8 @@ def in_schedule(
 def in_order(
     request: PlanRequest, result: PlanResult, choice: ScheduleChoice
 ) -> tuple[PlanResult, ScheduleChoice]:
-    """The chosen plan with its micro-batches in their best order, and steps of others as if theirs
-    gained as much by it."""
+    """Reorder the chosen plan's micro-batches, and scale step times of alternatives by the same
+    gain."""
     ordered = ordered_plan(request, result)
     now, dealt = ordered.plan.predicted, result.plan.predicted
     steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}
@@ -240,7 +238,7 @@ def in_order(
 def _possible(
     request: PlanRequest, planned: PlanResult, names: Collection[str]
 ) -> Iterator[tuple[PipelineSchedule, PlanRequest | str]]:
-    """Schedules with their requests, or why they cannot be."""
+    """Schedules with their requests, or the reason against them."""
     job = request.job
     if planned.plan.beside is not None:
         job = replace(job, beside=planned.plan.beside)
@@ -252,8 +250,8 @@ def _possible(
 def _quick_steps_ms(
     requests: Mapping[PipelineSchedule, PlanRequest], dealt: Dealt
 ) -> dict[PipelineSchedule, float]:
-    """Steps of those that fit, by a quick search, in as many processes as are of use."""
-    # Requests differ in their schedule alone.
+    """Step times of schedules that fit, by a quick search in parallel."""
+    # Requests differ only in their schedule.
     first = next(iter(requests.values()))
     workload = first.job.workload(*dealt, first.data.levels)
     tasks = [(request, workload) for request in requests.values()]
@@ -270,7 +268,7 @@ def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule
 
 
 def _may_gain(prediction: Prediction) -> float:
-    """Most that another schedule may save of a step in ms: what is lost of it between stages."""
+    """Upper bound in ms on the gain of another schedule: time lost between stages."""
     lost = prediction.lost
     return lost.bubble_ms + lost.stage_imbalance_ms + lost.recompute_ms + lost.communication_ms
 

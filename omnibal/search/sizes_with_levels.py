@@ -1,14 +1,8 @@
-"""Search for levels of packs together with parallel sizes and the placement of encoders.
+"""Search for levels of packs together with parallel sizes and encoder placement.
 
-One level is tried on every choice of sizes by `omnibal.search.parallel_sizes`. Which sets of levels
-are best depends on the sizes: ranks that share long packs need fewer stages to hold them. So:
-
-1. Sets of levels are estimated at all sizes (`omnibal.search.level_estimates`); what packs they
-   have does not depend on the sizes, and is made once.
-2. Those of least estimates are simulated.
-3. So are sets next to the best, and the best set at the other sizes.
-4. The best few are planned on the samples that strategies of one level were planned on, and rank
-   with these.
+The best levels depend on the sizes: ranks that share long packs need fewer stages. So sets of
+levels are estimated at all sizes (`omnibal.search.level_estimates`), near-minimal sets and their
+changes are simulated, and the best few are planned and ranked with strategies of one level.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,36 +33,36 @@ from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, 
 from omnibal.search.trial import encoders_ms_per_sample
 
 _MOST_OF_SIZING = 4
-"""Sets of levels that are simulated at one choice of sizes, before moves."""
+"""Max sets of levels to simulate per choice of sizes, before moves."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
-"""Sets simulated from estimates, sets simulated around the best one of a round, and sets planned in
-full: 0.1 to 0.5 s each, so that levels add at most half a minute to a search."""
+"""Max sets simulated from estimates, simulated per round of moves, and planned: 0.1 to 0.5 s each,
+so at most half a minute in total."""
 _NEAR = 1.2
-"""Estimates of sets are compared between sizes, whose stages divide the model less evenly than an
-estimate has it: those within this factor of the least are simulated."""
+"""Max ratio to the minimal estimate for simulation. Stages divide the model less evenly than
+estimated."""
 _LEAST_ROWS = 1.04
-"""Rows of packs in a step of a trial: it packs by ISF, and plans pack to a few percent less."""
+"""Min rows of packs in a step of a trial: plans make a few percent fewer packs than its ISF."""
 _SIZINGS_OF_BEST = 4
-"""Other sizes that the best set of levels is tried at."""
+"""Further sizes to try the best set of levels at."""
 
 LevelChoice = tuple[Sizing, tuple[Level, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelSetting:
-    """Samples that levels are tried on at all sizes; can be sent to another process."""
+    """Picklable samples for trials of levels at all sizes."""
 
     setting: Setting
     data: SampleData
-    """Samples whose caps are those of the longest packs."""
+    """Samples with the caps of the longest packs."""
     rule: LevelRule
     longest: Caps
-    """Least caps that hold every sample of the plan."""
+    """Min caps that fit every sample of the plan."""
     packed: Packed = field(default_factory=dict)
 
     @classmethod
     def of(cls, setting: Setting, request: StrategyRequest, rule: LevelRule) -> "LevelSetting":
-        """Take the setting's samples; longest packs are of the request's."""
+        """Take the setting's samples and the request's longest packs."""
         names = limited_features(request.job.model)
         top = request.caps or top_caps(request.lengths, names)
         data = setting.request.sample_data((Level(caps=top),))
@@ -77,18 +71,16 @@ class LevelSetting:
         )
 
     def tokens_per_step(self, sizing: Sizing) -> float:
-        """Tokens of one rank in a step of the requested samples."""
+        """Tokens per rank in a step of the requested samples."""
         samples = min(self.setting.request.samples_per_step, len(self.data.lengths))
         return samples * float(self.data.lengths.tokens.mean()) / sizing.parallel.data
 
     def estimates(self, sizing: Sizing) -> LevelEstimates:
-        """Estimates at these sizes."""
         job = self.setting.job(sizing)
         tokens = self.tokens_per_step(sizing)
         return LevelEstimates.of(job, self.data, tokens, self.packed, needs_rows=True)
 
     def trials(self, sizing: Sizing) -> LevelTrials:
-        """Simulated trials at these sizes."""
         data, request = self.data, self.setting.request
         part = len(data.lengths) / (request.all_samples or len(data.lengths))
         trials = LevelTrials(
@@ -102,7 +94,7 @@ class LevelSetting:
         return trials.drawn(SIMULATED_SAMPLES)
 
     def pack(self) -> None:
-        """Pack the samples of every level that a set may have, which all sizes share."""
+        """Pack the samples of every possible level, for all sizes."""
         any_sizing = Sizing(self.setting.request.job.parallel)
         self.estimates(any_sizing).pack_all(self.rule)
 
@@ -110,7 +102,7 @@ class LevelSetting:
 def _estimate_sets(
     levels: LevelSetting, sizing: Sizing
 ) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
-    """Sets of least estimated ms per sample at some sizes, and a lower bound on all of them."""
+    """Sets with minimal estimated ms per sample at these sizes, and a lower bound on all sets."""
     setting = levels.setting
     job, request = setting.job(sizing), setting.request
     if not fits_cap(least_state_gib(job), job.memory_cap_gib):
@@ -147,22 +139,22 @@ def _plan_set(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FoundLevels:
-    """Strategies with levels, and what is proven of all."""
+    """Strategies with levels and a bound."""
 
     strategies: tuple[Strategy, ...]
     least_ms_per_sample: float
     """Lower bound over all sets of levels at all sizes."""
     sets: int
-    """Sets that were estimated to be near the best."""
+    """Number of sets with near-minimal estimates."""
 
 
 def search_with_levels(
     request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
 ) -> StrategySearch:
-    """Rank strategies of one level, and of levels where the rule asks for any.
+    """Rank strategies of one level, and of several levels if the rule asks for them.
 
     Args:
-        rule: which sets of levels are looked at; a count of 1 for none.
+        rule: sets of levels to search. Count 1 for no search.
     """
     if rule.count == 1:
         return search_strategies(request, on_progress, processes)
@@ -186,14 +178,14 @@ def search_with_levels(
 
 
 def levels_total(request: StrategyRequest) -> int:
-    """What `search_with_levels` reports of levels, at most."""
+    """Max progress that `search_with_levels` reports for levels."""
     return len(possible_sizings(request)) + _MOST_SIMULATED + ROUNDS * _MOST_MOVES + 2 * _FINALISTS
 
 
 def joined(
     request: StrategyRequest, plain: StrategySearch | None, found: FoundLevels
 ) -> StrategySearch:
-    """All strategies in one ranking; levels are first where they are enough faster than one."""
+    """Rank all strategies, with levels first only if sufficiently faster than one level."""
     others = () if plain is None else plain.ranking
     ranking = sorted([*others, *found.strategies], key=lambda each: each.ms_per_sample)
     if others and not are_plain(ranking[0].levels):
@@ -218,7 +210,7 @@ def _search_sets(
     advance: Callable[[int], None],
     processes: int,
 ) -> FoundLevels:
-    """Strategies with the levels of least predicted time per sample."""
+    """Strategies with the levels of minimal predicted time per sample."""
     levels.pack()
     found = try_all(partial(_estimate_sets, levels), sizings, processes, advance)
     of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
@@ -239,7 +231,7 @@ def _search_sets(
     )
     planned.run(finalists[:_FINALISTS])
     if not planned.found:
-        # All samples may need more memory, and may make fewer packs, than some.
+        # All samples may need more memory and make fewer packs than the subset.
         planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
     return FoundLevels(
         strategies=tuple(planned.found.values()),
@@ -251,7 +243,7 @@ def _search_sets(
 def _ranked(
     levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]
 ) -> list[tuple[float, LevelChoice]]:
-    """Simulated ms per sample and the sets of levels that have packs, the fastest first."""
+    """Simulated ms per sample and sets of levels with packs, fastest first."""
     best: dict[LevelChoice, float] = {}
     for (sizing, _), trial in trials.found.items():
         if levels.rule.allows(trial.levels):
@@ -264,8 +256,7 @@ def _moves(
     ranked: Sequence[tuple[float, LevelChoice]],
     estimated: Sequence[LevelChoice],
 ) -> list[LevelChoice]:
-    """The best set with one level changed, and as it is at other sizes that are estimated to be
-    fast."""
+    """The best set with one level changed, and the best set at further fast sizes."""
     sizing, best = ranked[0][1]
     moved = [(sizing, each) for each in levels.estimates(sizing).moves(best)]
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
@@ -277,8 +268,7 @@ def _moves(
 
 
 def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
-    """Whether sets of levels are to be looked at: samples are of such different lengths that there
-    can be several, or some number of them was asked for."""
+    """Whether to search sets of levels: if requested, or if lengths are diverse enough."""
     if rule.count == 1 or request.given is not None or not request.split.is_joint:
         return False
     names = limited_features(request.job.model)

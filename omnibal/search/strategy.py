@@ -1,7 +1,6 @@
-"""Parallel sizes at caps, tried on samples that all choices share: packs, bound, estimate and plan.
+"""Parallel sizes and caps, tried on shared samples: packs, bound, estimate and plan.
 
-Every trial is a task that can be sent to another process, and its result depends on the choice and
-the setting alone.
+Every trial is a picklable task that depends only on the choice and the setting.
 """
 
 from collections.abc import Sequence
@@ -38,15 +37,14 @@ from omnibal.search.trial import (
 from omnibal.steps.steps import pack_epochs
 
 _TRIAL_EFFORT = 0.1
-"""Effort of the search for a strategy's stages; the fastest's are searched for again, in full."""
+"""Effort of the stage search in trials. The fastest strategies are searched again in full."""
 _TRIAL_TYPES = 64
-"""Sizes that samples are told apart by when they are packed for trials."""
+"""Number of distinct sample sizes when packing for trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FreeSizes:
-    """Devices to share out among tensor, pipeline, data and expert parallelism, and what of that
-    is fixed; measured costs fix the tensor size."""
+    """Number of GPUs, and fixed tensor, pipeline, data and expert parallel sizes."""
 
     gpus: int
     tensor: int | None = None
@@ -54,16 +52,16 @@ class FreeSizes:
     data: int | None = None
     expert: int | None = None
     sequence_parallel: bool | None = None
-    """Whether tensor sizes above 1 have sequence parallelism; None where they have."""
+    """Whether tensor sizes above 1 use sequence parallelism. None for the default, which is yes."""
 
     @property
     def given(self) -> dict[str, int]:
-        """Sizes that multiply to the devices and are not to be chosen, by their options."""
+        """Fixed sizes of the product over GPUs, by option."""
         sizes = {"--tp": self.tensor, "--pp": self.pipeline, "--dp": self.data}
         return {name: size for name, size in sizes.items() if size is not None}
 
     def are(self, parallel: Parallel) -> bool:
-        """Whether sizes are as given."""
+        """Whether sizes match the fixed sizes."""
         wanted = (self.tensor, self.pipeline, self.data, self.expert)
         sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert)
         return all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
@@ -71,24 +69,21 @@ class FreeSizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StrategyRequest(Comparison):
-    """Devices to share out, placements of encoders to choose from, and what is trained.
-
-    Every strategy replaces the parallel sizes and the placement of the job.
-    """
+    """GPUs, placements of encoders to choose from, and training data."""
 
     sizes: FreeSizes
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
     shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
-    """Ways to hold weights, which the trainer has."""
+    """Weight shardings of the trainer to choose from."""
     caps: Caps | None = None
-    """Caps of every strategy; None to choose them too."""
+    """Caps of every strategy. None to search for caps."""
     given: StreamData | SampleData | None = None
-    """Data whose steps are given, which every strategy trains as they are."""
+    """Data with given steps, which all strategies train unchanged."""
     schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
-    """Schedule that sizes must have room for; they are compared in 1F1B."""
+    """Schedule that sizes must allow. Sizes are compared in 1F1B."""
 
     def drawn(self, share: int = 1) -> Self:
-        """Draw samples to evaluate on; of data whose steps are given, all or the first windows."""
+        """Draw samples for evaluation: for data with given steps, all or the first windows."""
         if self.given is None:
             return Comparison.drawn(self, share)
         given = self.given.sampled(max(self.samples, MIN_STEPS * self.samples_per_step))
@@ -97,49 +92,46 @@ class StrategyRequest(Comparison):
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """Parallel sizes, how many ranks divide weights among them, and where encoders run."""
+    """Parallel sizes, sharding and encoder placement."""
 
     parallel: Parallel
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
 
     @property
     def options(self) -> str:
-        """Options of the command line that give these sizes."""
+        """Command line options for these sizes."""
         beside = self.placement is EncoderPlacement.DATA_PARALLEL
         return self.parallel.options + (" --encoder data-parallel" if beside else "")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Strategy:
-    """Parallel sizes and a placement with the best of the packs that were tried with them."""
+    """Parallel sizes and placement, with the best packs tried."""
 
     parallel: Parallel
     placement: EncoderPlacement = EncoderPlacement.PIPELINE
     levels: tuple[Level, ...]
-    """Levels of the packs, one at least."""
     micro_batches: int
-    """Micro-batches per rank and step: the whole number nearest to the requested samples."""
+    """Micro-batches per rank and step, rounded to the nearest whole number."""
     samples_per_second: float
-    """Samples per second of all devices together."""
+    """Samples per second of all devices."""
     ms_per_sample: float
-    """Time per sample of all devices together; times their number, the device time per sample."""
+    """Time per sample of all devices. Multiply by their number for device time."""
     lost: LostTime
-    """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
+    """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
     peak_gib: float
-    """Peak memory of a device of the fullest stage; this and the next are at `micro_batches`."""
+    """Peak memory per device of the fullest stage, at `micro_batches`."""
     recomputed_layers: int
-    """Recomputed layers of all stages."""
+    """Recomputed layers of all stages, at `micro_batches`."""
     why: str
-    """Reasons why it is slower than the best strategy."""
+    """Causes of the slowdown relative to the best strategy."""
 
     @property
     def caps(self) -> Caps:
-        """Caps of the longest packs."""
         return largest_caps(self.levels)
 
     @property
     def sizing(self) -> Sizing:
-        """Parallel sizes and placement."""
         return Sizing(self.parallel, self.placement)
 
 
@@ -148,53 +140,53 @@ Choice = tuple[Sizing, Caps]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
-    """Memory in GiB that a choice needs at least, and does not fit."""
+    """Min memory of a choice that does not fit."""
 
     gib: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """What bounds on steps of whole numbers of micro-batches say of a choice."""
+    """Bounds from steps with whole numbers of micro-batches."""
 
     least_ms: float
-    """Lower bound on its time per sample; 0 where none is known."""
+    """Lower bound on the time per sample. 0 if unknown."""
     about_ms: float
-    """The time per sample if steps took as long as their bounds."""
+    """Time per sample if steps reach their bounds."""
     of_nearest_ms: float
-    """The time per sample so, in steps of the nearest number of micro-batches alone."""
+    """Same for steps of the nearest number of micro-batches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Setting:
-    """Samples and packs that strategies are tried on; can be sent to another process."""
+    """Picklable samples and packs for trials of strategies."""
 
     request: StrategyRequest
-    """Request with the samples that were drawn."""
+    """Request with the drawn samples."""
     packs: dict[Caps, Packs]
     jobs: dict[Sizing, JobSpec] = field(default_factory=dict)
-    """Jobs of the sizes that were asked for in this process."""
+    """Cache of jobs by sizes."""
 
     def job(self, sizing: Sizing) -> JobSpec:
-        """The job with these sizes and placement, made once."""
+        """Return the job with these sizes and placement, cached."""
         if sizing not in self.jobs:
             job = replace(self.request.job, parallel=sizing.parallel, placement=sizing.placement)
             self.jobs[sizing] = job
         return self.jobs[sizing]
 
     def micro_batches(self, choice: Choice) -> float:
-        """Micro-batches per rank in a step of the requested samples; not a whole number."""
+        """Mean micro-batches per rank and step for the requested samples."""
         (sizing, caps), request = choice, self.request
         if request.given is not None:
             try:
                 return self.trial(choice).micro_batches(request.samples_per_step)
             except UserError:
-                return 0.0  # there are fewer samples than ranks
+                return 0.0  # fewer samples than ranks
         packs, samples = len(self.packs[caps]), len(request.lengths)
         return micro_batches_at(request.samples_per_step, samples, packs, sizing.parallel.data)
 
     def trial(self, choice: Choice) -> Trial | GivenTrial:
-        """The job with these sizes, on the packs of these caps."""
+        """Return the job with these sizes, on the packs of these caps."""
         (sizing, caps), request = choice, self.request
         job, split = self.job(sizing), request.split
         if request.given is not None:
@@ -207,23 +199,23 @@ class Setting:
         return Trial(job=job, data=data, packed=[self.packs[caps]], split=split)
 
     def trial_of_levels(self, sizing: Sizing, levels: tuple[Level, ...]) -> Trial:
-        """The job with these sizes, on packs of these levels, which are made here."""
+        """Return the job with these sizes, on new packs of these levels."""
         request, job = self.request, self.job(sizing)
         data = request.sample_data(levels)
         return Trial(job=job, data=data, packed=data.packed(job), split=request.split)
 
     def step_sizes(self, choice: Choice) -> list[StepSize]:
-        """The steps that are mixed to the requested samples."""
+        """Steps that are mixed to the requested samples."""
         return self.trial(choice).step_sizes(self.request.samples_per_step)
 
     def nearest(self, choice: Choice) -> StepSize:
-        """The step whose micro-batches are nearest to those of the requested samples."""
+        """Step with micro-batches nearest to the requested samples."""
         wanted = self.micro_batches(choice)
         return min(self.step_sizes(choice), key=lambda size: abs(size.micro_batches - wanted))
 
 
 def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int) -> list[Choice]:
-    """Choices with a pack for every rank; their packs are made here."""
+    """Return choices with a pack for every rank. Makes missing packs."""
     if setting.request.given is None:
         caps = list(dict.fromkeys(caps for _, caps in choices if caps not in setting.packs))
         work = partial(pack_at, setting)
@@ -232,7 +224,7 @@ def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int
 
 
 def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
-    """Pack the samples under given caps, which is the same for any parallel sizes."""
+    """Pack the samples under these caps, for any parallel sizes."""
     data = setting.request.sample_data((Level(caps=caps),))
     (packs,) = pack_epochs(
         data.lengths, data.settings, data.levels, rules=data.rules, most_types=_TRIAL_TYPES
@@ -241,13 +233,13 @@ def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
 
 
 def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
-    """Find a bound on a choice's time per sample; its need if the state alone does not fit."""
+    """Return a bound on a choice's time per sample, or its memory if the state does not fit."""
     job, request = setting.job(choice[0]), setting.request
     state_gib = least_state_gib(job)
     if not fits_cap(state_gib, job.memory_cap_gib):
         return choice, Need(gib=state_gib)
     sizes, wanted = setting.step_sizes(choice), setting.micro_batches(choice)
-    # But for data-parallel encoders.
+    # Without data-parallel encoders.
     steps_ms = [
         least_step_ms(
             job.cost_of_all(size.request.data.levels),
@@ -262,7 +254,6 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     nearest, step_ms = min(both, key=lambda each: abs(each[0].micro_batches - wanted))
     about_ms = sum(size.steps_per_sample * of_size_ms for size, of_size_ms in both)
     before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, request.samples_per_step)
-    # A term with a negative weight would need an upper bound.
     is_bound = all(size.steps_per_sample >= 0 for size in sizes)
     return choice, Bound(
         least_ms=about_ms + before_ms if is_bound else 0.0,
@@ -272,7 +263,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
 
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
-    """Estimate a choice's time per sample, in steps of the nearest micro-batches alone."""
+    """Estimate a choice's time per sample with the nearest number of micro-batches."""
     size = setting.nearest(choice)
     need_gib = need_gib_of([size])
     if not fits_cap(need_gib, size.request.job.memory_cap_gib):
@@ -280,12 +271,13 @@ def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
     try:
         return choice, estimated_ms_per_sample(size)
     except DoesNotFit:
-        # Data-parallel encoders leave less room than the least need has.
+        # Data-parallel encoders may leave less free memory than this minimum.
         return choice, Need(gib=need_gib)
 
 
 def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
-    """Plan a choice, which `fits` says to fit in steps of the nearest micro-batches."""
+    """Plan a choice. `fits` says that it is known to fit with the nearest number of
+    micro-batches."""
     sizing = choice[0]
     try:
         if not fits:
@@ -294,12 +286,11 @@ def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Stra
                 return choice, Need(gib=need_gib)
         return choice, planned_strategy(setting, sizing, setting.trial(choice))
     except DoesNotFit:
-        # In steps of one of both sizes.
+        # Either step size does not fit.
         return choice, Need(gib=need_gib_of(setting.step_sizes(choice)))
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:
-    """The strategy of a trial."""
     timed = time_per_sample(trial, setting.request.samples_per_step, _TRIAL_EFFORT)
     return Strategy(
         parallel=sizing.parallel,
@@ -316,8 +307,8 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
 
 
 def need_gib_of(sizes: Sequence[StepSize]) -> float:
-    """Memory of one device that some split needs at most, or all need at least where none fits, at
-    the step size that needs more."""
+    """Peak memory that decides whether these steps fit: an upper bound of a fitting split, or a
+    lower bound of all splits."""
     return max(
         need_vs_budget_gib(size.request.job, size.request.workload(), size.request.data.levels)
         for size in sizes

@@ -1,11 +1,9 @@
-"""Steps: which packs share an optimizer step, and the rank and slot that each one runs in.
+"""Optimizer steps: the packs of each step, and their ranks and slots.
 
-There are two parts, so that a run can resume with another number of ranks: which packs form a step
-is settled independently of ranks, and where they run is dealt out anew for any number of ranks.
-
-A step is made of rows. The packs of a row have equal items and similar predicted time, so
-that ranks which take one each do not wait for each other. Which rows share a step is random: a step
-of packs of one kind of sample alone trains worse.
+The packs of a step do not depend on ranks, so a run can resume with another number of ranks; only
+the deal to ranks changes. A step consists of rows. The packs of a row have equal items and similar
+predicted time, so ranks that take one pack each do not wait. Rows are shuffled into steps, because
+steps of one kind of sample train worse.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,14 +28,14 @@ from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.rows import RowRequest, deal_rows, match_rows
 
 _WINDOW_PACKS = 1 << 14
-"""Packs in a window that rows are formed within; larger windows match better and mix less."""
+"""Packs per window for forming rows. Larger windows match better and mix less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Steps:
     """Packs in the order of their steps, independent of ranks.
 
-    Inside a step they are sorted by their first sample, so equal steps are equal arrays.
+    Within a step they are sorted by their first sample, so equal steps are equal arrays.
     """
 
     packs: Packs
@@ -48,7 +46,7 @@ class Steps:
 
     @classmethod
     def of(cls, packs: Packs, step: np.ndarray, epoch: np.ndarray) -> "Steps":
-        """Sort packs that are in any order into steps."""
+        """Sort packs into steps."""
         order = np.lexsort((packs.samples[packs.offsets[:-1]], step))
         return cls(packs=packs.take(order), step=step[order], epoch=epoch[order])
 
@@ -59,7 +57,7 @@ class Steps:
 
     @property
     def sha256(self) -> str:
-        """Hash of what is trained and when, whatever ranks train it."""
+        """Hash of the packs and their steps, independent of ranks."""
         return sha256_of_columns(
             (self.step, "<i8"),
             (self.epoch, "<i4"),
@@ -69,11 +67,11 @@ class Steps:
 
     @property
     def window_sha256(self) -> str:
-        """Hash of which samples are trained in which step, whatever packs and ranks they are in.
+        """Hash of the samples of every step, independent of packs and ranks.
 
-        A step's gradient is a sum over its samples, and all that is drawn at random in training is
-        drawn for each sample, so that this is what a step count stands for. Windows of a stream
-        are packed anew for other ranks; other steps keep their packs, and `sha256` is of these.
+        A step's gradient is a sum over its samples, and random numbers are drawn per sample, so
+        this identifies the training. Windows of a stream are repacked for other ranks; other steps
+        keep their packs, which `sha256` covers.
         """
         sizes = np.diff(self.packs.offsets)
         step, epoch = np.repeat(self.step, sizes), np.repeat(self.epoch, sizes)
@@ -92,14 +90,14 @@ def pack_epochs(
     rules: PackRules = ANY_PACKS,
     most_types: int | None = None,
 ) -> list[Packs]:
-    """Packs of every epoch, each drawn anew from (seed, epoch).
+    """Packs of every epoch, drawn from (seed, epoch).
 
     Args:
-        levels: limits of packs, one at least, of rising caps.
-        may_fill: which samples may go into packs of a longer level, bool [levels, samples]
-            (`omnibal.packing.by_level`); None for all.
-        rules: what packs may be, where each is one rank's and all have the same limits.
-        most_types: as `pack_samples` has it, where there is one level.
+        levels: limits of packs, with ascending caps.
+        may_fill: samples allowed in packs of a longer level, bool [levels, samples]
+            (`omnibal.packing.by_level`). None for all.
+        rules: pack rules for unshared packs of one level.
+        most_types: see `pack_samples`, for one level.
     """
     seeds = [_seeds(settings, epoch)[0] for epoch in range(settings.epochs)]
     if not are_plain(levels):
@@ -126,14 +124,14 @@ def draw_steps(
     packs_per_row: int,
     rules: PackRules = ANY_PACKS,
 ) -> Steps:
-    """Pack and order all epochs; each is drawn anew from (seed, epoch), its packs included.
+    """Pack all epochs, each drawn from (seed, epoch), and order their packs into steps.
 
     Args:
-        levels: limits of packs, one at least, of rising caps.
-        load: gives the load of every pack, such as its predicted milliseconds.
-        packed: what `pack_epochs` gives, where that is known; it depends on neither load nor sizes.
-        packs_per_step: of all ranks together; a shared one counts once for each rank.
-        packs_per_row: a divisor of `packs_per_step`, the data-parallel size to balance for.
+        levels: limits of packs, with ascending caps.
+        load: returns the load of every pack, such as its predicted milliseconds.
+        packed: cached result of `pack_epochs`.
+        packs_per_step: of all ranks. A shared pack counts once per rank.
+        packs_per_row: data-parallel size to balance for, a divisor of `packs_per_step`.
     """
     parts = list(pack_epochs(lengths, settings, levels, rules=rules) if packed is None else packed)
     step: list[np.ndarray] = []
@@ -168,14 +166,14 @@ def draw_steps(
 
 
 def _seeds(settings: PackSettings, epoch: int) -> list[np.random.SeedSequence]:
-    """Seeds of an epoch's packing and of its order."""
+    """Seeds of an epoch's packing and order."""
     return np.random.SeedSequence([settings.seed, epoch]).spawn(2)
 
 
 def _match_levels(
     level: np.ndarray, items: np.ndarray, load: np.ndarray, rows: RowRequest, seed: Seed
 ) -> np.ndarray:
-    """The step of every pack of an epoch whose packs are of several levels. int64 [packs]"""
+    """Step of every pack of an epoch with several levels, int64 [packs]."""
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(level))
     parts = []
@@ -198,18 +196,17 @@ def match_packs(
     *,
     rest_last: bool = False,
 ) -> np.ndarray:
-    """The step of every pack of an epoch, int64 [packs], counted from 0.
+    """Step of every pack of an epoch, int64 [packs], counted from 0.
 
-    Every step but one has `packs_per_step` packs. That one, anywhere in the epoch, takes what is
-    over, from half to one and a half times as many, and of all packs the lightest: those that the
-    packing could not fill.
+    All steps but one have `packs_per_step` packs. The exception, at a random position, gets the
+    lightest packs, 0.5 to 1.5 times `packs_per_step`, which the packing could not fill.
 
     Args:
-        items: int64 [packs], equal where packs have equally many items, and close where similar.
-        load: float64 [packs], what packs of a row should have equally much of.
-        packs_per_step: of all ranks together, a multiple of `packs_per_row`.
+        items: int64 [packs], equal for packs with equal items, close for similar packs.
+        load: float64 [packs], to be similar within a row.
+        packs_per_step: of all ranks, a multiple of `packs_per_row`.
         packs_per_row: packs of equal items and similar load.
-        rest_last: whether what is over is the last step, and no more than another.
+        rest_last: whether the exception is the last step, with at most `packs_per_step` packs.
     """
     rng = np.random.default_rng(seed)
     of_a_step = len(load) / packs_per_step
@@ -234,13 +231,13 @@ def match_packs(
 
 
 def _by_items_then_load(items: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """Order by items; load rises and falls by turns, so that it does not jump at the borders."""
+    """Sort by items, with load alternately ascending and descending to avoid jumps."""
     _, turn = np.unique(items, return_inverse=True)
     return np.lexsort((np.where(turn % 2, -load, load), items))
 
 
 def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarray:
-    """Numbers that are ordered as these features' sums in every pack are. int64 [packs]"""
+    """Keys that sort packs like their sums of these features, int64 [packs]."""
     sums = [packs.sums(lengths.column(name)) for name in names]
     return size_keys(np.array(sums, np.int64).reshape(len(names), len(packs)))
 
@@ -254,20 +251,19 @@ def deal_steps(
     lockstep_ranks: int = 1,
     slowness: np.ndarray | None = None,
 ) -> ScheduledPacks:
-    """Deal the packs of every step out to `dp` data-parallel ranks.
+    """Deal the packs of every step to `dp` data-parallel ranks.
 
-    Packs are dealt in rounds of one per rank, of most items and load first, each round's heaviest
-    pack to the rank with the least load so far: longest processing time first, with equal counts.
-    Where the ranks do not divide a step, some have a pack fewer. A rank runs its lightest packs
-    first and last, since all stages but one idle while the pipeline fills and drains on them.
-    Neighbours that run in lockstep have like packs in every slot
-    (`omnibal.steps.deal.deal_in_lockstep`). Packs of levels are dealt by context size
+    Packs are dealt in rounds of one per rank, in descending items and load, each round's heaviest
+    pack to the rank with minimal load so far (longest processing time first, with equal counts). If
+    ranks do not divide a step, some get one pack fewer. A rank runs its lightest packs first and
+    last, as other stages idle during pipeline fill and drain. Lockstep neighbours get similar packs
+    in every slot (`omnibal.steps.deal.deal_in_lockstep`). Shared packs are dealt by context size
     (`omnibal.steps.rows.deal_rows`).
 
     Args:
-        lockstep_ranks: neighbouring ranks that run every slot together, as they share out experts.
-        slowness: of ranks of which some are slower than others and get fewer packs
-            (`omnibal.steps.deal.deal_by_speed`), [dp]; None of packs of levels, and in lockstep.
+        lockstep_ranks: neighbouring ranks that run slots together, e.g. for expert parallelism.
+        slowness: relative slowness of ranks (`omnibal.steps.deal.deal_by_speed`), [dp]. None with
+            several levels or lockstep.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
     context = np.array([each.context for each in levels])[level]
@@ -280,7 +276,7 @@ def deal_steps(
     weight, items = load(steps.packs), _item_keys(steps.packs, lengths, lengths.item_names)
     dp_rank, slot = np.empty((2, len(steps.packs)), np.int32)
     usual = int(np.median(np.bincount(steps.step)))
-    # Nearly all steps are of equal size.
+    # Nearly all steps have the same size.
     for rows in _steps_of_equal_contexts(steps.step, context):
         if not are_plain(levels):
             dealt = deal_rows(context[rows[0]], items[rows], weight[rows], dp)
@@ -299,14 +295,13 @@ def deal_steps(
 
 
 def most_slots(packs_per_step: int, dp: int) -> int:
-    """Most packs that a rank may have of a step: half as many more than its share, as there are in
-    an epoch's one step of another size."""
+    """Max packs of a rank per step: 1.5 times its share, as in an epoch's largest step."""
     return -(-3 * packs_per_step // (2 * dp))
 
 
 def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:
-    """Rows of the packs of every step by context, in one array [steps, packs] for each combination
-    of how many packs there are of every context."""
+    """Return pack indices of every step, sorted by context, as [steps, packs] for each combination
+    of pack counts by context."""
     by_context = np.lexsort((context, step))
     values, code = np.unique(context, return_inverse=True)
     counts = np.bincount(step * len(values) + code, minlength=(int(step[-1]) + 1) * len(values))
@@ -322,11 +317,11 @@ def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.n
 
 
 def steps_of(scheduled: ScheduledPacks) -> Steps:
-    """The steps of a schedule, as they were before packs were dealt to ranks."""
+    """Steps of a schedule, before packs were dealt to ranks."""
     return Steps.of(scheduled.packs, scheduled.step, scheduled.epoch)
 
 
 def size_load(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Load of packs when no model is known: every feature counts the same over all packs."""
+    """Load of packs without a model: all features have equal totals."""
     sums = [packs.sums(lengths.column(name)) for name in (*lengths.item_names, "tokens")]
     return np.sum([per_pack / max(per_pack.sum(), 1) for per_pack in sums], axis=0)
