@@ -1,15 +1,10 @@
-"""Windows of a stream: samples that may not be reordered are packed and dealt within each step.
+"""Windows of a stream, for samples that must stay in order: pack and deal within each step.
 
-A step is a window, consecutive samples in the order in which they are read; none moves to another
-step. Inside a window nothing but rounding depends on which rank trains a sample and with which
-others in a pack: the gradient is a sum over the step. So each rank is given an equal share of the
-window's predicted time (post-balancing, as in OrchMLLM, arXiv 2503.23830), and packs its share.
-
-Ranks that share out experts run the slots of a step together, each of which takes as long as the
-slowest rank's pack. Shares of as many packs therefore go to neighbouring ranks, and their packs to
-slots by weight: heaviest with heaviest.
-
-Undispatched windows are what a plain loader makes of them: packs by next fit, dealt round robin.
+A window of consecutive samples is one step. As the gradient is a sum over the step, ranks and packs
+within it are free, so each rank gets and packs an equal share of the window's predicted time
+(post-balancing, as in OrchMLLM, arXiv 2503.23830). For ranks in lockstep (expert parallelism),
+similar packs are aligned in slots. Undispatched windows are packed by next fit and dealt round
+robin.
 """
 
 import heapq
@@ -29,37 +24,35 @@ from omnibal.steps.deal import lightest_at_the_ends
 
 _Pack = list[int]
 _Ranks = list[list[_Pack]]
-"""Packs of every rank, in the order of their slots."""
+"""Packs of every rank, in slot order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowRequest:
-    """Settings by which a stream becomes packs of steps and ranks."""
+    """Settings for packing and dealing a stream."""
 
     caps: Caps
     samples: int
-    """Samples of a window; the last one of an epoch has what is left."""
+    """Samples per window. The last window of an epoch may have fewer."""
     is_dispatched: bool
-    """Whether ranks get equal shares of a window, or packs as they are read."""
+    """Whether ranks get equal shares of a window, instead of packs in stream order."""
     epochs: int
     ranks: int
     stages: int
-    """Pipeline stages; their idle time at both ends of a step counts a rank's longest pack."""
+    """Pipeline stages. Their fill and drain time depends on a rank's longest pack."""
     lockstep_ranks: int = 1
-    """Neighbouring ranks that run equally many micro-batches at the same time, a divisor of
-    `ranks`."""
+    """Neighbouring ranks that run micro-batches in lockstep, a divisor of `ranks`."""
 
 
 def schedule_windows(
     lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
 ) -> ScheduledPacks:
-    """Pack and deal all windows of a stream; every epoch reads it in the same order.
+    """Pack and deal all windows of a stream, in the same order every epoch.
 
-    A rank may have fewer packs than others, and none where a window has fewer samples than there
-    are ranks.
+    Ranks may have unequal pack counts, or none if a window has fewer samples than ranks.
 
     Args:
-        lengths: of all samples, in the order of the stream.
+        lengths: of all samples, in stream order.
         load: predicted time of every pack, linear in its samples.
     """
     check_samples_fit(lengths, request.caps)
@@ -76,8 +69,8 @@ def schedule_windows(
 
 
 def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
-    """Busiest rank's predicted time over the mean of all, summed over steps; 1 where all have
-    equally much. Ranks without packs in a step count."""
+    """Return max over mean predicted time of ranks, summed over steps. Includes ranks without
+    packs."""
     by_rank = np.bincount(packs.step * ranks + packs.dp_rank, load_ms, packs.steps * ranks)
     by_rank = by_rank.reshape(-1, ranks)
     return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
@@ -85,19 +78,17 @@ def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Samples:
-    """Sizes and times of all samples, and the ways to pack some of them."""
-
     sizes: np.ndarray
-    """In the units of the caps, int64 [features, samples]."""
+    """Sizes in units of the caps, int64 [features, samples]."""
     caps: np.ndarray
     ms: list[float]
     """Time that each sample adds to a pack."""
     pack_ms: float
-    """Time of a pack besides its samples."""
+    """Fixed time per pack."""
     stages: int
     lockstep_ranks: int
     columns: list[tuple[int, ...]]
-    """Sizes, sample by sample."""
+    """Columns of `sizes`."""
 
     @classmethod
     def of(
@@ -106,7 +97,7 @@ class _Samples:
         sizes, caps = in_common_units(lengths, request.caps)
         count = len(lengths)
         alone_ms = load(Packs(samples=np.arange(count), offsets=np.arange(count + 1)))
-        # What two packs of a sample take more than one pack of both is a pack's own time.
+        # The fixed time is what two packs take more than one pack with the same samples.
         twice = load(Packs.from_lists([[0], [0], [0, 0]]))
         pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
         return cls(
@@ -120,37 +111,32 @@ class _Samples:
         )
 
     def busiest_ms(self, ranks: _Ranks) -> float:
-        """Time of the rank that has most to do, or of the slowest ranks in lockstep."""
+        """Time of the busiest rank or lockstep group."""
         return max(map(self._lockstep_ms, self._groups(ranks)))
 
     def _groups(self, ranks: _Ranks) -> list[_Ranks]:
-        """Ranks that run in lockstep, by group."""
         return [
             ranks[first : first + self.lockstep_ranks]
             for first in range(0, len(ranks), self.lockstep_ranks)
         ]
 
     def _lockstep_ms(self, group: _Ranks) -> float:
-        """Time of ranks that run their slots together; one without a pack has an empty one."""
+        """Time of a lockstep group. Missing packs are empty slots."""
         slots = zip_longest(*group, fillvalue=[])
         return self._pipeline_ms([max(map(self._time_ms, slot)) for slot in slots])
 
     def rank_ms(self, packs: Sequence[_Pack]) -> float:
-        """Time of a rank's pipeline alone."""
         return self._pipeline_ms([self._time_ms(pack) for pack in packs])
 
     def _pipeline_ms(self, times: Sequence[float]) -> float:
-        """Time of a pipeline of equal stages, times their number.
-
-        All stages but one wait while the pipeline fills and drains on a pack.
-        """
+        """Time of a pipeline with equal stages, including fill and drain, times their number."""
         return sum(times) + (self.stages - 1) * max(times, default=0.0)
 
     def _time_ms(self, pack: _Pack) -> float:
         return self.pack_ms + sum(self.ms[sample] for sample in pack)
 
     def as_read(self, window: range, ranks: int) -> _Ranks:
-        """Packs by next fit in the order of the stream, dealt round robin."""
+        """Next-fit packs in stream order, dealt round robin."""
         packs: list[_Pack] = []
         room: tuple[int, ...] = ()
         for sample in window:
@@ -163,7 +149,7 @@ class _Samples:
         return [packs[rank::ranks] for rank in range(ranks)]
 
     def balanced(self, window: range, ranks: int) -> _Ranks:
-        """Equal shares of the window's time, each packed for itself."""
+        """Equal shares of the window's time, each packed separately."""
         share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
         weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
         dealt = balance(weight_ms, ranks)
@@ -174,8 +160,8 @@ class _Samples:
         return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
 
     def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
-        """The faster of these packs, each share's as is best for itself, and of as many for every
-        rank, alike in every slot. Samples of a share are longest first."""
+        """Return the fastest packs: separately optimized, or with an equal count for all ranks.
+        Shares are sorted longest first."""
         best = self._alike_in_lockstep(packed)
         for count in sorted({len(packs) for packs in packed}):
             level = [self._level(share, count) for share in shares]
@@ -185,19 +171,19 @@ class _Samples:
         return best
 
     def _alike_in_lockstep(self, ranks: _Ranks) -> _Ranks:
-        """Deal shares to ranks, and packs to slots, so that those that run together are alike."""
+        """Deal shares to ranks, and packs to slots, so that concurrent packs are similar."""
         heavy_first = [sorted(packs, key=self._time_ms, reverse=True) for packs in ranks]
         heavy_first.sort(key=lambda packs: [len(packs), *map(self._time_ms, packs)], reverse=True)
         ordered = []
         for group in self._groups(heavy_first):
             most, fewest = len(group[0]), len(group[-1])
-            # Only the last slots can be empty: what not all have goes there, from heavy to light.
+            # Empty slots must be last, so slots that only some ranks fill go there, heaviest first.
             slots = [*lightest_at_the_ends(fewest), *range(fewest, most)]
             ordered += [[packs[place] for place in slots[: len(packs)]] for packs in group]
         return ordered
 
     def _packed(self, share: list[int]) -> list[_Pack]:
-        """Pack one rank's samples, given longest first: of equal time, and the best number."""
+        """Pack one rank's samples, sorted longest first, into the best number of equal packs."""
         if not share:
             return []
         sizes = self.sizes[:, share]
@@ -217,7 +203,7 @@ class _Samples:
         return [heaviest_first[place] for place in lightest_at_the_ends(len(best))]
 
     def _level(self, share: list[int], count: int) -> list[_Pack] | None:
-        """So many packs, each sample to the shortest with room; None where one has room nowhere."""
+        """Pack into `count` packs, each sample into the shortest that fits. None if impossible."""
         heap = [(0.0, pack) for pack in range(count)]
         room = [tuple(self.caps.tolist())] * count
         packs: list[_Pack] = [[] for _ in range(count)]
@@ -239,7 +225,6 @@ class _Samples:
 
 
 def _scheduled(dealt: list[_Ranks], lengths: Lengths, epochs: int) -> ScheduledPacks:
-    """Packs of windows as the rows of a schedule, once for every epoch."""
     rows = [
         (step, rank, slot, pack)
         for step, ranks in enumerate(dealt)

@@ -1,4 +1,4 @@
-"""Trials of sizes at caps of which what cannot win is not planned: by bounds, then by estimates."""
+"""Trials of sizes and caps that skip choices which cannot win, by bounds and then by estimates."""
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -22,44 +22,41 @@ from omnibal.search.strategy import (
 )
 
 CLEARLY_WORSE = 1.15
-"""Factor over the best time per sample; a choice whose bound is above it is not planned
-and not in the ranking."""
+"""Factor over the best time per sample above which a choice's bound excludes it from the
+ranking."""
 
 _SHOWN = 8
-"""Strategies that are planned although their bounds say that they are not the best."""
+"""Strategies to plan although their bounds rule them out."""
 _ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
-"""Factors over the least estimate of one choice of every tensor, pipeline and data size; another
-one whose bound is above the first, or whose likely time is above the second, is not estimated."""
+"""Factors over the minimal estimate per group above which a choice's bound or likely time excludes
+it from estimation."""
 _KIND_SLACK = 1.04
-"""Factor over the least estimate; choices of a kind, such as a placement of encoders, whose least
-estimate is above it are given up: one choice of every group was estimated."""
+"""Factor over the minimal estimate above which all choices of a kind are dropped."""
 _MOST_ESTIMATED = 48
-"""Choices that are estimated besides, of those that fit."""
+"""Max further choices to estimate that fit."""
 _NEAR = 1.1
-"""Factor over the least estimate; a choice whose estimate is above it is not planned."""
+"""Factor over the minimal estimate above which a choice is not planned."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class BoundedTrials:
-    """Choices of which what cannot win is not evaluated: by bounds, then by estimates."""
+    """Trials that skip choices which cannot win, by bounds and then by estimates."""
 
     setting: Setting
     processes: int
     advance: Callable[[int], None]
     least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on the times per sample of choices with a pack for every rank; 0 where none is
-    known."""
+    """Lower bounds on the times per sample of choices with a pack for every rank. 0 if unknown."""
     bounds: dict[Choice, Bound] = field(default_factory=dict)
-    """What bounds say of those whose state may fit."""
+    """Bounds of choices with a state that may fit."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)
     need_gib: dict[Choice, float] = field(default_factory=dict)
-    """Memory of one device, at least, of choices that do not fit."""
+    """Lower bound of memory per device, for choices that do not fit."""
     estimated_ms: dict[Choice, float] = field(default_factory=dict)
-    """Estimated times per sample of choices that fit, where there are more than are planned."""
+    """Estimated times per sample of choices that fit, if not all are planned."""
 
     def run(self, choices: Iterable[Choice], most: int) -> None:
-        """Plan those of the new choices that fit and may be among the best; of more than `most`,
-        those of the least estimates."""
+        """Plan new choices that may win. If there are more than `most`, estimates select them."""
         new = [choice for choice in choices if choice not in self.least_ms]
         full = possible_choices(self.setting, new, self.processes)
         self.advance(len(new) - len(full))
@@ -68,11 +65,11 @@ class BoundedTrials:
             fastest = self._of_least_estimates(in_order, most)
             self._plan(fastest, partial(evaluate, self.setting, True), len(fastest))
             return
-        # More processes may look at more, which are left out of the result.
+        # Extra results from parallel lookahead are dropped from the result.
         self._plan(self._promising(in_order), partial(evaluate, self.setting, False), len(full))
 
     def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Find the bounds of choices; those whose state may fit."""
+        """Bound the choices and return choices with a state that may fit."""
         found = try_all(
             partial(find_bound, self.setting), choices, self.processes, lambda done: None
         )
@@ -98,11 +95,10 @@ class BoundedTrials:
             self.advance(1)
 
     def _of_least_estimates(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """Choices to plan by their estimates, of choices in the order of their bounds: one of each
-        of the fastest sizes, then the fastest whatever their sizes.
+        """Select choices to plan by their estimates: half of them of different sizes.
 
-        First one choice of every tensor, pipeline and data size is estimated. How far it is above
-        its bound says what the others, of other expert sizes and caps, may take.
+        First one choice per tensor, pipeline and data size is estimated. Its ratio to its bound
+        predicts the times of choices with other expert sizes and caps.
         """
         by_bound = sorted(choices, key=lambda choice: -self.bounds[choice].about_ms)
         first = {_group(choice): choice for choice in by_bound}
@@ -113,7 +109,7 @@ class BoundedTrials:
             for sizes, choice in first.items()
             if choice in self.estimated_ms
         }
-        # What is short of memory recomputes much, which is less with other expert sizes.
+        # Choices short of memory recompute more, which other expert sizes may avoid.
         usual = median(above.values()) if above else 1.0
         likely_ms = {
             choice: self.bounds[choice].about_ms * min(above.get(_group(choice), usual), usual)
@@ -136,7 +132,7 @@ class BoundedTrials:
         return self._some_of_each(near, most)
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Choices without those of a kind whose best estimate is clearly above another kind's."""
+        """Drop choices of kinds clearly slower than the best kind."""
         best_ms: dict[Hashable, float] = {}
         for choice, ms in self.estimated_ms.items():
             kind = _kind(choice)
@@ -150,7 +146,7 @@ class BoundedTrials:
         return fast
 
     def _estimate(self, choices: Sequence[Choice], most: int) -> None:
-        """Estimate choices in this order until so many that fit are estimated."""
+        """Estimate choices in order until `most` of them fit."""
         found = dict[Choice, float | Need]()
 
         def until_enough() -> Iterator[Choice]:
@@ -166,7 +162,7 @@ class BoundedTrials:
             self.advance(1)
         fitting = 0
         for choice in choices:
-            # More processes may have looked at more.
+            # Parallel lookahead may have estimated more.
             if fitting == most:
                 return
             each, bound = found[choice], self.bounds[choice]
@@ -177,15 +173,11 @@ class BoundedTrials:
                 fitting += 1
 
     def is_clearly_slower(self, choice: Choice) -> bool:
-        """Whether its bound alone says that a choice is none of the best."""
+        """Whether a choice's bound rules it out of the best."""
         return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
     def ranked(self) -> list[Strategy]:
-        """Best plan of each strategy that may have been the best of all by its bound, and of a few
-        more.
-
-        More processes may have planned more, which are left out.
-        """
+        """Best plan of each strategy that may win by its bound, and of a few more."""
         best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
         for choice in sorted(self.planned, key=self._order):
             found, sizing = self.planned[choice], choice[0]
@@ -198,12 +190,12 @@ class BoundedTrials:
         return sorted(best.values(), key=_rank)
 
     def best_ms(self) -> float:
-        """Least time per sample planned; infinite without any."""
+        """Min planned time per sample. Infinite if nothing is planned."""
         return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
 
     def estimate_beside(self, best: Choice, choices: Sequence[Choice]) -> float | None:
-        """Least estimate of choices of which none was planned, on the scale of the best plan's
-        time; None where none was estimated."""
+        """Min estimate of unplanned choices, scaled to the best plan's time. None if not
+        estimated."""
         known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
         if not known or any(choice in self.planned for choice in choices):
             return None
@@ -211,24 +203,23 @@ class BoundedTrials:
         return min(known) / self.estimated_ms.get(best, best_ms) * best_ms
 
     def planned_open(self) -> int:
-        """Choices that were planned and may have been the best by their bounds."""
+        """Number of planned choices that may win by their bounds."""
         best_ms = self.best_ms()
         return sum(self.least_ms[choice] <= best_ms for choice in self.planned)
 
     def gap(self) -> float:
-        """Share of the best time by which a choice that is not planned may be faster."""
+        """Max share of the best time that an unplanned choice may save."""
         known = self.planned.keys() | self.need_gib.keys()
         bounds = (ms for choice, ms in self.least_ms.items() if choice not in known)
         return max(1 - min(bounds, default=math.inf) / self.best_ms(), 0.0)
 
     def _order(self, choice: Choice) -> tuple:
-        """Key by which choices are looked at: their bounds, then sizes and caps."""
+        """Sort key of choices: bounds, then sizes and caps."""
         sizing, caps = choice
         return self.least_ms[choice], str(sizing.parallel), *caps.values.tolist(), sizing.placement
 
     def _promising(self, choices: Iterable[Choice]) -> Iterator[Choice]:
-        """Choices that may be the best of all, and the first that fits of a few more strategies
-        that are not clearly slower than the best."""
+        """Yield choices that may win, and the first fit of a few more near-best strategies."""
         for choice in choices:
             members = {sizing for sizing, _ in self.planned}
             is_shown = choice[0] not in members and len(members) < _SHOWN
@@ -239,7 +230,7 @@ class BoundedTrials:
                 self.advance(1)
 
     def _some_of_each(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """`most` of the choices, the fastest first: half of them of different sizes."""
+        """First `most` choices, half of them of different sizes."""
         first = dict[Sizing, Choice]()
         for choice in choices:
             first.setdefault(choice[0], choice)
@@ -249,21 +240,20 @@ class BoundedTrials:
 
 
 def _group(choice: Choice) -> Hashable:
-    """Tensor, pipeline and data size, sharding and placement, whatever the expert size and caps:
-    one choice of each says how far the others may be above their bounds."""
+    """Key of choices that differ only in expert size and caps, and so have similar ratios to their
+    bounds."""
     parallel = choice[0].parallel
     sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
     return *sizes, choice[0].placement
 
 
 def _kind(choice: Choice) -> Hashable:
-    """Placement of encoders and sharding: choices of a kind are given up together where the best of
-    them is clearly slower."""
+    """Key of choices that are dropped together: placement and sharding."""
     return choice[0].placement, choice[0].parallel.sharding
 
 
 def _rank(found: Strategy) -> tuple:
-    """Key by which strategies are ranked: the time, then the smallest sizes."""
+    """Sort key of strategies: time, then smallest sizes."""
     parallel, caps = found.parallel, found.caps
     sizes = parallel.tensor, parallel.pipeline, parallel.expert, parallel.sharded
     return found.ms_per_sample, *sizes, *reversed(caps.values.tolist()), found.placement

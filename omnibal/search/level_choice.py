@@ -1,11 +1,8 @@
-"""Choice of context size, cut and exchange for the packs of a level, by an estimate of their time.
+"""Choice of context size, cut and exchange for the packs of a level, by estimated time.
 
-Whole sets of levels are simulated (`omnibal.search.level_sets`); here one level is looked at
-alone, on the packs of its own samples, so that few of its many forms have to be simulated. The
-model is taken as evenly divided over the stages, without their bubble, and a share of all layers
-recomputes, just enough for the fullest share to fit.
-
-A bound on the time of all sets of levels is here too: no caps, context sizes or stages take less.
+Levels are considered alone, to limit the forms that `omnibal.search.level_sets` simulates. The
+model is assumed evenly split over stages without bubble, with the minimal share of recomputed
+layers. Also bounds the time of all sets of levels from below.
 """
 
 from collections import Counter
@@ -32,30 +29,29 @@ _FORMS = (
     (CutRule.WHOLE, ContextExchange.HEADS),
     (CutRule.CONTIGUOUS, ContextExchange.HEADS),
 )
-"""Cuts and exchanges that are tried. Where heads are exchanged, attention is balanced by itself."""
+"""Cuts and exchanges to try. With head exchange attention is balanced anyway."""
 _LEAST_SHARE_TOKENS = 1_024
-"""Least tokens that a rank has of a full pack: smaller shares are not looked at."""
+"""Min tokens per rank of a full pack."""
 GOOD_SHARE_TOKENS = 4_096
-"""Packs are divided into smaller shares only where larger ones do not fit: kernels' fixed times, of
-which counted costs have little, are not to outweigh the recomputation that is saved. It is the
-smallest share of HBP's table 19."""
+"""Min tokens per rank unless fewer are needed to fit, as fixed kernel times are underestimated. It
+is the smallest share in HBP's table 19."""
 _MOST_WORSE = 2
-"""Context sizes in a row that may be slower than the best one before larger ones are given up."""
+"""Consecutive slower context sizes that end the search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class WholeModel:
-    """Time and memory of all units on one share; vectors have one coefficient per feature."""
+    """Time and memory of all units on one share. Vectors have one coefficient per feature."""
 
     cost: CostModel
     pass_ms: np.ndarray
     """Forward and backward without recomputation, [features]."""
     recompute_ms: np.ndarray
-    """What recomputing all layers of a kind adds, [layer kinds, features]."""
+    """Added time for recomputing all layers of a kind, [layer kinds, features]."""
     kept_bytes: np.ndarray
-    """Activations kept where nothing is recomputed, [features]."""
+    """Activations kept without recomputation, [features]."""
     saved_bytes: np.ndarray
-    """What recomputing all layers of a kind saves of them, [layer kinds, features]."""
+    """Activations saved by recomputing all layers of a kind, [layer kinds, features]."""
     working_bytes: np.ndarray
     """Working memory of every moment of every unit, [moments, features]."""
     state_bytes: float
@@ -80,8 +76,8 @@ class WholeModel:
         )
 
     def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: float) -> float:
-        """Share of the layers that must recompute for shares [shares, features] to fit; infinite
-        where all do not do."""
+        """Share of layers to recompute for shares [shares, features] to fit. Infinite if
+        impossible."""
         stages = job.parallel.pipeline
         in_flight = min(stages, micro_batches) / stages
         room = job.memory_cap_gib * GIB - self.state_bytes / stages
@@ -94,23 +90,23 @@ class WholeModel:
 
 
 def attention_weights(job: JobSpec) -> dict[str, float]:
-    """Time of one squared token relative to that of one, on the whole model, by the name that a
-    level has it under: of the language model's tokens, and of an image's."""
+    """Time of a squared token relative to a token on the whole model, for language tokens and
+    images, keyed by fields of `Level`."""
     whole = WholeModel.of(job, job.cost)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
     attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))
     weights = {"attention_weight": attention_ms / each_ms["tokens"]}
     images = job.model.images
-    if images is not None and each_ms[images.feature]:  # of data-parallel encoders, elsewhere
+    if images is not None and each_ms[images.feature]:  # 0 if encoders are data-parallel
         weights["image_weight"] = each_ms[images.squares] / each_ms[images.feature]
     return weights
 
 
 def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
-    """Context sizes that blocks of the job's data-parallel ranks may have: powers of two.
+    """Return possible context sizes: powers of two that divide the data-parallel size.
 
     Args:
-        caps: of packs, whose shares are to be no smaller than is of use; None for all sizes.
+        caps: of packs, to exclude shares that are too small. None for all sizes.
     """
     ranks, most = job.parallel.data, MAX_CONTEXT
     if caps is not None:
@@ -125,7 +121,7 @@ def has_good_shares(level: Level) -> bool:
 
 
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
-    """Yield a level of these caps with every context size, cut and exchange that is tried."""
+    """Yield a level of these caps with every context size, cut and exchange to try."""
     weights = attention_weights(job)
     for context in possible_contexts(job, caps) if contexts is None else contexts:
         if context == 1:
@@ -143,18 +139,17 @@ class FormEstimate:
 
     level: Level
     rows_ms: float
-    """Time of all rows of packs, one after another on the whole model; infinite where a pack does
-    not fit."""
+    """Sequential time of all rows of packs on the whole model. Infinite if a pack does not fit."""
     rows: float
-    """Rows of packs: each takes all data-parallel ranks."""
+    """Rows of packs. A row occupies all data-parallel ranks."""
 
 
 def estimated_form(
     job: JobSpec, level: Level, packs: Packs, lengths: Lengths, tokens_per_step: float
 ) -> FormEstimate:
-    """Estimate the time that packs of one level take.
+    """Estimate the time of all packs of one level.
 
-    Packs of like time form a row, which takes as long as its slowest share.
+    Packs with similar times form a row, with the time of its slowest share.
 
     Args:
         tokens_per_step: of one rank.
@@ -182,12 +177,10 @@ def good_forms(
     tokens_per_step: float,
     contexts: Sequence[int] | None = None,
 ) -> list[FormEstimate]:
-    """Forms of a level that its packs fit, the fastest of each context size, by rising context
-    size; none where no form fits.
+    """Return the fastest feasible form of each context size, by ascending context size.
 
-    Times fall with the context size, as less is recomputed, and then rise, as more is exchanged:
-    after two that are slower than the best, or where shares would be small without need, no more
-    are looked at.
+    Times first fall with the context size (less recomputation) and then rise (more communication),
+    so the search ends after two sizes slower than the best, or at small shares without need.
     """
     found: list[FormEstimate] = []
     worse = 0
@@ -208,16 +201,15 @@ def good_forms(
 
 
 _CHUNK = 1 << 17
-"""Samples at a time, which bounds memory."""
+"""Chunk of samples, to bound memory."""
 
 
 def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:
-    """Bound the time per sample of all ranks together from below.
+    """Return a lower bound on the time per sample of all ranks.
 
-    A sample takes at least its forward and backward, wherever it runs, spread evenly over all
-    devices. Shared by c ranks, it takes besides the least exchange of c ranks, and the least
-    recomputation with which c ranks can hold this sample alone, one micro-batch in flight; the
-    best c counts. What packs, steps and the pipeline take besides is left out.
+    Counts each sample's forward and backward, evenly spread over devices. With context size c, it
+    adds the minimal exchange and the minimal recomputation to fit this sample alone with one
+    micro-batch in flight, for the best c. Ignores overhead of packs, steps and the pipeline.
     """
     total_ms = 0.0
     for first in range(0, len(lengths), _CHUNK):
@@ -228,15 +220,15 @@ def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:
 
 
 def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
-    """Least device time of every sample, [samples]."""
+    """Min device time of every sample, [samples]."""
     whole = WholeModel.of(job, job.cost)
     alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
     features = pack_features(alone, lengths, job.cost.features)
-    # Packs share what is fixed; of a sample there may be next to nothing.
+    # Fixed costs are shared by the samples of a pack.
     features[:, 0] = 0
     added_ms = np.full(len(lengths), np.inf)
     for context in possible_contexts(job):
-        # The least to exchange one token of a divided sample.
+        # Min time to exchange one token of a divided sample.
         each_ms = []
         for level in level_forms(job, Caps.of(tokens=1), [context]) if context > 1 else ():
             (cost,) = job.costs_at([level])
@@ -251,10 +243,10 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
 def _least_recompute_ms(
     job: JobSpec, whole: WholeModel, features: np.ndarray, context: int
 ) -> np.ndarray:
-    """Least device time to recompute where so many ranks hold a sample; infinite where they cannot.
+    """Min device time to recompute with this context size. Infinite if a sample does not fit.
 
-    Together the stages hold at least the sample's activations once. What is missing is saved by the
-    layers that save most for their time.
+    All stages together hold a sample's activations at least once. Missing memory is freed by the
+    layers with the best ratio of memory to time.
     """
     stages = job.parallel.pipeline
     room = stages * job.memory_cap_gib * GIB - whole.state_bytes

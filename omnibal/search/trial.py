@@ -1,9 +1,8 @@
 """Trials of a job on existing packs: one packing serves many parallel sizes and step sizes.
 
-Jobs are compared at a number of samples per step, which need not make a whole number of
-micro-batches. Time per sample is then read off a line, through the plan with the next lower whole
-number and the plan with the next higher: rounding would give some jobs larger steps than others,
-whose bubble is smaller.
+Jobs are compared at equal samples per step. If these are not a whole number of micro-batches, time
+per sample is interpolated between the plans with the next lower and higher number, because rounding
+would give some jobs larger steps with less bubble.
 """
 
 import math
@@ -32,44 +31,43 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.steps.pack_settings import PackSettings
 
 MIN_STEPS = 8
-"""Least number of steps that the samples for evaluating candidates make."""
-_ESTIMATED_STEPS = 4  # steps that an estimate looks at
+"""Min number of steps in the evaluation samples."""
+_ESTIMATED_STEPS = 4  # steps to simulate for an estimate
 _ESTIMATE_EFFORT = 0.003
-"""Effort of the search for stages, where a time is only estimated."""
+"""Effort of the stage search for estimates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Comparison:
-    """Common basis on which candidates are compared: samples, packing rule and samples per step."""
+    """Basis for comparing candidates: samples, pack rules and samples per step."""
 
     job: JobSpec
     lengths: Lengths
     settings: PackSettings = field(default_factory=PackSettings)
     samples_per_step: int
-    """Samples per step of all data-parallel ranks, at which candidates are compared."""
+    """Samples per step of all data-parallel ranks."""
     samples: int
-    """Samples drawn at random to evaluate candidates on; more for large steps, all if fewer."""
+    """Random samples to evaluate candidates on. More for large steps, all if fewer."""
     rules: PackRules = ANY_PACKS
-    """What packs may be."""
     split: SplitRule = JOINT
-    """Rules that split the model over stages and choose the recomputed layers."""
+    """Rules for splitting the model over stages and choosing recomputed layers."""
     all_samples: int = 0
-    """Samples that these were drawn from; 0 where all are here."""
+    """Number of samples these were drawn from. 0 if not drawn."""
 
     def __post_init__(self) -> None:
         model_of_lengths(self.job.model, self.lengths)
 
     def drawn(self, share: int = 1) -> Self:
-        """Draw the samples that candidates are evaluated on, or 1 / `share` of them."""
+        """Draw the evaluation samples, or 1 / `share` of them."""
         wanted = max(self.samples // share, MIN_STEPS * self.samples_per_step)
         lengths = draw_samples(self.lengths, wanted, self.settings.seed)
         return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
 
     def sample_data(self, levels: tuple[Level, ...]) -> SampleData:
-        """Data of a trial with packs of these levels; the packs per step are not set yet.
+        """Data of a trial with packs of these levels. Packs per step are not set yet.
 
-        Of few samples, filling the last step would take a share of packs that it does not take of
-        all, and the order in which packs are read changes none of them.
+        Full steps and next fit are off: filling the last step is overweighted on few samples, and
+        reading order does not change packs.
         """
         of_trials = {"full_steps": False, "next_fit": False}
         return SampleData(
@@ -83,8 +81,6 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trial:
-    """A job on packed samples, before the packs per step are known."""
-
     job: JobSpec
     data: SampleData
     packed: Sequence[Packs]
@@ -92,15 +88,15 @@ class Trial:
     split: SplitRule = JOINT
 
     def micro_batches(self, samples_per_step: int) -> float:
-        """Micro-batches per rank in a step of so many samples; not a whole number."""
+        """Mean micro-batches per rank and step, not rounded."""
         (packs,), data = self.packed, self.data
         contexts = np.array([level.context for level in data.levels])
         shares = int(contexts[levels_of_packs(packs, data.lengths, data.levels)].sum())
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
-        """Steps of the next whole numbers of micro-batches, mixed to so many samples; where both
-        have equally many samples, those of the nearest."""
+        """Steps of the next lower and higher numbers of micro-batches, weighted to give
+        `samples_per_step`. One size if both have the same samples."""
         micro_batches = max(self.micro_batches(samples_per_step), 1.0)
         samples_of_all = len(self.data.lengths)
         wanted = min(samples_per_step, samples_of_all)
@@ -138,19 +134,19 @@ class Trial:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GivenTrial:
-    """A job on data whose steps are given: windows of a stream, or the steps of an earlier plan."""
+    """Job on data with given steps: windows of a stream, or an earlier plan."""
 
     request: PlanRequest
 
     def micro_batches(self, samples_per_step: int) -> float:
-        """Micro-batches of the busiest rank in a step, in the mean."""
+        """Mean micro-batches of the busiest rank per step."""
         packs, _ = self.request.data.schedule(self.request.job)
         most = np.zeros(packs.steps)
         np.maximum.at(most, packs.step, packs.slot + 1)
         return float(most.mean())
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
-        """The steps as they are, whatever number of samples is asked for."""
+        """Return the given steps, for any samples per step."""
         packs, _ = self.request.data.schedule(self.request.job)
         samples = len(packs.packs.samples) / packs.steps
         whole = max(round(self.micro_batches(samples_per_step)), 1)
@@ -164,25 +160,25 @@ class GivenTrial:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepSize:
-    """A trial with steps of a whole number of micro-batches, as one of two that are mixed."""
+    """Trial with a whole number of micro-batches, part of a mix of two sizes."""
 
     micro_batches: int
     request: PlanRequest
     samples: float
-    """Samples of such a step, in the mean."""
+    """Mean samples per step."""
     steps_per_sample: float
-    """Weight: steps of this size per sample of the mix; negative where the line is extrapolated."""
+    """Steps of this size per sample of the mix. Negative if extrapolated."""
 
 
 def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int) -> float:
-    """Micro-batches per rank in a step of `samples_per_step` samples; not a whole number."""
-    # Rounded, so that as many ranks as packs get exactly one each.
+    """Micro-batches per rank in a step of `samples_per_step` samples, not rounded."""
+    # Rounded so that equal numbers of ranks and packs give exactly 1.
     return round(min(samples_per_step, samples) * packs / samples / ranks, 9)
 
 
 def estimated_ms_per_sample(size: StepSize) -> float:
-    """Estimate the time per sample in steps of one size in a fraction of a plan's work, from the
-    first stages that are found on a few of them."""
+    """Quickly estimate the time per sample in steps of one size, with initial stages on a few
+    steps."""
     job, levels = size.request.job, size.request.data.levels
     some = size.request.workload().some_steps(_ESTIMATED_STEPS)
     if job.has_data_parallel_encoders:
@@ -203,9 +199,11 @@ def estimated_ms_per_sample(size: StepSize) -> float:
 def encoders_ms_per_sample(
     job: JobSpec, lengths: Lengths, samples_per_step: float
 ) -> tuple[float, float]:
-    """Least time per sample of data-parallel encoders before its first forward, and in all,
-    if ranks had equal shares and full passes, and computation hid the exchange of divided weights;
-    0 where they are in the pipeline."""
+    """Min time per sample of data-parallel encoders: before its first forward, and in total.
+
+    Assumes perfect balance, full passes and hidden communication. 0 if encoders are in the
+    pipeline.
+    """
     costs = list(job.encoders_costs.values())
     if not costs:
         return 0.0, 0.0
@@ -229,7 +227,7 @@ class Timed:
     """Micro-batches per rank of the plan."""
     ms_per_sample: float
     lost: LostTime
-    """Breakdown of the time per sample; the entries add up to `ms_per_sample`."""
+    """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
 
 
 def time_per_sample(trial: Trial | GivenTrial, samples_per_step: int, effort: float = 1.0) -> Timed:

@@ -1,8 +1,8 @@
 """Quality metrics of packs and steps.
 
-Pad and dist ratio are Eq. 1 and 2 of OmniBal (arXiv 2407.20761, section 3), the attention balance
-ratio is HBP's (arXiv 2503.07680, section 3). All are 0 for perfect balance and approach 1 when one
-member does everything. HBP's communication ratio is the share of tokens in packs that ranks share.
+Pad and dist ratio are Eq. 1 and 2 of OmniBal (arXiv 2407.20761, section 3), attention balance ratio
+and communication ratio are HBP's (arXiv 2503.07680, section 3). Balance ratios are 0 if perfectly
+balanced and approach 1 if one rank has all load.
 """
 
 from collections.abc import Sequence
@@ -18,43 +18,43 @@ from omnibal.steps.item_shares import bounds_of_items
 from omnibal.steps.shares import Shares, pieces_of, shares_of
 
 _MODEL_PARTS = {"tiles": "vision", "tokens": "language"}
-"""What the dist ratios of some features are called in JSON, after the parts that they load."""
+"""Names of dist ratios in JSON by feature, after model parts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackMetrics:
-    """Figures of a schedule."""
+    """Metrics of a schedule."""
 
     samples: int
     packed: int
     packs: int
     packs_lower_bound: int
-    """Lower bound on the packs of all epochs; no packing under these caps needs fewer."""
+    """Lower bound on the packs of all epochs under these caps."""
     gap: float
-    """Packs above the lower bound, as a share of it."""
+    """Excess of packs over the lower bound, relative to it."""
     samples_per_pack: float
     fill: dict[str, float]
-    """Share of the cap that the packs hold together, by limited feature; of their level's cap."""
+    """Fill ratio of all packs by limited feature, relative to the cap of their level."""
     pad_ratio: float
     dist_ratio: dict[str, float]
-    """The dist ratio of every limited feature."""
+    """Dist ratio of every limited feature."""
     attention_balance_ratio: float
-    """The dist ratio of the sum of squared sample tokens, which block-diagonal attention costs."""
+    """Dist ratio of the sum of squared sample tokens, the cost of block-diagonal attention."""
     least_attention_balance_ratio: float
-    """Lower bound on it, whichever of these packs form a step; 0 where a rank has several a step,
-    as nothing is proven then."""
+    """Lower bound for any assignment of these packs to steps. 0 (unproven) with several packs per
+    rank."""
     communication_ratio: float
-    """Share of a step's tokens that are in packs which ranks share, mean over steps (CR)."""
+    """Share of tokens in packs shared by ranks, mean over steps (CR)."""
     exchanged_ratio: float
-    """Share of all tokens whose sample is divided over ranks, which attention must exchange."""
+    """Share of tokens of samples divided over ranks, which attention must exchange."""
     tokens_per_rank: float
-    """Tokens of one rank in a step, mean over both (Ave-T)."""
+    """Mean tokens per rank and step (Ave-T)."""
     straggler_factor: float
-    """Load of a step's busiest rank over the mean of its ranks; ranks wait for the busiest."""
+    """Max over mean load of a step's ranks."""
     steps: int
 
     def as_dict(self) -> dict[str, float]:
-        """All figures by the keys of `omnibal pack --json`."""
+        """Metrics by the keys of `omnibal pack --json`."""
         figures: dict[str, float] = {}
         for name, value in asdict(self).items():
             match name:
@@ -78,10 +78,10 @@ def measure_packs(
     load: np.ndarray,
     lower_bound: int,
 ) -> PackMetrics:
-    """All figures of a schedule over `dp` data-parallel ranks.
+    """Compute all metrics of a schedule over `dp` data-parallel ranks.
 
     Args:
-        load: of every pack on a rank of it, such as its predicted milliseconds.
+        load: of every pack per rank, such as its predicted milliseconds.
     """
     packs, samples = len(scheduled), len(scheduled.packs.samples)
     epochs = int(scheduled.epoch[-1]) + 1
@@ -100,8 +100,7 @@ def measure_packs(
         gap=packs / (lower_bound * epochs) - 1,
         samples_per_pack=samples / packs,
         fill={name: float(cut.sums[name].sum() / room[name].sum()) for name in names},
-        # A pack is one row of concatenated samples, so each mini-batch that could be padded has
-        # one row.
+        # Each pack is one row of concatenated samples, so every mini-batch has one row.
         pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
         dist_ratio={name: dist_ratio(rank_sums(cut.shares, cut.sums[name], dp)) for name in names},
         attention_balance_ratio=dist_ratio(attention),
@@ -118,14 +117,14 @@ def measure_packs(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Cut:
-    """Sums of every share of a schedule, as packs are cut; all are [shares]."""
+    """Sums of every share of a schedule, [shares]."""
 
     shares: Shares
     sums: dict[str, np.ndarray]
     """Sum of every limited feature."""
     squared_tokens: np.ndarray
     exchanged_tokens: int
-    """Tokens of divided samples, of all shares together."""
+    """Tokens of divided samples in all shares."""
 
 
 def _cut(
@@ -148,7 +147,7 @@ def _cut(
             if name == "tokens":
                 parts = _sum_parts(pieces, pieces.tokens, len(rows), level.context)
             else:
-                # The loss, which is said by sample and not by token, is divided as items are.
+                # The loss is recorded per sample, so it is divided like items.
                 packs = scheduled.packs.take(rows)
                 parts = np.diff(bounds_of_items(packs, lengths, level, name))
             sums[name][here] = parts[place]
@@ -171,7 +170,7 @@ def _sum_parts(pieces: Pieces, values: np.ndarray, packs: int, context: int) -> 
 
 
 def communication_ratio(scheduled: ScheduledPacks, shared: np.ndarray) -> float:
-    """Share of a step's tokens that are in shared packs, mean over steps: HBP's CR (section 3).
+    """Share of tokens in shared packs, mean over steps: HBP's CR (section 3).
 
     Args:
         shared: whether ranks share the pack, bool [packs].
@@ -182,11 +181,10 @@ def communication_ratio(scheduled: ScheduledPacks, shared: np.ndarray) -> float:
 
 
 def least_dist_ratio(loads: np.ndarray, members: int) -> float:
-    """Lower bound on the dist ratio of loads [n], whichever `members` of them form a step.
+    """Lower bound on the dist ratio of loads [n] for any assignment to steps of `members`.
 
-    The largest load of a step is the largest of no other. With it, a step is balanced best by the
-    loads that come next in size. So the steps, which are n over `members`, are at most as balanced
-    as the best so many of all runs of sorted loads.
+    The max loads of steps are distinct. Given its max, a step is best balanced by the next smaller
+    loads, so n / members steps balance no better than the best runs of sorted loads.
     """
     steps = -(-len(loads) // members)
     largest_first = np.sort(loads)[::-1].astype(np.float64)
@@ -202,7 +200,7 @@ def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
 
     Args:
         row_tokens: tokens of every row of every mini-batch, [rows].
-        offsets: mini-batch i has the rows from offsets[i] to offsets[i + 1]; none is empty.
+        offsets: bounds of nonempty mini-batches in the rows.
     """
     longest = np.maximum.reduceat(row_tokens, offsets[:-1])
     padded = longest * np.diff(offsets)
@@ -210,11 +208,10 @@ def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
 
 
 def dist_ratio(loads: np.ndarray) -> float:
-    """Eq. 2: sum_i (T_max - T_i) / (T_max * N), mean over steps; loads are [steps, N devices].
+    """Eq. 2: sum_i (T_max - T_i) / (T_max * N), mean over steps, for loads [steps, N devices].
 
-    This is the equation as printed. The ratios written into the paper's Figure 2 divide by N - 1
-    instead of N (they equal 1 - min / max for its two devices), so they are not comparable with it.
-    A step without any load is balanced.
+    As printed in the paper. Its Figure 2 divides by N - 1 instead (1 - min / max for two devices).
+    Steps without load count as balanced.
     """
     busiest = loads.max(axis=1)
     share = np.divide(loads.mean(axis=1), busiest, out=np.ones(len(loads)), where=busiest > 0)
@@ -222,18 +219,14 @@ def dist_ratio(loads: np.ndarray) -> float:
 
 
 def straggler_factor(loads: np.ndarray) -> float:
-    """max_i(T_i) / mean_i(T_i), mean over steps; loads are [steps, N devices], no step is empty."""
+    """max_i(T_i) / mean_i(T_i), mean over nonempty steps, for loads [steps, N devices]."""
     return float(np.mean(loads.max(axis=1) / loads.mean(axis=1)))
 
 
 def rank_sums(packs: ScheduledPacks | Shares, per_pack: np.ndarray, dp: int) -> np.ndarray:
-    """Sum of a per-pack or per-share quantity over each rank's micro-batches of each step.
+    """Sum a per-pack or per-share quantity over each rank's micro-batches, float64 [steps, dp].
 
-    Ranks meet once a step, at the gradient reduction, so only the sums need to be equal. Those that
-    share a pack meet there too.
-
-    Returns:
-        float64 [steps, dp].
+    Ranks synchronize once per step, so only these sums need balancing.
     """
     steps = int(packs.step[-1]) + 1
     rank = packs.step * dp + packs.dp_rank

@@ -1,13 +1,10 @@
-"""Packs that a trainer makes itself by next fit: samples one after another, in their order.
+"""Packs of a trainer that packs by next fit in sample order, as ms-swift's `sequential` packing
+does (`calculate_matched_group` of `swift/dataset/packing.py`, 4.6.0).
 
-ms-swift's `sequential` packing is this (`calculate_matched_group` of `swift/dataset/packing.py`,
-4.6.0). A pack ends before the first sample that would not fit into it, and where it is full. So two
-packs of a plan would come together where the second one's first sample still fits the first pack.
-
-Three things keep packs apart. A full pack is as large as the largest pack of the plan, each begins
-with its largest sample, and where a pack's room would still do for the next one's, packs of a step
-change places. What comes together all the same is what the plan's packs are then. Where these leave
-a step short, a lower packing length may fill it.
+A pack ends if it is full or the next sample does not fit, so planned packs merge if the next pack's
+first sample fits. To prevent this, the cap is the plan's largest pack, packs start with their
+largest sample, and packs of a step swap places. Remaining merges become part of the plan, and a
+lower packing length may then fill the last step.
 """
 
 from dataclasses import replace
@@ -20,17 +17,17 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import size_of_step
 
 _MOST_MERGING = 0.1
-"""Share of packs that come together from which on changing places is of no use."""
-_MOST_ROUNDS = 3  # of changing places
+"""Share of merging packs above which swaps are useless."""
+_MOST_ROUNDS = 3  # rounds of swaps
 
 
 def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
-    """Bounds of the packs that next fit makes of samples in this order. int64 [packs + 1]
+    """Bounds of next-fit packs of samples in this order, int64 [packs + 1].
 
-    A sample that is longer than a pack is alone in one.
+    A sample longer than a pack is packed alone.
 
     Args:
-        tokens: integers [samples], none negative, in the order in which they are packed.
+        tokens: nonnegative integers [samples], in packing order.
         packing_length: tokens of a full pack, at least 1.
 
     Example:
@@ -39,7 +36,7 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
     """
     held = np.concatenate([[0], np.cumsum(tokens, dtype=np.int64)])
     wanted = held[:-1] + packing_length
-    # Where so many tokens are reached, the pack has ended: there, or before the last sample.
+    # At `packing_length` tokens the pack ends, there or before the last sample.
     full = np.searchsorted(held, wanted)
     is_over = held[np.minimum(full, len(tokens))] > wanted
     end = np.maximum(full - is_over, np.arange(1, len(tokens) + 1))
@@ -53,21 +50,20 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
 def filling_steps(
     tokens: np.ndarray, packing_length: int, packs_per_step: int, ranks: int
 ) -> np.ndarray:
-    """Bounds of the packs of an epoch by next fit, with the packing length that loses fewest
-    samples in a last step that is not full. int64 [packs + 1]
+    """Bounds of an epoch's next-fit packs, with the packing length that minimizes loss in an
+    incomplete last step, int64 [packs + 1].
 
-    Lengths are tried by halving, towards the longest whose packs fill one more step. That step is
-    the most that a plan gets longer by. Of lengths that lose as many, the fewest packs are taken.
+    Lengths are bisected towards the longest that fills one more step. Ties prefer fewer packs.
 
     Args:
-        tokens: of all samples, [samples], in the order in which they are packed.
-        packing_length: the most tokens of a pack, no fewer than of any sample.
-        packs_per_step: of all ranks together, a multiple of `ranks`.
-        ranks: of which each has equally many packs of a step.
+        tokens: of all samples, [samples], in packing order.
+        packing_length: max tokens of a pack, at least the longest sample.
+        packs_per_step: of all ranks, a multiple of `ranks`.
+        ranks: data-parallel ranks, with equally many packs per step.
     """
     bounds = next_fit_packs(tokens, packing_length)
     packs = len(bounds) - 1
-    # A run of less than a step has a step of what there is.
+    # A run shorter than a step gets one smaller step.
     of_step = packs_per_step if packs >= packs_per_step else ranks
     most = (packs // of_step + 1) * of_step
     if not packs % of_step or most > len(tokens):
@@ -93,17 +89,17 @@ def filling_steps(
 
 
 def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
-    """Sort the samples of every pack from the most tokens to the least."""
+    """Sort the samples of every pack by descending tokens."""
     pack = packs.pack_of_sample
     order = np.lexsort((-tokens[packs.samples].astype(np.int64), pack))
     return replace(packs, samples=packs.samples[order])
 
 
 def merging(held: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """Packs that come together with the next one, where the largest is full. bool [packs]
+    """Whether packs merge with the next pack under a cap equal to the largest pack, bool [packs].
 
     Args:
-        held: tokens of every pack, [packs], in the order in which they are read.
+        held: tokens of every pack, [packs], in reading order.
         first: tokens of its first sample, [packs].
     """
     full = held.max()
@@ -115,30 +111,29 @@ def merging(held: np.ndarray, first: np.ndarray) -> np.ndarray:
 def kept_apart(
     step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
 ) -> np.ndarray:
-    """Order in which few packs, if any, come together with the next one. int64 [packs]
+    """Order of packs with few or no merges, int64 [packs].
 
-    A pack that would trades places with one of its step, of those that help the most the one whose
-    load is most like its own, so that ranks have about as much to do as before.
+    A merging pack swaps with a pack of its step: among the most helpful, the nearest in load.
 
     Args:
-        step: of every pack, [packs], ascending: packs are in the order in which they are read.
+        step: of every pack, [packs], ascending in reading order.
         held: tokens of every pack.
         first: tokens of its first sample.
-        load: what ranks should have equally much of.
+        load: to keep balanced over ranks.
     """
     places = _Places(step, held, first, load)
     for _ in range(_MOST_ROUNDS):
         wrong = np.flatnonzero(merging(held[places.order], first[places.order]))
         if not 0 < len(wrong) <= _MOST_MERGING * len(held):
             break
-        # A comprehension, as all of them are to be tried.
+        # A list, because all swaps must be tried.
         if not any([places.improve(at) for at in wrong.tolist()]):  # noqa: C419
             break
     return places.order
 
 
 class _Places:
-    """Packs in an order that may change inside steps."""
+    """Order of packs that may change within steps."""
 
     def __init__(
         self, step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
@@ -148,13 +143,12 @@ class _Places:
         self._end_of_step = np.searchsorted(step, step, side="right")
         self._load = load
         self._full = int(held.max())
-        # Before and after all others stands a pack that comes together with none.
+        # A sentinel pack at both ends never merges.
         self._held = np.append(held.astype(np.int64), self._full)
         self._first = np.append(first.astype(np.int64), self._full + 1)
 
     def improve(self, at: int) -> bool:
-        """Let the pack at a place, or the one after it, trade with one of its step, if fewer come
-        together then."""
+        """Swap the pack at a place, or the next pack, within its step if that reduces merges."""
         change, _, here, there = min(self._best_trade(at), self._best_trade(at + 1))
         if change >= 0:
             return False
@@ -162,7 +156,7 @@ class _Places:
         return True
 
     def _best_trade(self, at: int) -> tuple[int, float, int, int]:
-        """How many more come together, how unlike the loads are, and the two places."""
+        """Change in merges, difference in load, and both places."""
         others = np.arange(self._first_of_step[at], self._end_of_step[at])
         others = others[np.abs(others - at) > 1]
         if not len(others):
@@ -175,13 +169,13 @@ class _Places:
         return int(change[best]), float(unlike[best]), at, int(others[best])
 
     def _pack(self, place: int | np.ndarray) -> np.ndarray:
-        """Packs at these places; the one that comes together with none outside of them."""
+        """Packs at these places. The sentinel outside of the range."""
         place = np.asarray(place)
         is_inside = (place >= 0) & (place < len(self.order))
         return np.where(is_inside, self.order[np.where(is_inside, place, 0)], len(self.order))
 
     def _joins(self, place: int | np.ndarray, pack: np.ndarray) -> np.ndarray:
-        """With how many of its two neighbours a pack at a place would come together."""
+        """Number of merges with both neighbours for a pack at a place."""
         before, after = self._pack(np.asarray(place) - 1), self._pack(np.asarray(place) + 1)
         return self._join(before, pack).astype(int) + self._join(pack, after)
 
@@ -193,12 +187,13 @@ class _Places:
 def as_formed(
     packs: ScheduledPacks, lengths: Lengths, load: np.ndarray, ranks: int, packs_per_step: int
 ) -> ScheduledPacks:
-    """Packs as next fit makes them of a plan's samples, read step by step, slot by slot, rank by
-    rank; a step is so many packs of an epoch in their order, and its last may have fewer.
+    """Next-fit packs of a plan's samples, read by step, slot and rank.
+
+    A step is `packs_per_step` consecutive packs of an epoch. The last may have fewer.
 
     Args:
         load: of every pack, [packs].
-        packs_per_step: of all ranks together, a multiple of `ranks`.
+        packs_per_step: of all ranks, a multiple of `ranks`.
     """
     read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
     tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)
@@ -206,7 +201,7 @@ def as_formed(
     order = kept_apart(packs.step[read], held, first, load[read])
     planned, epoch = dealt.take(order), packs.epoch[read][order]
     in_order, length = tokens[planned.samples], int(held.max())
-    # A lower length would move the packs of a second epoch into steps of the first.
+    # A lower length would shift packs of a second epoch into steps of the first.
     bounds = (
         next_fit_packs(in_order, length)
         if epoch.any()
@@ -226,7 +221,7 @@ def as_formed(
 def _placed(
     packs: Packs, epoch: np.ndarray, lengths: Lengths, ranks: int, packs_per_step: int
 ) -> ScheduledPacks:
-    """Packs in the order in which they are read, at the places where they are read."""
+    """Assign steps, slots and ranks to packs in reading order."""
     sizes = np.bincount(epoch)
     if (sizes[:-1] % packs_per_step).any():
         raise UserError(
