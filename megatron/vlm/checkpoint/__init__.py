@@ -1,1 +1,1 @@
-"""Saving and loading; what a checkpoint is of; which folder is whole."""
+"""Saving and loading of checkpoints, their identity and their files."""

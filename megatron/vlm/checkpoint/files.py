@@ -1,11 +1,11 @@
-"""Folders of a run's checkpoints: which are complete, which is newest, which may be removed.
+"""Folders of a run's checkpoints: which are complete, newest, or removable.
 
-    latest_checkpointed_iteration.txt   the steps of the newest whole checkpoint; replaced last
-    iter_0000100/                       a whole checkpoint, after 100 steps
-    iter_0000150.part/                  one that is being written or removed, or was cut short in it
+    latest_checkpointed_iteration.txt   steps of the newest complete checkpoint; replaced last
+    iter_0000100/                       a complete checkpoint, after 100 steps
+    iter_0000150.part/                  one being written or removed, possibly interrupted
 
-A checkpoint gets its name when all of it is on disk, and loses it before any of it is removed, so
-whatever moment a job is killed at, a folder without `.part` holds everything.
+A checkpoint is renamed when complete on disk, and back before removal. So a folder without `.part`
+is complete whenever the job is killed.
 """
 
 import errno
@@ -25,12 +25,12 @@ _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.part)?")
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint taken after `step` steps."""
+    """Folder of the checkpoint after `step` steps."""
     return directory / f"iter_{step:07d}"
 
 
 def latest_step(directory: Path) -> int | None:
-    """Steps trained in the newest whole checkpoint, or None if there is none."""
+    """Steps trained in the newest complete checkpoint, or None."""
     tracker = directory / TRACKER_FILE
     if not tracker.exists():
         return None
@@ -45,7 +45,7 @@ def latest_step(directory: Path) -> int | None:
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:
-    """Make a new, empty folder to write a checkpoint into; removes any earlier one of this step."""
+    """Make an empty folder for a checkpoint; removes an earlier save of this step."""
     directory.mkdir(parents=True, exist_ok=True)
     remove_checkpoint(directory, step)
     part = part_path(directory, step)
@@ -60,9 +60,9 @@ def part_path(directory: Path, step: int) -> Path:
 
 
 def publish_checkpoint(directory: Path, step: int) -> Path:
-    """Make the written checkpoint whole and the newest; its files are on disk. Returns its folder.
+    """Publish a checkpoint that is on disk as the newest, and return its folder.
 
-    Both happen or neither: the tracker file is replaced in one go, after everything it stands for.
+    Atomic: the tracker file is replaced last.
     """
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     force_to_disk(part)
@@ -76,7 +76,7 @@ def publish_checkpoint(directory: Path, step: int) -> Path:
 
 
 def remove_checkpoint(directory: Path, step: int) -> None:
-    """Remove a checkpoint, or what is left of one, unless the tracker file names it."""
+    """Remove a checkpoint, or its remains, unless the tracker file names it."""
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     if part.exists():
         shutil.rmtree(part)
@@ -87,9 +87,9 @@ def remove_checkpoint(directory: Path, step: int) -> None:
 
 
 def prune_checkpoints(directory: Path, keep_last: int) -> None:
-    """Remove what is older than the newest `keep_last` whole checkpoints, and rests of saves.
+    """Remove checkpoints older than the newest `keep_last`, and remains of saves.
 
-    What is newer than the tracker file says is not touched: somebody went back on purpose.
+    Checkpoints newer than the tracker file's stay: the user went back on purpose.
     """
     newest = latest_step(directory)
     whole = []
@@ -109,12 +109,12 @@ def prune_checkpoints(directory: Path, keep_last: int) -> None:
 
 
 def force_to_disk(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, would survive a loss of power."""
+    """Sync a file's bytes, or a folder's names, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems keep names by themselves, and refuse this for folders.
+        # Some network file systems sync names themselves, and refuse this for folders.
         if error.errno != errno.EINVAL or not path.is_dir():
             raise
     finally:

@@ -1,4 +1,4 @@
-"""Identity of a checkpoint, found without loading any weights."""
+"""Identity of a checkpoint, read without loading weights."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ _NOT_ARCHITECTURE = (
     *("min_pixels", "max_pixels", "max_side_pixels", "resize", "image_text", "video"),
     *("pixel_mean", "pixel_std", "pixel_scale"),
 )
-"""Fields of towers, and of their experts, that do not change the weights' shapes."""
+"""Fields of towers and their experts that do not change the weights' shapes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,16 +32,14 @@ class CheckpointIdentity:
     """Identity of a run's newest checkpoint, as stored in it."""
 
     path: Path
-    """Folder of the checkpoint."""
     step: int
-    """Steps trained."""
     model: ModelConfig
     steps_sha256: str | None
-    """SHA-256 of the plan's steps; None without data."""
+    """SHA-256 of the plan's steps. None without data."""
     options: dict[str, Any] | None
-    """The optimizer's settings; None where there are weights alone, such as imported ones."""
+    """The optimizer's settings. None for weights only, such as imported weights."""
     adapters: AdapterConfig | None = None
-    """Adapters that it holds beside the model's weights; None where it holds none."""
+    """Adapters of the model, if any."""
 
 
 def identity_state(
@@ -71,7 +69,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
     with one_error(path):
         if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
             raise UserError(f"{path}: is not a whole checkpoint; {_remedy(path)}")
-        # Core stumbles over its own report that this file is missing.
+        # Core's own report of a missing file raises another error.
         (path / COMMON_STATE_FNAME).stat()
         common = dist_checkpointing.load_common_state_dict(str(path))
         if not {"omnibal", "training_state"} <= common.keys():
@@ -83,7 +81,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
         return CheckpointIdentity(
             path=path,
             step=step,
-            # Fields that are newer than the checkpoint take their defaults.
+            # Fields newer than the checkpoint get their defaults.
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
             options=identity["options"],
@@ -94,14 +92,14 @@ def open_newest(directory: Path) -> CheckpointIdentity:
 def adapter_differences(
     model: ModelConfig, there: AdapterConfig, here: AdapterConfig | None
 ) -> list[str]:
-    """Reasons why a checkpoint's adapters are not those of a plan; empty if they are."""
+    """Differences between a checkpoint's adapters and a plan's. Empty if equal."""
     if here is None:
         return ["it has some, and the plan none"]
     return differences(_described(model, there), _described(model, here), "in the plan")
 
 
 def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
-    """What of adapters decides their shapes and what they add, however targets were named."""
+    """Entries of adapters that decide their shapes and scale, independent of target names."""
     beside = {
         kind.part: ", ".join(
             piece.name for one in adapted_linears(model, kind, adapters) for piece in one.adapted
@@ -115,7 +113,7 @@ def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
 def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
-    """Reasons why weights of one model do not fit the other; empty if they do."""
+    """Reasons why one model's weights do not fit the other. Empty if they do."""
     sizes, own_sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
     lines = differences(sizes, own_sizes, place)
     for name in there.encoders.keys() & here.encoders.keys():
@@ -127,7 +125,7 @@ def architecture_differences(
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any], place: str) -> list[str]:
-    """Differences between two settings, nested ones included."""
+    """Differences between two nested settings."""
     there, here = _flat(there), _flat(here)
     return [
         f"{name} is {there.get(name)} there and {here.get(name)} {place}"
@@ -146,7 +144,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def one_error(path: Path) -> Iterator[None]:
-    """Turn whatever core raises over a broken checkpoint into one UserError."""
+    """Convert core's errors for a broken checkpoint to one UserError."""
     try:
         yield
     except UserError:
@@ -157,22 +155,21 @@ def one_error(path: Path) -> Iterator[None]:
 
 
 def raise_no_failure(error: BaseException) -> None:
-    """Raise those of torch's combined errors that are no failure to read or write: a request to
-    stop, such as KeyboardInterrupt, or a UserError."""
+    """Raise causes that are not I/O failures: KeyboardInterrupt and the like, or a UserError."""
     for cause in _causes(error):
         if isinstance(cause, UserError) or not isinstance(cause, Exception):
             raise cause from error
 
 
 def _causes(error: BaseException) -> list[BaseException]:
-    """Causes of an error: the failure of each rank if it is a CheckpointException, else itself."""
+    """Causes of an error: each rank's failure if it is a CheckpointException, else itself."""
     if not isinstance(error, CheckpointException):
         return [error]
     return [failure[0] for failure in error.failures.values()]
 
 
 def reason(error: BaseException) -> str:
-    """The cause that a user can do something about, in one line."""
+    """The cause that a user can fix, in one line."""
     error = _causes(error)[0]
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError | UserError):

@@ -1,9 +1,8 @@
 """Checkpoints through Megatron-core's dist_checkpointing, independent of the pipeline split.
 
-A save runs in the background of training. Core's own way to do that forks a writer from every rank:
-it outlives a killed rank and goes on writing, hangs if one of its children is killed, and leaves
-the other ranks waiting for ever if common.pt or the metadata cannot be written. So core plans a
-save and says what is in each file, and threads of the rank write the files.
+Saves run in the background. Core's own async save forks a writer per rank, which survives a killed
+rank, hangs if a child is killed, and blocks other ranks if common.pt or the metadata cannot be
+written. So core only plans a save, and threads of the rank write the files.
 """
 
 import io
@@ -65,26 +64,23 @@ from omnibal.job.plan import Plan
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
 _GIB = 2**30
-_FILES_PER_RANK = 2  # each written by a thread of its own
+_FILES_PER_RANK = 2  # one thread per file
 _TENSOR_OVERHEAD_BYTES = 4096
-"""Bytes of overhead of one tensor in its file and in the metadata."""
-_TURN_S = 0.02  # between two looks at whether writing has ended
+"""Overhead of a tensor in its file and in the metadata."""
+_TURN_S = 0.02  # between two polls for the end of writing
 
 
 class CheckpointWriter:
     """Saves one run's state in its directory, one save at a time.
 
-    Every method is collective over all ranks. A save that fails is reported and counted, and not
-    raised: existing checkpoints stay, and the next save tries again. What comes of it is logged, on
-    all ranks alike.
+    All methods are collective. A failed save is logged and counted, not raised: existing
+    checkpoints stay, and the next save tries again.
 
     Args:
-        directory: of the run; all ranks must see the same.
-        stages: everything that this rank holds of the model: its chunks, and data-parallel
-            encoders.
-        optimizers: of each of them; None of one of which nothing is trained.
-        asynchronous: whether `save` returns as soon as the state is copied, and files are written
-            while training goes on.
+        directory: of the run, shared by all ranks.
+        stages: this rank's chunks of the model, and data-parallel encoders.
+        optimizers: per stage. None if it is frozen.
+        asynchronous: whether `save` returns as soon as the state is copied.
     """
 
     def __init__(
@@ -105,7 +101,7 @@ class CheckpointWriter:
         self._identity = identity_state(plan.model, steps_sha256, _plain(options), plan.adapters)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
-        # A separate group on the host: polling for completion must not wait for the devices.
+        # A host group: polling for completion must not wait for the devices.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
         self._pending: _PendingSave | None = None
@@ -113,20 +109,18 @@ class CheckpointWriter:
         self._is_validated = False
         step = _agree_or_refuse(lambda: latest_step(directory), self._group)
         self.newest_step: int | None = _gather(step, self._group)[0]
-        """Step of the newest whole checkpoint of the directory."""
+        """Step of the directory's newest complete checkpoint."""
         self.failures: list[str] = []
-        """Reasons of the last failed saves in a row; empty after one that succeeded."""
+        """Reasons of the latest consecutive failed saves. Empty after a success."""
 
     def save(self, step: int, training_state: Mapping[str, Any]) -> None:
-        """Save the state after `step` steps; waits for an earlier save first.
+        """Save the state after `step` steps, after any pending save; weights may change on return.
 
-        The stage's weights must be whole, as they are after `Trainer.wait_for_weights`.
-
-        Weights and optimizer may change as soon as this returns. A step that is the newest
-        checkpoint's is saved already.
+        Weights must be gathered (`Trainer.wait_for_weights`). Does nothing if `step` is saved
+        already.
 
         Args:
-            training_state: small, of JSON's types, and the same on all ranks; a load returns it.
+            training_state: small, JSON-serializable, identical on all ranks. A load returns it.
         """
         self.finish()
         if step == self.newest_step:
@@ -139,15 +133,15 @@ class CheckpointWriter:
             self.finish()
 
     def poll(self) -> None:
-        """Complete the pending save if all ranks have written their files; for after every step."""
+        """Complete the pending save if all ranks have written their files; called every step."""
         if self._pending is not None and self._is_written(self._pending):
             self._complete(self._pending)
 
     def finish(self) -> None:
-        """Wait for the pending save, and for the removal of old checkpoints."""
+        """Wait for the pending save and for the removal of old checkpoints."""
         if self._pending is not None:
             wait(self._pending.files)
-            # Polled, as one long wait for a slow rank could exceed the timeout of collectives.
+            # Polled: one long wait for a slow rank could exceed the timeout of collectives.
             while not self._is_written(self._pending):
                 time.sleep(_TURN_S)
             self._complete(self._pending)
@@ -157,7 +151,7 @@ class CheckpointWriter:
                 _log.info(f"old checkpoints are not removed: {reason(error)}")
 
     def _start(self, step: int, training_state: dict[str, Any]) -> "_PendingSave":
-        """Plan the save, copy the state and start to write it."""
+        """Plan the save, copy the state and start writing."""
         path = part_path(self._directory, step)
         _agree(partial(_on_first_rank, begin_checkpoint, self._directory, step), self._group)
         _agree(partial(_check_shared, path), self._group)
@@ -172,10 +166,10 @@ class CheckpointWriter:
             validate_access_integrity=not self._is_validated,
             preprocess_common_before_consistancy_check=_same_on_all_ranks,
         )
-        self._is_validated = True  # what is checked does not change between saves
+        self._is_validated = True  # the checked layout is constant over saves
         common = _same_on_all_ranks(common) | {"optimizer": common.get("optimizer")}
-        # Core stores rank 0's settings for all, but a stage that is frozen whole has none, and
-        # one without language layers none of experts.
+        # Core stores rank 0's settings for all, but frozen stages have none, and stages without
+        # language layers have none for experts.
         gathered = filter(None, _gather(common["optimizer"], self._group))
         common["optimizer"] = joined_settings(list(gathered))
         layout = _Layouts(*CHECKPOINT_BACKEND, thread_count=_FILES_PER_RANK).async_save(
@@ -188,7 +182,7 @@ class CheckpointWriter:
         )
 
     def _check_space(self, layout: "_Layout") -> None:
-        """Raises _RankError if what all ranks write is more than the disk has room for."""
+        """Raise _RankError if the ranks' files exceed the free disk space."""
         free = _agree(lambda: shutil.disk_usage(self._directory).free, self._group)
         ranks = _gather((layout.size, free), self._group)
         needed, free = sum(size for size, _ in ranks), min(free for _, free in ranks)
@@ -202,7 +196,7 @@ class CheckpointWriter:
     def _copied_writes(
         self, layout: "_Layout", path: Path, common: dict[str, Any]
     ) -> list[Callable[[], list[WriteResult]]]:
-        """Functions that write this rank's files, from data that training cannot change."""
+        """Return functions that write this rank's files from data that training cannot change."""
         changing = set()
         if self._asynchronous:
             changing = {one.untyped_storage().data_ptr() for one in self._state.changing()}
@@ -222,7 +216,7 @@ class CheckpointWriter:
         return running.item() == 0
 
     def _complete(self, save: "_PendingSave") -> None:
-        """Turn the files of all ranks into the newest checkpoint; none is being written."""
+        """Publish the files of all ranks as the newest checkpoint."""
         self._pending = None
         try:
             written = _agree(
@@ -249,7 +243,7 @@ class CheckpointWriter:
         publish_checkpoint(self._directory, save.step)
 
     def _give_up(self, step: int, error: "_RankError") -> None:
-        """Remove what a failed save wrote; no rank is writing."""
+        """Remove the files of a failed save. No rank is writing."""
         line = f"step {step} is not saved: {error}; "
         if self.newest_step is None:
             line += "there is no checkpoint yet"
@@ -265,20 +259,20 @@ class CheckpointWriter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Layout:
-    """Layout of a checkpoint: the tensors of each file, as core planned them."""
+    """Layout of a checkpoint: tensors per file, as core planned them."""
 
     writer: FileSystemWriterAsync
     metadata: Metadata | None
-    """Metadata of the whole checkpoint, on rank 0; None on others."""
+    """Metadata of the whole checkpoint, on rank 0. None on others."""
 
     @property
     def buckets(self) -> list[WriteBucket]:
-        """The files of this rank, with their content."""
+        """This rank's files, with content."""
         return self.writer.write_buckets or []
 
     @property
     def size(self) -> int:
-        """Bytes that this rank writes, at most."""
+        """Maximum number of bytes that this rank writes."""
         return sum(
             _TENSOR_OVERHEAD_BYTES + tensor.nbytes
             for _, _, (_, tensors) in self.buckets
@@ -300,11 +294,11 @@ class _PendingSave:
     step: int
     layout: _Layout
     files: list[Future[list[WriteResult]]]
-    """Files of this rank that are being written."""
+    """This rank's files in progress."""
 
 
 class _RankError(Exception):
-    """Something failed on one rank, and is raised on all."""
+    """A failure of one rank, raised on all."""
 
     def __init__(self, rank: int, reason: str) -> None:
         super().__init__(f"rank {rank}: {reason}")
@@ -312,7 +306,7 @@ class _RankError(Exception):
 
 
 def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`work()` of this rank; collective."""
+    """Return this rank's `work()`; collective."""
     result: Any = None
     failure = None
     try:
@@ -326,7 +320,7 @@ def _agree(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
 
 
 def _agree_or_refuse(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """`work()` of this rank; collective, and the failure of any is a UserError of all."""
+    """Return this rank's `work()`; collective. Any rank's failure is a UserError on all."""
     try:
         return _agree(work, group)
     except _RankError as error:
@@ -353,13 +347,13 @@ def _check_shared(path: Path) -> None:
 
 
 def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBucket]:
-    """The buckets with their tensors on the host, apart from the storages that are changing."""
+    """Copy buckets to the host, without sharing storages in `changing`."""
     copied = [
         (path, name, (objects, [(item, _host_copy(tensor, changing)) for item, tensor in tensors]))
         for path, name, (objects, tensors) in buckets
     ]
-    # The copies stand in the stream behind the update that made the weights and before the next
-    # one, so they are of this moment; but the threads that write them do not wait for a stream.
+    # On the current stream the copies run after this update and before the next, but the writer
+    # threads do not synchronize with a stream.
     if has_cuda():
         torch.cuda.current_stream().synchronize()
     return copied
@@ -368,24 +362,24 @@ def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBu
 def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
-    # Torch keeps pinned memory for the next save, and files are written from it without a copy.
+    # Torch caches pinned memory for the next save, and files are written from it without a copy.
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=has_cuda())
     return copied.copy_(tensor, non_blocking=True)
 
 
 @contextmanager
 def _writing(path: Path) -> Iterator[io.BufferedWriter]:
-    """A new file whose bytes are on disk at the end."""
+    """Open a new file and sync it to disk at the end."""
     try:
         with path.open("wb") as stream:
             yield stream
-            # Core's own writer syncs before it flushes, and may lose the end of a file.
+            # Core's writer syncs before it flushes, and may lose the end of a file.
             stream.flush()
             os.fsync(stream.fileno())
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
     except RuntimeError as error:
-        # torch.save covers up the error of the write with one of its own.
+        # torch.save hides the write error behind another.
         cause = error.__context__
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, str(path)) from error
@@ -409,10 +403,9 @@ def _write_common(path: Path, content: io.BytesIO) -> list[WriteResult]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedCheckpoint:
-    """State from which a resumed run goes on."""
+    """State to resume from."""
 
     step: int
-    """Steps trained."""
     training_state: dict[str, Any]
     """Training state as given to `CheckpointWriter.save`."""
 
@@ -451,9 +444,9 @@ def load_checkpoint(
 
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
-    """Restore weights alone from the newest checkpoint; collective, returns its step.
+    """Restore only weights from the newest checkpoint; collective. Returns its step.
 
-    Adapters keep their first weights where it has none.
+    Adapters missing in it keep their initial weights.
     """
     found = _agree_or_refuse(lambda: _open(directory, plan))
     state = state_of(stages, [None] * len(stages))
@@ -463,18 +456,17 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
 
 
 def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
-    """What a save has in common for all ranks, without the settings of an optimizer, of which a
-    stage that is frozen whole has none."""
+    """Common state without optimizer settings, which frozen stages lack."""
     return {name: value for name, value in common.items() if name != "optimizer"}
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without enumerations and the like, which a load would refuse to unpickle."""
+    """Copy settings without enums and the like, which a load would refuse to unpickle."""
     return json.loads(json.dumps(dict(settings)))
 
 
 def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
-    """Open the newest checkpoint and check that it is of the plan's model."""
+    """Open the newest checkpoint and check that its model is the plan's."""
     found, model = open_newest(directory), plan.model
     different = architecture_differences(found.model, model)
     if different:

@@ -1,7 +1,4 @@
-"""State of a rank for a checkpoint: of a stage that it holds whole, or of its parts of one.
-
-Both describe the same tensors, so that a checkpoint does not tell which of them has written it.
-"""
+"""Checkpoint state of a rank: a replicated or a sharded stage, described as equal tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,26 +17,26 @@ from megatron.vlm.model.sharded_weights import MainRange, ShardedWeights
 from megatron.vlm.model.stage import VLMStage
 
 _KINDS = ("param", "exp_avg", "exp_avg_sq")
-"""What is stored of every parameter in float32: the weights and Adam's moments."""
+"""Stored per parameter in float32: weights and Adam's moments."""
 _STORED = "optimizer.state.{}.{}"
-"""Name of a parameter's state in a checkpoint, by what it is and the parameter's name."""
+"""Name of a parameter's state in a checkpoint: kind, parameter."""
 
 
 class PartOptimizer(Protocol):
-    """Optimizer of a rank's parts of weights."""
+    """Optimizer of a rank's weight shards."""
 
     inner: torch.optim.AdamW
     ranges: Sequence[MainRange]
 
 
 Optimizer: TypeAlias = ChainedOptimizer | PartOptimizer
-"""Optimizer of a stage that a rank holds whole, or in part."""
+"""Optimizer of a replicated or a sharded stage."""
 
 
 def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None]) -> "State":
     """State of a rank."""
     pairs = zip(stages, optimizers, strict=True)
-    # The names are not in the files.
+    # The keys are not stored in files.
     states: dict[str, _WholeState | _PartState] = {}
     for number, (stage, optimizer) in enumerate(pairs):
         if stage.sharded is None:
@@ -52,49 +49,47 @@ def state_of(stages: Sequence[VLMStage], optimizers: Sequence[Optimizer | None])
 
 
 class State:
-    """What a rank saves and loads of a run's tensors: of all stages that it holds, by name."""
+    """A rank's saved and loaded tensors, of all its stages by name."""
 
     def __init__(self, states: "Mapping[str, _WholeState | _PartState]") -> None:
         self._states = states
 
     def described(self) -> dict[str, Any]:
-        """What a rank saves of all, as core describes it, and under `optimizer` the settings of all
-        optimizers as of one, if any."""
+        """Sharded state dict of all stages; `optimizer` holds all optimizers' merged settings."""
         state = {name: one.described() for name, one in self._states.items()}
         settings = [one.pop("optimizer") for one in state.values() if "optimizer" in one]
         return state | ({"optimizer": joined_settings(settings)} if settings else {})
 
     def changing(self) -> Iterator[torch.Tensor]:
-        """Described tensors of all that training changes; others were made for the save."""
+        """Tensors that training updates, without temporaries made for the save."""
         return (tensor for one in self._states.values() for tensor in one.changing())
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore the weights of all; returns what else a checkpoint has in common for all ranks.
+        """Restore all weights; return the checkpoint's common state.
 
         Args:
-            adapters: whether the checkpoint has adapters, where the stage has any; else they keep
-                their first weights.
+            adapters: whether the checkpoint has the stage's adapters. Else they keep their initial
+                weights.
         """
         loaded = [one.load_weights(path, adapters=adapters) for one in self._states.values()]
         return loaded[-1]
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore the state of all optimizers, of which the checkpoint has these settings; each
-        takes what is its own of them."""
+        """Restore each optimizer's state, with its part of the checkpoint's settings."""
         for one in self._states.values():
             one.load_optimizer(path, settings)
 
 
 class _WholeState:
-    """State of a stage that a rank holds whole, and of its part of core's distributed optimizer,
-    which may be of other stages too."""
+    """State of a replicated stage, and of core's distributed optimizer, possibly of other stages
+    too."""
 
     def __init__(self, stage: VLMStage, optimizer: ChainedOptimizer | None) -> None:
         self._stage = stage
         self._optimizers = [] if optimizer is None else _trained(stage, optimizer)
 
     def described(self) -> dict[str, Any]:
-        """Weights, and this rank's part of the optimizer's state."""
+        """Weights, and this rank's shard of the optimizer's state."""
         weights = self._stage.sharded_state_dict()
         for one in self._optimizers:
             _fill_empty_state(one.optimizer)
@@ -103,7 +98,7 @@ class _WholeState:
         return state | ({"optimizer": joined_settings(settings)} if settings else {})
 
     def changing(self) -> Iterator[torch.Tensor]:
-        """The model's own tensors, and this rank's part of the optimizer's state."""
+        """The model's own tensors, and this rank's shard of the optimizer's state."""
         yield from (*self._stage.parameters(), *self._stage.buffers())
         for one in self._optimizers:
             yield from _optimizer_tensors(one.optimizer)
@@ -114,12 +109,12 @@ class _WholeState:
         entries = {name: one for name, one in entries.items() if adapters or ADAPTERS not in name}
         with one_error(path):
             loaded: dict[str, Any] = dist_checkpointing.load({"model": entries}, str(path))
-        # Core puts the halves of gated layers together in tensors of their own, which go with this.
+        # Core concatenates halves of gated layers in new tensors, freed with this dict.
         self._stage.load_state_dict(loaded.pop("model"), strict=adapters)
         return loaded
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore this rank's part of the optimizer's state."""
+        """Restore this rank's shard of the optimizer's state."""
         for one in self._optimizers:
             _fill_empty_state(one.optimizer)
             one.load_state_dict(settings)
@@ -128,7 +123,7 @@ class _WholeState:
 
     @torch.no_grad()
     def _optimizer_blocks(self, weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
-        """What this rank has of every parameter's state, where it is in a checkpoint."""
+        """This rank's blocks of every parameter's stored state."""
         described = _by_parameter(weights)
         ranges = [ranges for one in self._optimizers for ranges in one.gbuf_ranges]
         optimizer_of = [one for one in self._optimizers for _ in one.gbuf_ranges]
@@ -145,12 +140,12 @@ class _WholeState:
 
 
 def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """The optimizers of a stage that have something to train.
+    """Optimizers of a stage with parameters to train.
 
-    Core makes one of a stage, though it be frozen whole, and another of its experts, whose state
-    other ranks divide; of frozen experts none.
+    Core makes an optimizer even for frozen stages, and another for trained experts, sharded over
+    other ranks.
     """
-    # Core's mark of parameters that only some data-parallel ranks hold.
+    # Core's mark of expert-parallel parameters.
     of_experts = [
         not vars(parameter).get("allreduce", True)
         for parameter in stage.parameters()
@@ -164,8 +159,8 @@ def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOp
 
 
 class _PartState:
-    """State of a rank's parts of a stage, which other data-parallel ranks have the rest of, and of
-    their optimizer, which may be of other stages too."""
+    """State of a rank's weight shards of a stage, and of their optimizer, possibly of other stages
+    too."""
 
     def __init__(
         self, stage: VLMStage, weights: ShardedWeights, optimizer: PartOptimizer | None
@@ -173,24 +168,24 @@ class _PartState:
         self._stage, self._weights, self._optimizer = stage, weights, optimizer
 
     def described(self) -> dict[str, Any]:
-        """This rank's parts, each once over all copies, of weights and of the optimizer's state."""
+        """This rank's shards of weights and optimizer state, each saved by one replica."""
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
         blocks = [*self._weight_blocks(), *self._optimizer_blocks()]
         state = {"model": self._whole_entries(), "parts": blocks}
-        # Of a stage that is frozen whole there is none.
+        # Absent if the stage is frozen.
         is_trained = bool(self._optimizer.inner.state)
         return state | ({"optimizer": _settings_of(self._optimizer.inner)} if is_trained else {})
 
     def changing(self) -> Iterator[torch.Tensor]:
-        """All of this rank's parts: nothing is gathered."""
+        """All of this rank's shards. Nothing is gathered."""
         assert self._optimizer is not None
         yield from self._stage.buffers()
         yield from (flat.own_Q for flat in self._weights.flats)
         yield from _optimizer_tensors(self._optimizer.inner)
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore this rank's parts of the weights."""
+        """Restore this rank's weight shards."""
         with one_error(path):
             loaded: dict[str, Any] = dist_checkpointing.load(
                 {"model": self._whole_entries()}, str(path)
@@ -201,7 +196,7 @@ class _PartState:
         return loaded
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore this rank's parts of the optimizer's state."""
+        """Restore this rank's shards of the optimizer's state."""
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
         [step] = {float(group["step"]) for group in settings["optimizer"]["param_groups"]}
@@ -211,7 +206,7 @@ class _PartState:
             load_blocks(self._optimizer_blocks(), path)
 
     def _whole_entries(self) -> dict[str, Any]:
-        """Entries of what is no parameter, and whole on every rank."""
+        """Entries that are not parameters, replicated on every rank."""
         parameters = {parameter for flat in self._weights.flats for parameter in flat.parameters}
         entries = self._stage.sharded_state_dict().items()
         return {
@@ -242,7 +237,7 @@ class _PartState:
 
 
 def _optimizer_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Weights that an optimizer updates, and its state of them."""
+    """Weights that an optimizer updates, and their state."""
     for main, state in inner.state.items():
         yield main
         yield from (one for one in state.values() if torch.is_tensor(one))
@@ -257,7 +252,7 @@ def _by_parameter(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
 
 
 def _settings_of(inner: torch.optim.AdamW) -> dict[str, Any]:
-    """Settings of all groups and the steps taken, as core's distributed optimizer says them."""
+    """Settings of all groups and the step count, as core's distributed optimizer stores them."""
     [step] = {state["step"].item() for state in inner.state.values()}
     groups = [
         {name: value for name, value in group.items() if name != "params"} | {"step": step}
@@ -267,7 +262,7 @@ def _settings_of(inner: torch.optim.AdamW) -> dict[str, Any]:
 
 
 def joined_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Settings of several optimizers as of one; what they share is the same in all."""
+    """Merge settings of several optimizers; shared entries are equal."""
     joined: dict[str, Any] = {}
     groups: list[dict[str, Any]] = []
     for one in settings:
@@ -278,8 +273,8 @@ def joined_settings(settings: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _fill_empty_state(inner: torch.optim.Optimizer) -> None:
-    """Create the optimizer's state, which is described and loaded into, before a first step."""
-    # Transformer Engine's and Apex's optimizers count steps in their groups.
+    """Create the optimizer's state before a first step, to describe it and load into it."""
+    # Transformer Engine's and Apex's optimizers count steps per group.
     counts_by_parameter = isinstance(inner, torch.optim.Adam | torch.optim.AdamW)
     for group in inner.param_groups:
         for parameter in group["params"]:

@@ -1,9 +1,8 @@
-"""Blocks of a checkpoint's tensors, saved and loaded by the rank that has them, and no more.
+"""Blocks of a checkpoint's tensors, saved and loaded only by their rank.
 
-Data-parallel ranks divide what lies one after another in memory, wherever that cuts a parameter:
-core's distributed optimizer its state, ranks that divide weights all of it. Such a run of a
-parameter's values is a few blocks of the tensors that a checkpoint has of it. Core's own load makes
-room on every rank for whole tensors, and torch's reader reads whole ones of a file.
+Data-parallel shards are flat ranges that cut parameters anywhere: of optimizer state in core's
+distributed optimizer, of everything with sharded weights. A range is a few blocks of stored
+tensors. Core's load would allocate whole tensors, and torch's reader reads them whole.
 """
 
 import io
@@ -32,7 +31,7 @@ def load_blocks(blocks: Iterable[ShardedTensor], path: Path) -> None:
     """Read blocks of a checkpoint's tensors into their data; collective.
 
     Raises:
-        CheckpointException: files are missing, cut short or of another model.
+        CheckpointException: files are missing, truncated or of another model.
     """
     stored: dict[str, list[ShardedTensor]] = defaultdict(list)
     for block in blocks:
@@ -58,22 +57,22 @@ def blocks_of(
     values: torch.Tensor,
     copy: int = 0,
 ) -> Iterator[ShardedTensor]:
-    """The blocks that a run of a parameter's values is of what a checkpoint has of the parameter.
+    """Split a flat range of a parameter into blocks of its stored tensors.
 
     Args:
-        entry: of the parameter in the sharded state of its stage.
-        key: of what is stored, as of the parameter itself or of a moment.
-        first: of the run, in the flat parameter.
-        end: of the run.
-        values: of the run, one axis; the blocks have its memory.
-        copy: number of this rank among those that have the same run.
+        entry: the parameter's entry in its stage's sharded state.
+        key: stored name, of the parameter or of a moment.
+        first: start of the range in the flat parameter.
+        end: end of the range.
+        values: the range, one axis; blocks are views of it.
+        copy: replica index among ranks with this range.
     """
     offset = 0
     for part in _stored_parts(entry, key, values.dtype):
         size = math.prod(part.local_shape)
         low, high = max(first - offset, 0), min(end - offset, size)
-        # The axis of a tower's layers becomes one like others: core takes it from regular grids
-        # alone.
+        # The axis of a tower's layers becomes an ordinary axis: core takes it only from regular
+        # grids.
         shape = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         begin = offset + low - first
         for place, lengths in boxes(shape, low, high):
@@ -94,11 +93,11 @@ def blocks_of(
 def boxes(
     shape: tuple[int, ...], first: int, end: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Cut a run of a tensor's values, which lie one after another, into boxes, in their order.
+    """Split a flat range of a tensor into boxes, in order.
 
     Returns:
-        Place and lengths of each on every axis. Of a matrix there are three at most: the end of a
-        row, whole rows, the begin of a row.
+        Offset and lengths per axis. A matrix gives at most three boxes: tail of a row, whole rows,
+        head of a row.
 
     Example:
         >>> list(boxes((3, 4), 2, 9))
@@ -120,8 +119,7 @@ def boxes(
 
 
 def _row_runs(width: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """The row that a run begins in, all whole rows, and the row that it ends in, if it is in them:
-    the first row of each, and the run within it."""
+    """Split a flat range into head row, full rows and tail row: first row, range from there."""
     top, bottom = -(-first // width), end // width
     if top > bottom:
         yield bottom, first - bottom * width, end - bottom * width
@@ -141,9 +139,9 @@ def _axes(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
 def _stored_parts(
     entry: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype
 ) -> list[ShardedTensor]:
-    """The tensors that a parameter is stored as, one after another along its first axis.
+    """Tensors that a parameter is stored as, consecutive along its first axis.
 
-    A gated layer's first linear is two: the rows of the gate, and of what is gated.
+    A gated layer's first linear is two: gate and up projection.
     """
     if isinstance(entry, ShardedTensor):
         return [replace(entry, key=key, data=None, dtype=dtype)]
@@ -152,10 +150,10 @@ def _stored_parts(
 
 
 class _BlockReader(FileSystemReader):
-    """Reads of a stored tensor what is asked for, where torch's reads all of it."""
+    """Reads only the requested blocks of a stored tensor; torch's reads all of it."""
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Fill what the plan asks for (torch's name)."""
+        """Fill the requested tensors (torch's name)."""
         without_data = FakeTensorMode()
         for item in plan.items:
             target = planner.resolve_tensor(item).detach()
@@ -167,7 +165,7 @@ class _BlockReader(FileSystemReader):
 
     def _read(self, item: ReadItem, without_data: FakeTensorMode) -> torch.Tensor:
         place = self.storage_data[item.storage_index]
-        # A buffer would read ahead at each of the many places where the archive is looked at.
+        # Unbuffered: a buffer would read ahead at each seek in the archive.
         with Path(self.path, place.relative_path).open("rb", buffering=0) as stream:
             archive = _create_file_view(stream, place.offset, place.length)
             with without_data:
@@ -188,7 +186,7 @@ def _place(index: Sequence[int], strides: Sequence[int]) -> int:
 
 def _fill(values: torch.Tensor, stream: io.RawIOBase, path: str) -> None:
     left = memoryview(values.view(torch.uint8).numpy())
-    while left:  # Linux reads 2 GiB at most at a time
+    while left:  # Linux reads at most 2 GiB at once
         count = stream.readinto(left)
         if not count:
             raise EOFError(f"{path}: is cut short")

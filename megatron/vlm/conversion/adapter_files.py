@@ -1,11 +1,11 @@
-"""Adapters in PEFT's format: read beside a released checkpoint, written, or added to the weights.
+"""Adapters in PEFT's format: import, export, and merging into weights.
 
-    adapter_model.safetensors   a pair of every adapted module of the released model, by its name
-    adapter_config.json         rank, scale and which modules they are
+    adapter_model.safetensors   A and B of every adapted module of the released model, by name
+    adapter_config.json         rank, scale and target modules
 
-Modules are those of the released model as it is in memory, whose names for Transformers' InternVL
-and Qwen-VL begin with `model.`. Where a piece of this project is several modules there, as q, k and
-v of image tiles are in Transformers, each has a copy of A and its rows of B.
+If a parameter here is several released modules, as q, k and v of image tiles in Transformers, each
+module has a copy of A and its rows of B. Names are in-memory names: Transformers' InternVL and
+Qwen-VL begin with `model.`.
 
 Shapes: r rank, R ranks of a linear's adapters together, I inputs, O outputs, P outputs of a piece.
 """
@@ -49,25 +49,24 @@ _IN_MEMORY = {
     Layout.QWEN2_VL: Layout.QWEN2_VL_PREFIXED,
     Layout.QWEN2_5_VL: Layout.QWEN2_5_VL_PREFIXED,
 }
-"""Layouts whose files name tensors otherwise than the modules that they are loaded into."""
+"""Layouts with other tensor names in files than in memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdaptedPiece:
-    """A pair of matrices, and the linear that they are beside."""
+    """A and B, and their linear."""
 
     base: Parameter
-    """Weight of the linear."""
     linear: Linear
     piece: Piece
     groups: int
-    """Groups that the rows of q, k and v lie in."""
+    """Number of query groups in the rows of q, k and v."""
     lora_a: Parameter
     lora_b: Parameter
 
 
 def adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[AdaptedPiece]:
-    """Yield every pair of matrices of a model's adapters, in the order of the forward pass."""
+    """Yield every pair of a model's adapters, in forward order."""
     for kind in unit_kinds(model):
         for linear in adapted_linears(model, kind, adapters):
             outputs = sum(each.outputs for each in linear.pieces)
@@ -84,7 +83,7 @@ def adapted_pieces(model: ModelConfig, adapters: AdapterConfig) -> Iterator[Adap
 
 
 def _places(model: ModelConfig, kind: UnitKind) -> list[Callable[[str, Shape], Parameter]]:
-    """What makes parameters of each unit of a kind, by their names in it and their shapes."""
+    """Constructors of parameters for each unit of a kind, by name and shape."""
     if not kind.is_layer:
         owner = "projector" if kind.tower == "vision" else f"{kind.tower}_projector"
         return [lambda name, shape: Parameter(key=f"{owner}.{name}", shape=shape)]
@@ -98,7 +97,7 @@ def _places(model: ModelConfig, kind: UnitKind) -> list[Callable[[str, Shape], P
 
 
 class MergedWeights:
-    """The parameters in a checkpoint's folder, with what its adapters add to them."""
+    """Parameters of a checkpoint's folder, with adapters merged in."""
 
     def __init__(self, stored: CheckpointIdentity) -> None:
         self._weights, self._adapters = StoredWeights(stored.path), stored.adapters
@@ -107,11 +106,11 @@ class MergedWeights:
             self._beside.setdefault((one.base.key, one.base.layer), []).append(one)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type in which the parameter is stored."""
+        """Type of the stored parameter."""
         return self._weights.dtype(parameter)
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Read the values of the parameters, in their order."""
+        """Read the values of the parameters, in order."""
         return list(map(self._merged, parameters, self._weights.read(parameters)))
 
     def _merged(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:
@@ -127,16 +126,16 @@ class MergedWeights:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Modules:
-    """The modules of a released model that one pair is made of."""
+    """The released modules of one pair."""
 
     piece: AdaptedPiece
     names: tuple[str, ...]
     split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-    """B's rows of each module."""
+    """Split B's rows by module."""
     join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
 
     def tensors(self) -> Iterator[tuple[str, str]]:
-        """Names of A and of B of every module."""
+        """Names of A and of B per module."""
         for name in self.names:
             yield f"{_PREFIX}{name}.lora_A.weight", f"{_PREFIX}{name}.lora_B.weight"
 
@@ -146,7 +145,7 @@ def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Module
     made_of = released(piece.base, model, _IN_MEMORY.get(layout, layout))
     names = tuple(name.removesuffix(".weight") for name in made_of.names)
     pieces = piece.linear.pieces
-    # Of q, k and v of tiles as one piece, rows are arranged otherwise, or in several modules.
+    # q, k and v of tiles are arranged differently, or in several modules.
     if len(pieces) == 1 and isinstance(made_of.arrangement, QueryKeyValue):
         return _Modules(
             piece=piece,
@@ -168,7 +167,7 @@ def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Module
 def export_adapter(
     stored: CheckpointIdentity, layout: Layout, target: Path, base: str | None
 ) -> int:
-    """Write a checkpoint's adapters in PEFT's format; returns how many modules have them."""
+    """Write a checkpoint's adapters in PEFT's format; return the number of modules."""
     adapters = stored.adapters
     if adapters is None:
         raise UserError(
@@ -193,7 +192,7 @@ def export_adapter(
 
 
 def trained_whole(stored: CheckpointIdentity) -> list[str]:
-    """Parts of a run's model that were trained whole, beside others that have adapters."""
+    """Fully trained parts of a model that also has adapters."""
     if stored.adapters is None or stored.options is None:
         return []
     known = {*stored.adapters.parts, *stored.options.get("frozen", ())}
@@ -201,7 +200,7 @@ def trained_whole(stored: CheckpointIdentity) -> list[str]:
 
 
 def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None) -> str:
-    # Layers are numbers; all of a tower have the same adapters.
+    # Layers are numbers. All layers of a tower have equal adapters.
     patterns = sorted({re.sub(r"\\\.\d+\\\.", r"\\.\\d+\\.", re.escape(name)) for name in names})
     config = {
         "base_model_name_or_path": base,
@@ -221,7 +220,7 @@ def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None
 
 
 class _PeftConfig(BaseModel, extra="ignore"):
-    """What of an adapter_config.json decides what adapters compute."""
+    """Entries of adapter_config.json that affect the computation."""
 
     peft_type: str
     r: int
@@ -237,7 +236,7 @@ class _PeftConfig(BaseModel, extra="ignore"):
     target_parameters: list[str] | None = None
 
     def obstacles(self) -> list[str]:
-        """Settings that this project's adapters do not have."""
+        """Settings that are unsupported here."""
         has = {
             f"peft_type {self.peft_type}": self.peft_type != "LORA",
             "use_dora": self.use_dora,
@@ -254,7 +253,7 @@ class _PeftConfig(BaseModel, extra="ignore"):
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWithAdapter(ImportSource):
-    """A released checkpoint with adapters beside its weights."""
+    """A released checkpoint with adapters."""
 
     directory: Path
     released: ReleasedCheckpoint
@@ -262,10 +261,10 @@ class CheckpointWithAdapter(ImportSource):
     files: ReleasedFiles
     adapters: AdapterConfig
     modules: Mapping[str, tuple[_Modules, bool]]
-    """Modules of every parameter of adapters, by its name, and whether it is an A."""
+    """Modules of every adapter parameter, by name, and whether it is an A."""
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type in which the parameter is written: adapters' is that of the weight beside them."""
+        """Type to write. An adapter's is that of its weight."""
         if parameter.name not in self.modules:
             return self.released.dtype(parameter)
         return self.released.dtype(self.modules[parameter.name][0].piece.base)
@@ -293,7 +292,7 @@ class CheckpointWithAdapter(ImportSource):
 
 
 def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapter:
-    """Open adapters in PEFT's format as ones beside a released checkpoint."""
+    """Add adapters in PEFT's format to a released checkpoint."""
     given = read_json_model(_PeftConfig, folder / CONFIG_FILE, "give a folder that PEFT has saved")
     obstacles = given.obstacles()
     if obstacles:
@@ -342,7 +341,7 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
 def _described(
     model: ModelConfig, everywhere: AdapterConfig, found: Sequence[_Modules], folder: Path
 ) -> AdapterConfig:
-    """Describe adapters by the modules that have them."""
+    """Derive an adapter config from the adapted modules."""
     if not found:
         raise UserError(
             f"{folder / WEIGHTS_FILE}: no tensor is of a linear of {model.name}; give adapters of "

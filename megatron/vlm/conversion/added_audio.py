@@ -1,7 +1,6 @@
-"""A released checkpoint and a released Whisper, imported as one model that also hears.
+"""Import of a released checkpoint with a released Whisper as its audio encoder.
 
-What neither has is drawn as the trainer draws first weights: the two products of the audio
-projector, and the embeddings of the words that recordings need and the tokenizer lacks.
+Initialized as by the trainer: the audio projector's linears, and embeddings of new audio tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -27,7 +26,7 @@ _OF_WORDS = ("embedding.word_embeddings.weight", "head.weight")
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointWithAudio(ImportSource):
-    """A released checkpoint with Whisper's encoder as one more of its model."""
+    """A released checkpoint with Whisper's encoder added."""
 
     directory: Path
     released: ReleasedCheckpoint
@@ -37,7 +36,7 @@ class CheckpointWithAudio(ImportSource):
     seed: int
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type in which the parameter is written: that of its tensors, or of the embedding."""
+        """Type to write: that of the parameter's tensors, or of the embedding."""
         if not self._is_audio(parameter):
             return self.released.dtype(parameter)
         first = self.audio.first_tensor(parameter)
@@ -62,7 +61,7 @@ class CheckpointWithAudio(ImportSource):
         return parameter.key.startswith("audio")
 
     def _in_model(self, parameter: Parameter) -> Parameter:
-        """The parameter with as many words as the model has."""
+        """The parameter with the model's vocabulary size."""
         if parameter.key not in _OF_WORDS:
             return parameter
         return replace(parameter, shape=(self.model.language.vocab_size, parameter.shape[1]))
@@ -84,7 +83,7 @@ class CheckpointWithAudio(ImportSource):
 def add_audio(
     released: ReleasedCheckpoint, directory: Path, positions_per_token: int, seed: int
 ) -> CheckpointWithAudio:
-    """Open a released Whisper as one more encoder of a released checkpoint."""
+    """Add a released Whisper as an encoder of a released checkpoint."""
     audio = open_audio(directory, released.model, positions_per_token)
     found = found_tokenizer(released)
     if found is None:

@@ -1,4 +1,4 @@
-"""Pieces added to the files of a tokenizer, each as one token after all that there are."""
+"""Special tokens added at the end of a tokenizer's vocabulary."""
 
 import json
 from collections.abc import Sequence
@@ -15,10 +15,10 @@ _FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 
 
 def add_pieces(folder: Path, pieces: Sequence[str]) -> None:
-    """Add special pieces, which the tokenizer in a folder must not have yet, with the next ids.
+    """Add special tokens, absent so far, to a folder's tokenizer, with the next ids.
 
-    Its tokenizer.json gets them, if there is one, and what stands beside the model: the list of
-    added tokens in tokenizer_config.json, or else added_tokens.json.
+    Writes tokenizer.json, if any, and added tokens in tokenizer_config.json or else
+    added_tokens.json.
     """
     first = open_tokenizer(folder).vocab_size
     ids = {piece: first + place for place, piece in enumerate(pieces)}

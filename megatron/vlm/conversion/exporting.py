@@ -1,7 +1,6 @@
-"""Export of a run's weights as a checkpoint that other tools load.
+"""Export of a run's weights as a released checkpoint.
 
-What is written is like a given released checkpoint, file by file, or of a layout that is asked for,
-with a config.json made from the model.
+Files follow a given released checkpoint, or a layout with a config.json made from the model.
 """
 
 import math
@@ -58,7 +57,7 @@ class _Piece:
     name: str
     parameter: Parameter
     position: int
-    """Index among the tensors that the parameter is made of."""
+    """Index among the parameter's released tensors."""
     shape: Shape
     dtype: torch.dtype
 
@@ -87,9 +86,8 @@ class Export:
     layout: Layout
     files: tuple[_File, ...]
     copied: tuple[Path, ...]
-    """Files that are copied unchanged."""
     made: Mapping[str, str]
-    """Texts of other files, by name: configurations and the index."""
+    """Contents of generated files, by name: configurations and the index."""
 
     @property
     def bytes(self) -> int:
@@ -100,9 +98,9 @@ class Export:
 def plan_export_like(
     stored: CheckpointIdentity, like: ReleasedCheckpoint, dtype: torch.dtype | None
 ) -> Export:
-    """Plan a copy of the released checkpoint `like` with the stored weights in place of its own.
+    """Plan a copy of the released checkpoint `like` with the stored weights.
 
-    Files, names and, unless `dtype` is given, types are the same.
+    Files, names and, unless `dtype` is given, types stay equal.
     """
     place = f"in {like.directory / CONFIG_FILE}"
     different = architecture_differences(_as_seen(stored.model, like.model), like.model, place)
@@ -122,7 +120,7 @@ def plan_export_like(
         pieces.append(_head_copy(pieces, like.model, head, dtype_of))
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
-        # A head's copy that is not there goes where the embedding is.
+        # A missing copy of the tied head goes to the embedding's file.
         first = released(piece.parameter, like.model, like.layout).names[0]
         place = piece.name if piece.name in tensors else first
         by_file.setdefault(tensors[place].file, []).append(piece)
@@ -131,8 +129,7 @@ def plan_export_like(
         for name, pieces in sorted(by_file.items())
     ]
     made = _changed_texts(like, files, dtype)
-    # The index says nothing of values; as it is in the folder, so it stays unless types change or
-    # a tensor is added.
+    # Reuse the folder's index unless types change or a tensor is added.
     copied = [
         path
         for path in sorted(like.directory.iterdir())
@@ -151,7 +148,7 @@ def plan_export_like(
 
 
 def _as_seen(model: ModelConfig, like: ModelConfig) -> ModelConfig:
-    """The model without an audio encoder and its words, where a released one has none."""
+    """Drop the audio encoder and its tokens from the model if the released model lacks them."""
     if not model.takes_audio or like.takes_audio:
         return model
     seeing = {name: tower for name, tower in model.encoders.items() if name != "audio"}
@@ -162,7 +159,7 @@ def _as_seen(model: ModelConfig, like: ModelConfig) -> ModelConfig:
 def _changed_texts(
     like: ReleasedCheckpoint, files: Sequence[_File], dtype: torch.dtype | None
 ) -> dict[str, str]:
-    """Texts of files that state the tensors' names, type or bytes, where those change."""
+    """Contents of files with tensor names, types or sizes, if these change."""
     made = {}
     if dtype is not None:
         config = read_text(like.directory / CONFIG_FILE, "fetch it again")
@@ -179,10 +176,9 @@ def _head_copy(
     name: str,
     dtype_of: Callable[[str, Parameter], torch.dtype],
 ) -> _Piece:
-    """A copy of the embedding as the head of a model whose head is tied to it.
+    """Copy the embedding as the head of a model with a tied head.
 
-    InternVL's own code unties every head, whatever config.json says, and so would begin without
-    this tensor with a random one.
+    InternVL's code unties every head regardless of config.json, and would initialize it randomly.
     """
     embedding = embedding_parameter(model)
     tied = next(piece for piece in pieces if piece.parameter == embedding)
@@ -201,7 +197,7 @@ def plan_export_as(
     tokenizer: Tokenizer | None,
     bytes_per_file: int,
 ) -> Export:
-    """Plan an export of the stored weights in a layout, with a config.json made from the model."""
+    """Plan an export in a layout, with a config.json made from the model."""
     model = stored.model
     check_exportable(model, layout)
     weights = StoredWeights(stored.path)
@@ -225,7 +221,7 @@ def plan_export_as(
     made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
     if layout.is_qwen_vl:
         check_read_back(model, layout, made, [piece.name for piece in pieces])
-    # What is made of the model has the same entries.
+    # Generated files have equal entries.
     replaced = [PROCESSOR_FILE] if layout.is_qwen_vl else []
     if len(files) > 1:
         made[INDEX_FILE] = _index_text({}, files)
@@ -240,7 +236,7 @@ def plan_export_as(
 
 
 def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
-    """Ids of the pieces of images and videos, by their keys in config.json."""
+    """Ids of image and video tokens, by their keys in config.json."""
     if model.takes_images:
         return {"image_token_id": tokenizer.image_context}
     if model.images is None:
@@ -256,13 +252,9 @@ def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def write_export(export: Export, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write the folder `target`, a file's tensors in memory at a time; adapters are added to the
-    weights that they are beside.
+    """Write the folder `target`, a file in memory at a time, with adapters merged.
 
-    It gets its name when all in it is written.
-
-    Args:
-        on_written: called after each file with the bytes of its tensors.
+    It is renamed to `target` when complete. `on_written` gets the tensor bytes of each file.
     """
     companions = sum(path.stat().st_size for path in export.copied)
     check_room(target, export.bytes + companions + sum(map(len, export.made.values())))
@@ -280,7 +272,7 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
 def _pieces(
     model: ModelConfig, layout: Layout, dtype_of: Callable[[str, Parameter], torch.dtype]
 ) -> Iterator[_Piece]:
-    """Yield all tensors of the layout, each with the type for its name and parameter."""
+    """Yield all tensors of the layout with their types."""
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
         for position, (name, shape) in enumerate(zip(made_of.names, made_of.shapes, strict=True)):
@@ -294,7 +286,7 @@ def _pieces(
 
 
 def _dealt(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:
-    """Split pieces in order over files of at most `bytes_per_file` bytes."""
+    """Split pieces in order into files of at most `bytes_per_file` bytes."""
     groups: list[list[_Piece]] = [[]]
     size = 0
     for piece in pieces:

@@ -1,8 +1,8 @@
-"""Import of a released checkpoint as the directory of a run: weights, model and tokenizer.
+"""Import of a released checkpoint as a run directory: weights, model and tokenizer.
 
-RUN/iter_0000000/    the weights, for `pretrain_vlm.py --load RUN --finetune`
-RUN/model.toml       the model, for `omnibal plan --model RUN/model.toml`
-RUN/tokenizer/       the tokenizer's files, for --tokenizer-model RUN/tokenizer
+RUN/iter_0000000/    weights, for `pretrain_vlm.py --load RUN --finetune`
+RUN/model.toml       model, for `omnibal plan --model RUN/model.toml`
+RUN/tokenizer/       tokenizer, for --tokenizer-model RUN/tokenizer
 """
 
 import math
@@ -64,13 +64,12 @@ _TOKENIZER_FILES = (
 
 
 class ImportSource(ABC):
-    """What a run's directory is made of: a released checkpoint, or one with more beside it."""
+    """Source of a run's directory: a released checkpoint, possibly with additions."""
 
     directory: Path
-    """Folder of the released checkpoint."""
     model: ModelConfig
     adapters: AdapterConfig | None = None
-    """Adapters beside its weights, if any."""
+    """Adapters, if any."""
 
     @property
     def bytes(self) -> int:
@@ -81,24 +80,24 @@ class ImportSource(ABC):
 
     @abstractmethod
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type in which the parameter is written."""
+        """Type to write the parameter in."""
 
     @abstractmethod
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """Values of the parameter."""
+        """Read the values of the parameter."""
 
     @abstractmethod
     def file_order(self) -> list[Parameter]:
-        """All parameters, in the order of the files, so that each file is read once."""
+        """All parameters in file order, so that each file is read once."""
 
     @abstractmethod
     def found_tokenizer(self) -> "FoundTokenizer | None":
-        """The tokenizer that goes along, if any."""
+        """The tokenizer to copy, if any."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasedCheckpoint(ImportSource):
-    """A released checkpoint that has been checked as complete and supported."""
+    """A released checkpoint that is complete and supported."""
 
     directory: Path
     files: ReleasedFiles
@@ -125,10 +124,10 @@ class ReleasedCheckpoint(ImportSource):
 
 
 def open_released(directory: Path) -> ReleasedCheckpoint:
-    """Open a released checkpoint and check that every tensor of it has a place.
+    """Open a released checkpoint and check that all its tensors are known.
 
-    Transformers 5 does not tie a head whose tensor is another than the embedding, whatever
-    config.json says, and saves such models; so in its layout the tensors have the last word.
+    Transformers 5 leaves a head untied if its tensor differs from the embedding, regardless of
+    config.json, and saves such models; so in its layout the tensors decide.
     """
     files = ReleasedFiles(directory)
     model, layout = read_config(directory, files.tensors.keys())
@@ -150,10 +149,7 @@ def open_released(directory: Path) -> ReleasedCheckpoint:
 
 
 def _are_turned(model: ModelConfig, layout: Layout, tensors: Mapping[str, TensorInfo]) -> bool:
-    """Whether experts in one tensor have rows of their matrices as columns.
-
-    Of a layer's two stacks one has matrices that are not square, and tells it.
-    """
+    """Whether stacked experts are stored transposed, by the shape of a non-square matrix."""
     for parameter in parameters(model):
         if ".experts." not in parameter.key or len(set(parameter.shape[1:])) == 1:
             continue
@@ -164,7 +160,7 @@ def _are_turned(model: ModelConfig, layout: Layout, tensors: Mapping[str, Tensor
 
 
 def tokenizer_files(folder: Path) -> list[Path]:
-    """The tokenizer's files in a folder, and those that go with them."""
+    """The tokenizer's files in a folder, and their companions."""
     return [
         path for name in _TOKENIZER_FILES for path in sorted(folder.glob(name)) if path.is_file()
     ]
@@ -188,7 +184,7 @@ def _check_tensors(
 def import_checkpoint(
     source: ImportSource, run: Path, on_written: Callable[[int], None]
 ) -> list[str]:
-    """Write the run's directory; returns what the user should know, a line each.
+    """Write the run's directory; return notes for the user.
 
     Args:
         on_written: called after each parameter with its bytes.
@@ -235,9 +231,9 @@ class FoundTokenizer:
 
     files: tuple[Path, ...]
     made: str | None
-    """The text of a tokenizer.json that the source lacks."""
+    """Generated tokenizer.json, if the source lacks it."""
     added: tuple[str, ...] = ()
-    """Pieces that the source lacks and the run's tokenizer gets."""
+    """Tokens to add to the source's tokenizer."""
 
     @property
     def names(self) -> list[str]:
@@ -254,14 +250,14 @@ class FoundTokenizer:
             add_pieces(target, self.added)
 
     def opened(self) -> Tokenizer:
-        """Open the tokenizer, as it will be in the run's folder."""
+        """Open the tokenizer as in the run's folder."""
         with tempfile.TemporaryDirectory() as temporary:
             self.write(Path(temporary) / TOKENIZER_FOLDER)
             return open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
 
 
 def found_tokenizer(source: ReleasedCheckpoint) -> FoundTokenizer | None:
-    """The source's tokenizer, found to go with its model; None where there is none to be used."""
+    """The source's tokenizer, checked against its model. None if unusable."""
     folder = source.directory
     files = tuple(tokenizer_files(folder))
     if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
@@ -272,6 +268,6 @@ def found_tokenizer(source: ReleasedCheckpoint) -> FoundTokenizer | None:
         return None
     found = FoundTokenizer(files=files, made=made)
     tokenizer = found.opened()
-    tokenizer.path = folder / FAST_FILE  # where a complaint is to look for it
+    tokenizer.path = folder / FAST_FILE  # path for error messages
     check_tokenizer(source.model, tokenizer)
     return found

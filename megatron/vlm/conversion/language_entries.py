@@ -1,7 +1,4 @@
-"""Entries of a language model in config.json, as its class in Transformers reads them.
-
-They were tried with Transformers 4.57.3 and 5.23, which look for the RoPE base in other places.
-"""
+"""Entries of a language model in config.json, tested with Transformers 4.57.3 and 5.23."""
 
 from typing import Any
 
@@ -10,12 +7,12 @@ from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig
 
 _MAX_POSITIONS = 32_768
-"""Longest text of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit.
-Serving tools take it for the longest text; RoPE, unscaled here, does not depend on it."""
+"""Maximum length of most released InternVL2, 2.5 and 3 models, for a ModelConfig without a limit.
+Serving tools use it as context length; unscaled RoPE does not depend on it."""
 
 
 def text_entries(language: LanguageConfig, kind: LanguageType) -> dict[str, Any]:
-    """Sizes of a language model, and what of it is on; all but RoPE."""
+    """Sizes and options of a language model, without RoPE."""
     states_head_size = language.head_size is not None or kind in ("qwen3", "qwen3_moe")
     head_size = {"head_dim": language.head_width} if states_head_size else {}
     experts = language.kinds[0].experts
@@ -48,7 +45,7 @@ def rope_entries(language: LanguageConfig) -> dict[str, Any]:
 
 
 def rope_scaling(language: LanguageConfig) -> dict[str, Any] | None:
-    """How RoPE is scaled, or its sections; None where it is plain."""
+    """RoPE scaling or sections. None if neither is used."""
     scaling, sections = language.rope_scaling, language.rope_sections
     if sections is not None:
         interleaved = {"mrope_interleaved": True} if sections.interleaved else {}
@@ -77,7 +74,7 @@ def kind_of(language: LanguageConfig) -> LanguageType:
 
 
 def dtype_entries(dtype: str) -> dict[str, Any]:
-    """The type of the tensors under the names of Transformers 4 and of 5."""
+    """Tensor type under the names of Transformers 4 and of 5."""
     return {"dtype": dtype, "torch_dtype": dtype}
 
 

@@ -1,7 +1,6 @@
 """Reading and writing of this project's checkpoints one parameter at a time, without a model.
 
-The files are those of Megatron-core's dist_checkpointing, as a run saves them, so training loads
-them under any split, tensor and data parallel size. Only the weights are there: no optimizer.
+Files are Megatron-core's dist_checkpointing format with weights only, loadable under any split.
 """
 
 import io
@@ -38,7 +37,7 @@ from omnibal.model.config import ModelConfig
 
 WEIGHTS_STEP = 0
 _HEAD_STATE = "head._extra_state/shard_0_1"
-"""Key of the head's extra state, stored also where the head is tied to the token embedding."""
+"""Key of the head's extra state, stored even if the head is tied to the embedding."""
 _LINEARS = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
@@ -50,17 +49,15 @@ def write_weights(
     read: Callable[[Parameter], torch.Tensor],
     adapters: AdapterConfig | None = None,
 ) -> Path:
-    """Write a checkpoint of weights alone, at step 0; returns its folder.
-
-    It gets its name when all of it is on disk.
+    """Write a checkpoint with only weights, at step 0; return its folder, renamed when on disk.
 
     Args:
         dtypes: by checkpoint key.
-        read: a parameter's values; called once for each, in order.
+        read: returns a parameter's values; called once each, in order.
     """
     begin_checkpoint(directory, WEIGHTS_STEP)
     path = part_path(directory, WEIGHTS_STEP)
-    # Nothing is copied ahead, on whatever device, so that one parameter is in memory at a time.
+    # No copies ahead, on any device, so that only one parameter is in memory.
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
     dcp.save(
         {}, storage_writer=writer, planner=_WritePlanner(dtypes, parameters, read), no_dist=True
@@ -76,7 +73,7 @@ def write_weights(
 
 
 class StoredWeights:
-    """The parameters in one checkpoint folder."""
+    """The parameters of a checkpoint folder."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -89,12 +86,12 @@ class StoredWeights:
         }
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type in which the parameter is stored."""
+        """Type of the stored parameter."""
         with one_error(self._path):
             return self._dtypes[parameter.key]
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Read the values of the parameters, in their order."""
+        """Read the values of the parameters, in order."""
         values = [torch.empty(one.shape, dtype=self.dtype(one)) for one in parameters]
         reader = dcp.FileSystemReader(self._path)
         with one_error(self._path):
@@ -114,7 +111,7 @@ def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
 
 
 def _extra_state_key(parameter: Parameter) -> str | None:
-    """Key of the empty object that core's linear layers store; None for others."""
+    """Key of the empty extra state of core's linear layers. None for other parameters."""
     if not parameter.key.endswith(_LINEARS) or ".experts." in parameter.key:
         return None
     module = parameter.key.removesuffix(".weight")
@@ -122,7 +119,7 @@ def _extra_state_key(parameter: Parameter) -> str | None:
 
 
 class _WritePlanner(DefaultSavePlanner):
-    """Save planner with one item per parameter, whose values are read when it is written."""
+    """Save planner with one item per parameter, read when it is written."""
 
     def __init__(
         self,
@@ -169,7 +166,7 @@ class _WritePlanner(DefaultSavePlanner):
 
 
 class _ReadPlanner(DefaultLoadPlanner):
-    """Load planner for given parameters, however their chunks lie in the files."""
+    """Load planner for given parameters, for any chunking in the files."""
 
     def __init__(self, parameters: Sequence[Parameter], values: Sequence[torch.Tensor]) -> None:
         super().__init__(flatten_state_dict=False)

@@ -1,7 +1,6 @@
-"""Configuration files of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, as Transformers reads them.
+"""Configuration files of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, for Transformers 4.57.3 and 5.23.
 
-They were tried with Transformers 4.57.3 and 5.23. Tables are named as in released files; both
-versions take these names.
+Tables are named as in released files; both versions accept these names.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -18,18 +17,18 @@ from omnibal.model.encoders import ImagesEncoder
 PREPROCESSOR_FILE = "preprocessor_config.json"
 VIDEO_FILE = "video_preprocessor_config.json"
 PROCESSOR_FILE = "processor_config.json"
-"""What Transformers 5 saves in place of those two."""
+"""Replaces the two files above in Transformers 5."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What differs between families; of classes the name before what they have in common."""
+    """Differences between families; class names without their common suffix."""
 
     architecture: str
     processor: str
     language: LanguageType
     vision: Callable[[ImagesEncoder, int], dict[str, Any]]
-    """Entries of the tower that the others have not; also given the language model's width."""
+    """Vision entries of this family only, given the tower and the language model's width."""
     video_processor: str
 
 
@@ -93,9 +92,9 @@ def language_kind(layout: Layout) -> LanguageType:
 
 
 def qwen_layout(kind: str, names: Collection[str]) -> Layout:
-    """Layout of a released Qwen-VL's tensors, by its model_type and their names.
+    """Layout of a released Qwen-VL's tensors, by model_type and tensor names.
 
-    Which way experts in one tensor are turned the shapes tell, and not the names: as released.
+    Stacked experts count as transposed, as released; names do not show it.
     """
     if kind == "qwen3_vl_moe":
         return Layout.QWEN3_VL_MOE if has_stacked_experts(names) else Layout.QWEN3_VL_MOE_APART
@@ -164,5 +163,5 @@ def _processor(tower: ImagesEncoder, least_pixels: int, most_pixels: int) -> dic
 
 
 def _whole(number: float) -> float:
-    """A number without a point where it is whole, as Transformers 5 checks types."""
+    """Convert integral floats to int, as Transformers 5 checks types."""
     return int(number) if number.is_integer() else number

@@ -1,12 +1,9 @@
 """Conversion of a released checkpoint's config.json to a ModelConfig and back.
 
-Read are the original InternVLChatConfig and Transformers' own InternVLConfig, Qwen2VLConfig,
-Qwen2_5_VLConfig, Qwen3VLConfig and Qwen3VLMoeConfig, as the planner reads them
-(`omnibal.families`), and of models without an encoder LlamaConfig, Qwen2Config, Qwen3Config and
-Qwen3MoeConfig. What this project's model cannot do is refused by name.
-
-What is written for Transformers was tried with its versions 4.57.3 and 5.23, which differ in where
-they look for the RoPE base and the type of the tensors.
+Reads the original InternVLChatConfig, Transformers' InternVLConfig, Qwen2VLConfig,
+Qwen2_5_VLConfig, Qwen3VLConfig and Qwen3VLMoeConfig (`omnibal.families`), and the text-only
+LlamaConfig, Qwen2Config, Qwen3Config and Qwen3MoeConfig. Unsupported settings raise an error.
+Output was tested with Transformers 4.57.3 and 5.23.
 """
 
 import json
@@ -78,16 +75,14 @@ _TEXT_ONLY: dict[LanguageType, Layout] = {
 _LANGUAGES = {
     layout: kind for kinds in (_ORIGINAL_LAYOUTS, _TEXT_ONLY) for kind, layout in kinds.items()
 } | {Layout.QWEN3_MOE_STACKED: "qwen3_moe"}
-"""Kind of language model that a layout is for; Transformers' InternVL has any but InternLM2."""
+"""Language model of a layout; Transformers' InternVL takes any but InternLM2."""
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
     """Read the model in a released checkpoint's folder, and the layout of its tensors.
 
     Args:
-        names: of the tensors there, which tell what config.json leaves open: whether they begin
-            with `model.`, as some versions of Transformers wrote them, whether experts are one
-            tensor, and where nothing else says it, whether the head is tied.
+        names: of its tensors, to resolve prefix `model.`, stacked experts and tied heads.
     """
     path = directory / CONFIG_FILE
     given = read_config_file(path)
@@ -155,24 +150,24 @@ def _text_only_config(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenIds:
-    """Token ids that configurations state of a model's tokenizer."""
+    """Token ids in configurations of a model."""
 
     of_items: Mapping[str, int]
-    """Ids of pieces of images and videos, by their keys in config.json."""
+    """Ids of image and video tokens, by their keys in config.json."""
     begin: int | None
-    """Id that begins a text; None where the tokenizer has none."""
+    """Id at the beginning of a text, if any."""
     end: int
-    """Id that closes an answer."""
+    """Id at the end of an answer."""
 
 
 def configurations(
     model: ModelConfig, layout: Layout, dtype: str, ids: TokenIds | None
 ) -> dict[str, str]:
-    """Texts of the configuration files of an exported model, by file name.
+    """Contents of the configuration files of an exported model, by file name.
 
-    Transformers' preprocessor always adds a thumbnail to several tiles, whatever
-    `tiling.use_thumbnail` is, and where two grids of equally many tiles are equally near to an
-    image's shape it may take another than InternVL does. Else its tiles are the same.
+    Transformers' preprocessor always adds a thumbnail to several tiles, and may choose a different
+    grid if two with equal tile counts are equally near to the aspect ratio. Otherwise tiles are
+    equal.
     """
     files: dict[str, dict[str, Any]] = {}
     if layout.is_text_only:
@@ -208,7 +203,7 @@ def configurations(
 
 
 def with_dtype(config: str, dtype: str) -> str:
-    """The text of a config.json in which every type of tensors is `dtype`, and all else stays."""
+    """Replace every tensor type in a config.json by `dtype`."""
     return _STATED_DTYPE.sub(rf'\g<1>{dtype}"', config)
 
 
@@ -236,7 +231,7 @@ def _preprocessor(model: ModelConfig) -> dict[str, Any]:
 def _original(model: ModelConfig, layout: Layout, dtype: str) -> dict[str, Any]:
     vision, tiling = model.vision, model.vision.tiling
     scaling = rope_scaling(model.language) or {}
-    # Of the two names of the kind, InternVL's own code reads this one.
+    # InternVL's code reads only this name of the kind.
     scaling = {"type" if name == "rope_type" else name: value for name, value in scaling.items()}
     message = model.chat_system_message
     message = model.system_message if message is None else message
@@ -297,7 +292,7 @@ def _transformers(model: ModelConfig, dtype: str, ids: TokenIds | None) -> dict[
 
 
 def _vision(vision: TilesEncoder) -> dict[str, Any]:
-    """Entries of the tower that both formats have."""
+    """Entries of the tower in both formats."""
     return {
         "hidden_size": vision.hidden_size,
         "intermediate_size": vision.ffn_hidden_size,
@@ -344,7 +339,7 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
 def check_read_back(
     model: ModelConfig, layout: Layout, files: Mapping[str, str], names: Collection[str]
 ) -> None:
-    """Check that configurations describe just the model that they were made of."""
+    """Check that reading the configurations gives the model back."""
     with tempfile.TemporaryDirectory() as folder:
         for name, text in files.items():
             (Path(folder) / name).write_text(text, encoding="utf-8")
@@ -366,22 +361,21 @@ def check_read_back(
 
 
 def _position_rate(model: ModelConfig) -> float | None:
-    """Positions per second of a video; None where each patch of frames is one more."""
+    """Positions per second of a video. None if each temporal patch is one position."""
     video = None if model.images is None else model.images.video
     return None if video is None else video.positions_per_second
 
 
 def _is_square(language: LanguageConfig) -> bool:
-    """Whether some matrices of experts have one shape however they are turned, of which
-    Transformers 5 tells by the shape which way they are."""
+    """Whether experts have square matrices, so that Transformers 5 cannot infer transposition."""
     experts, width = language.kinds[0].experts, language.hidden_size
     return experts is not None and width in (experts.ffn_hidden_size, 2 * experts.ffn_hidden_size)
 
 
 def _language_obstacles(language: LanguageConfig, kind: LanguageType) -> list[tuple[bool, str]]:
-    """What a kind of language model has not; whether it holds, and what the model has."""
+    """Conditions that rule out a kind of language model, and the feature for the message."""
     experts, is_qwen3 = language.kinds[0].experts, kind in ("qwen3", "qwen3_moe")
-    # An ExpertsConfig of what config.json says of them, and what costs alone go by.
+    # Entries of ExpertsConfig from config.json, and entries used only by the cost model.
     said = {"experts", "experts_per_token", "ffn_hidden_size", "normalized", "auxiliary_loss"}
     plain = LayerKind(
         experts=experts and ExpertsConfig(**experts.model_dump(include={*said, "imbalance"}))

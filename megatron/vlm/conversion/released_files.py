@@ -1,7 +1,7 @@
 """A released checkpoint's safetensors files: read a tensor at a time, written a file at a time.
 
-model-00001-of-00004.safetensors    and so on, or one model.safetensors
-model.safetensors.index.json        which file holds which tensor; not beside a single file
+model-00001-of-00004.safetensors    ..., or a single model.safetensors
+model.safetensors.index.json        file of each tensor; absent for a single file
 """
 
 import json
@@ -27,9 +27,9 @@ from omnibal.base.files import read_json_model
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 _OPEN_FILES = 2
-"""Most files kept open, as a parameter's tensors may lie in two neighbouring files."""
+"""Maximum open files: a parameter's tensors may be in two neighbouring files."""
 _DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-_LISTED = 5  # most names in a message
+_LISTED = 5  # max names in a message
 
 
 class _Index(BaseModel, extra="allow"):
@@ -39,7 +39,7 @@ class _Index(BaseModel, extra="allow"):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorInfo:
-    """Header entry of one of a file's tensors."""
+    """Header entry of a tensor."""
 
     file: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class TensorInfo:
 
 
 class ReleasedFiles:
-    """The tensors of one checkpoint folder; keeps no more than two files open."""
+    """The tensors of one checkpoint folder; keeps at most two files open."""
 
     def __init__(self, directory: Path, single_file: str = SINGLE_FILE) -> None:
         if not directory.is_dir():
@@ -59,7 +59,7 @@ class ReleasedFiles:
         self._open: OrderedDict[str, safe_open] = OrderedDict()
         index = directory / INDEX_FILE
         self.index: dict[str, Any] | None = None
-        """Content of the index; None where a single file needs none."""
+        """Content of the index. None if a single file needs none."""
         if index.is_file():
             listed = read_json_model(_Index, index, "fetch it again")
             self.index = listed.model_dump(exclude_unset=True)
@@ -79,10 +79,9 @@ class ReleasedFiles:
                 )
             found = self._headers([single_file])
         self.tensors: Mapping[str, TensorInfo] = found
-        """Header entries by tensor name."""
 
     def read(self, name: str) -> torch.Tensor:
-        """Read one tensor, mapped from its file."""
+        """Read one tensor, memory-mapped."""
         file = self.tensors[name].file
         try:
             return self._opened(file).get_tensor(name)
@@ -90,7 +89,7 @@ class ReleasedFiles:
             raise _broken(self._directory / file, error) from error
 
     def joined(self, made_of: Released, parameter: Parameter) -> torch.Tensor:
-        """Read the values of a parameter that is made of these tensors."""
+        """Read a parameter's tensors and join them."""
         return made_of.arrangement.join(list(map(self.read, made_of.names)), parameter.shape)
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
@@ -158,12 +157,12 @@ def check_tensors(
     tensors: Mapping[str, TensorInfo],
     whose: str,
 ) -> None:
-    """Raise UserError unless the tensors are just those that a model is made of.
+    """Raise UserError unless the tensors are exactly a model's.
 
     Args:
-        directory: that they are in.
-        expected: what each is a part of, whose parts are of one type, and its shape, by name.
-        whose: tensors they must be, in words.
+        directory: folder of the tensors.
+        expected: by name, the part (of uniform type) and shape.
+        whose: owner of the tensors, for messages.
     """
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())
@@ -198,14 +197,14 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def shortened(names: list[str]) -> str:
-    """Text of the first names, and of the number of further ones."""
+    """Join the first names and the number of further names."""
     listed = ", ".join(names[:_LISTED])
     return listed if len(names) <= _LISTED else f"{listed} and {len(names) - _LISTED} more"
 
 
 @contextmanager
 def writing(target: Path) -> Iterator[None]:
-    """Turn whatever fails while `target` is being written into one UserError."""
+    """Convert any failure while writing `target` to one UserError."""
     try:
         yield
     except UserError:
@@ -219,11 +218,11 @@ def writing(target: Path) -> Iterator[None]:
 
 
 def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | None) -> None:
-    """Write one safetensors file; equal tensors and metadata give equal bytes."""
+    """Write one safetensors file; deterministic."""
     apart: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
-        # The copy of a tied head is the embedding itself, and the library writes no memory twice.
+        # A tied head shares the embedding's memory, and the library refuses shared memory.
         whole = tensor.contiguous()
         apart[name] = whole.clone() if whole.data_ptr() in seen else whole
         seen.add(whole.data_ptr())
@@ -231,7 +230,7 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | No
 
 
 def check_room(target: Path, size: int) -> None:
-    """Raise UserError unless `size` bytes fit into the file system that `target` would be in."""
+    """Raise UserError unless `size` bytes fit on the file system of `target`."""
     there = next(folder for folder in target.absolute().parents if folder.is_dir())
     free = shutil.disk_usage(there).free
     if size > free:
@@ -242,7 +241,7 @@ def check_room(target: Path, size: int) -> None:
 
 
 def index_text(index: Mapping[str, Any], weight_map: Mapping[str, str], size: int) -> str:
-    """An index as Transformers writes it, with what else `index` says."""
+    """Index file as Transformers writes it, with other entries of `index`."""
     metadata = (index.get("metadata") or {}) | {"total_size": size}
     whole = {**index, "metadata": metadata, "weight_map": dict(weight_map)}
     return json.dumps(whole, indent=2, sort_keys=True) + "\n"

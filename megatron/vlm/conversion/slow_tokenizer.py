@@ -1,7 +1,6 @@
-"""The tokenizer.json of a Qwen2 tokenizer that was saved without one, as InternVL2-1B's is.
+"""Make tokenizer.json from vocab.json, merges.txt and added tokens of a Qwen2 tokenizer.
 
-Made of vocab.json, merges.txt and the added tokens beside them, as Transformers does it when it
-opens such a folder.
+As Transformers does for folders without one, such as InternVL2-1B's.
 """
 
 from pathlib import Path
@@ -21,11 +20,11 @@ _PIECES = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""Pattern by which Qwen2 splits text before byte-pair encoding."""
+"""Qwen2's pre-tokenization pattern."""
 
 
 class _Config(BaseModel):
-    """Settings read from tokenizer_config.json; other fields are ignored."""
+    """Settings from tokenizer_config.json."""
 
     tokenizer_class: str | None = None
     add_prefix_space: bool | None = None
@@ -33,13 +32,13 @@ class _Config(BaseModel):
 
 
 def is_slow(folder: Path) -> bool:
-    """Whether there is a byte-level vocabulary, and no tokenizer.json made of it."""
+    """Whether there is a byte-level vocabulary without tokenizer.json."""
     is_there = [(folder / name).is_file() for name in (_VOCABULARY_FILE, _MERGES_FILE)]
     return all(is_there) and not (folder / FAST_FILE).is_file()
 
 
 def fast_tokenizer(folder: Path) -> str | None:
-    """The text of the tokenizer.json; None where the tokenizer is of another kind than Qwen2's."""
+    """Text of the tokenizer.json. None unless the tokenizer is Qwen2's."""
     path = folder / CONFIG_FILE
     config = read_json_model(_Config, path, _REMEDY) if path.is_file() else _Config()
     if config.tokenizer_class not in _CLASSES or config.add_prefix_space:
@@ -47,7 +46,7 @@ def fast_tokenizer(folder: Path) -> str | None:
     files = folder / _VOCABULARY_FILE, folder / _MERGES_FILE
     try:
         model = models.BPE.from_file(*map(str, files))
-    except Exception as error:  # the library raises nothing more special
+    except Exception as error:  # the library raises nothing more specific
         raise UserError(
             f"{folder}: {_VOCABULARY_FILE} and {_MERGES_FILE} are not of one tokenizer ({error}); "
             "fetch both again"
@@ -67,7 +66,7 @@ def fast_tokenizer(folder: Path) -> str | None:
 
 
 def _listed(folder: Path) -> dict[int, AddedToken]:
-    """Added tokens by id, from the file that only older versions of Transformers read."""
+    """Added tokens by id, from the file of older Transformers versions."""
     path = folder / ADDED_FILE
     if not path.is_file():
         return {}

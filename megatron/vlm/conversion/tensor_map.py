@@ -1,17 +1,13 @@
-"""Map from each parameter of this project to the released tensors that it is made of.
+"""Map each parameter of this project to its released tensors.
 
     parameters(model)            every parameter of the whole model, with its shape
-    released(parameter, layout)  the released tensors it is made of, and how
+    released(parameter, layout)  its released tensors, and their arrangement
 
-Both layouts of InternVL are known: the original one, whose language model is InternLM2's, Llama's,
-Qwen2's or Qwen3's, and the one of Transformers' own InternVLForConditionalGeneration; those of
-Qwen2-VL, Qwen2.5-VL and Qwen3-VL, under the names of released files and those of Transformers; of
-models without an encoder, those of LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM and
-Qwen3MoeForCausalLM, which name their tensors alike. Experts have matrices of their own in released
-files of all but Qwen3-VL, which have those of a layer in one tensor, turned; Transformers 5 has
-them in one tensor of any model, not turned, and writes them so when asked to. An audio tower is
-Whisper's, from a checkpoint of its own (`whisper_tensors`). What is rearranged is rows and axes of
-matrices, never values, so that a round trip gives the same bits.
+Layouts: InternVL's own, with InternLM2, Llama, Qwen2 or Qwen3; Transformers'
+InternVLForConditionalGeneration; Qwen2-VL, Qwen2.5-VL and Qwen3-VL under released and Transformers'
+names; text-only Llama, Qwen2, Qwen3 and Qwen3Moe. Experts are separate tensors, except stacked and
+transposed in released Qwen3-VL, and stacked in Transformers 5. Whisper's encoder has its own
+checkpoint (`whisper_tensors`). Only rows and axes are rearranged, so round trips are bit-exact.
 
 Shapes: R rows (any trailing axes stay), N heads, G key/value heads, Q = N / G heads of a group,
 D head size, X experts.
@@ -47,27 +43,27 @@ class Layout(StrEnum):
     INTERNVL_QWEN3_MOE = "internvl-qwen3-moe"
     TRANSFORMERS = "transformers"
     TRANSFORMERS_PREFIXED = "transformers-prefixed"
-    """Transformers' layout with the names that some versions wrote: `model.vision_tower...`"""
+    """Transformers' layout with names of some versions: `model.vision_tower...`"""
     TRANSFORMERS_STACKED = "transformers-stacked"
-    """Transformers 5's own names: `transformers` with a layer's experts in one tensor."""
+    """Transformers 5's names: `transformers` with stacked experts."""
     LLAMA = "llama"
     QWEN2 = "qwen2"
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3-moe"
     QWEN3_MOE_STACKED = "qwen3-moe-stacked"
-    """With a layer's experts in one tensor."""
+    """With stacked experts."""
     QWEN2_VL = "qwen2-vl"
     QWEN2_VL_PREFIXED = "qwen2-vl-prefixed"
     QWEN2_5_VL = "qwen2.5-vl"
     QWEN2_5_VL_PREFIXED = "qwen2.5-vl-prefixed"
-    """With Transformers' own names: `model.visual...`, not `visual...`, as Qwen3-VL always has."""
+    """With Transformers' names: `model.visual...`, not `visual...`, as in all Qwen3-VL."""
     QWEN3_VL = "qwen3-vl"
     QWEN3_VL_MOE = "qwen3-vl-moe"
-    """As released and as Transformers 4 has it: a layer's experts in one tensor, turned."""
+    """As released and in Transformers 4: experts stacked and transposed."""
     QWEN3_VL_MOE_STACKED = "qwen3-vl-moe-stacked"
-    """As Transformers 5 has it: in one tensor, as their matrices are."""
+    """As in Transformers 5: experts stacked, not transposed."""
     QWEN3_VL_MOE_APART = "qwen3-vl-moe-apart"
-    """With matrices of each expert, as text-only models have."""
+    """With separate experts, as text-only models have."""
 
     @property
     def is_original(self) -> bool:
@@ -76,23 +72,23 @@ class Layout(StrEnum):
 
     @property
     def is_text_only(self) -> bool:
-        """Whether it is of a model without an encoder."""
+        """Whether its models have no encoder."""
         has_tiles = self.is_original or self.value.startswith("transformers")
         return not (has_tiles or self.is_qwen_vl)
 
     @property
     def is_qwen_vl(self) -> bool:
-        """Whether it is of a Qwen-VL: images at their native resolution."""
+        """Whether it is a Qwen-VL's: images at native resolution."""
         return "-vl" in self.value
 
     @property
     def has_gated_vision(self) -> bool:
-        """Whether feed-forwards of the vision tower have a gate."""
+        """Whether the vision tower has gated MLPs."""
         return self in (Layout.QWEN2_5_VL, Layout.QWEN2_5_VL_PREFIXED)
 
     @property
     def has_prefix(self) -> bool:
-        """Whether names begin with `model.`, those of the vision tower too."""
+        """Whether names begin with `model.`, including the vision tower."""
         return self.value.startswith("qwen3-vl") or self in (
             Layout.TRANSFORMERS_PREFIXED,
             Layout.TRANSFORMERS_STACKED,
@@ -102,17 +98,17 @@ class Layout(StrEnum):
 
     @property
     def has_bare_language(self) -> bool:
-        """Whether the language model's names are those it has alone."""
+        """Whether the language model's names equal a text-only model's."""
         return self.is_text_only or self in (Layout.QWEN2_VL, Layout.QWEN2_5_VL)
 
     @property
     def has_stacked_experts(self) -> bool:
-        """Whether all experts of a layer are one tensor."""
+        """Whether a layer's experts are one tensor."""
         return self.value.endswith("-stacked") or self.has_turned_experts
 
     @property
     def has_turned_experts(self) -> bool:
-        """Whether rows of an expert's matrices are columns there."""
+        """Whether experts' matrices are transposed."""
         return self is Layout.QWEN3_VL_MOE
 
 
@@ -121,43 +117,42 @@ class Parameter:
     """A parameter of the whole model, over all pipeline stages and tensor-parallel ranks."""
 
     key: str
-    """Key in this project's checkpoints, where the layers of a tower are one stacked tensor."""
+    """Key in this project's checkpoints, which stack a tower's layers in one tensor."""
     shape: Shape
     """Shape of one layer's parameter."""
     layer: int | None = None
-    """Number of the layer, from 0; None outside the towers' layers."""
+    """Number of the layer, from 0. None outside layers."""
     layers: int | None = None
-    """Number of layers of the tower."""
 
     @property
     def name(self) -> str:
-        """Name as `initialize.global_parameter_name` gives it."""
+        """Name as in `initialize.global_parameter_name`."""
         if self.layer is None:
             return self.key
         return self.key.replace(".layers.", f".layers.{self.layer}.", 1)
 
 
 class Arrangement(ABC):
-    """How a parameter lies in the released tensors that it is made of."""
+    """Arrangement of a parameter in its released tensors."""
 
     @abstractmethod
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
-        """Shapes of the released tensors that make a parameter of shape `own`."""
+        """Shapes of the released tensors of a parameter of shape `own`."""
 
     @abstractmethod
     def join(self, pieces: Sequence[torch.Tensor], own: Shape) -> torch.Tensor:
-        """Make a parameter of shape `own` of its released tensors."""
+        """Join released tensors into a parameter of shape `own`."""
 
     @abstractmethod
     def split(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Make the released tensors of a parameter; the inverse of `join`."""
+        """Split a parameter into released tensors. The inverse of `join`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Parts(Arrangement):
-    """Tensors of one shape, one below the other: gate and up of SwiGLU, or each expert's matrices.
+    """Concatenation of tensors of one shape: SwiGLU's gate and up, or each expert's matrices.
 
-    A single one has the parameter's values with its axes counted differently.
+    A single tensor is only reshaped.
     """
 
     shape: Shape
@@ -181,7 +176,7 @@ class QueryKeyValue(Arrangement):
     heads: int
     kv_heads: int
     is_fused: bool
-    """Whether the released checkpoint has them in one tensor too."""
+    """Whether the released checkpoint has one tensor too."""
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
         if self.is_fused:
@@ -206,7 +201,7 @@ class QueryKeyValue(Arrangement):
 
 
 class Turned(Arrangement):
-    """A stack of matrices [X, rows, columns], each with its rows as columns."""
+    """A stack of matrices [X, rows, columns], each transposed."""
 
     def shapes(self, own: Shape) -> tuple[Shape, ...]:
         return ((own[0], own[2], own[1]),)
@@ -220,7 +215,7 @@ class Turned(Arrangement):
 
 @dataclass(frozen=True, slots=True)
 class QueryValueBias(Arrangement):
-    """Biases of queries and of values; here with zeros between them: Whisper's keys have none."""
+    """Biases of queries and values, with zeros for keys: Whisper's keys have no bias."""
 
     heads: int
 
@@ -238,15 +233,15 @@ class QueryValueBias(Arrangement):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Released:
-    """The released tensors that one parameter is made of."""
+    """The released tensors of one parameter."""
 
     names: tuple[str, ...]
     shapes: tuple[Shape, ...]
     arrangement: Arrangement
 
 
-# Modules by their name here, or a tensor without a part of its own; a tuple stands for several
-# released tensors, and `*` for the number of every expert.
+# Module names here, or a tensor without a module. A tuple is several released tensors, `*` the
+# expert's number.
 _Names = dict[str, str | tuple[str, ...]]
 
 _LAYER = (
@@ -257,7 +252,7 @@ _LAYER = (
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""Modules that a layer of every tower has."""
+"""Modules of a layer in every tower."""
 
 
 def _layer(*names: str | tuple[str, ...]) -> _Names:
@@ -265,7 +260,7 @@ def _layer(*names: str | tuple[str, ...]) -> _Names:
 
 
 def _tile_layer(layer: _Names, attention: str, scale: str) -> _Names:
-    """The names of a layer of an InternViT, with norms of q and k and scales of both branches."""
+    """Names of an InternViT layer, with q and k norms and layer scales."""
     return layer | {
         "self_attention.q_layernorm": f"{attention}.q_norm",
         "self_attention.k_layernorm": f"{attention}.k_norm",
@@ -384,7 +379,7 @@ _Named = tuple[str, Shape]
 
 
 def parameters(model: ModelConfig) -> Iterator[Parameter]:
-    """Yield every parameter once, in the order of the forward pass."""
+    """Yield every parameter once, in forward order."""
     if model.takes_images:
         yield from _tile_parameters(model)
     if model.images is not None:
@@ -416,7 +411,7 @@ def _tile_parameters(model: ModelConfig) -> Iterator[Parameter]:
 
 
 def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
-    """Parameters of an encoder of images at their native resolution, and of its projectors."""
+    """Parameters of a native-resolution image encoder and its projectors."""
     own, cell = tower.hidden_size, tower.projector_input_size
     yield from _single(
         *_linear(
@@ -432,7 +427,7 @@ def _image_parameters(tower: ImagesEncoder, width: int) -> Iterator[Parameter]:
 
 
 def _cell_projector(name: str, tower: ImagesEncoder, normed: int, width: int) -> Iterator[_Named]:
-    """A norm, of a patch or of a whole cell, and two products over cells."""
+    """A norm, of a patch or of a cell, and two linears over cells."""
     cell = tower.projector_input_size
     inner = tower.projector_hidden_size or cell
     yield from _linear(f"{name}.norm", normed, bias=tower.normalization == "LayerNorm")
@@ -510,7 +505,7 @@ def _language_layer(language: LanguageConfig) -> Iterator[_Named]:
 
 
 def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Released:
-    """The tensors of a released checkpoint that `parameter` is made of."""
+    """The released tensors of `parameter`."""
     arrangement = _arrangement(parameter, model, layout)
     return Released(
         names=_released_names(parameter, layout),
@@ -520,11 +515,7 @@ def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Releas
 
 
 def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Released | None:
-    """The tensors of Whisper's encoder that a parameter of the audio tower is made of.
-
-    Returns:
-        None for those that Whisper has not: all of the projector but its norm.
-    """
+    """Tensors of Whisper's encoder for an audio parameter. None for most of the projector."""
     _, _, rest = parameter.key.partition(".layers.")
     own = rest or parameter.key
     module, _, part = own.rpartition(".")
@@ -546,12 +537,12 @@ def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> R
 
 
 def head_name(layout: Layout) -> str:
-    """The head's tensor, which a model with a tied head may hold as a copy of its embedding."""
+    """The head's tensor, which a model with a tied head may store as a copy of its embedding."""
     return _released_names(Parameter(key="head.weight", shape=()), layout)[0]
 
 
 def embedding_parameter(model: ModelConfig) -> Parameter:
-    """The token embedding, and the head where that is tied."""
+    """The token embedding, tied to the head or not."""
     return next(one for one in parameters(model) if one.key == "embedding.word_embeddings.weight")
 
 
@@ -603,7 +594,7 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
         of_qwen3 = _STACKED_QWEN3 if layout.has_stacked_experts else _QWEN3
         names = _INTERNLM2 if is_internlm2 else of_qwen3
     module, part = (own, "") if own in names else own.rsplit(".", 1)
-    if module.startswith(_DEEPSTACK):  # whose projectors are numbered and named alike there
+    if module.startswith(_DEEPSTACK):  # numbered and named like the projector
         there: str | tuple[str, ...] = module.replace(_DEEPSTACK, "visual.deepstack_merger_list", 1)
     else:
         there = names[module]
@@ -619,7 +610,7 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
 
 
 def _vision_names(layout: Layout) -> tuple[str, _Names, _Names]:
-    """Path of the vision tower's layers, names in one of them, and names of the tower's rest."""
+    """Path of the vision tower's layers, names in a layer, and names outside layers."""
     if layout.is_original:
         return "vision_model.encoder.layers", _ORIGINAL_VISION, _ORIGINAL_REST
     if not layout.is_qwen_vl:
@@ -637,5 +628,5 @@ def _prefixed(name: str) -> str:
 
 
 def has_stacked_experts(names: Collection[str]) -> bool:
-    """Whether there are tensors of all experts of a layer among those with these names."""
+    """Whether any name is of stacked experts."""
     return any(name.endswith(_STACKED) for name in names)

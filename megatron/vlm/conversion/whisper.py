@@ -1,7 +1,7 @@
-"""Whisper's encoder, from a checkpoint of Transformers and back into a copy of it.
+"""Import of Whisper's encoder from a checkpoint of Transformers, and export into a copy of it.
 
-Its last norm is the first module of the audio projector here; the rest of the projector is of no
-released checkpoint. Its positions are sinusoids, which are computed and not stored.
+Its last norm is the first module of the audio projector. The rest of the projector is in no
+released checkpoint. Its positions are sinusoids, computed and not stored.
 """
 
 import shutil
@@ -38,14 +38,13 @@ from omnibal.model.encoders import ClipsEncoder
 _MODEL_TYPE = "whisper"
 _POSITIONS = "embed_positions.weight"
 _PREFIXES = ("model.encoder.", "encoder.", "")
-"""What the encoder's tensors begin with: of WhisperForConditionalGeneration, WhisperModel, and
-WhisperEncoder alone."""
-_NORM_EPS = 1e-5  # torch's default, which Whisper's config does not state
+"""Tensor prefixes: WhisperForConditionalGeneration, WhisperModel, WhisperEncoder alone."""
+_NORM_EPS = 1e-5  # torch's default; absent in Whisper's config
 _WEIGHT_SUFFIX = ".safetensors"
 
 
 class _Config(BaseModel):
-    """Entries of Whisper's config.json that its encoder depends on."""
+    """Entries of Whisper's config.json used by its encoder."""
 
     model_type: str = ""
     d_model: PositiveInt
@@ -71,7 +70,7 @@ def is_whisper(directory: Path) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReleasedAudio:
-    """A released Whisper whose encoder has been checked as complete and supported."""
+    """A released Whisper with a complete and supported encoder."""
 
     directory: Path
     files: ReleasedFiles
@@ -79,23 +78,23 @@ class ReleasedAudio:
     encoder: ClipsEncoder
 
     def tensors_of(self, parameter: Parameter) -> Released | None:
-        """The tensors that a parameter is made of; None where the checkpoint has none."""
+        """The tensors of a parameter. None if not in the checkpoint."""
         return whisper_tensors(parameter, self.encoder, self.prefix)
 
     def first_tensor(self, parameter: Parameter) -> TensorInfo | None:
-        """Header entry of the first of these tensors."""
+        """Header entry of the parameter's first tensor."""
         made_of = self.tensors_of(parameter)
         return None if made_of is None else self.files.tensors[made_of.names[0]]
 
     def read(self, parameter: Parameter) -> torch.Tensor:
-        """Read the parameter's values, of which there must be some here."""
+        """Read the values of a parameter that is in the checkpoint."""
         made_of = self.tensors_of(parameter)
         assert made_of is not None
         return self.files.joined(made_of, parameter)
 
 
 def open_audio(directory: Path, model: ModelConfig, positions_per_token: int) -> ReleasedAudio:
-    """Open a released Whisper, and check the encoder that is to be `model`'s."""
+    """Open a released Whisper, and check its encoder for `model`."""
     files = ReleasedFiles(directory)
     encoder = _encoder(directory / CONFIG_FILE, positions_per_token)
     names = files.tensors.keys()
@@ -152,7 +151,7 @@ def _check_tensors(audio: ReleasedAudio, model: ModelConfig) -> None:
 
 
 def _check_positions(audio: ReleasedAudio) -> None:
-    """Raise UserError if the positions are stored, and are not the sinusoids they should be."""
+    """Raise UserError if stored positions differ from sinusoids."""
     name = f"{audio.prefix}{_POSITIONS}"
     stored: TensorInfo | None = audio.files.tensors.get(name)
     if stored is None:
@@ -180,10 +179,7 @@ def export_audio(
     target: Path,
     on_written: Callable[[int], None],
 ) -> None:
-    """Write a copy of a released Whisper with the stored weights as those of its encoder.
-
-    All else, the decoder too, is as it is there.
-    """
+    """Write a copy of a released Whisper, decoder included, with the stored encoder weights."""
     weights, tensors = StoredWeights(stored.path), like.files.tensors
     makers: dict[str, tuple[Parameter, Released, int]] = {}
     for parameter in audio_parameters(stored.model):
@@ -211,7 +207,7 @@ def export_audio(
 
 
 def check_same_encoder(stored: CheckpointIdentity, like: ReleasedAudio) -> None:
-    """Raise UserError unless the stored model's audio encoder is of the released one's sizes."""
+    """Raise UserError unless the stored audio encoder has the released encoder's sizes."""
     other = {"positions_per_token", "layer_scale_init"}
     own, there = (one.model_dump(exclude=other) for one in (stored.model.audio, like.encoder))
     different = differences(own, there, f"in {like.directory / CONFIG_FILE}")
