@@ -1,9 +1,8 @@
-"""The device that this process trains on, and Megatron-core on machines without CUDA.
+"""The process's device, and Megatron-core on machines without CUDA.
 
-Megatron-core 0.16.1 names CUDA in many places even where it does nothing that needs it: it asks for
-`torch.cuda.current_device()`, writes `device="cuda"`, compares type strings, forks the CUDA random
-state. `prepare_megatron_core` points each of these at the CPU when there is no CUDA device, and
-touches none of them when there is one. Three repairs apply on every device: see `_repair_*`.
+Megatron-core 0.16.1 names CUDA even if it needs no device (`torch.cuda.current_device()`,
+`device="cuda"`, type strings, random state). `prepare_megatron_core` redirects these to the CPU
+only without CUDA. Three repairs apply on every device: see `_repair_*`.
 
 Shapes: R rows (tokens), I inputs and O outputs of a linear.
 """
@@ -19,13 +18,14 @@ import torch
 from torch.utils._device import _device_constructors
 
 COLLECTIVE_TIMEOUT = datetime.timedelta(minutes=30)
-"""Timeout of a collective or transfer among living ranks; the watch finds dead ones. The longest
-legitimate waits are a first step and a checkpoint on a slow disk. Every group gets it: torch's own
-default for NCCL is ten minutes."""
+"""Timeout of every group's collectives among live ranks. The watch finds dead ranks.
+
+Long enough for a first step and a checkpoint on a slow disk; NCCL's default is ten minutes.
+"""
 
 _CPU = torch.device("cpu")
 _KERNEL_SETTINGS = ("fused", "foreach")
-"""Settings of torch's optimizers that depend on the device, and not on what was saved."""
+"""Settings of torch's optimizers that depend on the device, not on the saved state."""
 _TENSOR_FACTORIES = (
     *("tensor", "as_tensor", "zeros", "ones", "empty", "full", "arange", "linspace", "eye"),
     *("rand", "randn", "randint", "zeros_like", "ones_like", "empty_like", "full_like"),
@@ -33,28 +33,28 @@ _TENSOR_FACTORIES = (
 
 
 def has_cuda() -> bool:
-    """Whether training runs on CUDA with NCCL, rather than on the CPU with gloo."""
+    """Return whether training runs on CUDA with NCCL; otherwise on the CPU with gloo."""
     return torch.cuda.is_available()
 
 
 def fuses_weight_gradients() -> bool:
-    """Whether products for weight gradients add to core's fp32 buffers themselves."""
+    """Return whether weight-gradient products accumulate into core's fp32 buffers."""
     return has_cuda()
 
 
 def current_device() -> torch.device:
-    """The device of this process's tensors."""
+    """Return this process's device."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
 def communication_backend() -> str:
-    """Name of the torch.distributed backend for `current_device`."""
+    """Return the torch.distributed backend for `current_device`."""
     return "nccl" if has_cuda() else "gloo"
 
 
 @functools.cache
 def prepare_megatron_core() -> None:
-    """Make Megatron-core usable in this process; call it before building anything of it."""
+    """Prepare Megatron-core for this process; call before building any of its objects."""
     if not has_cuda():
         _route_cuda_calls_to_cpu()
         _route_cuda_tensors_to_cpu()
@@ -69,12 +69,12 @@ def prepare_megatron_core() -> None:
 
 
 def is_core_on_cpu() -> bool:
-    """Whether Megatron-core's CUDA calls have been pointed at the CPU in this process, for good."""
+    """Return whether Megatron-core's CUDA calls are redirected to the CPU."""
     return torch.cuda.Stream is ImmediateStream
 
 
 class ImmediateStream:
-    """Stand-in for CUDA streams and events: CPU operations are complete when they return."""
+    """CUDA streams and events on the CPU: operations are complete on return."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -153,7 +153,7 @@ def _route_cuda_tensors_to_cpu() -> None:
 
 
 def route_random_state_to_cpu() -> None:
-    """Have what core asks of the CUDA random state answered by the CPU's."""
+    """Answer core's CUDA random state calls from the CPU's generator."""
     from megatron.core.tensor_parallel import random as core_random
 
     def seed(value: int) -> None:
@@ -161,8 +161,8 @@ def route_random_state_to_cpu() -> None:
 
     @contextlib.contextmanager
     def fork(self: Any, name: str = core_random._MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
-        # Core restores the "CUDA" state and then checks that the CPU state did not move. Here both
-        # are one generator, so only the tracked state may advance.
+        # Core restores the "CUDA" state and checks that the CPU state did not move. Both are one
+        # generator here, so only the tracked state may advance.
         outside = torch.get_rng_state()
         torch.set_rng_state(self.states_[name])
         try:
@@ -182,10 +182,9 @@ def route_random_state_to_cpu() -> None:
 
 
 def _route_split_sizes_to_cpu() -> None:
-    """Give the all-to-all of a mixture of experts its split sizes as numbers.
+    """Convert the all-to-all split sizes of a mixture of experts to numbers.
 
-    Core makes numpy's of them as it brings them from a device; tensors that are on the host already
-    it leaves as they are, and torch's exchange refuses them.
+    Core converts device tensors only; torch's all-to-all rejects host tensors.
     """
     from megatron.core.transformer.moe import token_dispatcher
 
@@ -200,17 +199,17 @@ def _route_split_sizes_to_cpu() -> None:
 
 
 class WeightGradients:
-    """Products that add a linear's weight gradient to a buffer; named and called as Apex's are.
+    """Products that accumulate a linear's weight gradient in a buffer, with Apex's names.
 
-    Core has no other way to do so, and without it writes the gradient in bf16, reads it and adds
-    it: 12 more bytes for each weight and micro-batch.
+    Without them core writes the gradient in bf16, reads and adds it: 12 more bytes per weight and
+    micro-batch.
     """
 
     @staticmethod
     def wgrad_gemm_accum_fp32(
         input_RI: torch.Tensor, gradient_RO: torch.Tensor, buffer_OI: torch.Tensor
     ) -> None:
-        """Add gradient^T @ input to a float32 buffer, in which the product is accumulated."""
+        """Add gradient^T @ input to a float32 buffer, accumulating in float32."""
         if buffer_OI.is_cuda:
             torch.addmm(
                 buffer_OI, gradient_RO.t(), input_RI, out_dtype=torch.float32, out=buffer_OI
@@ -227,7 +226,7 @@ class WeightGradients:
 
 
 def provide_weight_gradients() -> None:
-    """Give core `WeightGradients` where Apex is not installed."""
+    """Give core `WeightGradients` if Apex is not installed."""
     from megatron.core.tensor_parallel import layers
 
     if not layers._grad_accum_fusion_available:
@@ -236,15 +235,12 @@ def provide_weight_gradients() -> None:
 
 
 def _repair_distributed_optimizer_load() -> None:
-    """Repair loading of DistributedOptimizer state into torch's AdamW, or into another optimizer.
+    """Repair loading of DistributedOptimizer state into torch's AdamW or another optimizer.
 
-    AdamW is used without Transformer Engine and Apex.
-
-    Core 0.16.1 looks for `step` among the loaded tensors, where it is not, and then hands the same
-    step tensor to every parameter, so that AdamW counts it up once per parameter: a silently wrong
-    resume. And the loaded groups take the place of the optimizer's, with the settings of the one
-    that saved them: Transformer Engine's finds no `bias_correction` in AdamW's, and a `step` that
-    is not a whole number.
+    Core 0.16.1 shares one step tensor among all parameters, so that AdamW counts once per
+    parameter: a silently wrong resume. It also replaces the optimizer's groups by the saved
+    optimizer's settings: Transformer Engine's misses `bias_correction` in AdamW's, and rejects a
+    float `step`.
     """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
@@ -279,10 +275,10 @@ def _repair_distributed_optimizer_load() -> None:
 
 
 def _repair_checkpoint_results_queue() -> None:
-    """Replace the queue between processes in saves, as threads of the rank write its files.
+    """Replace the multiprocessing queue in saves, as threads of the rank write its files.
 
-    Core creates one through a spawned manager process, which re-imports the program (5 s a rank)
-    and cannot start at all from a forked one.
+    Core's manager process re-imports the program (5 s a rank) and cannot start from a forked
+    process.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -290,10 +286,9 @@ def _repair_checkpoint_results_queue() -> None:
 
 
 def _repair_router() -> None:
-    """Let a mixture of experts' router do without Transformer Engine.
+    """Let the router work without Transformer Engine.
 
-    Core 0.16.1 asks whether it has that library's product by a name that it never gives a value
-    where the library is missing.
+    Core 0.16.1 checks for a Transformer Engine product by a name that is undefined without it.
     """
     from megatron.core.transformer.moe import moe_utils
 

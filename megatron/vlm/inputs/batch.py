@@ -1,9 +1,8 @@
-"""One micro-batch as tensors; each pipeline stage holds only the fields its units need.
+"""One micro-batch as tensors. Each pipeline stage holds only the fields its units need.
 
-Shapes: of pixels T tiles, C channels, P pixels per side; of images at their native resolution Y
-patches of X values; of frames C clips, B mel bins, F frames; S packed tokens, M image tokens, N
-audio tokens, F image features, L loss positions, A answers. Of a pack that several ranks share, all
-are this rank's alone.
+Shapes: T tiles, C channels, P pixels per side; Y patches of X values; for frames C clips, B mel
+bins, F frames; S packed tokens, M image tokens, N audio tokens, F image features, L loss positions,
+A answers. Sizes of shared packs are of this rank.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,24 +24,20 @@ from omnibal.pipeline.stage import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchShape:
-    """Sizes of a micro-batch, which every stage knows from the plan before it comes.
-
-    Of a pack that several ranks share, they are one rank's.
-    """
+    """Planned sizes of a micro-batch, or of one rank's share of it."""
 
     tiles: int
     tokens: int
-    """Tokens of all samples of the pack together; 0 only of a share."""
+    """Tokens of all samples. 0 only in a share."""
     context: int = 1
     """Ranks that share the pack."""
     clips: int = 0
-    """Clips of all recordings of the pack together."""
     image_tokens: int = 0
-    """Tokens of all images at their native resolution."""
+    """Tokens of images at native resolution."""
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
-        """Shapes that the plan gives to some rows of its packs, which no ranks share."""
+        """Return planned shapes of unshared packs."""
         names = ("tiles", "clips", "image_tokens", "tokens")
         columns = (packs.column(name)[rows].tolist() for name in names)
         return [cls(**dict(zip(names, each, strict=True))) for each in zip(*columns, strict=True)]
@@ -51,7 +46,7 @@ class MicroBatchShape:
     def of_shares(
         cls, packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, sharing: Sharing
     ) -> list["MicroBatchShape"]:
-        """Shapes that the plan gives to a rank's shares of some rows of its packs."""
+        """Return planned shapes of a rank's shares of packs."""
         shapes = cls.of_rows(packs, rows)
         for place, row in enumerate(rows.tolist()):
             share = sharing.share(packs, lengths, row)
@@ -61,7 +56,7 @@ class MicroBatchShape:
 
     @classmethod
     def of_share(cls, share: Share) -> "MicroBatchShape":
-        """Shape of one rank's share of a pack."""
+        """Return the shape of one rank's share."""
         names = ("tiles", "clips", "image_tokens")
         items = {name: len(share.own_items(name)) for name in names}
         return cls(**items, tokens=share.tokens, context=share.context)
@@ -73,72 +68,63 @@ class MicroBatchShape:
         return f"{self.tiles} tiles{clips}{images} and {self.tokens} tokens{shared}"
 
     def padded_tokens(self, multiple: int) -> int:
-        """Tokens that a stage computes, a multiple of `multiple` and not 0: a rank without tokens
-        of a shared pack still joins the others' exchanges."""
+        """Return tokens padded to a multiple, and not 0: a rank without tokens still joins
+        exchanges."""
         return max(self.tokens + -self.tokens % multiple, multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A pack of samples. The counts are known on every stage, the tensors where they are used."""
+    """A pack of samples. Every stage has the counts, and the tensors that its units use."""
 
     tiles: int
     clips: int = 0
     image_tokens: int = 0
     tokens: int
     segment_tokens: tuple[int, ...]
-    """Tokens of each sample, or of each piece of a share, in order; they add up to `tokens`."""
+    """Tokens of each sample or piece of a share, in order; their sum is `tokens`."""
     level: int = 0
-    """Level of the pack, by which layers are recomputed."""
+    """Level of the pack, which selects recomputed layers."""
     loss_weight: float = 0.0
-    """Sum of the weights of its loss tokens, by their planned counts; known on every stage."""
+    """Sum of its tokens' loss weights, by planned counts; known on every stage."""
     share: Share | None = None
-    """This rank's share of the pack; None where it has all of it."""
+    """This rank's share, or None if it has the whole pack."""
     pixels_TCPP: torch.Tensor | None = None
-    """Pixels of the tiles; where the vision embed is."""
+    """Pixels of tiles, for the vision embed."""
     image_grids: tuple[Grid, ...] = ()
-    """Patches of each image or video at its native resolution, in order; where any unit of their
-    encoder is."""
+    """Patches of each image or video in order, for any unit of their encoder."""
     patches_YX: torch.Tensor | None = None
-    """Values of these patches, float32, as the model's processor makes them: cell after cell, of
-    channels, frames, rows and columns; where the vision embed is."""
+    """Patch values, float32, in the processor's order (cell, channel, frame, row, column)."""
     rope_positions_3S: torch.Tensor | None = None
-    """Time, row and column of every token within its sample, int64; where language layers are, of a
-    model whose RoPE turns by these."""
+    """Time, row and column of every token in its sample, int64, for layers with sectioned RoPE."""
     token_ids_S: torch.Tensor | None = None
-    """Token ids of the pack; where the language embed is."""
+    """Token ids, for the language embed."""
     image_positions_M: torch.Tensor | None = None
-    """Positions in the pack that image features replace; where the language embed is, or a layer
-    that takes deepstack features, unless the model takes no images."""
+    """Positions of image features, for the language embed and layers with deepstack features."""
     frames_CBF: torch.Tensor | None = None
-    """Log-mel frames of the clips, float32; where the audio embed is."""
+    """Log-mel frames of clips, float32, for the audio embed."""
     audio_positions_N: torch.Tensor | None = None
-    """Positions in the pack that features of clips replace; where the language embed is, of a model
-    that takes recordings."""
+    """Positions of audio features, for the language embed."""
     sent_features_F: torch.Tensor | None = None
-    """Features of this rank's images in the order in which they are sent to the ranks that have
-    their image tokens, int64; where `image_positions_M` is, of a share of a pack with images."""
+    """Own image features in sending order, int64; with `image_positions_M` in shared packs."""
     feature_counts: tuple[tuple[int, ...], tuple[int, ...]] = ((), ())
-    """Features sent to each rank and received from each, with `sent_features_F`."""
+    """Features sent to and received from each rank, with `sent_features_F`."""
     labels_L: torch.Tensor | None = None
-    """Next token at each loss position; where the head is, in training."""
+    """Next token at each loss position, for the head."""
     loss_positions_L: torch.Tensor | None = None
-    """Positions in the pack whose next token carries loss; where the head is, in training."""
+    """Positions with a loss on the next token, for the head."""
     loss_weights_L: torch.Tensor | None = None
-    """Weight of each loss position, float32; where the head is, in training."""
+    """Weight of each loss position, float32, for the head."""
     drop_path_keys_T: torch.Tensor | None = None
-    """Random number of each tile, int64, on the host, from which every vision layer draws whether
-    the tile skips its branches; where vision layers are, in training with drop path."""
+    """Random number of each tile for drop path, int64, on the host."""
     unreadable: tuple[str, ...] = ()
-    """Errors of samples whose images or recordings cannot be read, which have blank pixels and
-    frames and no loss; where an encoder's embed or the head is."""
+    """Errors of unreadable samples, which have blank pixels and frames and no loss."""
     answer_positions_A: torch.Tensor | None = None
-    """Positions whose next token is to be predicted; where the head is, when answering."""
+    """Positions to predict the next token of, for the head when answering."""
 
     @classmethod
     def empty(cls, model: ModelConfig, device: torch.device, *, answers: bool) -> "MicroBatch":
-        """A pack of nothing, with the fields of all stages, to join others that ask for next tokens
-        (`answers`) or have a loss."""
+        """Return an empty pack with the fields of all stages, with `answers` or with a loss."""
         nothing = torch.zeros(0, dtype=torch.int64, device=device)
         fields: dict[str, Any] = {"answer_positions_A": nothing}
         if not answers:
@@ -166,7 +152,7 @@ class MicroBatch:
 
     @property
     def shape(self) -> MicroBatchShape:
-        """Sizes that determine the tensors sent between stages."""
+        """Return the sizes that determine the tensors sent between stages."""
         context = 1 if self.share is None else self.share.context
         return MicroBatchShape(
             tiles=self.tiles,
@@ -177,29 +163,24 @@ class MicroBatch:
         )
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """Copy the micro-batch's tensors to `device`, except those that belong on the host.
-
-        From pinned memory the copies are only begun, on the current stream.
-        """
+        """Copy the tensors to `device`, except host fields; asynchronous from pinned memory."""
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        """This micro-batch in host memory that a device copies from on its own."""
+        """Copy the tensors to pinned host memory."""
         return self._each(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
-        """The micro-batch for some units: without items of encoders that these do not embed, by far
-        its largest tensors."""
+        """Drop items of encoders that these units do not embed, by far the largest tensors."""
         others = (fields for unit, fields in _EMBEDDED.items() if not units.holds(unit))
         gone: dict[str, Any] = dict.fromkeys(name for fields in others for name in fields)
         return replace(self, **gone)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
-        """Micro-batches of at most `most` of its items each, or of one image that has more, in
-        order; at least one.
+        """Split into micro-batches of at most `most` items, or one larger image; at least one.
 
         Args:
-            feature: tiles, clips or image_tokens; everything else is in each of them.
+            feature: tiles, clips or image_tokens. Other fields are in every micro-batch.
         """
         if feature == "image_tokens":
             return self._split_images(most)
@@ -210,7 +191,7 @@ class MicroBatch:
         ]
 
     def _split_images(self, most: int) -> "list[MicroBatch]":
-        """Micro-batches of whole images and videos, of at most so many cells or of one."""
+        """Split into whole images and videos with at most `most` cells, or one larger image."""
         assert self.patches_YX is not None, "where they are embedded"
         per_cell = len(self.patches_YX) // max(self.image_tokens, 1)
         groups: list[list[Grid]] = [[]]
@@ -232,7 +213,7 @@ class MicroBatch:
         ]
 
     def _items(self, feature: str, own: slice) -> dict[str, Any]:
-        """Fields of the micro-batch with some of its tiles or clips alone."""
+        """Return the fields of some tiles or clips."""
         fields = {
             "tiles": ("pixels_TCPP", "drop_path_keys_T"),
             "clips": ("frames_CBF",),
@@ -242,7 +223,7 @@ class MicroBatch:
         return {feature: own.stop - own.start} | parts
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
-        """Keep the memory of the tensors until `stream` is done with what it now has to do."""
+        """Keep the tensors' memory until `stream` has used them."""
         for tensor in self._device_tensors().values():
             tensor.record_stream(stream)
 
@@ -255,8 +236,7 @@ class MicroBatch:
         return {name: value for name, value in fields.items() if name != "drop_path_keys_T"}
 
     def packed_seq_params(self, device: torch.device, padding: int = 0) -> PackedSeqParams:
-        """Borders of the samples and of tokens of padding after them, for block-diagonal attention
-        and for RoPE to restart."""
+        """Return borders of samples and padding, for block-diagonal attention and RoPE."""
         segments = [*self.segment_tokens, padding] if padding else self.segment_tokens
         return borders_of(segments, segments, device)
 
@@ -265,16 +245,16 @@ _EMBEDDED = {
     "vision embed": ("pixels_TCPP", "patches_YX"),
     "audio embed": ("frames_CBF",),
 }
-"""Fields of a micro-batch that hold items of encoders, by the unit that embeds these."""
+"""Item fields by the unit that embeds them."""
 
 
 def borders_of(
     query_tokens: Sequence[int], key_tokens: Sequence[int], device: torch.device
 ) -> PackedSeqParams:
-    """Borders of ranges of queries, and of the keys that each range attends to.
+    """Return borders of query ranges, and of the keys that each range attends to.
 
-    They are there twice: on the device for kernels, and as `*_padded` on the host, for attention by
-    one call a range. Token counts are the same object where they are the same.
+    On the device for kernels, and as `*_padded` on the host for attention range by range. Queries
+    and keys share tensors if their counts are the same object.
     """
     queries, queries_here = _borders(query_tokens, device)
     keys, keys_here = queries, queries_here
@@ -292,13 +272,13 @@ def borders_of(
 
 
 def _borders(tokens: Sequence[int], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Borders of ranges, int32 [ranges + 1], on the device and on the host."""
+    """Return borders of ranges, int32 [ranges + 1], on the device and on the host."""
     here = torch.tensor([0, *tokens]).cumsum(0).to(torch.int32)
     return here.to(device, non_blocking=True), here  # blocking, it would wait for the stream
 
 
 def joined_items(batches: Sequence[MicroBatch]) -> MicroBatch:
-    """One micro-batch of the items of several that have no tokens."""
+    """Join the items of micro-batches without tokens."""
     fields: dict[str, torch.Tensor] = {}
     for name in ("pixels_TCPP", "frames_CBF", "patches_YX", "drop_path_keys_T"):
         parts = [vars(batch)[name] for batch in batches]
@@ -318,36 +298,34 @@ def joined_items(batches: Sequence[MicroBatch]) -> MicroBatch:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatchStream:
-    """Iterator over one step's micro-batches, with the planned shape of each."""
+    """Micro-batches of one step, with their planned shapes."""
 
     batches: Iterator[MicroBatch]
-    """Passes of data-parallel encoders if any, then micro-batches in order; those after the step's
-    own are not taken."""
+    """Passes of data-parallel encoders if any, then micro-batches, in order."""
     shapes: Sequence[MicroBatchShape]
     """Planned shapes of the step's micro-batches; may be empty."""
     rows_are_full: bool = True
-    """Whether all data-parallel ranks have equally many micro-batches in the step."""
+    """Whether all data-parallel ranks have equally many micro-batches."""
     encoding: StepShares | None = None
-    """What this rank encodes, where encoders are data-parallel."""
+    """Assignment of items to data-parallel encoders, if any."""
     empty: MicroBatch | None = None
-    """What stands after the step's own micro-batches, for planned shapes that are of none of them:
-    a rank joins others, with which it shares out experts, that have more packs."""
+    """Appended micro-batch, for ranks that join the experts' exchanges of other ranks."""
 
     @classmethod
     def of(cls, batches: Sequence[MicroBatch]) -> "MicroBatchStream":
-        """Make a stream of given micro-batches, with their own shapes as planned."""
+        """Return a stream with the micro-batches' own shapes as planned."""
         return cls(batches=iter(batches), shapes=[batch.shape for batch in batches])
 
     def __len__(self) -> int:
         return len(self.shapes)
 
     def joining(self, others: int, empty: MicroBatch) -> "MicroBatchStream":
-        """A stream with empty micro-batches after its own, as many as `others` together."""
+        """Append empty micro-batches up to `others` in total."""
         missing = max(others - len(self), 0)
         return replace(self, shapes=[*self.shapes, *[empty.shape] * missing], empty=empty)
 
     def take_pass(self, planned: EncoderPass) -> MicroBatch:
-        """Take the next pass, a micro-batch without tokens."""
+        """Return the next encoder pass, a micro-batch without tokens."""
         batch = next(self.batches, None)
         shape = MicroBatchShape(tokens=0, **{"tiles": 0, planned.feature: planned.items})
         if batch is None or batch.shape != shape:
@@ -359,7 +337,7 @@ class MicroBatchStream:
         return batch
 
     def take(self, micro_batch: int) -> MicroBatch:
-        """Take the next micro-batch, which must be number `micro_batch` of the step."""
+        """Return the next micro-batch, which must be number `micro_batch` of the step."""
         planned = self.shapes[micro_batch]
         if self.empty is not None and planned == self.empty.shape:
             return self.empty

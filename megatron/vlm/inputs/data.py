@@ -1,7 +1,7 @@
-"""Loading of the plan's packs as tensors; each stage loads only the fields its units need.
+"""Dataset of the plan's packs. Each stage loads only the fields its units need.
 
-Shapes: of pixels T tiles, C channels, P pixels per side; of frames C clips, B mel bins, F frames; S
-packed tokens, L loss positions.
+Shapes: T tiles, C channels, P pixels per side; for frames C clips, B mel bins, F frames; S packed
+tokens, L loss positions.
 """
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -41,24 +41,22 @@ from omnibal.steps.cut import Pieces, whole_samples
 
 
 class LossWeighting(StrEnum):
-    """Weight of a loss token, beside those of the global batch, and what the sum is divided by.
+    """Weight of a loss token in the global batch. All except `sum` divide by the sum of weights.
 
-    All but `sum` divide by the sum of weights. HBP (arXiv 2503.07680, table 10) compares four,
-    whose names are understood too: Ave-Token is `token`, Sample-Mean is `sample`,
-    Token-Mean is `micro-batch`, Sum is `sum`.
+    Names of HBP (arXiv 2503.07680, table 10) are accepted: Ave-Token is `token`, Sample-Mean is
+    `sample`, Token-Mean is `micro-batch`, Sum is `sum`.
     """
 
     TOKEN = "token"
-    """All weigh the same: the mean over all loss tokens of the global batch."""
+    """Equal weights: the mean over loss tokens of the global batch."""
     SAMPLE = "sample"
-    """1 / n for a sample with n of them: the mean over samples of each one's mean."""
+    """1 / n for a sample with n loss tokens: the mean of sample means."""
     SQRT = "sqrt"
-    """1 / sqrt(n), between these two."""
+    """1 / sqrt(n), between `token` and `sample`."""
     MICRO_BATCH = "micro-batch"
-    """1 / n for a micro-batch with n of them: the mean over micro-batches of each one's mean. It
-    depends on how samples are packed."""
+    """1 / n for a micro-batch with n loss tokens: the mean of micro-batch means, by packing."""
     SUM = "sum"
-    """As `token`, but gradients are not divided: they grow with the global batch."""
+    """As `token`, but undivided: gradients grow with the global batch."""
 
     @classmethod
     def _missing_(cls, value: object) -> "LossWeighting | None":
@@ -69,23 +67,23 @@ class LossWeighting(StrEnum):
 
 
 class OnBadSample(StrEnum):
-    """Treatment of a sample with an image or a recording that cannot be read."""
+    """Treatment of samples with an unreadable image or recording."""
 
     STOP = "stop"
     SKIP = "skip"
-    """Keep its place in the pack, since all stages know the plan's shapes, but learn nothing."""
+    """Keep its place in the pack, without loss: all stages know the planned shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """Options by which samples become micro-batches, beyond those in the plan."""
+    """Options for making micro-batches that are not in the plan."""
 
     seed: int = 0
-    """Seed of all that is random about a sample; at least 0."""
+    """Seed of all random draws; at least 0."""
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     on_bad_sample: OnBadSample = OnBadSample.STOP
     augment: bool = False
-    """Whether to augment the samples of sources that ask for it."""
+    """Whether to augment samples of sources that ask for it."""
     drop_path: bool = False
     """Whether vision layers need random numbers."""
 
@@ -96,47 +94,46 @@ _FEATURES = ("tiles", "clips", "image_tokens")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Draft:
-    """A sample of a pack, as far as the rank and its stage read it."""
+    """A sample of a pack as read by this rank and stage."""
 
     sample: Sample
     place: int
     """Index in the annotations."""
     tiles: int
-    """Planned number of tiles, as `clips` of clips and `tokens` of tokens."""
+    """Planned number of tiles; `clips` and `tokens` likewise."""
     clips: int
     tokens: int
     images: NativeImages
-    """Images and videos at their native resolution."""
+    """Images and videos at native resolution."""
     own: Mapping[str, range]
-    """Items of the sample that this rank encodes, by the name of their feature."""
+    """Items that this rank encodes, by feature."""
     found: list[np.ndarray]
-    """Own tiles, uint8 [P, P, C]; where the vision embed is and the images can be read."""
+    """Own tiles, uint8 [P, P, C], if the stage embeds them and they are readable."""
     frames_CBF: np.ndarray | None
-    """Features of own clips, float32; where the audio embed is and recordings can be read."""
+    """Own clips, float32, if the stage embeds them and they are readable."""
     unreadable: str | None
-    """Error of an image or a recording, where the stage reads them; None if there is none."""
+    """Error of an unreadable file, or None if readable or not read here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _OwnPart:
-    """What this rank has of a pack: some pieces of its samples and some of its items."""
+    """This rank's pieces and items of a pack."""
 
     pieces: Pieces
     items: Mapping[str, range]
-    """Items by the name of their feature. Image tokens are those of whole images, or times of
-    videos, at their native resolution."""
+    """Items by feature; image tokens of whole images or video times."""
     share: Share | None
-    """Its share, where other ranks have the rest."""
+    """Share of the pack, or None if this rank has all of it."""
 
 
 class PackDataset(torch.utils.data.Dataset):
-    """The micro-batches of one data-parallel rank, as one pipeline stage needs them.
+    """Micro-batches of one data-parallel rank for one pipeline stage.
 
-    Item i is the MicroBatch of row `rows[i]` of the packs, or the UserError met while loading it:
-    loader processes would hide an exception's message in a traceback.
+    Item i is the MicroBatch of row `rows[i]`, or the UserError raised while loading it: loader
+    processes would hide an exception's message in a traceback.
 
     Args:
-        sharing: which rank reads, of packs that several share; without, it has all of them.
+        sharing: reading rank of shared packs, or None if no packs are shared.
     """
 
     def __init__(
@@ -170,8 +167,10 @@ class PackDataset(torch.utils.data.Dataset):
             return error
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
-        """Read items of a pack, by the name of their feature and their numbers in the pack, and
-        none of its tokens; for image tokens, all images of the samples that have these."""
+        """Read some items of a pack, by feature and number, without tokens.
+
+        For image tokens, read all images of their samples.
+        """
         nothing = whole_samples(np.zeros(0, np.int64))
         every = {**dict.fromkeys(_FEATURES, range(0)), **items}
         return self._load(row, _OwnPart(pieces=nothing, share=None, items=every))
@@ -211,7 +210,7 @@ class PackDataset(torch.utils.data.Dataset):
         )
 
     def _loss_weight(self, indices: np.ndarray, own: _OwnPart) -> float:
-        """Weights of the loss tokens of a pack together; of a share, by its tokens."""
+        """Return the total loss weight of a pack, scaled by this rank's share of tokens."""
         loss_tokens = self.lengths.loss_tokens[indices]
         weights = sample_loss_weights(loss_tokens, self.options.loss_weighting)
         share = own.pieces.tokens.sum() / max(self.lengths.tokens[indices].sum(), 1)
@@ -230,19 +229,18 @@ class PackDataset(torch.utils.data.Dataset):
     def _read_samples(
         self, own: _OwnPart, sample_items: Mapping[str, np.ndarray]
     ) -> dict[int, dict[str, range]]:
-        """Samples of the pack that are read, by their positions in it, and which of their items
-        this rank encodes."""
+        """Return each sample to read, by position in the pack, with the items this rank encodes."""
         stage, wanted = self.stage, set[int]()
         having = {
             name: samples_of_items(items, sample_items[name]) for name, items in own.items.items()
         }
-        # Where samples are skipped, the first stage tells of all that cannot be read.
+        # When skipping bad samples, the first stage reports all unreadable files.
         tells = self._skips and (stage.holds("vision embed") or stage.holds("audio embed"))
         if tells or stage.holds("vision embed"):
             wanted |= set(having["tiles"])
         if tells or stage.holds("audio embed"):
             wanted |= set(having["clips"])
-        # Where features of an image go is told by the places of its sample's image tokens.
+        # The route of an image's features depends on its sample's image token positions.
         if self._needs.grids or self._needs.places:
             wanted |= set(having["image_tokens"])
         in_pieces = own.pieces.sample.tolist()
@@ -274,8 +272,7 @@ class PackDataset(torch.utils.data.Dataset):
         return torch.from_numpy(np.concatenate(keys).view(np.int64))
 
     def _draft(self, index: int, own: Mapping[str, range]) -> _Draft:
-        """Read one sample of the annotations; its images and recordings too, where pixels, frames
-        or a verdict are due."""
+        """Read one sample, with its images and recordings if needed for inputs or a verdict."""
         place = int(self.lengths.annotation_indices(np.array([index]))[0])
         sample = self.reader.annotations[place]
         tiles, clips = (int(self.lengths.column(name)[index]) for name in ("tiles", "clips"))
@@ -311,8 +308,11 @@ class PackDataset(torch.utils.data.Dataset):
         )
 
     def _tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
-        """Read the sample's own tiles where the vision embed is; raise UnreadableFile if they, or
-        where samples are skipped any image, cannot be read."""
+        """Read own tiles for the vision embed.
+
+        Raises:
+            UnreadableFile: a file is unreadable; when skipping, any image of the sample.
+        """
         embeds = self.stage.holds("vision embed")
         if embeds and len(own_tiles) == tiles:
             found = self.reader.tiles(sample)
@@ -320,9 +320,8 @@ class PackDataset(torch.utils.data.Dataset):
             check_count(len(found), tiles, "tiles", sample)
             return found
         if self._skips and self._checks:
-            # The head leaves out the loss of the samples that an encoder's embed blanks, on
-            # whatever rank. Nothing tells it which: all come to one verdict by decoding the same
-            # files.
+            # The head masks the loss of samples blanked by encoders. No rank sends it the verdict:
+            # all ranks decode the same files.
             self.reader.check_images(sample, tiles)
         if not (embeds and own_tiles):
             return []
@@ -331,8 +330,11 @@ class PackDataset(torch.utils.data.Dataset):
         return self.reader.some_tiles(sample, own_tiles)
 
     def _clips(self, sample: Sample, clips: int, own_clips: range) -> np.ndarray | None:
-        """Read the sample's own clips where the audio embed is; raise UnreadableFile if they, or
-        where samples are skipped any recording, cannot be read."""
+        """Read own clips for the audio embed.
+
+        Raises:
+            UnreadableFile: a file is unreadable; when skipping, any recording of the sample.
+        """
         if not sample.recordings:
             return None
         embeds = self.stage.holds("audio embed")
@@ -344,7 +346,7 @@ class PackDataset(torch.utils.data.Dataset):
 
     @property
     def _checks(self) -> bool:
-        """Whether the stage comes to a verdict about what cannot be read."""
+        """Return whether this stage must find unreadable files."""
         return any(self.stage.holds(name) for name in ("vision embed", "audio embed", "head"))
 
     @property
@@ -361,7 +363,7 @@ class PackDataset(torch.utils.data.Dataset):
         return torch.from_numpy(normalized(tiles, self.reader.model.vision.image_size))
 
     def _frames(self, drafts: Sequence[_Draft]) -> torch.Tensor:
-        """Frames of all clips, those of unreadable samples 0; float32 [C, B, F]"""
+        """Return frames of all clips, zeros if unreadable; float32 [C, B, F]."""
         audio = self.reader.model.audio
         frames = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
         for draft in drafts:
@@ -402,8 +404,8 @@ class PackDataset(torch.utils.data.Dataset):
     def _position_fields(
         self, drafts: Mapping[int, _Draft], texts: Mapping[int, EncodedSample], pieces: Pieces
     ) -> dict[str, Any]:
-        """Where image tokens are, and by which positions RoPE turns every token; of samples that
-        are not read, which show nothing, by their places."""
+        """Return image token positions and RoPE positions; sample positions for samples not
+        read."""
         places, positions, start = [np.zeros(0, np.int64)], [np.zeros((3, 0), np.int64)], 0
         for sample, first, stop in _runs(pieces):
             of_sample = np.broadcast_to(np.arange(stop), (3, stop))
@@ -434,7 +436,7 @@ class PackDataset(torch.utils.data.Dataset):
     def _route_fields(
         self, texts: Mapping[int, EncodedSample], share: Share, sample_items: np.ndarray
     ) -> dict[str, Any]:
-        """Where features of images go, and whence those of this rank's image tokens come."""
+        """Return the routing of image features to ranks with their tokens."""
         positions = {
             position: _image_places(text.token_ids, self.reader) for position, text in texts.items()
         }
@@ -454,8 +456,8 @@ class PackDataset(torch.utils.data.Dataset):
         except UnreadableFile:
             if not self._skips:
                 raise
-        # What is encoded is blank wherever it goes, so the first image may have the tiles of all,
-        # and the first recording the clips.
+        # Unreadable samples are blank in every field, so the first image may take all planned tiles
+        # and the first recording all clips.
         return encode_sample(
             draft.sample,
             _all_of_first(draft.tiles, len(draft.sample.images)),
@@ -470,14 +472,14 @@ def _all_of_first(items: int, files: int) -> list[int]:
 
 
 def _within(own: range, sample_items: np.ndarray, position: int) -> range:
-    """Items of a pack as numbers of one of its samples' own."""
+    """Convert item numbers of the pack to numbers within one sample."""
     start, count = int(sample_items[:position].sum()), int(sample_items[position])
     first = min(max(own.start - start, 0), count)
     return range(first, max(min(own.stop - start, count), first))
 
 
 def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
-    """Errors of samples; of one that several ranks read, on the one that has its first item."""
+    """Return errors of samples; shared samples report on the rank with their first item."""
     for draft in drafts:
         items = draft.own["image_tokens" if draft.images.shown else "clips"]
         items = draft.own["tiles"] if draft.tiles else items
@@ -486,7 +488,7 @@ def _told(drafts: Iterable[_Draft]) -> Iterator[str]:
 
 
 def _runs(pieces: Pieces) -> Iterator[tuple[int, int, int]]:
-    """Sample, first token and token after the last of every piece."""
+    """Return sample, first token and end token of every piece."""
     return zip(pieces.sample.tolist(), pieces.first.tolist(), pieces.stop.tolist(), strict=True)
 
 
@@ -499,15 +501,18 @@ def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
 def _loss_fields(
     texts: Mapping[int, EncodedSample], pieces: Pieces, weighting: LossWeighting
 ) -> dict[str, torch.Tensor]:
-    """Labels of the pieces' tokens, found before the cut: a piece's last one is the next piece's
-    first token. The weights are by whole samples."""
+    """Return labels with weights by whole sample.
+
+    Labels are found before the cut: the last token of a piece predicts the next piece's first
+    token.
+    """
     counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
     weight_of = dict(zip(texts, sample_loss_weights(counts, weighting), strict=True))
     places, labels, weights = [], [], []
     start = 0
     for sample, first, stop in _runs(pieces):
-        # Position i predicts token i + 1; a sample's first token is never predicted, its mask is
-        # False, so no prediction crosses from one sample into the next.
+        # Position i predicts token i + 1. The mask is False at a sample's first token, so no
+        # prediction crosses samples.
         learned = np.flatnonzero(texts[sample].loss_mask[first + 1 : stop + 1])
         places.append(start + learned)
         labels.append(texts[sample].token_ids[first + 1 : stop + 1][learned])
@@ -521,7 +526,7 @@ def _loss_fields(
 
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:
-    """Weight of each loss token of every sample of a pack, float32 [samples]."""
+    """Return the loss weight per token of every sample, float32 [samples]."""
     counts = np.maximum(loss_tokens, 1).astype(np.float64)  # 0 has no negative power
     match weighting:
         case LossWeighting.TOKEN | LossWeighting.SUM:
@@ -536,14 +541,14 @@ def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np
 
 
 Batches = Generator[MicroBatch, None, None]
-"""Generator of micro-batches in order; closing it ends the processes that load them."""
+"""Micro-batches in order; closing ends the loader processes."""
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
-    """Load all micro-batches of the dataset in order, on `device`, ahead of use.
+    """Load all micro-batches in order on `device`, ahead of use.
 
     Args:
-        num_workers: processes that load; with 0 the thread that reads ahead does.
+        num_workers: loader processes. 0 uses the read-ahead thread.
     """
     copies = _DeviceCopies(device) if device.type == "cuda" else None
     begin = (lambda item: item) if copies is None else copies.begin
@@ -555,7 +560,7 @@ def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -
 
 
 class _DeviceCopies:
-    """Copies to a CUDA device while it computes: on a stream of their own, from pinned memory."""
+    """Copies to a CUDA device on a separate stream, from pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -564,16 +569,16 @@ class _DeviceCopies:
     def begin(
         self, item: MicroBatch | UserError
     ) -> tuple[MicroBatch, torch.cuda.Event] | UserError:
-        """Start the copy of a micro-batch, in the thread that reads ahead."""
+        """Start copying a micro-batch, in the read-ahead thread."""
         if isinstance(item, UserError):
             return item
-        # This also makes the device current: pinning would open a context on the first one.
+        # Make the device current: pinning would open a context on the first one.
         with torch.cuda.stream(self._stream):
             batch = item.pinned().to(self._device)
             return batch, self._stream.record_event()
 
     def end(self, batch: MicroBatch, arrived: torch.cuda.Event) -> MicroBatch:
-        """Make the current stream wait for the copy, in the thread that uses the micro-batch."""
+        """Make the current stream wait for the copy, in the consuming thread."""
         computing = torch.cuda.current_stream(self._device)
         computing.wait_event(arrived)
         batch.record_stream(computing)

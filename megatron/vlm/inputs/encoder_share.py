@@ -1,10 +1,8 @@
-"""What a rank of data-parallel encoders encodes in a step, and where the features go.
+"""Assignment of a step's items to data-parallel encoder ranks, and routing of their features.
 
-All of it follows from the plan, so that every rank knows what all others send it. A row is the
-feature of one image or audio token; of an item with deepstack features these are more rows, behind
-its own. The rows of a pipeline are in the order of the encoders, within an encoder of the packs,
-within a pack of its items. Of a pack that ranks share, a pipeline has the items of its share,
-whose features go on to the ranks of their tokens as they embed them.
+The plan determines everything, so every rank knows what other ranks send. A row is the feature of
+one image or audio token. An item's deepstack rows follow its own. A pipeline's rows are ordered by
+encoder, pack and item. For shared packs a pipeline has the items of its share.
 
 Shapes: G runs of items of all encoders, D ranks that embed tokens.
 """
@@ -37,9 +35,9 @@ from omnibal.steps.shares import Shares, shares_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingRanks:
-    """Ranks of an encoding group, all of some aligned pipelines, and this rank's place among them.
+    """Ranks of an encoding group, all in aligned pipelines, and this rank's position.
 
-    Numbers are those of `share_items`: by pipeline, then stage, then tensor-parallel rank.
+    Numbers follow `share_items`: by pipeline, then stage, then tensor-parallel rank.
     """
 
     pipelines: int
@@ -49,47 +47,47 @@ class EncodingRanks:
 
     @property
     def ranks_of_pipeline(self) -> int:
-        """Ranks of a pipeline."""
+        """Return the number of ranks of a pipeline."""
         return self.parallel.pipeline * self.parallel.tensor
 
     @property
     def size(self) -> int:
-        """Ranks of the group."""
+        """Return the number of ranks of the group."""
         return self.pipelines * self.ranks_of_pipeline
 
     @property
     def block(self) -> int:
-        """Number of the group among all groups."""
+        """Return this group's number among all groups."""
         return self.parallel.place(self.rank)["data"] // self.pipelines
 
     @property
     def pipeline(self) -> int:
-        """This rank's pipeline, as a number within the group."""
+        """Return this rank's pipeline within the group."""
         return self.parallel.place(self.rank)["data"] % self.pipelines
 
     @property
     def number(self) -> int:
-        """This rank's number in the group."""
+        """Return this rank's number in the group."""
         return self.global_ranks(self.block).index(self.rank)
 
     @property
     def data_ranks(self) -> range:
-        """Data-parallel ranks of the group's pipelines."""
+        """Return the data-parallel ranks of the group's pipelines."""
         return range(self.block * self.pipelines, (self.block + 1) * self.pipelines)
 
     @property
     def embedding_numbers(self) -> np.ndarray:
-        """Numbers of the ranks that embed tokens, those of first stages; int64 [D]."""
+        """Return the numbers of first-stage ranks, which embed tokens; int64 [D]."""
         first = np.arange(self.pipelines) * self.ranks_of_pipeline
         return (first[:, None] + np.arange(self.parallel.tensor)).ravel()
 
     @property
     def process_places(self) -> np.ndarray:
-        """Place of every number in the process group, which is in the order of global ranks."""
+        """Return each number's rank in the process group, which is in global order."""
         return np.argsort(np.argsort(self.global_ranks(self.block)))
 
     def global_ranks(self, block: int) -> list[int]:
-        """Global ranks of a group, by number."""
+        """Return a group's global ranks, by number."""
         sizes = self.parallel
         return [
             (stage * sizes.data + block * self.pipelines + pipeline) * sizes.tensor + shard
@@ -106,88 +104,85 @@ class ItemRun:
     row: int
     """Row of the plan's packs."""
     items: range
-    """Numbers of the items among the pack's."""
+    """Item numbers within the pack."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderPass:
-    """Items that a rank runs through an encoder at once."""
+    """Items that a rank runs through an encoder in one pass."""
 
     encoder: str
     feature: str
-    """What the encoder takes: tiles, clips or image_tokens."""
+    """Encoder input: tiles, clips or image_tokens."""
     runs: tuple[ItemRun, ...]
     is_kept: bool
-    """Whether the activations are kept for the backward."""
+    """Whether activations are kept for backward."""
 
     @property
     def items(self) -> int:
-        """Number of items, at least 1."""
+        """Return the number of items, at least 1."""
         return sum(len(run.items) for run in self.runs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FeatureRoute:
-    """How a rank's features leave, and how its part of its pipeline's rows arrives."""
+    """Send and receive layout of a rank's features."""
 
     sent_slices: Sequence[slice]
-    """Slices of the rows that the rank makes, pass after pass, in the order in which they leave."""
+    """Slices of the rows this rank makes, in sending order."""
     sent: list[int]
-    """Rows to every rank, in the process group's order."""
+    """Rows sent to every rank, in process group order."""
     received_slices: Sequence[slice]
-    """Slices of what arrives, in the order of the pipeline's rows."""
+    """Slices of received rows, in the order of the pipeline's rows."""
     received: list[int]
-    """Rows from every rank, in the process group's order."""
+    """Rows received from every rank, in process group order."""
     parts: tuple[int, ...]
-    """Rows that each tensor-parallel rank of the pipeline's first stage receives."""
+    """Rows received by each tensor-parallel rank of the pipeline's first stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
-    """Every run's rows, numbered over all pipelines of the group; int64 [G]."""
+    """Rows of every run, numbered over all pipelines of the group; int64 [G]."""
 
     start: np.ndarray
     stop: np.ndarray
     source: np.ndarray
-    """Rank that makes them."""
+    """Rank that makes the rows."""
     made: np.ndarray
-    """Number of the first among those that the source makes."""
+    """Number of the first row among the source's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepShares:
-    """Shares of the items of a step in the encoding group of this rank."""
+    """Assignment of a step's items within this rank's encoding group."""
 
     ranks: EncodingRanks
     beside: DataParallelEncoders
     rows: np.ndarray
-    """Rows of the plan's packs, or shares of them, that the group's pipelines have in the step, in
-    their order."""
+    """Rows of the packs, or shares of packs, of the group's pipelines, in their order."""
     pipeline: np.ndarray
-    """Pipeline of each of these packs."""
+    """Pipeline of each pack."""
     items: Mapping[str, np.ndarray]
-    """Items of each of these packs, by encoder."""
+    """Items of each pack, by encoder."""
     first_item: Mapping[str, np.ndarray]
-    """Number of the first of them among the items of the whole pack."""
+    """Number of each share's first item within the whole pack."""
     encoders: Mapping[str, Encoder]
     runs: Mapping[str, ItemRuns]
     sample_passes: Mapping[str, Sequence[tuple[int, int, bool]]]
-    """First item, item after the last and whether it is kept of each of this rank's passes, of
-    encoders that take whole samples."""
+    """(first item, end item, kept) of this rank's passes, for encoders that take whole samples."""
     most_passes: Mapping[tuple[str, bool], int]
-    """Most passes of an encoder, kept or not, that any rank makes of those that divide its weights
-    with this one; empty where all have them whole."""
+    """Maximum passes by (encoder, kept) over ranks that shard weights together, else empty."""
 
     def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
-        """This rank's passes of an encoder, those that are kept or the others."""
+        """Return this rank's kept or recomputed passes of an encoder."""
         return [one for one in self.passes if (one.encoder, one.is_kept) == (name, is_kept)]
 
     def lockstep_passes(self, name: str, is_kept: bool) -> int:
-        """Such passes of all ranks that divide the encoder's weights, some empty."""
+        """Return the passes that ranks sharding the encoder run in lockstep, some of them empty."""
         return self.most_passes.get((name, is_kept), 0)
 
     def only(self, names: Collection[str]) -> "StepShares":
-        """The shares of some of the encoders."""
+        """Return the assignment of some encoders."""
         return replace(
             self,
             items={name: items for name, items in self.items.items() if name in names},
@@ -196,7 +191,7 @@ class StepShares:
 
     @cached_property
     def passes(self) -> tuple[EncoderPass, ...]:
-        """What this rank encodes: by encoder, and of each first what is kept."""
+        """Return this rank's passes by encoder, kept passes first."""
         return tuple(one for name in self.items for one in self._passes_of(name))
 
     def _passes_of(self, name: str) -> Iterator[EncoderPass]:
@@ -225,8 +220,10 @@ class StepShares:
             )
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Where the features of each of this pipeline's packs are among its rows, by encoder; empty
-        micro-batches after these, to join others, have no rows."""
+        """Return row slices of each of this pipeline's packs, by encoder.
+
+        Empty micro-batches, appended up to `micro_batches`, have empty slices.
+        """
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
         starts = self._starts
         base = min((int(start[own[0]]) for start in starts.values()), default=0) if len(own) else 0
@@ -244,9 +241,9 @@ class StepShares:
 
     @cached_property
     def route(self) -> FeatureRoute:
-        """This rank's part in the exchange of features."""
+        """Return this rank's part in the feature exchange."""
         rows, borders = self._rows, self._borders
-        # Every run is cut where another rank's part begins.
+        # Cut every run at the borders of ranks' parts.
         first = np.searchsorted(borders, rows.start, "right") - 1
         pieces = np.searchsorted(borders, rows.stop, "left") - first
         run = np.repeat(np.arange(len(pieces)), pieces)
@@ -279,7 +276,7 @@ class StepShares:
 
     @cached_property
     def _starts(self) -> dict[str, np.ndarray]:
-        """First row of every pack's features, by encoder, over all pipelines of the group."""
+        """Return the first row of every pack's features, by encoder, over the group."""
         sizes = np.concatenate([np.zeros(0, np.int64), *self._rows_of_packs.values()])
         count = len(self.rows)
         encoder = np.repeat(np.arange(len(self.items)), count)
@@ -290,7 +287,7 @@ class StepShares:
 
     @property
     def _borders(self) -> np.ndarray:
-        """First row of every embedding rank's part, and the end; int64 [D + 1]."""
+        """Return the first row of every embedding rank's part, and the end; int64 [D + 1]."""
         of_pack = np.sum(list(self._rows_of_packs.values()), axis=0)
         sums = np.bincount(self.pipeline, of_pack, self.ranks.pipelines).astype(np.int64)
         shards = np.arange(self.ranks.parallel.tensor)
@@ -306,7 +303,7 @@ class StepShares:
             size.append(runs.count * per_item)
             source.append(runs.rank)
         starts, sizes, sources = map(np.concatenate, (start, size, source))
-        # A rank makes rows encoder by encoder, which is how they stand here.
+        # Each rank makes its rows encoder by encoder, the order of these arrays.
         order = np.argsort(sources, kind="stable")
         made = np.zeros(len(sizes), np.int64)
         made[order] = np.cumsum(sizes[order]) - sizes[order]
@@ -316,33 +313,33 @@ class StepShares:
 
 
 def rows_of_item(encoder: Encoder) -> int:
-    """Rows of an item: those of its tokens, and of their deepstack features."""
+    """Return an item's rows: its tokens and their deepstack features."""
     return encoder.tokens_per_item * (1 + encoder.deepstack_features)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class EncoderShares:
-    """Shares of every step of a plan's packs, in the encoding group of this rank."""
+    """Assignment of items to this rank's encoding group, for every step."""
 
     model: ModelConfig
     beside: DataParallelEncoders
     ranks: EncodingRanks
     gpus_per_node: int
-    """GPUs of a node of the plan's cluster."""
+    """GPUs per node of the plan's cluster."""
     packs: ScheduledPacks
     levels: Sequence[Level]
-    """Levels of the packs, which say how many ranks share one."""
+    """Levels of the packs, with their context-parallel sizes."""
     lengths: Lengths | None = None
-    """Lengths of the samples of the packs; needed where an encoder takes whole ones."""
+    """Sample lengths, needed for encoders that take whole samples."""
 
     @cached_property
     def _held(self) -> Shares:
-        """Packs, or shares of them, that every data-parallel rank has."""
+        """Return the packs or shares of every data-parallel rank."""
         return shares_of(self.packs, self.levels)
 
     @cached_property
     def _samples(self) -> dict[str, SampleItems]:
-        """Samples of everything that is held, by the feature of encoders that take whole ones."""
+        """Return samples of all shares, by feature of encoders that take whole samples."""
         if not self.beside.square_ms:
             return {}
         assert self.lengths is not None, "samples are dealt by their lengths"
@@ -350,7 +347,7 @@ class EncoderShares:
 
     @cached_property
     def _items(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """First item and number of items of everything that is held, by encoder."""
+        """Return first item and item count of every share, by encoder."""
         held, found = self._held, {}
         for name, encoder in self.model.encoders.items():
             if name in self.beside.square_ms:
@@ -363,7 +360,7 @@ class EncoderShares:
         return found
 
     def step(self, step: int) -> StepShares:
-        """Share the items of a step's packs."""
+        """Assign the items of a step's packs."""
         ranks, held, rows = self.ranks, self._held, self._rows_of_group(step, step + 1)
         pipeline = (held.dp_rank[rows] - ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
@@ -401,7 +398,7 @@ class EncoderShares:
         )
 
     def passes_of_steps(self, first_step: int, last_step: int) -> np.ndarray:
-        """How many passes this rank has in each step from `first_step` to before `last_step`."""
+        """Return this rank's number of passes in steps `first_step` to `last_step` (exclusive)."""
         ranks, held, steps = self.ranks, self._held, last_step - first_step
         rows = self._rows_of_group(first_step, last_step)
         cell = (held.step[rows] - first_step) * ranks.pipelines
@@ -410,13 +407,13 @@ class EncoderShares:
         return np.sum([number[:, ranks.number] for number in passes.values()], axis=0)
 
     def _rows_of_group(self, first_step: int, last_step: int) -> np.ndarray:
-        """Rows of what this group's pipelines have in some steps."""
+        """Return the rows of this group's pipelines in some steps."""
         held, own = self._held, self.ranks.data_ranks
         rows = np.arange(*np.searchsorted(held.step, [first_step, last_step]))
         return rows[(held.dp_rank[rows] >= own.start) & (held.dp_rank[rows] < own.stop)]
 
     def _most_passes(self, step: int) -> dict[tuple[str, bool], int]:
-        """Most passes that a rank makes of those that divide weights with this one."""
+        """Return the maximum passes over ranks that shard weights with this rank."""
         blocks = self.ranks.parallel.data // self.ranks.pipelines
         rows = np.arange(*np.searchsorted(self._held.step, [step, step + 1]))
         passes = self._passes_of_ranks(rows, self._held.dp_rank[rows].astype(np.int64), blocks)
@@ -427,8 +424,10 @@ class EncoderShares:
     def _passes_of_ranks(
         self, rows: np.ndarray, pipeline: np.ndarray, groups: int
     ) -> dict[tuple[str, bool], np.ndarray]:
-        """Passes of every rank of some groups by encoder and whether they are kept, int64 [groups,
-        ranks of a group]; `pipeline` holds each row, among those of all groups, int64."""
+        """Return passes of every rank by (encoder, kept), int64 [groups, ranks per group].
+
+        `pipeline` is each row's pipeline over all groups, int64.
+        """
         pipelines = self.ranks.pipelines
         held = {
             name: np.bincount(pipeline, count[rows], groups * pipelines)
@@ -453,14 +452,14 @@ class EncoderShares:
         }
 
     def _samples_of(self, rows: np.ndarray) -> dict[str, SampleItems]:
-        """Samples of what is held in these rows, by encoder that takes whole ones."""
+        """Return samples in these rows, by encoder that takes whole samples."""
         return {
             name: self._samples[self.model.encoders[name].feature].take(rows)
             for name in self.beside.square_ms
         }
 
     def _own_passes(self, name: str, dealt: DealtSamples) -> list[tuple[int, int, bool]]:
-        """This rank's passes of whole samples of a step, by the items that it encodes."""
+        """Return this rank's passes of whole samples, as item bounds."""
         most, kept = self.beside.items_per_pass[name], self.beside.kept_items[name]
         passes = passes_of_samples(dealt, most, kept)
         own = np.flatnonzero(passes.rank == self.ranks.number)
@@ -470,7 +469,7 @@ class EncoderShares:
 
 
 def _runs_of_samples(samples: SampleItems, dealt: DealtSamples) -> ItemRuns:
-    """Runs of the items of dealt samples, one per sample."""
+    """Return one run of items per assigned sample."""
     items, row = samples.items[samples.rows.samples], samples.row
     starts = np.cumsum(items) - items
     first = starts - np.append(starts, items.sum())[samples.rows.offsets[row]]
@@ -480,19 +479,18 @@ def _runs_of_samples(samples: SampleItems, dealt: DealtSamples) -> ItemRuns:
 
 
 def _before_in_pack(items: np.ndarray, held: Shares) -> np.ndarray:
-    """Items of a pack before those of each of its shares, int64 [shares]."""
+    """Return the items before each share within its pack, int64 [shares]."""
     order = np.lexsort((held.part, held.pack))
     in_order, pack = items[order], held.pack[order]
     before = np.cumsum(in_order) - in_order
     found = np.empty_like(before)
-    # Shares of a pack follow each other, from its first on.
+    # Shares of a pack are consecutive, first part first.
     found[order] = before - before[np.searchsorted(pack, pack)]
     return found
 
 
 def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, int, bool]]:
-    """First item and item after the last of every pass of equal items, and whether it is kept; none
-    holds kept items and others."""
+    """Return (first item, end item, kept) of passes. A pass is all kept or all recomputed."""
     kept = min(kept, items)
     return [
         (begin, min(begin + items_per_pass, stop), stop <= kept)
@@ -502,7 +500,7 @@ def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, i
 
 
 def _joined(starts: np.ndarray, sizes: np.ndarray) -> list[slice]:
-    """Slices of these starts and sizes, in order, as few as may be."""
+    """Return slices in order, with adjacent slices merged."""
     slices: list[slice] = []
     for start, size in zip(starts.tolist(), sizes.tolist(), strict=True):
         if slices and slices[-1].stop == start:

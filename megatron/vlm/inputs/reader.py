@@ -1,8 +1,7 @@
-"""Samples of a dataset read for a model: token ids, tiles or patches of images, and frames of
-recordings.
+"""Samples as model inputs: token ids, tiles or patches of images, and frames of recordings.
 
-Shapes: of pixels T tiles, C channels, P pixels per side; Y patches of X values; of frames C clips,
-B mel bins, F frames; S packed tokens, M image tokens, N audio tokens.
+Shapes: T tiles, C channels, P pixels per side; Y patches of X values; for frames C clips, B mel
+bins, F frames; S packed tokens, M image tokens, N audio tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -35,12 +34,12 @@ from omnibal.data.video_files import BadVideo, read_video_frames
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImageRule, TilingConfig
 
-# ImageNet statistics, as InternVL normalizes with.
+# ImageNet statistics, as in InternVL.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 class UnreadableFile(UserError):
-    """An image or a recording is missing or broken."""
+    """An image or recording is missing or broken."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,26 +49,23 @@ class Prompt:
     token_ids: np.ndarray
     """Token ids, int64 [tokens]."""
     tiles: int
-    """Tiles of the images shown so far: the first `tiles` of the sample's."""
+    """Tiles shown so far: the sample's first `tiles`."""
     clips: int
-    """Clips of the recordings heard so far: the first `clips` of the sample's."""
+    """Clips heard so far: the sample's first `clips`."""
     shown: tuple[Shown, ...] = ()
-    """Images and videos at their native resolution that are shown so far, the first of the
-    sample's."""
+    """Images and videos at native resolution shown so far."""
 
     @property
     def patches(self) -> int:
-        """Patches of what is shown so far."""
+        """Return the patches shown so far."""
         return sum(grid.patches for grid, _ in self.shown)
 
 
 @dataclass(frozen=True, slots=True)
 class SampleReader:
-    """Samples of one dataset as token ids, tiles, patches and clips of one model.
+    """Reader of one dataset's samples for one model.
 
-    Items are counted by `tiles_per_image` and `clips_per_recording`; all of a sample's are read by
-    `tiles` and `clips`, and some of them, with no more decoded than they need, by `some_tiles` and
-    `some_clips`.
+    `some_tiles` and `some_clips` decode only the files they need.
     """
 
     annotations: Annotations
@@ -78,15 +74,15 @@ class SampleReader:
 
     @property
     def answer_end(self) -> int:
-        """The token that closes an answer."""
+        """Return the token that closes an answer."""
         return answer_end(self.model, self.tokenizer)
 
     def shown_sample(self, sample: Sample) -> Sample:
-        """The sample as the model is shown it: a video as frames, where images become tiles."""
+        """Return the sample with videos as frames if the model tiles images."""
         return sample if self.model.images is not None else sample.shown(self.model.tiling)
 
     def tiles_per_image(self, sample: Sample) -> list[int]:
-        """Tile counts of the images that the model is shown, from their headers."""
+        """Return tile counts of shown images, from their headers."""
         sample = sample.shown(self.model.tiling)
         if sample.of_frames or not sample.images:
             return [1] * len(sample.images)
@@ -94,19 +90,21 @@ class SampleReader:
         return [tile_count(*_image_size(image, sample), tiling, size) for image in sample.images]
 
     def clips_per_recording(self, sample: Sample) -> list[int]:
-        """Clip counts of the recordings, from their headers; 0 where the model takes none."""
+        """Return clip counts of recordings, from their headers. 0 without an audio encoder."""
         if not self.model.takes_audio:
             return [0] * len(sample.recordings)
         return [_clip_count(one, sample, self.model.audio.frames) for one in sample.recordings]
 
     def audio_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Places of audio tokens in a pack, int64 [N]; None where the model takes no recordings."""
+        """Return positions of audio tokens in a pack, int64 [N], or None without an audio
+        encoder."""
         if not self.model.takes_audio:
             return None
         return (token_ids_S == self.tokenizer.audio_context).nonzero().squeeze(1)
 
     def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Places of image and video tokens in a pack, int64 [M]; None where the model takes none"""
+        """Return positions of image and video tokens in a pack, int64 [M], or None without
+        images."""
         rule = self.model.images
         if rule is not None:
             return self._shown_kinds(token_ids_S.numpy(), rule).nonzero().squeeze(1)
@@ -117,11 +115,11 @@ class SampleReader:
     def rope_positions(
         self, token_ids: np.ndarray, shown: Sequence[Shown], answered: int = 0
     ) -> np.ndarray:
-        """Time, row and column of every token of one sample, int64 [3, S].
+        """Return time, row and column of every token of one sample, int64 [3, S].
 
         Args:
-            shown: images and videos in the order of their tokens.
-            answered: tokens at the end that the model has generated, whatever they are.
+            shown: images and videos in token order.
+            answered: generated tokens at the end, of any kind.
         """
         rule = self.model.images
         if rule is None:
@@ -129,16 +127,14 @@ class SampleReader:
         return rope_positions(self._shown_kinds(token_ids, rule).numpy(), shown, rule, answered)
 
     def _shown_kinds(self, token_ids: np.ndarray, rule: ImageRule) -> torch.Tensor:
-        """A number for every token: 0, or that of the kind of item it stands for, int64 [S]."""
+        """Return each token's kind of item, from 1, or 0 for text; int64 [S]."""
         kinds = np.zeros(len(token_ids), np.int64)
         for kind, piece in enumerate(repeated_tokens(rule), 1):
             kinds[token_ids == self.tokenizer.required(piece)] = kind
         return torch.from_numpy(kinds)
 
     def shown(self, sample: Sample) -> list[Shown]:
-        """Images and videos at their native resolution, from their headers, in the order of their
-        tokens; none where the model takes no such.
-        """
+        """Return images and videos at native resolution, from headers, in token order."""
         if self.model.images is None:
             return []
         try:
@@ -151,11 +147,11 @@ class SampleReader:
     def patches(
         self, sample: Sample, shown: Sequence[Shown], times: Sequence[range] | None = None
     ) -> torch.Tensor:
-        """Values of the patches of what the sample shows, in order, float32 [Y, X]; Y may be 0.
+        """Return patch values in order, float32 [Y, X]; Y may be 0.
 
         Args:
-            shown: what `shown` has found, or the first of it.
-            times: of every image and video that are read, which may be none; None: all.
+            shown: result of `shown`, or its beginning.
+            times: times to read of every image and video, or None reads all.
         """
         encoder = self.model.images
         assert encoder is not None, "the model takes images at their native resolution"
@@ -171,8 +167,7 @@ class SampleReader:
     def encode(
         self, sample: Sample, tiles: int, clips: int = 0, shown: Sequence[Shown] = ()
     ) -> EncodedSample:
-        """Encode the whole conversation with its loss mask, of images and recordings that make so
-        many tiles and clips, and what it shows at its native resolution."""
+        """Encode the conversation with its loss mask, given its tiles, clips and native images."""
         rule = self.model.images
         if rule is not None:
             heard = self.clips_per_recording(sample)
@@ -180,22 +175,22 @@ class SampleReader:
             return encode_sample(sample, places, self.model, self.tokenizer, heard)
         sample.shown(self.model.tiling)
         if sample.videos:
-            # As many frames as planned, even where some are missing: reading them raises an error.
+            # Planned number of frames, even if some are missing: reading them raises.
             sample = sample.with_frames(sample.videos[0].frames[:1] * tiles)
             per_image = [1] * tiles
         else:
-            # Only where several images share the tiles must their files be looked at.
+            # Image headers are needed only if several images share the tiles.
             several = len(sample.images) > 1
             per_image = self.tiles_per_image(sample) if several else [tiles] * len(sample.images)
         heard = [clips] if len(sample.recordings) == 1 else self.clips_per_recording(sample)
         return encode_sample(sample, per_image, self.model, self.tokenizer, heard)
 
     def prompt(self, sample: Sample, turn: int, room: int, chatting: bool = False) -> Prompt:
-        """Encode everything before the answer of a turn, with the sample's own tiles and clips.
+        """Encode everything before a turn's answer.
 
         Args:
-            room: tokens that the answer may have.
-            chatting: as `encode_prompt` has it.
+            room: maximum tokens of the answer.
+            chatting: see `encode_prompt`.
         """
         rule, shown = self.model.images, self.shown(sample)
         sample = self.shown_sample(sample)
@@ -219,21 +214,21 @@ class SampleReader:
         )
 
     def _shown_until(self, sample: Sample, turn: int) -> int:
-        """Number of images and videos in the questions up to and including this turn."""
+        """Return the number of images and videos up to this turn, inclusive."""
         rule, videos = self.model.images, sample.items_until(VIDEO, turn)
         if rule is not None and rule.video is None:
             videos = sum(len(video.frames) for video in seen_videos(sample, rule)[:videos])
         return sample.items_until(IMAGE, turn) + videos
 
     def check_images(self, sample: Sample, tiles: int) -> None:
-        """Decode the images that the model is shown, which make `tiles` tiles if of a video."""
+        """Decode all shown images. A video must have `tiles` frames."""
         sample = sample.shown(self.model.tiling)
         check_frames(sample, tiles)
         for image in sample.images:
             _read_image(image, sample)
 
     def check_recordings(self, sample: Sample) -> None:
-        """Decode the recordings."""
+        """Decode all recordings."""
         frames = self.model.audio.frames
         for recording, count in zip(
             sample.recordings, self.clips_per_recording(sample), strict=True
@@ -242,12 +237,11 @@ class SampleReader:
                 _read_clips(recording, sample, range(clip, clip + 1), frames)
 
     def clips(self, sample: Sample) -> np.ndarray:
-        """Log-mel frames of all clips of the recordings in order, float32 [C, B, F]."""
+        """Return log-mel frames of all clips in order, float32 [C, B, F]."""
         return self.some_clips(sample, range(sum(self.clips_per_recording(sample))))
 
     def some_clips(self, sample: Sample, wanted: range) -> np.ndarray:
-        """Some of the sample's clips, as `clips`; only what they need is decoded, so that each is
-        the same whichever others are read."""
+        """Return some clips as `clips` would, decoding only those."""
         audio = self.model.audio
         found = [np.zeros((0, audio.mel_bins, audio.frames), np.float32)]
         counts = self.clips_per_recording(sample)
@@ -260,18 +254,18 @@ class SampleReader:
         return np.concatenate(found)
 
     def frames(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """All clips of the samples in order, float32 [C, B, F]; C may be 0."""
+        """Return all clips of the samples in order, float32 [C, B, F]; C may be 0."""
         audio = self.model.audio
         none = np.zeros((0, audio.mel_bins, audio.frames), np.float32)
         return torch.from_numpy(np.concatenate([none, *map(self.clips, samples)]))
 
     def tiles(self, sample: Sample) -> list[np.ndarray]:
-        """All tiles of the images that the model is shown in order, uint8 [P, P, C]."""
+        """Return all tiles of shown images in order, uint8 [P, P, C]."""
         sample = sample.shown(self.model.vision.tiling)
         return [tile for image in sample.images for tile in self._tiles_of(image, sample)]
 
     def some_tiles(self, sample: Sample, wanted: range) -> list[np.ndarray]:
-        """Some of the sample's tiles, as `tiles`; only the images that these are of are decoded."""
+        """Return some tiles as `tiles` would, decoding only their images."""
         sample = sample.shown(self.model.vision.tiling)
         found: list[np.ndarray] = []
         ends = list(accumulate(self.tiles_per_image(sample)))
@@ -286,13 +280,13 @@ class SampleReader:
         return _image_tiles(_read_image(image, sample), tiling, size)
 
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """All tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
+        """Return all tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
         tiles = [tile for sample in samples for tile in self.tiles(sample)]
         return torch.from_numpy(normalized(tiles, self.model.vision.image_size))
 
 
 def normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
-    """Tiles as the vision tower takes them, float32 [T, C, P, P]; None becomes zeros."""
+    """Normalize tiles, float32 [T, C, P, P], or None becomes zeros."""
     mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
     pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
     for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):
@@ -304,7 +298,7 @@ def normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
 
 @contextmanager
 def _opened(image: ImageFile, sample: Sample) -> Iterator[BinaryIO]:
-    """Open the file; what fails in it meanwhile raises UnreadableFile."""
+    """Open the file; any failure inside raises UnreadableFile."""
     try:
         with image.open() as file:
             yield file
@@ -333,18 +327,17 @@ def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> I
 
 
 def all_times(shown: Sequence[Shown]) -> list[range]:
-    """All times of every image and video."""
+    """Return all times of every image and video."""
     return [range(each.grid.times) for each in shown]
 
 
 def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Iterator[np.ndarray]:
-    """Frames of the images and videos that the sample shows, uint8 [F, H, W, C], one of an image.
+    """Yield each image's or video's frames, uint8 [F, H, W, C], decoded lazily.
 
-    Images are loaded as Transformers does (`load_image`): turned as EXIF says, and without what an
-    alpha channel covers. Each is decoded when it is asked for.
+    As Transformers' `load_image`: EXIF orientation applied, alpha dropped.
 
     Args:
-        times: of every image and video, or of the first ones; what has none is passed over.
+        times: times to read of every image and video, or of the first, empty skips it.
     """
 
     def pixels(image: ImageFile) -> np.ndarray:
@@ -366,7 +359,7 @@ def shown_frames(sample: Sample, rule: ImageRule, times: Sequence[range]) -> Ite
 def _shown_items(
     sample: Sample, rule: ImageRule
 ) -> Iterator[tuple[ImageFile | Video, tuple[int, ...]]]:
-    """Every image and video that the sample shows, and the frames of it that are seen."""
+    """Yield each shown image or video with its sampled frames."""
     seen = iter(seen_videos(sample, rule))
     for item in sample.shown_in_order:
         if isinstance(item, ImageFile):
@@ -388,7 +381,7 @@ def _read_frames(video: VideoFile, sample: Sample, wanted: Sequence[int]) -> np.
 
 @contextmanager
 def _heard(recording: AudioFile, sample: Sample) -> Iterator[None]:
-    """Raise UnreadableFile for what is wrong with a recording that is read meanwhile."""
+    """Turn errors of a recording into UnreadableFile."""
     try:
         yield
     except BadRecording as error:
@@ -409,7 +402,7 @@ def _read_clips(recording: AudioFile, sample: Sample, wanted: range, frames: int
 
 
 def check_frames(sample: Sample, planned: int) -> None:
-    """Refuse a video that has not as many frames as planned; raises UnreadableFile."""
+    """Raise UnreadableFile unless a video has the planned number of frames."""
     if sample.of_frames and len(sample.images) != planned:
         raise UnreadableFile(
             f"{sample.images[0].path}: {len(sample.images)} frame(s) where the plan counted "
@@ -419,7 +412,7 @@ def check_frames(sample: Sample, planned: int) -> None:
 
 
 def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np.ndarray]:
-    """InternVL's dynamic tiling: uint8 [P, P, C] tiles row by row, then the thumbnail."""
+    """Tile as InternVL: uint8 [P, P, C] tiles row by row, then the thumbnail."""
     columns, rows = tile_grid(*image.size, tiling, size)
     resized = np.asarray(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
     tiles = list(rearrange(resized, "(row p1) (col p2) c -> (row col) p1 p2 c", p1=size, p2=size))
@@ -429,7 +422,7 @@ def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np
 
 
 def check_count(found: int, planned: int, what: str, sample: Sample) -> None:
-    """Refuse a sample that has not as many of `what`, such as tokens, as the plan counted."""
+    """Raise UserError unless a sample's count of `what` equals the plan's."""
     if found != planned:
         raise UserError(
             f"{sample.where}: {found} {what} where the plan counted {planned}; the data "

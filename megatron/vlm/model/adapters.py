@@ -1,16 +1,14 @@
-"""Adapters of a stage: pairs of thin matrices beside the linears of layers and projectors (LoRA).
+"""LoRA adapters on the linears of layers and projectors: y = x W + scale * (x A) B.
 
-Beside y = x W stands scale * (x A) B. A linear here is one or more of released checkpoints, as that
-of q, k and v is; each of these pieces has an A and a B of its own, which are run as one: the A's
-one below the other, the B's in the rows of the linear's output that are theirs.
+A linear may join several checkpoint linears, as q, k and v. Each piece has its own A and B; they
+run as one, with A's stacked and B's in their outputs' rows.
 
-Over tensor-parallel ranks, A is whole and B divided where the linear's outputs are, and the other
-way round where its inputs are. What is between them is exchanged, as it is thin: with sequence
-parallelism gathered or scattered, so that the whole ones of every rank see its part of the sequence
-and their gradients are summed over ranks.
+Tensor-parallel ranks replicate A and divide B for column-parallel linears, and the reverse for
+row-parallel linears. The thin activations between them are exchanged; with sequence parallelism
+replicated matrices see this rank's part of the sequence, and their gradients are summed over ranks.
 
-Shapes: S sequence, B batch, I inputs and O outputs of a linear on this rank, P outputs of one of
-its pieces, r the rank of an adapter, R that of all adapters of the linear together.
+Shapes: S sequence, B batch, I inputs and O outputs of a linear on this rank, P outputs of a piece,
+r rank of an adapter, R ranks of all adapters of the linear together.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,17 +32,16 @@ from megatron.vlm.model.tensor_parallel import divide
 from omnibal.model.adapters import AdapterConfig, Linear
 
 ADAPTERS = ".adapters."
-"""Part of the names of all parameters of adapters, and of no others."""
+"""Substring of the names of adapter parameters, and of no others."""
 _Forward = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor | None]]
 
 
 class Adapter(torch.nn.Module):
-    """The pair of one piece: A [r, I] and B [P, r], with PEFT's rows and columns.
+    """Adapter of one piece: A [r, I] and B [P, r], as in PEFT.
 
     Args:
-        divides_inputs: whether tensor-parallel ranks divide A's inputs, and not B's outputs.
-        sequence_parallel: whether each rank sees a part of the sequence where the matrix is whole,
-            so that core sums its gradients over ranks.
+        divides_inputs: whether tensor-parallel ranks divide A's inputs rather than B's outputs.
+        sequence_parallel: whether core sums the replicated matrix's gradients over ranks.
     """
 
     def __init__(
@@ -70,7 +67,7 @@ class Adapter(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """State for a checkpoint (core's name)."""
+        """Return the checkpoint state (core's name)."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -82,13 +79,12 @@ class Adapter(torch.nn.Module):
 
 
 class Adapters(MegatronModule):
-    """The adapters of a layer or of a projector, by the names of their pieces.
+    """Adapters of a layer or projector, by piece.
 
-    They are run in the forward of the linears that they are beside, whose parameters keep their
-    names: a checkpoint has the same weights with adapters and without.
+    They run in the linears' forwards, so that parameters keep their names in checkpoints.
 
     Args:
-        groups: in which the rows of q, k and v lie on this rank.
+        groups: groups of q, k and v rows on this rank.
     """
 
     def __init__(
@@ -125,7 +121,7 @@ class Adapters(MegatronModule):
         rows: "OutputRows",
         hidden_SBI: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run a linear and its adapters: [S, B, I] to [S, B, O], and the bias to be added."""
+        """Run a linear and its adapters: [S, B, I] to [S, B, O], and the bias."""
         own = [self.get_submodule(piece.name) for piece in linear.adapted]
         hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(one.lora_a for one in own))
         output_SBO, bias_O = forward(hidden_SBI)
@@ -136,9 +132,9 @@ class Adapters(MegatronModule):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputRows:
-    """Where the outputs of every piece are among those of a linear on this rank.
+    """Rows of every piece's outputs in a linear on this rank.
 
-    They lie in groups, equally many of a piece in each: of q, k and v in core's groups of heads.
+    Rows are in groups with equally many of each piece: core's head groups for q, k and v.
     """
 
     groups: int
@@ -149,8 +145,7 @@ class OutputRows:
 
     @classmethod
     def of(cls, linear: Linear, outputs: int, groups_of_heads: int) -> "OutputRows":
-        """Find them among outputs of the linear and groups of heads on this rank; heads of encoders
-        may be padded, alike in all pieces."""
+        """Find the rows from the linear's outputs and head groups; encoder heads may be padded."""
         groups = groups_of_heads if len(linear.pieces) > 2 else 1
         whole = sum(piece.outputs for piece in linear.pieces)
         widths = tuple(outputs * piece.outputs // whole // groups for piece in linear.pieces)
@@ -162,12 +157,12 @@ class OutputRows:
 
     @property
     def adapted_outputs(self) -> list[int]:
-        """Outputs of every piece that has an adapter."""
+        """Return the outputs of every adapted piece."""
         pairs = zip(self.widths, self.adapted, strict=True)
         return [self.groups * width for width, is_adapted in pairs if is_adapted]
 
     def joined(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
-        """All B's as one, [O, R], zeros where a row is not of the piece of a column."""
+        """Join all B's, [O, R], with zeros outside each piece's rows."""
         if len(self.widths) == 1:
             return matrices[0]
         rank = matrices[0].shape[1]
@@ -178,7 +173,7 @@ class OutputRows:
         return joined_GWR.flatten(0, 1)
 
     def split(self, joined_OR: torch.Tensor, rank: int) -> tuple[torch.Tensor, ...]:
-        """The B's, [P, r], of a joined one."""
+        """Split a joined B into [P, r] matrices."""
         if len(self.widths) == 1:
             return (joined_OR,)
         blocks = self._blocks(joined_OR.unflatten(0, (self.groups, -1)), rank)
@@ -199,11 +194,11 @@ _EXCHANGES = {
     (False, True): gather_from_sequence_parallel_region,
     (False, False): copy_to_tensor_model_parallel_region,
 }
-"""By whether ranks divide A's inputs, and the sequence."""
+"""Exchange functions by (A's inputs divided, sequence divided)."""
 
 
 def _exchanged(low_SBR: torch.Tensor, base: Any, *, divides_inputs: bool) -> torch.Tensor:
-    """What is between A and B, as B's rank takes it from all tensor-parallel ranks."""
+    """Return A's outputs as B's rank needs them from all tensor-parallel ranks."""
     if base.tp_group.size() == 1:
         return low_SBR
     exchange = _EXCHANGES[divides_inputs, base.sequence_parallel]

@@ -1,18 +1,15 @@
-"""Backwards in two parts: gradients of what comes in now, products for weight gradients later.
+"""Split backward: input gradients now, weight-gradient products later.
 
-A schedule may run the two apart (Qi et al. 2023, arXiv 2401.10241): the stage before waits for the
-first, and the second fills time in which a stage would stand idle. The first part is autograd's
-backward, in which trained linears leave their weights' products for the second: `take` gives those
-of one micro-batch. All else is of the first: biases, norms, embeddings, attention, routers, and the
-thin matrices of adapters, whose products cost less than it would to keep what they need.
+Pipeline schedules run both parts separately (Qi et al. 2023, arXiv 2401.10241): the previous stage
+waits for the first, and the second fills idle time. The first part is autograd's backward; trained
+linears defer their weight products, and `take` returns those products for one micro-batch. Biases,
+norms, embeddings, attention, routers and adapters stay in the first part.
 
-Products are core's own, in the order in which a whole backward has them, and each adds to the
-buffer of its parameter: parts that come in micro-batch order give the same bits as whole backwards.
-Only a matrix that is both head and token embedding in one stage sums in another order.
+Deferred products are core's own and add to the parameter's buffer in the same order, so results are
+bitwise equal in micro-batch order, except a matrix that is head and token embedding in one stage.
 
-What a linear keeps between the parts is its input and the gradient of its output, as they are on
-this rank: where ranks divide the sequence between linears, this rank's part. In values, of S
-positions on T tensor-parallel ranks, with q, k and v of A, K and K and a feed-forward of F:
+A linear keeps this rank's input and output gradient. In values, for S positions on T
+tensor-parallel ranks, widths A of q, K of k and v, and F of the feed-forward:
 
 | unit | inputs | gradients of outputs |
 |---|---|---|
@@ -23,11 +20,11 @@ positions on T tensor-parallel ranks, with q, k and v of A, K and K and a feed-f
 | projector, H to F to E wide, S tokens | S (H + F / T) | S (F / T + E) |
 | head, L loss positions | L H | L W / T |
 
-Beside experts a layer keeps what it has of attention. A feed-forward of an encoder with a gate has
-2 F among the gradients. An embedding, a frozen linear and one with an adapter keep nothing.
+Layers with experts also keep attention's values. A gated feed-forward of an encoder has 2 F among
+the gradients. Embeddings, frozen linears and linears with adapters keep nothing.
 
-Shapes: R rows (tokens), I inputs and O outputs of a product; the weight of a linear is [O, I], of
-experts [X, O, I]. Rows may have several leading axes, of which the first is the sequence.
+Shapes: R rows (tokens), I inputs and O outputs of a product. The weight of a linear is [O, I], of
+experts [X, O, I]. Rows may have several leading axes, the sequence first.
 """
 
 from collections.abc import Callable, Collection
@@ -45,11 +42,11 @@ from omnibal.job.plan import Plan
 from omnibal.model.config import Provider
 
 OnGradient = Callable[[torch.nn.Parameter], None]
-"""Function that is told of a parameter whose gradient of a micro-batch is in its buffer."""
+"""Callback with a parameter after its gradient was added to its buffer."""
 
 
 def check_two_parts(plan: Plan, provider: Provider) -> None:
-    """Refuse backwards in two parts where weight gradients cannot come later."""
+    """Raise unless weight gradients can be deferred."""
     given = f"the plan's schedule {plan.schedule.name} runs backwards in two parts"
     if plan.precision == "fp8":
         raise UserError(
@@ -68,14 +65,14 @@ def check_two_parts(plan: Plan, provider: Provider) -> None:
 
 
 class Product:
-    """A product of rows with a weight, and the two products of its backward."""
+    """A product of rows with a weight, and both products of its backward."""
 
     def outputs(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Product of [R, I] with a weight: [R, O]."""
+        """Return the product of [R, I] with a weight: [R, O]."""
         raise NotImplementedError
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Gradient of the rows, from that of the outputs."""
+        """Return the gradient of the rows."""
         raise NotImplementedError
 
     def add_weight_gradient(
@@ -85,27 +82,26 @@ class Product:
         raise NotImplementedError
 
     def kept(self, rows: torch.Tensor, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What to keep of rows and gradient until their product."""
+        """Return what to keep of rows and gradient."""
         return rows, gradient
 
     def begin(self, late: "LateProduct") -> dist.Work | None:
-        """Begin to make what is kept whole again; collective where ranks keep parts."""
+        """Begin gathering kept shards; collective if ranks keep shards."""
         return None
 
 
 @dataclass(slots=True, eq=False)
 class LateProduct:
-    """One product for the gradient of a weight, not yet run."""
+    """A deferred product for a weight gradient."""
 
     product: Product
     weight: torch.nn.Parameter
     rows: torch.Tensor
     gradient: torch.Tensor
-    """Gradient of the outputs."""
     _coming: dist.Work | None = None
 
     def begin(self) -> "LateProduct":
-        """Begin what must be over before `add`."""
+        """Begin the exchanges before `add`."""
         self._coming = self.product.begin(self)
         return self
 
@@ -118,14 +114,14 @@ class LateProduct:
 
 
 class DeferredWeights:
-    """Weight gradients of a stage whose products run apart from the backwards that they are of."""
+    """Deferred weight-gradient products of a stage."""
 
     def __init__(self, parameters: Collection[torch.nn.Parameter]) -> None:
         self.parameters = frozenset(parameters)
         self.on_gradient: OnGradient | None = None
-        """Told of every parameter in the last part of a step, where set."""
+        """Called with every parameter in a step's last part, if set."""
         self._late: list[LateProduct] = []
-        # Autograd goes back through a product for what it is given; that may want no gradient.
+        # Makes autograd differentiate products with inputs that need no gradient.
         self._wanted = torch.empty(0, requires_grad=True)
 
     def multiply(
@@ -135,25 +131,25 @@ class DeferredWeights:
         weight: torch.nn.Parameter,
         bias_O: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply rows with a weight whose gradient is to come later, and add a bias."""
+        """Multiply rows with a weight, deferring its gradient, and add a bias."""
         use = _Use(product, weight, self._late)
         outputs: torch.Tensor = _InTwoParts.apply(rows, bias_O, self._wanted, use)
         return outputs
 
     def take(self) -> list[LateProduct]:
-        """Take the products that backwards have left since the last time."""
+        """Take the products deferred since the last call."""
         taken = list(self._late)
         self._late.clear()
         return taken
 
     @torch.no_grad()
     def add(self, late: list[LateProduct], *, is_last: bool) -> None:
-        """Run products, which are gone after, in their order, the last of a step or not; collective
-        over tensor-parallel ranks where these divide the sequence."""
+        """Run and drop products in order; collective over tensor-parallel ranks that divide the
+        sequence."""
         late.reverse()  # as each goes from the end
         ahead = late.pop().begin() if late else None
         while ahead is not None:
-            # Ranks exchange what the next one needs while this one runs.
+            # Overlap the next product's exchange with this product.
             now, ahead = ahead, late.pop().begin() if late else None
             now.add()
             if is_last and self.on_gradient is not None:
@@ -162,7 +158,7 @@ class DeferredWeights:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Use:
-    """Use of a weight, unknown to autograd, which else would have a gradient for it."""
+    """A weight, hidden from autograd, which would compute its gradient."""
 
     product: Product
     weight: torch.nn.Parameter
@@ -170,7 +166,7 @@ class _Use:
 
 
 class _InTwoParts(torch.autograd.Function):
-    """A product with a weight and a bias, which leaves the weight's gradient to be made later."""
+    """A product with weight and bias that defers the weight's gradient."""
 
     @staticmethod
     def forward(
@@ -194,7 +190,7 @@ class _InTwoParts(torch.autograd.Function):
         gradient = gradients[0].contiguous()
         if ctx.needs_input_grad[1]:
             of_bias = gradient.flatten(0, -2).sum(0)
-        # Detached: the input's own graph is to go with this part.
+        # Detached, as the input's graph must be freed with this part.
         kept = use.product.kept(rows.detach(), gradient)
         use.late.append(LateProduct(use.product, use.weight, *kept))
         return of_rows, of_bias, None, None
@@ -202,15 +198,14 @@ class _InTwoParts(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParallelProduct(Product):
-    """The product of a linear that tensor-parallel ranks divide, as core has it.
+    """Core's product of a linear that tensor-parallel ranks divide.
 
     Args:
-        adds_up: whether each product adds to the buffer itself, unrounded.
-        sums_inputs: whether the input's gradient is summed over ranks.
-        group: over which the sequence is divided, and the linear's outputs or inputs.
-        gathers_rows: whether each rank has a part of the sequence of the input.
-        gathers_gradient: whether, of the output, which ranks sum, each then has a part of the
-            sequence.
+        adds_up: whether products accumulate in the buffer, unrounded.
+        sums_inputs: whether the input gradient is summed over ranks.
+        group: ranks that divide the sequence and the linear.
+        gathers_rows: whether each rank has a part of the input sequence.
+        gathers_gradient: whether outputs are reduce-scattered over the sequence.
     """
 
     adds_up: bool
@@ -228,7 +223,7 @@ class ParallelProduct(Product):
         return rows @ weight.t()
 
     def input_gradient(self, gradient: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Gradient of the input; of this rank's part of the sequence, where it has one."""
+        """Return the input gradient, of this rank's part of a divided sequence."""
         of_rows = gradient @ weight
         if self.sums_inputs:
             dist.all_reduce(of_rows, group=self.group)
@@ -275,7 +270,7 @@ PARALLEL_LINEARS = (ColumnParallelLinear, RowParallelLinear)
 
 
 def defer_linear(linear: Any, deferred: DeferredWeights) -> None:
-    """Have a trained linear, one of `PARALLEL_LINEARS`, leave its weight's gradient for later."""
+    """Defer the weight gradient of a trained linear in `PARALLEL_LINEARS`."""
     is_row = isinstance(linear, RowParallelLinear)
 
     def forward(

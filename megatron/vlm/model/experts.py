@@ -1,12 +1,11 @@
-"""Mixture of experts: Megatron-core's layer, router and all-to-all dispatcher over own experts.
+"""Mixture of experts: Megatron-core's layer, router and all-to-all dispatcher with own experts.
 
-Core's own experts are a linear for each of them, or parameters whose names and shapes depend on
-Transformer Engine. Here a layer's experts of a rank are two stacked tensors under every provider,
-which on CUDA are two grouped products and in a checkpoint two tensors of any expert-parallel size.
+A rank's experts are two stacked tensors under every provider: two grouped products on CUDA, and two
+checkpoint tensors of any expert-parallel size. Core has one linear per expert, or parameters that
+depend on Transformer Engine.
 
-Shapes: S tokens of this rank, R rows (copies of tokens) that this rank's experts compute, H hidden
-size, X experts of this rank, E all experts, F an expert's feed-forward width, I inputs and O
-outputs of a product.
+Shapes: S tokens of this rank, R rows (copies of tokens) of this rank's experts, H hidden size, X
+experts of this rank, E all experts, F feed-forward width of an expert, I inputs and O outputs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,26 +29,22 @@ from megatron.vlm.model.fused.activations import swiglu
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Routing:
-    """What the routers of a stage need to know of a micro-batch."""
+    """Routers' inputs from a micro-batch."""
 
     padding_S: torch.Tensor | None
-    """Whether each of this rank's tokens is padding, bool; None where none is. They are computed as
-    others, but count in neither the auxiliary loss nor the balance that is reported."""
+    """Padding mask, bool, or None without padding; excluded from auxiliary loss and balance."""
     loss_weight: float
-    """Weight of the micro-batch in the auxiliary loss, as of its tokens in the loss."""
+    """Weight of the micro-batch in the auxiliary loss, as in the loss."""
 
 
 class Router(TopKRouter):
-    """Core's router, with an auxiliary loss that depends on no parallel size.
+    """Core's router, with an auxiliary loss that is independent of parallel sizes.
 
-    Switch Transformer (arXiv 2101.03961, equation 4) over the tokens of a micro-batch, and for all
-    chosen experts: E / k * sum of (share of the tokens) * (mean score). Core 0.16.1 multiplies it
-    by the tokens of one tensor-parallel rank, so that it shrinks with their number, divides by the
-    loss tokens of the global batch, of which a conversation has fewer than tokens, and gives NaN
-    for a micro-batch of padding. Here a micro-batch weighs in it what its tokens weigh in the loss:
-    divided by the same sum, it is a weighted mean over micro-batches, however they are spread. Of a
-    pack that data-parallel ranks share, the tokens are those of this rank's part, which weighs by
-    its share of the pack's.
+    Switch Transformer (arXiv 2101.03961, equation 4) over a micro-batch and all chosen experts: E /
+    k * sum of (share of tokens) * (mean score). A micro-batch has the weight of its tokens in the
+    loss, so the result is a weighted mean for any layout. A share has its fraction of the pack's
+    weight. Core 0.16.1 scales with one tensor-parallel rank's tokens, divides by loss tokens
+    although all tokens route, and returns NaN for padding only.
     """
 
     def __init__(
@@ -67,10 +62,10 @@ class Router(TopKRouter):
         routing_map: torch.Tensor,
         with_padding_mask: bool = False,
     ) -> torch.Tensor:
-        """Attach the auxiliary loss to the weights [S, E] of the experts (core's name)."""
+        """Attach the auxiliary loss to the expert weights [S, E] (core's name)."""
         counts_E = reduce_from_tensor_model_parallel_region(routing_map.sum(0), self.tp_cp_group)
         tokens = (counts_E.sum() / self.topk).clamp(min=1)
-        # Of the mean score, this rank's part: the router's gradient is summed over ranks.
+        # This rank's part of the mean score: the router's gradient is summed over ranks.
         balance = (scores_for_aux_loss.sum(0) * counts_E).sum()
         factor = self.config.num_moe_experts * self.config.moe_aux_loss_coeff / self.topk
         loss = balance * (factor * self.loss_weight) / tokens.square()
@@ -80,9 +75,9 @@ class Router(TopKRouter):
     def _apply_expert_bias(
         self, routing_map: torch.Tensor, padding_mask: torch.Tensor | None = None
     ) -> None:
-        """Count the tokens of every expert, once a micro-batch (core's name, called after routing).
+        """Count the tokens of every expert, once per micro-batch (core's name).
 
-        A layer that is recomputed routes without gradients first.
+        Recomputed layers route without gradients first, which is not counted.
         """
         if torch.is_grad_enabled():
             counted = routing_map if padding_mask is None else routing_map & ~padding_mask[:, None]
@@ -90,7 +85,7 @@ class Router(TopKRouter):
 
 
 class _WithLoss(torch.autograd.Function):
-    """A tensor as it is, whose backward begins that of a loss too, as of one that is added."""
+    """Identity; backward also adds the auxiliary loss's gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, loss: torch.Tensor) -> torch.Tensor:
@@ -104,24 +99,21 @@ class _WithLoss(torch.autograd.Function):
 
 
 class StackedLinear(torch.nn.Module):
-    """Weights of one product of all experts of a rank, [X, O, I]."""
+    """Weights of one product for all experts of a rank, [X, O, I]."""
 
     def __init__(self, experts: int, outputs: int, inputs: int, config: TransformerConfig) -> None:
         super().__init__()
         shape = (experts, outputs, inputs)
         weight: Any = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype))
-        # Core's: reduced over the ranks that hold the same experts. Core's linears say so only
-        # where experts are divided, though with one expert-parallel rank tensor-parallel ranks
-        # have whole experts too, and other tokens.
+        # Core's mark: reduce over the ranks with the same experts. Core's linears set it only with
+        # expert parallelism, but without it tensor-parallel ranks have whole experts and different
+        # tokens too.
         weight.allreduce = False
         self.weight = weight
 
 
 class Experts(MegatronModule):
-    """The experts of a rank: SwiGLU, each on the rows that are for it.
-
-    It stands where core has `SequentialMLP` or `TEGroupedMLP`, and is called as they are.
-    """
+    """A rank's SwiGLU experts. A drop-in for core's `SequentialMLP` and `TEGroupedMLP`."""
 
     def __init__(
         self,
@@ -139,7 +131,7 @@ class Experts(MegatronModule):
         self.linear_fc1 = StackedLinear(num_local_experts, 2 * width, hidden, config)
         self.linear_fc2 = StackedLinear(num_local_experts, hidden, width, config)
         self.deferred: DeferredWeights | None = None
-        """Where weight gradients are left for later; None where backwards make them."""
+        """Deferred weight gradients, or None if backward computes them."""
 
     def forward(
         self, rows_RH: torch.Tensor, tokens_per_expert: torch.Tensor, weights_R: torch.Tensor
@@ -147,13 +139,13 @@ class Experts(MegatronModule):
         """Run every expert on its rows, [R, H] to the same shape.
 
         Args:
-            rows_RH: those of the first expert, then of the second, and so on.
-            tokens_per_expert: on the host, int64 [X].
-            weights_R: of every row in the token's sum, float32.
+            rows_RH: rows sorted by expert.
+            tokens_per_expert: int64 [X], on the host.
+            weights_R: weight of every row in its token's sum, float32.
         """
         counts = tokens_per_expert.tolist()
         inner_RI = self._product(rows_RH, self.linear_fc1.weight, counts)
-        # As core does: after a product it would take H values of a row, and not F.
+        # As core: weighting after the second product would need H values per row, not F.
         active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
         return self._product(active_RF, self.linear_fc2.weight, counts), None
 
@@ -167,7 +159,7 @@ class Experts(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """Both stacks as parts of tensors of all experts (core's name)."""
+        """Return both stacks as shards of all experts' tensors (core's name)."""
         state = {}
         for name, parameter in self.named_parameters():
             axis = len(sharded_offsets)
@@ -183,7 +175,7 @@ class Experts(MegatronModule):
 
 
 class MixtureOfExperts(MoELayer):
-    """Core's layer of a router, a dispatcher and experts."""
+    """Core's layer of router, dispatcher and experts."""
 
     def __init__(self, config: TransformerConfig, layer_number: int | None = None) -> None:
         super().__init__(config, MoESubmodules(experts=Experts, router=Router), layer_number)
@@ -191,7 +183,7 @@ class MixtureOfExperts(MoELayer):
     def forward(  # type: ignore[override]
         self, hidden_SBH: torch.Tensor, routing: Routing | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Send every token to its experts and sum what comes back, [S, B, H] to the same shape.
+        """Run the experts on their tokens and sum the outputs, [S, B, H] to the same shape.
 
         Collective over the expert-parallel ranks, in forward and backward.
         """
@@ -201,21 +193,20 @@ class MixtureOfExperts(MoELayer):
             if routing.padding_S is not None:
                 mask_BS = routing.padding_S.unsqueeze(0)
         output: tuple[torch.Tensor, None] = super().forward(hidden_SBH, padding_mask=mask_BS)
-        # Which core's dispatcher would hold until the next micro-batch.
+        # Core's dispatcher would hold these until the next micro-batch.
         self.token_dispatcher.probs = self.token_dispatcher.routing_map = None
         return output
 
 
 def routers(module: torch.nn.Module) -> Iterator[Router]:
-    """The routers of a stage, in the order of its layers."""
+    """Return a stage's routers, in layer order."""
     return (one for one in module.modules() if isinstance(one, Router))
 
 
 def grouped_product(
     rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: Sequence[int]
 ) -> torch.Tensor:
-    """Multiply each group of rows, of which each of the X matrices has so many, by its matrix:
-    [R, O]."""
+    """Multiply group i of `counts[i]` rows by matrix i: [R, O]."""
     return _GroupedProduct.apply(rows_RI, weight_XOI, tuple(counts))
 
 
@@ -224,7 +215,7 @@ def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.T
 
 
 class _WeightedSwiglu(torch.autograd.Function):
-    """SwiGLU of every row times its weight, which keeps its inputs only."""
+    """SwiGLU times a weight per row; keeps its inputs only."""
 
     @staticmethod
     def forward(ctx: Any, inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
@@ -244,7 +235,7 @@ class _GroupedProduct(torch.autograd.Function):
     def forward(
         ctx: Any, rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: tuple[int, ...]
     ) -> torch.Tensor:
-        # Only gradients of the weights need the rows.
+        # Only weight gradients need the rows.
         ctx.save_for_backward(rows_RI if ctx.needs_input_grad[1] else None, weight_XOI)
         ctx.counts = counts
         return _products(rows_RI, weight_XOI.transpose(1, 2), counts)
@@ -263,7 +254,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _LateGroupedProduct(Product):
-    """`grouped_product` whose weights' gradient comes later."""
+    """`grouped_product` with a deferred weight gradient."""
 
     counts: tuple[int, ...]
 
@@ -298,12 +289,12 @@ def _weight_gradients(
 
 
 def _has_kernel(rows_RI: torch.Tensor, outputs: int) -> bool:
-    """Whether torch has one kernel for all groups: in bf16 on CUDA, where there are rows, of widths
-    that are whole runs of 16 bytes."""
+    """Return whether torch has one kernel for all groups: bf16 on CUDA, widths in runs of 16
+    bytes."""
     is_wide = rows_RI.shape[-1] % 8 == 0 and outputs % 8 == 0
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and is_wide
 
 
 def _ends(counts: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Row after the last of every group, int32 [X]."""
+    """Return the end row of every group, int32 [X]."""
     return torch.tensor(counts).cumsum(0).to(torch.int32).to(device, non_blocking=True)

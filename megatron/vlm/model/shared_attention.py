@@ -1,20 +1,17 @@
-"""Causal attention over a pack whose tokens several ranks have.
+"""Causal attention over a pack shared by context-parallel ranks.
 
-A rank's queries are its pieces of samples; each attends to its sample's tokens from the first to
-the piece's own end. How its keys get there is the level's exchange:
+A rank's queries are its pieces of samples. Each attends to its sample up to the piece's end. The
+level selects how keys arrive:
 
-- `gather`: keys and values of samples that the cut divides are gathered from all ranks, and in
-  backward their gradients summed where they came from. What was gathered is not kept: a layer's
-  backward gathers it again, but for one that is recomputed, whose second forward does.
-- `heads`: queries, keys and values of divided samples are exchanged, so that each rank has all of
-  their tokens and some of the heads, and the output is exchanged back (DeepSpeed-Ulysses, arXiv
-  2309.14509).
+- `gather`: all-gather keys and values of divided samples; backward reduces their gradients. The
+  gathered tensors are freed and gathered again in backward, unless the layer is recomputed.
+- `heads`: all-to-all, so that each rank has all tokens of divided samples and some heads
+  (DeepSpeed-Ulysses, arXiv 2309.14509).
 
-Samples that one rank has whole are attended there, without an exchange.
+Samples within one rank need no exchange.
 
 Shapes: T tokens of this rank, N heads, G key/value heads, D head size, R tokens of its divided
-pieces, A tokens of all divided samples, K keys of all its pieces one after another, C ranks that
-share the pack.
+pieces, A tokens of all divided samples, K keys of all its pieces, C ranks that share the pack.
 """
 
 from abc import ABC, abstractmethod
@@ -39,28 +36,30 @@ from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.model.levels import ContextExchange
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, PackedSeqParams, bool], torch.Tensor]
-"""Attention within the ranges of one rank, as `attention.attend_packed`."""
+"""Attention within one rank, as `attention.attend_packed`."""
 
 
 class SharedAttention(ABC):
-    """Attention of one micro-batch's share; stands where core has its `PackedSeqParams`."""
+    """Attention of a rank's share, in place of core's `PackedSeqParams`."""
 
     @abstractmethod
     def attend(
         self, query_TND: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, by: Attend
     ) -> torch.Tensor:
-        """Attend together with the other ranks of the block, [T, N, D]."""
+        """Attend across the block's ranks, [T, N, D]."""
 
     def recomputed(self) -> "SharedAttention":
-        """This attention for a layer that is recomputed in backward."""
+        """Return the variant for a layer that is recomputed in backward."""
         return self
 
 
 def shared_attention(
     share: Share, padding: int, group: dist.ProcessGroup, device: torch.device
 ) -> SharedAttention | None:
-    """Attention of a rank's share; None where the cut has left every sample whole. Tokens of
-    padding after it attend to each other."""
+    """Return the attention of a share, or None if no sample is divided.
+
+    Padding tokens attend to each other.
+    """
     layout = ShareLayout.of(share, padding)
     if not len(layout.divided):
         return None
@@ -75,7 +74,7 @@ def shared_attention(
 class _GatheredKeys(SharedAttention):
     gathering: Gathering
     borders: PackedSeqParams
-    """Borders of this rank's pieces for queries; for keys, of each one's sample up to its end."""
+    """Borders of this rank's pieces, and for keys of each sample up to the piece's end."""
     keeps_keys: bool = False
 
     @classmethod
@@ -115,15 +114,14 @@ class _GatheredKeys(SharedAttention):
 
 
 def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarray, list[int]]:
-    """First row and number of rows of every run that makes up the keys of this rank's pieces, as
-    `Gathering.wanted_W` counts, and the number of keys of every piece, padding being one."""
+    """Return start and row count of every run of `Gathering.wanted_W`, and keys of every piece."""
     divided, own, is_divided = layout.divided, layout.own, layout.own_divided
     before = np.cumsum(divided.tokens) - divided.tokens
     of_rank = np.cumsum(layout.divided_tokens) - layout.divided_tokens
     sent_row = layout.tokens + divided.rank * most + before - of_rank[divided.rank]
     by_place = np.lexsort((divided.first, divided.sample))
-    # Of a divided sample, the runs up to the piece itself; of another, which is in one run whatever
-    # pieces it is in, the tokens up to the piece's end.
+    # A divided sample takes all runs up to the piece itself. A whole sample is one run, cut at the
+    # piece's end.
     first_run = np.searchsorted(divided.sample[by_place], own.sample)
     last_run = first_run.copy()
     last_run[is_divided] = np.argsort(by_place)[divided.rank == layout.part]
@@ -142,7 +140,7 @@ def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarr
 
 
 class _View(NamedTuple):
-    """A view of gathered keys that is not there at present."""
+    """A view of gathered keys that are freed at present."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -150,7 +148,7 @@ class _View(NamedTuple):
 
 
 class _GatheredAgain:
-    """A layer's gathered keys and values, gone after its forward, here for its backward."""
+    """A layer's gathered keys and values, freed after forward and gathered again for backward."""
 
     def __init__(self, own_T2GD: torch.Tensor, gathering: Gathering) -> None:
         self._own_T2GD, self._gathering = own_T2GD, gathering
@@ -158,28 +156,28 @@ class _GatheredAgain:
         self._keys_K2GD: torch.Tensor | None = None
 
     def stands_for(self, key_KGD: torch.Tensor) -> None:
-        """Say which memory the gathered keys and values are in, so that no view of it is saved."""
+        """Set the memory of the gathered keys, so that views of it are not saved."""
         self._address = key_KGD.untyped_storage().data_ptr()
 
     def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
-        """Keep the shape alone of what is a view of the keys."""
+        """Save only the layout of views of the keys."""
         if saved.untyped_storage().data_ptr() != self._address:
             return saved
         return _View(saved.size(), saved.stride(), saved.storage_offset())
 
     def unpack(self, saved: "torch.Tensor | _View") -> torch.Tensor:
-        """Give back what was saved."""
+        """Restore a saved tensor."""
         if isinstance(saved, torch.Tensor):
             return saved
         assert self._keys_K2GD is not None, "a layer's keys are used before they are gathered"
         return self._keys_K2GD.as_strided(*saved)
 
     def gather(self) -> None:
-        """Gather anew, before the layer's attention runs backward."""
+        """Gather again, before attention's backward."""
         self._keys_K2GD = gather_rows(self._own_T2GD, self._gathering)
 
     def free(self) -> None:
-        """Let go of the keys, after it."""
+        """Free the keys, after attention's backward."""
         self._keys_K2GD = None
 
 
@@ -200,7 +198,7 @@ class _GatherKeys(torch.autograd.Function):
 
 
 class _GatherBefore(torch.autograd.Function):
-    """Nothing in forward; in backward, the keys are gathered before what made the input is run."""
+    """Identity; backward gathers the keys before the input's backward."""
 
     @staticmethod
     def forward(ctx: Any, context_TND: torch.Tensor, again: _GatheredAgain) -> torch.Tensor:
@@ -217,17 +215,17 @@ class _GatherBefore(torch.autograd.Function):
 class _DividedHeads(SharedAttention):
     group: dist.ProcessGroup
     divided_tokens: list[int]
-    """Tokens of every rank's divided pieces. [C]"""
+    """Tokens of every rank's divided pieces, [C]."""
     rows_R: torch.Tensor
     """This rank's tokens of divided samples."""
     whole_rows: torch.Tensor
-    """Its other tokens, padding included."""
+    """This rank's other tokens, with padding."""
     unordered_T: torch.Tensor
-    """Place of every token in those two, one after the other."""
+    """Inverse of the concatenation of both."""
     by_sample_A: torch.Tensor
-    """Tokens of all divided samples, as places in what all ranks send."""
+    """Tokens of all divided samples, as indices of received rows."""
     by_rank_A: torch.Tensor
-    """The other way round."""
+    """Inverse of `by_sample_A`."""
     divided_borders: PackedSeqParams
     whole_borders: PackedSeqParams | None
 
@@ -274,10 +272,10 @@ class _DividedHeads(SharedAttention):
     def _attend_divided(
         self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], by: Attend
     ) -> torch.Tensor:
-        """Attention of this rank's tokens of divided samples, [R, N, D]."""
+        """Return attention of this rank's tokens of divided samples, [R, N, D]."""
         ranks, own = len(self.divided_tokens), len(self.rows_R)
         each_own, counts = [own] * ranks, self.divided_tokens
-        # Rank i gets the i-th part of q's heads, of k's and of v's.
+        # Rank i gets part i of the heads of q, k and v.
         split = [
             heads.index_select(0, self.rows_R)
             .unflatten(1, (ranks, heads.shape[1] // ranks))
@@ -295,13 +293,13 @@ class _DividedHeads(SharedAttention):
 
 
 def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:
-    """This rank's tokens of divided samples, in order. [R]"""
+    """Return this rank's tokens of divided samples, in order, [R]."""
     mine = layout.own_divided
     return _ranges(layout.own_start[mine], layout.own.tokens[mine], device)
 
 
 def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> torch.Tensor:
-    """Numbers of runs of rows, as `numbers_of_runs`, int64 on the device; only runs are sent."""
+    """Return the numbers of runs of rows, int64 on the device; copies only the runs there."""
     starts, counts = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
@@ -312,5 +310,5 @@ def _ranges(starts: np.ndarray, counts: np.ndarray, device: torch.device) -> tor
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:
-    """Place of every number in a permutation."""
+    """Return the inverse of a permutation."""
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))

@@ -1,16 +1,12 @@
-"""One part of a language model with any encoders, which a pipeline stage holds: any contiguous run
-of its units.
+"""A pipeline stage of the model: any contiguous run of the units of encoders and language model.
 
 Shapes: V positions of an item (a tile or a clip), B items of an encoder, H its hidden size, K its
-tokens, over all items, S packed tokens, E language hidden size, W vocabulary, L loss positions,
-A answers. Over tensor-parallel ranks, W is padded and divided; with sequence parallelism so is S
-between the language embed and the head. Of a pack that data-parallel ranks share, all are one
-rank's, and M are its image tokens, whose features other ranks may make.
+tokens over all items, S packed tokens, E language hidden size, W vocabulary, L loss positions, A
+answers, M image tokens of this rank. Tensor-parallel ranks divide padded W and, with sequence
+parallelism, S between the language embed and the head. Sizes of shared packs are of this rank.
 
-Between parts go tensors by tower: of every encoder that is done its features [K, E], of the one
-that a cut divides its hidden states [V, B, H], and after the language embed those of the language
-model, [S, 1, E]. Deepstack features [K, E] go with them, each by its own name, from the encoder's
-layer that they are of to the language layer that takes them.
+Stages send features [K, E] of encoders that are done, hidden states [V, B, H] of a divided encoder,
+or hidden states [S, 1, E] of the language model, and deepstack features [K, E] until their layer.
 """
 
 import copy
@@ -69,18 +65,18 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
 ByTower = Mapping[str, torch.Tensor]
-"""Tensors by the name of an encoder, or "language", or of deepstack features."""
+"""Tensors keyed by encoder, "language", or deepstack feature."""
 TIED_NAME = "embedding.word_embeddings.weight"
-"""Name of the one matrix of a model whose head is tied to its token embedding."""
+"""Name of the shared matrix if the head is tied to the token embedding."""
 
 
 class VLMStage(MegatronModule):
-    """The units of one stage, named as in the whole model so that checkpoints fit any split.
+    """Units of one stage under their whole-model names, so that checkpoints fit any split.
 
-    Units that the stage does not hold are None.
+    Units of other stages are None.
 
     Args:
-        groups: that the stage is divided over, and copied in; without, Megatron's own of this job.
+        groups: process groups that divide and copy the stage; Megatron's own by default.
     """
 
     def __init__(
@@ -93,9 +89,10 @@ class VLMStage(MegatronModule):
         provider: Provider = "local",
         groups: ProcessGroupCollection | None = None,
     ) -> None:
-        # By this configuration core sums gradients over tensor-parallel ranks: of all parameters
-        # that say `sequence_parallel`, which norms of q's and k's heads do without it too. By
-        # `qk_layernorm` it would sum those of InternViT's q and k norms as well, which are divided.
+        # Core sums gradients of all `sequence_parallel` parameters over tensor-parallel ranks if
+        # this configuration says so; norms of q's and k's heads need that without sequence
+        # parallelism too. With `qk_layernorm` core would also sum InternViT's q and k norms, which
+        # are sharded.
         config = copy.copy(language_config)
         config.sequence_parallel = language_config.tensor_model_parallel_size > 1
         config.qk_layernorm = False
@@ -105,8 +102,7 @@ class VLMStage(MegatronModule):
         self.model_config = model
         self.drop_path_rate = drop_path_rate
         self.holds_tied_copy = _holds_tied_copy(model, stage)
-        # Core asks these of every model when it reduces gradients of shared embeddings, which is
-        # not left to it: it knows copies on the first and the last stage only.
+        # Core must not reduce shared embeddings: it knows copies on the first and last stage only.
         self.share_embeddings_and_output_weights = False
         self.pre_process, self.post_process = stage.holds("vision embed"), stage.holds("head")
         parts = layer_parts(provider)
@@ -130,7 +126,7 @@ class VLMStage(MegatronModule):
                 vocabulary,
                 max_sequence_length=0,
                 position_embedding_type="rope",
-                # Image features are put in their places before the sequence is divided.
+                # Image features are inserted before the sequence is divided.
                 scatter_to_sequence_parallel=False,
             )
         self.language = None
@@ -146,7 +142,7 @@ class VLMStage(MegatronModule):
         self.deepstack_names = tuple(each.name for each in deepstack_of(model))
         self.head = None
         if stage.holds("head"):
-            # The sequence is brought together before the head, which takes some positions of it.
+            # The sequence is gathered before the head, which takes some positions of it.
             head_config = copy.copy(language_config)
             head_config.sequence_parallel = False
             self.head = tensor_parallel.ColumnParallelLinear(
@@ -167,57 +163,55 @@ class VLMStage(MegatronModule):
         if language.tied_head:
             self._describe_tied_weight()
         self.sharded: ShardedWeights | None = None
-        """The weights, where data-parallel ranks divide them."""
+        """Sharded weights, or None if every data-parallel rank holds all."""
         self.deferred: DeferredWeights | None = None
-        """Where backwards leave weight gradients for later; None where they make them."""
+        """Deferred weight gradients, or None if backward computes them."""
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
 
     def set_levels(self, stages: Sequence[Stage], context_groups: ContextGroups) -> None:
-        """Say what differs by level of packs: recomputed layers, by the stage at every level, and
-        the ranks that share a pack."""
+        """Set each level's recomputed layers and the groups that share packs."""
         for name, block in self.blocks.items():
             block.set_levels([stage.recomputed(name) for stage in stages])
         self.context_groups = context_groups
 
     @property
     def blocks(self) -> dict[str, PlannedBlock]:
-        """The layers that the stage holds, by tower."""
+        """Return this stage's layers by tower."""
         encoders = {name: units.layers for name, units in self.encoders.items()}
         held = (encoders | {LANGUAGE: self.language}).items()
         return {name: block for name, block in held if block is not None}
 
     def _describe_tied_weight(self) -> None:
-        """Give the matrix that is embedding and head core's attributes of how it is shared."""
+        """Mark the tied matrix with core's attributes for shared weights."""
         weight: Any = self.shared_embedding_or_output_weight()
         if self.holds_tied_copy:
-            # A bucket of its own: data-parallel ranks then divide both copies alike.
+            # Its own bucket, so that data-parallel ranks divide both copies alike.
             weight.shared_embedding = True
-            # The gradient's norm counts the embedding's copy only.
+            # Only the embedding's copy counts in the gradient norm.
             weight.shared = self.embedding is None
         elif weight is not None:
-            # The head may add its gradient to core's buffer itself, beside the embedding's.
+            # The head's kernel may add to core's buffer, after the embedding's gradient.
             weight.zero_out_wgrad = True
 
     def shared_embedding_or_output_weight(self) -> torch.nn.Parameter | None:
-        """Copy of the tied matrix on this stage (core's name); None where it is not used."""
+        """Return this stage's copy of the tied matrix (core's name), or None if absent."""
         if self.embedding is not None:
             return self.embedding.word_embeddings.weight
         return self.head.weight if self.head is not None else None
 
     @property
     def tied_copy(self) -> torch.nn.Parameter | None:
-        """The matrix, where another part of the model has a copy of it too."""
+        """Return the tied matrix if another stage has a copy too."""
         return self.shared_embedding_or_output_weight() if self.holds_tied_copy else None
 
     def set_input_tensor(self, input_tensor: ByTower | None) -> None:
-        """Set what the previous stage sent for the next `forward` (core's name)."""
+        """Set the inputs of the next `forward` (core's name)."""
         self._input = input_tensor or {}
 
     def forward(self, batch: MicroBatch) -> ByTower | torch.Tensor:
-        """Run the stage; returns what goes to the next one, or the head's summed loss or next
-        tokens."""
-        # Taken, so that it goes with its micro-batch.
+        """Run the stage; return its outputs, or at the head the summed loss or next tokens."""
+        # Cleared, so that inputs are freed with their micro-batch.
         received, self._input = self._input, {}
         hidden = self.encode(batch, received)
         if self.embedding is not None or self.language is not None:
@@ -225,11 +219,11 @@ class VLMStage(MegatronModule):
             if self.head is not None:
                 return self.head_output(batch, hidden_S1E)
             layers = [] if self.language is None else self.language.layers
-            # Of this stage and of all before it.
+            # Layers of this stage and all earlier stages.
             numbered = layers[-1].layer_number if len(layers) else 0
             later = self.deepstack_names[numbered:]
             hidden = {name: hidden[name] for name in later} | {LANGUAGE: hidden_S1E}
-        # No view of another, so that a tensor's memory can go before its graph does.
+        # Not a view, so that memory can be freed before the graph.
         return {
             name: make_viewless_tensor(
                 hidden[name], requires_grad=hidden[name].requires_grad, keep_graph=True
@@ -240,11 +234,10 @@ class VLMStage(MegatronModule):
     def encode(
         self, batch: MicroBatch, received: ByTower | None = None, only: str | None = None
     ) -> dict[str, torch.Tensor]:
-        """Run the stage's units of all encoders, or of one, on the micro-batch's items or on hidden
-        states. What the stage has no units of is passed on.
+        """Run units of all encoders, or of `only`; pass other inputs on.
 
         Returns:
-            By encoder, features [K, E] or hidden states [V, B, H]; deepstack features by name.
+            Features [K, E] or hidden states [V, B, H] by encoder; deepstack features by name.
         """
         hidden = dict(received or {})
         for name, units in self.encoders.items():
@@ -263,9 +256,9 @@ class VLMStage(MegatronModule):
         return hidden
 
     def read_text(self, batch: MicroBatch, hidden: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Run the stage's language units on encoders' features, or on hidden states: [S, 1, E].
+        """Run the language units on features or hidden states; return [S, 1, E].
 
-        Deepstack features are taken out of `hidden`, so that each goes once it is added.
+        Deepstack features are popped from `hidden`, so that they are freed once added.
         """
         hidden_S1E = (
             hidden[LANGUAGE] if self.embedding is None else self.embed_tokens(batch, hidden)
@@ -285,7 +278,7 @@ class VLMStage(MegatronModule):
     def _added_features(
         self, batch: MicroBatch, features: dict[str, torch.Tensor]
     ) -> Beside | None:
-        """What adds deepstack features to the outputs of the layers that take them."""
+        """Return the additions of deepstack features to layer outputs, or None."""
         assert self.language is not None
         numbers = [layer.layer_number - 1 for layer in self.language.layers]
         taken = {n: self.deepstack_names[n] for n in numbers if n < len(self.deepstack_names)}
@@ -361,12 +354,11 @@ class VLMStage(MegatronModule):
         return scales_L2T.to(current_device(), non_blocking=True)
 
     def embed_tokens(self, batch: MicroBatch, features: ByTower) -> torch.Tensor:
-        """Embed tokens, with features [K, E] of encoders in the places of their tokens:
-        [S, 1, E]."""
+        """Embed tokens and insert encoder features [K, E] at their positions; return [S, 1, E]."""
         assert self.embedding is not None and batch.token_ids_S is not None
         embedded_S1E = self.embedding(batch.token_ids_S.unsqueeze(0), None)
         places = {"vision": batch.image_positions_M, "audio": batch.audio_positions_N}
-        # Of encoders that may be elsewhere; deepstack features have their places in layers.
+        # Encoders may be elsewhere; deepstack features are added in layers.
         for name, places_M in places.items():
             if name not in features:
                 continue
@@ -381,13 +373,13 @@ class VLMStage(MegatronModule):
         padded_S1E = F.pad(embedded_S1E, (0, 0, 0, 0, 0, padding)) if padding else embedded_S1E
         if self.sequence_parts == 1:
             return padded_S1E
-        # The copy lets go of the whole sequence, of which a rank's part would be a view.
+        # The clone frees the whole sequence, which a rank's view would keep.
         return tensor_parallel.scatter_to_sequence_parallel_region(padded_S1E).clone()
 
     def _features_of_own_tokens(
         self, batch: MicroBatch, image_features_KE: torch.Tensor
     ) -> torch.Tensor:
-        """Give image features to the ranks that have their tokens; returns this rank's, [M, E]."""
+        """Exchange image features; return the features of this rank's tokens, [M, E]."""
         if batch.share is None or batch.sent_features_F is None:
             return image_features_KE
         return exchange_rows(
@@ -397,13 +389,13 @@ class VLMStage(MegatronModule):
         )
 
     def head_output(self, batch: MicroBatch, hidden_S1E: torch.Tensor) -> torch.Tensor:
-        """Summed loss of the batch's labels, or without labels the likeliest next tokens [A]."""
+        """Return the summed loss, or without labels the likeliest next tokens [A]."""
         if self.sequence_parts > 1:
-            # The head's own backward sums the gradient over ranks: it comes back whole.
+            # The head's backward sums the gradient over ranks already.
             hidden_S1E = tensor_parallel.gather_from_sequence_parallel_region(
                 hidden_S1E, tensor_parallel_output_grad=False
             )
-        # Only positions that are asked for reach the vocabulary: in image-heavy packs, few do.
+        # Compute logits at the wanted positions only: few in image-heavy packs.
         wanted = batch.loss_positions_L if batch.labels_L is not None else batch.answer_positions_A
         assert self.head is not None
         weight_WE = self.head.weight
@@ -422,14 +414,14 @@ class VLMStage(MegatronModule):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """State of the stage for a checkpoint, without padding (core's name)."""
+        """Return the stage's unpadded checkpoint state (core's name)."""
         groups = {"tp_group": self.groups.tp, "dp_cp_group": self.groups.dp_cp}
         state = super().sharded_state_dict(prefix, sharded_offsets, {**(metadata or {}), **groups})
         for name, tensor in state.items():
             if unpadded_size(self.model_config, name.removeprefix(prefix)) is not None:
                 tensor.allow_shape_mismatch = True
         if self.holds_tied_copy and self.head is not None:
-            # One more replica of the embedding, which the embedding's stage saves.
+            # A replica of the embedding, which the embedding's stage saves.
             copy_of_embedding = state[f"{prefix}head.weight"]
             copy_of_embedding.key = f"{prefix}{TIED_NAME}"
             copy_of_embedding.replica_id = (1, *copy_of_embedding.replica_id[1:])
@@ -437,7 +429,7 @@ class VLMStage(MegatronModule):
 
 
 def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tensor:
-    """RoPE's frequencies as core computes them, float32 [head_size / 2]."""
+    """Return RoPE frequencies as core computes them, float32 [head_size / 2]."""
     rotary = RotaryEmbedding(
         head_size,
         rotary_percent=1.0,
@@ -446,7 +438,7 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
     )
     scaling = language.rope_scaling
     if scaling is not None:
-        # Core's constructor takes the factor alone.
+        # Core's constructor takes the factor only.
         rotary.inv_freq = rotary._apply_scaling(
             rotary.inv_freq,
             factor=scaling.factor,
@@ -458,15 +450,14 @@ def _rotary_frequencies(language: LanguageConfig, head_size: int) -> torch.Tenso
 
 
 def _rotary_axes(sections: RopeSections | None) -> torch.Tensor | None:
-    """The axis, of time, row and column, that each frequency turns by, int64 [head_size / 2]; None
-    where all turn by the place in the sample."""
+    """Return each frequency's axis (time, row, column), int64 [head_size / 2], or None."""
     if sections is None:
         return None
     counts = (sections.time, sections.rows, sections.columns)
-    # Of numbers alone: a fake device has no values to repeat by.
+    # Built from Python ints: a fake device has no values to repeat by.
     axes_F = torch.tensor([axis for axis, count in enumerate(counts) for _ in range(count)])
     if sections.interleaved:
-        # Row and column, in turn, take the second and third of every three frequencies.
+        # Row and column take the second and third of every three frequencies.
         axes_F = torch.zeros(sum(counts), dtype=torch.int64)
         for axis in (1, 2):
             axes_F[axis : 3 * counts[axis] : 3] = axis
@@ -480,13 +471,13 @@ def build_stage(
     provider: Provider = "local",
     context_groups: ContextGroups | None = None,
 ) -> VLMStage:
-    """Build a part of the model on this device; its weights are not yet initialized.
+    """Build a part of the model on this device, with weights not yet initialized.
 
     Megatron's parallel state must be initialized with the plan's sizes.
 
     Args:
-        part: index into the plan's stages; where each has one part, the pipeline's stage.
-        context_groups: from `create_context_groups`; without, no packs are shared.
+        part: index into the plan's stages.
+        context_groups: from `create_context_groups`, or None if no packs are shared.
     """
     if plan.schedule.in_two:
         check_two_parts(plan, provider)
@@ -513,7 +504,7 @@ def build_stage(
 def build_encoders(
     plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
 ) -> VLMStage:
-    """Build the data-parallel encoders: a stage of all of them and nothing else."""
+    """Build a stage with all data-parallel encoders and nothing else."""
     units = encoders_stage(plan.model)
     arguments = (plan.model, units, Parallel(pipeline=1), plan.precision)
     stage = VLMStage(
@@ -529,7 +520,7 @@ def build_encoders(
 
 
 def tied_copies(plan: Plan) -> tuple[int, ...]:
-    """The two parts that each hold a copy of the tied matrix; empty where no copies are needed."""
+    """Return the two parts with copies of the tied matrix, empty if one part has both uses."""
     stages = enumerate(plan.stages)
     return tuple(index for index, stage in stages if _holds_tied_copy(plan.model, stage))
 
@@ -539,7 +530,7 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
 
 
 def _freeze(stage: VLMStage, plan: Plan) -> None:
-    """Freeze the plan's frozen parts, and those with adapters but for these."""
+    """Freeze the plan's frozen parts, and the base weights of parts with adapters."""
     modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
         LANGUAGE: (stage.embedding, stage.language, stage.head)
     }
@@ -556,7 +547,7 @@ def _freeze(stage: VLMStage, plan: Plan) -> None:
 
 
 def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
-    """Put adapters beside the linears of the stage's layers and projectors."""
+    """Add adapters to the linears of layers and projectors."""
     model = stage.model_config
     for kind in unit_kinds(model):
         linears = adapted_linears(model, kind, adapters)
@@ -568,10 +559,10 @@ def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
 
 
 def _defer_weight_gradients(stage: VLMStage) -> None:
-    """Have backwards leave the products for weight gradients of trained linears for later."""
+    """Defer the weight-gradient products of trained linears."""
     modules = list(stage.modules())
     linears = [one for one in modules if isinstance(one, (*PARALLEL_LINEARS, StackedLinear))]
-    # A tied head has the embedding's matrix.
+    # A tied head uses the embedding's matrix.
     tied: Any = stage.shared_embedding_or_output_weight()
     weights = {one: tied if one.weight is None else one.weight for one in linears}
     trained = {one: weight for one, weight in weights.items() if weight.requires_grad}
@@ -585,7 +576,7 @@ def _defer_weight_gradients(stage: VLMStage) -> None:
 
 
 def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
-    """Modules of the units of a kind, of layers or a projector, that the stage holds."""
+    """Return the stage's layers or projector of a unit kind."""
     if kind.is_layer:
         layers = stage.blocks[kind.tower].layers if kind.tower in stage.blocks else []
         return [layer for layer in layers if kind.has_layer(layer.layer_number - 1)]
@@ -594,7 +585,7 @@ def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
 
 
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
-    """What an encoder takes of a micro-batch; None where the stage does not embed it."""
+    """Return an encoder's inputs in a micro-batch, or None if this stage does not embed them."""
     return {
         "tiles": batch.pixels_TCPP,
         "clips": batch.frames_CBF,
@@ -603,8 +594,7 @@ def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
 
 
 def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
-    """Names of tensors between stages, those of `held` in the order in which they are sent: every
-    encoder's own and then its deepstack features, and last the language model's."""
+    """Sort tensor names as sent: each encoder and its deepstack features, then language."""
     deepstack = deepstack_of(model)
     names = [
         each
@@ -615,11 +605,10 @@ def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:
 
 
 def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors sent from part `cut` to part `cut + 1` for a micro-batch, by name in
-    the order of `tensor_names`.
+    """Return shapes of tensors sent from part `cut` to `cut + 1`, in the order of `tensor_names`.
 
-    Of hidden states of the language model, with sequence parallelism, it is each rank's part;
-    deepstack features are whole.
+    With sequence parallelism language hidden states are one rank's part; deepstack features are
+    whole.
     """
     model, before = plan.model, plan.stages[: cut + 1]
     width = model.language.hidden_size
@@ -643,7 +632,7 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
             if are_done(projector_unit(model, name)):
                 shapes[name] = (items * tower.tokens_per_item, width)
             elif are_done(f"{name} embed"):
-                # Items side by side, or images in one sequence.
+                # Items as a batch, or images in one sequence.
                 sizes = (items * tower.positions_per_item, 1)
                 if not isinstance(tower, ImagesEncoder):
                     sizes = (tower.positions_per_item, items)
@@ -652,5 +641,5 @@ def boundary_shapes(plan: Plan, cut: int, shape: MicroBatchShape) -> dict[str, t
 
 
 def items_of_shape(shape: MicroBatchShape, encoder: Encoder) -> int:
-    """Items of a micro-batch that an encoder takes."""
+    """Return the number of a micro-batch's items for an encoder."""
     return {"tiles": shape.tiles, "clips": shape.clips, "images": shape.image_tokens}[encoder.kind]

@@ -1,14 +1,12 @@
-"""A step of data-parallel encoders.
+"""One step of data-parallel encoders.
 
-Before the first micro-batch every rank encodes its share of the step's items, and one exchange
-brings the features to the ranks that embed tokens. After the last backward another exchange brings
-their gradients back. Sizes are those of the plan. All ranks of an encoding group join in both
-exchanges, those with nothing to encode too. Beginning the first one waits for nothing: ranks that
-embed tokens wait when their first micro-batch needs it.
+Every rank encodes its share of the items before the first micro-batch; one exchange sends features
+to the ranks that embed tokens, which wait only in their first micro-batch. A second exchange
+returns gradients after the last backward. All ranks of an encoding group join both, even without
+items.
 
-Shapes: R rows of a pipeline's step (one an image or audio token, and one for each of its deepstack
-features), P of them that this rank receives, Q of encoders that are trained, S rows that this rank
-makes, E language hidden size.
+Shapes: R rows of a pipeline's step (one per image or audio token and deepstack feature), P rows
+received by this rank, Q rows of trained encoders, S rows made by this rank, E language hidden size.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,31 +32,33 @@ from megatron.vlm.step.sharded import ShardedStage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Encoders:
-    """The encoders of a rank, and the ranks that it encodes with."""
+    """A rank's encoders and their process group."""
 
     stage: VLMStage
     data_parallel: DataParallel | None
-    """How ranks hold them; None where all have them whole and nothing of them is trained."""
+    """Data-parallel wrapper, or None if replicated and frozen."""
     group: dist.ProcessGroup
     trained: frozenset[str]
-    """Encoders of which anything is trained: their features need a gradient."""
+    """Encoders with trained weights, so that their features need a gradient."""
     made: Mapping[str, tuple[str, ...]]
-    """Names of what each encoder makes of an item: its own features, and deepstack features."""
+    """Names of each encoder's outputs: its features, then deepstack features."""
     trained_features: frozenset[str]
-    """Names of those that need a gradient."""
+    """Names of features that need a gradient."""
     items_per_pass: Mapping[str, int]
-    """Items that run through each encoder at once, at most."""
+    """Maximum items per pass of each encoder."""
 
     @property
     def sharded(self) -> ShardedStage | None:
-        """Their exchanges, where ranks divide their weights."""
+        """Return the sharded stage if encoder weights are sharded."""
         model = None if self.data_parallel is None else self.data_parallel.models[0]
         return model if isinstance(model, ShardedStage) else None
 
     @contextmanager
     def whole(self, encodes: bool) -> Iterator[None]:
-        """Have all weights whole meanwhile where this rank encodes, as for held-out data, of which
-        ranks encode different numbers of items; collective over the ranks that divide them."""
+        """Gather all weights if this rank encodes, as ranks validate with different item counts.
+
+        Collective over the ranks that shard them.
+        """
         if self.sharded is None:
             yield
             return
@@ -67,9 +67,9 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Features of all items of a micro-batch by encoder, without an exchange.
+        """Return features of all items of a micro-batch by encoder, without an exchange.
 
-        They run in passes as those of training, which is what there is memory for.
+        Passes have the size of training passes, to fit in memory.
         """
         features = {}
         for name, encoder in self.stage.model_config.encoders.items():
@@ -83,7 +83,7 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A pass of a trained encoder that has run; of one that is kept, its output without data."""
+    """A finished pass of a trained encoder; if kept, with its output without data."""
 
     planned: EncoderPass
     rows: int
@@ -93,18 +93,18 @@ class _Made:
 
 @dataclass(frozen=True, slots=True)
 class _Joined:
-    """A pass of a trained encoder that other ranks have made."""
+    """A pass of a trained encoder that only other ranks run."""
 
     encoder: str
     is_kept: bool
 
 
 class _Features:
-    """Features of a pipeline's step, and their gradients, on a rank that embeds tokens.
+    """Features and gradients of a pipeline's step, on a rank that embeds tokens.
 
     Args:
-        trained: shares of encoders that are trained; their gradients have rows of their own.
-        made: names of what each encoder makes.
+        trained: shares of trained encoders; their gradients are numbered separately.
+        made: names of each encoder's outputs.
         coming: exchange that brings the features.
     """
 
@@ -122,12 +122,11 @@ class _Features:
         self._coming: BegunExchange | None = coming
         self._rows_RE: torch.Tensor | None = None
         self._gradients_QE: torch.Tensor | None = None
-        # On a fake device there are slices of micro-batches that do not run, whose rows stay.
+        # Fake devices skip micro-batches; their rows stay.
         self._left = len(self._slices)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """A micro-batch's features by encoder, and its deepstack features by name; they share the
-        rows' memory, which has no other name when all micro-batches have theirs."""
+        """Return a micro-batch's features by name, as views. The last call drops the rows."""
         rows_RE = self._arrived()
         found = dict[str, torch.Tensor]()
         for name, own in self._slices[micro_batch].items():
@@ -142,8 +141,7 @@ class _Features:
     def _arrived(self) -> torch.Tensor:
         if self._rows_RE is None:
             assert self._coming is not None, "features come once"
-            # What the plan counts is alive at once (`memory_of_encoders`): nothing has a name for
-            # longer than it is needed.
+            # `memory_of_encoders` counts these tensors: drop references early.
             coming, self._coming = self._coming, None
             arrived_PE = coming.arrived()
             del coming
@@ -154,7 +152,7 @@ class _Features:
         return self._rows_RE
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
-        """Take a micro-batch's gradients; those of features without any stay 0."""
+        """Store a micro-batch's gradients; features without any stay 0."""
         assert self._gradients_QE is not None, "after the micro-batch's forward"
         for name, own in self._gradient_slices[micro_batch].items():
             names = self._made[name]
@@ -164,8 +162,7 @@ class _Features:
                     part.copy_(message[each])
 
     def take_gradients(self, like: torch.Tensor) -> torch.Tensor:
-        """Gradients of the features of trained encoders, [Q, E], of the type and width of `like`;
-        nothing is left here, so that the exchange of gradients has the memory."""
+        """Return gradients of trained features, [Q, E], like `like`, and free them here."""
         gradients_QE, self._gradients_QE, self._rows_RE = self._gradients_QE, None, None
         return self._no_gradients(like) if gradients_QE is None else gradients_QE
 
@@ -174,7 +171,7 @@ class _Features:
         return like.new_zeros((rows, like.shape[1]))
 
     def finish(self) -> None:
-        """Wait for what comes to a pipeline that runs no micro-batch."""
+        """Wait for the features of a pipeline without micro-batches."""
         self._rows_RE = None
         if self._coming is not None:
             self._coming.arrived()
@@ -182,11 +179,7 @@ class _Features:
 
 
 class EncoderStep:
-    """One step of the encoders on a rank: features there, gradients back.
-
-    A stage encodes before its operations, and takes features and puts their gradients where a later
-    stage has messages of its neighbours.
-    """
+    """One step of a rank's encoders: features forward, gradients back."""
 
     def __init__(self, encoders: Encoders, batches: MicroBatchStream, clock: PhaseClock) -> None:
         assert batches.encoding is not None, "the step's shares are with its micro-batches"
@@ -194,18 +187,18 @@ class EncoderStep:
         self._shares = batches.encoding
         self._trained = self._shares.only(encoders.trained)
         self._made: list[_Made | _Joined] = []
-        # On a rank that embeds tokens, when it has encoded; on others the exchange alone.
+        # Set after encoding on ranks that embed tokens; other ranks only send.
         self._features: _Features | None = None
         self._leaving: BegunExchange | None = None
 
     @property
     def trained(self) -> frozenset[str]:
-        """Names of features that need a gradient."""
+        """Return the names of features that need a gradient."""
         made = (each for name in self._trained.items for each in self._encoders.made[name])
         return frozenset(made) & self._encoders.trained_features
 
     def encode(self) -> None:
-        """Encode this rank's share, and begin to send it; waits for nothing."""
+        """Encode this rank's share and begin sending it, without waiting."""
         ranks, route = self._shares.ranks, self._shares.route
         leaving_SE = _sliced(self._encode_all(), route.sent_slices)
         exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
@@ -218,25 +211,25 @@ class EncoderStep:
         self._clock.switch(Phase.WAIT)
 
     def take(self, micro_batch: int) -> dict[str, torch.Tensor]:
-        """Take a micro-batch's features; waits for all of the step."""
+        """Return a micro-batch's features; waits for the step's exchange."""
         self._clock.switch(Phase.EXCHANGE)
         assert self._features is not None, "where tokens are embedded"
         return self._features.take(micro_batch)
 
     def let_go(self) -> None:
-        """Let go of features that have left, once a later part has an input."""
+        """Free sent features, once a later part has an input."""
         if self._leaving is not None:
             self._leaving.arrived()
             self._leaving = None
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
-        """Put the gradients of a micro-batch's features."""
+        """Store gradients of a micro-batch's features."""
         if message:
             assert self._features is not None, "where tokens are embedded"
             self._features.put(micro_batch, message)
 
     def finish(self) -> None:
-        """Bring gradients back and run this rank's backward, after the stage's last operation."""
+        """Return gradients and run this rank's backward, after the stage's last operation."""
         if self._encoders.trained:
             self._backward()
         self._clock.switch(Phase.EXCHANGE)
@@ -245,12 +238,12 @@ class EncoderStep:
             self._features.finish()
 
     def _exchange_gradients(self) -> torch.Tensor:
-        """Wait for gradients of the features that this rank has made, [S, E]."""
+        """Exchange gradients; return the gradients of this rank's features, [S, E]."""
         route, back_PE = self._trained.route, self._no_rows()
         self._clock.switch(Phase.EXCHANGE)
         if self._features is not None:
             gradients_QE = self._features.take_gradients(like=back_PE)
-            # This rank's part of all rows; other tensor-parallel ranks have the same gradients.
+            # This rank's part of the rows; tensor-parallel ranks have equal gradients.
             shard = parallel_state.get_tensor_model_parallel_rank()
             own_PE = gradients_QE.split(route.parts)[shard]
             back_PE = _restored(own_PE, route.received_slices)
@@ -261,7 +254,7 @@ class EncoderStep:
         return _restored(returned_SE, route.sent_slices)
 
     def _backward(self) -> None:
-        """Run this rank's backward on the gradients of the features that it has made."""
+        """Run backward of all this rank's passes."""
         gradients_SE = self._exchange_gradients()
         start = 0
         self._made.reverse()
@@ -276,13 +269,13 @@ class EncoderStep:
         self._clock.switch(Phase.WAIT)
 
     def _encode_all(self) -> torch.Tensor:
-        """Rows of all passes of this rank, in their order, [S, E]."""
+        """Run all passes; return their rows in order, [S, E]."""
         rows, shares = [self._no_rows()], self._shares
         for name in shares.items:
             for is_kept in (True, False):
                 own = shares.passes_of(name, is_kept)
                 rows += [self._encode(planned) for planned in own]
-                # Join in the exchanges of passes that others make.
+                # Join exchanges of other ranks' extra passes.
                 for _ in range(shares.lockstep_passes(name, is_kept) - len(own)):
                     self._begin(name, is_kept, backward=False)
                     if name in self._encoders.trained:
@@ -292,8 +285,7 @@ class EncoderStep:
         return torch.cat(rows)
 
     def _begin(self, encoder: str, is_kept: bool, *, backward: bool) -> None:
-        """Begin the exchanges of a pass, where ranks divide weights; one that others make and this
-        rank does not is begun and no more."""
+        """Begin the weight exchanges of a pass, if sharded; other ranks' passes need no more."""
         if self._encoders.sharded is not None:
             self._encoders.sharded.begin_pass(
                 encoder, forward=not (backward and is_kept), backward=backward
@@ -304,7 +296,7 @@ class EncoderStep:
             self._encoders.sharded.finish_pass()
 
     def _encode(self, planned: EncoderPass) -> torch.Tensor:
-        """Run a pass; returns its features, without a graph."""
+        """Run a pass; return its features without a graph."""
         self._clock.switch(Phase.DATA)
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
@@ -334,8 +326,8 @@ class EncoderStep:
         features = [made[name] for name in self._encoders.made[planned.encoder]]
         if len(features) == 1:
             return features[0]
-        # An item's rows stand together, so that rows of any items are a run; they are no view, as
-        # its memory would stay with the graph of a pass that is kept.
+        # Rows of an item are adjacent, so that items are contiguous. Not a view, which would keep
+        # memory with the graph of a kept pass.
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
@@ -346,18 +338,18 @@ class EncoderStep:
 
 
 def _parts(rows_RE: torch.Tensor, features: int) -> Sequence[torch.Tensor]:
-    """Rows of items with so many features each, by feature; they share the rows' memory."""
+    """Split rows of items by feature, as views."""
     sizes = len(rows_RE) // features, features
     return rows_RE.unflatten(0, sizes).unbind(1) if features > 1 else [rows_RE]
 
 
 def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """The rows of these slices, one after the other; they are all rows in another order."""
+    """Return the rows of these slices, concatenated. A permutation of all rows."""
     return rows_RE if len(slices) < 2 else torch.cat([rows_RE[one] for one in slices])
 
 
 def _restored(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """The rows that `_sliced` gave these from."""
+    """Invert `_sliced`."""
     if len(slices) < 2:
         return rows_RE
     restored_RE = torch.empty_like(rows_RE)
@@ -368,7 +360,7 @@ def _restored(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
 
 
 def _gathered(part_PE: torch.Tensor, parts: Sequence[int]) -> torch.Tensor:
-    """All rows of a pipeline from the parts of its tensor-parallel ranks, [R, E]."""
+    """All-gather a pipeline's rows over tensor-parallel ranks, [R, E]."""
     most = max(parts)
     if len(parts) == 1 or not most:
         return part_PE

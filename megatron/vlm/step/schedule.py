@@ -1,18 +1,13 @@
-"""Runs any schedule's list of operations, of a stage that holds one or several parts of the model.
+"""Execution of a stage's planned operations, for one or several chunks.
 
-A stage walks its list of operations (`omnibal.pipeline.schedules`), the one that the planner
-simulates.
+A stage runs the list of `omnibal.pipeline.schedules` that the planner simulates. Megatron-core's
+`variable_seq_lengths` sends each shape first, synchronises the device and reads the shape on the
+host. Here the plan gives every stage all counts: receives are posted while the stage computes, and
+a send waits only for the one before it. `messages.py` has the proof that no stage deadlocks.
 
-Stock Megatron-core with `variable_seq_lengths` sends each shape ahead of its tensor, synchronises
-the device and reads the shape on the host, for every transfer. Here the plan gives each
-micro-batch's item and token counts to all stages, so a receive is posted while the stage still
-computes, and a send is waited for only when the next one in its direction begins. Why no stage then
-waits for ever, `messages.py` says.
-
-A message is of one micro-batch over one cut: a tensor for every encoder before the language embed,
-one after it, and deepstack features (`boundary_shapes`), sent one after the other. What a stage
-only passes on is no part of its graph. A tensor that carries nothing (of an encoder, no item in the
-pack) is not sent. Over a cut between two parts of the same stage the tensors just stay.
+A message carries one micro-batch over one cut: a tensor per encoder before the language embed, or
+one after it, and deepstack features (`boundary_shapes`). Tensors that a stage only forwards are not
+in its graph. Empty tensors are not sent; tensors between two chunks of a stage stay local.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,30 +33,29 @@ from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
 from omnibal.pipeline.stage import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
-"""Function that gives a micro-batch's features by encoder."""
+"""Function that returns a micro-batch's features by encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Kept:
-    """What a stage keeps of a micro-batch in a chunk for its backward, by tower."""
+    """Tensors of a micro-batch in a chunk kept for backward, by tower."""
 
     received: ByTower
-    """Inputs whose gradients are sent back."""
+    """Inputs with gradients to send back."""
     outputs: ByTower
     """Outputs of this chunk's graph, in model order."""
 
 
 BeginPass = Callable[[Literal["forward", "backward", "both"], int], None]
-"""Function that is told what comes, a forward, a backward, or both of a micro-batch at once, and of
-which chunk."""
+"""Callback with the next pass (forward, backward, or both of one micro-batch) and its chunk."""
 
 
 def _whole_stage(_: str, __: int) -> None:
-    """Nothing: a stage that is whole is ready for any pass."""
+    """Do nothing: a replicated stage is ready for any pass."""
 
 
 class _HeldBatches:
-    """Micro-batches of a step, read once, each held for the chunks that have not taken it yet."""
+    """Micro-batches of a step, read once and held until all chunks took them."""
 
     def __init__(self, batches: MicroBatchStream, units: Sequence[Stage]) -> None:
         self._batches, self._read = batches, 0
@@ -72,7 +66,7 @@ class _HeldBatches:
         self._held: dict[int, MicroBatch] = {}
 
     def take(self, micro_batch: int, chunk: int) -> MicroBatch:
-        """A micro-batch for its next chunk; reads those before it too, which are read in order."""
+        """Return a micro-batch for its next chunk, reading earlier micro-batches first."""
         while self._read <= micro_batch:
             self._held[self._read] = self._batches.take(self._read)
             self._read += 1
@@ -83,7 +77,7 @@ class _HeldBatches:
 
 
 class _Mail:
-    """The messages of one step of a stage: those of other stages, and those that stay here."""
+    """Messages of one step, between stages and between this stage's chunks."""
 
     def __init__(
         self,
@@ -96,7 +90,7 @@ class _Mail:
         self._plan, self._shapes = plan, batches.shapes
         cuts = range(links.last_part)
         self.trained = {cut: towers for cut in cuts if (towers := plan.trained_towers(cut))}
-        """Towers of which gradients come back over a cut, of cuts that have any."""
+        """Towers with gradients over each cut; only cuts that have any."""
         step = step_messages(graph, frozenset(self.trained))
         self._staying: dict[tuple[Content, int, int], dict[str, torch.Tensor]] = {}
         self._inboxes: dict[tuple[int, Content], Inbox] = {}
@@ -121,7 +115,7 @@ class _Mail:
     def take(
         self, content: Content, part: int, cut: int, micro_batch: int, position: int
     ) -> dict[str, torch.Tensor]:
-        """Wait for what a part sends over a cut, which the operation at `position` needs."""
+        """Wait for a part's message, needed by the operation at `position`."""
         source = self.links.stage_of(part)
         if source == self.links.rank:
             return self._staying.pop((content, cut, micro_batch))
@@ -135,7 +129,7 @@ class _Mail:
         micro_batch: int,
         message: dict[str, torch.Tensor],
     ) -> None:
-        """Start sending what goes to a part over a cut."""
+        """Start sending a message to a part."""
         target = self.links.stage_of(part)
         if target == self.links.rank:
             self._staying[content, cut, micro_batch] = message
@@ -143,18 +137,18 @@ class _Mail:
             self._outboxes[target, content].put(message)
 
     def launched(self, position: int) -> None:
-        """Ask for what may come after the launch of the operation at `position`."""
+        """Post receives allowed after the launch of the operation at `position`."""
         for inbox in self._inboxes.values():
             inbox.launched(position)
 
     def flush(self) -> None:
-        """Wait until everything has left."""
+        """Wait until all sends are done."""
         for outbox in self._outboxes.values():
             outbox.flush()
 
 
 class _StageRun:
-    """One step of one stage: its messages, and the graphs kept for backward."""
+    """One step of one stage, with the graphs kept for backward."""
 
     def __init__(
         self,
@@ -171,7 +165,7 @@ class _StageRun:
         self.begin_pass, self.encode = begin_pass, encode
         self.links, self.operations = mail.links, mail.operations
         self.last_backwards = self._last(Pass.BACKWARD, Pass.BACKWARD_INPUT)
-        """Position of every chunk's last backward, or first part of one; empty in validation."""
+        """Position of every chunk's last (first-part) backward, empty in validation."""
         self.last_weights = self._last(Pass.BACKWARD, Pass.BACKWARD_WEIGHT)
         self.batches = _HeldBatches(batches, [plan.stages[part] for part in self.links.parts])
         self.encoders = encoders
@@ -182,19 +176,19 @@ class _StageRun:
             else frozenset()
             for part in self.links.parts
         ]
-        """Towers, by chunk, of which a gradient of what comes in is wanted where it came from."""
+        """Towers of each chunk's inputs that need a gradient."""
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.late: dict[tuple[int, int], list[LateProduct]] = {}
-        """What the first part of a backward has left for the second."""
+        """Products deferred by the first part of a backward."""
         self.results: dict[int, torch.Tensor] = {}
 
     def _last(self, *kinds: Pass) -> dict[int, int]:
-        """Position of every chunk's last operation of some kinds."""
+        """Return the position of every chunk's last operation of some kinds."""
         operations = enumerate(self.operations)
         return {one.chunk: place for place, one in operations if one.kind in kinds}
 
     def run(self, before_last_backward: Callable[[int], None] | None = None) -> list[torch.Tensor]:
-        """Run the stage's list; returns the last part's output of every micro-batch."""
+        """Run the operations; return the last part's output of every micro-batch."""
         before: Operation | None = None
         if self.encoders is not None:
             self.encoders.encode()
@@ -246,16 +240,16 @@ class _StageRun:
             wanted = wanted - passed_on
             self._send(part, micro_batch, output, made)
         if trains:
-            # The memory of other inputs is free, but for what layers keep of it.
+            # Other inputs are freed, unless layers keep them.
             inputs = {name: tensor for name, tensor in received.items() if name in wanted}
             if part == 0:
-                # Features are put in their places, and the graph keeps their shape alone.
+                # The graph needs only the shape of inserted features.
                 for feature in inputs.values():
                     feature.data = feature.new_empty(1).expand(feature.shape)
             self.kept[operation.chunk, micro_batch] = _Kept(received=inputs, outputs=made)
 
     def _receive(self, part: int, operation: Operation, position: int) -> dict[str, torch.Tensor]:
-        """Wait for a micro-batch's inputs, if there is a part before this one."""
+        """Receive a micro-batch's inputs if there is a previous part."""
         micro_batch = operation.micro_batch
         if part == 0:
             received = {} if self.encoders is None else self.encoders.take(micro_batch)
@@ -270,15 +264,15 @@ class _StageRun:
         return received
 
     def _send(self, part: int, micro_batch: int, output: ByTower, made: ByTower) -> None:
-        """Start sending what a part made and what it passes on."""
+        """Start sending a part's outputs and forwarded inputs."""
         message = {name: tensor.detach() for name, tensor in output.items()}
         self.mail.put(Content.ACTIVATIONS, part + 1, part, micro_batch, message)
-        # Only the outputs' graph is needed from now on; their memory is freed after the send.
+        # Backward needs the outputs' graph only; their memory is freed after the send.
         for tensor in made.values():
             tensor.data = tensor.new_empty(1)
 
     def _backward(self, operation: Operation, position: int) -> None:
-        """Backward of a kept micro-batch, and start sending its inputs' gradients."""
+        """Run a micro-batch's backward and start sending its input gradients."""
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
         kept = self.kept.pop((operation.chunk, micro_batch))
         gradients: ByTower = {}
@@ -296,14 +290,14 @@ class _StageRun:
             self.late[operation.chunk, micro_batch] = deferred.take()
         if not self.trained_inputs[operation.chunk]:
             return
-        # Nothing comes of what was received in an empty pack.
+        # Inputs of an empty pack have no gradient.
         sent = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
             for name, tensor in kept.received.items()
         }
         passed_on = gradients.keys() - kept.outputs.keys()
         sent |= {name: gradients[name] for name in passed_on}
-        # In the order in which they were sent.
+        # In sending order.
         message = {name: sent[name] for name in tensor_names(self.plan.model, sent)}
         if part:
             self.mail.put(Content.GRADIENTS, part - 1, part - 1, micro_batch, message)
@@ -311,7 +305,7 @@ class _StageRun:
             self.encoders.put(micro_batch, message)
 
     def _backward_weight(self, operation: Operation, position: int) -> None:
-        """Run the products that the first part of a backward has left, if it does."""
+        """Run the deferred weight-gradient products, if any."""
         deferred = self.models[operation.chunk].module.deferred
         if deferred is not None:
             self.clock.switch(Phase.BACKWARD_WEIGHT)
@@ -321,21 +315,21 @@ class _StageRun:
 
 
 def _is_at_once(one: Operation | None, after: Operation | None) -> bool:
-    """Whether one is a forward and the other its backward, right after it."""
+    """Return whether the second operation is the first's backward, right after it."""
     if one is None or after is None or one.kind is not Pass.FORWARD:
         return False
     return after == Operation(Pass.BACKWARD, one.micro_batch, one.chunk)
 
 
 def run_backward(outputs: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
-    """Backward of outputs of one stage, which may have parts of their graphs in common.
+    """Run backward of a stage's outputs, which may share parts of their graphs.
 
-    As core's `custom_backward` for one output, it calls autograd's engine, which does not mind that
-    the outputs' memory is gone. Of what is ready, the engine takes first what forward came to last:
-    the last tower, of which weights' gradients are expected first.
+    As core's `custom_backward`, call autograd's engine directly, which accepts outputs with freed
+    data. The engine runs the latest forward nodes first, so the last tower's weight gradients come
+    first.
 
     Args:
-        outputs: each with its gradient; None for a loss.
+        outputs: (output, gradient) pairs. A loss has None.
     """
     tensors, gradients = zip(*outputs, strict=True)
     ones = (torch.ones_like(tensor) for tensor in tensors)
@@ -363,18 +357,16 @@ def run_forward_backward(
     encoders: EncoderStep | None = None,
     begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
-    """Run forward and backward of one step's micro-batches in the planned schedule.
+    """Run a step's forwards and backwards in the planned schedule.
 
     Args:
-        models: the stage's chunks, each as what holds it with other data-parallel ranks runs it.
-        before_last_backward: called before the last backward of every chunk, if there is a
-            micro-batch.
-        encoders: the step of data-parallel encoders, which gives the first part its features and
-            takes their gradients; what it has to do after the last operation is left.
+        models: the stage's chunks, wrapped for data parallelism.
+        before_last_backward: called with each chunk before its last backward.
+        encoders: data-parallel encoders. The caller must finish their step.
 
     Returns:
-        The summed loss of each micro-batch where the last part is, else an empty list. Gradients
-        are those of the sum over micro-batches, in core's gradient buffers.
+        Summed loss per micro-batch on the last part, else empty. Core's gradient buffers have the
+        sum over micro-batches.
     """
     schedule = links.schedule
     graph = operation_graph(schedule.rule, links.size, schedule.chunks, len(batches))
@@ -392,7 +384,7 @@ def run_forward(
     encode: Encode | None = None,
     begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
-    """Run forwards only; returns the head's outputs where the last part is, else an empty list."""
+    """Run forwards only; return the head's outputs on the last part, else an empty list."""
     schedule = links.schedule
     rule = FORWARD_ONLY[schedule.placement]
     graph = operation_graph(rule, links.size, schedule.chunks, len(batches))

@@ -1,18 +1,14 @@
-"""What ranks that divide a stage's weights exchange while it computes (ZeRO-3).
+"""Gathering and reduction of sharded weights while a stage computes (ZeRO-3).
 
-Every pass of a micro-batch is a list of exchanges, the same on all ranks that divide the weights:
-each unit's weights are gathered before its forward and again before its backward, one unit ahead of
-what computes, and its gradients are summed after, behind what computes. Computing only says when. A
-unit that a rank has no input for, as the encoder's of a pack without images, it passes over, and
-joins in its exchanges when it comes to the next unit that it computes, or at the end of the pass.
+All ranks run a pass's exchanges in one fixed order: a unit's weights are gathered before its
+forward and again before its backward, one unit ahead, and its gradients are reduced afterwards.
+Computation only triggers them. A rank without input for a unit, such as a pack without images,
+joins that unit's exchanges at its next unit or at the end of the pass.
 
-Gradients are summed over ranks and over micro-batches in float32. Ranks that hold copies of the
-same part sum theirs once a step.
+Gradients are summed over ranks and micro-batches in float32; replicas of a shard are summed once a
+step. Data-parallel encoders run other passes between forward and backward, so either is a pass.
 
-Data-parallel encoders make passes of one encoder. Between the forward of one and its backward there
-are others, so that either may be a pass by itself.
-
-Shapes: P values of a unit with padding, Q of a rank's part of them.
+Shapes: P values of a unit with padding, Q values of this rank's shard.
 """
 
 from collections.abc import Iterator, Sequence
@@ -29,13 +25,13 @@ from megatron.vlm.model.stage import VLMStage
 
 
 class FlatGradients:
-    """Gradients of parameters that ranks divide: of a pass whole, of a step this rank's part."""
+    """Gradients of sharded parameters: full for a pass, this rank's shard for a step."""
 
     def __init__(self, weights: FlatWeights) -> None:
         self.weights = weights
         self.own_Q = torch.zeros_like(weights.own_Q, dtype=torch.float32)
-        """This rank's part of the sum over micro-batches and ranks."""
-        # Its memory comes and goes: core's products take the place of a gradient in the forward.
+        """This rank's shard of the sum over micro-batches and ranks."""
+        # Resized on use: core's products take the place of a gradient in the forward.
         size = weights.part_size * weights.groups.shards.size()
         self._whole_P = self.own_Q.new_empty(size)
         self._sum_Q: torch.Tensor | None = None
@@ -47,7 +43,7 @@ class FlatGradients:
         self._close()
 
     def open(self) -> None:
-        """Make room for the gradients of a pass, zeros at first."""
+        """Allocate zeroed gradients for a pass."""
         if self._is_open:
             return
         self._is_open = True
@@ -62,7 +58,7 @@ class FlatGradients:
         self._whole_P.untyped_storage().resize_(0)
 
     def take(self, parameter: Any) -> None:
-        """Add what autograd has left in a parameter, unless a product has added it itself."""
+        """Add autograd's gradient of a parameter, unless a fused product already did."""
         self.open()
         already = parameter.grad_added_to_main_grad
         if not already or vars(parameter).get("zero_out_wgrad", False):
@@ -70,8 +66,7 @@ class FlatGradients:
         parameter.grad = None
 
     def begin_sum(self) -> dist.Work | None:
-        """Begin to sum the gradients of a pass, zeros where there are none; collective over the
-        ranks that divide the weights."""
+        """Begin the reduce-scatter of a pass's gradients; collective over the sharding ranks."""
         self.open()
         if not self.weights.is_divided:
             return None
@@ -81,7 +76,7 @@ class FlatGradients:
         )
 
     def add_sum(self) -> None:
-        """Add the sum of a pass, which is there, to the step's."""
+        """Add a pass's finished sum to the step's."""
         self.own_Q += self._whole_P if self._sum_Q is None else self._sum_Q
         self._sum_Q = None
         self._close()
@@ -89,16 +84,16 @@ class FlatGradients:
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One exchange of a pass: of a unit's weights, or of its gradients."""
+    """All-gather of a unit's weights, or reduction of its gradients."""
 
     unit: int
     sums: bool
-    """Whether gradients are summed; else weights are gathered."""
+    """Whether gradients are reduced; otherwise weights are gathered."""
 
 
 @dataclass(frozen=True)
 class PassExchanges:
-    """The exchanges of a micro-batch in the order in which every rank begins them."""
+    """Exchanges of a pass, in the order of all ranks."""
 
     exchanges: tuple[Exchange, ...]
 
@@ -110,12 +105,12 @@ class PassExchanges:
     def of(
         cls, units: Sequence[ShardedUnit], tower: str | None, *, forward: bool, backward: bool
     ) -> "PassExchanges":
-        """List the exchanges of a forward, of a backward, or of a backward after its forward.
+        """List the exchanges of a forward, a backward, or both.
 
-        The last unit's backward is next after its forward, and its weights stay.
+        The last unit runs backward right after its forward and keeps its weights.
 
         Args:
-            tower: whose units compute; None: all.
+            tower: tower that computes, or None for all.
         """
         own = [number for number, unit in enumerate(units) if tower in (None, unit.tower)]
         exchanges = [Exchange(unit, sums=False) for unit in own if forward]
@@ -130,40 +125,40 @@ class PassExchanges:
 
     @cached_property
     def first_gathers(self) -> dict[int, int]:
-        """Place of every unit's first gather: the one before its forward."""
+        """Return the index of every unit's gather before forward."""
         places = reversed(list(enumerate(self.exchanges)))
         return {one.unit: i for i, one in places if not one.sums}
 
     @cached_property
     def last_gathers(self) -> dict[int, int]:
-        """Place of every unit's last gather: the one before its backward, if there is one."""
+        """Return the index of every unit's last gather, before backward if there is one."""
         return {one.unit: i for i, one in enumerate(self.exchanges) if not one.sums}
 
     @cached_property
     def sums(self) -> dict[int, int]:
-        """Place of the sum of every unit's gradients."""
+        """Return the index of every unit's gradient reduction."""
         return {one.unit: i for i, one in enumerate(self.exchanges) if one.sums}
 
 
 class ShardedStage(torch.nn.Module):
-    """A stage whose weights and gradients ranks divide; called as the stage is."""
+    """A stage with sharded weights and gradients; called like the stage."""
 
     def __init__(self, stage: VLMStage, weights: ShardedWeights) -> None:
         super().__init__()
         self.module, self.weights = stage, weights
         self.gradients = {flat: FlatGradients(flat) for flat in weights.flats if flat.is_trained}
-        """Gradients of everything that is trained."""
+        """Gradients of all trained weights."""
         self._units = weights.units
         self._passes: dict[tuple[str | None, bool, bool], PassExchanges] = {}
         self._pass = PassExchanges(())
         self._is_whole = False
-        """Whether all weights are whole, and stay so."""
+        """Whether all weights stay gathered."""
         self._begun = 0
         """Exchanges of the pass that have begun."""
         self._computing: int | None = None
         self._goes_back = False
         self._held: dict[int, list[dist.Work]] = {}
-        """Units whose weights are whole, or will be when these are done."""
+        """Gathered units, with the work to wait for."""
         self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []
         self._missing: list[set[torch.nn.Parameter]] = []
         for number, unit in enumerate(self._units):
@@ -182,10 +177,10 @@ class ShardedStage(torch.nn.Module):
     def begin_pass(
         self, tower: str | None = None, *, forward: bool = True, backward: bool = True
     ) -> None:
-        """Begin a pass of a forward, a backward or both, which the next one or `finish_pass` ends.
+        """Begin a pass of a forward, a backward or both; ends the previous pass.
 
         Args:
-            tower: whose units compute; None: all.
+            tower: tower that computes, or None for all.
         """
         self.finish_pass()
         kind = tower, forward, backward
@@ -202,8 +197,10 @@ class ShardedStage(torch.nn.Module):
 
     @contextmanager
     def whole(self, stays: bool) -> Iterator[None]:
-        """Have all weights whole meanwhile, for forwards without gradients, where they stay; other
-        ranks give their part. Collective over the ranks that divide them."""
+        """Gather all weights for forwards without gradients; keep them if `stays`.
+
+        Collective over the sharding ranks.
+        """
         self.finish_pass()
         for flat in self.weights.flats:
             work = flat.begin_gather()
@@ -220,22 +217,22 @@ class ShardedStage(torch.nn.Module):
                 flat.release()
 
     def zero_gradients(self) -> None:
-        """Zero the gradients, before the first micro-batch of a step."""
+        """Zero the gradients before a step."""
         for gradients in self.gradients.values():
             gradients.own_Q.zero_()
 
     def sum_over_copies(self) -> None:
-        """Sum the gradients of a step over the ranks that hold copies of the same part."""
+        """Sum a step's gradients over replicas of this shard."""
         for flat, gradients in self.gradients.items():
             if flat.groups.copies.size() > 1:
                 dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
 
     def tied_gradients(self) -> list[torch.Tensor]:
-        """This rank's part of the gradient of a tied matrix's copy, if the stage has one."""
+        """Return this rank's gradient shard of the tied matrix, if any."""
         return [one.own_Q for flat, one in self.gradients.items() if flat.is_tied]
 
     def finish_pass(self) -> None:
-        """Join in the exchanges of the pass that this rank has not come to; all weights go."""
+        """Join the pass's remaining exchanges and release all weights."""
         self._computing = None
         self._begin(len(self._pass.exchanges))
         self._let_go(kept=())
@@ -259,15 +256,14 @@ class ShardedStage(torch.nn.Module):
         if self._goes_back and self._computing == number:
             return
         self._goes_back = True
-        # Of an embedding there is none in a pass of a backward alone.
+        # Embeddings have no gather in a backward-only pass.
         self._enter(number, self._pass.last_gathers.get(number, -1))
         for flat in self._units[number].flats:
             if flat in self.gradients:
                 self.gradients[flat].open()
 
     def _enter(self, number: int, place: int) -> None:
-        """Make a unit's weights whole by the exchange at `place`, and begin to gather those of the
-        unit after it; weights of all others go before."""
+        """Wait for a unit's weights and begin gathering the next unit's; release others."""
         self._computing = number
         self._begin(place + 1)
         self._let_go(kept=(number,))
@@ -275,14 +271,14 @@ class ShardedStage(torch.nn.Module):
         assert not reads or number in self._held, "units compute in another order than planned"
         for work in self._held.get(number, ()):
             work.wait()
-        # The last unit has nothing ahead of it before its backward begins.
+        # Backward of the last unit begins before any other gather.
         is_last = number == self._pass.last and not self._goes_back
         following = self._pass.exchanges[self._begun : self._begun + 1]
         if following and not following[0].sums and not is_last:
             self._begin(self._begun + 1)
 
     def _begin(self, end: int) -> None:
-        """Begin the exchanges before number `end` of the pass."""
+        """Begin the exchanges before index `end` of the pass."""
         while self._begun < end:
             exchange = self._pass.exchanges[self._begun]
             self._begun += 1
@@ -298,7 +294,7 @@ class ShardedStage(torch.nn.Module):
             self._held[number] = [work for work in works if work is not None]
 
     def _let_go(self, kept: Sequence[int | None]) -> None:
-        """Let go of the weights of all units but these."""
+        """Release the weights of all other units."""
         gone = [number for number in self._held if number not in kept]
         for number in gone:
             for work in self._held.pop(number):

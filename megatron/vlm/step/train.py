@@ -1,4 +1,4 @@
-"""One rank's share of the model and its optimizer, and one step of training them."""
+"""One rank's stage and optimizer, and one training step."""
 
 import logging
 import math
@@ -60,13 +60,13 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizationOptions:
-    """Options of the loss and of AdamW with its schedule, under Megatron's names."""
+    """Options of the loss, AdamW and its schedule, under Megatron's names."""
 
     lr: float
     min_lr: float
     lr_decay_style: Literal["cosine", "linear", "constant"]
     lr_warmup_fraction: float
-    """Share of all steps over which the rate rises linearly from 0."""
+    """Share of all steps with linear warmup from 0."""
     weight_decay: float
     adam_beta1: float
     adam_beta2: float
@@ -74,48 +74,48 @@ class OptimizationOptions:
     clip_grad: float
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     drop_path_rate: float = 0.0
-    """Drop-path rate of the last vision layer's branches; it rises linearly from 0 at the first."""
+    """Drop-path rate of the last vision layer, rising linearly from 0 at the first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trainer:
-    """One rank's share of the job: its stage, and how it is trained with other ranks."""
+    """One rank's stage, optimizer and links to other ranks."""
 
     plan: Plan
     links: PipelineLinks
     options: OptimizationOptions
     chunks: tuple[VLMStage, ...]
-    """The parts of the model that the stage holds, in model order."""
+    """Parts of the model on this stage, in model order."""
     data_parallel: DataParallel
     scheduler: OptimizerParamScheduler
     encoders: Encoders | None = None
-    """Data-parallel encoders; None where they are units of the stages."""
+    """Data-parallel encoders, or None if they are units of the stages."""
 
     @property
     def models(self) -> Sequence[Any]:
-        """The chunks as micro-batches run them."""
+        """Return the chunks as wrapped for data parallelism."""
         return self.data_parallel.models
 
     @property
     def stage(self) -> VLMStage:
-        """The stage, where it is one part of the model."""
+        """Return the only chunk."""
         [stage] = self.chunks
         return stage
 
     @property
     def model(self) -> Any:
-        """The stage as micro-batches run it, where it is one part of the model."""
+        """Return the only wrapped chunk."""
         [model] = self.models
         return model
 
     @property
     def stages(self) -> tuple[VLMStage, ...]:
-        """Everything that this rank holds of the model: chunks, and data-parallel encoders."""
+        """Return all chunks, then the data-parallel encoders."""
         return self.chunks if self.encoders is None else (*self.chunks, self.encoders.stage)
 
     @property
     def optimizers(self) -> tuple[ChainedOptimizer | ShardedAdam | None, ...]:
-        """The optimizer of each of `stages`; None of encoders that are frozen and whole."""
+        """Return the optimizer of each of `stages`, or None for frozen, replicated encoders."""
         of_chunks = (self.data_parallel.optimizer,) * len(self.chunks)
         if self.encoders is None:
             return of_chunks
@@ -124,18 +124,18 @@ class Trainer:
 
     @property
     def held(self) -> list[DataParallel]:
-        """How ranks hold everything that may be trained."""
+        """Return the data-parallel wrappers of everything that may be trained."""
         encoders = None if self.encoders is None else self.encoders.data_parallel
         return [held for held in (self.data_parallel, encoders) if held is not None]
 
     def zero_gradients(self) -> None:
-        """Zero the gradients, before the first micro-batch of a step."""
+        """Zero the gradients before a step."""
         for held in self.held:
             held.zero_gradients()
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Run forwards alone meanwhile, with the encoders' weights whole; collective."""
+        """Switch to evaluation, with encoder weights gathered; collective."""
         for model in self.models:
             model.eval()
         if self.encoders is None:
@@ -147,8 +147,7 @@ class Trainer:
             model.train()
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
-        """Run a step's forwards and backwards, those of data-parallel encoders too, and begin
-        to reduce the stage's gradients; returns what `run_forward_backward` does."""
+        """Run a step's forwards and backwards, encoders included, and begin gradient reduction."""
         if self.encoders is None:
             return self.run_micro_batches(batches, clock)
         encoding = EncoderStep(self.encoders, batches, clock)
@@ -159,8 +158,7 @@ class Trainer:
     def run_micro_batches(
         self, batches: MicroBatchStream, clock: PhaseClock, encoding: EncoderStep | None = None
     ) -> list[torch.Tensor]:
-        """Run the pipeline's forwards and backwards, and begin to reduce the gradients; returns
-        what `run_forward_backward` does."""
+        """Run the pipeline's forwards and backwards, and begin gradient reduction."""
         self._let_go_of_fp8_weights()
         run = partial(
             run_forward_backward,
@@ -176,12 +174,12 @@ class Trainer:
 
     @property
     def units(self) -> Stage:
-        """Units of all chunks, by which this rank reads micro-batches."""
+        """Return the units of all chunks, which determine the fields this rank reads."""
         return self.plan.units_of(self.links.rank)
 
     @property
     def forward_units(self) -> Stage:
-        """Units that `run_forward` runs on this rank, by which it reads micro-batches."""
+        """Return the units that `run_forward` runs on this rank."""
         if self.encoders is None or not self.links.is_first:
             return self.units
         return Stage(units=(*encoders_stage(self.plan.model).units, *self.units.units))
@@ -189,16 +187,14 @@ class Trainer:
     def joining(
         self, batches: MicroBatchStream, slots: int, *, answers: bool = False
     ) -> MicroBatchStream:
-        """The micro-batches and empty ones after them, `slots` together, as on all ranks that run
-        in lockstep; empty ones ask for next tokens (`answers`) or have a loss."""
+        """Append empty micro-batches up to `slots`, as lockstep ranks need."""
         if slots <= len(batches):
             return batches
         empty = MicroBatch.empty(self.plan.model, current_device(), answers=answers)
         return batches.joining(slots, empty)
 
     def most_in_lockstep(self, number: int) -> int:
-        """The greatest of a number over the ranks that run in lockstep with this one; collective
-        over them."""
+        """Return the maximum of a number over lockstep ranks; collective over them."""
         parallel = self.plan.parallel
         if parallel.lockstep_ranks == 1:
             return number
@@ -212,8 +208,7 @@ class Trainer:
         return int(most)
 
     def run_forward(self, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run forwards alone, as for held-out data; data-parallel encoders run where the first part
-        is, each rank's for itself."""
+        """Run forwards only. The first stage runs data-parallel encoders on its own items."""
         self._let_go_of_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
         held = self.data_parallel
@@ -223,16 +218,15 @@ class Trainer:
         return held.run_forward(run)
 
     def _let_go_of_fp8_weights(self) -> None:
-        """Have linears in FP8 quantise their weights anew, which an update may have changed."""
+        """Make FP8 linears quantise their weights again after an update."""
         for stage in self.chunks:
             stage.set_is_first_microbatch()
 
     def update_weights(self, divisor: float) -> float | None:
-        """Reduce gradients over all ranks, divide them by `divisor`, clip, step, begin to gather.
+        """Reduce gradients, divide by `divisor`, clip, step, and begin gathering weights.
 
         Returns:
-            The gradients' norm before clipping; None where it or a gradient is not finite, and
-            nothing was changed.
+            Gradient norm before clipping, or None if not finite, and then weights are unchanged.
         """
         self.wait_for_weights()
         for held in self.held:
@@ -250,10 +244,7 @@ class Trainer:
         self.data_parallel.discard_gradients()
 
     def wait_for_weights(self) -> None:
-        """Wait until the weights of all ranks' shares are here; before they are saved or read.
-
-        A forward waits for what it needs by itself.
-        """
+        """Wait until all weights are gathered, before they are saved or read outside a forward."""
         self.data_parallel.wait_for_weights()
 
 
@@ -269,8 +260,8 @@ def build_trainer(
     """Build this rank's stage with its initial weights; collective over all ranks.
 
     Args:
-        links: of the ranks' stages, whatever the plan's schedule.
-        steps: of the whole run, over which the learning rate is scheduled.
+        links: of the ranks' stages, for any schedule.
+        steps: steps of the whole run, for the learning rate schedule.
     """
     links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
@@ -319,14 +310,14 @@ def build_trainer(
 
 
 class _Scheduled:
-    """What core's schedule takes for an optimizer: all optimizers of a rank."""
+    """All optimizers of a rank, as core's scheduler takes them."""
 
     def __init__(self, *held: DataParallel | None) -> None:
         self._held = [each for each in held if each is not None]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of settings (torch's name), which a load puts others in the place of."""
+        """Return all parameter groups (torch's name); not cached, as loading replaces them."""
         return [group for each in self._held for group in each.optimizer.param_groups]
 
 
@@ -337,7 +328,7 @@ def _replicated(
     groups: ProcessGroupCollection | None = None,
     tied: TiedCopies | None = None,
 ) -> Replicated:
-    """Hold the chunks of a stage whole; `groups` are all that core asks for, if not its own."""
+    """Wrap replicated chunks; `groups` replace core's process groups if given."""
     models = [
         DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
         for stage in chunks
@@ -363,11 +354,11 @@ def _sharded(
     fed: Sequence[Collection[str]],
     tied: TiedCopies | None = None,
 ) -> Sharded:
-    """Give the chunks of a stage, built without matrices, their first weights, divided.
+    """Shard a stage's chunks, built without matrices, and set their first weights.
 
     Args:
-        shards: ranks that divide all but experts, and experts.
-        fed: of every chunk, towers of which what comes into it wants a gradient.
+        shards: groups that shard dense weights, and experts.
+        fed: towers of each chunk's inputs that need a gradient.
     """
     models = []
     for stage, wanted in zip(chunks, fed, strict=True):
@@ -380,7 +371,7 @@ def _sharded(
         "betas": (settings.adam_beta1, settings.adam_beta2),
         "eps": settings.adam_eps,
         "weight_decay": settings.weight_decay,
-        # What core has in its own groups.
+        # Core's own settings of parameter groups.
         "max_lr": settings.lr,
         "min_lr": settings.min_lr,
         "lr_mult": 1.0,
@@ -394,7 +385,7 @@ def _sharded(
 def _build_encoders(
     plan: Plan, options: OptimizationOptions, settings: OptimizerConfig, seed: int
 ) -> Encoders:
-    """Build the data-parallel encoders, whole or divided."""
+    """Build the data-parallel encoders, replicated or sharded."""
     assert plan.beside is not None, "encoders are data-parallel"
     group, groups = create_encoding_group(plan), replica_groups()
     is_sharded = plan.beside.sharded > 1
@@ -413,7 +404,7 @@ def _build_encoders(
     else:
         initialize_parameters(stage, seed)
     if trained and not is_sharded:
-        # Nothing else is to be done while gradients are summed, or weights gathered.
+        # No overlap: nothing else runs during these exchanges.
         exchange = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
@@ -448,8 +439,7 @@ def _optimizer_config(
         params_dtype=parameter_dtype(plan.precision),
         use_distributed_optimizer=True,
         overlap_param_gather=exchange.overlap_param_gather,
-        # A constant scale of 1 changes nothing but makes core look for gradients that are not
-        # finite, and leave the weights alone where there are any.
+        # Any scale makes core check for gradients that are not finite and skip the update.
         loss_scale=1.0,
     )
 
@@ -461,18 +451,17 @@ def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlaps,
         overlap_param_gather=overlaps,
-        # Core's hooks then wait for weights and leave it to us to ask for the next ones.
+        # Core's hooks then wait for weights but do not begin the next gather.
         align_param_gather=overlaps,
         bucket_size=parallel.bucket_parameters,
     )
 
 
 def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
-    """Have torch's AdamW, where core uses it, update weights without temporary tensors.
+    """Make torch's AdamW use its fused kernel, without temporary tensors.
 
-    Core makes it with torch's default, which on CUDA has the square roots of a rank's second
-    moments all at once, 4 bytes a parameter, and on the CPU a dozen operations for every tensor,
-    which small ones spend most of their time on.
+    Core keeps torch's default: on CUDA it takes 4 bytes a parameter for square roots of second
+    moments. On the CPU it runs a dozen operations for every tensor.
     """
     for one in optimizer.chained_optimizers:
         inner = None if one.is_stub_optimizer else one.optimizer
@@ -482,14 +471,16 @@ def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
 
 
 def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
-    """The copies of a tied matrix, with the group of this pipeline's ranks that hold them;
-    collective over all ranks. None where there are none, or this stage holds none of them."""
+    """Return copies of a tied matrix on this stage, with their group; collective over all ranks.
+
+    None if this stage has no copy.
+    """
     stages = [links.stage_of(part) for part in tied_copies(plan)]
     if len(set(stages)) == 1:
         return TiedCopies(None) if links.rank in stages else None
     if not stages:
         return None
-    # Core's own group of embeddings joins the first and the last stage, wherever these are.
+    # Core's embedding group joins the first and last stage, not these stages.
     holders = [[ranks[stage] for stage in stages] for ranks in all_pipelines()]
     own, _ = dist.new_subgroups_by_enumeration(holders, timeout=COLLECTIVE_TIMEOUT)
     return None if own is None else TiedCopies(own)
@@ -497,28 +488,28 @@ def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """Result of a step, the same on every rank but for `intervals`."""
+    """Result of a step, equal on every rank except `intervals`."""
 
     loss: float
-    """Loss, the weighted mean over the global batch; with `sum` too, so that steps compare."""
+    """Weighted mean loss over the global batch; with `sum` too, so that steps compare."""
     loss_tokens: int
     grad_norm: float
     """Gradient norm before clipping; NaN in a skipped step."""
     learning_rate: float
     skipped: bool
-    """Whether the loss or a gradient was not finite, and the weights are those before the step."""
+    """Whether loss or gradients were not finite, so that weights are unchanged."""
     replaced_samples: int
-    """Samples of the global batch whose images cannot be read."""
+    """Unreadable samples in the global batch."""
     stop_requested: bool
     """Whether any rank was asked to stop."""
     experts: ExpertBalance | None
-    """How evenly tokens were spread over experts; None where no layer has any."""
+    """Balance of tokens over experts, or None without experts."""
     intervals: tuple[Interval, ...]
-    """Intervals of this rank in order, with a forward and a backward of every micro-batch."""
+    """This rank's intervals in order; one forward and backward per micro-batch."""
 
     @property
     def phases_ms(self) -> dict[Phase, float]:
-        """Milliseconds of this rank in every phase."""
+        """Return this rank's milliseconds by phase."""
         return {phase: sum(each_ms(self.intervals, phase)) for phase in Phase}
 
 
@@ -528,14 +519,13 @@ def train_step(
     stop_requested: bool = False,
     slots: int = 0,
 ) -> StepResult:
-    """Run one optimizer step on this rank's micro-batches, maybe none; collective over all ranks.
+    """Run one optimizer step on this rank's micro-batches; collective over all ranks.
 
-    The loss is the weighted mean over the global batch's loss tokens, however they are spread over
-    packs, slots and ranks.
+    The loss is the weighted mean over loss tokens of the global batch, for any packing or layout.
 
     Args:
-        stop_requested: whether this rank was asked to stop; all ranks learn of it.
-        slots: micro-batches that the rank runs, where it has empty ones to join others.
+        stop_requested: whether this rank was asked to stop. All ranks learn of it.
+        slots: micro-batches with empty ones appended for lockstep ranks.
     """
     batches = trainer.joining(batches, slots)
     clock = PhaseClock()
@@ -543,16 +533,16 @@ def train_step(
     trainer.zero_gradients()
     seen = SeenBatches(reads_once=trainer.encoders is not None)
     losses = trainer.run_step(seen.count(batches), clock)
-    # Every stage needs the sum of weights to scale its gradients. This is also where a stage that
-    # is done waits for the others, so that waiting is not mistaken for the optimizer's time.
+    # Every stage needs the weight sum to scale gradients. Stages also wait for each other here, so
+    # that this wait is not measured as optimizer time.
     clock.switch(Phase.WAIT)
     sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)
     for error in seen.told(trainer.links):
         _log.warning(f"passed over: {error}")
-    # The schedule moves first: its rate at 0 steps is 0, and would waste the first batch. For the
-    # same reason it decays over one step more than there are. It counts the plan's steps, skipped
-    # ones too, so that the rate at a sample does not depend on what happened before.
+    # Schedule first: the rate at step 0 is 0, and would waste the first batch. The decay has one
+    # more step for the same reason. Skipped steps count too, so that rates depend on the sample
+    # only.
     trainer.scheduler.step(increment=1)
     learning_rate = trainer.scheduler.optimizer.param_groups[0]["lr"]
     grad_norm = None
@@ -575,9 +565,9 @@ def train_step(
 
 
 class SeenBatches:
-    """Counter of passing micro-batches' loss tokens, loss weights and unreadable samples.
+    """Counter of loss tokens, loss weights and unreadable samples of passing micro-batches.
 
-    With data-parallel encoders no other rank reads the images that this one does (`reads_once`).
+    `reads_once`: data-parallel encoders, so that no other rank reads this rank's images.
     """
 
     def __init__(self, reads_once: bool = False) -> None:
@@ -587,7 +577,7 @@ class SeenBatches:
         self.unreadable: list[str] = []
 
     def count(self, batches: MicroBatchStream) -> MicroBatchStream:
-        """Pass micro-batches on and count them."""
+        """Count micro-batches as they pass."""
         return replace(batches, batches=self._counted(batches.batches))
 
     def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -599,14 +589,14 @@ class SeenBatches:
             yield batch
 
     def told(self, links: PipelineLinks) -> tuple[str, ...]:
-        """Errors of unreadable samples, on one of the ranks that read them."""
+        """Return errors of unreadable samples, on one rank only."""
         first = links.is_first and parallel_state.get_tensor_model_parallel_rank() == 0
         return tuple(self.unreadable) if first or self.reads_once else ()
 
 
 @dataclass(frozen=True, slots=True)
 class GlobalSums:
-    """Sums over all micro-batches of the step, on all ranks."""
+    """Sums over all micro-batches and ranks of a step."""
 
     loss: float
     loss_weight: float
@@ -616,12 +606,12 @@ class GlobalSums:
 
     @property
     def divisor(self) -> float:
-        """Divisor of loss and gradients; positive even where no token carries loss."""
+        """Return the positive divisor of loss and gradients."""
         return max(self.loss_weight, _SMALLEST_WEIGHT)
 
     @property
     def mean_loss(self) -> float:
-        """Mean loss, weighted over the tokens that carry loss."""
+        """Return the mean loss, weighted over loss tokens."""
         return self.loss / self.divisor
 
 
@@ -631,8 +621,8 @@ def global_sums(
     seen: SeenBatches,
     stop_requested: bool = False,
 ) -> GlobalSums:
-    """Sum the counts and losses of every rank in one exchange; collective over all ranks."""
-    # Tensor-parallel ranks have seen the same micro-batches: one of them counts.
+    """Sum all ranks' counts and losses in one all-reduce; collective over all ranks."""
+    # Tensor-parallel ranks see the same micro-batches; rank 0 counts.
     counts = parallel_state.get_tensor_model_parallel_rank() == 0
     tokens = seen.loss_tokens if counts and links.is_last else 0
     replaced = len(seen.told(links))

@@ -1,7 +1,6 @@
 """Residual adds and norms between the blocks of a layer.
 
-Shapes: S sequence, B batch (tiles), H hidden size, M moments of a position (rstd; for LayerNorm
-mean too).
+Shapes: S sequence, B batch (tiles), H hidden size, M moments per position (rstd; LayerNorm: mean).
 """
 
 from dataclasses import dataclass
@@ -15,19 +14,19 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """What a block adds to its residual: scale * tile scale * (output + bias)."""
+    """Branch added to a residual: scale * tile scale * (output + bias)."""
 
     output_SBH: torch.Tensor
     bias_H: torch.Tensor | None = None
     scale_H: torch.Tensor | None = None
-    """Layer scale (Touvron et al. 2021, arXiv 2103.17239); None leaves it out."""
+    """Layer scale (Touvron et al. 2021, arXiv 2103.17239), if any."""
     tile_scale_B: torch.Tensor | None = None
-    """Drop path's scale of each tile, which has no gradient; None leaves it out."""
+    """Drop path's scale per tile, without gradient, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class NormWeights:
-    """Weights of a LayerNorm, or without a bias of an RMSNorm, over the last axis."""
+    """Weights of a LayerNorm, or of an RMSNorm if without bias, over the last axis."""
 
     weight_H: torch.Tensor
     bias_H: torch.Tensor | None
@@ -35,24 +34,20 @@ class NormWeights:
 
 
 def norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
-    """Normalise every position."""
     return norm_and_residual(hidden_SBH, weights)[0]
 
 
 def norm_and_residual(
     hidden_SBH: torch.Tensor, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise every position, and hand on what was normalised as the residual.
-
-    Backward adds the residual's gradient with the norm's, if the residual is taken from here.
-    """
+    """Normalise every position; also return the input as residual, so that backward adds
+    gradients."""
     if hidden_SBH.is_cuda:
         return NormAndResidual.apply(hidden_SBH, *_parts(weights))
     return _eager_norm(hidden_SBH, weights), hidden_SBH
 
 
 def add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
-    """Return the residual with the branch added."""
     is_plain = branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None
     if is_plain or not residual_SBH.is_cuda:
         return _eager_add(residual_SBH, branch)
@@ -62,7 +57,7 @@ def add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
 def add_and_norm(
     residual_SBH: torch.Tensor, branch: Branch, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm of the residual with the branch added, and the sum as the next residual."""
+    """Add the branch; return the norm and the new residual."""
     if residual_SBH.is_cuda:
         return ScaledAddAndNorm.apply(residual_SBH, *_parts(branch), *_parts(weights))
     summed_SBH = _eager_add(residual_SBH, branch)
@@ -88,7 +83,7 @@ def _eager_add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
 
 
 def _parts(group: Branch | NormWeights) -> tuple[Any, ...]:
-    """Fields in order, as autograd's functions take no groups."""
+    """Return the fields in order, as autograd functions take no dataclasses."""
     if isinstance(group, Branch):
         return group.output_SBH, group.bias_H, group.scale_H, group.tile_scale_B
     return group.weight_H, group.bias_H, group.eps
@@ -97,7 +92,7 @@ def _parts(group: Branch | NormWeights) -> tuple[Any, ...]:
 def _normalize(
     hidden_SBH: torch.Tensor, weight_H: torch.Tensor, bias_H: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm, and its moments, float32 [M, S, B]."""
+    """Return the norm and its moments, float32 [M, S, B]."""
     unit_SBH = hidden_SBH.float()
     means = []
     if bias_H is not None:
@@ -153,10 +148,10 @@ def _norm_backward(
     moments_MSB: torch.Tensor,
     weight_H: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of what was normalised and of the norm's weights, [M, H].
+    """Return the gradients of the norm's input and weights, [M, H].
 
     Args:
-        passed_SBH: gradient that comes past the norm, to be added.
+        passed_SBH: gradient of the residual past the norm, to be added.
     """
     gradient_SBH = gradient_SBH.float()
     rstd_SB1, *means = moments_MSB.unsqueeze(-1)
@@ -185,7 +180,7 @@ def _scaled_add_backward(
     scale_H: torch.Tensor | None,
     tile_scale_B: torch.Tensor | None,
 ) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """Return the gradients of a branch's output, if it is scaled, and of bias and scale, [2, H]."""
+    """Return the gradients of a branch's output, if scaled, and of bias and scale, [2, H]."""
     scaled_SBH = gradient_SBH.float()
     of_scale_H = scaled_SBH.new_zeros(scaled_SBH.shape[-1])
     if tile_scale_B is not None:
@@ -259,12 +254,12 @@ def _contiguous(tensor: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def _kept_of_branch(output_SBH, bias_H, scale_H, tile_scale_B):
-    """A branch's output is needed again for the gradient of its scale only."""
+    """Return the branch's output if the gradient of its scale needs it."""
     return (None if scale_H is None else output_SBH), bias_H, scale_H, tile_scale_B
 
 
 def _gradients_of_norm(gradient_SBH, passed_SBH, hidden_SBH, moments_MSB, weight_H):
-    """Gradients of what was normalised, with what is passed, and of the norm's weights."""
+    """Return the gradients of the norm's input, with `passed` added, and of its weights."""
     if gradient_SBH is None:  # nothing that carries loss went through the norm
         return passed_SBH, None, None
     result_SBH, weights_MH = _norm_backward(
@@ -274,7 +269,7 @@ def _gradients_of_norm(gradient_SBH, passed_SBH, hidden_SBH, moments_MSB, weight
 
 
 def _gradients_of_add(total_SBH, branch):
-    """Gradients of residual, output, bias, scale and, never, the tiles' scales."""
+    """Return the gradients of residual, output, bias and scale, and None for tile scales."""
     _, bias_H, scale_H, tile_scale_B = branch
     if total_SBH is None or (bias_H is None and scale_H is None and tile_scale_B is None):
         return total_SBH, total_SBH, None, None, None
