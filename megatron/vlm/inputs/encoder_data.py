@@ -1,4 +1,4 @@
-"""What a rank reads where encoders are data-parallel: items of others, text of its own."""
+"""A rank's inputs with data-parallel encoders: assigned items, and its own texts."""
 
 from dataclasses import replace
 
@@ -12,14 +12,12 @@ from omnibal.base.errors import UserError
 
 
 class EncodingDataset(torch.utils.data.Dataset):
-    """Every step's passes through the encoders, then its micro-batches.
-
-    Items are those of a `PackDataset`, or a UserError.
+    """Every step's encoder passes, then its micro-batches; items are as in `PackDataset`.
 
     Args:
-        texts: micro-batches of the rank's stage, of the steps from `first_step` on.
-        items: of all packs, as a stage of all encoders reads them.
-        last_step: step after the last one.
+        texts: micro-batches of the rank's stage, from `first_step` on.
+        items: items of all packs, read for all encoders.
+        last_step: end step.
     """
 
     def __init__(
@@ -49,7 +47,7 @@ class EncodingDataset(torch.utils.data.Dataset):
         if place < 0:
             return self._load_pass(self._passes_of(step)[place])
         batch = self._texts[int(self._text_start[step]) + place]
-        # Whoever encodes an item tells of it, once in the job.
+        # The encoding rank reports an unreadable item, once in the job.
         return batch if isinstance(batch, UserError) else replace(batch, unreadable=())
 
     def _load_pass(self, planned: EncoderPass) -> MicroBatch | UserError:

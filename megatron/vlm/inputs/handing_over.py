@@ -1,7 +1,6 @@
-"""Handing an item over from a loader process: all of its tensors at once.
+"""Transfer of an item from a loader process with all tensors in one buffer.
 
-Torch hands each tensor over in shared memory of its own, for which both processes open a connection
-that proves who they are: half a millisecond of each for a tensor of a few numbers.
+Torch opens an authenticated connection for each tensor: half a millisecond each.
 """
 
 import io
@@ -14,25 +13,25 @@ from typing import Any
 import torch
 
 _MOST_PIPED = 1 << 20
-"""Bytes of an item up to which they go through the pipe; more go through shared memory."""
+"""Maximum bytes of an item in the pipe; larger items use shared memory."""
 _ALIGNED = 64
-"""Bytes of which the start of each tensor is a multiple."""
+"""Alignment of each tensor in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """An item whose tensors lie one behind the other."""
+    """An item with concatenated tensors."""
 
     pickled: bytes
-    """The item without its tensors' content."""
+    """The pickled item without tensor contents."""
     sizes: tuple[int, ...]
     """Bytes of each tensor."""
     content: bytearray | torch.Tensor
-    """Bytes of all of them, each padded; a tensor where it goes through shared memory."""
+    """Padded bytes of all tensors. A tensor if in shared memory."""
 
 
 def parcel(item: Any) -> Parcel:
-    """Pack an item, in the process that hands it over."""
+    """Pack an item, in the loader process."""
     buffers: list[pickle.PickleBuffer] = []
     stream = io.BytesIO()
     _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(item)
@@ -49,7 +48,7 @@ def parcel(item: Any) -> Parcel:
 
 
 def unpacked(parcel: Parcel) -> Any:
-    """Unpack an item, whose tensors share the memory of the parcel."""
+    """Unpack an item. Its tensors share the parcel's memory."""
     view = _bytes_of(parcel.content)
     pairs = zip(_starts(parcel.sizes), parcel.sizes, strict=False)
     return pickle.loads(
@@ -65,7 +64,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Where the content of each tensor begins, and where the last one's ends."""
+    """Return the offset of each tensor, then the end of the last."""
     return list(accumulate((-(-size // _ALIGNED) * _ALIGNED for size in sizes), initial=0))
 
 

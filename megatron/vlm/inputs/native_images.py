@@ -1,4 +1,4 @@
-"""Images and videos at their native resolution as a stage needs them: grids, patches, positions.
+"""Images and videos at native resolution as a stage needs them: grids, patches, positions.
 
 Shapes: Y patches of X values.
 """
@@ -30,20 +30,20 @@ from omnibal.pipeline.stage import Stage
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageNeeds:
-    """What a stage needs of images at their native resolution, and of the positions of RoPE."""
+    """Fields of native-resolution images and RoPE positions that a stage needs."""
 
     grids: bool = False
-    """Whether it has a unit of their encoder, whose borders and rotations follow from grids."""
+    """Whether grids are needed, for borders and rotations of encoder units."""
     patches: bool = False
-    """Whether it embeds patches."""
+    """Whether patches are embedded."""
     places: bool = False
-    """Whether features go where their tokens are: at the language embed, or deepstack features."""
+    """Whether features are inserted: the language embed or deepstack features."""
     rope: bool = False
-    """Whether it has layers whose RoPE turns by time, row and column."""
+    """Whether layers use RoPE by time, row and column."""
 
     @classmethod
     def of(cls, model: ModelConfig, stage: Stage) -> "ImageNeeds":
-        """Needs of one stage of a model."""
+        """Return the needs of one stage."""
         layers = stage.layers("language")
         rope = bool(layers) and model.language.rope_sections is not None
         name = next((name for name, each in model.encoders.items() if each is model.images), None)
@@ -61,17 +61,17 @@ class ImageNeeds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NativeImages:
-    """Images and videos of one sample, as far as a stage reads them."""
+    """Images and videos of one sample, as read by a stage."""
 
     shown: tuple[Shown, ...] = ()
-    """All of the sample's."""
+    """All images and videos of the sample."""
     grids: tuple[Grid, ...] = ()
-    """Patches of those that this rank encodes."""
+    """Grids of this rank's images."""
     patches_YX: torch.Tensor | None = None
     unreadable: str | None = None
-    """Error of one of them; None if there is none."""
+    """Error of an unreadable file, if any."""
     blank_cells: int | None = None
-    """Planned cells of a sample whose headers cannot be read, so that its text is not known."""
+    """Planned cells if headers are unreadable, so that the text is unknown."""
 
 
 def read_native_images(
@@ -83,15 +83,15 @@ def read_native_images(
     patches: bool,
     verdict: bool,
 ) -> NativeImages:
-    """Read what a sample shows at its native resolution.
+    """Read a sample's images and videos at native resolution.
 
-    What cannot be read has blank patches: as many as its header says, or else as were planned.
+    Unreadable files become blank patches, numbered by the header or else the plan.
 
     Args:
-        planned: cells by the plan, of every image and time of a video, or of all together.
+        planned: planned cells of every image and video time, or in total.
         own: cells that this rank encodes, of whole images and times.
-        patches: whether values of patches are needed.
-        verdict: whether it must be known if all can be decoded.
+        patches: whether patch values are needed.
+        verdict: whether all files must be checked.
     """
     encoder = reader.model.images
     if encoder is None:
@@ -119,7 +119,7 @@ def read_native_images(
     values, unreadable = None, None
     try:
         if verdict and not (patches and is_whole):
-            # All ranks that have any of the sample come to one verdict by decoding the same files.
+            # All ranks with parts of the sample decode the same files, for one verdict.
             for _ in shown_frames(sample, encoder, all_times(shown)):
                 pass
         if patches:
@@ -136,13 +136,13 @@ def read_native_images(
 
 
 def _cells_of_times(shown: Shown, encoder: ImagesEncoder) -> list[int]:
-    """Cells of an image, or of each time of a video."""
+    """Return the cells of an image, or of each time of a video."""
     found = segments_of(shown.grid, encoder)
     return [found.tokens] * found.number
 
 
 def _own_times(shown: Sequence[Shown], own: range, encoder: ImagesEncoder) -> list[range]:
-    """Times of every image and video that stand in these cells of a sample."""
+    """Return each image's or video's times within these cells of a sample."""
     times, start = [], 0
     for each in shown:
         found = segments_of(each.grid, encoder)
@@ -156,8 +156,7 @@ def _own_times(shown: Sequence[Shown], own: range, encoder: ImagesEncoder) -> li
 
 
 def _blank(cells: int, own: int, encoder: ImagesEncoder, patches: bool, error: str) -> NativeImages:
-    """An image of so many cells in one row, some of them this rank's, in place of what cannot be
-    read."""
+    """Return a blank image with `cells` in one row, some of them this rank's."""
     all_cells, grid = (
         Grid(1, encoder.merge_size, number * encoder.merge_size) for number in (cells, own)
     )
@@ -176,7 +175,7 @@ def _no_values(cells: int, encoder: ImagesEncoder, patches: bool) -> torch.Tenso
 
 
 def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
-    """Text of a sample whose headers cannot be read: as many tokens as planned, none learned."""
+    """Return placeholder text of the planned length, without loss, for unreadable headers."""
     encoder = reader.model.images
     assert encoder is not None, "the model takes images at their native resolution"
     token_ids = np.full(tokens, reader.answer_end)
@@ -185,7 +184,7 @@ def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
 
 
 def shown_cells(shown: Sequence[Shown], encoder: ImagesEncoder | None) -> int:
-    """Tokens of images and videos; of a model that takes none, 0."""
+    """Return the number of image and video tokens."""
     if encoder is None:
         return 0
     return sum(segments_of(grid, encoder).all_tokens for grid, _ in shown)
@@ -194,12 +193,11 @@ def shown_cells(shown: Sequence[Shown], encoder: ImagesEncoder | None) -> int:
 def asked_fields(
     reader: SampleReader, asked: Sequence[tuple[Prompt, int]], patches: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """Fields of a micro-batch of questions about images and videos, and about positions.
+    """Return image and position fields for a micro-batch of questions.
 
     Args:
-        asked: every prompt, and how many tokens of an answer follow it.
-        patches: values of the patches of every question's sample, which may show more than the
-            prompt does; empty where they are not needed.
+        asked: prompts with their numbers of answer tokens.
+        patches: patch values of every question's sample, maybe beyond the prompt, or empty.
     """
     model = reader.model
     fields: dict[str, Any] = {}
@@ -222,7 +220,7 @@ def asked_fields(
 def image_fields(
     images: Sequence[NativeImages], encoder: ImagesEncoder | None, needs: ImageNeeds
 ) -> dict[str, Any]:
-    """Fields of a micro-batch about the images and videos of its samples."""
+    """Return image fields for a micro-batch of samples."""
     fields: dict[str, Any] = {}
     if needs.grids:
         fields["image_grids"] = tuple(grid for each in images for grid in each.grids)

@@ -1,6 +1,6 @@
-"""A rank's share of a pack: the tokens and items it computes, and where its image features go.
+"""A rank's share of a pack: its tokens and items, and the routes of its image features.
 
-Shapes: F image features that this rank makes, one an image token.
+Shapes: F image features that this rank makes, one per image token.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,17 +20,17 @@ from omnibal.steps.shares import shares_of
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Share:
-    """One rank's share of a pack that several ranks share."""
+    """One rank's share of a pack."""
 
     part: int
-    """Rank within the block that shares the pack, from 0."""
+    """Rank within the block, from 0."""
     context: int
     """Ranks that share the pack."""
     exchange: ContextExchange
     pieces: Pieces
     """Pieces of all ranks of the block."""
     item_bounds: Mapping[str, np.ndarray]
-    """Bounds of the pack's items that each rank encodes, int64 [context + 1], by their name."""
+    """Bounds of each rank's items, int64 [context + 1], by name."""
 
     @classmethod
     def of(
@@ -40,7 +40,7 @@ class Share:
         part: int,
         item_bounds: Mapping[str, np.ndarray] | None = None,
     ) -> "Share":
-        """Cut a pack of samples of these token counts."""
+        """Cut a pack, given its samples' token counts."""
         return cls(
             part=part,
             context=level.context,
@@ -51,24 +51,23 @@ class Share:
 
     @property
     def own_pieces(self) -> Pieces:
-        """This rank's pieces, in the order in which its tokens are computed."""
+        """Return this rank's pieces, in the order of its tokens."""
         return self.pieces.take(self.pieces.rank == self.part)
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank; may be 0."""
+        """Return this rank's tokens; may be 0."""
         return int(self.own_pieces.tokens.sum())
 
     def own_items(self, feature: str) -> range:
-        """Items of the pack that this rank encodes; may be none."""
+        """Return this rank's items of the pack; may be empty."""
         bounds = self.item_bounds.get(feature)
         return range(0) if bounds is None else range(*bounds[self.part : self.part + 2].tolist())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShareLayout:
-    """Where a share's tokens are, and which of them other ranks attend to. Arrays have one entry an
-    own piece."""
+    """Token layout of a share, with one array entry per own piece."""
 
     part: int
     ranks: int
@@ -76,14 +75,14 @@ class ShareLayout:
     own_start: np.ndarray
     """First token of every own piece among this rank's, int64."""
     own_divided: np.ndarray
-    """Whether other ranks have tokens of the same sample, bool."""
+    """Whether other ranks have tokens of the sample, bool."""
     divided: Pieces
     """Divided pieces of all ranks, in rank order."""
     padding: int
 
     @classmethod
     def of(cls, share: Share, padding: int) -> "ShareLayout":
-        """Lay out a share with so many tokens of padding after it."""
+        """Lay out a share, followed by `padding` tokens."""
         divided = share.pieces.divided
         is_own = share.pieces.rank == share.part
         own = share.pieces.take(is_own)
@@ -99,12 +98,11 @@ class ShareLayout:
 
     @property
     def tokens(self) -> int:
-        """Tokens of this rank, with padding."""
         return int(self.own.tokens.sum()) + self.padding
 
     @property
     def divided_tokens(self) -> np.ndarray:
-        """Tokens of every rank's divided pieces, int64 [context]."""
+        """Return tokens of every rank's divided pieces, int64 [context]."""
         sums = np.zeros(self.ranks, np.int64)
         np.add.at(sums, self.divided.rank, self.divided.tokens)
         return sums
@@ -112,26 +110,25 @@ class ShareLayout:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """Levels of a plan's packs, and the data-parallel rank whose shares are wanted."""
+    """A plan's levels, and the data-parallel rank that reads shares."""
 
     dp_rank: int
     levels: Sequence[Level]
 
     def rows(self, scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
-        """Rows of the packs that the rank trains from `first_step` to before `last_step`, in the
-        order of its slots."""
+        """Return the rank's pack rows from `first_step` to before `last_step`, in order of its
+        slots."""
         shares = shares_of(scheduled, self.levels)
         inside = (first_step <= shares.step) & (shares.step < last_step)
         return shares.pack[inside & (shares.dp_rank == self.dp_rank)]
 
     def rows_are_full(self, step: ScheduledPacks, ranks: int) -> bool:
-        """Whether a step has equally many micro-batches on all data-parallel ranks."""
+        """Return whether all data-parallel ranks have equally many micro-batches in a step."""
         slots = np.bincount(shares_of(step, self.levels).dp_rank, minlength=ranks)
         return bool((slots == slots[0]).all())
 
     def slots(self, step: ScheduledPacks, parallel: Parallel) -> int:
-        """Micro-batches that the rank runs in a step, with empty ones to join those with which it
-        shares out experts."""
+        """Return the rank's micro-batches in a step, with empty ones to join experts' exchanges."""
         shares = shares_of(step, self.levels)
         own = int((shares.dp_rank == self.dp_rank).sum())
         if parallel.lockstep_ranks == 1:
@@ -140,7 +137,7 @@ class Sharing:
         return own + int((empty.dp_rank == self.dp_rank).sum())
 
     def share(self, scheduled: ScheduledPacks, lengths: Lengths, row: int) -> Share | None:
-        """The rank's share of a pack; None where it has all of it."""
+        """Return the rank's share of a pack, or None if it has all of it."""
         level = self.levels[int(scheduled.level[row])]
         if level.context == 1:
             return None
@@ -154,15 +151,14 @@ class Sharing:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FeatureRoute:
-    """Where a rank's image features go, and whence those of its image tokens come."""
+    """Destinations and sources of a rank's image features."""
 
     order_F: np.ndarray
-    """Own features in the order in which they are sent, by rank and then by place; int64."""
+    """Own features in sending order (rank, then position), int64."""
     sent: tuple[int, ...]
     """Features sent to each rank of the block."""
     received: tuple[int, ...]
-    """Features received from each rank of the block; together they are in the order of this rank's
-    image tokens."""
+    """Features received from each rank of the block, in the order of own image tokens."""
 
 
 def feature_route(
@@ -172,13 +168,12 @@ def feature_route(
     image_positions: Mapping[int, np.ndarray],
     features_per_item: int,
 ) -> FeatureRoute:
-    """Route of the features of a pack's images to the ranks that have their image tokens.
+    """Return the route of a pack's image features to the ranks with their tokens.
 
     Args:
-        sample_items: of every sample of the pack. int64 [samples]
-        image_positions: places of image tokens within a sample, for each sample with images of
-            which the rank has tokens or items.
-        features_per_item: also the image tokens of an item.
+        sample_items: items of every sample, int64 [samples].
+        image_positions: image token positions by sample, if this rank has its tokens or items.
+        features_per_item: image tokens per item.
     """
     item_start = np.concatenate([[0], np.cumsum(sample_items)])
     own_items, own = share.own_items(feature), share.own_pieces
@@ -208,7 +203,7 @@ def feature_route(
 
 
 def samples_of_items(items: range, sample_items: np.ndarray) -> list[int]:
-    """Samples of a pack, by their positions in it, that have any of these items."""
+    """Return positions of the samples with any of these items."""
     ends = np.cumsum(sample_items)
     has_some = (ends > items.start) & (ends - sample_items < items.stop) & (sample_items > 0)
     return np.flatnonzero(has_some).tolist() if items else []

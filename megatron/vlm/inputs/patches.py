@@ -1,7 +1,7 @@
-"""Images and videos at their native resolution as patches, as Qwen's own processors make them.
+"""Native-resolution images and videos as patches, equal to Qwen's own processors.
 
-Pixels are resized by torch's antialiased bicubic filter on 8-bit values, which is what
-Transformers' processors use where torchvision is installed, so that values are equal to theirs.
+Pixels are resized by torch's antialiased bicubic filter on 8-bit values, as Transformers does with
+torchvision.
 
 Shapes: F frames, C channels, H rows and W columns of pixels; Y patches of X values.
 """
@@ -15,11 +15,10 @@ from omnibal.model.encoders import ImagesEncoder
 
 
 def patches_of(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> torch.Tensor:
-    """Values of the patches of an image, one frame, or of a video, float32 [Y, X].
+    """Return patch values of an image (one frame) or video, float32 [Y, X], from RGB uint8.
 
-    Patches are in the order of cells, row by row, and within a cell row by row; values of a patch
-    by channel, frame, row and column. The last frame is repeated to whole patches. Frames are RGB,
-    uint8.
+    Patches are by cell, then row by row; their values by channel, frame, row and column. The last
+    frame is repeated to fill patches.
     """
     frames = torch.from_numpy(np.ascontiguousarray(frames_FHWC)).permute(0, 3, 1, 2).contiguous()
     values = normalized_colours(_resized(frames, grid, encoder.patch_size), encoder)
@@ -44,7 +43,7 @@ def _resized(frames_FCHW: torch.Tensor, grid: Grid, patch: int) -> torch.Tensor:
 
 
 def normalized_colours(frames_FCHW: torch.Tensor, encoder: ImagesEncoder) -> torch.Tensor:
-    """8-bit pixels as the encoder takes them, float32; in one step, as Transformers rounds it."""
+    """Normalize 8-bit pixels in one step, as Transformers rounds, float32."""
     whole = 1 / encoder.pixel_scale
     mean_C, std_C = (torch.tensor(each) * whole for each in (encoder.pixel_mean, encoder.pixel_std))
     values = frames_FCHW.to(torch.float32)

@@ -1,9 +1,8 @@
-"""Reading ahead of a dataset's items in order, by worker processes that never outlive the rank.
+"""Ordered read-ahead of a dataset with worker processes that never outlive the rank.
 
-Torch's DataLoader runs in a thread of its own, for three reasons. There it installs no handler of
-SIGCHLD, which would raise in the middle of whatever the main thread does when a worker dies. The
-workers inherit that thread's blocked signals, so that none reaches them between fork and start. And
-the next item is always taken from them, and prepared, before it is asked for.
+Torch's DataLoader runs in its own thread: it installs no SIGCHLD handler there, which would raise
+in the main thread if a worker dies; workers inherit blocked signals, so none arrives between fork
+and start. And the next item is always fetched and prepared ahead.
 """
 
 import functools
@@ -26,24 +25,23 @@ from megatron.vlm.inputs.handing_over import parcel, unpacked
 from omnibal.base.errors import UserError
 
 _PREFETCH = 4
-"""Items that every worker loads ahead."""
+"""Items prefetched per worker."""
 _POLL_S = 0.5  # until it is seen that a worker has died
 _RETRY_S = 0.005  # until a full queue is tried again
 _NICE = 10
-"""Added to the niceness of workers: they read on cores on which nobody computes right now, as a
-stage's core while it waits for its neighbours, and a rank that wants its core has it at once."""
+"""Niceness of workers: they use idle cores, as of a stage that waits, and yield at once."""
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
-"""Signals to the whole process group that only the trainer obeys; it ends the workers in time."""
+"""Signals to the process group that only the trainer obeys; it ends the workers."""
 
 
 def read_ahead(
     dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
 ) -> Generator[Any, None, None]:
-    """Yield every item of the dataset in order; close the iterator to end the workers.
+    """Yield every item in order; close the iterator to end the workers.
 
     Args:
-        num_workers: processes that load items; with 0 a thread of this process does.
-        prepare: applied to each item by that thread.
+        num_workers: loader processes. 0 uses a thread.
+        prepare: function applied to each item in the reading thread.
     """
     reading = _Reading(dataset, num_workers, prepare)
     reading.start()
@@ -88,12 +86,11 @@ class _Reading:
         self._ready: queue.Queue[Any] = queue.Queue(maxsize=1)
 
     def start(self) -> None:
-        """Start the thread; returns once all workers are forked, as copies of an idle process."""
+        """Start the thread; return once all workers are forked from an idle process."""
         threading.Thread(target=self._read).start()
         self._started.wait()
 
     def next_event(self) -> Any:
-        """Wait for the next item, or the end."""
         while True:
             try:
                 return self._ready.get(timeout=_POLL_S)
@@ -110,10 +107,10 @@ class _Reading:
         except BaseException as error:
             self._started.set()
             frames = error.__traceback__
-            # A worker that is lost first shows in what it had begun to send.
+            # A lost worker first shows as a partly sent item.
             lost = self._lost_worker(patience_s=_POLL_S)
             self._put(_End(error if lost is None else _ended_from_outside(lost)))
-            # The frames hold the loader, which ends its workers when it is freed.
+            # The frames hold the loader, which ends its workers when freed.
             traceback.clear_frames(frames)
         for worker in self._workers:
             worker.kill()  # only one that did not end: a program waits for its children at exit
@@ -129,7 +126,7 @@ class _Reading:
                 return
 
     def _lost_worker(self, patience_s: float) -> BaseProcess | None:
-        """Worker that was ended from outside, now or within `patience_s`; None if there is none."""
+        """Return a worker killed from outside, now or within `patience_s`, or None."""
         sentinels = wait([worker.sentinel for worker in self._workers], patience_s)
         for worker in self._workers:
             if worker.sentinel in sentinels and _exit_code(worker):
@@ -145,8 +142,8 @@ class _Reading:
                 pass
 
     def _abandoned(self) -> bool:
-        # A program that ends by an exception waits for this thread, which then must end too, while
-        # its workers can still be told to.
+        # After an exception the interpreter waits for this thread, which must end while workers can
+        # still be stopped.
         return self.closed.is_set() or not threading.main_thread().is_alive()
 
 
@@ -162,17 +159,17 @@ def _begin_worker(trainer: int, worker: int) -> None:
 
 
 def _end_with(trainer: int) -> None:
-    """End this worker when the trainer is gone; torch's own watch misses a trainer that was killed
-    before the worker began."""
+    """End this worker with the trainer; torch's watch misses a trainer killed before worker
+    start."""
     while os.getppid() == trainer:
         time.sleep(_POLL_S)
     os._exit(1)
 
 
 def _exit_code(worker: BaseProcess) -> int | None:
-    """Exit code of a worker that has ended; None if it is not reported in time.
+    """Return a worker's exit code, or None if not reported in time.
 
-    The loader's own threads wait for it too, and only the one that the system tells first can say.
+    Loader threads wait for it too. The system reports it to one thread only.
     """
     deadline = time.monotonic() + _POLL_S
     while worker.exitcode is None and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""Packs of held-out samples, for the loss on them during training."""
+"""Packs of held-out samples, for the validation loss."""
 
 from dataclasses import dataclass, replace
 
@@ -22,39 +22,35 @@ _SEED = 0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ValidationPacks:
-    """Validation packs: the same samples in the same packs on every rank and in every run."""
+    """Validation packs, equal on every rank and in every run."""
 
     scheduled: ScheduledPacks
-    """Packs of one step, dealt to the data-parallel ranks in turn, or to blocks of them; a rank may
-    have none."""
+    """Packs of one step, dealt to ranks or blocks of ranks in turn. A rank may have none."""
     lengths: Lengths
     level: Level
-    """Level of all packs."""
     left_out: int
-    """Samples that exceed a cap."""
+    """Samples beyond a cap."""
 
     @property
     def samples(self) -> int:
-        """Number of samples in the packs of all ranks."""
+        """Return the samples in the packs of all ranks."""
         return len(self.lengths)
 
     def dataset(
         self, reader: SampleReader, stage: Stage, rank: int, options: DataOptions
     ) -> PackDataset:
-        """Dataset that one data-parallel rank validates on, by the options of training without
-        augmentation or drop path."""
+        """Return one data-parallel rank's dataset, without augmentation or drop path."""
         plain = replace(options, augment=False, drop_path=False)
         packs, rows, sharing = self.scheduled, self._rows(rank), self._sharing(rank)
         return PackDataset(reader, packs, self.lengths, rows, stage, plain, sharing)
 
     def shapes(self, rank: int) -> list[MicroBatchShape]:
-        """Shapes of the rank's micro-batches."""
         return MicroBatchShape.of_shares(
             self.scheduled, self.lengths, self._rows(rank), self._sharing(rank)
         )
 
     def slots(self, rank: int, parallel: Parallel) -> int:
-        """Micro-batches of the rank, with empty ones to join others."""
+        """Return the rank's micro-batches, with empty ones to join other ranks."""
         return self._sharing(rank).slots(self.scheduled, parallel)
 
     def _rows(self, rank: int) -> np.ndarray:
@@ -67,10 +63,10 @@ class ValidationPacks:
 def pack_validation(
     reader: SampleReader, samples: int, level: Level, data_parallel: int
 ) -> ValidationPacks:
-    """Scan the first `samples` held-out samples and pack those that fit.
+    """Scan the first `samples` held-out samples and pack all that fit.
 
-    All are of one level, though short samples would not need to be shared, as slots of a rank then
-    have no gaps; validation is seldom. It is the level that takes the longest samples in training.
+    All packs have the level of the longest training samples, so that no rank has gaps between its
+    slots.
     """
     taken = np.arange(min(samples, len(reader.annotations)))
     annotations = reader.annotations.take(taken)

@@ -1,9 +1,8 @@
-"""Attention of all towers: full within a tile, a clip, an image or a window of it, causal within a
-packed sample.
+"""Attention of all towers: full within a tile, clip, image or window; causal within a sample.
 
-Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items),
-H hidden size, N heads, G key/value heads, D head size, T packed tokens, K keys (T, but for packs
-that ranks share), W width of this rank's heads.
+Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items), H
+hidden size, N heads, G key/value heads, D head size, T packed tokens, K keys (T unless packs are
+shared), W width of this rank's heads.
 """
 
 from typing import Any
@@ -32,22 +31,21 @@ from megatron.vlm.model.shared_attention import SharedAttention
 
 _HEAD_SIZE_MULTIPLE = 8  # that the packed kernel takes
 _QUERIES_OF_A_MASK = 256
-"""Most queries that a mask is made for, of pieces attended one at a time."""
+"""Maximum queries per mask, for pieces attended one at a time."""
 
 
 class AllHeadsRMSNorm(torch.nn.Module):
-    """Weight of InternViT's q or k norm: RMSNorm over the whole width, all heads together.
+    """Weight of InternViT's q or k norm: an RMSNorm over all heads of all tensor-parallel ranks.
 
-    Core builds q and k norms for one head; this one spans the heads of all tensor-parallel ranks,
-    of which each holds its own heads' weights. Padded heads are zero and have zero weights.
-    `TileAttention` normalises q and k together.
+    Each rank holds its own heads' weights; padded heads have zero weights. `TileAttention`
+    normalises q and k together. Core's norms are per head.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
         ranks = config.tensor_model_parallel_size
         own_width = config.num_attention_heads // ranks * hidden_size
-        # Core names no group here; alone, a rank has all heads, whatever the job's size is.
+        # Core passes no group here; without a group a rank has all heads.
         rank = parallel_state.get_tensor_model_parallel_rank() if ranks > 1 else 0
         start = rank * own_width
         weight_W = torch.arange(start, start + own_width) < config.hidden_size
@@ -57,7 +55,7 @@ class AllHeadsRMSNorm(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
     ) -> dict[str, Any]:
-        """State for a checkpoint (core's name): the weight is sharded along its axis."""
+        """Return the checkpoint state (core's name), sharded along the weight's axis."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -69,12 +67,11 @@ class AllHeadsRMSNorm(torch.nn.Module):
 
 
 class TileAttention(SelfAttention):
-    """Attention of the vision tower; its norms of q and k, if any, span all heads."""
+    """Attention of the vision tower; norms of q and k, if any, span all heads."""
 
     def get_query_key_value_tensors(
         self, hidden_states: torch.Tensor, *unused: object, **unused_too: object
     ) -> tuple[torch.Tensor, ...]:
-        """Project [S, B, H] to q, k and v, [S, B, N, D] (core's name)."""
         qkv_SBX, _ = self.linear_qkv(hidden_states)
         heads = self.num_attention_heads_per_partition
         qkv_SBN3D = qkv_SBX.unflatten(-1, (heads, -1))
@@ -89,11 +86,10 @@ class TileAttention(SelfAttention):
 
 
 class ClipAttention(TileAttention):
-    """Attention of the audio tower, whose keys have no bias: Whisper's.
+    """Whisper's attention, without bias of keys.
 
-    Core's one bias of q, k and v has a place for it, which begins as zero. It has no part in any
-    output, as attention is the same for keys that are all moved alike; but the rounding errors that
-    are its gradient would be steps of Adam's. With a gradient of zero it stays zero.
+    Core's joint bias has keys too, initially zero. Attention does not depend on it, but Adam would
+    turn the rounding errors of its gradient into steps. The gradient is zeroed.
     """
 
     def __init__(self, *of_attention: Any, **more: Any) -> None:
@@ -103,7 +99,7 @@ class ClipAttention(TileAttention):
             bias_X.register_hook(self._without_keys)
 
     def _without_keys(self, gradient_X: torch.Tensor) -> torch.Tensor:
-        """The gradient of the joint bias with zeros where it is of keys."""
+        """Zero the keys' part of the joint bias gradient."""
         heads = self.num_attention_heads_per_partition
         gradient_N3D = gradient_X.clone().unflatten(0, (heads, 3, -1))
         gradient_N3D[:, 1] = 0
@@ -111,7 +107,7 @@ class ClipAttention(TileAttention):
 
 
 class PackedAttention(SelfAttention):
-    """Attention of the language tower over packed samples, each with positions of its own."""
+    """Attention of the language tower over packed samples, with positions per sample."""
 
     def forward(
         self,
@@ -121,7 +117,6 @@ class PackedAttention(SelfAttention):
         rotary_pos_emb: Rotation,
         packed_seq_params: PackedSeqParams | SharedAttention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within samples, [S, 1, H] to the same shape, and return the bias to be added."""
         qkv_T1X, _ = self.linear_qkv(hidden_states)
         groups = self.num_query_groups_per_partition
         qkv_TGX = qkv_T1X.squeeze(1).unflatten(-1, (groups, -1))
@@ -146,8 +141,7 @@ class PackedAttention(SelfAttention):
 
 
 class ImageAttention(PackedAttention):
-    """Attention of an encoder over packed images or their windows, with angles of the rows and
-    columns of each."""
+    """Attention of an encoder over packed images or windows, rotated by rows and columns."""
 
     def __init__(self, *of_attention: Any, windowed: bool, **more: Any) -> None:
         super().__init__(*of_attention, **more)
@@ -161,7 +155,6 @@ class ImageAttention(PackedAttention):
         rotary_pos_emb: Rotation,
         packed_seq_params: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Attend within images or windows, [P, 1, H] to the same shape, and return the bias."""
         of_images: ImageBorders = packed_seq_params
         borders = of_images.windows if self.windowed else of_images.images
         assert borders is not None
@@ -171,11 +164,10 @@ class ImageAttention(PackedAttention):
 
 
 class PackedCoreAttention(MegatronModule):
-    """Scaled dot-product attention, block-diagonal over the packed samples.
+    """Scaled dot-product attention, block-diagonal over packed samples.
 
-    With `packed_seq_params` the inputs are [T, N, D] and attention never crosses a sample's border;
-    without, they are [S, B, N, D] and each batch entry attends within itself. Of a pack that ranks
-    share, they are this rank's tokens, and what stands in the parameters' place knows the others.
+    With `packed_seq_params` inputs are [T, N, D] and attention stays within a sample; without, [S,
+    B, N, D] and within a batch entry. For shared packs `SharedAttention` replaces the parameters.
     """
 
     def __init__(
@@ -201,7 +193,7 @@ class PackedCoreAttention(MegatronModule):
         attention_bias: None,
         packed_seq_params: PackedSeqParams | SharedAttention | None,
     ) -> torch.Tensor:
-        """Attend; returns [S, B, N * D], or [T, N * D] for packed inputs."""
+        """Attend; return [S, B, N * D], or [T, N * D] for packed inputs."""
         if packed_seq_params is None:
             query_BNSD, key_BGSD, value_BGSD = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             context_BNSD = _attend(query_BNSD, key_BGSD, value_BGSD, self.causal)
@@ -218,11 +210,11 @@ def attend_packed(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attention of ranges of queries, each to a range of keys of its own, [T, N, D].
+    """Attend from ranges of queries to their ranges of keys, [T, N, D].
 
-    The last query of a causal range sees its last key, the one before it the one before, and so on.
+    In causal ranges the last query sees the last key, and so on backwards.
     """
-    # The packed kernel takes no other head sizes; for one range at a time, torch pads them.
+    # The packed kernel takes no other head sizes; per range, torch pads them.
     takes_heads = query_TND.shape[-1] % _HEAD_SIZE_MULTIPLE == 0
     is_16_bit = query_TND.dtype in (torch.bfloat16, torch.float16)
     if query_TND.is_cuda and takes_heads and is_16_bit:
@@ -239,8 +231,8 @@ def _attend(
         return F.scaled_dot_product_attention(
             query_BNSD, key_BGKD, value_BGKD, is_causal=causal, enable_gqa=grouped
         )
-    # Torch's own causal mask begins at the first key, and here the last query sees the last. A mask
-    # for some queries at a time stays small, and leaves out keys that none of them sees.
+    # Torch's causal mask starts at the first key; here the last query sees the last key. Masks for
+    # few queries are small, and skip keys that none of these queries sees.
     contexts = []
     for query in query_BNSD.split(_QUERIES_OF_A_MASK, 2):
         queries = query.shape[2]
@@ -261,7 +253,7 @@ def attend_by_segment(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attention by one kernel call a range: linear in the pack, for every device and type."""
+    """Attend with one kernel call per range: linear in the pack, for every device and type."""
     queries = query_TND.split(packed.cu_seqlens_q_padded.diff().tolist())
     key_counts = packed.cu_seqlens_kv_padded.diff().tolist()
     keys, values = key_KGD.split(key_counts), value_KGD.split(key_counts)

@@ -22,7 +22,7 @@ _LONGEST_PERIOD = 10_000  # of Whisper's sinusoids
 
 
 class AudioEmbedding(torch.nn.Module):
-    """Frames to positions by two convolutions, each with GELU, and fixed sinusoids."""
+    """Two convolutions with GELU, plus fixed sinusoids."""
 
     def __init__(self, audio: ClipsEncoder, dtype: torch.dtype) -> None:
         super().__init__()
@@ -34,14 +34,14 @@ class AudioEmbedding(torch.nn.Module):
 
     def forward(self, frames_CBF: torch.Tensor) -> torch.Tensor:
         """Embed clips: [C, B, F] to [V, C, H]."""
-        # In one expression, so that no name holds what is needed no more.
+        # One expression, so that no name keeps intermediate tensors alive.
         hidden_CHV = F.gelu(self.conv2(F.gelu(self.conv1(frames_CBF.to(self.conv1.weight.dtype)))))
-        # Laid out as layers take it, before the positions are added.
+        # Contiguous in layer layout before the positions are added.
         return rearrange(hidden_CHV, "c h v -> v c h").contiguous() + self.positions.unsqueeze(1)
 
 
 class AudioProjector(MegatronModule):
-    """The tower's last norm, neighbouring positions stacked, and an MLP: Linear, GELU, Linear."""
+    """Final norm, stacked neighbouring positions, and an MLP: Linear, GELU, Linear."""
 
     def __init__(
         self, model: ModelConfig, config: TransformerConfig, tp_group: dist.ProcessGroup
@@ -63,10 +63,9 @@ class AudioProjector(MegatronModule):
 
 
 def sinusoids(positions: int, width: int) -> torch.Tensor:
-    """Whisper's positions: sines and then cosines of periods from 2 pi to 10,000 times that.
+    """Return Whisper's positions: sines, then cosines, with periods from 2 pi to 20,000 pi.
 
-    Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, with its pairs set apart, and with the
-    longest period among them. float32 [positions, width]
+    Vaswani et al. 2017 (arXiv 1706.03762), section 3.5, not interleaved. float32 [positions, width]
     """
     rates = torch.arange(width // 2) * (-math.log(_LONGEST_PERIOD) / (width // 2 - 1))
     angles = torch.arange(positions).unsqueeze(1) * rates.exp()

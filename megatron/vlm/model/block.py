@@ -1,4 +1,4 @@
-"""A run of transformer layers that recomputes exactly the layers named by the plan.
+"""Transformer layers with recomputation of exactly the planned layers.
 
 Shapes: S sequence, B batch, H hidden size.
 """
@@ -24,16 +24,16 @@ from megatron.vlm.model.layers import Norm
 from megatron.vlm.model.shared_attention import SharedAttention
 
 Outputs = tuple[torch.Tensor, ...]
-"""Hidden states after a layer, and where something else takes them too, what that gives."""
+"""Hidden states after a layer, and features made of them if any."""
 
 
 def _for_gradient(run: Callable[[torch.Tensor], Outputs]) -> Callable[..., Outputs]:
-    """The layer's forward for core's checkpoint, which when it runs again needs its graph alone."""
+    """Return a layer's forward for core's checkpoint, which keeps only the graph when run again."""
 
     def run_for_gradient(hidden_SBH: torch.Tensor) -> Outputs:
         outputs = run(hidden_SBH)
         if torch.is_grad_enabled():
-            # Only what comes next needs the last one, and has had it. Autograd asks for its shape.
+            # The next layer already used the last output; autograd asks for its shape only.
             outputs[-1].data = outputs[-1].new_empty(1).expand(outputs[-1].shape)
         return outputs
 
@@ -41,7 +41,7 @@ def _for_gradient(run: Callable[[torch.Tensor], Outputs]) -> Callable[..., Outpu
 
 
 class _Wanting(torch.autograd.Function):
-    """A tensor as it is, whose gradient ends here."""
+    """Identity without gradient to the input."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, nothing: torch.Tensor) -> torch.Tensor:
@@ -54,27 +54,23 @@ class _Wanting(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Beside:
-    """What is done with the outputs of some layers, by number, besides handing them on."""
+    """Side inputs and outputs of some layers, by number."""
 
     projectors: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    """Modules that make features of a layer's output; recomputed with their layer."""
+    """Feature projectors of layer outputs, recomputed with their layer."""
     made: list[torch.Tensor] = field(default_factory=list)
-    """Place for these features, in the order of their layers."""
+    """Projected features, in layer order."""
     adds: Mapping[int, Callable[[torch.Tensor], torch.Tensor]] = field(default_factory=dict)
-    """Functions that add features to a layer's output, and give the sum."""
+    """Functions that add features to a layer's output."""
 
 
 class PlannedBlock(TransformerBlock):
-    """Core's block with its recompute rule replaced by a set of layer numbers.
-
-    Core counts recomputed layers from the front of a stage; the plan names them one by one.
+    """Core's block, with recomputed layers given by number.
 
     Args:
-        config: must have `recompute_granularity="full"`, which makes core's forward call
-            `_checkpointed_forward` in training.
-        recompute_layers: for every level of packs, global layer numbers, from 0, of layers whose
-            activations are dropped after forward and computed again in backward.
-        groups: that the layers are divided over; without, Megatron's own of this job.
+        config: with `recompute_granularity="full"`, so that core calls `_checkpointed_forward`.
+        recompute_layers: for every level, global numbers (from 0) of recomputed layers.
+        groups: groups that divide the layers, Megatron's own by default.
     """
 
     def __init__(
@@ -99,7 +95,7 @@ class PlannedBlock(TransformerBlock):
         self._beside = Beside()
 
     def set_levels(self, recompute_layers: Sequence[Sequence[int]]) -> None:
-        """Set the recomputed layers of every level of packs."""
+        """Set each level's recomputed layers."""
         self.recompute_layers = tuple(map(frozenset, recompute_layers))
 
     def forward(
@@ -112,8 +108,7 @@ class PlannedBlock(TransformerBlock):
         beside: Beside | None = None,
         **arguments: Any,
     ) -> torch.Tensor:
-        """Run [S, B, H] through all layers, with drop path's scales of both branches of each; B may
-        be 0, as in a pack without images."""
+        """Run [S, B, H] through all layers, with drop-path scales; B may be 0 (no images)."""
         self._level = level
         self._branch_scales_L2B = branch_scales_L2B
         self._routing = routing
@@ -122,7 +117,7 @@ class PlannedBlock(TransformerBlock):
         self._beside = beside or Beside()
         if self.training or beside is None:
             return super().forward(hidden_states, attention_mask, **arguments)
-        # Core's own loop over layers has nothing beside them.
+        # Core's own loop over layers has no side inputs.
         hidden_states = self._checkpointed_forward(
             hidden_states,
             attention_mask,
@@ -134,10 +129,9 @@ class PlannedBlock(TransformerBlock):
         )
 
     def _empty_forward(self, hidden_SBH: torch.Tensor, beside: Beside) -> torch.Tensor:
-        """Hidden states of no position, which core's attention cannot reshape.
+        """Return empty hidden states, which core's attention cannot reshape.
 
-        The parameters still join the graph, by none of their elements, so that this pack too gives
-        each of them a gradient: zero; layer by layer, as gradients of whole ones come.
+        Parameters join the graph with no elements, so that they get zero gradients in layer order.
         """
         for layer in self.layers:
             hidden_SBH = hidden_SBH + sum(
@@ -158,8 +152,8 @@ class PlannedBlock(TransformerBlock):
         **unused: object,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; called by core's forward in training."""
-        # Core's forward does not hand these on. Taken here, as other micro-batches' forwards come
-        # before this one's layers are recomputed.
+        # Core's forward does not pass these. Read now, as other micro-batches run before
+        # recomputation.
         scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
         routing, beside = self._routing, self._beside
         self._beside = Beside()  # so that its tensors go with their micro-batch
@@ -167,7 +161,7 @@ class PlannedBlock(TransformerBlock):
         if isinstance(packed_seq_params, SharedAttention):
             packed_again = packed_seq_params.recomputed()
         for index, layer in enumerate(self.layers):
-            # Before the first trained parameter there is nothing to keep.
+            # Nothing to keep before the first trained parameter.
             number = layer.layer_number - 1
             is_trained = torch.is_grad_enabled() and any(
                 p.requires_grad for p in layer.parameters()
@@ -186,7 +180,7 @@ class PlannedBlock(TransformerBlock):
                 scales_2B = None
                 if scales_L2B is not None:
                     scales_2B = scales_L2B[index].to(hidden_SBH.dtype)
-                # Of a scale of each tensor's own: entered here, so that it is again in backward.
+                # With per-tensor scaling: entered here, so that recomputation enters it too.
                 context = nullcontext()
                 if use_inner_quantization_context:
                     context = get_fp8_context(self.config, layer.layer_number - 1)
@@ -202,8 +196,8 @@ class PlannedBlock(TransformerBlock):
                 return (output_SBH,) if projector is None else (output_SBH, projector(output_SBH))
 
             if is_again:
-                # Core's checkpoint gives gradients only where the input wants one: not that of the
-                # first layer with adapters, where all before is frozen.
+                # Core's checkpoint needs an input with gradient, which the first layer with
+                # adapters lacks if all earlier weights are frozen.
                 if not hidden_states.requires_grad:
                     nothing = hidden_states.new_empty(0).requires_grad_()
                     hidden_states = _Wanting.apply(hidden_states, nothing)
@@ -212,15 +206,17 @@ class PlannedBlock(TransformerBlock):
                 hidden_states, *features = run(hidden_states)
             if features:
                 beside.made.extend(features)
-                # A tensor of its own: a stage lets go of what it sends, and the projector keeps it.
+                # A separate tensor: the stage frees sent tensors, and the projector keeps this one.
                 hidden_states = hidden_states.view_as(hidden_states)
             if number in beside.adds:
                 hidden_states = beside.adds[number](hidden_states)
         return hidden_states
 
     def _checkpoint(self, run: Callable[..., Outputs], hidden: torch.Tensor) -> Outputs:
-        """Run a layer that is recomputed in backward, by whom core has do it: in FP8 by Transformer
-        Engine, which then also keeps weights for backward that it quantises without a graph."""
+        """Run a recomputed layer, in FP8 with Transformer Engine's checkpoint.
+
+        It also keeps weights that are quantised without a graph.
+        """
         if not self.config.fp8:
             return tensor_parallel.checkpoint(run, False, hidden)
         tracker = tensor_parallel.random.get_cuda_rng_tracker

@@ -1,8 +1,7 @@
-"""Megatron-core's transformer configurations of all towers, made from a model description.
+"""Megatron-core's transformer configurations of all towers, from a model description.
 
-Each tower of a part of the model gets its own configuration with its own layout, so that core
-numbers layers (and names them in checkpoints) over the whole model wherever the part begins, and
-whichever stage holds it.
+Each tower has its own configuration and layout, so that layer numbers (and checkpoint names) are
+global for any split.
 """
 
 from typing import Any
@@ -22,17 +21,17 @@ from omnibal.pipeline.stage import Stage
 
 
 def parameter_dtype(precision: Precision) -> torch.dtype:
-    """The type of weights and activations; bf16 has fp32 master weights in the optimizer."""
+    """Return the type of weights and activations; bf16 has fp32 main weights in the optimizer."""
     return torch.float32 if precision == "fp32" else torch.bfloat16
 
 
 def encoder_transformer_configs(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> dict[str, TransformerConfig]:
-    """The layers of every encoder, of which a part of the model begins where its stage says.
+    """Return the configuration of each encoder's layers on a stage.
 
-    Heads are padded to a multiple of the tensor-parallel size. Sequences are never divided: a
-    tile's positions are an odd number, and an image's any multiple of a cell's.
+    Heads are padded for tensor parallelism. Sequences are never divided: a tile has an odd number
+    of positions, an image any multiple of a cell's.
     """
     return {
         name: _encoder_config(name, tower, stage, parallel, precision)
@@ -68,7 +67,7 @@ def _encoder_config(
 def language_transformer_config(
     model: ModelConfig, stage: Stage, parallel: Parallel, precision: Precision
 ) -> TransformerConfig:
-    """The language model's layers, of which a part of the model begins where its stage says."""
+    """Return the configuration of the language layers on a stage."""
     language = model.language
     return TransformerConfig(
         num_layers=language.layers,
@@ -87,15 +86,14 @@ def language_transformer_config(
         activation_func=F.silu,
         pipeline_model_parallel_layout=_Layout(language.layers, stage.layers("language")),
         **_expert_settings(language, parallel),
-        # Encoders do not multiply in FP8: an item's positions are an odd number, which no FP8
-        # product takes.
+        # Encoders stay out of FP8, which needs even positions.
         **({"fp8": FP8_FORMAT, "fp8_recipe": TRAINED_FP8.recipe} if precision == "fp8" else {}),
         **_common(parallel, precision),
     )
 
 
 def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, Any]:
-    """What core needs to know of a mixture of experts in every layer."""
+    """Return core's settings for a mixture of experts in every layer."""
     experts = language.kinds[0].experts
     if experts is None:
         return {}
@@ -104,7 +102,7 @@ def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, 
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
         "moe_router_topk": experts.experts_per_token,
         "moe_router_score_function": experts.score,
-        # Core's softmax over the chosen experts alone is the one over all, normalized.
+        # Core's softmax over the chosen experts equals the normalized softmax over all.
         "moe_router_pre_softmax": not experts.normalized,
         "moe_router_topk_scaling_factor": experts.weight_factor,
         "moe_router_dtype": "fp32",
@@ -117,17 +115,14 @@ def _expert_settings(language: LanguageConfig, parallel: Parallel) -> dict[str, 
 
 
 class _Layout(PipelineParallelLayerLayout):
-    """Where the layers of a tower that a part of the model holds are in the tower.
-
-    Core would ask which rank it runs on, and knows no placement of parts but its own.
-    """
+    """Layer offset of a part of the model within its tower, instead of core's own placement."""
 
     def __init__(self, layers: int, held: range) -> None:
         super().__init__([["embedding", *["decoder"] * layers, "loss"]], 1)
         self._held = held
 
     def get_layer_offset(self, *_: Any, **__: Any) -> int:
-        """Layers of the tower before those held (core's name)."""
+        """Return the tower's layers before this part (core's name)."""
         return self._held.start
 
 
@@ -140,9 +135,9 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "params_dtype": dtype,
         "bf16": precision != "fp32",
         "use_cpu_initialization": not has_cuda(),
-        # Weights are drawn by `initialize_parameters`, by name, so that no layout changes them.
+        # `initialize_parameters` draws weights by name, independent of layout.
         "perform_initialization": False,
-        # Gradients are summed over data-parallel ranks; the step divides by the loss tokens.
+        # Gradients are summed over data-parallel ranks. The step divides by loss tokens.
         "calculate_per_token_loss": True,
         "attention_dropout": 0.0,
         "hidden_dropout": 0.0,
@@ -150,7 +145,7 @@ def _common(parallel: Parallel, precision: Precision) -> dict:
         "bias_activation_fusion": False,
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": fuses_weight_gradients(),
-        # "full" routes training through PlannedBlock, which decides layer by layer.
+        # "full" routes training through PlannedBlock, which decides per layer.
         "recompute_granularity": "full",
         "recompute_method": "block",
         "recompute_num_layers": 0,

@@ -1,9 +1,8 @@
-"""Stochastic depth of the vision tower: in training a tile skips some branches of some layers.
+"""Stochastic depth of the vision tower (Huang et al. 2016, arXiv 1603.09382, as in timm).
 
-As in InternViT: the rate rises linearly from 0 at the first layer to its full value at the last, a
-layer's two branches are drawn apart, and a branch that is kept is scaled up by what others lose
-(Huang et al. 2016, arXiv 1603.09382, as in timm). Whether a tile skips a branch follows from its
-own random number and the layer's, so no split, packing or recomputation changes it.
+As in InternViT, rates rise linearly over the layers from 0, a layer's two branches are drawn
+independently, and kept branches are scaled up. Draws depend only on the tile's and layer's random
+numbers, not on split, packing or recomputation.
 
 Shapes: L layers of a stage, 2 branches, T tiles.
 """
@@ -23,11 +22,11 @@ _SECOND_FACTOR = np.uint64(0x94D049BB133111EB)
 def branch_scales(
     keys_T: torch.Tensor, layers: Sequence[int], total_layers: int, rate: float
 ) -> torch.Tensor:
-    """Scale of every branch's output: 0, or 1 / (1 - its rate). float32 [L, 2, T]
+    """Return each branch's scale: 0, or 1 / (1 - its rate), float32 [L, 2, T].
 
     Args:
-        layers: numbers of the stage's vision layers in the whole tower, from 0.
-        rate: of the tower's last layer, from 0 to below 1.
+        layers: global numbers of the stage's vision layers, from 0.
+        rate: rate of the tower's last layer, in [0, 1).
     """
     numbers_L = np.asarray(layers, np.uint64)
     rates_L = rate * numbers_L / max(total_layers - 1, 1)
@@ -39,7 +38,7 @@ def branch_scales(
 
 
 def _uniform(state: np.ndarray) -> np.ndarray:
-    """SplitMix64's output for each state, as float64 in [0, 1)."""
+    """Return SplitMix64's output for each state, as float64 in [0, 1)."""
     state = (state ^ (state >> np.uint64(30))) * _FIRST_FACTOR
     state = (state ^ (state >> np.uint64(27))) * _SECOND_FACTOR
     state = state ^ (state >> np.uint64(31))

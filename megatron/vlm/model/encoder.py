@@ -1,8 +1,8 @@
-"""The units of one encoder that a stage holds, run one after the other.
+"""The units of one encoder on a stage.
 
 Shapes: V positions of an item (a tile or a clip), B items, H hidden size of the encoder, K tokens
-of all items, E language hidden size, L layers, of two branches each. Of images at their native
-resolution V are the positions of all together, and B is 1.
+of all items, E language hidden size, L layers, of two branches each. Images at native resolution
+have B = 1, with all positions in V.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -29,7 +29,7 @@ from omnibal.pipeline.stage import Stage
 
 
 class EncoderUnits(NamedTuple):
-    """An encoder's units; those that the stage does not hold are None."""
+    """An encoder's units; units of other stages are None."""
 
     tower: Encoder
     embedding: torch.nn.Module | None
@@ -47,7 +47,7 @@ class EncoderUnits(NamedTuple):
         parts: LayerParts,
         groups: ProcessGroupCollection,
     ) -> "EncoderUnits":
-        """Build what a stage holds of the encoder `name`, divided over groups."""
+        """Build a stage's units of encoder `name`."""
         tower = model.encoders[name]
         numbers, layers = stage.layers(name), None
         if numbers:
@@ -68,7 +68,7 @@ class EncoderUnits(NamedTuple):
         )
 
     def modules(self, name: str) -> Iterator[tuple[str, torch.nn.Module | None]]:
-        """Every unit with its name in the whole model, as checkpoints have it."""
+        """Return units by their name in the whole model, as in checkpoints."""
         yield f"{name}_embedding", self.embedding
         yield name, self.layers
         if self.deepstack is not None:
@@ -77,13 +77,13 @@ class EncoderUnits(NamedTuple):
 
     @property
     def is_held(self) -> bool:
-        """Whether the stage holds any of the encoder."""
+        """Return whether the stage holds any unit."""
         units = (self.embedding, self.layers, self.projector)
         return any(unit is not None for unit in units)
 
     @property
     def deepstack_projectors(self) -> dict[int, torch.nn.Module]:
-        """Projectors of layers that the stage holds, by the layer's number within the tower."""
+        """Return the projectors of this stage's layers, by layer number in the tower."""
         if self.deepstack is None:
             return {}
         assert isinstance(self.tower, ImagesEncoder)
@@ -91,14 +91,13 @@ class EncoderUnits(NamedTuple):
         return {self.tower.deepstack_layers[int(number)]: module for number, module in held}
 
     def places(self, grids: Sequence[Grid]) -> tuple[ImagePlaces, ...]:
-        """What embedding and projector take besides: of images at their native resolution, where
-        their patches stand."""
+        """Return patch positions for embedding and projector at native resolution."""
         if not isinstance(self.tower, ImagesEncoder):
             return ()
         return (ImagePlaces(grids, self.tower, current_device()),)
 
     def layer_arguments(self, places: tuple[ImagePlaces, ...]) -> dict[str, Any]:
-        """What layers take besides, by core's names, of a micro-batch with any item."""
+        """Return additional arguments of layers, by core's names; needs an item."""
         if not places:
             return {}
         [of_images] = places
@@ -118,12 +117,12 @@ class EncoderUnits(NamedTuple):
         """Run all units.
 
         Args:
-            given: what the encoder takes where the embedding is held, else hidden states [V, B, H].
-            branch_scales_L2B: drop path of every layer that is held.
+            given: the encoder's inputs if the embedding is here, else hidden states [V, B, H].
+            branch_scales_L2B: drop path of every local layer.
 
         Returns:
-            Features [K, E] where the projector is held, else hidden states [V, B, H]; and after
-            these deepstack features [K, E], of every deepstack projector that is held.
+            Features [K, E] if the projector is here, else hidden states [V, B, H]. Then deepstack
+            features [K, E] of every local deepstack projector.
         """
         assert given is not None
         hidden, places, features = given, self.places(grids), list[torch.Tensor]()
@@ -145,7 +144,7 @@ class EncoderUnits(NamedTuple):
     def _beside(
         self, places: tuple[ImagePlaces, ...], features: list[torch.Tensor]
     ) -> Beside | None:
-        """Deepstack projectors beside the layers, which put what they make into `features`."""
+        """Return deepstack projectors of the layers, which write into `features`."""
         if self.deepstack is None:
             return None
 
@@ -193,7 +192,7 @@ def _deepstack(
     config: TransformerConfig,
     groups: ProcessGroupCollection,
 ) -> DeepstackProjectors | None:
-    """Deepstack projectors of the layers of these numbers; None where there are none."""
+    """Return the deepstack projectors of these layers, or None without any."""
     if not isinstance(tower, ImagesEncoder):
         return None
     held = {

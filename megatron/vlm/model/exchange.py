@@ -1,10 +1,9 @@
-"""Exchanges of rows between ranks: of a pack that they share, and of features that they encode.
+"""Row exchanges between ranks, for shared packs and data-parallel encoders.
 
-All ranks of a group call the same function at the same place of a forward and a backward, those
-without rows too.
+All ranks of a group call the same function at the same point, also without rows.
 
-Shapes: R rows of this rank, S rows it sends, M most rows that a rank sends, W rows it wants,
-X whatever a row is.
+Shapes: R rows of this rank, S rows it sends, M maximum rows that a rank sends, W rows it wants, X
+any row shape.
 """
 
 from collections.abc import Sequence
@@ -18,29 +17,28 @@ import torch.distributed as dist
 def exchange_rows(
     rows_SX: torch.Tensor, sent: Sequence[int], received: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Send so many rows to each rank, in rank order; returns those received, in rank order."""
+    """Send `counts` rows to each rank in order; return the received rows in rank order."""
     return _ExchangeRows.apply(rows_SX, list(sent), list(received), group)
 
 
 class BegunExchange:
-    """An exchange of rows as `exchange_rows` makes it, under way; autograd learns nothing of it.
+    """An all-to-all in progress, without autograd.
 
-    All ranks of the group begin their exchanges in one order, which is all that it takes for each
-    to end once all have begun it: those before it end earlier, on every rank.
+    Ranks of the group begin exchanges in the same order. Each ends once all ranks began it.
     """
 
     def __init__(
         self, rows_SX: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
     ) -> None:
         self._arriving = rows_SX.new_empty((sum(received), *rows_SX.shape[1:]))
-        # Held until all has left.
+        # Held until sent.
         self._leaving: torch.Tensor | None = rows_SX.contiguous()
         self._work: dist.Work | None = dist.all_to_all_single(
             self._arriving, self._leaving, received, sent, group=group, async_op=True
         )
 
     def arrived(self) -> torch.Tensor:
-        """Wait until it has ended; returns the rows received, in rank order."""
+        """Wait and return the received rows, in rank order."""
         if self._work is not None:
             self._work.wait()
         self._work, self._leaving = None, None
@@ -50,7 +48,7 @@ class BegunExchange:
 def exchange_without_gradient(
     rows_SX: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """Exchange rows as `exchange_rows` does, of which autograd learns nothing."""
+    """Exchange rows as `exchange_rows`, without autograd."""
     return BegunExchange(rows_SX, sent, received, group).arrived()
 
 
@@ -73,20 +71,22 @@ class _ExchangeRows(torch.autograd.Function):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Gathering:
-    """Rows that a rank gives to the others of its group, and those of all that it wants."""
+    """Rows that a rank offers to its group and rows that it wants."""
 
     sent_S: torch.Tensor
     """Own rows that other ranks may want, int64."""
     most_sent: int
-    """M, the same on all ranks and at least 1: each sends as many, padded."""
+    """M, equal on all ranks and at least 1: shorter sends are padded."""
     wanted_W: torch.Tensor
-    """Wanted rows, int64: r < R is this rank's own, R + i * M + j is rank i's j-th that was sent.
-    None may be wanted more than twice, as the order of more sums could change."""
+    """Wanted rows, int64: r < R is an own row, R + i * M + j is row j sent by rank i.
+
+    A row may be wanted at most twice, as the order of more sums could change.
+    """
     group: dist.ProcessGroup
 
 
 def gather_rows(rows_RX: torch.Tensor, gathering: Gathering) -> torch.Tensor:
-    """Gather the wanted rows of all ranks, [W, X]; without a gradient."""
+    """Gather the wanted rows of all ranks, [W, X], without a gradient."""
     most, ranks = gathering.most_sent, gathering.group.size()
     own = len(rows_RX)
     every = rows_RX.new_empty((own + ranks * most, *rows_RX.shape[1:]))
@@ -100,8 +100,10 @@ def gather_rows(rows_RX: torch.Tensor, gathering: Gathering) -> torch.Tensor:
 def scatter_gradients(
     gradients_WX: Sequence[torch.Tensor], own_rows: int, gathering: Gathering
 ) -> torch.Tensor:
-    """Sum the gradients of gathered rows, of each of their entries, where they came from: the
-    transpose of `gather_rows`. Returns those of this rank's rows, [R, entries, X]."""
+    """Sum gradients of gathered rows at their source: the transpose of `gather_rows`.
+
+    Return gradients of own rows, [R, entries, X].
+    """
     most, ranks = gathering.most_sent, gathering.group.size()
     one = gradients_WX[0]
     every = one.new_zeros((own_rows + ranks * most, len(gradients_WX), *one.shape[1:]))

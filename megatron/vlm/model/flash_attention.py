@@ -1,4 +1,4 @@
-"""Torch's flash attention over packed samples, in every torch from 2.11 on.
+"""Torch's flash attention over packed samples (torch >= 2.11).
 
 Shapes: T packed tokens, N heads, G key/value heads, D head size.
 """
@@ -12,16 +12,15 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 _HOPPER = 9
-"""Major compute capability of the devices that FlashAttention 3 is for."""
+"""Major compute capability for FlashAttention 3."""
 
 
 @functools.cache
 def prefer_flash_attention_3() -> bool:
-    """Let torch attend by FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) where it can, and
-    tell whether it does.
+    """Use FlashAttention 3 (Shah et al. 2024, arXiv 2407.08608) in torch, if available.
 
-    It can on a Hopper device where the package is installed; elsewhere torch keeps to the second.
-    Both towers' attention goes through torch's own functions, so that nothing else changes.
+    It needs a Hopper device and the package. Returns whether it is used. All towers' attention goes
+    through torch, which otherwise uses FlashAttention 2.
     """
     if importlib.util.find_spec("flash_attn_interface") is None or not torch.cuda.is_available():
         return False
@@ -40,7 +39,7 @@ def attend_flash(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attention by one kernel call for the whole pack, for CUDA and 16 bit only."""
+    """Attend with one kernel call for the whole pack, on CUDA in 16 bit only."""
     from torch.nn.attention.varlen import varlen_attn
 
     heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
@@ -64,6 +63,8 @@ def attend_flash(
 
 @functools.cache
 def takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
-    """Whether the kernel supports grouped-query attention; not in torch 2.11, where layers keep a
-    copy of keys and values for every head, which no plan counts."""
+    """Return whether the kernel supports grouped-query attention.
+
+    Not in torch 2.11: layers then copy keys and values for every head, which no plan counts.
+    """
     return "enable_gqa" in inspect.signature(attention).parameters

@@ -1,5 +1,4 @@
-"""Process groups: of data-parallel ranks that share packs, that divide weights, and of
-data-parallel encoders."""
+"""Process groups of context parallelism, weight sharding and data-parallel encoders."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -15,14 +14,14 @@ from omnibal.job.plan import Plan
 from omnibal.model.parallel import Parallel
 
 ContextGroups = dict[int, dist.ProcessGroup]
-"""This rank's block of every context size above 1 that there is."""
+"""This rank's group by context-parallel size above 1."""
 
 
 def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> ContextGroups:
-    """Make the groups of all context sizes above 1; collective over all ranks, which give the same.
+    """Create the groups of all context-parallel sizes above 1; collective over all ranks.
 
-    Each is used once, as NCCL connects a group's ranks in its first collective, for which training
-    has no one order on ranks that have other packs.
+    Each group runs one collective now: NCCL connects in the first, and training has no common
+    order.
     """
     groups: ContextGroups = {}
     for context in sorted({*contexts} - {1}):
@@ -32,10 +31,10 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
 
 
 def context_blocks(parallel: Parallel, context: int) -> list[list[int]]:
-    """Global ranks of every aligned block of so many data-parallel ranks.
+    """Return global ranks of every aligned block of `context` data-parallel ranks.
 
-    A block is of one pipeline stage and one tensor-parallel rank; Megatron numbers tensor-parallel
-    ranks first, then data-parallel ones, then stages.
+    A block is within one stage and tensor-parallel rank; Megatron numbers tensor-parallel ranks
+    first, then data-parallel ranks, then stages.
     """
     tensor, data = parallel.tensor, parallel.data
     firsts = range(0, parallel.world_size, tensor * data)
@@ -49,17 +48,16 @@ def context_blocks(parallel: Parallel, context: int) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardGroups:
-    """Groups of a rank by which weights are divided and copied."""
+    """A rank's groups for weight sharding."""
 
     shards: dist.ProcessGroup
-    """Ranks that divide them."""
+    """Ranks that shard the weights."""
     copies: dist.ProcessGroup
-    """Ranks that hold the same part of them, one of every group that divides them."""
+    """Ranks with the same shard."""
 
 
 def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
-    """Make the groups that divide the weights of a stage, of all but experts and of experts;
-    collective over all ranks."""
+    """Create the groups that shard dense weights and experts; collective over all ranks."""
     ranks, block = parallel.tensor * parallel.data, parallel.tensor * parallel.sharded
     dense = _shard_groups(parallel, ranks, block, parallel.tensor)
     if parallel.expert == parallel.tensor:
@@ -68,20 +66,19 @@ def create_shard_groups(parallel: Parallel) -> tuple[ShardGroups, ShardGroups]:
 
 
 def create_encoder_shard_groups(plan: Plan) -> ShardGroups:
-    """Make the groups that divide the weights of data-parallel encoders, which all ranks have in
-    common; collective over them."""
+    """Create the groups that shard data-parallel encoders; collective over all ranks."""
     assert plan.beside is not None
     ranks = plan.parallel.world_size
     return _shard_groups(plan.parallel, ranks, plan.beside.sharded, apart=1)
 
 
 def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> ShardGroups:
-    """Groups of ranks whose weights are the same.
+    """Create groups of ranks with equal weights.
 
     Args:
-        ranks: neighbouring ranks that hold the same weights between them.
-        block: neighbouring ranks, of which those with the same weights divide them.
-        apart: distance of the next rank with the same weights.
+        ranks: neighbouring ranks that hold the weights together.
+        block: neighbouring ranks that contain a sharding group.
+        apart: distance to the next rank with equal weights.
     """
     places: dict[tuple[int, int], list[int]] = {}
     copies: dict[tuple[int, int, int], list[int]] = {}
@@ -102,9 +99,9 @@ def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
 
 
 def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
-    """Make the group of ranks that encode together; collective over all ranks.
+    """Create the group of ranks that encode together; collective over all ranks.
 
-    All its connections are made now, in one exchange of what training exchanges.
+    One exchange as in training connects all its ranks now.
     """
     assert plan.beside is not None
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
@@ -116,10 +113,7 @@ def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
 
 
 def replica_groups() -> ProcessGroupCollection:
-    """Core's groups for a module of which every rank of the job has a whole copy.
-
-    No rank divides it with others, and its gradients are those of all ranks together.
-    """
+    """Return core's groups for a module replicated on every rank of the job."""
     alone = dist.new_group(
         [dist.get_rank()], timeout=COLLECTIVE_TIMEOUT, use_local_synchronization=True
     )

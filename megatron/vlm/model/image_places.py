@@ -1,8 +1,7 @@
-"""Where patches of images at their native resolution stand, and which of them attend together.
+"""Layout of native-resolution patches: their positions, and which attend together.
 
-A pack's images and frames are one sequence of patches. Without windows it is as the data has it,
-cell after cell; with windows, cells of a window stand together, so that attention is of neighbours
-in the sequence, and features are put back in the cells' own order after the projector.
+A pack's images and frames are one sequence of patches, cell after cell. With windows, cells are
+sorted by window for attention, and features are restored to the original order.
 
 Shapes: P positions (patches) of all images, K their cells, D size of an encoder's head, N learned
 positions.
@@ -27,16 +26,16 @@ _ROPE_BASE = 10_000.0  # of all of these encoders (Qwen2-VL, arXiv 2409.12191)
 
 @dataclass(frozen=True, slots=True)
 class ImageBorders:
-    """Borders of what attends together in an encoder's layers."""
+    """Attention borders in an encoder's layers."""
 
     images: PackedSeqParams
-    """Borders of images, and of each time of a video."""
+    """Borders of images and video times."""
     windows: PackedSeqParams | None
-    """Borders of windows; None where no layer has any."""
+    """Borders of windows, if any layer has them."""
 
 
 class ImagePlaces:
-    """Places of a pack's patches, if any, which units of its encoder ask for one by one."""
+    """Positions of a pack's patches, computed on request."""
 
     def __init__(self, grids: Sequence[Grid], tower: ImagesEncoder, device: torch.device) -> None:
         self._grids, self._tower, self._device = grids, tower, device
@@ -47,7 +46,7 @@ class ImagePlaces:
             self._cells_K, self._window_cells = windows_of(grids, tower.merge_size, side)
 
     def rotation(self, head_size: int) -> Rotation:
-        """Angles of q and k by the row and the column of every patch; tables are [P, D / 2]."""
+        """Return the rotation by row and column of every patch; tables are [P, D / 2]."""
         axis = head_size // 2
         exponents = torch.arange(0, axis, 2, dtype=torch.float32, device=self._device) / axis
         frequencies = 1 / _ROPE_BASE**exponents
@@ -57,7 +56,7 @@ class ImagePlaces:
 
     @property
     def borders(self) -> ImageBorders:
-        """Borders for attention; there must be an image."""
+        """Return attention borders; needs an image."""
         times = [grid.rows * grid.columns for grid in self._grids for _ in range(grid.times)]
         windows = [cells * self._tower.positions_per_item for cells in self._window_cells]
         return ImageBorders(
@@ -66,10 +65,10 @@ class ImagePlaces:
         )
 
     def neighbours(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The four learned positions, of a square of N, next to every patch, and their weights,
-        int64 and float32, [P, 4] each.
+        """Return the four learned positions near every patch and weights, int64 and float32, [P,
+        4].
 
-        The square is stretched over each image, corners on corners (Qwen3-VL's
+        The square of N positions is stretched over each image, corners aligned (Qwen3-VL's
         `fast_pos_embed_interpolate`).
         """
         side = math.isqrt(self._tower.learned_positions)
@@ -85,20 +84,20 @@ class ImagePlaces:
         )
 
     def ordered(self, patches_PX: torch.Tensor) -> torch.Tensor:
-        """Patches in the order in which layers take them."""
+        """Sort patches into layer order."""
         if self._cells_K is None:
             return patches_PX
         return patches_PX.index_select(0, self._on_device(self._positions(self._cells_K)))
 
     def in_own_order(self, features_KE: torch.Tensor) -> torch.Tensor:
-        """Features of cells, back in the order of the data."""
+        """Restore features of cells to data order."""
         if self._cells_K is None:
             return features_KE
         orders = (self._on_device(order_K) for order_K in (self._cells_K.argsort(), self._cells_K))
         return _InOrder.apply(features_KE, *orders)
 
     def _patches(self) -> torch.Tensor:
-        """Row and column of every patch and rows and columns of its image, int32 [4, P]."""
+        """Return row and column of every patch and rows and columns of its image, int32 [4, P]."""
         found = [np.zeros((4, 0), np.int32), *_patches_of(self._grids, self._tower.merge_size)]
         patches_4P = np.concatenate(found, 1)
         if self._cells_K is not None:
@@ -106,7 +105,7 @@ class ImagePlaces:
         return self._on_device(patches_4P)
 
     def _positions(self, cells_K: np.ndarray) -> np.ndarray:
-        """Positions of all patches of cells in this order."""
+        """Return positions of all patches of cells in this order."""
         size = self._tower.positions_per_item
         return (cells_K[:, None] * size + np.arange(size)).ravel()
 
@@ -115,7 +114,7 @@ class ImagePlaces:
 
 
 class _InOrder(torch.autograd.Function):
-    """Rows in another order, whose gradients are only put in order too and not added up."""
+    """Permuted rows; backward permutes gradients without summation."""
 
     @staticmethod
     def forward(
@@ -131,7 +130,7 @@ class _InOrder(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _Neighbour:
-    """A learned position beside every patch along one axis, and its weight, [P] each."""
+    """A learned position near every patch along one axis, and its weight, [P] each."""
 
     index: torch.Tensor
     weight: torch.Tensor
@@ -140,7 +139,7 @@ class _Neighbour:
 def _either_side(
     place_P: torch.Tensor, size_P: torch.Tensor, side: int
 ) -> tuple[_Neighbour, _Neighbour]:
-    """The learned positions, of `side`, before and after every patch's place."""
+    """Return the learned positions (of `side`) before and after every patch."""
     stretched_P = place_P * (side - 1) / (size_P - 1).clamp(min=1)
     before_P = stretched_P.floor()
     share_P = stretched_P - before_P
@@ -152,7 +151,7 @@ def _either_side(
 
 
 def _patches_of(grids: Sequence[Grid], merge: int) -> Iterator[np.ndarray]:
-    """Row and column of every patch of each grid, cell after cell, and the grid's sizes, [4, P]."""
+    """Return row and column of every patch, cell after cell, and its grid's sizes, [4, P]."""
     for times, rows, columns in grids:
         places = np.indices((rows, columns), np.int32)
         cells = places.reshape(2, rows // merge, merge, columns // merge, merge)
@@ -162,10 +161,10 @@ def _patches_of(grids: Sequence[Grid], merge: int) -> Iterator[np.ndarray]:
 
 
 def windows_of(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
-    """Cells of all images, window after window, int64 [K], and the number of cells of each.
+    """Return cells of all images by window, int64 [K], and each window's number of cells.
 
-    Windows are squares of `side` x `side` cells from an image's first one on, cut off at its other
-    edges (Qwen2.5-VL, arXiv 2502.13923, section 2.1.1).
+    Windows are squares of `side` x `side` cells from the image's first cell, cut at its other edges
+    (Qwen2.5-VL, arXiv 2502.13923, section 2.1.1).
     """
     orders, counts, first = [], [], 0
     for times, rows, columns in grids:

@@ -1,7 +1,7 @@
 """Qwen's vision encoders around their layers: patches to positions, positions to image features.
 
-Images and videos at their native resolution stand in one sequence. Every deepstack projector
-(Qwen3-VL, arXiv 2511.21631, section 2) makes features of one layer's output.
+All images and videos are one sequence. Deepstack projectors (Qwen3-VL, arXiv 2511.21631, section 2)
+make features of one layer's output.
 
 Shapes: P positions (patches) of all images, X values of a patch, H hidden size of the encoder, K
 image tokens, a cell of patches each, E language hidden size.
@@ -21,7 +21,7 @@ from omnibal.model.encoders import ImagesEncoder
 
 
 class ImageEmbedding(torch.nn.Module):
-    """Patches to vectors, with learned positions, if any, stretched over each image."""
+    """Patch embedding, with learned positions, if any, stretched over each image."""
 
     def __init__(self, tower: ImagesEncoder, dtype: torch.dtype) -> None:
         super().__init__()
@@ -35,13 +35,13 @@ class ImageEmbedding(torch.nn.Module):
             self.positions = torch.nn.Parameter(positions_NH)
 
     def forward(self, patches_PX: torch.Tensor, places: ImagePlaces) -> torch.Tensor:
-        """Embed patches: [P, X] to [P, 1, H], in the order in which layers take them."""
+        """Embed patches: [P, X] to [P, 1, H], in layer order."""
         dtype = self.patch_projection.weight.dtype
         patches_P1X = places.ordered(patches_PX.to(dtype)).unsqueeze(1)
         embedded_P1H = self.patch_projection(patches_P1X)
         if self.positions is not None:
             neighbours_P4, weights_P4 = places.neighbours()
-            # Weighted and summed in float32, as weights in 16 bit would not add up to 1.
+            # Summed in float32: 16-bit weights would not add up to 1.
             positions_PH = F.embedding_bag(
                 neighbours_P4, self.positions.float(), per_sample_weights=weights_P4, mode="sum"
             ).to(dtype)
@@ -50,10 +50,10 @@ class ImageEmbedding(torch.nn.Module):
 
 
 class ImageProjector(MegatronModule):
-    """A norm, patches of a cell side by side, and an MLP: Linear, GELU, Linear.
+    """Norm, concatenation of a cell's patches, and an MLP: Linear, GELU, Linear.
 
     Args:
-        norms_cells: whether the norm is of cells, as of deepstack projectors, or of patches.
+        norms_cells: whether the norm is over cells (deepstack projectors) or patches.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class ImageProjector(MegatronModule):
         self.linear_fc1, self.linear_fc2 = projector_linears(config, tp_group, wide, inner, width)
 
     def forward(self, hidden_P1H: torch.Tensor, places: ImagePlaces) -> torch.Tensor:
-        """Project [P, 1, H] to [K, E], in the cells' own order."""
+        """Project [P, 1, H] to [K, E], in data order."""
         if self.norms_cells:
             folded = self.norm(self._folded(hidden_P1H))
         else:
@@ -83,13 +83,13 @@ class ImageProjector(MegatronModule):
         return places.in_own_order(features_KE)
 
     def _folded(self, hidden_P1H: torch.Tensor) -> torch.Tensor:
-        """Patches of every cell side by side, [K, H of all of them]."""
+        """Concatenate the patches of every cell, [K, H of all of them]."""
         width = self.cell_positions * hidden_P1H.shape[-1]
         return hidden_P1H.view(len(hidden_P1H) // self.cell_positions, width)
 
 
 class DeepstackProjectors(MegatronModule):
-    """An encoder's deepstack projectors whose layers a stage holds, by their number."""
+    """An encoder's deepstack projectors on a stage, by layer number."""
 
     def __init__(self, config: TransformerConfig, projectors: dict[int, ImageProjector]) -> None:
         super().__init__(config)

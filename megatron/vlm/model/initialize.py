@@ -1,6 +1,6 @@
 """Initial weights that depend only on the seed and each parameter's global name.
 
-So every split, recompute choice, tensor-parallel and data-parallel size starts from the same model.
+So any split, recomputation or parallel size starts from the same model.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
 
 
 def global_parameter_name(stage: VLMStage, name: str) -> str:
-    """The parameter's name in the whole model: layers numbered over all stages, from 0.
+    """Return the parameter's name in the whole model, with global layer numbers from 0.
 
-    A head that is tied to the token embedding has its name.
+    A tied head has the token embedding's name.
     """
     if name == "head.weight" and stage.holds_tied_copy:
         return TIED_NAME
@@ -36,8 +36,7 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
 
 def expert_parameter_name(name: str, expert: int) -> str:
-    """Name of one expert's matrix in the whole model, by which it is drawn, from the stack's name
-    and its number among all experts of the layer."""
+    """Return the name of one expert's matrix in the whole model."""
     match = _EXPERTS_NAME.match(name)
     assert match is not None, f"{name} is no stack of experts"
     return f"{match[1]}.{expert}.{match[2]}"
@@ -45,19 +44,18 @@ def expert_parameter_name(name: str, expert: int) -> str:
 
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, seed: int) -> None:
-    """Draw the matrices of the stage: normal, of variance 1 / inputs; embeddings and head, of
-    standard deviation 0.02. Each rank draws whole matrices and keeps its part.
+    """Draw the stage's matrices. Each rank draws whole matrices and keeps its shard.
 
-    Matrices that end a residual branch are divided by sqrt(2 * layers), as in GPT-2. Vectors keep
-    what their modules gave them: ones for norms and zeros for biases. Of adapters, A is uniform
-    within 1 / sqrt(inputs) and B zeros, as PEFT has them.
+    Normal with variance 1 / inputs; embeddings and head with standard deviation 0.02; ends of
+    residual branches divided by sqrt(2 * layers), as in GPT-2. Vectors keep their modules' values.
+    Adapters as in PEFT: A uniform within 1 / sqrt(inputs), B zeros.
     """
     for name, parameter in stage.named_parameters():
         _initialize(stage, seed, name, parameter)
 
 
 def first_values(stage: VLMStage, seed: int) -> Callable[[torch.nn.Parameter], None]:
-    """What `initialize_parameters` does, of one parameter at a time."""
+    """Return `initialize_parameters` for one parameter at a time."""
     names = {parameter: name for name, parameter in stage.named_parameters()}
     return lambda parameter: _initialize(stage, seed, names[parameter], parameter)
 
@@ -81,7 +79,7 @@ def _initialize(stage: VLMStage, seed: int, name: str, parameter: torch.nn.Param
 
 
 def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
-    """Draw a whole parameter by its name in the whole model, float32; a vector is zeros."""
+    """Draw a whole parameter by its global name, float32; vectors are zeros."""
     if len(shape) < 2:
         return torch.zeros(*shape)
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()

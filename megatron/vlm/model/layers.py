@@ -1,7 +1,7 @@
 """Transformer layers of all towers as specs over Megatron-core's TransformerLayer.
 
-Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items),
-H hidden size, F feed-forward width of this rank.
+Shapes: S sequence (packed language tokens, or positions of an item), B batch (1, or items), H
+hidden size, F feed-forward width of this rank.
 """
 
 from typing import Any
@@ -47,7 +47,7 @@ _GELU = {"gelu": Gelu.EXACT, "gelu_tanh": Gelu.TANH, "quick_gelu": Gelu.QUICK}
 
 
 class Norm(torch.nn.Module):
-    """LayerNorm or RMSNorm over the last dimension, as `config.normalization` says."""
+    """LayerNorm or RMSNorm over the last axis, by `config.normalization`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__()
@@ -57,35 +57,31 @@ class Norm(torch.nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = torch.nn.Parameter(torch.zeros(hidden_size, dtype=config.params_dtype))
         for parameter in self.parameters():
-            # Each rank sees its part of the sequence; core then sums the gradients over ranks.
+            # Each rank sees its part of the sequence; core sums gradients over ranks.
             parameter.sequence_parallel = config.sequence_parallel
 
     @property
     def weights(self) -> NormWeights:
-        """What a fused operation needs of this norm."""
+        """Return the weights for a fused operation."""
         return NormWeights(self.weight, self.bias, self.eps)
 
     def forward(self, hidden_SBH: torch.Tensor) -> torch.Tensor:
-        """Normalise every position, [S, B, H] to the same shape."""
         return norm(hidden_SBH, self.weights)
 
 
 class HeadNorm(Norm):
-    """Weight of an RMSNorm of every head of q or of k, one for all heads: Qwen3's.
-
-    `PackedAttention` normalises with the rotation after it.
-    """
+    """Weight of Qwen3's q or k norm: an RMSNorm shared by all heads, run in `PackedAttention`."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
         super().__init__(config, hidden_size, eps)
-        # Each rank sees its own heads, whether or not sequences are divided.
+        # Each rank sees its own heads, with or without sequence parallelism.
         self.weight.sequence_parallel = config.tensor_model_parallel_size > 1  # type: ignore[attr-defined]
 
 
 def projector_linears(
     config: TransformerConfig, group: dist.ProcessGroup, inputs: int, inner: int, outputs: int
 ) -> tuple[ColumnParallelLinear, RowParallelLinear]:
-    """The two linears of a projector's MLP; the bias of the first is left to its activation."""
+    """Return both linears of a projector's MLP. The activation adds the first bias."""
     given: Any = {"config": config, "init_method": config.init_method, "bias": True}
     given["tp_group"] = group
     return (
@@ -97,10 +93,10 @@ def projector_linears(
 class LayerScale(torch.nn.Module):
     """Learned scale of a block's output: InternViT's `ls1` and `ls2`.
 
-    It stands where core has its bias-dropout-add, and `Layer` adds what it describes.
+    Replaces core's bias-dropout-add; `Layer` adds the returned branch.
 
     Args:
-        init: of the scale; None leaves it out, as in EVA-CLIP and in language models.
+        init: initial scale, or None for no scale, as in EVA-CLIP and language models.
     """
 
     def __init__(self, hidden_size: int, init: float | None, dtype: torch.dtype) -> None:
@@ -115,15 +111,14 @@ class LayerScale(torch.nn.Module):
         bias_H: torch.Tensor | None,
         tile_scale_B: torch.Tensor | None,
     ) -> Branch:
-        """Return the branch that is to be added to its residual."""
         return Branch(output_SBH, bias_H, self.scale, tile_scale_B)
 
 
 class Layer(TransformerLayer):
-    """Core's layer with its element-wise work in fused operations.
+    """Core's layer with fused element-wise operations.
 
-    Each residual add goes with the norm after it, and each norm's backward with the residual's
-    gradient. Parts and names of parameters are core's.
+    Residual adds are fused with the next norm, and norms' backwards with the residual's gradient.
+    Parts and parameter names are core's.
     """
 
     def __init__(self, *of_layer: Any, gelu: Gelu = Gelu.EXACT, **more: Any) -> None:
@@ -140,7 +135,7 @@ class Layer(TransformerLayer):
         routing: Routing | None = None,
         **unused: object,
     ) -> tuple[torch.Tensor, None]:
-        """Run [S, B, H] through both blocks, with drop path's scales of both branches."""
+        """Run [S, B, H] through both blocks, with drop-path scales."""
         attention_scale_B, mlp_scale_B = (None, None) if tile_scales_2B is None else tile_scales_2B
         normed_SBH, residual_SBH = norm_and_residual(hidden_states, self.input_layernorm.weights)
         output_and_bias = self.self_attention(
@@ -160,7 +155,7 @@ class Layer(TransformerLayer):
     def _feed_forward(
         self, normed_SBH: torch.Tensor, routing: Routing | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Run core's two products with a fused activation between them, or the experts."""
+        """Run core's two products with a fused activation, or the experts."""
         if isinstance(self.mlp, MixtureOfExperts):
             return self.mlp(normed_SBH, routing)
         inner, bias_F = self.mlp.linear_fc1(normed_SBH)
@@ -172,7 +167,7 @@ class Layer(TransformerLayer):
 def image_layer_spec(
     config: TransformerConfig, tower: ImagesEncoder, number: int, parts: LayerParts
 ) -> ModuleSpec:
-    """Layer `number` of an encoder of images at their native resolution."""
+    """Return layer `number` of an encoder of images at native resolution."""
     attention = ModuleSpec(
         module=ImageAttention,
         params={"attn_mask_type": AttnMaskType.no_mask, "windowed": tower.is_windowed(number)},
@@ -188,7 +183,7 @@ def image_layer_spec(
 def encoder_layer_spec(
     config: TransformerConfig, tower: EncoderLayers, parts: LayerParts
 ) -> ModuleSpec:
-    """An encoder's layer: full attention within an item, layer scale (if any) after each branch."""
+    """Return an encoder layer: full attention within an item, layer scale (if any) per branch."""
     qk_norm = AllHeadsRMSNorm if tower.qk_norm else IdentityOp
     column = parts.column_linear
     attention = ModuleSpec(
@@ -206,8 +201,7 @@ def encoder_layer_spec(
 
 
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
-    """A layer of InternLM2, Llama, Qwen2 or Qwen3: causal attention within a sample, and a
-    feed-forward or a mixture of experts."""
+    """Return a decoder layer: causal attention within a sample, and a feed-forward or experts."""
     qk_norm = HeadNorm if config.qk_layernorm else None
     attention = ModuleSpec(
         module=PackedAttention,

@@ -1,9 +1,8 @@
-"""Where the linears and the attention of a layer come from: this project and core, or Transformer
-Engine.
+"""Providers of linears and attention: this project with core, or Transformer Engine.
 
-Either way names, shapes and checkpoints are the same. Norms, activation functions and residual adds
-are `model.fused`'s under both: Transformer Engine has no norm over all heads and no layer scale,
-and joins its norms with the linear after them, under other names.
+Names, shapes and checkpoints are the same. Norms, activations and residual adds are `model.fused`'s
+in both: Transformer Engine has no norm over all heads and no layer scale, and fuses its norms with
+the next linear under other names.
 """
 
 import dataclasses
@@ -24,12 +23,12 @@ from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import Precision, Provider
 
 _CURRENT_SCALING = "2.2.0"
-"""First release that scales by the tensor at hand (megatron-core's `fp8_utils.py`)."""
+"""First release with current scaling (megatron-core's `fp8_utils.py`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerParts:
-    """Classes that layers are made of, each called as core's own."""
+    """Classes of a layer's parts, called as core's."""
 
     column_linear: type
     row_linear: type
@@ -37,7 +36,7 @@ class LayerParts:
 
 
 def check_provider(provider: Provider) -> None:
-    """Refuse a provider that is not installed."""
+    """Raise unless the provider is installed."""
     if provider != "te":
         return
     if TRANSFORMER_ENGINE_FAILURE is not None:
@@ -53,7 +52,7 @@ def check_provider(provider: Provider) -> None:
 
 
 def check_precision(precision: Precision, provider: Provider) -> None:
-    """Refuse a precision that a provider's linears do not multiply in."""
+    """Raise unless the provider's linears support the precision."""
     if precision != "fp8":
         return
     if provider != "te":
@@ -69,7 +68,7 @@ def check_precision(precision: Precision, provider: Provider) -> None:
 
 
 def check_adapters(adapters: AdapterConfig | None, provider: Provider) -> None:
-    """Refuse adapters beside linears that they were not tried with."""
+    """Raise unless adapters were tested with the provider's linears."""
     if adapters is not None and provider == "te":
         raise UserError(
             "--provider te was given for a plan with adapters, which stand beside this project's "
@@ -78,7 +77,7 @@ def check_adapters(adapters: AdapterConfig | None, provider: Provider) -> None:
 
 
 def layer_parts(provider: Provider) -> LayerParts:
-    """The parts that a provider has for layers of both towers."""
+    """Return a provider's layer parts."""
     parts: BackendSpecProvider = TESpecProvider() if provider == "te" else LocalSpecProvider()
     attention: type = PackedCoreAttention
     if provider == "te":
@@ -87,9 +86,9 @@ def layer_parts(provider: Provider) -> LayerParts:
 
 
 def without_bias(linear: type) -> type:
-    """A column-parallel linear that has no bias, for q, k and v of InternViT-6B.
+    """Return a column-parallel linear without bias, for InternViT-6B's q, k and v.
 
-    Its other linears have one, and core's `add_bias_linear` gives every linear of the tower a bias.
+    Core's `add_bias_linear` would give every linear of the tower a bias.
     """
 
     class UnbiasedLinear(linear):  # type: ignore[misc, valid-type]
@@ -100,7 +99,7 @@ def without_bias(linear: type) -> type:
 
 
 def _on_device_borders(attention: type) -> type:
-    """Attention that is told samples' borders once, on the device: `*_padded` are on the host."""
+    """Return attention with sample borders on the device only: `*_padded` are on the host."""
 
     class DeviceBorders(attention):  # type: ignore[misc, valid-type]
         def forward(

@@ -1,4 +1,4 @@
-"""The units of a stage, in their order, whose weights data-parallel ranks divide."""
+"""Units of a stage in order, sharded over data-parallel ranks."""
 
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -19,7 +19,7 @@ from megatron.vlm.model.vision import VisionEmbedding
 from omnibal.model.units import LANGUAGE
 
 _READS_NO_WEIGHTS_BACK = (VisionEmbedding, ImageEmbedding, LanguageModelEmbedding)
-"""Modules whose backward reads no weight: nothing before them wants a gradient."""
+"""Modules with a backward that reads no weights: their inputs need no gradient."""
 
 
 def divide_weights(
@@ -29,15 +29,15 @@ def divide_weights(
     first_values: FirstValues,
     fed: Collection[str] = (),
 ) -> None:
-    """Give a stage its first weights, unit by unit, each of which is divided over ranks at once.
+    """Initialize a stage's weights unit by unit and shard each unit at once.
 
-    A unit is what a plan calls one: an embedding, a layer, a projector, the head with its norm.
+    A unit is as in a plan: an embedding, a layer, a projector, or the head with its norm.
 
     Args:
         stage: built in `without_matrices`.
-        dense: ranks that divide all but experts.
-        experts: ranks that divide the experts that they all hold.
-        fed: towers of which what comes into the stage wants a gradient.
+        dense: ranks that shard dense weights.
+        experts: ranks that shard the experts they share.
+        fed: towers of the stage's inputs that need a gradient.
     """
     units = _Units({True: dense, False: experts}, first_values)
     for name, encoder in stage.encoders.items():
@@ -53,7 +53,7 @@ def divide_weights(
     units.add_tower(LANGUAGE, [stage.embedding, *_layers(stage, LANGUAGE)])
     if stage.head is not None:
         assert stage.language is not None and stage.language.final_layernorm is not None
-        # A tied one computes with the embedding's weights, wherever that is.
+        # A tied head uses the embedding's weights.
         tied = [stage.embedding] if stage.head.weight is None and stage.embedding else []
         units.add(LANGUAGE, (stage.language.final_layernorm, stage.head), also=tied)
     stage.sharded = ShardedWeights(units=tuple(units.units))
@@ -65,17 +65,17 @@ def _layers(stage: VLMStage, tower: str) -> list[Any]:
 
 
 class _Units:
-    """Units of a stage as they are found, one after another."""
+    """Builder of a stage's units."""
 
     def __init__(self, groups: dict[bool, ShardGroups], first_values: FirstValues) -> None:
         self.units: list[ShardedUnit] = []
         self.is_fed = False
-        """Whether what comes next is given what something trained has made."""
+        """Whether the next unit's input needs a gradient."""
         self._groups, self._first_values = groups, first_values
         self._flats: dict[torch.nn.Parameter, FlatWeights] = {}
 
     def add_tower(self, name: str, modules: Sequence[torch.nn.Module | None]) -> None:
-        """Add a unit of each of the modules that there are."""
+        """Add one unit per module."""
         for module in modules:
             if module is not None:
                 self.add(name, (module,))
@@ -86,7 +86,7 @@ class _Units:
         modules: tuple[torch.nn.Module, ...],
         also: Sequence[torch.nn.Module] = (),
     ) -> None:
-        """Add one unit, which computes with weights of modules of units before it too (`also`)."""
+        """Add one unit, which may use modules of earlier units too (`also`)."""
         own = self._divided([p for module in modules for p in module.parameters()])
         shared = [self._flats[p] for module in also for p in module.parameters()]
         flats = tuple(dict.fromkeys([*own, *shared]))
@@ -102,12 +102,11 @@ class _Units:
         self.units.append(unit)
 
     def _divided(self, parameters: Sequence[torch.nn.Parameter]) -> list[FlatWeights]:
-        """Divide the parameters of a unit by type, by the ranks that hold the same ones and by
-        whether they are trained, and a tied matrix by itself."""
+        """Shard a unit's parameters by type, by expert or dense ranks, by trained, and the tied
+        matrix alone."""
         alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
-            # Core's marks of parameters that only some data-parallel ranks hold, and of a tied
-            # matrix, which two stages then divide alike.
+            # Core's marks of expert parameters, and of a tied matrix, which two stages shard alike.
             marks = vars(parameter)
             is_tied = marks.get("shared_embedding", False)
             is_trained = parameter.requires_grad

@@ -1,11 +1,9 @@
-"""Weights of a stage that data-parallel ranks divide among them, unit by unit (ZeRO-3).
+"""Weights of a stage, sharded over data-parallel ranks unit by unit (ZeRO-3).
 
-The parameters of a unit lie in one tensor, of which every rank keeps a part. The whole is there
-only while the unit computes: its memory comes and goes under the parameters, which stay the same
-objects, so that what autograd keeps of them is valid again once they are.
+A unit's parameters are views of one tensor, gathered only while the unit computes. Its storage is
+resized under the same parameter objects, so that tensors saved by autograd become valid again.
 
-Shapes: P values of a unit's parameters and of the padding between and after them, Q of a rank's
-part of them.
+Shapes: P values of a unit's parameters with padding, Q values of a rank's shard.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,19 +19,17 @@ from megatron.vlm.model.groups import ShardGroups
 from megatron.vlm.model.tensor_parallel import padded_size
 
 _ALIGNMENT = 64
-"""Values at a multiple of which every parameter begins, as in core's buffers: kernels read whole
-vectors of 16 bytes, and Transformer Engine's wider ones."""
+"""Alignment of parameters in values, as in core's buffers: kernels read whole vectors."""
 
 FirstValues = Callable[[torch.nn.Parameter], None]
-"""Function that draws a matrix, and leaves a vector what its module gave it."""
+"""Function that initializes matrices and leaves vectors as their module set them."""
 
 
 @contextmanager
 def without_matrices() -> Iterator[None]:
-    """Build modules on this device whose matrices have no memory, until `FlatWeights` gives it.
+    """Build modules with matrices without memory, until `FlatWeights` allocates it.
 
-    So a rank that keeps a part of a stage never has more of it whole than one module. Vectors,
-    which modules give values to, are small and stay.
+    So a rank never has more than one full module. Vectors are small and stay.
     """
     built = register_module_module_registration_hook(_let_go_of_matrices)
     try:
@@ -43,7 +39,7 @@ def without_matrices() -> Iterator[None]:
 
 
 def _let_go_of_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | None) -> None:
-    """Let go of the matrices of a module that another one has just been given."""
+    """Free the matrices of a new submodule."""
     if built is None:
         return
     for parameter in built.to(current_device()).parameters():
@@ -53,22 +49,22 @@ def _let_go_of_matrices(_: torch.nn.Module, name: str, built: torch.nn.Module | 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParameterRange:
-    """Run of a parameter's values, flat, of which a rank keeps the state."""
+    """Range of a parameter's flat values in a rank's shard."""
 
     parameter: torch.nn.Parameter
     first: int
     end: int
     place: slice
-    """Where the values are in the rank's part."""
+    """Range in the shard."""
 
 
 class FlatWeights:
-    """Parameters in one tensor, of which every rank of a group keeps a part of the same size.
+    """Parameters in one tensor, sharded in equal parts over a group.
 
     Args:
-        parameters: of one type, all trained or all frozen, built in `without_matrices`; they have
-            no values from then on, until they are gathered.
-        first_values: the same on every rank.
+        parameters: of one type, all trained or all frozen, built in `without_matrices`; without
+            values until gathered.
+        first_values: equal on every rank.
     """
 
     @torch.no_grad()
@@ -95,32 +91,31 @@ class FlatWeights:
             first_values(parameter)
         own = self._whole_P[self.first_value :][: self.part_size]
         self.own_Q = own.clone() if self.is_divided else own
-        """This rank's part of the weights."""
+        """This rank's shard."""
         self.release()
 
     @property
     def is_divided(self) -> bool:
-        """Whether there is more than one rank to divide the parameters."""
+        """Return whether several ranks shard the parameters."""
         return self.groups.shards.size() > 1
 
     @property
     def is_tied(self) -> bool:
-        """Whether it is the matrix of embedding and head alone, of which two stages may hold
-        copies."""
+        """Return whether this is the tied matrix alone, which two stages may hold."""
         return vars(self.parameters[0]).get("shared_embedding", False)  # core's mark
 
     @property
     def first_value(self) -> int:
-        """Place of this rank's part in the whole."""
+        """Return the offset of this rank's shard."""
         return self.groups.shards.rank() * self.part_size
 
     def views(self, whole_P: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The parameters' parts of a tensor of this layout, in their shapes."""
+        """Return views of the parameters in a tensor of this layout."""
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
             yield whole_P[first : first + parameter.numel()].view(parameter.shape)
 
     def ranges(self) -> Iterator[ParameterRange]:
-        """What of every parameter is in this rank's part; of some there may be nothing."""
+        """Return each parameter's range in this rank's shard; may be empty."""
         begin = self.first_value
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
             low = max(begin, first)
@@ -135,7 +130,7 @@ class FlatWeights:
 
     @torch.no_grad()
     def begin_gather(self) -> dist.Work | None:
-        """Begin to make the parameters whole; collective over the ranks that divide them."""
+        """Begin the all-gather; collective over the sharding ranks."""
         if not self.is_divided:
             return None
         self._whole_P.untyped_storage().resize_(self._whole_P.nbytes)
@@ -144,7 +139,7 @@ class FlatWeights:
         )
 
     def release(self) -> None:
-        """Let go of the parameters' values, but for this rank's part."""
+        """Free all but this rank's shard."""
         if self.is_divided:
             self._whole_P.untyped_storage().resize_(0)
 
@@ -155,40 +150,36 @@ class MainRange:
 
     own: ParameterRange
     main: torch.Tensor
-    """The weights in float32, one axis, by which the optimizer has its state."""
+    """Flat float32 main weights, which key the optimizer's state."""
     flat: FlatWeights
-    """Weights that they are of."""
 
     @property
     def is_expert(self) -> bool:
-        """Whether the parameter is of experts, which not all data-parallel ranks hold."""
+        """Return whether the parameter belongs to experts."""
         return not vars(self.own.parameter).get("allreduce", True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedUnit:
-    """A run of a stage's modules whose weights are gathered together."""
+    """Modules of a stage with weights gathered together."""
 
     tower: str
-    """Encoder or language model that they are of."""
     modules: tuple[torch.nn.Module, ...]
     flats: tuple[FlatWeights, ...]
-    """Weights that it computes with."""
+    """Weights used by the unit."""
     reduced: tuple[FlatWeights, ...]
-    """Trained ones that are whole in gradient after its backward: not those that a unit before it
-    computes with too, as where the head is tied to the token embedding."""
+    """Trained weights with complete gradients after its backward; not if an earlier unit shares
+    them."""
     gathers_again: bool
     """Whether its backward reads weights."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedWeights:
-    """All weights of a stage, divided."""
-
     units: tuple[ShardedUnit, ...]
-    """In the order in which they compute."""
+    """Units in order of computation."""
 
     @property
     def flats(self) -> list[FlatWeights]:
-        """Every tensor of weights once, in the order of the units."""
+        """Return every weight tensor once, in unit order."""
         return list(dict.fromkeys(flat for unit in self.units for flat in unit.flats))

@@ -1,9 +1,8 @@
-"""Sharding of parameters over tensor-parallel ranks, with padding where they do not divide.
+"""Tensor-parallel sharding of parameters, with zero padding at the end of divided axes.
 
-Whatever is padded is padded at the end of its divided axis, with zeros: heads of encoders
-(InternViT-6B has 25) and words of the vocabulary. A padded head's q, k and v are zero and so are
-the columns that take its output, and padded words never reach the softmax. Either way all of it has
-zero gradients, stays zero, and changes nothing.
+Encoder heads (InternViT-6B has 25) and vocabulary words are padded. Padded heads have zero q, k, v
+and output columns, and padded words skip the softmax; so their gradients are zero and they stay
+zero.
 """
 
 import re
@@ -32,12 +31,12 @@ _HEADS_NAME = re.compile(
 
 
 def padded_size(size: int, ranks: int) -> int:
-    """The least multiple of `ranks` that is not below `size`."""
+    """Return the smallest multiple of `ranks` >= `size`."""
     return size + -size % ranks
 
 
 def unpadded_size(model: ModelConfig, name: str) -> int | None:
-    """Size of a parameter's divided axis in the whole model; None where it is never padded."""
+    """Return a parameter's unpadded global size along its divided axis, or None if never padded."""
     if _VOCABULARY_NAME.match(name):
         return model.language.vocab_size
     match = _HEADS_NAME.match(name)
@@ -48,10 +47,10 @@ def unpadded_size(model: ModelConfig, name: str) -> int | None:
 
 
 def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
-    """Give every parameter Megatron-core's attributes of how it is divided over the ranks.
+    """Set Megatron-core's sharding attributes on every parameter.
 
-    Core gives matrices theirs only when it draws them itself. The optimizer tells by them which
-    parameters are on every rank and count once in the gradient's norm.
+    Core sets them only if it draws the matrices itself. The optimizer needs them to count
+    replicated parameters once in the gradient norm.
     """
     columns: Any = (ColumnParallelLinear, VocabParallelEmbedding, parts.column_linear)
     rows: Any = (RowParallelLinear, parts.row_linear)
@@ -63,18 +62,18 @@ def describe_partitions(stage: torch.nn.Module, parts: LayerParts) -> None:
             divide(module.weight, dim=1)
     for module in stage.modules():
         if isinstance(module, MLP) and module.config.gated_linear_unit:
-            # A rank holds its part of the gate, then its part of what is gated.
+            # A rank holds its part of the gate, then its part of the value.
             for parameter in module.linear_fc1.parameters():
                 parameter.partition_stride = 2
         if isinstance(module, StackedLinear):
-            # Over expert-parallel ranks: every tensor-parallel rank's count in the norm.
+            # Over expert-parallel ranks: every tensor-parallel rank counts in the norm.
             divide(module.weight, dim=0)
     for parameter in stage.parameters():
         set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
 
 
 def divide(parameter: Any, dim: int) -> None:
-    """Give a parameter core's attributes; Transformer Engine's have some of them already."""
+    """Set core's attributes; Transformer Engine's parameters have some already."""
     parameter.tensor_model_parallel = True
     parameter.partition_dim, parameter.partition_stride = dim, 1
 
@@ -82,7 +81,7 @@ def divide(parameter: Any, dim: int) -> None:
 def whole_shape(
     parameter: torch.nn.Parameter, unpadded: int | None, group: dist.ProcessGroup
 ) -> torch.Size:
-    """Shape over all ranks of a tensor-parallel group together, without padding."""
+    """Return the unpadded shape over all tensor-parallel ranks."""
     shape = list(parameter.shape)
     if parameter.tensor_model_parallel:
         shape[parameter.partition_dim] = unpadded or shape[parameter.partition_dim] * group.size()
@@ -92,7 +91,7 @@ def whole_shape(
 def own_shard(
     whole: torch.Tensor, parameter: torch.nn.Parameter, group: dist.ProcessGroup
 ) -> torch.Tensor:
-    """This rank's part of a tensor of `whole_shape`, zeros where the parameter is padded."""
+    """Return this rank's shard of a whole tensor, with zeros for padding."""
     if not parameter.tensor_model_parallel:
         return whole
     rank, ranks = group.rank(), group.size()

@@ -1,4 +1,4 @@
-"""Clock of a stage's time by phase, without synchronizing the device."""
+"""Per-phase clock of a stage's time, without synchronizing the device."""
 
 import time
 from collections.abc import Iterable
@@ -12,42 +12,36 @@ from megatron.vlm.backend import has_cuda
 
 
 class Phase(StrEnum):
-    """Phase of a step on one stage."""
-
     FORWARD = "forward"
     BACKWARD = "backward"
-    """Whole, or the first of two parts."""
+    """Whole backward, or its first part."""
     BACKWARD_WEIGHT = "backward_weight"
-    """The second part: products for weight gradients."""
+    """Deferred weight-gradient products."""
     WAIT = "wait"
     DATA = "data"
     OPTIMIZER = "optimizer"
     ENCODER = "encoder"
     """Forward and backward of data-parallel encoders."""
     EXCHANGE = "exchange"
-    """Their features and gradients sent, and the wait for the ranks that these come from."""
+    """Exchange of encoders' features and gradients, with waits."""
 
 
 Interval = tuple[Phase, float]
-"""Phase and milliseconds of one interval; a step has several of each phase."""
+"""Phase and milliseconds of one interval."""
 
 
 class PhaseClock:
-    """Clock that measures the milliseconds between switches from one phase to the next.
-
-    On CUDA the switches are events on the current stream, read once at the end of the step; on the
-    CPU they are clock readings.
-    """
+    """Clock of the milliseconds between phase switches; CUDA events are read at the end of a
+    step."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[Phase | None, Any]] = []
 
     def switch(self, phase: Phase) -> None:
-        """End the current phase and begin `phase`."""
         self._marks.append((phase, moment()))
 
     def stop(self) -> tuple[Interval, ...]:
-        """End the last phase; returns all since the first switch, in order, and resets."""
+        """End the last phase; return all intervals in order, and reset."""
         self._marks.append((None, moment()))
         if has_cuda():
             torch.cuda.synchronize()
@@ -61,12 +55,12 @@ class PhaseClock:
 
 
 def each_ms(intervals: Iterable[Interval], phase: Phase) -> list[float]:
-    """Milliseconds of every interval of the phase, in order."""
+    """Return milliseconds of every interval of the phase, in order."""
     return [ms for one, ms in intervals if one is phase]
 
 
 def moment() -> Any:
-    """Record a moment on the current CUDA stream, or on the CPU's clock."""
+    """Record a moment on the current CUDA stream or the CPU's clock."""
     if not has_cuda():
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -75,5 +69,5 @@ def moment() -> Any:
 
 
 def elapsed_ms(start: Any, end: Any) -> float:
-    """Milliseconds between two moments; on CUDA the device must have passed both."""
+    """Return milliseconds between moments; on CUDA the device must have passed both."""
     return start.elapsed_time(end) if has_cuda() else (end - start) * 1e3

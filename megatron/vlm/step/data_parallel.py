@@ -1,7 +1,4 @@
-"""How data-parallel ranks hold a stage in training: whole, by Megatron-core, or divided.
-
-A trainer asks the one or the other the same questions, in the order of a step.
-"""
+"""Data parallelism of a stage: replicated (Megatron-core's DDP) or sharded, with one interface."""
 
 import math
 from abc import ABC, abstractmethod
@@ -22,80 +19,79 @@ from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 
 RunMicroBatches = Callable[[Callable[[int], None] | None], list[torch.Tensor]]
-"""Function that runs a step's micro-batches; calls what it is given before the last backward of
-every chunk of the model that the stage holds."""
+"""Function that runs a step's micro-batches, and calls its argument before each chunk's last
+backward."""
 
 
 PassKind = Literal["forward", "backward", "both"]
-"""Forward, backward, or a forward and its backward at once."""
 
 
 class DataParallel(ABC):
-    """What holds a stage's weights and gradients with other data-parallel ranks."""
+    """A stage's weights and gradients across data-parallel ranks."""
 
     __slots__ = ()
     models: Sequence[Any]
-    """The stage's chunks as micro-batches run them; each itself is its `module`."""
+    """The wrapped chunks of the stage; `module` is the chunk."""
     optimizer: ChainedOptimizer | ShardedAdam
 
     @abstractmethod
     def zero_gradients(self) -> None:
-        """Zero the gradients, before the first micro-batch of a step."""
+        """Zero the gradients before a step."""
 
     def begin_pass(self, kind: PassKind, chunk: int) -> None:  # noqa: B027
-        """Have a chunk's weights ready for a forward, a backward, or both at once."""
+        """Prepare a chunk's weights for a forward, a backward, or both."""
 
     @abstractmethod
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run a step's micro-batches, and begin to sum their gradients over ranks."""
+        """Run a step's micro-batches and begin to reduce gradients."""
 
     def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        """Run forwards alone."""
         return run()
 
     @abstractmethod
     def finish_gradients(self, factor: float) -> None:
-        """Sum what is left to sum over ranks, and multiply all gradients."""
+        """Finish the gradient reduction and scale all gradients."""
 
     @abstractmethod
     def grad_norm(self) -> float:
-        """Norm of all ranks' gradients; not finite where any of them is not; collective."""
+        """Return the norm of all ranks' gradients, not finite if any gradient is not;
+        collective."""
 
     @abstractmethod
     def step(self, clip_grad: float, grad_norm: float) -> None:
         """Clip gradients by the norm of all that is trained, and update weights."""
 
     def begin_gather(self, changed: bool) -> None:  # noqa: B027
-        """Begin to make weights whole on all ranks, if an update has changed them."""
+        """Begin to gather weights on all ranks if an update changed them."""
 
     def discard_gradients(self) -> None:  # noqa: B027
-        """Finish the sums of a step whose gradients nobody will use."""
+        """Finish the reduction of unused gradients."""
 
     def wait_for_weights(self) -> None:  # noqa: B027
-        """Wait until weights are what the last update made of them."""
+        """Wait until weights are up to date."""
 
     @abstractmethod
     def weights(self) -> Iterator[torch.Tensor]:
-        """Weights that this rank keeps, as it computes with them."""
+        """Return the weights that this rank keeps for computation."""
 
     @abstractmethod
     def gradients(self) -> Iterator[torch.Tensor]:
-        """Sums of gradients that this rank keeps."""
+        """Return the gradients that this rank keeps."""
 
     @abstractmethod
     def optimizer_state(self) -> Iterator[torch.Tensor]:
-        """State of the optimizer, with the weights that it updates."""
+        """Return the optimizer's state, with the weights that it updates."""
 
 
 @dataclass(frozen=True, slots=True)
 class TiedCopies:
-    """The two copies of a tied matrix, in parts of the model that may be on two stages or one."""
+    """Both copies of a tied matrix, on two stages or one."""
 
     group: dist.ProcessGroup | None
-    """Ranks of the two stages; None where this one holds both."""
+    """Ranks of both stages, or None if this stage holds both."""
 
     def sum(self, held: Sequence[torch.Tensor]) -> None:
-        """Give each copy held here the sum of both gradients; collective over the group."""
+        """Set each local copy's gradient to the sum of both; collective over the group."""
         if self.group is not None:
             for gradient in held:
                 dist.all_reduce(gradient, group=self.group)
@@ -107,17 +103,17 @@ class TiedCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicated(DataParallel):
-    """Whole weights and gradients on every rank, and the optimizer's state divided: core's
-    DistributedDataParallel and distributed optimizer."""
+    """Replicated weights and gradients with a sharded optimizer: core's DDP and distributed
+    optimizer."""
 
     models: Sequence[DistributedDataParallel]
     optimizer: ChainedOptimizer
     reduction_groups: ProcessGroupCollection | None = None
-    """Process groups of the gradient reduction where they are not core's, as of encoders."""
+    """Process groups of the gradient reduction if not core's, as for encoders."""
     tied: TiedCopies | None = None
-    """The copies of a tied matrix that the stage holds one or both of; None where it has none."""
+    """Copies of a tied matrix on this stage, if any."""
     overlap: DataParallelOverlap | None
-    """Exchanges of data-parallel ranks while the stage computes; None where there is one rank."""
+    """Overlapped exchanges of data-parallel ranks, or None with one rank."""
 
     def zero_gradients(self) -> None:
         for model in self.models:
@@ -125,7 +121,7 @@ class Replicated(DataParallel):
         self.optimizer.zero_grad()
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run micro-batches; gradients are summed in a chunk's last backward, where ranks may."""
+        """Run micro-batches, and reduce gradients in each chunk's last backward if possible."""
         if self.overlap is None:
             return run(None)
         may_overlap = _may_overlap(batches, len(self.models))
@@ -133,7 +129,7 @@ class Replicated(DataParallel):
             return run(self.overlap.before_last_backward if may_overlap else None)
 
     def finish_gradients(self, factor: float) -> None:
-        """Wait for the sums, also of tied copies and over tensor-parallel ranks; multiply them."""
+        """Wait for gradient sums, with tied copies and tensor-parallel ranks, and scale them."""
         finalize_model_grads([*self.models], pg_collection=self.reduction_groups)
         if self.tied is not None:
             copies = (model.module.tied_copy for model in self.models)
@@ -143,10 +139,10 @@ class Replicated(DataParallel):
             model.scale_gradients(factor)
 
     def grad_norm(self) -> float:
-        """Norm of all ranks' gradients; not finite where any of them is not.
+        """Return the norm of all ranks' gradients, not finite if any gradient is not.
 
-        Core's own `step` looks at gradients alone: where their norm overflows, it clips all of them
-        to zero and steps on momentum.
+        Core's `step` checks gradients only: if their norm overflows, it clips them to zero and
+        steps on momentum.
         """
         has_infinite = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -172,7 +168,7 @@ class Replicated(DataParallel):
             self.overlap.wait_for_weights()
 
     def weights(self) -> Iterator[torch.Tensor]:
-        """All of them, whole: those that are trained lie in core's buffers."""
+        """Return all weights, replicated; trained weights are in core's buffers."""
         for model in self.models:
             yield from model.module.parameters()
 
@@ -189,21 +185,20 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharded(DataParallel):
-    """Parts of weights, gradients and optimizer state on every rank. Every pass gathers weights for
-    itself and ends its sums."""
+    """Sharded weights, gradients and optimizer state; every pass gathers weights and reduces
+    gradients."""
 
     models: Sequence[ShardedStage]
     optimizer: ShardedAdam
     tied: TiedCopies | None = None
-    """The copies of a tied matrix that the stage holds one or both of, of which this rank has a
-    part; None where it has none."""
+    """This rank's shards of a tied matrix's copies on this stage, if any."""
 
     def zero_gradients(self) -> None:
         for model in self.models:
             model.zero_gradients()
 
     def begin_pass(self, kind: PassKind, chunk: int) -> None:
-        """Begin the exchanges of a pass; those of the last one end."""
+        """Begin the exchanges of a pass and finish the previous pass."""
         self._finish_passes()
         self.models[chunk].begin_pass(forward=kind != "backward", backward=kind != "forward")
 
@@ -212,7 +207,7 @@ class Sharded(DataParallel):
             model.finish_pass()
 
     def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run micro-batches, each of which sums its gradients over the ranks that divide them."""
+        """Run micro-batches, each with its own gradient reduction."""
         results = run(None)
         self._finish_passes()
         return results
@@ -223,8 +218,7 @@ class Sharded(DataParallel):
         return results
 
     def finish_gradients(self, factor: float) -> None:
-        """Sum over copies of the same part, also on another stage, and over tensor-parallel ranks;
-        multiply all."""
+        """Sum over replicas, tied copies and tensor-parallel ranks, and scale all gradients."""
         for model in self.models:
             model.sum_over_copies()
         if self.tied is not None:
@@ -252,19 +246,18 @@ class Sharded(DataParallel):
 def _state_tensors(
     states: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> Iterator[torch.Tensor]:
-    """Weights that an optimizer updates, and its state of them."""
+    """Return updated weights and their optimizer state."""
     for weights, state in states.items():
         yield weights
         yield from (value for value in state.values() if torch.is_tensor(value))
 
 
 def _may_overlap(batches: MicroBatchStream, chunks: int) -> bool:
-    """Whether gradients may be reduced while the last backwards run.
+    """Return whether gradients may be reduced during the last backwards.
 
-    All ranks must begin the exchanges of a shared pack and the reductions in one order. They do
-    where none exchanges in its last backward, and where all do, at the same places. A rank whose
-    last pack is shared while another, which may share it, has one more to come, reduces after it.
-    Where a stage holds several chunks, backwards of the others come after a chunk's last.
+    All ranks must order exchanges of shared packs and reductions alike. They do if no last backward
+    has exchanges, or all have them at the same points. If only some last packs are shared, or a
+    stage has several chunks with backwards after a chunk's last, reduction comes afterwards.
     """
     last = batches.shapes if chunks > 1 else batches.shapes[-1:]
     return batches.rows_are_full or all(shape.context == 1 for shape in last)

@@ -1,7 +1,7 @@
-"""Greedy answers to held-out questions, through the same pipeline that trains.
+"""Greedy answers to held-out questions, through the training pipeline.
 
-Every turn of a sample is one question, asked with the reference answers of earlier turns as
-context. An answer counts when it is exactly the reference.
+Every turn of a sample is one question, with reference answers of earlier turns as context. An
+answer counts only if it equals the reference.
 
 Shapes: A answers wanted in a micro-batch.
 """
@@ -36,9 +36,9 @@ class _Question:
     turn: int
     prompt: Prompt
     items: dict[str, int]
-    """Items of every kind shown up to the turn, as caps name them."""
+    """Items of every kind up to the turn, as named in caps."""
     answer_ids: list[int] = field(default_factory=list)
-    """Token ids of the answer, appended one by one."""
+    """Generated token ids of the answer."""
 
     @property
     def tokens(self) -> int:
@@ -47,7 +47,7 @@ class _Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationOptions:
-    """Options of an evaluation: the number of samples and the length of answers."""
+    """Number of samples and length of answers."""
 
     samples: int
     """Number of samples, evenly spaced over the held-out data."""
@@ -62,11 +62,11 @@ def evaluate(
     options: EvaluationOptions,
     on_progress: Callable[[int, int], None],
 ) -> Evaluation:
-    """Ask all questions and compare; collective over all ranks, which all get the result.
+    """Ask all questions and compare answers; collective over all ranks, with equal results.
 
     Args:
-        caps: of a micro-batch of questions, answers included.
-        on_progress: receives (questions answered, questions) of this rank's share.
+        caps: maximum sizes of a micro-batch with answers.
+        on_progress: receives (answered, total) questions of this rank.
     """
     data_ranks = trainer.plan.parallel.data
     questions = list(_questions(reader, options))
@@ -74,8 +74,7 @@ def evaluate(
     waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=options.max_new_tokens)
     answered = 0
     with trainer.evaluating():
-        # A rank whose questions are done goes on with empty waves while others, in lockstep, have
-        # some: there is no end of them until all are done.
+        # A rank without questions runs empty waves until all lockstep ranks are done.
         for wave in chain(waves, repeat([])):
             if not trainer.most_in_lockstep(len(wave)):
                 break
@@ -102,9 +101,9 @@ def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Qu
 def _waves(
     questions: Sequence[_Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[_Question]]]:
-    """Micro-batches within the caps, answers included, a few pipelines full at a time.
+    """Split questions into waves of a few pipelines of micro-batches within the caps.
 
-    A question that alone exceeds the caps is asked alone.
+    A question beyond the caps is asked alone.
     """
     groups: list[list[_Question]] = []
     filled: Counter[str] = Counter()
@@ -126,7 +125,7 @@ def _answer(
     wave: list[list[_Question]],
     max_new_tokens: int,
 ) -> None:
-    """Fill `answer_ids` of the wave's questions; those that have ended leave the next round."""
+    """Generate `answer_ids` of the wave's questions; finished questions leave the next round."""
     media = _Media()
     samples = {question.sample for group in wave for question in group}
     if trainer.forward_units.holds("vision embed") and reader.model.images is not None:
@@ -161,7 +160,7 @@ def _shape(group: list[_Question]) -> MicroBatchShape:
 
 @dataclass(frozen=True, slots=True)
 class _Media:
-    """What the wave's samples show and say, where it is encoded."""
+    """Encoder inputs of the wave's samples."""
 
     pixels: dict[Sample, torch.Tensor] = field(default_factory=dict)
     patches: dict[Sample, torch.Tensor] = field(default_factory=dict)
@@ -173,7 +172,7 @@ def _micro_batch(group: list[_Question], media: _Media, reader: SampleReader) ->
     ids = [np.concatenate([q.prompt.token_ids, np.array(q.answer_ids, np.int64)]) for q in group]
     token_ids = np.concatenate(ids)
     segment_tokens = tuple(len(one) for one in ids)
-    # A model may answer with the word that stands for an image's tokens, and means none.
+    # A generated image placeholder token shows no image.
     asked = [np.concatenate([q.prompt.token_ids, np.full(len(q.answer_ids), -1)]) for q in group]
     asked_S = torch.from_numpy(np.concatenate(asked))
     pixels = [media.pixels[q.sample][: q.prompt.tiles] for q in group if media.pixels]
@@ -198,7 +197,7 @@ def _micro_batch(group: list[_Question], media: _Media, reader: SampleReader) ->
 def _broadcast_from_last(
     links: PipelineLinks, outputs: list[torch.Tensor], answers: int
 ) -> list[int]:
-    """Send the answers' next tokens to every stage, so that all continue the same questions."""
+    """Broadcast the next tokens from the last stage, so that all stages continue alike."""
     next_ids = torch.zeros(answers, dtype=torch.int64, device=current_device())
     if links.is_last:
         next_ids = torch.cat(outputs)

@@ -1,4 +1,4 @@
-"""How evenly routers spread the tokens of a step over experts.
+"""Balance of a step's tokens over experts.
 
 Shapes: L language layers of the whole model, E experts of a layer, P expert-parallel ranks.
 """
@@ -16,8 +16,8 @@ from omnibal.model.parallel import Parallel
 
 
 def take_expert_balance(chunks: Sequence[VLMStage], parallel: Parallel) -> ExpertBalance | None:
-    """Balance of all micro-batches since it was taken last, padding left out; collective over all
-    ranks. None where no layer has experts."""
+    """Return the balance since the last call, without padding, or None without experts;
+    collective."""
     language = chunks[0].model_config.language
     experts = language.kinds[0].experts
     if experts is None:
@@ -35,6 +35,6 @@ def take_expert_balance(chunks: Sequence[VLMStage], parallel: Parallel) -> Exper
 
 
 def _most_over_mean(counts: torch.Tensor) -> float:
-    """The greatest over the mean of each row, the mean of that over rows; 1 of zeros."""
+    """Return the mean over rows of max / mean, or 1 for zeros."""
     means = counts.mean(1)
     return float(torch.where(means > 0, counts.amax(1) / means.clamp(min=1), 1.0).mean())

@@ -1,7 +1,4 @@
-"""A stage's place in its pipeline, and how it sends tensors to other stages and receives theirs.
-
-All shapes are planned, so that only values are sent. `messages.py` says what comes when.
-"""
+"""A stage's channels to other stages; shapes are planned, so only values are sent."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,55 +15,49 @@ from megatron.vlm.step.messages import Channel, Content, Message
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 
 MessageShapes = Mapping[str, tuple[int, ...]]
-"""Shapes of a message's tensors by tower, in the order in which they are sent."""
+"""Shapes of a message's tensors by tower, in sending order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PipelineLinks:
-    """This stage's place in the pipeline, the parts of the model that it holds, and its channels.
+    """This stage's rank in its pipeline, its parts of the model, and its channels.
 
-    Activations and gradients use separate process groups, and so do, where stages hold several
-    parts, those that go the other way. Within one group every pair of stages sends in one direction
-    only, so that under NCCL, where a pair has one queue in a group, no message waits behind another
-    channel's.
+    Activations and gradients use separate process groups, and interleaved stages use two more for
+    the opposite directions. Under NCCL a pair has one queue per group: with one direction per group
+    no message waits for another channel.
     """
 
     rank: int
     ranks: Sequence[int]
-    """Global ranks of all stages."""
     activations: dist.ProcessGroup
-    """Group of activations that go to a later stage."""
+    """Group of activations to later stages."""
     gradients: dist.ProcessGroup
-    """Group of gradients that go to an earlier stage."""
+    """Group of gradients to earlier stages."""
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
-    """The schedule whose parts of the model the stages hold."""
     other_way: Sequence[dist.ProcessGroup] = ()
-    """Groups of activations that go to an earlier stage and of gradients that go to a later one;
-    none where a stage holds one part."""
+    """Groups of activations to earlier stages and gradients to later stages, if interleaved."""
 
     @property
     def size(self) -> int:
-        """Number of stages."""
         return len(self.ranks)
 
     @property
     def parts(self) -> tuple[int, ...]:
-        """The parts of the model that this stage holds, one for each chunk."""
+        """Return this stage's parts of the model, one per chunk."""
         chunks, placement = self.schedule.chunks, self.schedule.placement
         return tuple(placement.part(self.rank, chunk, self.size) for chunk in range(chunks))
 
     @property
     def last_part(self) -> int:
-        """The model's last part."""
         return self.size * self.schedule.chunks - 1
 
     def stage_of(self, part: int) -> int:
-        """The stage that holds a part of the model."""
+        """Return the stage that holds a part."""
         return self.schedule.placement.stage_of(part, self.size)
 
     @property
     def is_first(self) -> bool:
-        """Whether this stage holds the model's first part, as `is_last` its last."""
+        """Return whether this stage holds the first part."""
         return 0 in self.parts
 
     @property
@@ -74,7 +65,6 @@ class PipelineLinks:
         return self.last_part in self.parts
 
     def group(self, channel: Channel) -> dist.ProcessGroup:
-        """The process group of a channel."""
         if channel.content is Content.ACTIVATIONS:
             return self.activations if channel.source < channel.target else self.other_way[0]
         return self.gradients if channel.source > channel.target else self.other_way[1]
@@ -86,15 +76,14 @@ class PipelineLinks:
         shapes: Sequence[MessageShapes],
         dtype: torch.dtype,
     ) -> "Inbox":
-        """Make an inbox for a step's messages of a channel to this stage."""
+        """Make an inbox for a step's messages on a channel to this stage."""
         return Inbox(messages, shapes, dtype, self.ranks[channel.source], self.group(channel))
 
     def outbox(self, channel: Channel, *, waits: bool) -> "Outbox":
-        """Make an outbox for a channel from this stage."""
         return Outbox(self.ranks[channel.target], self.group(channel), waits=waits)
 
     def for_schedule(self, schedule: PipelineSchedule) -> Self:
-        """The links of a schedule's parts, connected; collective over all ranks."""
+        """Return connected links for a schedule; collective over all ranks."""
         if schedule.chunks == 1:
             return replace(self, schedule=schedule)
         links = replace(self, schedule=schedule, other_way=_new_groups())
@@ -104,7 +93,7 @@ class PipelineLinks:
 
 
 def all_pipelines() -> list[list[int]]:
-    """The ranks of every pipeline, in stage order; Megatron numbers ranks stage by stage."""
+    """Return every pipeline's ranks by stage; Megatron numbers ranks stage by stage."""
     size = parallel_state.get_pipeline_model_parallel_world_size()
     pipelines = dist.get_world_size() // size
     return [list(range(first, pipelines * size, pipelines)) for first in range(pipelines)]
@@ -124,10 +113,9 @@ def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> Pipeline
 
 
 def _new_groups() -> list[dist.ProcessGroup]:
-    """Two new groups of this pipeline's ranks; collective over all ranks."""
     own: list[dist.ProcessGroup] = []
     for ranks in all_pipelines():
-        # Every rank takes part in creating every group, in the same order.
+        # Every rank creates every group, in the same order.
         groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for _ in range(2)]
         if dist.get_rank() in ranks:
             own = groups
@@ -136,7 +124,7 @@ def _new_groups() -> list[dist.ProcessGroup]:
 
 
 def _channels(links: PipelineLinks) -> list[Channel]:
-    """All channels of the pipeline, each once, in the order of the cuts."""
+    """Return all channels of the pipeline, in the order of the cuts."""
     stages = [links.stage_of(part) for part in range(links.last_part + 1)]
     channels = [
         channel
@@ -151,11 +139,10 @@ def _channels(links: PipelineLinks) -> list[Channel]:
 
 
 def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
-    """Send one number over every channel, one after another.
+    """Send one number over every channel in turn, to connect NCCL without deadlock.
 
-    NCCL builds a pair's communicator inside its first transfer and holds the host until the peer
-    enters the same one. In training, neighbours begin with different connections: the one posts a
-    receive of gradients, the other of activations, and each would wait for the other.
+    NCCL connects a pair in its first transfer and blocks until the peer joins. In training, one
+    neighbour would post a gradient receive first and its peer an activation receive.
     """
     token = torch.zeros(1, device=current_device())
     for channel in channels:
@@ -167,10 +154,10 @@ def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
 
 
 class Inbox:
-    """Messages of known shapes on one channel, in the order in which they are sent.
+    """Messages of known shapes on one channel, in sending order.
 
-    Each is asked for when it is taken, or ahead of that, when the one before it has come and the
-    operation is launched that it may be asked for after.
+    A receive is posted when needed, or earlier: after the previous message and the launch of
+    `after`.
     """
 
     def __init__(
@@ -198,16 +185,14 @@ class Inbox:
         return dist.irecv(tensor, self._source_rank, group=self._group)
 
     def launched(self, position: int) -> None:
-        """Ask for what is next, if it may be asked for after the launch of the stage's operation at
-        this position in its list."""
+        """Post the next receive if allowed after the launch of operation `position`."""
         if self._coming is None and self._messages:
             after = self._messages[-1][0].after
             if after is not None and after <= position:
                 self._ask()
 
     def take(self, cut: int, micro_batch: int, position: int) -> dict[str, torch.Tensor]:
-        """Wait for a message, which the operation at `position`, not launched yet, needs; returns
-        its tensors by tower."""
+        """Wait for the message that operation `position` needs; return its tensors by tower."""
         while (cut, micro_batch) not in self._here:
             if self._coming is None:
                 self._ask()
@@ -223,15 +208,15 @@ class Inbox:
 
 
 class Outbox:
-    """Messages on one channel; each is kept until it has left, and the next one waits until then
-    (`waits`) or not."""
+    """Messages on one channel, held until sent; with `waits` the next send waits for the
+    previous."""
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
         self._target_rank, self._group, self._waits = target_rank, group, waits
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
     def put(self, message: ByTower) -> None:
-        """Start sending tensors in their order."""
+        """Start sending tensors in order."""
         if self._waits:
             self.flush()
         self._leaving = [one for one in self._leaving if not one[1].is_completed()]
@@ -242,7 +227,7 @@ class Outbox:
                 self._leaving.append((tensor, work))
 
     def flush(self) -> None:
-        """Wait until everything has left."""
+        """Wait until all sends are done."""
         for _, work in self._leaving:
             work.wait()
         self._leaving.clear()

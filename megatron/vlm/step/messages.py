@@ -1,27 +1,23 @@
-"""Messages that stages exchange in a step: their order, and when a receive may be posted.
+"""Messages between stages in a step: their order, and when receives may be posted.
 
-Both sides of a message know it from the lists of operations. A *channel* is an ordered pair of
-stages and what goes from the one to the other, activations or gradients; its messages go in the
-order of the sender's operations, and those that come before they are needed wait at the receiver.
+A *channel* is an ordered pair of stages with a content, activations or gradients. Messages go in
+the order of the sender's operations; early messages wait at the receiver. No stage deadlocks, under
+gloo or NCCL:
 
-No stage waits for ever, by gloo's rules or by NCCL's:
-
-- A stage waits for a message, which its sender sends when its list comes to it. What is sent before
-  it on the channel has been sent by then too, so that a channel's order never holds it up. That the
-  lists do not wait for each other in a ring, `OperationGraph` has checked.
-- A stage that sends may wait until the message before it on the channel has left, that is, until
-  its receiver has asked for it, at the latest where its list takes it. `StepMessages.sends_wait`
-  says whether it may: whether there is still no ring with these waits. All planned schedules allow
-  it, and it keeps no more than one message of a channel in memory; with other lists, what is sent
-  waits for nothing.
-- Under NCCL a receive is a kernel that spins until its message comes, and whatever waits for the
-  whole device waits for it too: a kernel that is loaded at its first launch, memory that is given
-  back to the driver. First launches are those of the first forward and the first backward of every
-  chunk. What is on its way then must not depend on that launch. So each message has the operation
-  after whose launch it may be asked for: the last first launch before it is needed that it depends
-  on. Nor is any asked for at the first launch of the operation that took the one before it. Later,
-  only two neighbours that both wait for their devices could block each other; the launchers'
-  settings (scripts/job.sh) keep them from it.
+- A stage waits for a message until its sender reaches it. Earlier messages of the channel were sent
+  before. `OperationGraph` has checked that the operation lists have no cycle of waits.
+- A send may wait until the channel's previous message has left, at the latest when its receiver
+  takes
+  it. `StepMessages.sends_wait` is set if the waits still have no cycle, as in all planned
+  schedules;
+  then a channel keeps one message in memory. Otherwise sends never wait.
+- Under NCCL a pending receive is a spinning kernel, which blocks device-wide waits: a kernel's
+  first
+  launch (loading), and memory returned to the driver. First launches are in every chunk's first
+  forward and backward. Pending messages must not depend on such a launch, so each is requested only
+  after `after`: the last first launch before its use that it depends on. It is never requested at
+  the first launch of the operation that took the previous message. Later, only two neighbours that
+  both wait for their devices could deadlock; scripts/job.sh's settings prevent that.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,11 +29,11 @@ from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import Pass, StageOperations
 
 _KEPT_STEPS = 8
-"""Number of steps' messages cached, as a run's steps have a few numbers of micro-batches."""
+"""Cached steps: a run's steps have few different numbers of micro-batches."""
 
 
 class Content(StrEnum):
-    """What goes from one stage to another."""
+    """Kind of tensors between stages."""
 
     ACTIVATIONS = "activations"
     GRADIENTS = "gradients"
@@ -45,7 +41,7 @@ class Content(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """An ordered pair of stages, and what goes from the one to the other."""
+    """An ordered pair of stages and a content."""
 
     source: int
     target: int
@@ -54,31 +50,31 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What a receiver knows of a message."""
+    """A message as its receiver knows it."""
 
     cut: int
-    """Cut that it crosses, between the parts of the model `cut` and `cut` + 1."""
+    """Cut between parts `cut` and `cut` + 1."""
     micro_batch: int
     after: int | None
-    """Position in the receiver's list of the operation after whose launch it may be asked for, once
-    the message before it has come; -1: before any. None of a channel's first message, which is
-    asked for when it is needed."""
+    """Receiver's operation to launch before the receive may be posted, or -1 for any time.
+
+    None for a channel's first message, which is requested on use.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessages:
-    """The messages of a step between all stages."""
+    """Messages of a step between all stages."""
 
     channels: Mapping[Channel, tuple[Message, ...]]
-    """Messages of every channel that has any, in the order in which they are sent."""
+    """Messages of every used channel, in sending order."""
     sends_wait: bool
-    """Whether a stage that sends waits until the message before it on the channel has left."""
+    """Whether a send waits until the channel's previous message has left."""
 
 
 @lru_cache(maxsize=_KEPT_STEPS)
 def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMessages:
-    """Find the messages of a step, whose gradients come back over `trained_cuts`, and when each may
-    be asked for."""
+    """Return a step's messages; gradients go back over `trained_cuts`."""
     flows = _Flows(graph, trained_cuts)
     waits, with_sends = flows.waits(), [*flows.waits(), *flows.waits_of_sends()]
     sends_wait = flows.order(with_sends) is not None
@@ -99,7 +95,7 @@ def step_messages(graph: OperationGraph, trained_cuts: frozenset[int]) -> StepMe
 
 @dataclass(frozen=True, slots=True)
 class _Transfer:
-    """A message, with the numbers of the operations that send it and that need it."""
+    """A message, with the numbers of its sending and receiving operations."""
 
     cut: int
     micro_batch: int
@@ -108,16 +104,16 @@ class _Transfer:
 
 
 _Waits = Iterable[tuple[int, int]]
-"""Numbers of an operation, and of one that waits until it is done."""
+"""Pairs of an operation and an operation that waits for it."""
 
 
 class _Flows:
-    """Messages between operations, which are numbered in the order of the lists of all stages."""
+    """Messages between operations, numbered over the lists of all stages."""
 
     def __init__(self, graph: OperationGraph, trained_cuts: frozenset[int]) -> None:
         schedule = graph.schedule
         self.first = [0]
-        """Number of every stage's first operation, and last how many there are."""
+        """Number of every stage's first operation, then the total."""
         for operations in schedule.operations:
             self.first.append(self.first[-1] + len(operations))
         place = {
@@ -144,33 +140,31 @@ class _Flows:
         ]
 
     def waits(self) -> list[tuple[int, int]]:
-        """Waits by the lists, and for what operations need."""
+        """Return waits within the lists and for operations' inputs."""
         stages = zip(self.first, self.first[1:], strict=False)
         by_list = [(one, one + 1) for first, end in stages for one in range(first, end - 1)]
         sent = (one for transfers in self.channels.values() for one in transfers)
         return by_list + [(one.sender, one.receiver) for one in sent]
 
     def waits_of_sends(self) -> Iterator[tuple[int, int]]:
-        """Waits, in an operation that sends, until the receiver comes to where it takes the message
-        before at the latest."""
+        """Return a send's waits for the receiver to take the previous message."""
         for channel, sent in self.channels.items():
             for taken, following in zip(self._taken[channel], sent[1:], strict=False):
                 if taken > self.first[channel.target]:
                     yield taken - 1, following.sender
 
     def asked(self, waits: _Waits) -> dict[Channel, list[int | None]]:
-        """Number of the operation after whose launch each message may be asked for, maybe the one
-        before the stage's first; None of a channel's first message.
+        """Return the operation to launch before each receive, or None for first messages.
 
-        It is before the first launches that the message does not depend on, but for that of the
-        operation which took the one before it.
+        It precedes first launches that the message does not depend on, except the launch of the
+        operation that took the previous message.
         """
         needs = self._launches_needed(waits)
 
         def after(channel: Channel, number: int) -> int:
             sender = self.channels[channel][number].sender
             start, end = self._taken[channel][number - 1 : number + 1]
-            # First launches while the message is on its way, asked for when the one before it came.
+            # First launches between request and arrival, if requested after the previous message.
             between = [one for one in self._launches[channel.target] if start <= one < end]
             late = [one for one in between if one == start or needs[sender] >> one & 1]
             return max(late, default=self.first[channel.target] - 1)
@@ -181,7 +175,7 @@ class _Flows:
         }
 
     def _launches_needed(self, waits: _Waits) -> list[int]:
-        """First launches that every operation depends on, its own included, as bits by number."""
+        """Return a bit mask of first launches that every operation depends on, with its own."""
         launches = {one for of_stage in self._launches for one in of_stage}
         before, order = self._before(waits), self.order(waits)
         assert order is not None, "the lists have no ring"
@@ -199,7 +193,7 @@ class _Flows:
         return before
 
     def order(self, waits: _Waits) -> list[int] | None:
-        """All operations, each after those that it waits for; None where some wait in a ring."""
+        """Return a topological order of the operations, or None if waits have a cycle."""
         before = self._before(waits)
         missing = [len(one) for one in before]
         after: list[list[int]] = [[] for _ in before]
@@ -216,8 +210,8 @@ class _Flows:
 
 
 def _taken(sent: Sequence[_Transfer]) -> list[int]:
-    """Number of the receiver's operation that takes each message: the one that needs it, or before
-    that one that needs a later message."""
+    """Return the operation that takes each message: its user, or an earlier user of a later
+    message."""
     taken = [one.receiver for one in sent]
     for number in reversed(range(len(taken) - 1)):
         taken[number] = min(taken[number : number + 2])
@@ -225,7 +219,7 @@ def _taken(sent: Sequence[_Transfer]) -> list[int]:
 
 
 def _first_launches(operations: StageOperations, first: int) -> list[int]:
-    """Numbers of a stage's operations that are the first of their kind and chunk, in order."""
+    """Return a stage's first operations of each kind and chunk, in order."""
     seen = dict[tuple[Pass, int], int]()
     for number, one in enumerate(operations, start=first):
         seen.setdefault((one.kind, one.chunk), number)

@@ -1,13 +1,10 @@
-"""What data-parallel ranks exchange while a stage computes: gradients summed, weights gathered.
+"""Overlap of a stage's data-parallel exchanges: gradients reduced, weights gathered.
 
-Megatron-core's DistributedDataParallel divides a stage's parameters into buckets and exchanges
-each by itself, without waiting. When, it leaves to the order in which gradients are ready and
-weights are used, which ranks with other packs do not share: a pack without images takes other
-ways through a stage, and a rank may have no pack at all. Collectives that ranks begin in
-different orders take each other's data. So the buckets are begun here, in one order on every
-rank: of the gradients, a bucket when all up to it are ready, in the last backward of each chunk of
-the model that the stage holds; of the weights, all of them after the update, first those that the
-forward needs first. Each layer, and each other unit, waits for its weights before its forward.
+Core's DistributedDataParallel starts its buckets as gradients become ready and weights are used.
+Ranks with different packs differ in that order (a pack without images, or no pack), and collectives
+in different orders mix their data. So buckets start here in one order on all ranks: gradients when
+all previous buckets are ready, in each chunk's last backward; weights after the update, in forward
+order. Each layer or other unit waits for its weights before its forward.
 """
 
 from collections.abc import Iterator, Sequence
@@ -25,14 +22,12 @@ class DataParallelOverlap:
 
     Args:
         models: the stage's chunks, in model order, made with `overlap_grad_reduce`,
-            `overlap_param_gather` and `align_param_gather`, on weights that are the same on every
-            data-parallel rank.
+            `overlap_param_gather` and `align_param_gather`.
     """
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
         self._models = models
-        # From the model's end, as their gradients become ready: core orders those of experts,
-        # which other ranks exchange, by themselves.
+        # From the model's end, as gradients become ready; core orders experts separately.
         parameters = (parameter for model in models for parameter in model.module.parameters())
         place = {parameter: place for place, parameter in enumerate(parameters)}
         self._buckets = sorted(
@@ -51,10 +46,9 @@ class DataParallelOverlap:
         self._missing: list[set[torch.nn.Parameter]] = []
         self._begun = 0
         self._in_last = set[int]()
-        """Chunks whose last backward has begun."""
         for chunk, model in enumerate(models):
             trained = [one for one in model.module.parameters() if one.requires_grad]
-            # On core's own nodes: behind its hook, which adds the gradient to the bucket.
+            # On core's own nodes: after its hook, which adds the gradient to the bucket.
             deferred = model.module.deferred
             late = frozenset() if deferred is None else deferred.parameters
             for parameter, node in zip(trained, model.grad_accs, strict=True):
@@ -63,15 +57,15 @@ class DataParallelOverlap:
             if deferred is not None:
                 deferred.on_gradient = partial(self._on_gradient, chunk)
             for unit in _units(model.module):
-                # Core's hooks wait for the parameters of the module that is called. A fused
-                # operation of a layer takes those of its norms, which nobody calls.
+                # Core's hooks wait for the called module's parameters. A layer's fused operations
+                # use norms that are never called.
                 own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
                 unit.register_forward_pre_hook(partial(self._wait_for, own))
         self._mark_gathered()
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Run a step's micro-batches inside; begins all reductions that have not begun by its end.
+        """Run a step's micro-batches inside; begins all remaining reductions at the end.
 
         Core's own count of ready gradients stays off.
         """
@@ -82,14 +76,12 @@ class DataParallelOverlap:
                 without_sums.enter_context(model.no_sync())
             yield
         self._in_last.clear()
-        # On a rank without micro-batches, all; where a pack leaves out parameters, what it left.
+        # All on a rank without micro-batches, or parameters that a pack did not use.
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self, chunk: int) -> None:
-        """From here on a gradient of a chunk is ready when it has been added to its bucket.
-
-        One that comes in the second part of backwards is ready when the last of these adds it.
-        """
+        """Mark gradients of a chunk as ready once added to their bucket, the last time if
+        deferred."""
         self._in_last.add(chunk)
 
     def _on_gradient(self, chunk: int, parameter: torch.nn.Parameter, *_: object) -> None:
@@ -109,13 +101,13 @@ class DataParallelOverlap:
         self._begun = max(self._begun, end)
 
     def finish_reduction(self) -> None:
-        """Wait for the reductions of a step whose gradients nobody will use."""
+        """Wait for the reduction of unused gradients."""
         for model in self._models:
             model.finish_grad_sync()
         self._mark_gathered()
 
     def begin_gather(self, changed: bool) -> None:
-        """Begin to gather all weights, if the update has changed each rank's share."""
+        """Begin to gather all weights if the update changed each rank's shard."""
         if not changed:
             self._mark_gathered()
             return
@@ -123,7 +115,7 @@ class DataParallelOverlap:
             bucket.start_param_sync()
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights are gathered; before they change, or are read but by a forward."""
+        """Wait until all weights are gathered, before they change or are read outside a forward."""
         for bucket in self._buckets:
             bucket.finish_param_sync(skip_next_bucket_dispatch=True)
 
@@ -132,13 +124,13 @@ class DataParallelOverlap:
             self._buckets[number].finish_param_sync(skip_next_bucket_dispatch=True)
 
     def _mark_gathered(self) -> None:
-        """Say that this rank's weights are whole: core would gather them before the forward."""
+        """Mark this rank's weights as gathered; core would gather them before the forward."""
         for bucket in self._buckets:
             bucket.param_gather_dispatched = True
 
 
 def _units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules that a stage calls one after another, each layer by itself."""
+    """Return the stage's modules in calling order, layer by layer."""
     for part in stage.children():
         if isinstance(part, PlannedBlock):
             yield from part.layers

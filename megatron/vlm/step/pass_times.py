@@ -1,6 +1,4 @@
-"""Times of a step's passes, in the order of their micro-batches.
-
-A stage runs them in the order of its schedule, and its clock lists them so.
+"""Times of a step's passes by micro-batch, from a stage's clock in schedule order.
 
 Shapes: c chunks of a stage, m micro-batches of a rank in a step.
 """
@@ -15,8 +13,7 @@ from omnibal.pipeline.schedules import Pass
 
 
 def in_place(links: PipelineLinks, in_turn_ms: Sequence[float], *kinds: Pass) -> np.ndarray:
-    """Times of passes of some kinds by micro-batch and chunk, given in the order in which the stage
-    runs them. [m, c]"""
+    """Return pass times of some kinds by micro-batch and chunk, from schedule order, [m, c]."""
     schedule = links.schedule
     micro_batches = len(in_turn_ms) // schedule.chunks
     listed = schedule.rule(links.size, schedule.chunks, micro_batches).operations[links.rank]
@@ -27,7 +24,7 @@ def in_place(links: PipelineLinks, in_turn_ms: Sequence[float], *kinds: Pass) ->
 
 
 def forward_and_backward_ms(links: PipelineLinks, intervals: Sequence[Interval]) -> np.ndarray:
-    """Times of a stage's forwards and whole backwards in a step. [2, m, c]"""
+    """Return times of a stage's forwards and whole backwards in a step, [2, m, c]."""
     forward_ms = in_place(links, each_ms(intervals, Phase.FORWARD), Pass.FORWARD)
     of_backward = Pass.BACKWARD, Pass.BACKWARD_INPUT
     backward_ms = in_place(links, each_ms(intervals, Phase.BACKWARD), *of_backward)

@@ -1,10 +1,9 @@
-"""AdamW over weights that data-parallel ranks divide: each updates its part.
+"""AdamW over sharded weights: each rank updates its shard.
 
-It is what core's distributed optimizer does with its part of core's buffers, under the same
-settings: float32 weights and moments of a part, no weight decay of vectors, one norm of all
-gradients, a step that is left out where any is not finite.
+As core's distributed optimizer with the same settings: float32 weights and moments, no weight decay
+of vectors, one norm of all gradients, no update if any gradient is not finite.
 
-Shapes: Q of a rank's part of the weights of a unit.
+Shapes: Q values of a rank's shard of a unit's weights.
 """
 
 import math
@@ -23,12 +22,12 @@ _CLIP_MARGIN = 1e-6  # core's, so that it clips alike
 
 
 class ShardedAdam:
-    """AdamW of this rank's part of all trained weights.
+    """AdamW of this rank's shards of all trained weights.
 
     Args:
-        gradients: of all trained weights.
-        tensor_group: tensor-parallel ranks, which have parts of the same places.
-        settings: of every group, of torch's AdamW and those that core's schedule reads.
+        gradients: gradients by weights.
+        tensor_group: tensor-parallel ranks, with shards at the same offsets.
+        settings: settings of every group, for torch's AdamW and core's scheduler.
     """
 
     def __init__(
@@ -38,10 +37,9 @@ class ShardedAdam:
         settings: Mapping[str, Any],
     ) -> None:
         self._gradients, self._tensor_group = gradients, tensor_group
-        # A rank's part of the weights in float32: itself, where it is.
+        # Float32 weights: the shard itself if it is float32.
         self._main_of = {flat: flat.own_Q.float() for flat in gradients}
         self.ranges = list[MainRange]()
-        """What this rank updates."""
         for flat, main_Q in self._main_of.items():
             for own in flat.ranges():
                 main = main_Q[own.place]
@@ -51,18 +49,16 @@ class ShardedAdam:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of settings (torch's name)."""
+        """Return the parameter groups (torch's name)."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 
     def scale_gradients(self, factor: float) -> None:
-        """Multiply all gradients."""
         for gradients in self._gradients.values():
             gradients.own_Q *= factor
 
     def sum_over_tensor_ranks(self) -> None:
-        """Sum gradients of which tensor-parallel ranks each have what their part of the sequence,
-        or of the heads, gives; collective over them."""
+        """Sum gradients of sequence-parallel parameters over tensor-parallel ranks; collective."""
         partial = [
             one.main.grad
             for one in self.ranges
@@ -78,7 +74,7 @@ class ShardedAdam:
             gradient.copy_(summed)
 
     def step(self, clip_grad: float, norm: float) -> None:
-        """Clip gradients to a norm of `clip_grad` together, if it is not 0, and step."""
+        """Clip the joint gradient norm to `clip_grad`, if not 0, and step."""
         factor = clip_grad / (norm + _CLIP_MARGIN)
         if 0 < factor < 1:
             self.scale_gradients(factor)
@@ -88,18 +84,18 @@ class ShardedAdam:
                 flat.own_Q.copy_(main_Q)
 
     def reload_model_params(self) -> None:
-        """Take the weights as they are (core's name); for after they were loaded alone."""
+        """Reload main weights after loading weights alone (core's name)."""
         for flat, main_Q in self._main_of.items():
             main_Q.copy_(flat.own_Q)
 
     def norm(self) -> float:
-        """Norm of the gradients of all ranks together, each counted once; collective over them."""
+        """Return the norm of all ranks' gradients, each counted once; collective."""
         first = self._tensor_group.rank() == 0
         counted = [
             one.main.grad
             for one in self.ranges
             if one.flat.groups.copies.rank() == 0
-            # Core's mark of a second copy, on another stage.
+            # Core's mark of a second copy on another stage.
             and not vars(one.own.parameter).get("shared", False)
             and (first or vars(one.own.parameter)["tensor_model_parallel"])
         ]
@@ -109,7 +105,7 @@ class ShardedAdam:
 
 
 def _groups(ranges: Sequence[MainRange], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Groups as core makes them: vectors do not decay, and experts are by themselves."""
+    """Return groups as in core: vectors do not decay, experts are separate."""
     groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
     for is_expert in sorted({one.is_expert for one in ranges} | {False}):
         groups |= {(is_expert, False): [], (is_expert, True): []}

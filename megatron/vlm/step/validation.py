@@ -1,4 +1,4 @@
-"""Validation: the loss on held-out data, through the pipeline that trains."""
+"""Validation loss on held-out data, through the training pipeline."""
 
 import time
 from collections.abc import Callable
@@ -11,17 +11,16 @@ from omnibal.job.runlog import ValidationRecord
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Validation:
-    """This data-parallel rank's share of the held-out packs; may be empty."""
+    """This data-parallel rank's held-out packs; may be empty."""
 
     batches: Callable[[], MicroBatchStream]
     """Function that reads the packs from the start, as this stage needs them."""
     slots: int = 0
-    """Micro-batches of the rank, where it runs empty ones to join others."""
+    """Micro-batches of the rank, with empty ones to join other ranks."""
 
 
 def validate(trainer: Trainer, validation: Validation, step: int) -> ValidationRecord:
-    """Weighted mean loss over the held-out packs, as the training loss is, after `step` steps;
-    collective."""
+    """Return the weighted mean loss over the held-out packs after `step` steps; collective."""
     started = time.perf_counter()
     seen = SeenBatches()
     batches = seen.count(trainer.joining(validation.batches(), validation.slots))

@@ -1,4 +1,4 @@
-"""SwiGLU and GELU, with the bias before it, that keep their input only.
+"""SwiGLU and GELU, with the preceding bias, that keep only their input.
 
 Shapes: R rows (any number of leading axes), F feed-forward width of this rank, I = 2F gate and
 value as the first product gives them.
@@ -24,11 +24,8 @@ class Gelu(Enum):
 
 
 def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.Tensor:
-    """Return silu(gate) * value (Shazeer 2020, arXiv 2002.05202): [..., 2F] to [..., F].
-
-    Args:
-        bias_I: to be added to gate and value first.
-    """
+    """Return silu(gate) * value (Shazeer 2020, arXiv 2002.05202) after adding the bias: [...,
+    2F] to [..., F]."""
     if inner_RI.is_cuda:
         return Swiglu.apply(inner_RI, bias_I)
     return _eager_swiglu(inner_RI, bias_I)
@@ -37,7 +34,6 @@ def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.
 def bias_gelu(
     inner_RF: torch.Tensor, bias_F: torch.Tensor, form: Gelu = Gelu.EXACT
 ) -> torch.Tensor:
-    """Return gelu(inner + bias)."""
     if inner_RF.is_cuda:
         return BiasGelu.apply(inner_RF, bias_F, form)
     return _eager_bias_gelu(inner_RF, bias_F, form)
@@ -96,8 +92,6 @@ def _bias_gelu_backward(
 
 
 class Swiglu(torch.autograd.Function):
-    """`swiglu` on any device."""
-
     @staticmethod
     def forward(ctx, inner_RI, bias_I):
         inner_RI = inner_RI.contiguous()
@@ -110,8 +104,6 @@ class Swiglu(torch.autograd.Function):
 
 
 class BiasGelu(torch.autograd.Function):
-    """`bias_gelu` on any device."""
-
     @staticmethod
     def forward(ctx, inner_RF, bias_F, form):
         inner_RF = inner_RF.contiguous()

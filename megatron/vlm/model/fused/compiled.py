@@ -1,4 +1,4 @@
-"""Bodies of fused operations: plain torch, compiled if its tensors are on a CUDA device."""
+"""Compilation of fused operations' bodies on CUDA."""
 
 import functools
 from collections.abc import Callable
@@ -8,15 +8,11 @@ import torch
 from torch.utils._pytree import tree_map_only
 
 Body = Callable[..., Any]
-"""A function that returns new tensors; its first argument is a tensor, others may be tuples."""
+"""Function that returns new tensors. Its first argument is a tensor, others may be tuples."""
 
 
 def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
-    """Decorate a body, whose result nothing differentiates.
-
-    Args:
-        name: of the operation, as plans and fake devices know it.
-    """
+    """Decorate a body that autograd does not differentiate; `name` is the operation's in plans."""
 
     def decorate(body: Body) -> Body:
         @functools.wraps(body)
@@ -32,12 +28,12 @@ def compiled_on_cuda(name: str) -> Callable[[Body], Body]:
 
 @functools.cache
 def compile_body(name: str, body: Body) -> Body:
-    """Return the compiled body, which takes shapes that change as they come."""
+    """Return the body compiled for dynamic shapes."""
     run = torch.compile(body)
 
     @functools.wraps(body)
     def run_detached(*arguments: Any) -> Any:
-        # Else each choice of tensors that need gradients would be compiled apart.
+        # Otherwise each combination of `requires_grad` would be compiled separately.
         return run(*tree_map_only(torch.Tensor, torch.Tensor.detach, arguments))
 
     return run_detached

@@ -1,9 +1,9 @@
-"""Cross entropy of logits that tensor-parallel ranks may share: keeps the logits as they come.
+"""Vocabulary-parallel cross entropy that keeps 16-bit logits.
 
-Torch's own keeps an fp32 softmax and makes two fp32 gradients, 12 bytes a logit at its peak; this
-one keeps the 16 bit logits and makes a 16 bit gradient, 4 bytes. Sums are in fp32 either way.
+It makes a 16-bit gradient, 4 bytes per logit at peak; torch's fp32 softmax and gradients need 12.
+Sums are in fp32 in both.
 
-Shapes: L loss positions, W words of this rank, of which the last may be padding.
+Shapes: L loss positions, W words of this rank, the last maybe padding.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,18 @@ from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 @dataclass(frozen=True, slots=True)
 class OwnWords:
-    """Words of a vocabulary whose logits this rank has."""
+    """This rank's words of the vocabulary."""
 
     first: int
-    """Number of the first one in the whole vocabulary."""
+    """Number of the first word in the whole vocabulary."""
     count: int
-    """Words without padding; logits after them stand for no word."""
+    """Unpadded words."""
     group: dist.ProcessGroup | None
-    """Ranks that have the others; None where this one has all."""
+    """Ranks that divide the vocabulary, or None for one rank."""
 
 
 def cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWords) -> torch.Tensor:
-    """Return the loss of each position, float32 [L].
-
-    Args:
-        labels_L: numbers of words in the whole vocabulary.
-    """
+    """Return the loss of each position, float32 [L]; labels are numbers in the whole vocabulary."""
     if logits_LW.is_cuda:
         return CrossEntropy.apply(logits_LW, labels_L, words)
     logits_LW = logits_LW.float()
@@ -44,9 +40,9 @@ def cross_entropy(logits_LW: torch.Tensor, labels_L: torch.Tensor, words: OwnWor
 
 
 def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
-    """Take words of padding out of the softmax, in place.
+    """Exclude padded words from the softmax, in place.
 
-    Autograd need not know: their share of the softmax is 0, and so is their gradient.
+    Autograd need not know: their probability and gradient are 0.
     """
     logits_LW.detach()[:, words.count :].fill_(-torch.inf)
 
@@ -55,8 +51,10 @@ def hide_padding(logits_LW: torch.Tensor, words: OwnWords) -> None:
 def _partial(
     logits_LW: torch.Tensor, labels_L: torch.Tensor, first: int, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the largest own logit of each position; and the sum of all exponentials over it, and
-    the label's logit, which is 0 if another rank has it, float32 [2, L]."""
+    """Return the largest local logit per position, the sum of exponentials and the label's logit.
+
+    The label's logit is 0 if another rank has it. float32 [2, L]
+    """
     own_LW = logits_LW[:, :count].float()
     if not count:  # all words of this rank are padding
         zeros_L = own_LW.sum(1)
@@ -84,14 +82,14 @@ def _backward(
     shares_LW = torch.exp(logits_LW.float() - normalizer_L.unsqueeze(1))
     is_label_LW = words_W == (labels_L - first).unsqueeze(1)
     gradient_LW = torch.where(is_label_LW, shares_LW - 1, shares_LW) * gradient_L.unsqueeze(1)
-    # A label of the next rank's has the number of a padded word here.
+    # A label of the next rank has the number of a padded word here.
     return torch.where(words_W < count, gradient_LW, 0.0).to(logits_LW.dtype)
 
 
 def combined(
     largest_L: torch.Tensor, sums_2L: torch.Tensor, group: dist.ProcessGroup | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and log-sum-exp of the whole vocabulary, [L] each, from `_partial` of every rank."""
+    """Combine `_partial` of every rank into losses and log-sum-exp, [L] each."""
     if group is not None:
         own_largest_L = largest_L.clone()
         dist.all_reduce(largest_L, op=dist.ReduceOp.MAX, group=group)
@@ -102,8 +100,6 @@ def combined(
 
 
 class CrossEntropy(torch.autograd.Function):
-    """`cross_entropy` on any device."""
-
     @staticmethod
     def forward(ctx, logits_LW, labels_L, words):
         logits_LW = logits_LW.contiguous()

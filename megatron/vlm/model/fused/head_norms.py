@@ -1,8 +1,7 @@
-"""InternViT's norms of q and k, each over all heads of all ranks together, for both at once.
+"""InternViT's q and k norms, each over all heads of all tensor-parallel ranks.
 
-They take q, k and v as their product gives them, interleaved by head, and backward gives the
-gradient of that product. Between ranks, one sum a position goes for q and one for k, in one message
-a direction.
+They split the interleaved product into q, k and v; backward returns the product's gradient. Ranks
+exchange the sums of q and k per position in one message per direction.
 
 Shapes: S sequence, B batch (tiles), N heads of this rank, D head size, W = N * D.
 """
@@ -26,16 +25,13 @@ def split_with_norms(
     eps: float,
     group: dist.ProcessGroup | None,
 ) -> Heads:
-    """Take q, k and v apart, with q and k divided by their root mean square over all heads.
+    """Split q, k and v, with RMSNorm of q and k over all heads; v is a view of the input.
 
     Args:
-        qkv_SBN3D: [S, B, N, 3 D]; a head's q, k and v.
-        weights_W: of q's norm and of k's.
-        width: of all ranks' heads together, without padding; padded heads are zero.
-        group: ranks that the heads are divided over; None where this one has all.
-
-    Returns:
-        q, k and v; v is a view of what was given.
+        qkv_SBN3D: [S, B, N, 3 D], with q, k and v per head.
+        weights_W: weights of q's and k's norms.
+        width: unpadded width of all ranks' heads; padded heads are zero.
+        group: ranks that divide the heads, or None for one rank.
     """
     if qkv_SBN3D.is_cuda or group is not None:
         return HeadNorms.apply(qkv_SBN3D, *weights_W, width, eps, group)
@@ -48,7 +44,7 @@ def split_with_norms(
 
 
 def _sum_squares(qkv_SBN3D: torch.Tensor) -> torch.Tensor:
-    """Return the sums of squares of q and of k over this rank's heads, float32 [2, S, B]."""
+    """Return local sums of squares of q and k, float32 [2, S, B]."""
     query_SBND, key_SBND, _ = qkv_SBN3D.chunk(3, -1)
     return torch.stack([x_SBND.float().square().sum((2, 3)) for x_SBND in (query_SBND, key_SBND)])
 
@@ -67,7 +63,7 @@ def _norms(
     """Return normed q and k, and both their rstds, float32 [2, S, B].
 
     Args:
-        sums_2SB: sums of squares over all ranks; None where this rank has all heads.
+        sums_2SB: sums over all ranks, or None if this rank has all heads.
     """
     if sums_2SB is None:
         sums_2SB = _sum_squares(qkv_SBN3D)
@@ -87,7 +83,7 @@ def _sum_along(
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> torch.Tensor:
-    """Return the gradients' parts along normed q and k, summed over this rank's heads."""
+    """Return the gradients' components along normed q and k, summed locally."""
     pairs = _weighted_and_units(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
     return torch.stack([(own_SBND * unit_SBND).sum((2, 3)) for own_SBND, unit_SBND in pairs])
 
@@ -98,7 +94,7 @@ def _weighted_and_units(
     weights_W: Sequence[torch.Tensor],
     rstds_2SB: torch.Tensor,
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return the weighted gradient and the value over its root mean square, of q and of k."""
+    """Return the weighted gradient and the normed value, of q and of k."""
     heads, rstds_2SB11 = qkv_SBN3D.chunk(3, -1)[:2], rstds_2SB[..., None, None]
     return [
         (gradient_SBND.float() * weight_W.view(x_SBND.shape[2:]), x_SBND * rstd_SB11)
@@ -120,10 +116,10 @@ def _backward(
     along_2SB: torch.Tensor | None,
     width: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of q, k and v in one, and of both weights, [2, W].
+    """Return the joint gradient of q, k and v, and of both weights, [2, W].
 
     Args:
-        along_2SB: what `_along` returns, summed over ranks; None where this rank has all heads.
+        along_2SB: summed result of `_along`, or None if this rank has all heads.
     """
     if along_2SB is None:
         along_2SB = _sum_along(qkv_SBN3D, gradients_SBND, weights_W, rstds_2SB)
@@ -144,8 +140,6 @@ def _backward(
 
 
 class HeadNorms(torch.autograd.Function):
-    """`split_with_norms` on any device."""
-
     @staticmethod
     def forward(ctx, qkv_SBN3D, query_weight_W, key_weight_W, width, eps, group):
         qkv_SBN3D = qkv_SBN3D.contiguous()

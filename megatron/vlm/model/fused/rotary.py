@@ -1,8 +1,8 @@
-"""Rotary position embedding of packed samples, which takes q, k and v out of their product; and the
-same behind a norm of every head of q and of k, as Qwen3 has it.
+"""Rotary position embedding of packed samples, with the split of q, k and v, and Qwen3's head
+norms.
 
-Shapes: T packed tokens, G key/value heads of this rank, Q queries' heads of each, N = G * Q,
-D head size.
+Shapes: T packed tokens, G key/value heads of this rank, Q queries' heads of each, N = G * Q, D head
+size.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,14 @@ Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Rotation(NamedTuple):
-    """Cosines and sines of every token's angles, float32 [T, D / 2]; made once a micro-batch."""
+    """Cosines and sines per token, float32 [T, D / 2]; made once a micro-batch."""
 
     cosines: torch.Tensor
     sines: torch.Tensor
 
 
 class HeadWeights(NamedTuple):
-    """Weights of q's norm and of k's, [D] each and the same for all heads, and what is added to
-    their mean squares."""
+    """Weights of q's and k's norms, [D] each for all heads, and epsilon."""
 
     query_D: torch.Tensor
     key_D: torch.Tensor
@@ -39,14 +38,13 @@ def rotation(
     frequencies: torch.Tensor,
     first: torch.Tensor | None = None,
 ) -> Rotation:
-    """Angles of every token at its position within its sample, without a word to the host.
+    """Return the rotation of every token by its position in the sample, without host sync.
 
     Args:
-        borders: where samples begin and, at last, end, int32 [samples + 1], on the device.
-        tokens: tokens of all samples together.
+        borders: sample borders, int32 [samples + 1], on the device.
+        tokens: total tokens.
         frequencies: of RoPE (Su et al. 2021, arXiv 2104.09864), float32 [D / 2].
-        first: where there are pieces of samples in their place, each one's first token within its
-            sample, int32 [pieces], on the device.
+        first: for pieces of samples, first token within the sample, int32 [pieces], on the device.
     """
     places_T = torch.arange(tokens, device=borders.device, dtype=borders.dtype)
     samples_T = torch.bucketize(places_T, borders[1:], right=True)
@@ -60,11 +58,11 @@ def rotation(
 def sectioned_rotation(
     positions_3S: torch.Tensor, axes_F: torch.Tensor, frequencies: torch.Tensor
 ) -> Rotation:
-    """Angles of every token of multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1).
+    """Return the rotation of multimodal RoPE (Qwen2-VL, arXiv 2409.12191, section 2.1).
 
     Args:
         positions_3S: time, row and column of every token.
-        axes_F: which of the three each frequency turns by, int64 [D / 2].
+        axes_F: axis of each frequency, int64 [D / 2].
         frequencies: float32 [D / 2].
     """
     angles = positions_3S.T.index_select(1, axes_F) * frequencies
@@ -72,10 +70,7 @@ def sectioned_rotation(
 
 
 def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation) -> Heads:
-    """Take q, k and v out of [T, G, (Q + 2) D], with q and k turned by their positions' angles.
-
-    What is given is not kept.
-    """
+    """Split [T, G, (Q + 2) D] into q, k and v, rotating q and k. The input is not kept."""
     if qkv.is_cuda:
         return SplitAndRotate.apply(qkv, queries_per_group, *turned_by)
     query_TND, key_TGD, value_TGD = _split_heads(qkv, queries_per_group)
@@ -86,10 +81,9 @@ def split_and_rotate(qkv: torch.Tensor, queries_per_group: int, turned_by: Rotat
 def split_norm_and_rotate(
     qkv: torch.Tensor, queries_per_group: int, turned_by: Rotation, norms: HeadWeights
 ) -> Heads:
-    """Take q, k and v out of [T, G, (Q + 2) D], with q's and k's heads divided by their root mean
-    squares, weighted, and turned by their positions' angles.
+    """Split [T, G, (Q + 2) D] into q, k and v, with RMSNorm per head and rotation of q and k.
 
-    What is given is kept for backward; v is a view of it.
+    The input is kept for backward; v is a view of it.
     """
     if qkv.is_cuda:
         return NormAndRotate.apply(qkv, queries_per_group, *turned_by, *norms)
@@ -109,7 +103,7 @@ def _split_heads(qkv: torch.Tensor, queries_per_group: int) -> Heads:
 
 
 def _turn(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tensor) -> torch.Tensor:
-    """Turn every head by its token's angles [T, D / 2]."""
+    """Rotate every head by its token's angles [T, D / 2]."""
     cosines, sines = cosines.unsqueeze(1), sines.unsqueeze(1)
     first, second = heads_TND.chunk(2, -1)
     return torch.cat((first * cosines - second * sines, second * cosines + first * sines), dim=-1)
@@ -120,7 +114,6 @@ def _turn_back(heads_TND: torch.Tensor, cosines: torch.Tensor, sines: torch.Tens
 
 
 def _in_groups(query_TND: torch.Tensor, groups: int) -> torch.Tensor:
-    """Return queries' heads by group, [T, G, Q, D]."""
     return query_TND.unflatten(1, (groups, query_TND.shape[1] // groups))
 
 
@@ -147,8 +140,6 @@ def _rotate_back(
 
 
 class SplitAndRotate(torch.autograd.Function):
-    """`split_and_rotate` on any device."""
-
     @staticmethod
     def forward(ctx, qkv, queries_per_group, cosines, sines):
         ctx.save_for_backward(cosines, sines)
@@ -169,7 +160,7 @@ def _norm_and_rotate(
     key_weight_D: torch.Tensor,
     eps: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return q, k and the rstd of each of their heads, float32 [T, G, Q + 1]."""
+    """Return q, k and the rstd of each head, float32 [T, G, Q + 1]."""
     heads = qkv.unflatten(-1, (-1, len(query_weight_D)))[:, :, :-1].float()
     rstds = torch.rsqrt(heads.square().mean(-1) + eps)
     units = heads * rstds.unsqueeze(-1)
@@ -187,7 +178,7 @@ def _norm_and_rotate_backward(
     weights_D: Sequence[torch.Tensor],
     rstds: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `qkv` and of both weights, [2, D], given those of q, k and v."""
+    """Return the gradients of `qkv` and of both weights, [2, D]."""
     query_TND, key_TGD, value_TGD = gradients
     query_TND, key_TGD = (_turn_back(x, *turned_by) for x in (query_TND, key_TGD))
     query, key = _in_groups(query_TND, key_TGD.shape[1]), key_TGD.unsqueeze(2)
@@ -202,8 +193,6 @@ def _norm_and_rotate_backward(
 
 
 class NormAndRotate(torch.autograd.Function):
-    """`split_norm_and_rotate` on any device."""
-
     @staticmethod
     def forward(ctx, qkv, queries_per_group, cosines, sines, query_weight_D, key_weight_D, eps):
         qkv = qkv.contiguous()
