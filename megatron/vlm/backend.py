@@ -43,7 +43,6 @@ def fuses_weight_gradients() -> bool:
 
 
 def current_device() -> torch.device:
-    """Return this process's device."""
     return torch.device("cuda", torch.cuda.current_device()) if has_cuda() else _CPU
 
 
@@ -182,10 +181,7 @@ def route_random_state_to_cpu() -> None:
 
 
 def _route_split_sizes_to_cpu() -> None:
-    """Convert the all-to-all split sizes of a mixture of experts to numbers.
-
-    Core converts device tensors only; torch's all-to-all rejects host tensors.
-    """
+    """Convert split sizes on the host to numbers, as torch's all-to-all rejects host tensors."""
     from megatron.core.transformer.moe import token_dispatcher
 
     move = token_dispatcher.maybe_move_tensor_to_cpu
@@ -199,10 +195,9 @@ def _route_split_sizes_to_cpu() -> None:
 
 
 class WeightGradients:
-    """Products that accumulate a linear's weight gradient in a buffer, with Apex's names.
+    """Products that accumulate weight gradients in a buffer, with Apex's names.
 
-    Without them core writes the gradient in bf16, reads and adds it: 12 more bytes per weight and
-    micro-batch.
+    Without them core needs 12 more bytes of traffic per weight and micro-batch.
     """
 
     @staticmethod
@@ -221,7 +216,6 @@ class WeightGradients:
     def wgrad_gemm_accum_fp16(
         input_RI: torch.Tensor, gradient_RO: torch.Tensor, buffer_OI: torch.Tensor
     ) -> None:
-        """Add gradient^T @ input to a 16-bit buffer."""
         buffer_OI.addmm_(gradient_RO.t(), input_RI)
 
 
@@ -275,21 +269,16 @@ def _repair_distributed_optimizer_load() -> None:
 
 
 def _repair_checkpoint_results_queue() -> None:
-    """Replace the multiprocessing queue in saves, as threads of the rank write its files.
-
-    Core's manager process re-imports the program (5 s a rank) and cannot start from a forked
-    process.
-    """
+    """Use a queue of threads in saves: core's process takes 5 s a rank, and cannot start if
+    forked."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
 
 
 def _repair_router() -> None:
-    """Let the router work without Transformer Engine.
-
-    Core 0.16.1 checks for a Transformer Engine product by a name that is undefined without it.
-    """
+    """Let the router work without Transformer Engine: core 0.16.1 uses a name undefined without
+    it."""
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)

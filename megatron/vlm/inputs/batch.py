@@ -30,14 +30,11 @@ class MicroBatchShape:
     tokens: int
     """Tokens of all samples. 0 only in a share."""
     context: int = 1
-    """Ranks that share the pack."""
     clips: int = 0
     image_tokens: int = 0
-    """Tokens of images at native resolution."""
 
     @classmethod
     def of_rows(cls, packs: ScheduledPacks, rows: np.ndarray) -> list["MicroBatchShape"]:
-        """Return planned shapes of unshared packs."""
         names = ("tiles", "clips", "image_tokens", "tokens")
         columns = (packs.column(name)[rows].tolist() for name in names)
         return [cls(**dict(zip(names, each, strict=True))) for each in zip(*columns, strict=True)]
@@ -56,7 +53,6 @@ class MicroBatchShape:
 
     @classmethod
     def of_share(cls, share: Share) -> "MicroBatchShape":
-        """Return the shape of one rank's share."""
         names = ("tiles", "clips", "image_tokens")
         items = {name: len(share.own_items(name)) for name in names}
         return cls(**items, tokens=share.tokens, context=share.context)
@@ -68,8 +64,7 @@ class MicroBatchShape:
         return f"{self.tiles} tiles{clips}{images} and {self.tokens} tokens{shared}"
 
     def padded_tokens(self, multiple: int) -> int:
-        """Return tokens padded to a multiple, and not 0: a rank without tokens still joins
-        exchanges."""
+        """Return tokens padded to a multiple > 0: a rank without tokens still joins exchanges."""
         return max(self.tokens + -self.tokens % multiple, multiple)
 
 
@@ -167,7 +162,6 @@ class MicroBatch:
         return self._each(lambda tensor: tensor.to(device, non_blocking=True))
 
     def pinned(self) -> "MicroBatch":
-        """Copy the tensors to pinned host memory."""
         return self._each(torch.Tensor.pin_memory)
 
     def for_units(self, units: Stage) -> "MicroBatch":
@@ -177,11 +171,8 @@ class MicroBatch:
         return replace(self, **gone)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
-        """Split into micro-batches of at most `most` items, or one larger image; at least one.
-
-        Args:
-            feature: tiles, clips or image_tokens. Other fields are in every micro-batch.
-        """
+        """Split by `feature` into parts of at most `most` items, or one larger image; at least
+        one."""
         if feature == "image_tokens":
             return self._split_images(most)
         count = {"tiles": self.tiles, "clips": self.clips}[feature]
@@ -213,7 +204,6 @@ class MicroBatch:
         ]
 
     def _items(self, feature: str, own: slice) -> dict[str, Any]:
-        """Return the fields of some tiles or clips."""
         fields = {
             "tiles": ("pixels_TCPP", "drop_path_keys_T"),
             "clips": ("frames_CBF",),
@@ -251,10 +241,9 @@ _EMBEDDED = {
 def borders_of(
     query_tokens: Sequence[int], key_tokens: Sequence[int], device: torch.device
 ) -> PackedSeqParams:
-    """Return borders of query ranges, and of the keys that each range attends to.
+    """Return borders of query ranges and of the keys that each range attends to.
 
-    On the device for kernels, and as `*_padded` on the host for attention range by range. Queries
-    and keys share tensors if their counts are the same object.
+    On the device for kernels, and as `*_padded` on the host for attention range by range.
     """
     queries, queries_here = _borders(query_tokens, device)
     keys, keys_here = queries, queries_here

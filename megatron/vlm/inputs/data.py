@@ -98,7 +98,6 @@ class _Draft:
 
     sample: Sample
     place: int
-    """Index in the annotations."""
     tiles: int
     """Planned number of tiles; `clips` and `tokens` likewise."""
     clips: int
@@ -167,10 +166,8 @@ class PackDataset(torch.utils.data.Dataset):
             return error
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
-        """Read some items of a pack, by feature and number, without tokens.
-
-        For image tokens, read all images of their samples.
-        """
+        """Read items of a pack, by feature and number, without tokens, with all images of a
+        sample."""
         nothing = whole_samples(np.zeros(0, np.int64))
         every = {**dict.fromkeys(_FEATURES, range(0)), **items}
         return self._load(row, _OwnPart(pieces=nothing, share=None, items=every))
@@ -308,11 +305,8 @@ class PackDataset(torch.utils.data.Dataset):
         )
 
     def _tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
-        """Read own tiles for the vision embed.
-
-        Raises:
-            UnreadableFile: a file is unreadable; when skipping, any image of the sample.
-        """
+        """Read own tiles; raises UnreadableFile for them, or when skipping for any image of the
+        sample."""
         embeds = self.stage.holds("vision embed")
         if embeds and len(own_tiles) == tiles:
             found = self.reader.tiles(sample)
@@ -330,11 +324,7 @@ class PackDataset(torch.utils.data.Dataset):
         return self.reader.some_tiles(sample, own_tiles)
 
     def _clips(self, sample: Sample, clips: int, own_clips: range) -> np.ndarray | None:
-        """Read own clips for the audio embed.
-
-        Raises:
-            UnreadableFile: a file is unreadable; when skipping, any recording of the sample.
-        """
+        """Read own clips; raises UnreadableFile for them, or when skipping for any recording."""
         if not sample.recordings:
             return None
         embeds = self.stage.holds("audio embed")
@@ -404,8 +394,8 @@ class PackDataset(torch.utils.data.Dataset):
     def _position_fields(
         self, drafts: Mapping[int, _Draft], texts: Mapping[int, EncodedSample], pieces: Pieces
     ) -> dict[str, Any]:
-        """Return image token positions and RoPE positions; sample positions for samples not
-        read."""
+        """Return image token positions and RoPE positions; samples not read use sample
+        positions."""
         places, positions, start = [np.zeros(0, np.int64)], [np.zeros((3, 0), np.int64)], 0
         for sample, first, stop in _runs(pieces):
             of_sample = np.broadcast_to(np.arange(stop), (3, stop))
@@ -501,11 +491,8 @@ def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
 def _loss_fields(
     texts: Mapping[int, EncodedSample], pieces: Pieces, weighting: LossWeighting
 ) -> dict[str, torch.Tensor]:
-    """Return labels with weights by whole sample.
-
-    Labels are found before the cut: the last token of a piece predicts the next piece's first
-    token.
-    """
+    """Return labels with weights by whole sample. A piece's last token predicts the next piece's
+    first."""
     counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
     weight_of = dict(zip(texts, sample_loss_weights(counts, weighting), strict=True))
     places, labels, weights = [], [], []
@@ -545,11 +532,8 @@ Batches = Generator[MicroBatch, None, None]
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
-    """Load all micro-batches in order on `device`, ahead of use.
-
-    Args:
-        num_workers: loader processes. 0 uses the read-ahead thread.
-    """
+    """Load all micro-batches in order on `device`, ahead of use, by `num_workers` processes or a
+    thread."""
     copies = _DeviceCopies(device) if device.type == "cuda" else None
     begin = (lambda item: item) if copies is None else copies.begin
     with closing(read_ahead(dataset, num_workers, begin)) as items:

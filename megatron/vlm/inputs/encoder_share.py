@@ -35,10 +35,7 @@ from omnibal.steps.shares import Shares, shares_of
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncodingRanks:
-    """Ranks of an encoding group, all in aligned pipelines, and this rank's position.
-
-    Numbers follow `share_items`: by pipeline, then stage, then tensor-parallel rank.
-    """
+    """Ranks of an encoding group, by aligned pipeline, then stage, then tensor-parallel rank."""
 
     pipelines: int
     parallel: Parallel
@@ -47,27 +44,22 @@ class EncodingRanks:
 
     @property
     def ranks_of_pipeline(self) -> int:
-        """Return the number of ranks of a pipeline."""
         return self.parallel.pipeline * self.parallel.tensor
 
     @property
     def size(self) -> int:
-        """Return the number of ranks of the group."""
         return self.pipelines * self.ranks_of_pipeline
 
     @property
     def block(self) -> int:
-        """Return this group's number among all groups."""
         return self.parallel.place(self.rank)["data"] // self.pipelines
 
     @property
     def pipeline(self) -> int:
-        """Return this rank's pipeline within the group."""
         return self.parallel.place(self.rank)["data"] % self.pipelines
 
     @property
     def number(self) -> int:
-        """Return this rank's number in the group."""
         return self.global_ranks(self.block).index(self.rank)
 
     @property
@@ -102,7 +94,6 @@ class ItemRun:
     """A run of a pack's items of one encoder."""
 
     row: int
-    """Row of the plan's packs."""
     items: range
     """Item numbers within the pack."""
 
@@ -120,7 +111,6 @@ class EncoderPass:
 
     @property
     def items(self) -> int:
-        """Return the number of items, at least 1."""
         return sum(len(run.items) for run in self.runs)
 
 
@@ -129,7 +119,7 @@ class FeatureRoute:
     """Send and receive layout of a rank's features."""
 
     sent_slices: Sequence[slice]
-    """Slices of the rows this rank makes, in sending order."""
+    """Slices of own rows, in sending order."""
     sent: list[int]
     """Rows sent to every rank, in process group order."""
     received_slices: Sequence[slice]
@@ -161,7 +151,6 @@ class StepShares:
     rows: np.ndarray
     """Rows of the packs, or shares of packs, of the group's pipelines, in their order."""
     pipeline: np.ndarray
-    """Pipeline of each pack."""
     items: Mapping[str, np.ndarray]
     """Items of each pack, by encoder."""
     first_item: Mapping[str, np.ndarray]
@@ -182,7 +171,6 @@ class StepShares:
         return self.most_passes.get((name, is_kept), 0)
 
     def only(self, names: Collection[str]) -> "StepShares":
-        """Return the assignment of some encoders."""
         return replace(
             self,
             items={name: items for name, items in self.items.items() if name in names},
@@ -220,10 +208,8 @@ class StepShares:
             )
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Return row slices of each of this pipeline's packs, by encoder.
-
-        Empty micro-batches, appended up to `micro_batches`, have empty slices.
-        """
+        """Return row slices of this pipeline's packs by encoder, and empty slices up to
+        `micro_batches`."""
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
         starts = self._starts
         base = min((int(start[own[0]]) for start in starts.values()), default=0) if len(own) else 0
@@ -325,7 +311,6 @@ class EncoderShares:
     beside: DataParallelEncoders
     ranks: EncodingRanks
     gpus_per_node: int
-    """GPUs per node of the plan's cluster."""
     packs: ScheduledPacks
     levels: Sequence[Level]
     """Levels of the packs, with their context-parallel sizes."""
@@ -334,7 +319,6 @@ class EncoderShares:
 
     @cached_property
     def _held(self) -> Shares:
-        """Return the packs or shares of every data-parallel rank."""
         return shares_of(self.packs, self.levels)
 
     @cached_property
@@ -360,7 +344,6 @@ class EncoderShares:
         return found
 
     def step(self, step: int) -> StepShares:
-        """Assign the items of a step's packs."""
         ranks, held, rows = self.ranks, self._held, self._rows_of_group(step, step + 1)
         pipeline = (held.dp_rank[rows] - ranks.data_ranks.start).astype(np.int64)
         items = {name: count[rows] for name, (_, count) in self._items.items()}
@@ -426,7 +409,7 @@ class EncoderShares:
     ) -> dict[tuple[str, bool], np.ndarray]:
         """Return passes of every rank by (encoder, kept), int64 [groups, ranks per group].
 
-        `pipeline` is each row's pipeline over all groups, int64.
+        `pipeline` is each row's pipeline over all groups.
         """
         pipelines = self.ranks.pipelines
         held = {

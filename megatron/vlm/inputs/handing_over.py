@@ -15,17 +15,13 @@ import torch
 _MOST_PIPED = 1 << 20
 """Maximum bytes of an item in the pipe; larger items use shared memory."""
 _ALIGNED = 64
-"""Alignment of each tensor in bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parcel:
-    """An item with concatenated tensors."""
-
     pickled: bytes
     """The pickled item without tensor contents."""
     sizes: tuple[int, ...]
-    """Bytes of each tensor."""
     content: bytearray | torch.Tensor
     """Padded bytes of all tensors. A tensor if in shared memory."""
 

@@ -35,7 +35,6 @@ class ImageNeeds:
     grids: bool = False
     """Whether grids are needed, for borders and rotations of encoder units."""
     patches: bool = False
-    """Whether patches are embedded."""
     places: bool = False
     """Whether features are inserted: the language embed or deepstack features."""
     rope: bool = False
@@ -43,7 +42,6 @@ class ImageNeeds:
 
     @classmethod
     def of(cls, model: ModelConfig, stage: Stage) -> "ImageNeeds":
-        """Return the needs of one stage."""
         layers = stage.layers("language")
         rope = bool(layers) and model.language.rope_sections is not None
         name = next((name for name, each in model.encoders.items() if each is model.images), None)
@@ -64,12 +62,9 @@ class NativeImages:
     """Images and videos of one sample, as read by a stage."""
 
     shown: tuple[Shown, ...] = ()
-    """All images and videos of the sample."""
     grids: tuple[Grid, ...] = ()
-    """Grids of this rank's images."""
     patches_YX: torch.Tensor | None = None
     unreadable: str | None = None
-    """Error of an unreadable file, if any."""
     blank_cells: int | None = None
     """Planned cells if headers are unreadable, so that the text is unknown."""
 
@@ -193,11 +188,9 @@ def shown_cells(shown: Sequence[Shown], encoder: ImagesEncoder | None) -> int:
 def asked_fields(
     reader: SampleReader, asked: Sequence[tuple[Prompt, int]], patches: Sequence[torch.Tensor]
 ) -> dict[str, Any]:
-    """Return image and position fields for a micro-batch of questions.
+    """Return image and position fields for questions: prompts and their answer lengths.
 
-    Args:
-        asked: prompts with their numbers of answer tokens.
-        patches: patch values of every question's sample, maybe beyond the prompt, or empty.
+    `patches` are of every question's sample, maybe beyond the prompt, or empty.
     """
     model = reader.model
     fields: dict[str, Any] = {}

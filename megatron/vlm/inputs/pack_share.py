@@ -82,7 +82,7 @@ class ShareLayout:
 
     @classmethod
     def of(cls, share: Share, padding: int) -> "ShareLayout":
-        """Lay out a share, followed by `padding` tokens."""
+        """Lay out a share with `padding` tokens at the end."""
         divided = share.pieces.divided
         is_own = share.pieces.rank == share.part
         own = share.pieces.take(is_own)

@@ -103,8 +103,7 @@ class TiedCopies:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replicated(DataParallel):
-    """Replicated weights and gradients with a sharded optimizer: core's DDP and distributed
-    optimizer."""
+    """Replicated weights and gradients, sharded optimizer: core's DDP and distributed optimizer."""
 
     models: Sequence[DistributedDataParallel]
     optimizer: ChainedOptimizer
@@ -141,8 +140,7 @@ class Replicated(DataParallel):
     def grad_norm(self) -> float:
         """Return the norm of all ranks' gradients, not finite if any gradient is not.
 
-        Core's `step` checks gradients only: if their norm overflows, it clips them to zero and
-        steps on momentum.
+        Core's `step` would clip to zero and step on momentum if only the norm overflows.
         """
         has_infinite = self.optimizer.prepare_grads()
         grad_norm = float(self.optimizer.get_grad_norm())
@@ -185,8 +183,7 @@ class Replicated(DataParallel):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharded(DataParallel):
-    """Sharded weights, gradients and optimizer state; every pass gathers weights and reduces
-    gradients."""
+    """Sharded weights, gradients and optimizer state, with exchanges in every pass."""
 
     models: Sequence[ShardedStage]
     optimizer: ShardedAdam
@@ -246,7 +243,6 @@ class Sharded(DataParallel):
 def _state_tensors(
     states: Mapping[torch.Tensor, Mapping[str, Any]],
 ) -> Iterator[torch.Tensor]:
-    """Return updated weights and their optimizer state."""
     for weights, state in states.items():
         yield weights
         yield from (value for value in state.values() if torch.is_tensor(value))

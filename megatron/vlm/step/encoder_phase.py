@@ -43,7 +43,6 @@ class Encoders:
     made: Mapping[str, tuple[str, ...]]
     """Names of each encoder's outputs: its features, then deepstack features."""
     trained_features: frozenset[str]
-    """Names of features that need a gradient."""
     items_per_pass: Mapping[str, int]
     """Maximum items per pass of each encoder."""
 
@@ -55,10 +54,8 @@ class Encoders:
 
     @contextmanager
     def whole(self, encodes: bool) -> Iterator[None]:
-        """Gather all weights if this rank encodes, as ranks validate with different item counts.
-
-        Collective over the ranks that shard them.
-        """
+        """Gather all weights if this rank encodes, as ranks validate with different item counts;
+        collective."""
         if self.sharded is None:
             yield
             return
@@ -67,10 +64,8 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return features of all items of a micro-batch by encoder, without an exchange.
-
-        Passes have the size of training passes, to fit in memory.
-        """
+        """Return features of all items by encoder without an exchange, in passes as large as in
+        training."""
         features = {}
         for name, encoder in self.stage.model_config.encoders.items():
             parts = batch.split_items(encoder.feature, self.items_per_pass[name])
@@ -193,7 +188,6 @@ class EncoderStep:
 
     @property
     def trained(self) -> frozenset[str]:
-        """Return the names of features that need a gradient."""
         made = (each for name in self._trained.items for each in self._encoders.made[name])
         return frozenset(made) & self._encoders.trained_features
 
@@ -223,7 +217,6 @@ class EncoderStep:
             self._leaving = None
 
     def put(self, micro_batch: int, message: Mapping[str, torch.Tensor]) -> None:
-        """Store gradients of a micro-batch's features."""
         if message:
             assert self._features is not None, "where tokens are embedded"
             self._features.put(micro_batch, message)
@@ -254,7 +247,6 @@ class EncoderStep:
         return _restored(returned_SE, route.sent_slices)
 
     def _backward(self) -> None:
-        """Run backward of all this rank's passes."""
         gradients_SE = self._exchange_gradients()
         start = 0
         self._made.reverse()
@@ -326,8 +318,8 @@ class EncoderStep:
         features = [made[name] for name in self._encoders.made[planned.encoder]]
         if len(features) == 1:
             return features[0]
-        # Rows of an item are adjacent, so that items are contiguous. Not a view, which would keep
-        # memory with the graph of a kept pass.
+        # Rows of an item are adjacent; not a view, which would keep memory with a kept pass's
+        # graph.
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
@@ -349,7 +341,6 @@ def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
 
 
 def _restored(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Invert `_sliced`."""
     if len(slices) < 2:
         return rows_RE
     restored_RE = torch.empty_like(rows_RE)

@@ -38,7 +38,6 @@ class _Question:
     items: dict[str, int]
     """Items of every kind up to the turn, as named in caps."""
     answer_ids: list[int] = field(default_factory=list)
-    """Generated token ids of the answer."""
 
     @property
     def tokens(self) -> int:
@@ -47,8 +46,6 @@ class _Question:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvaluationOptions:
-    """Number of samples and length of answers."""
-
     samples: int
     """Number of samples, evenly spaced over the held-out data."""
     max_new_tokens: int
@@ -62,11 +59,10 @@ def evaluate(
     options: EvaluationOptions,
     on_progress: Callable[[int, int], None],
 ) -> Evaluation:
-    """Ask all questions and compare answers; collective over all ranks, with equal results.
+    """Ask all questions and compare answers within `caps`; collective, with equal results on all
+    ranks.
 
-    Args:
-        caps: maximum sizes of a micro-batch with answers.
-        on_progress: receives (answered, total) questions of this rank.
+    `on_progress` receives (answered, total) questions of this rank.
     """
     data_ranks = trainer.plan.parallel.data
     questions = list(_questions(reader, options))
@@ -101,10 +97,8 @@ def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Qu
 def _waves(
     questions: Sequence[_Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[_Question]]]:
-    """Split questions into waves of a few pipelines of micro-batches within the caps.
-
-    A question beyond the caps is asked alone.
-    """
+    """Split questions into waves of a few pipelines of micro-batches within the caps, if they
+    fit."""
     groups: list[list[_Question]] = []
     filled: Counter[str] = Counter()
     for question in questions:

@@ -16,8 +16,7 @@ from omnibal.model.parallel import Parallel
 
 
 def take_expert_balance(chunks: Sequence[VLMStage], parallel: Parallel) -> ExpertBalance | None:
-    """Return the balance since the last call, without padding, or None without experts;
-    collective."""
+    """Return the balance since the last call, without padding, or None if dense; collective."""
     language = chunks[0].model_config.language
     experts = language.kinds[0].experts
     if experts is None:

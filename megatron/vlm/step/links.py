@@ -30,9 +30,7 @@ class PipelineLinks:
     rank: int
     ranks: Sequence[int]
     activations: dist.ProcessGroup
-    """Group of activations to later stages."""
     gradients: dist.ProcessGroup
-    """Group of gradients to earlier stages."""
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     other_way: Sequence[dist.ProcessGroup] = ()
     """Groups of activations to earlier stages and gradients to later stages, if interleaved."""
@@ -52,12 +50,10 @@ class PipelineLinks:
         return self.size * self.schedule.chunks - 1
 
     def stage_of(self, part: int) -> int:
-        """Return the stage that holds a part."""
         return self.schedule.placement.stage_of(part, self.size)
 
     @property
     def is_first(self) -> bool:
-        """Return whether this stage holds the first part."""
         return 0 in self.parts
 
     @property
@@ -139,10 +135,9 @@ def _channels(links: PipelineLinks) -> list[Channel]:
 
 
 def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
-    """Send one number over every channel in turn, to connect NCCL without deadlock.
+    """Send one number over every channel in turn, as NCCL connects a pair in its first transfer.
 
-    NCCL connects a pair in its first transfer and blocks until the peer joins. In training, one
-    neighbour would post a gradient receive first and its peer an activation receive.
+    In training, neighbours would begin with different connections and block each other.
     """
     token = torch.zeros(1, device=current_device())
     for channel in channels:
@@ -156,8 +151,7 @@ def _connect(links: PipelineLinks, channels: Iterable[Channel]) -> None:
 class Inbox:
     """Messages of known shapes on one channel, in sending order.
 
-    A receive is posted when needed, or earlier: after the previous message and the launch of
-    `after`.
+    Receives are posted on use, or after the previous message and the launch of `after`.
     """
 
     def __init__(
@@ -208,15 +202,13 @@ class Inbox:
 
 
 class Outbox:
-    """Messages on one channel, held until sent; with `waits` the next send waits for the
-    previous."""
+    """Messages on one channel, held until sent; with `waits`, one send at a time."""
 
     def __init__(self, target_rank: int, group: dist.ProcessGroup, *, waits: bool) -> None:
         self._target_rank, self._group, self._waits = target_rank, group, waits
         self._leaving: list[tuple[torch.Tensor, dist.Work]] = []
 
     def put(self, message: ByTower) -> None:
-        """Start sending tensors in order."""
         if self._waits:
             self.flush()
         self._leaving = [one for one in self._leaving if not one[1].is_completed()]
@@ -227,7 +219,6 @@ class Outbox:
                 self._leaving.append((tensor, work))
 
     def flush(self) -> None:
-        """Wait until all sends are done."""
         for _, work in self._leaving:
             work.wait()
         self._leaving.clear()

@@ -33,16 +33,12 @@ _KEPT_STEPS = 8
 
 
 class Content(StrEnum):
-    """Kind of tensors between stages."""
-
     ACTIVATIONS = "activations"
     GRADIENTS = "gradients"
 
 
 @dataclass(frozen=True, slots=True)
 class Channel:
-    """An ordered pair of stages and a content."""
-
     source: int
     target: int
     content: Content
@@ -50,22 +46,16 @@ class Channel:
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """A message as its receiver knows it."""
-
     cut: int
     """Cut between parts `cut` and `cut` + 1."""
     micro_batch: int
     after: int | None
-    """Receiver's operation to launch before the receive may be posted, or -1 for any time.
-
-    None for a channel's first message, which is requested on use.
-    """
+    """Operation of the receiver to launch before the receive, or -1, or None for the first
+    message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepMessages:
-    """Messages of a step between all stages."""
-
     channels: Mapping[Channel, tuple[Message, ...]]
     """Messages of every used channel, in sending order."""
     sends_wait: bool
@@ -156,8 +146,8 @@ class _Flows:
     def asked(self, waits: _Waits) -> dict[Channel, list[int | None]]:
         """Return the operation to launch before each receive, or None for first messages.
 
-        It precedes first launches that the message does not depend on, except the launch of the
-        operation that took the previous message.
+        First launches that the message does not depend on, or that took the previous message, are
+        later.
         """
         needs = self._launches_needed(waits)
 
@@ -210,8 +200,7 @@ class _Flows:
 
 
 def _taken(sent: Sequence[_Transfer]) -> list[int]:
-    """Return the operation that takes each message: its user, or an earlier user of a later
-    message."""
+    """Return the operation that takes each message: its user, or a later message's earlier user."""
     taken = [one.receiver for one in sent]
     for number in reversed(range(len(taken) - 1)):
         taken[number] = min(taken[number : number + 2])

@@ -21,8 +21,8 @@ class DataParallelOverlap:
     """Exchanges of one stage's gradients and weights with its data-parallel ranks.
 
     Args:
-        models: the stage's chunks, in model order, made with `overlap_grad_reduce`,
-            `overlap_param_gather` and `align_param_gather`.
+        models: chunks in model order, with overlap and `align_param_gather`, and equal on all
+            ranks.
     """
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
@@ -57,18 +57,16 @@ class DataParallelOverlap:
             if deferred is not None:
                 deferred.on_gradient = partial(self._on_gradient, chunk)
             for unit in _units(model.module):
-                # Core's hooks wait for the called module's parameters. A layer's fused operations
-                # use norms that are never called.
+                # Core's hooks wait for the called module's parameters, but fused operations use
+                # uncalled norms.
                 own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
                 unit.register_forward_pre_hook(partial(self._wait_for, own))
         self._mark_gathered()
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Run a step's micro-batches inside; begins all remaining reductions at the end.
-
-        Core's own count of ready gradients stays off.
-        """
+        """Run a step's micro-batches inside and begin the remaining reductions; core's own
+        counts stay off."""
         self._missing = [set(bucket.params) for bucket in self._buckets]
         self._begun = 0
         with ExitStack() as without_sums:
@@ -80,7 +78,7 @@ class DataParallelOverlap:
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self, chunk: int) -> None:
-        """Mark gradients of a chunk as ready once added to their bucket, the last time if
+        """Mark gradients of a chunk as ready once added to their bucket, for the last time if
         deferred."""
         self._in_last.add(chunk)
 
@@ -101,7 +99,6 @@ class DataParallelOverlap:
         self._begun = max(self._begun, end)
 
     def finish_reduction(self) -> None:
-        """Wait for the reduction of unused gradients."""
         for model in self._models:
             model.finish_grad_sync()
         self._mark_gathered()
@@ -130,7 +127,6 @@ class DataParallelOverlap:
 
 
 def _units(stage: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """Return the stage's modules in calling order, layer by layer."""
     for part in stage.children():
         if isinstance(part, PlannedBlock):
             yield from part.layers

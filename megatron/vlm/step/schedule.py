@@ -33,7 +33,6 @@ from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
 from omnibal.pipeline.stage import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
-"""Function that returns a micro-batch's features by encoder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,7 +128,6 @@ class _Mail:
         micro_batch: int,
         message: dict[str, torch.Tensor],
     ) -> None:
-        """Start sending a message to a part."""
         target = self.links.stage_of(part)
         if target == self.links.rank:
             self._staying[content, cut, micro_batch] = message
@@ -142,7 +140,6 @@ class _Mail:
             inbox.launched(position)
 
     def flush(self) -> None:
-        """Wait until all sends are done."""
         for outbox in self._outboxes.values():
             outbox.flush()
 
@@ -179,7 +176,6 @@ class _StageRun:
         """Towers of each chunk's inputs that need a gradient."""
         self.kept: dict[tuple[int, int], _Kept] = {}
         self.late: dict[tuple[int, int], list[LateProduct]] = {}
-        """Products deferred by the first part of a backward."""
         self.results: dict[int, torch.Tensor] = {}
 
     def _last(self, *kinds: Pass) -> dict[int, int]:
@@ -264,7 +260,6 @@ class _StageRun:
         return received
 
     def _send(self, part: int, micro_batch: int, output: ByTower, made: ByTower) -> None:
-        """Start sending a part's outputs and forwarded inputs."""
         message = {name: tensor.detach() for name, tensor in output.items()}
         self.mail.put(Content.ACTIVATIONS, part + 1, part, micro_batch, message)
         # Backward needs the outputs' graph only; their memory is freed after the send.
@@ -305,7 +300,6 @@ class _StageRun:
             self.encoders.put(micro_batch, message)
 
     def _backward_weight(self, operation: Operation, position: int) -> None:
-        """Run the deferred weight-gradient products, if any."""
         deferred = self.models[operation.chunk].module.deferred
         if deferred is not None:
             self.clock.switch(Phase.BACKWARD_WEIGHT)

@@ -76,7 +76,6 @@ class FlatGradients:
         )
 
     def add_sum(self) -> None:
-        """Add a pass's finished sum to the step's."""
         self.own_Q += self._whole_P if self._sum_Q is None else self._sum_Q
         self._sum_Q = None
         self._close()
@@ -98,7 +97,6 @@ class PassExchanges:
     exchanges: tuple[Exchange, ...]
 
     last: int | None = None
-    """Number of the last unit that computes."""
     begins_with_backward: bool = False
 
     @classmethod
@@ -125,7 +123,6 @@ class PassExchanges:
 
     @cached_property
     def first_gathers(self) -> dict[int, int]:
-        """Return the index of every unit's gather before forward."""
         places = reversed(list(enumerate(self.exchanges)))
         return {one.unit: i for i, one in places if not one.sums}
 
@@ -136,7 +133,6 @@ class PassExchanges:
 
     @cached_property
     def sums(self) -> dict[int, int]:
-        """Return the index of every unit's gradient reduction."""
         return {one.unit: i for i, one in enumerate(self.exchanges) if one.sums}
 
 
@@ -147,18 +143,14 @@ class ShardedStage(torch.nn.Module):
         super().__init__()
         self.module, self.weights = stage, weights
         self.gradients = {flat: FlatGradients(flat) for flat in weights.flats if flat.is_trained}
-        """Gradients of all trained weights."""
         self._units = weights.units
         self._passes: dict[tuple[str | None, bool, bool], PassExchanges] = {}
         self._pass = PassExchanges(())
         self._is_whole = False
-        """Whether all weights stay gathered."""
         self._begun = 0
-        """Exchanges of the pass that have begun."""
         self._computing: int | None = None
         self._goes_back = False
         self._held: dict[int, list[dist.Work]] = {}
-        """Gathered units, with the work to wait for."""
         self._arriving: list[tuple[FlatGradients, dist.Work | None]] = []
         self._missing: list[set[torch.nn.Parameter]] = []
         for number, unit in enumerate(self._units):
@@ -171,17 +163,13 @@ class ShardedStage(torch.nn.Module):
                     parameter.register_post_accumulate_grad_hook(take)
 
     def forward(self, *arguments: Any) -> Any:
-        """Run the stage, in a pass that has begun."""
         return self.module(*arguments)
 
     def begin_pass(
         self, tower: str | None = None, *, forward: bool = True, backward: bool = True
     ) -> None:
-        """Begin a pass of a forward, a backward or both; ends the previous pass.
-
-        Args:
-            tower: tower that computes, or None for all.
-        """
+        """Begin a pass of a forward, a backward or both, of one tower or all; ends the previous
+        pass."""
         self.finish_pass()
         kind = tower, forward, backward
         if kind not in self._passes:
@@ -197,10 +185,8 @@ class ShardedStage(torch.nn.Module):
 
     @contextmanager
     def whole(self, stays: bool) -> Iterator[None]:
-        """Gather all weights for forwards without gradients; keep them if `stays`.
-
-        Collective over the sharding ranks.
-        """
+        """Gather all weights for forwards without gradients and keep them if `stays`;
+        collective."""
         self.finish_pass()
         for flat in self.weights.flats:
             work = flat.begin_gather()
@@ -217,7 +203,6 @@ class ShardedStage(torch.nn.Module):
                 flat.release()
 
     def zero_gradients(self) -> None:
-        """Zero the gradients before a step."""
         for gradients in self.gradients.values():
             gradients.own_Q.zero_()
 
@@ -278,7 +263,6 @@ class ShardedStage(torch.nn.Module):
             self._begin(self._begun + 1)
 
     def _begin(self, end: int) -> None:
-        """Begin the exchanges before index `end` of the pass."""
         while self._begun < end:
             exchange = self._pass.exchanges[self._begun]
             self._begun += 1
@@ -294,7 +278,6 @@ class ShardedStage(torch.nn.Module):
             self._held[number] = [work for work in works if work is not None]
 
     def _let_go(self, kept: Sequence[int | None]) -> None:
-        """Release the weights of all other units."""
         gone = [number for number in self._held if number not in kept]
         for number in gone:
             for work in self._held.pop(number):

@@ -49,7 +49,6 @@ class ShardedAdam:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups (torch's name)."""
         groups: list[dict[str, Any]] = self.inner.param_groups
         return groups
 

@@ -85,7 +85,6 @@ class Trainer:
     links: PipelineLinks
     options: OptimizationOptions
     chunks: tuple[VLMStage, ...]
-    """Parts of the model on this stage, in model order."""
     data_parallel: DataParallel
     scheduler: OptimizerParamScheduler
     encoders: Encoders | None = None
@@ -98,19 +97,16 @@ class Trainer:
 
     @property
     def stage(self) -> VLMStage:
-        """Return the only chunk."""
         [stage] = self.chunks
         return stage
 
     @property
     def model(self) -> Any:
-        """Return the only wrapped chunk."""
         [model] = self.models
         return model
 
     @property
     def stages(self) -> tuple[VLMStage, ...]:
-        """Return all chunks, then the data-parallel encoders."""
         return self.chunks if self.encoders is None else (*self.chunks, self.encoders.stage)
 
     @property
@@ -129,7 +125,6 @@ class Trainer:
         return [held for held in (self.data_parallel, encoders) if held is not None]
 
     def zero_gradients(self) -> None:
-        """Zero the gradients before a step."""
         for held in self.held:
             held.zero_gradients()
 
@@ -225,8 +220,7 @@ class Trainer:
     def update_weights(self, divisor: float) -> float | None:
         """Reduce gradients, divide by `divisor`, clip, step, and begin gathering weights.
 
-        Returns:
-            Gradient norm before clipping, or None if not finite, and then weights are unchanged.
+        Returns the gradient norm before clipping; if not finite, None, with unchanged weights.
         """
         self.wait_for_weights()
         for held in self.held:
@@ -257,12 +251,8 @@ def build_trainer(
     *,
     provider: Provider = "local",
 ) -> Trainer:
-    """Build this rank's stage with its initial weights; collective over all ranks.
-
-    Args:
-        links: of the ranks' stages, for any schedule.
-        steps: steps of the whole run, for the learning rate schedule.
-    """
+    """Build this rank's stage with its initial weights, for a run of `steps`; collective over
+    all ranks."""
     links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     is_sharded = plan.parallel.sharded > 1
@@ -356,9 +346,7 @@ def _sharded(
 ) -> Sharded:
     """Shard a stage's chunks, built without matrices, and set their first weights.
 
-    Args:
-        shards: groups that shard dense weights, and experts.
-        fed: towers of each chunk's inputs that need a gradient.
+    `shards` are the groups of dense weights and experts; `fed` has towers with input gradients.
     """
     models = []
     for stage, wanted in zip(chunks, fed, strict=True):
@@ -385,7 +373,6 @@ def _sharded(
 def _build_encoders(
     plan: Plan, options: OptimizationOptions, settings: OptimizerConfig, seed: int
 ) -> Encoders:
-    """Build the data-parallel encoders, replicated or sharded."""
     assert plan.beside is not None, "encoders are data-parallel"
     group, groups = create_encoding_group(plan), replica_groups()
     is_sharded = plan.beside.sharded > 1
@@ -460,8 +447,7 @@ def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
 def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
     """Make torch's AdamW use its fused kernel, without temporary tensors.
 
-    Core keeps torch's default: on CUDA it takes 4 bytes a parameter for square roots of second
-    moments. On the CPU it runs a dozen operations for every tensor.
+    Core's default takes 4 bytes a parameter on CUDA, and a dozen operations per tensor on the CPU.
     """
     for one in optimizer.chained_optimizers:
         inner = None if one.is_stub_optimizer else one.optimizer
@@ -471,10 +457,8 @@ def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
 
 
 def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
-    """Return copies of a tied matrix on this stage, with their group; collective over all ranks.
-
-    None if this stage has no copy.
-    """
+    """Return this stage's copies of a tied matrix with their group, or None; collective over all
+    ranks."""
     stages = [links.stage_of(part) for part in tied_copies(plan)]
     if len(set(stages)) == 1:
         return TiedCopies(None) if links.rank in stages else None
@@ -501,7 +485,6 @@ class StepResult:
     replaced_samples: int
     """Unreadable samples in the global batch."""
     stop_requested: bool
-    """Whether any rank was asked to stop."""
     experts: ExpertBalance | None
     """Balance of tokens over experts, or None without experts."""
     intervals: tuple[Interval, ...]
@@ -509,7 +492,6 @@ class StepResult:
 
     @property
     def phases_ms(self) -> dict[Phase, float]:
-        """Return this rank's milliseconds by phase."""
         return {phase: sum(each_ms(self.intervals, phase)) for phase in Phase}
 
 
@@ -533,8 +515,8 @@ def train_step(
     trainer.zero_gradients()
     seen = SeenBatches(reads_once=trainer.encoders is not None)
     losses = trainer.run_step(seen.count(batches), clock)
-    # Every stage needs the weight sum to scale gradients. Stages also wait for each other here, so
-    # that this wait is not measured as optimizer time.
+    # Every stage needs the weight sum. Stages wait for each other here, not in the optimizer's
+    # time.
     clock.switch(Phase.WAIT)
     sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)
@@ -567,7 +549,7 @@ def train_step(
 class SeenBatches:
     """Counter of loss tokens, loss weights and unreadable samples of passing micro-batches.
 
-    `reads_once`: data-parallel encoders, so that no other rank reads this rank's images.
+    `reads_once`: no other rank reads this rank's images, with data-parallel encoders.
     """
 
     def __init__(self, reads_once: bool = False) -> None:
@@ -577,7 +559,6 @@ class SeenBatches:
         self.unreadable: list[str] = []
 
     def count(self, batches: MicroBatchStream) -> MicroBatchStream:
-        """Count micro-batches as they pass."""
         return replace(batches, batches=self._counted(batches.batches))
 
     def _counted(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
@@ -596,8 +577,6 @@ class SeenBatches:
 
 @dataclass(frozen=True, slots=True)
 class GlobalSums:
-    """Sums over all micro-batches and ranks of a step."""
-
     loss: float
     loss_weight: float
     loss_tokens: float
@@ -611,7 +590,6 @@ class GlobalSums:
 
     @property
     def mean_loss(self) -> float:
-        """Return the mean loss, weighted over loss tokens."""
         return self.loss / self.divisor
 
 
