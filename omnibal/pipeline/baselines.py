@@ -1,25 +1,23 @@
-"""Baseline methods of partition and recomputation, to measure the gain of the joint search.
+"""Baseline partition and recompute methods, to measure the gain of the joint search.
 
-Splits: contiguous, at least one layer per stage, and the largest stage as small
-as can be, counted in parameters (`parameter`), in layers (`layer`) or in forward time of the mean
-micro-batch (`profile`, as PipeDream, Narayanan et al. 2019, SOSP). Among equals the stages' sum of
-squares decides, then the leftmost cuts; so where layers leave a remainder, it is the last stages
-that take one more.
+Splits are contiguous with at least one layer per stage and minimize the largest stage by parameters
+(`parameter`), layers (`layer`) or forward time of the mean micro-batch (`profile`, as PipeDream,
+Narayanan et al. 2019, SOSP). Ties: min sum of squares, then leftmost cuts, so the last stages take
+remaining layers.
 
-Balanced model partitioning (OmniBal, arXiv 2407.20761, section on model balance; `bmp`): the
-profile split is the anchor; every cut moves within a radius of 3 units, in which the paper always
-found the optimum; splits are ranked by Eq. 4 + Eq. 5, variance of forward time plus communication;
-the first 15 are run and the fastest is kept. Three choices here:
+Balanced model partitioning (`bmp`; OmniBal, arXiv 2407.20761, section on model balance): cuts move
+within 3 units of the profile split; splits are ranked by Eq. 4 + Eq. 5 (variance of forward time
+plus communication), and the fastest of the first 15 runs is kept. Choices here:
 
-* Eq. 4 is in ms^2 and Eq. 5 in elements, so their sum depends on units. Here the squares are
-  divided by the mean stage's time and activations sent are priced by the link: both are in ms.
-* The mean stage is the same for every split, so the score is a sum over stages. The best 15 of all
-  (2r + 1)^(p - 1) moves come from dynamic programming, which many stages do not slow down.
-* Runs are simulated on the plan's own micro-batches, recompute by the given rule, and include the
-  anchor. A split that does not fit the memory is passed over, as its run would fail.
+* Eq. 4 is in ms^2 and Eq. 5 in elements. Here squares are divided by the mean stage's time and
+activations are priced by the link: both in ms.
+* The mean stage is equal for all splits, so the best 15 of (2r + 1)^(p - 1) moves come from dynamic
+programming.
+* Runs are simulated on the plan's micro-batches with the given recompute rule, and include the
+anchor. A split that does not fit is skipped, as its run would fail.
 
-Recompute (section on adaptive re-computation): `front` counts a stage's recomputed layers from its
-front, so encoders before language, and takes the fewest that fit.
+Recompute (section on adaptive re-computation): `front` recomputes from the stage's front, encoders
+before language, until the stage fits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -39,19 +37,16 @@ from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tab
 from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
-BMP_RADIUS = 3  # units by which a cut may move, in which the paper always found the best
+BMP_RADIUS = 3  # max units that a cut moves, enough in the paper
 BMP_RUNS = 15  # splits that are run, as in the paper
 BMP_STEPS = 200
-"""Steps of each BMP run, spread evenly over the data; the paper runs 3."""
+"""Steps of each BMP run, spread evenly over the data (3 in the paper)."""
 _TIE = 1e-9
-"""Relative difference below which two splits tie."""
 
 Cuts = tuple[int, ...]
 
 
 class PartitionMethod(StrEnum):
-    """Method that splits the model over pipeline stages."""
-
     OMNIBAL = "omnibal"
     BMP = "bmp"
     PROFILE = "profile"
@@ -63,7 +58,7 @@ class RecomputeRule(StrEnum):
     """Rule for the layers that a stage recomputes."""
 
     CHEAPEST = "cheapest"
-    """The least time that fits, searched together with the split."""
+    """Min time that fits, searched together with the split."""
     FRONT = "front"
     FULL = "full"
     NONE = "none"
@@ -71,19 +66,18 @@ class RecomputeRule(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SplitRule:
-    """How a model is split over stages, and how the recomputed layers are chosen."""
+    """Split method and recompute rule."""
 
     method: PartitionMethod = PartitionMethod.OMNIBAL
     recompute: RecomputeRule = RecomputeRule.CHEAPEST
 
     @property
     def is_joint(self) -> bool:
-        """Whether both are searched for together."""
+        """Whether split and recomputation are searched jointly."""
         return self == JOINT
 
 
 JOINT = SplitRule()
-"""The joint search."""
 
 
 def baseline_stages(
@@ -95,7 +89,7 @@ def baseline_stages(
     pipeline_size: int,
     memory_cap_bytes: float,
 ) -> tuple[Stage, ...]:
-    """Stages by a method and rule other than the joint search's."""
+    """Return the stages of a baseline method and rule."""
     if cost.levels > 1:
         raise UserError(
             f"partition method {method} was given with packs of {cost.levels} levels; only the "
@@ -114,7 +108,7 @@ def baseline_stages(
     has_backward = np.array([unit.backward_ms.any() for unit in cost.units.values()])
     weights = unit_weights(method, cost, model, mean)
     every_cuts = [balanced_cuts(weights, _is_layer(model), pipeline_size)]
-    if method == PartitionMethod.BMP:  # the other candidates to run
+    if method == PartitionMethod.BMP:  # other candidates to run
         every_cuts += bmp_candidates(cost, model, mean, every_cuts[0])
     splits = [
         _recomputed_split(rule, model, cuts, tables, has_backward, memory_cap_bytes)
@@ -132,9 +126,9 @@ def baseline_stages(
 def unit_weights(
     method: PartitionMethod, cost: CostModel, model: ModelConfig, mean_features: np.ndarray
 ) -> np.ndarray:
-    """Weight of every unit that the method balances: parameters, layers or forward ms. [units]
+    """Return the weight of every unit to balance: parameters, layers or forward ms. [units]
 
-    A matrix that is both language embed and head counts in both, as in a split between them.
+    A matrix tied between language embed and head counts in both.
     """
     units = [cost.units[unit] for unit in unit_names(model)]
     match method:
@@ -147,11 +141,11 @@ def unit_weights(
 
 
 def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int) -> Cuts:
-    """The split whose largest stage weighs least; then of least squares; then leftmost.
+    """Return the split with min largest stage; ties by squares, then leftmost.
 
     Args:
-        weights: [units], none negative.
-        is_layer: [units]; every stage holds at least one of these.
+        weights: [units], non-negative.
+        is_layer: [units]; every stage has at least one layer.
     """
     runs = _run_weights(weights, is_layer)
     largest = np.full(len(runs), np.inf)
@@ -178,10 +172,7 @@ def bmp_candidates(
     radius: int = BMP_RADIUS,
     count: int = BMP_RUNS,
 ) -> list[Cuts]:
-    """The best splits with every cut within `radius` of the anchor's, by variance plus sending.
-
-    Best first; equal scores in order of their cuts.
-    """
+    """Return the best splits within `radius` of the anchor, by variance plus communication."""
     weights = unit_weights(PartitionMethod.PROFILE, cost, model, mean_features)
     runs = _run_weights(weights, _is_layer(model))
     mean_stage_ms = weights.sum() / (len(anchor) + 1)
@@ -190,7 +181,7 @@ def bmp_candidates(
     sent_ms = np.zeros(units + 1)
     sent_ms[1:-1] = cost.link_ms_per_byte * cut_bytes(cost, model, range(1, units), mean_features)
     windows = [range(max(cut - radius, 1), min(cut + radius, units - 1) + 1) for cut in anchor]
-    # The best splits of the units before each position; a best split's beginning is one of them.
+    # The best splits of the units before each position; every prefix of a best split is among them.
     best: dict[int, list[tuple[float, Cuts]]] = {0: [(0.0, ())]}
     for window in (*windows, [units]):
         best = {
@@ -211,27 +202,23 @@ def bmp_candidates(
 def cut_bytes(
     cost: CostModel, model: ModelConfig, cuts: Iterable[int], features: np.ndarray
 ) -> np.ndarray:
-    """Activation bytes that a micro-batch with `features` [features] sends over every cut. [cuts]
-
-    The sum is the communication volume of OmniBal, Eq. 5 and Table 4, in bytes.
-    """
+    """Return bytes that a micro-batch with `features` [features] sends over every cut; their sum is
+    the communication volume of OmniBal, Eq. 5 and Table 4. [cuts]"""
     sequence = unit_names(model)
     return np.array([cost.units[sequence[cut - 1]].output_bytes @ features for cut in cuts])
 
 
 _Split = tuple[tuple[Stage, ...], np.ndarray]
-"""Stages of some cuts under a recompute rule, and their peak bytes [stages]: over the cap only
-where nothing that the rule allows fits."""
+"""Stages of a recompute rule and peak bytes [stages], above the cap only if nothing fits."""
 
 
 def _is_layer(model: ModelConfig) -> np.ndarray:
-    """Whether each unit is a layer. [units]"""
     is_layer = {kind.name: kind.is_layer for kind in unit_kinds(model)}
     return np.array([is_layer[name] for name in unit_names(model)])
 
 
 def _run_weights(weights: np.ndarray, is_layer: np.ndarray) -> np.ndarray:
-    """Weight of every run of units that may be a stage, infinite for others. [start, end]"""
+    """Return the weight of every run of units, infinite if it cannot be a stage. [start, end]"""
     before = np.concatenate([[0.0], np.cumsum(weights)])
     layers_before = np.concatenate([[0], np.cumsum(is_layer)])
     has_layer = layers_before > layers_before[:, None]
@@ -246,7 +233,7 @@ def _recomputed_split(
     has_backward: np.ndarray,
     memory_cap_bytes: float,
 ) -> _Split:
-    """Stages of the cuts, each with the fewest recomputed layers of the rule that fit."""
+    """Return the stages of the cuts with the fewest recomputed layers of the rule that fit."""
     recomputed, peaks = [], []
     for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
         counts = unit_counts(table.kinds, stage)
@@ -262,10 +249,10 @@ def _recomputed_split(
 def _recompute_options(
     rule: RecomputeRule, kinds: Sequence[UnitKind], stage: Stage, has_backward: np.ndarray
 ) -> np.ndarray:
-    """Numbers of layers that the rule lets a stage recompute, fewest first. [options, kinds]
+    """Return the rule's options of recomputed layers for a stage, fewest first. [options, kinds]
 
     Args:
-        has_backward: [kinds]; layers without one keep nothing that could be computed again.
+        has_backward: [kinds]; frozen layers keep nothing to recompute.
     """
     can = {kind.name: kind.is_layer and has for kind, has in zip(kinds, has_backward, strict=True)}
     layers = [name for name in stage_units(kinds, stage) if can[name]]
@@ -285,7 +272,7 @@ def _does_not_fit(
     splits: Sequence[_Split],
     memory_cap_bytes: float,
 ) -> DoesNotFit:
-    """The worst stage of the split that comes nearest, and what would help."""
+    """Return an error with the worst stage of the split nearest to fitting, and remedies."""
     stages, peaks = min(splits, key=lambda split: split[1].max())
     stage = int(peaks.argmax())
     need, cap = peaks[stage] / GIB, memory_cap_bytes / GIB

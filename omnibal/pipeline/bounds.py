@@ -1,15 +1,11 @@
-"""Lower bounds on the step time of splits: paths through operations that must run in order.
+"""Lower bounds on step time of splits: paths through operations that run in order.
 
-A step takes at least as long as any path. A path's length is a sum over stages of terms that are
-linear in what each costs (`omnibal.pipeline.critical_path`), so the least that it can be over all
-ways to complete a part of a split is a shortest path over positions.
-
-The structural paths go to the first forward of a stage, through all it does, and to its reduction,
-or on from its last backward to the last one of the first stage. Instead of the forwards that it
-runs before its first backward, the first micro-batch's round trip through the later stages; instead
-of the backwards after its last forward, the last one's; or both. How many these are is read from
-the schedule's list (`omnibal.pipeline.operation_graph.StageOrder`). What precedes and follows the
-stage is the same however it is split, so each possible stage is bounded on its own.
+A path's length is a sum over stages of linear cost terms (`omnibal.pipeline.critical_path`), so its
+min over all completions of a partial split is a shortest path over positions. Structural paths lead
+to a stage's first forward, through all of its work, then to its reduction or to the first stage's
+last backward. Two detours replace the forwards before the first backward, and the backwards after
+the last forward, by round trips through later stages; counts are from
+`omnibal.pipeline.operation_graph.StageOrder`.
 """
 
 from collections.abc import Sequence
@@ -31,8 +27,7 @@ from omnibal.pipeline.unit_runs import holds_both_ends, holds_one_end, layer_kin
 from omnibal.pipeline.workload import Workload
 
 _PATHS = 8
-"""Structural paths through a stage on one row of every step, of which the first goes through all
-that the stage does."""
+"""Structural paths through a stage on one row per step. The first covers all of its work."""
 
 Edges = Sequence[tuple[np.ndarray, np.ndarray]]
 """Start and end positions of every stage's options."""
@@ -47,25 +42,20 @@ class Runs:
     end: np.ndarray
     """Position after the last unit, [runs]."""
     counts: np.ndarray
-    """Number of units of each kind, [runs, kinds]."""
+    """Units of each kind, [runs, kinds]."""
     terms: np.ndarray
-    """Cost terms without recomputation and without those of buckets, [runs, terms]."""
+    """Cost terms without recomputation and bucket terms, [runs, terms]."""
     buckets: np.ndarray
-    """Buckets that the run's parameters are exchanged in where it is the first stage, [runs]."""
+    """Gradient buckets if the run is the first stage, [runs]."""
     tied_ms: np.ndarray
-    """Part of the reduction that is a tied matrix's, after all buckets, [runs]."""
+    """Reduction time of the tied matrix, after all buckets, [runs]."""
     prefix: np.ndarray
-    """Summed terms of all units before each position, [units + 1, terms]."""
+    """Summed terms of the units before each position, [units + 1, terms]."""
     cut: np.ndarray
     """Terms of a cut at each position, [units + 1, terms]."""
 
     def with_buckets(self, terms: np.ndarray, run: np.ndarray, stage: int) -> np.ndarray:
-        """Cost terms of runs as a stage, with those of one bucket. [options, terms]
-
-        Args:
-            terms: without them, [options, terms].
-            run: the run of each, [options].
-        """
+        """Add bucket terms to `terms` [options, terms] of runs [options] as a stage."""
         layout, terms = TermLayout.of_length(terms.shape[1]), terms.copy()
         share = 1 / (self.buckets[run] if stage == 0 else np.ones(len(run)))
         terms[:, layout.forward_share] = terms[:, layout.forward] * share[:, None]
@@ -83,15 +73,14 @@ class Runs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Structure:
-    """Bounds that hold for every split of a model, computed before any split is tried."""
+    """Bounds for every split of a model."""
 
     layout: TermLayout
     recompute_ms: np.ndarray
-    """Time that recomputing a layer of each kind adds to a backward at each level, [levels * layer
-    kinds, features]."""
+    """Backward time added by recomputing a layer, [levels * layer kinds, features]."""
     runs: Runs
     weights: np.ndarray
-    """Weights of the structural paths, averaged over the steps. [p, paths, p, terms]"""
+    """Weights of structural paths, mean over steps. [p, paths, p, terms]"""
 
     @classmethod
     def of(
@@ -102,7 +91,7 @@ class Structure:
         stages: int,
         rules: StageRules = FREE,
     ) -> "Structure":
-        """Compute the bounds for pipelines of `stages` stages on these steps."""
+        """Compute the bounds for `stages` stages on these steps."""
         layers = layer_kinds(cost.kinds)
         recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
         return cls(
@@ -114,19 +103,17 @@ class Structure:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return len(self.weights)
 
     @property
     def own_ms(self) -> np.ndarray:
-        """Time of all forwards and backwards of each run, which is on a path through it as any
-        stage. [runs]"""
+        """Compute time of each run, part of a path through it as any stage. [runs]"""
         compute = slice(self.layout.forward.start, self.layout.backward.stop)
         of_everything = self.weights[0, ::_PATHS, 0, compute]
         return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
 
     def longest_of_runs_ms(self, stage: int, chosen: np.ndarray) -> np.ndarray:
-        """`longest_ms` of some of the runs, by their indices, without recomputation. [chosen]"""
+        """Return `longest_ms` of chosen runs, without recomputation. [chosen]"""
         runs = self.runs
         terms = runs.with_buckets(runs.terms[chosen], chosen, stage)
         return self.longest_ms(stage, runs.start[chosen], runs.end[chosen], terms)
@@ -134,10 +121,10 @@ class Structure:
     def longest_ms(
         self, stage: int, start: np.ndarray, end: np.ndarray, terms: np.ndarray
     ) -> np.ndarray:
-        """Longest structural path through a stage, for each run that it may hold. [options]
+        """Return the longest structural path through a stage for each run it may hold, counting
+        links only at its own ends. [options]
 
-        Infinite where the position does not allow it. Links are counted at the stage's own ends
-        only.
+        Infinite if the position is not allowed.
         """
         weights, runs, layout = self.weights[stage], self.runs, self.layout
         compute = slice(layout.forward.start, layout.backward.stop)
@@ -157,10 +144,7 @@ class Structure:
 
 
 def least_slowest_ms(structure: Structure) -> float:
-    """Longest structural path through the slowest stage of a split, least over all splits.
-
-    A split that is good by the stages' own work alone says what is too long to be in the best.
-    """
+    """Return the longest path through the slowest stage, min over all splits."""
     runs, own_ms = structure.runs, structure.own_ms
     edges = [(runs.start, runs.end)] * structure.stages
     _, good = least_largest_path(edges, [own_ms] * structure.stages, runs.units)
@@ -180,25 +164,21 @@ def least_step_ms(
     pipeline_size: int,
     rules: StageRules = FREE,
 ) -> float:
-    """Lower bound on the mean step that `predict` gives, over all splits and recomputed layers.
-
-    A fraction of what the search takes: neither memory nor recomputation are in it.
-    """
+    """Return a lower bound on the mean step of `predict` over all splits, ignoring memory and
+    recomputation; much faster than the search."""
     steps = SampledSteps.of(workload.some_steps(MAX_SIMULATED_STEPS), cost)
     return least_slowest_ms(Structure.of(cost, model, steps, pipeline_size, rules))
 
 
 def least_largest(edges: Edges, sizes: Sequence[np.ndarray], units: int) -> float:
-    """Least possible value of the largest of the stages' sizes [options]; infinite if no way leads
-    through all of them."""
+    """Return the min over splits of the largest size [options], infinite if there is no split."""
     return float(_least_largest_so_far(edges, sizes, units)[-1][-1])
 
 
 def least_largest_with(
     edges: Edges, sizes: Sequence[np.ndarray], marked: Sequence[np.ndarray], units: int
 ) -> float:
-    """Least possible largest size over ways with one of the marked options [options]; infinite if
-    none does."""
+    """`least_largest` over splits with a marked option [options], infinite if there is none."""
     with_one = np.full(units + 1, np.inf)
     so_far = _least_largest_so_far(edges, sizes, units)
     for (start, end), size, mark, before in zip(edges, sizes, marked, so_far[:-1], strict=True):
@@ -211,10 +191,8 @@ def least_largest_with(
 def least_largest_path(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> tuple[float, list[int]]:
-    """`least_largest`, and the options [stages] of one way that attains it; there must be one.
-
-    Every stage of the way is as small as the rest of it allows.
-    """
+    """Return `least_largest` and the options [stages] of a split that attains it, each stage
+    minimal given the rest; such a split must exist."""
     so_far, position = _least_largest_so_far(edges, sizes, units), units
     path = []
     for (start, end), size, reached in zip(
@@ -229,7 +207,7 @@ def least_largest_path(
 def _least_largest_so_far(
     edges: Edges, sizes: Sequence[np.ndarray], units: int
 ) -> list[np.ndarray]:
-    """Least largest size on a way to each position, through no stage to all. [units + 1] each"""
+    """Return the min largest size up to each position, for 0 to all stages. [units + 1] each"""
     so_far = [np.where(np.arange(units + 1) == 0, 0.0, np.inf)]
     for (start, end), size in zip(edges, sizes, strict=True):
         reached = np.full(units + 1, np.inf)
@@ -244,7 +222,7 @@ def least_sums(
     source: int,
     units: int,
 ) -> list[np.ndarray]:
-    """Least cost of reaching each position through the first stages, from none to all of them.
+    """Return the min cost of reaching each position, for 0 to all stages.
 
     Args:
         costs: [options, cuts] of each stage.
@@ -264,7 +242,7 @@ def least_sums(
 
 
 def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE) -> Runs:
-    """All runs of units that hold a layer, and are allowed."""
+    """Return all allowed runs of units with at least one layer."""
     kinds, layout, unit_terms = cost.kinds, TermLayout.of(cost), _unit_terms(cost)
     indices = {kind.name: index for index, kind in enumerate(kinds)}
     sequence = np.array([indices[name] for name in unit_names(model)])
@@ -299,7 +277,7 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
-    """Terms that a unit of each kind, and a cut right after it, add to a stage. [kinds, terms]"""
+    """Return terms that a unit of each kind, and a cut after it, add to a stage. [kinds, terms]"""
     layout = TermLayout.of(cost)
     # The first feature of every level is 1.
     fixed = np.zeros(layout.features)
@@ -321,12 +299,10 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
 
 
 def _structural_paths(steps: SampledSteps, layer_terms: np.ndarray, stages: int) -> np.ndarray:
-    """Weights of paths through each stage, averaged over the steps. [p, paths, p, terms]
+    """Return weights of paths through each stage, mean over steps. [p, paths, p, terms]
 
-    Each is taken on the ranks that are slowest in each kind of layer, and in all.
-
-    Args:
-        layer_terms: [layer kinds, terms].
+    Paths are on the slowest ranks for each kind of layer (`layer_terms` [layer kinds, terms]), and
+    for all kinds.
     """
     layout = steps.layout
     layer_ms = layer_terms[:, layout.forward] + layer_terms[:, layout.backward]
@@ -356,14 +332,13 @@ def _paths_through(
     stage: int,
     stages: int,
 ) -> np.ndarray:
-    """The structural paths through a stage. [8, p, terms]
+    """Return the structural paths through a stage. [8, p, terms]
 
     Four ways through, each followed by the stage's reduction or by the last backwards before it.
 
     Args:
-        total: [steps, m + 1, features]; features of the micro-batches before each one and of all.
+        total: [steps, m + 1, features]; prefix sums over micro-batches.
         count: [steps] micro-batches.
-        order: of the stage.
     """
     weight, every = steps.weight, np.arange(len(count))
     last = np.maximum(count - 1, 0)
@@ -375,7 +350,7 @@ def _paths_through(
     closing = everything - total[every, last]
     forwards = everything - total[every, ahead + 1] + opening
     backwards = total[every, last - behind] + closing
-    # With both detours, the first backward must come before the last forward.
+    # With both detours, the first backward must precede the last forward.
     both = (last > ahead)[:, None]
     ways = (
         (everything, everything, np.zeros_like(opening)),
@@ -394,7 +369,7 @@ def _paths_through(
             way[:, stage:, forward] = way[:, stage:, backward] = weight @ later
         way[:, stage, layout.forward] = weight @ own_forward
         way[:, stage, layout.backward] = weight @ own_backward
-    # Of an exchange, what nothing can hide: the last bucket's, and before a path the first's.
+    # The exchange that no compute can hide: the last bucket's reduction, the first's gather.
     weights[0, :, 0, layout.last_reduction] = weights[1, :, stage, layout.last_reduction] = 1
     weights[:, :, 0, layout.first_gather] = 1
     weights[:, :, stage, layout.optimizer] = 1

@@ -1,17 +1,11 @@
-"""Search of the parts that a model is cut into for a schedule, and of the layers they recompute.
+"""Search for the parts of a schedule with several chunks, and their recomputed layers.
 
-The objective is the planner's: the simulated time of a step, mean over sampled steps. A stage of
-several chunks holds several runs of units, so that encoder and language layers may share one, and
-the ways to cut are too many for the proof that `omnibal.pipeline.partition` gives of 1F1B. Here
-cuts are improved from a few good ones: by all ways to move a layer from one part to another past
-those between them, several such moves at once, and from the best by random ones. A stage that is
-over the memory cap recomputes the fewest layers that make it fit, in the best of a few orders
-(`omnibal.pipeline.part_memory`); where a trainer takes one number for all stages, all recompute by
-the largest that any needs. All candidates of a round are simulated side by side
-(`omnibal.pipeline.part_steps`), but those whose slowest stage alone takes longer than the best.
-
-What is proven is little: a step lasts as long as the work of all stages, evenly spread, and the
-first forwards and last backwards that every stage must wait for.
+Objective: mean simulated step time over sampled steps. There are too many ways to cut for the proof
+of `omnibal.pipeline.partition`, so local search improves a few good starts by moving layers, by
+combined moves, and by random moves from the best. A stage over the memory cap recomputes as needed
+(`omnibal.pipeline.part_memory`). Candidates of a round are simulated as one batch
+(`omnibal.pipeline.part_steps`). The proven bound is weak: evenly spread work plus pipeline fill and
+drain.
 """
 
 import math
@@ -48,50 +42,47 @@ from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 _MAX_WORK = 250_000_000
-"""Operations that are simulated, of all candidates and rows: some 5 s of a core."""
+"""Max simulated operations over all candidates and rows: about 5 s of a core."""
 _COMBINED = 6
-"""Best moves of a round that are tried together."""
+"""Best moves of a round that are combined."""
 _KICKS = 3
-"""Random moves from the best cuts after which they are improved again."""
+"""Random moves applied to the best cuts before improving again."""
 _IN_VAIN = 10
-"""Times in a row that the best cuts are improved again in vain, after which the search ends: of
-six searches on 2 and 4 stages none found more after so many."""
+"""Max restarts without improvement; six searches on 2 and 4 stages found nothing after that."""
 _MOST_TIGHTENED = 4
-"""Times that the search is repeated with less memory where all passes need more than those that
-were looked at."""
+"""Max repeats with a smaller cap if the full memory check finds a higher peak."""
 _TOLERANCE = 1e-9
-"""Relative gain below which a candidate is no better."""
+"""Relative gain required of a better candidate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Effort:
-    """Work of a search, after which it ends."""
+    """Work limit of a search."""
 
     share: float = 1.0
-    """Share of what is usually done: of operations that are simulated, and of random moves."""
+    """Share of the usual simulated operations and random moves."""
     most_cuts: float = np.inf
-    """Ways to cut the model that are looked at: of short steps, most of the time goes there."""
+    """Max cuts evaluated; limits the time for short steps."""
 
 
 WHOLE_EFFORT = Effort()
-"""The effort of a plan."""
 
 Edges = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A way to cut the model, and the order in which every stage recomputes layers."""
+    """Cuts of the model, and the recompute order of every stage."""
 
     edges: Edges
-    """Positions of the cuts, with 0 and the number of units at the ends, [k + 1]."""
+    """Positions of the cuts, including 0 and the number of units, [k + 1]."""
     orders: tuple[int, ...]
-    """Index of the order of every stage, [p]."""
+    """Index of every stage's order, [p]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartProblem:
-    """What is cut, for which schedule, and what it costs."""
+    """Model, schedule and costs of a search."""
 
     cost: CostModel
     model: ModelConfig
@@ -99,12 +90,11 @@ class PartProblem:
     stages: int
     runs: Runs
     run_at: np.ndarray
-    """Index of the run from one position to another, -1 where none is allowed, [units + 1,
-    units + 1]."""
+    """Index of the run between two positions, or -1 if not allowed, [units + 1, units + 1]."""
     simulator: PartSimulator
     memories: Sequence[PartMemory]
     known: Sequence[dict[bytes, int]]
-    """Least numbers of recomputed layers that were looked for, of every stage, by what it holds."""
+    """Cached min recompute numbers of every stage, by its content."""
 
     @classmethod
     def of(
@@ -117,7 +107,7 @@ class PartProblem:
         schedule: PipelineSchedule,
         rules: StageRules = FREE,
     ) -> "PartProblem":
-        """Prepare the search; arguments are as of `search_parts`."""
+        """Prepare the search; arguments as in `search_parts`."""
         runs = possible_runs(cost, model, rules)
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
@@ -140,8 +130,7 @@ class PartProblem:
         )
 
     def tightened(self, shares: np.ndarray) -> "PartProblem":
-        """The problem with so much of the cap of every stage that needs more than is counted here,
-        [p]."""
+        """Scale the caps of stages that need more than counted here by `shares` [p]."""
         memories = [
             replace(memory, cap_bytes=memory.cap_bytes * min(share, 1.0))
             for memory, share in zip(self.memories, shares.tolist(), strict=True)
@@ -150,7 +139,7 @@ class PartProblem:
 
     @property
     def parts(self) -> int:
-        """Runs of units that the model is cut into."""
+        """Number of runs of units."""
         return self.stages * self.schedule.chunks
 
     @property
@@ -170,11 +159,7 @@ def search_parts(
     rules: StageRules = FREE,
     effort: Effort = WHOLE_EFFORT,
 ) -> SearchResult:
-    """The parts of least simulated step time that are found for a schedule.
-
-    Returns:
-        The parts in model order, as the stages of the result.
-    """
+    """Return the parts with the min simulated step time found, in model order."""
     problem = PartProblem.of(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
     )
@@ -214,18 +199,18 @@ def search_parts(
 
 
 def stages_of(problem: PartProblem, candidate: Candidate) -> tuple[Stage, ...]:
-    """The parts of a candidate, with what they recompute."""
+    """Return a candidate's parts with their recomputed layers."""
     _, recomputed, _ = _fitted(problem, [candidate])
     layers = layer_kinds(problem.cost.kinds)
     return stages_from_cuts(problem.model, candidate.edges[1:-1], recomputed[0][:, layers].tolist())
 
 
 def least_work_ms(problem: PartProblem) -> float:
-    """A bound on the mean step of all cuts: what stages compute, evenly spread, with the least that
-    comes before a first forward and, where a backward is a stage's last pass, after that."""
+    """Return a lower bound on the mean step: evenly spread compute plus min pipeline fill and, if a
+    backward is a stage's last pass, drain."""
     simulator, runs = problem.simulator, problem.runs
     steps, layout = simulator.steps, simulator.steps.layout
-    # Part s begins after s parts, each of a layer at least.
+    # Part s begins after s parts of at least one layer.
     reach = [0]
     while len(reach) < problem.stages:
         reach.append(int(runs.end[runs.start >= reach[-1]].min()))
@@ -245,7 +230,7 @@ def least_work_ms(problem: PartProblem) -> float:
 def _fitted(
     problem: PartProblem, candidates: Sequence[Candidate]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Runs of candidates [C, k], recomputed layers [C, k, kinds], and whether they fit [C]."""
+    """Return candidates' runs [C, k], recomputed layers [C, k, kinds], and whether they fit [C]."""
     edges = np.array([each.edges for each in candidates])
     orders = np.array([each.orders for each in candidates])
     chosen = problem.run_at[edges[:, :-1], edges[:, 1:]]
@@ -272,8 +257,7 @@ def _fitted(
 
 
 def _least_numbers(problem: PartProblem, stage: int, content: np.ndarray) -> np.ndarray:
-    """The least numbers with which a stage's contents fit, each looked for once; -1 where none
-    does. [n]
+    """Return the cached min numbers for a stage's contents to fit, or -1 if none does. [n]
 
     Args:
         content: runs of the stage's chunks, and its order, [n, c + 1].
@@ -289,14 +273,14 @@ def _least_numbers(problem: PartProblem, stage: int, content: np.ndarray) -> np.
 
 
 def _contents(problem: PartProblem, runs: np.ndarray) -> Contents:
-    """What stages of these runs hold, [n, c]."""
+    """Return the contents of stages with runs [n, c]."""
     table = problem.runs
     return Contents(counts=table.counts[runs], start=table.start[runs], end=table.end[runs])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class _Search:
-    """Candidates that were tried, and the best of them."""
+    """Candidates tried, and the best."""
 
     problem: PartProblem
     work_left: float
@@ -306,12 +290,10 @@ class _Search:
     best_ms: float = np.inf
     simulated: int = 0
     found_ms: dict[Candidate, float] = field(default_factory=dict)
-    """Step times of candidates; infinite where they do not fit, and a bound where that is above the
-    best."""
+    """Step times of candidates: infinite if they do not fit, a bound if that exceeds the best."""
 
     def run(self, known: Candidate | None = None) -> None:
-        """Improve from several cuts, or from a good one that is known, then from random moves of
-        the best, until the work is done or these are in vain."""
+        """Improve several starts or `known`, then random moves of the best, to the work limit."""
         for start in self._starts() if known is None else [known]:
             self._improve(start)
         rng, in_vain = np.random.default_rng(0), 0
@@ -324,11 +306,11 @@ class _Search:
 
     @property
     def goes_on(self) -> bool:
-        """Whether more may be looked at."""
+        """Return whether work is left."""
         return self.work_left > 0 and len(self.found_ms) < self.most_cuts
 
     def _starts(self) -> list[Candidate]:
-        """Cuts into parts that are even in time, with several weights of encoders."""
+        """Return cuts into parts of even time, with several weights of encoders."""
         problem = self.problem
         steps = problem.simulator.steps
         mean = steps.features.sum(axis=(0, 1)) / max(steps.counts.sum(), 1)
@@ -339,10 +321,10 @@ class _Search:
         kinds = {kind.name: kind for kind in problem.cost.kinds}
         is_layer = np.array([kinds[name].is_layer for name in names])
         orders = (0,) * problem.stages
-        # Where memory is short, parts that keep equally much fit.
+        # If memory is short, parts with equal activations fit.
         kept = np.array([unit.activation_bytes @ mean for unit in units])
         state = np.array([unit_bytes(problem.cost, unit) for unit in units])
-        # What the first part holds by the rules at least is one unit here.
+        # The minimum content of the first part by the rules counts as one unit here.
         first = int(problem.runs.end[problem.runs.start == 0].min())
         begins = np.r_[0, first : len(names)]
         has_layer = np.logical_or.reduceat(is_layer, begins)
@@ -353,7 +335,7 @@ class _Search:
         return list(dict.fromkeys(starts))
 
     def _improve(self, start: Candidate) -> None:
-        """Take the best move, or moves together, as long as one is better."""
+        """Apply the best move or combination while it improves."""
         [at_ms] = self._tried([start], np.inf)
         at = start
         while self.goes_on:
@@ -369,7 +351,7 @@ class _Search:
             at_ms = float(found.min())
 
     def _moves(self, at: Candidate) -> list[Candidate]:
-        """Candidates one move away."""
+        """Return candidates one move away."""
         edges, cuts = np.array(at.edges), len(at.edges) - 2
         moved = []
         for first in range(1, cuts + 1):
@@ -379,7 +361,7 @@ class _Search:
                     new[first : last + 1] += by
                     if (np.diff(new) > 0).all():
                         moved.append(Candidate(tuple(new.tolist()), at.orders))
-        # Another order of a stage, or of all where they share one.
+        # Change the order of a stage, or of all if shared.
         for stage, memory in enumerate(self.problem.memories):
             for order in range(memory.ways.orders):
                 orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
@@ -395,7 +377,7 @@ class _Search:
         return at
 
     def _tried(self, candidates: Sequence[Candidate], limit_ms: float) -> np.ndarray:
-        """Step times of candidates; those that cannot be below the limit are not simulated. [C]"""
+        """Return step times; candidates bounded above the limit are not simulated. [C]"""
         new = [each for each in dict.fromkeys(candidates) if each not in self.found_ms]
         if new:
             self._simulate(new, limit_ms)
@@ -428,7 +410,7 @@ class _Search:
 def _terms(
     problem: PartProblem, runs: np.ndarray, recomputed: np.ndarray
 ) -> tuple[PartTerms, PerStepCosts]:
-    """What candidates of these runs [C, k] cost that recompute these layers [C, k, kinds]."""
+    """Return costs of candidates with runs [C, k] and recomputed layers [C, k, kinds]."""
     table, layout = problem.runs, problem.simulator.steps.layout
     terms = table.terms[runs]
     again = np.stack([unit.recompute_ms for unit in problem.cost.units.values()])
@@ -448,8 +430,7 @@ def _terms(
 
 
 def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
-    """Mean step of the slowest stage alone: its work, what comes before its first forward and after
-    its last backward. [C]"""
+    """Return a lower bound on the mean step: the slowest stage's work plus fill and drain. [C]"""
     steps = problem.simulator.steps
     whole = terms.forward + terms.backward
     of_stages = whole[:, problem.held].sum(axis=2)  # [C, p, f]
@@ -469,7 +450,7 @@ def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
 
 
 def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:
-    """Pairs of moves made together, and as many of the first as there are."""
+    """Combine pairs of moves, and the first 2, 3, ... moves."""
     sets = [*combinations(moves, 2), *(moves[:number] for number in range(3, len(moves) + 1))]
     here, found = np.array(at.edges), []
     for chosen in sets:

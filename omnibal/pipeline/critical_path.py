@@ -1,25 +1,15 @@
-"""Step times of many candidate pipelines at once, and the critical paths that prove them.
+"""Step times of many candidate pipelines at once, with critical paths as lower bounds.
 
-A step's time is the longest path through its operations, so the length of any path, with any
-durations, is a lower bound of it; with the durations that made the path critical it is the time.
-A path's length is a sum over stages of terms that are linear in what the stage costs, so one found
-for one candidate bounds every other at the price of a dot product.
+A step's time is its longest path, so every path's length is a lower bound. A length is linear in
+the stages' cost terms, so a path of one candidate bounds all others by a dot product. `TermLayout`
+has the terms: per-feature coefficients of forward, backward, P2P links and bucket shares, then
+exchanges and optimizer in ms. A path begins with the gather of all weights and a bucket's share of
+the first forward, or with the first bucket's gather and the whole forward; it ends likewise with
+the gradient reduction (`omnibal.pipeline.stage_cost.PerStepCosts`).
 
-What a stage costs is a vector of terms, as `TermLayout` has them: coefficients over the features of
-a micro-batch, of its forward, of its backward, of the activation it sends on and of the gradient it
-receives for that, of a bucket's share of its forward and backward, then exchanges and optimizer in
-ms. A path's weights are laid out alike. A path begins with the gather of all weights, on which a
-bucket's share of the stage's first forward follows, or with that of the first bucket and the whole
-forward; it ends with the reduction of all gradients after a share of the last backward, or with
-that of the last bucket after all of it (`omnibal.pipeline.stage_cost.PerStepCosts`). Where ranks
-run that forward or backward together, it hides as much as it lasts, by the slowest of them.
-
-Ranks that share a pack start every pass of it together, when the last of them can, and take as long
-as the slowest. A path then goes on with the rank that was the last, or takes the time of the
-slowest: it is a sum of the same terms. So it is with ranks that share out experts, but in stages
-that hold experts alone: a path that has gone over to another rank there is none of a candidate
-whose stage holds no experts. It counts against that candidate so much that it bounds nothing, by a
-term that is 1 in stages without experts. Costs and features are of all levels, one after another
+Ranks that share a pack run in lockstep at the slowest rank's time, so a path may switch ranks.
+Expert-parallel ranks do so only in stages with experts: the term `without_experts` voids such a
+path for candidates without them. Costs and features are concatenated over levels
 (`omnibal.pipeline.level_costs`).
 """
 
@@ -41,42 +31,41 @@ from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 1_000_000
-"""Entries of [operations, candidates, rows] computed at a time: bounds memory."""
+"""Entries of [operations, candidates, rows] per chunk: limits memory."""
 _NO_PATH_MS = -1e12
-"""Length of a path that a candidate does not have; far below any, and exact beside other times."""
+"""Length of a path a candidate lacks: far below any, exact in sums with other times."""
 _NEVER_MS = -1e30
-"""Arrival at a micro-batch that does not exist, which waits for nothing."""
+"""Arrival at a missing micro-batch, which waits for nothing."""
 
 
 def _by_feature(first: int, blocks: int = 1) -> property:
-    """Places of terms that are by feature."""
+    """Return the slice of per-feature terms."""
     return property(
         lambda layout: slice(first * layout.features, (first + blocks) * layout.features)
     )
 
 
 def _of_stage(number: int) -> property:
-    """Place of a term that is one number of a stage."""
+    """Return the index of a per-stage term."""
     return property(lambda layout: 6 * layout.features + number)
 
 
 @dataclass(frozen=True, slots=True)
 class TermLayout:
-    """Places of the terms of what a stage costs."""
+    """Indices of a stage's cost terms."""
 
     features: int
-    """Number of features of a micro-batch."""
     has_experts: bool = False
-    """Whether the model has experts, and stages a term that says which hold none."""
+    """Whether the model has experts, which adds the term `without_experts`."""
 
     @classmethod
     def of(cls, cost: CostModel) -> "TermLayout":
-        """The layout of a model's costs."""
+        """Return the layout of a model's costs."""
         return cls(len(cost.features), bool(cost.in_lockstep.any()))
 
     @classmethod
     def of_length(cls, length: int) -> "TermLayout":
-        """The layout of so many terms."""
+        """Return the layout with `length` terms."""
         features, more = divmod(length - 5, 6)
         return cls(features, bool(more))
 
@@ -84,31 +73,29 @@ class TermLayout:
         return 6 * self.features + 5 + self.has_experts
 
     forward = _by_feature(0)
-    """Time of a forward; this and the next three are by feature."""
+    """Forward time; this and the next five are per feature."""
     backward = _by_feature(1)
-    """Time of a backward."""
     send = _by_feature(2)
-    """Time of the link to the next stage."""
+    """P2P time of the activation to the next stage."""
     receive = _by_feature(3)
-    """Time of the link back from it."""
+    """P2P time of the gradient from it."""
     forward_share = _by_feature(4)
-    """Part of a forward that uses one bucket of weights."""
+    """Forward time using one bucket of weights."""
     backward_share = _by_feature(5)
-    """Part of a backward that makes one bucket of gradients."""
+    """Backward time producing one bucket of gradients."""
     by_feature = _by_feature(0, 6)
-    """All of these together."""
+    """All per-feature terms."""
     reduction = _of_stage(0)
-    """Time of the gradient reduction, and of a tied matrix's after it."""
+    """Gradient reduction time, including the tied matrix."""
     last_reduction = _of_stage(1)
-    """Time of the last bucket's part of it."""
+    """Reduction time of the last bucket."""
     gather = _of_stage(2)
-    """Time to gather the weights."""
+    """Weight all-gather time."""
     first_gather = _of_stage(3)
-    """Time to gather the first bucket of them."""
+    """All-gather time of the first bucket."""
     optimizer = _of_stage(4)
-    """Time of the weight update."""
     without_experts = _of_stage(5)
-    """1 where the stage holds no experts, else 0; only where the model has any."""
+    """1 if the stage has no experts, else 0; absent for dense models."""
 
 
 _FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5
@@ -117,30 +104,25 @@ _FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampledSteps:
-    """Steps to simulate. A row is what one data-parallel rank runs; equal rows are kept once.
-
-    Where ranks share packs, rows are in blocks as large as the largest of theirs, and it is equal
-    blocks that are kept once.
-    """
+    """Steps to simulate. A row is one data-parallel rank's micro-batches; equal rows are stored
+    once, or equal blocks of rows if ranks share packs."""
 
     features: np.ndarray
-    """Features of every micro-batch, [rows, m, features]; 0 where a row has no such micro-batch."""
+    """Features of every micro-batch, [rows, m, features], or 0 if missing."""
     counts: np.ndarray
-    """Number of micro-batches, [rows]."""
     rows: np.ndarray
-    """Row that each rank of a step runs, [steps, ranks]."""
+    """Row of each rank, [steps, ranks]."""
     weight: np.ndarray
-    """Weight of every step, [steps], 1 in all."""
+    """Weight of every step, [steps], summing to 1."""
     context: np.ndarray
-    """Rows that share the micro-batch, an aligned block of them, [rows, m]."""
+    """Context-parallel size of every micro-batch, [rows, m]."""
     lockstep_ranks: int
-    """Rows that run stages with experts in lockstep, an aligned block of them."""
+    """Size of the row blocks that run stages with experts in lockstep."""
     layout: TermLayout
-    """Layout of the terms of what a stage costs on these steps."""
 
     @classmethod
     def of(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
-        """All steps of the workload, with features as `cost` has them."""
+        """Return all steps of the workload, with the features of `cost`."""
         _, step_index = np.unique(workload.step, return_inverse=True)
         ranks = workload.data_parallel_size
         block = max(int(workload.context.max()), workload.lockstep_ranks)
@@ -151,14 +133,14 @@ class SampledSteps:
         place = step_index, workload.dp_rank, workload.slot
         table[place], context[place] = of_packs, workload.context
         counts = np.bincount(step_index * ranks + workload.dp_rank, minlength=shape[0] * ranks)
-        # A micro-batch may be nothing but zeros, so the number of them tells rows apart, too.
+        # A micro-batch may be all zeros, so rows are compared by counts too.
         keys = np.column_stack([counts, table.reshape(len(counts), -1)])
         if block > 1:
             keys = np.column_stack([keys, context.reshape(len(counts), -1)])
             keys = keys.reshape(-1, block * keys.shape[1])
         whole = np.dtype((np.void, keys.itemsize * keys.shape[1]))
         _, first, kind = np.unique(keys.view(whole).ravel(), return_index=True, return_inverse=True)
-        # A step lasts as long with its blocks in any order.
+        # Step time does not depend on the order of blocks.
         blocks = np.sort(kind.reshape(shape[0], -1), axis=1)
         steps, times = np.unique(blocks, axis=0, return_counts=True)
         within = np.arange(block)
@@ -176,31 +158,29 @@ class SampledSteps:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PipelineSimulator:
-    """The planned schedule on p stages over sampled steps."""
+    """1F1B on p stages over sampled steps."""
 
     steps: SampledSteps
     graph: OperationGraph
-    """Operations sorted by depth: none needs another of the same depth."""
+    """Operations sorted by depth; equal depths are independent."""
     features: np.ndarray
-    """Features of the operation's micro-batch, [operations, features, rows]."""
+    """Features of the operations' micro-batches, [operations, features, rows]."""
     delay_ms: np.ndarray
-    """Delay besides the link, [operations, 1, rows]: 0, or `_NEVER_MS` where a row lacks it."""
+    """Delay in addition to the link, [operations, 1, rows]: 0, or `_NEVER_MS` if missing."""
     passes: np.ndarray
-    """Forwards (0) and backwards (1) of every micro-batch and stage, [2, m, p]."""
+    """Operation indices of forwards (0) and backwards (1), [2, m, p]."""
     last: np.ndarray
     """Last operation of every stage, [p]."""
     before: np.ndarray
-    """Operation that its stage runs before each one, [operations]; before stage s's first one, the
-    number of operations + 1 + s."""
+    """The stage's previous operation, [operations]; operations + 1 + s for stage s's first."""
     shared: Mapping[int, np.ndarray]
-    """Whether so many rows run the operation together, [operations, rows], by size of the blocks;
-    only where there are any."""
+    """Whether a block of rows runs the operation together, [operations, rows], by block size."""
     lockstep: Mapping[int, np.ndarray]
-    """Rows that run the operation together in stages with experts, as they share these out."""
+    """`shared` in stages with experts."""
 
     @classmethod
     def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
-        """The schedule of `stages` stages."""
+        """Return the simulator for `stages` stages."""
         graph = planned_graph(stages, steps.features.shape[1])
         require_in_order(graph)
         missing = graph.micro_batch[:, None] >= steps.counts
@@ -223,23 +203,22 @@ class PipelineSimulator:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return self.graph.schedule.stages
 
     @property
     def operations(self) -> int:
-        """Number of operations, of all rows of the steps."""
+        """Number of operations over all rows."""
         return len(self.graph) * len(self.steps.counts)
 
     def step_ms(self, terms: np.ndarray) -> np.ndarray:
-        """Mean step time of candidates [n, p, terms]. [n]"""
+        """Return the mean step time of candidates [n, p, terms]. [n]"""
         return np.concatenate([self._step_ms(chunk) for chunk in self._chunks(terms)])
 
     def critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Weights of a longest path of every step, mean over the steps. [n, p, terms]
+        """Return term weights of the critical path, mean over steps. [n, p, terms]
 
-        Their product with the candidate's own terms [n, p, terms] is its mean step time; with any
-        other's it is at most that one's.
+        Their dot product with the candidate's terms [n, p, terms] is its mean step time; with other
+        candidates' terms it is a lower bound.
         """
         return np.concatenate([self._critical_paths(chunk) for chunk in self._chunks(terms)])
 
@@ -253,7 +232,7 @@ class PipelineSimulator:
         return finish_ms @ self.steps.weight + terms[:, :, self.steps.layout.optimizer].max(axis=1)
 
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Weights of a longest path of every step, followed back from its end."""
+        """Return term weights of the longest path of every step, traced back from its end."""
         end, link = self._run(terms)
         alone_ms, ready_ms = self._of_rows(terms, end, link)
         layout, finish_ms = self.steps.layout, self._finish_ms(end, terms)
@@ -271,7 +250,7 @@ class PipelineSimulator:
         gather, reduction = self._exposed(terms)
 
         def take(exposed: _Exposed, at: tuple[np.ndarray, ...]) -> None:
-            """Add what is exposed at an end of paths, each at (candidate, step, stage, row)."""
+            """Add exposed time at the ends of paths, at (candidate, step, stage, row)."""
             candidate, step, stage, row = at
             whole = exposed.whole[candidate, stage, row]
             term = np.where(whole, exposed.whole_term, exposed.one_term)
@@ -320,15 +299,15 @@ class PipelineSimulator:
     def _of_rows(
         self, terms: np.ndarray, end: np.ndarray, link: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Time of every operation on each row, and when the row can start it; [operations, n, rows]
-        each, or nothing where no rows share any."""
+        """Return time and earliest start of every operation on each row, [operations, n, rows]
+        each, or empty if no rows share passes."""
         if not self.lockstep:
             return np.empty((0, 0, 0)), np.empty((0, 0, 0))
         ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
         return self._alone_ms(terms), ready_ms
 
     def _is_in_lockstep(self, terms: np.ndarray) -> np.ndarray:
-        """Whether rows that share out experts run each stage in lockstep, by candidate. [p, n]"""
+        """Return whether expert-parallel rows run each stage in lockstep. [p, n]"""
         layout = self.steps.layout
         if self.steps.lockstep_ranks == 1 or not layout.has_experts:
             return np.zeros((self.stages, len(terms)), bool)
@@ -340,11 +319,11 @@ class PipelineSimulator:
         at: tuple[np.ndarray, np.ndarray, np.ndarray],
         together: np.ndarray,
     ) -> np.ndarray:
-        """Rows of the same blocks in which a value is the largest. [paths]
+        """Return the row of each block with the largest value. [paths]
 
         Args:
             values_ms: [operations, n, rows].
-            at: operation, candidate and row that each path has come to.
+            at: operation, candidate and row of each path.
             together: whether rows run the stage in lockstep, [paths].
         """
         operation, candidate, row = at
@@ -359,9 +338,9 @@ class PipelineSimulator:
         return found
 
     def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """End of operations [operations + 1 + p, n, rows], and their links' times.
+        """Return operation ends [operations + 1 + p, n, rows] and link times.
 
-        After the operations come a 0 and the time at which each stage has weights to begin with.
+        A 0 and each stage's earliest start follow the operations.
         """
         n, rows = len(terms), len(self.steps.counts)
         graph, backwards = self.graph, _backwards(self.graph)
@@ -387,7 +366,7 @@ class PipelineSimulator:
         return end, link
 
     def _alone_ms(self, terms: np.ndarray) -> np.ndarray:
-        """Time of operations on each row, had it no others to wait for. [operations, n, rows]"""
+        """Return operation times on each row without waits for others. [operations, n, rows]"""
         of_kind = terms[:, :, self.steps.layout.by_feature]
         of_kind = of_kind.reshape(len(terms), self.stages, 6, -1).transpose(1, 2, 0, 3)
         return np.matmul(of_kind[self.graph.stage, _backwards(self.graph)], self.features)
@@ -395,12 +374,11 @@ class PipelineSimulator:
     def _of_block(
         self, values_ms: np.ndarray, chosen: slice | np.ndarray, together: np.ndarray
     ) -> np.ndarray:
-        """The largest value of the rows that run an operation together, on each. [operations, n,
-        rows]
+        """Return the maximum over rows that run an operation together. [operations, n, rows]
 
         Args:
-            values_ms: of the chosen operations, [operations, n, rows].
-            chosen: which operations these are.
+            values_ms: [chosen operations, n, rows].
+            chosen: operations.
             together: whether rows run them in lockstep, [operations, n].
         """
         if not together.any():
@@ -412,8 +390,7 @@ class PipelineSimulator:
         return np.where(together[..., None], lockstep_ms, shared_ms)
 
     def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
-        """What the first forwards do not hide of the gather, and the last backwards of the
-        reduction."""
+        """Return the exposed all-gather of first forwards and reduction of last backwards."""
         layout, counts = self.steps.layout, self.steps.counts
         gather = layout.gather, layout.first_gather
         reduction = layout.reduction, layout.last_reduction
@@ -425,12 +402,12 @@ class PipelineSimulator:
     def _exposed_beside(
         self, terms: np.ndarray, block: int, exchange: tuple[int, int], micro_batch: np.ndarray
     ) -> "_Exposed":
-        """What one pass of each row does not hide of an exchange of candidates [n, p, terms].
+        """Return the exposed time of an exchange overlapped by one pass of each row.
 
-        Rows that run the pass together hide as much as the slowest of them, which it lasts for.
+        Rows that run the pass together overlap like the slowest row.
 
         Args:
-            block: of the pass's time.
+            block: index of the pass's time term.
             exchange: terms of the whole exchange and of one bucket's.
             micro_batch: of the pass, [rows].
         """
@@ -458,43 +435,43 @@ class PipelineSimulator:
         )
 
     def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
-        """End of every stage's reduction, did it wait for this rank alone. [n, steps, ranks, p]"""
+        """Return every stage's reduction end, counting this rank only. [n, steps, ranks, p]"""
         reduced_ms = end[self.last].transpose(1, 0, 2) + self._exposed(terms)[1].ms
         return reduced_ms[:, :, self.steps.rows].transpose(0, 2, 3, 1)
 
 
 def _backwards(graph: OperationGraph) -> np.ndarray:
-    """Whether each operation is a backward (1) or a forward (0). [operations]"""
+    """Return 1 for backwards, 0 for forwards. [operations]"""
     return (graph.kind == Pass.BACKWARD).astype(np.int64)
 
 
 def _passes(graph: OperationGraph) -> np.ndarray:
-    """Operations by kind, micro-batch and stage, [2, m, p]."""
+    """Return operation indices by kind, micro-batch and stage. [2, m, p]"""
     passes = np.empty((2, graph.schedule.micro_batches, graph.schedule.stages), np.int64)
     passes[_backwards(graph), graph.micro_batch, graph.stage] = np.arange(len(graph))
     return passes
 
 
 def _by_size(sizes: np.ndarray) -> dict[int, np.ndarray]:
-    """Where blocks have each size above 1. [operations, rows] each"""
+    """Return masks of block sizes above 1. [operations, rows] each"""
     return {size: sizes == size for size in np.unique(sizes[sizes > 1]).tolist()}
 
 
 def _most_of_blocks(
     values_ms: np.ndarray, blocks: Mapping[int, np.ndarray], chosen: slice | np.ndarray
 ) -> np.ndarray:
-    """The largest value of every block of rows, on each of them. [operations, n, rows]
+    """Return the block maximum on each row. [operations, n, rows]
 
     Args:
-        values_ms: of the chosen operations, [operations, n, rows].
-        blocks: where there are any of each size, [operations, rows].
+        values_ms: [chosen operations, n, rows].
+        blocks: masks by block size, [operations, rows].
     """
     for size, of_size in blocks.items():
         is_block = of_size[chosen]
         if is_block.any():
             left = values_ms.reshape(*values_ms.shape[:2], -1, size)
             while (half := left.shape[3] // 2) > 0:
-                # Of an odd number, the middle one is in both halves.
+                # For odd sizes the middle row is in both halves.
                 left = np.maximum(left[..., : left.shape[3] - half], left[..., half:])
             largest = np.repeat(left[..., 0], size, axis=2)
             values_ms = np.where(is_block[:, None], largest, values_ms)
@@ -503,15 +480,14 @@ def _most_of_blocks(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Exposed:
-    """What a pass does not hide of the exchange beside it."""
+    """Exposed time of an exchange overlapped by a pass."""
 
     ms: np.ndarray
     """Exposed time, [n, p, rows]."""
     whole: np.ndarray
-    """Whether it is the whole exchange less what is hidden, and not the one bucket that nothing
-    can hide, [n, p, rows]."""
+    """Whether it is the whole exchange minus overlap, not the last bucket alone, [n, p, rows]."""
     operation: np.ndarray
-    """The pass that it is beside, [p, rows]."""
+    """Overlapping pass, [p, rows]."""
     block: int
     share_block: int
     whole_term: int

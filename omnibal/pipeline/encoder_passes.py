@@ -1,9 +1,8 @@
-"""Passes that ranks make of an encoder in a step: of equal items, or of whole samples.
+"""Encoder passes of ranks in a step, of equal items or of whole samples.
 
-What a pass costs is linear in its *work*: one, its items and, of encoders whose items attend to
-each other, the sum of their squares. Ranks of equal items differ in how many they have; ranks of
-whole samples in every pass. So what needs most memory is the rank with the most items, or another
-one of every step.
+A pass's cost is linear in its *work*: 1, its items and, if items attend to each other, their sum of
+squares. Peak memory is on the rank with the most items for equal items, on any rank for whole
+samples.
 
 Shapes: [...] ranks of all groups and steps, F 2 or 3 columns of work.
 """
@@ -17,40 +16,40 @@ from omnibal.cost.encoder_phase import EncoderCost
 from omnibal.dispatch.sample_passes import SamplePasses
 
 PassBytes = Callable[[np.ndarray], np.ndarray]
-"""Bytes that passes of some work take. [passes, F] -> [passes]"""
+"""Bytes of passes by their work. [passes, F] -> [passes]"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EqualPasses:
-    """Passes of items that take equal time, full ones but for the last."""
+    """Passes of items that take equal time, full except the last."""
 
     items: np.ndarray
     """Items of every rank, int64 [...]."""
     items_per_pass: int
     kept_items: int
-    """Items that a rank keeps at most."""
+    """Max items kept per rank."""
 
     def work(self, *, is_kept: bool) -> np.ndarray:
-        """Passes that are kept, or the others, and their items. [..., 2]"""
+        """Return the kept or other passes and their items. [..., 2]"""
         items = self._items(is_kept)
         return np.stack([-(-items // self.items_per_pass), items], axis=-1)
 
     def kept_bytes(self, cost: EncoderCost) -> float:
-        """Activations that the rank with the most items keeps."""
+        """Return the activations kept by the busiest rank."""
         items = int(self._items(True).max(initial=0))
         return float(cost.kept_bytes @ (-(-items // self.items_per_pass), items))
 
     def largest(self, bytes_of: PassBytes, *, is_kept: bool) -> float:
-        """Bytes of the largest pass of all ranks that is kept, or is not; 0 without any."""
+        """Return bytes of the largest kept or other pass over all ranks, or 0 without any."""
         most = min(int(self._items(is_kept).max(initial=0)), self.items_per_pass)
         return float(bytes_of(np.array([[1, most]]))[0]) if most else 0.0
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
-        """Exchange of weights and gradients that computation does not hide in forward and backward
-        of ranks that divide them and are as busy. [..., 2]"""
+        """Return exposed weight and gradient exchange in forward and backward, with sharded weights
+        and equally busy ranks. [..., 2]"""
         if cost.exchange is None:
             return np.zeros((*self.items.shape, 2))
-        # By the items of a pass; a pass of none is not run.
+        # By the items of a pass, without empty passes.
         sizes = np.arange(1 + min(self.items_per_pass, self.items.max(initial=0)))
         of_pass = cost.exchange.exposed_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
         of_pass[0] = 0
@@ -62,7 +61,7 @@ class EqualPasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "EqualPasses":
-        """Passes of ranks that are all as busy as the busiest of their block, int64 [...]."""
+        """Return passes with every rank as busy as the busiest of its block, int64 [...]."""
         most = np.zeros(int(block.max(initial=-1)) + 1, np.int64)
         np.maximum.at(most, block, self.items)
         return replace(self, items=most[block])
@@ -78,25 +77,25 @@ class WholePasses:
 
     passes: SamplePasses
     place: np.ndarray
-    """Number of every rank among those of `passes.rank`, int64 [...]."""
+    """Index of every rank in `passes.rank`, int64 [...]."""
 
     def work(self, *, is_kept: bool) -> np.ndarray:
-        """Passes that are kept, or the others, their items and their squares. [..., 3]"""
+        """Return the kept or other passes, their items and squares. [..., 3]"""
         return self._sums(self._chosen(is_kept), self._work(is_kept))
 
     def kept_bytes(self, cost: EncoderCost) -> np.ndarray:
-        """Activations that every rank keeps. [...]"""
+        """Return the activations kept by every rank. [...]"""
         kept: np.ndarray = self.work(is_kept=True) @ cost.kept_bytes
         return kept
 
     def largest(self, bytes_of: PassBytes, *, is_kept: bool) -> np.ndarray:
-        """Bytes of every rank's largest pass that is kept, or is not; 0 without any. [...]"""
+        """Return bytes of every rank's largest kept or other pass, or 0 without any. [...]"""
         most = np.zeros(int(self.place.max(initial=-1)) + 1)
         np.maximum.at(most, self.passes.rank[self._chosen(is_kept)], bytes_of(self._work(is_kept)))
         return most[self.place]
 
     def exposed_ms(self, cost: EncoderCost) -> np.ndarray:
-        """Exchange that computation does not hide, as of `EqualPasses`. [..., 2]"""
+        """Return the exposed exchange, as `EqualPasses`. [..., 2]"""
         exchange = cost.exchange
         if exchange is None:
             return np.zeros((*self.place.shape, 2))
@@ -107,8 +106,7 @@ class WholePasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
-        """Passes of ranks each of which is, in every pass, as busy as any of its block, int64
-        [...], is there."""
+        """Return passes with each at the max over its block's ranks, int64 [...]."""
         own, blocks = self.passes, np.zeros(self.place.size, np.int64)
         blocks[self.place.ravel()] = block.ravel()
         number, runs = own.number, 2 * blocks[own.rank] + own.is_kept
@@ -134,18 +132,18 @@ class WholePasses:
         return np.stack([np.ones_like(items), items, own.squares[chosen]], axis=-1)
 
     def _sums(self, chosen: np.ndarray, values: np.ndarray) -> np.ndarray:
-        """Sums over chosen passes of every rank of values [chosen, columns]. [..., columns]"""
+        """Return per-rank sums of `values` [chosen, columns] over chosen passes. [..., columns]"""
         rank, owners = self.passes.rank[chosen], int(self.place.max(initial=-1)) + 1
         sums = [np.bincount(rank, column, owners) for column in values.T]
         return np.stack(sums, axis=-1)[self.place]
 
 
 Passes = EqualPasses | WholePasses
-"""Passes of an encoder that ranks make in their steps."""
+"""Passes of an encoder in a step."""
 
 
 def encoding_ms(cost: EncoderCost, passes: Passes) -> np.ndarray:
-    """Computation of forward, backward, and what runs again between the two, of ranks. [..., 3]"""
+    """Return compute time of forward, backward and recomputed forward per rank. [..., 3]"""
     again = passes.work(is_kept=False)
     both = passes.work(is_kept=True) + again
     return np.stack(
@@ -156,8 +154,8 @@ def encoding_ms(cost: EncoderCost, passes: Passes) -> np.ndarray:
 def _forward_and_backward(
     cost: EncoderCost, kept_ms: np.ndarray, again_ms: np.ndarray
 ) -> np.ndarray:
-    """Exposed exchange of forward and backward, [..., 2], of passes' as `PassExchange.exposed_ms`
-    gives it, [..., 3] each."""
+    """Return exposed exchange of forward and backward, [..., 2], from `PassExchange.exposed_ms` of
+    kept and recomputed passes, [..., 3] each."""
     forward_ms = kept_ms[..., 0] + again_ms[..., 0]
     backward_ms = kept_ms[..., 1] + cost.is_trained * again_ms[..., 2]
     return np.stack([forward_ms, backward_ms], axis=-1)

@@ -1,17 +1,11 @@
-"""Search for how data-parallel encoders run, together with the pipeline's stages.
+"""Search for the data-parallel encoder placement together with the pipeline's stages.
 
-Choices are the size of encoding groups (every divisor of the data-parallel size), the ranks that
-divide the encoders' weights (of the costs that are given), the items of a pass (powers of two) and
-the items whose activations are kept (a grid from none to all). A choice decides what every pipeline
-waits for, the update of weights, and the memory that is left to its stages, for which
-`omnibal.pipeline.partition` then finds the best split and recomputation. Of several encoders, items
-that save most time for their memory are kept first.
-
-The more memory a choice takes the slower the pipeline can only be. So a pipeline's bound beside one
-choice holds beside all that leave no more memory, and with a choice's own waits and update it
-bounds the step.
-Choices are searched in the order of these bounds until none is left that may be faster. What is
-proven is of the choices on the grid: a number of kept items between two of them may be faster.
+Choices: encoding group size (divisors of DP), shards of encoder weights, items per pass (powers of
+two), and items with kept activations (a grid, by time saved per byte). A choice fixes the
+pipeline's waits, the update and the memory left for stages; `omnibal.pipeline.partition` then finds
+split and recomputation. More encoder memory never speeds up the pipeline, so a bound holds for all
+choices that leave no more memory. Choices are searched in order of their bounds until none can be
+faster. Only choices on the grid are proven.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,106 +32,99 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _KEPT_CHOICES = 12
-"""Most numbers of kept items that are tried between none and all."""
+"""Max numbers of kept items tried between none and all."""
 _FEW_KEPT_CHOICES = 4
-"""Most numbers of kept items between none and all, of encoders that take whole samples, which take
-long to deal, in a search of less than the usual effort; it tries every other size of a pass too."""
-_MOST_ITEMS_OF_PASS = 64  # tried as the size of a pass of encoders, by doubling
+"""`_KEPT_CHOICES` for whole-sample encoders, which are slow to deal, in a reduced search; it also
+tries every other pass size only."""
+_MOST_ITEMS_OF_PASS = 64  # max pass size of encoders, tried by doubling
 _CELLS_OF_PASS = 256
-"""Items of whole samples for one of equal items in the size of a pass: 1,024 patches of four, which
-is what a tile of InternVL has."""
+"""Whole-sample pass size per equal item: 1,024 patches of four, as in an InternVL tile."""
 _MAX_SEARCHES = 48
-"""Most choices for which stages are searched."""
-_TOLERANCE = 1e-9  # relative, by which a choice must be better
+"""Max choices with a stage search."""
+_TOLERANCE = 1e-9  # relative gain required of a better choice
 _DIGITS = 6
-"""Decimals of an item's time in a plan."""
-_DIGITS_OF_SQUARE = 12  # of thousands of items in an image, the same decimals of their time
+"""Decimals of item times in a plan."""
+_DIGITS_OF_SQUARE = 12  # as `_DIGITS`, for squares of thousands of items per image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlacementProblem:
-    """A pipeline without encoders, and what data-parallel encoders cost."""
+    """A pipeline without encoders, and costs of data-parallel encoders."""
 
     cost: CostModel
-    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`), of all levels,
-    with the shortest of the updates of encoders' weights."""
+    """Costs of the pipeline's units (`omnibal.cost.encoder_phase.pipeline_cost`) at all levels,
+    with the shortest encoder update."""
     features: tuple[str, ...]
-    """Names of the workload's features."""
+    """Feature names of the workload."""
     model: ModelConfig
-    """The model whose units the pipeline runs, without encoders."""
+    """The pipeline's model, without encoders."""
     encoders: Mapping[int, EncodersCost]
-    """Costs of encoders by how many ranks divide their weights, as many as may be chosen; they
-    differ in nothing else."""
+    """Costs of encoders by the number of weight shards, otherwise equal."""
     workload: Workload
-    """Without encoders."""
     memory_cap_bytes: float
 
     @property
     def stages(self) -> int:
-        """Pipeline size."""
         return self.any_encoders.parallel.pipeline
 
     @property
     def any_encoders(self) -> EncodersCost:
-        """Costs of encoders, for what does not depend on who holds their weights."""
+        """Encoder costs, for use independent of sharding."""
         return next(iter(self.encoders.values()))
 
     def with_encoders(self, beside: DataParallelEncoders) -> Workload:
-        """The workload with data-parallel encoders."""
+        """Add data-parallel encoders to the workload."""
         encoders = self.encoders[beside.sharded]
         return with_encoders(self.workload, self.features, encoders, beside)
 
     def more_update_ms(self, sharded: int) -> float:
-        """Time by which the update takes longer than the shortest where so many ranks divide the
-        weights of encoders."""
+        """Return the extra update time if `sharded` ranks shard encoder weights."""
         shortest_ms = min(each.update_ms for each in self.encoders.values())
         return self.encoders[sharded].update_ms - shortest_ms
 
     def cost_beside(self, beside: DataParallelEncoders) -> CostModel:
-        """Costs of the pipeline's units, with the update of encoders that are so divided."""
+        """Return the pipeline's costs including the encoders' update."""
         more_ms = self.more_update_ms(beside.sharded)
         return replace(self.cost, optimizer_ms_fixed=self.cost.optimizer_ms_fixed + more_ms)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderSearch:
-    """The best choice that was found, with the search for its stages."""
+    """The best choice found and its stage search."""
 
     beside: DataParallelEncoders
     search: SearchResult
-    """Its bound is over all choices that are tried, and all their stages: of the items that are
-    kept, over `_KEPT_CHOICES` + 1 numbers."""
+    """Bound over all tried choices and their stages, on the grid of kept items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Choice:
-    """A way to run encoders."""
+    """One way to run encoders."""
 
     beside: DataParallelEncoders
     encoder_memory: EncoderMemory
     waits_ms: np.ndarray
-    """Waits of every pipeline before and after it in the sampled steps, [S, ranks, 2]; what comes
-    after it with the longer update, as if it were a wait."""
+    """Pipeline waits before and after, with the longer update, [S, ranks, 2]."""
 
     def shortest_ms(self) -> float:
-        """Mean time of a step whose pipelines took none."""
+        """Mean step time with zero pipeline time."""
         return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bound:
-    """What is proven of all stages beside encoders that take this memory and wait so long."""
+    """Lower bound for given encoder memory and waits."""
 
     encoder_memory: EncoderMemory
     waits_ms: np.ndarray
     step_ms: float
-    """Lower bound on the step; infinite where no stages fit."""
+    """Lower bound on the step, infinite if no stages fit."""
 
     def of(self, choice: _Choice) -> float:
-        """Lower bound on the step of a choice; 0 where nothing follows for it.
+        """Return the lower bound for a choice, or 0 if none follows.
 
-        A step is shortened by no more than what its pipelines wait less; in lockstep it may begin
-        with the wait of one and end with that of another.
+        A step shrinks at most by the reduction of its pipelines' waits. In lockstep it may begin
+        with one pipeline's wait and end with another's.
         """
         if not self.encoder_memory.is_within(choice.encoder_memory):
             return 0.0
@@ -146,10 +133,10 @@ class _Bound:
 
 
 def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
-    """The choice and stages of least simulated step time, and what is proven of them.
+    """Return the choice and stages with the min simulated step time, and the proven bound.
 
     Args:
-        effort: share of the usual choices that are searched, and of the search for their stages.
+        effort: share of the usual number of choices and of stage search work.
     """
     choices = _choices(problem, effort)
     best: EncoderSearch | None = None
@@ -187,8 +174,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
 
 
 def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
-    """Simulated step time of a good split beside the choice of shortest waits that leaves room for
-    one, in a fraction of what `search_encoders` takes: nothing is proven."""
+    """Estimate the step with the shortest waits that leave memory for a split; proves nothing."""
     for choice in sorted(_choices(problem, effort), key=_Choice.shortest_ms):
         try:
             return estimated_step_ms(
@@ -205,7 +191,7 @@ def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
 
 
 def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> EncoderSearch | None:
-    """The best stages beside a choice; None if none fit."""
+    """Return the best stages for a choice, or None if none fit."""
     workload = problem.with_encoders(choice.beside)
     try:
         search = search_stages(
@@ -222,8 +208,7 @@ def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> Enco
 
 
 def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort: float) -> _Bound:
-    """A bound for all choices: the pipeline beside one that takes as little memory as any, and
-    waits as long as any."""
+    """Return a bound for all choices, from their min memory and max waits."""
     names = [each.name for each in fields(EncoderMemory)]
     encoder_memory = EncoderMemory(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
@@ -243,7 +228,7 @@ def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort:
 def _with_waits(
     problem: PlacementProblem, encoder_memory: EncoderMemory, waits_ms: np.ndarray
 ) -> Workload:
-    """The workload with waits of its sampled steps, [S, ranks, 2], and memory that is taken."""
+    """Return the workload with waits of sampled steps [S, ranks, 2] and encoder memory."""
     workload = problem.workload
     is_first = workload.slot == 0
     is_last = np.append(is_first[1:], True)
@@ -278,7 +263,7 @@ def _too_large(problem: PlacementProblem) -> DoesNotFit:
 
 
 def least_peak_with_encoders(problem: PlacementProblem) -> float:
-    """Bytes of the smallest memory cap that some choice and split fit."""
+    """Return the min memory cap in bytes that some choice and split fit."""
     left = list[Workload]()
     for beside in _smallest(problem):
         workload = problem.with_encoders(beside)
@@ -297,7 +282,7 @@ def _taken(workload: Workload) -> EncoderMemory:
 
 
 def _smallest(problem: PlacementProblem) -> Iterator[DataParallelEncoders]:
-    """For every size of groups and way to hold weights, the choice that takes least memory."""
+    """Yield the choice with min memory for every group size and sharding."""
     for pipelines in _group_sizes(problem):
         for sharded in problem.encoders:
             yield _beside(problem, pipelines, _sizes(problem, 1), sharded)
@@ -309,8 +294,7 @@ def _group_sizes(problem: PlacementProblem) -> list[int]:
 
 
 def _choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
-    """All choices that leave room for the pipeline, as far as what they hold alone tells; raises
-    DoesNotFit without any."""
+    """Return choices that leave memory for the pipeline; raise DoesNotFit if there are none."""
     are_few = effort < 1 and any(
         one.is_of_samples for one in problem.any_encoders.encoders.values()
     )
@@ -321,10 +305,10 @@ def _choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
 
 
 def _least_beside(problem: PlacementProblem) -> float:
-    """Bytes that the fullest stage takes at least besides what encoders hold, over all splits."""
+    """Return the min bytes of the fullest stage without encoders, over all splits."""
     workload = problem.with_encoders(next(_smallest(problem)))
     assert workload.encoding is not None
-    # A pipeline has as many features whoever encodes its items.
+    # Pipeline features do not depend on the encoding ranks.
     features = EncoderMemory(features=_taken(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
     return least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
@@ -333,13 +317,12 @@ def _least_beside(problem: PlacementProblem) -> float:
 def _choices_within(
     problem: PlacementProblem, least_bytes: float, *, are_few: bool
 ) -> Iterator[_Choice]:
-    """Choices that leave room for so many bytes besides what they hold; if few, some of the usual
-    ones."""
+    """Yield choices that leave `least_bytes` for the pipeline, a subset if `are_few`."""
     most_kept, step = (_FEW_KEPT_CHOICES, 2) if are_few else (_KEPT_CHOICES, 1)
     cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
     for pipelines in _group_sizes(problem):
-        # Many groups are too large for their buffers alone.
+        # Many groups exceed the cap by their buffers alone.
         ways = {
             sharded: encoders
             for sharded, encoders in problem.encoders.items()
@@ -370,13 +353,13 @@ def _choices_within(
 def _shares(
     problem: PlacementProblem, workload: Workload, pipelines: int, items_per_pass: Mapping[str, int]
 ) -> ItemShares:
-    """Shares of a workload's items, whoever holds weights."""
+    """Return the shares of a workload's items, for any sharding."""
     beside = _beside(problem, pipelines, items_per_pass, 1)
     return ItemShares.of(workload, problem.features, problem.any_encoders, beside)
 
 
 def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
-    """Items of a pass of every encoder, where one of equal items has so many."""
+    """Return items per pass of every encoder for `largest` equal items."""
     return {
         name: largest * (_CELLS_OF_PASS if one.is_of_samples else 1)
         for name, one in problem.any_encoders.encoders.items()
@@ -384,7 +367,7 @@ def _sizes(problem: PlacementProblem, largest: int) -> dict[str, int]:
 
 
 def _passes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
-    """Sizes of a pass that are tried, from 1 up to what any rank has."""
+    """Return pass sizes to try, from 1 to the max items of a rank."""
     one, most = _sizes(problem, 1), shares.most()
     largest = max([1, *(-(-most[name] // one[name]) for name in one)])
     sizes = [1]
@@ -396,8 +379,8 @@ def _passes(problem: PlacementProblem, shares: ItemShares) -> list[int]:
 def kept_choices(
     cost: EncodersCost, most: Mapping[str, int], choices: int = _KEPT_CHOICES
 ) -> list[dict[str, int]]:
-    """Numbers of kept items by encoder that are tried, at most `choices` besides none: up to all
-    that a rank may have. Items that save the most time for their memory come first."""
+    """Return at most `choices` numbers of kept items by encoder in addition to none, up to `most`,
+    by time saved per byte."""
     trained = [name for name, one in cost.encoders.items() if one.is_trained]
     saved = {
         name: cost.encoders[name].again_ms[1] / max(cost.encoders[name].kept_bytes[1], 1.0)
@@ -425,7 +408,7 @@ def _beside(
     sharded: int,
     kept_items: Mapping[str, int] | None = None,
 ) -> DataParallelEncoders:
-    """A way to run encoders; without kept items, one that keeps none."""
+    """Return a way to run encoders; keeps no items by default."""
     encoders = problem.any_encoders
     item_ms, square_ms = encoders.item_ms(items_per_pass), encoders.square_ms
     return DataParallelEncoders(
@@ -441,8 +424,7 @@ def _beside(
 def _waits_of(
     problem: PlacementProblem, sample: Workload, beside: DataParallelEncoders, shares: ItemShares
 ) -> np.ndarray:
-    """Waits of every pipeline of the sampled steps before and after it, and for the longer update,
-    [S, ranks, 2]."""
+    """Return pipeline waits before and after, including the longer update. [S, ranks, 2]"""
     encoders, features = problem.encoders[beside.sharded], problem.features
     workload = with_encoders(sample, features, encoders, beside, shares)
     columns = [features.index(name) for name in ENCODER_WAITS_MS]

@@ -1,21 +1,14 @@
-"""Data-parallel encoders on the packs of a run: what pipelines wait for, and what it takes.
+"""Data-parallel encoders on a run's packs: pipeline waits and memory.
 
-The ranks of an encoding group encode what the packs of its pipelines hold, each the share that
-`omnibal.dispatch.items` deals it. No pipeline of the group begins before the busiest of these ranks
-has its features sent, and none of the ranks begins its backward before the slowest pipeline has
-ended. A step therefore lasts as long as that of the slowest group:
+The ranks of an encoding group encode the items of its pipelines' packs (shares by
+`omnibal.dispatch.items`). A group's step takes
 
-    busiest forward + exchange + slowest pipeline + exchange + busiest backward.
+    busiest forward + exchange + slowest pipeline + exchange + busiest backward,
 
-Ranks that divide the encoders' weights meet in every unit of every pass: all of a block of
-neighbouring ranks of the job run as many passes of every encoder, kept ones and others, as the one
-with the most items, and each pass takes as long as that one's. So every rank is as busy as the
-block's busiest of each encoder, and waits for what no computation hides of the exchange of weights
-and gradients; where ranks take whole samples, as the busiest of each pass. A group whose ranks are
-of several blocks lasts as long as the slowest of these.
-
-So the time of encoders is added to every pipeline of the group, before its first forward and after
-its last backward, as two features of these micro-batches (`omnibal.model.units.ENCODER_WAITS_MS`).
+and a step takes its slowest group's time. Ranks that shard encoder weights run in lockstep in
+blocks: every rank is as busy as its block's busiest (per pass, for whole samples), plus exposed
+weight and gradient exchange. The time enters the workload as two features of each pipeline's first
+and last micro-batch (`omnibal.model.units.ENCODER_WAITS_MS`).
 
 Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
 """
@@ -43,18 +36,18 @@ from omnibal.pipeline.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ItemShares:
-    """Items of every encoder that packs hold and ranks encode, by step and group."""
+    """Items of every encoder, by holding pipeline and by encoding rank."""
 
     steps: np.ndarray
-    """Numbers of the steps, [S]."""
+    """Step numbers, [S]."""
     pipelines: int
-    """L, pipelines of a group."""
+    """L, pipelines per group."""
     held: Mapping[str, np.ndarray]
-    """Items of every pipeline's packs, by encoder, int64 [S * B, L]."""
+    """Items in every pipeline's packs, by encoder, int64 [S * B, L]."""
     encoded: Mapping[str, np.ndarray]
-    """Items that every rank encodes, by encoder, int64 [S * B, N]."""
+    """Items encoded by every rank, by encoder, int64 [S * B, N]."""
     samples: Mapping[str, DealtSamples] = field(default_factory=dict)
-    """Samples that ranks encode, of encoders that take whole ones; ranks are as in `encoded`."""
+    """Samples by encoding rank for whole-sample encoders; ranks as in `encoded`."""
 
     @classmethod
     def of(
@@ -64,7 +57,7 @@ class ItemShares:
         cost: EncodersCost,
         beside: DataParallelEncoders,
     ) -> "ItemShares":
-        """Share the items of a workload whose features have these names."""
+        """Share the items of a workload with these feature names."""
         steps, step = np.unique(workload.step, return_inverse=True)
         pipeline = step * workload.data_parallel_size + workload.dp_rank
         held, samples = dict[str, np.ndarray](), dict[str, SampleItems]()
@@ -88,8 +81,8 @@ class ItemShares:
         beside: DataParallelEncoders,
         ranks_of_pipeline: int,
     ) -> "ItemShares":
-        """Share the items that pipelines hold; `pipeline` holds each row of samples, among those
-        of all groups, int64 [rows]."""
+        """Share the pipelines' items; `pipeline` is each sample row's pipeline over all groups,
+        int64 [rows]."""
         groups = len(next(iter(held.values()), ()))
         dealt, load = deal_whole_samples(
             samples, pipeline, beside, ranks_of_pipeline=ranks_of_pipeline, groups=groups
@@ -112,7 +105,7 @@ class ItemShares:
         return self.passes_of(name, beside.items_per_pass[name], beside.kept_items[name])
 
     def passes_of(self, name: str, items_per_pass: int, kept_items: int) -> Passes:
-        """Passes of at most `items_per_pass` items, of which every rank keeps `kept_items`."""
+        """Return passes of at most `items_per_pass` items; every rank keeps `kept_items`."""
         items = self.encoded[name]
         if name not in self.samples:
             return EqualPasses(items=items, items_per_pass=items_per_pass, kept_items=kept_items)
@@ -122,10 +115,10 @@ class ItemShares:
         )
 
     def blocks(self, cost: EncodersCost) -> np.ndarray:
-        """Block of ranks that divide weights that every rank is in, int64 [S * B, N].
+        """Return the weight-sharding block of every rank, int64 [S * B, N].
 
-        Blocks are of neighbours in Megatron's order: tensor first, then data, then pipeline. Ranks
-        of a group are in that of `shares_of_ranks`: pipeline, stage, tensor.
+        Blocks are neighbours in Megatron's order (tensor, data, pipeline). Ranks of a group are in
+        the order of `shares_of_ranks` (pipeline, stage, tensor).
         """
         sizes, steps = cost.parallel, len(self.steps)
         block = np.arange(steps * sizes.world_size) // cost.sharded
@@ -134,9 +127,8 @@ class ItemShares:
         return in_order.transpose(0, 2, 1, 3).reshape(-1, ranks)
 
     def at_home(self, name: str, cost: EncodersCost) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items that are encoded on the node whose ranks embed their tokens: of every rank those of
-        its own pipeline and all, int64 [S * B, L, R] each, and all of every pipeline, [S * B, L].
-        """
+        """Return items encoded on the node that embeds their tokens: per rank for its own pipeline
+        and all, int64 [S * B, L, R] each, and per pipeline, [S * B, L]."""
         node = np.tile(cost.nodes(self.pipelines), (len(self.steps), 1))
         homes, held = Homes.of(node, cost.ranks_of_pipeline), self.held[name]
         if name in self.samples:
@@ -148,29 +140,27 @@ class ItemShares:
         return own.reshape(by_rank), of_rank.reshape(by_rank), of_pipeline.reshape(held.shape)
 
     def most(self) -> dict[str, int]:
-        """Most items of each encoder that any rank has in a step."""
+        """Return the max items per rank and step of each encoder."""
         return {name: int(items.max(initial=0)) for name, items in self.encoded.items()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _GroupTimes:
-    """Times of every group's step in ms, [S * B]."""
+    """Step times of every group in ms, [S * B]."""
 
     forward: np.ndarray
-    """Forward of the busiest rank, with the exchange of weights that it waits for."""
+    """Forward of the busiest rank, with exposed weight exchange."""
     backward: np.ndarray
-    """Backward of the busiest rank, with what runs again and the exchange that it waits for."""
+    """Backward of the busiest rank, with recomputed forwards and exposed exchange."""
     mean_forward: np.ndarray
-    """Computation alone; this and the next two are means over ranks."""
+    """Compute only; this and the next two are means over ranks."""
     mean_backward: np.ndarray
-    """Without what runs again."""
+    """Without recomputed forwards."""
     mean_again: np.ndarray
     mean_exposed: np.ndarray
-    """Exchange of weights and gradients that ranks wait for in forward and backward, [S * B, 2]."""
+    """Exposed weight and gradient exchange in forward and backward, [S * B, 2]."""
     exchange: np.ndarray
-    """Exchange of features."""
     exchange_back: np.ndarray
-    """Exchange of the gradients of features."""
 
 
 def with_encoders(
@@ -180,7 +170,7 @@ def with_encoders(
     beside: DataParallelEncoders,
     shares: ItemShares | None = None,
 ) -> Workload:
-    """The workload, whose features have these names, with data-parallel encoders."""
+    """Add data-parallel encoders to a workload with these feature names."""
     shares = shares or ItemShares.of(workload, features, cost, beside)
     times = _group_times(shares, cost, beside)
     encoder_memory = memory_of_encoders(shares, cost, beside)
@@ -204,7 +194,7 @@ def with_encoders(
             backward_ms=mean_of_slowest(times.backward),
             exchange_ms=mean_of_slowest(times.exchange + times.exchange_back),
             busiest=float(longest.sum() / mean_ms.sum()) if mean_ms.any() else 1.0,
-            # As a table shows it, of a device that embeds tokens.
+            # As shown in tables: of a device that embeds tokens.
             memory=StageMemory(
                 weights_gib=encoder_memory.weights / GIB,
                 gradients_gib=encoder_memory.gradients / GIB,
@@ -221,18 +211,17 @@ def with_encoders(
 def memory_of_encoders(
     shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
 ) -> EncoderMemory:
-    """Memory that encoders take of every device, at the step that needs most.
+    """Return the max encoder memory per device over all steps.
 
-    While encoders run, a rank has its features, or their gradients, and after or before that twice,
-    in the order in which they are made and in that in which they leave. A rank that embeds tokens
-    has those of its pipeline twice, as they arrive and in their order. Tensor-parallel ranks have
-    their part besides, until they have gathered all. Kept passes of an encoder run backward before
-    its others run forward again, which find the memory of the former free.
+    A rank holds its features or their gradients while encoding, and twice when reordering them for
+    the exchange. A rank that embeds tokens also holds its pipeline's features, twice on arrival,
+    and tensor-parallel ranks their part until gathered. Kept passes run backward, and are freed,
+    before other passes are recomputed.
 
-    Held-out data is encoded without an exchange: a rank that embeds tokens then has all weights of
-    the encoders whole, besides its state and what a pass of them or of the pipeline works with.
+    Evaluation has no exchange: a rank that embeds tokens holds all encoder weights unsharded, plus
+    its state and one pass's working memory.
     """
-    # Of every rank where they differ in more than their numbers of items, else of the busiest.
+    # Per rank if ranks differ in more than item counts, else of the busiest rank.
     kept_bytes: np.ndarray | float = 0.0
     working: list[np.ndarray | float] = [0.0]
     evaluating = [0.0]
@@ -303,11 +292,10 @@ def _group_times(
 
 
 def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
-    """Time of one exchange of features or of their gradients, [S * B].
+    """Return the time of one exchange of features or gradients, [S * B].
 
-    Every rank that embeds tokens receives an equal part of its pipeline's rows, and what it has
-    encoded of that part stays where it is. Of the others those from its node come beside those
-    over the network.
+    Ranks that embed tokens receive equal parts of their pipeline's rows; rows encoded locally are
+    not sent. Traffic within the node overlaps with the network.
     """
     tensor = cost.parallel.tensor
     groups = len(next(iter(shares.held.values()), ()))
@@ -315,13 +303,13 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
     if shares.pipelines * cost.ranks_of_pipeline == 1 or not carried:
         return np.zeros(groups)
     by_rank = groups, shares.pipelines, cost.ranks_of_pipeline
-    # Bytes that every rank sends and receives, within its node and across nodes.
+    # Bytes sent and received per rank, within and across nodes.
     moved_bytes, of_pipeline = np.zeros((2, 2, *by_rank)), np.zeros((groups, shares.pipelines))
     for name in carried:
         bytes_, held = cost.encoders[name].feature_bytes, shares.held[name]
         encoded = shares.encoded[name].reshape(by_rank)
         own, near, arriving = shares.at_home(name, cost)
-        # A pipeline's first ranks are those that embed.
+        # The first ranks of a pipeline embed tokens.
         stays = own / tensor
         stays[..., tensor:] = 0
         sent = np.stack([near - stays, encoded - near])
@@ -341,7 +329,7 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
 def _waits(
     workload: Workload, shares: ItemShares, times: _GroupTimes, cost: EncodersCost
 ) -> EncoderWaits:
-    """Waits of every pipeline, in the rows of its first and of its last micro-batch of a step."""
+    """Return pipeline waits in the rows of the first and last micro-batch of a step."""
     step = np.searchsorted(shares.steps, workload.step)
     groups = workload.data_parallel_size // shares.pipelines
     group = step * groups + workload.dp_rank // shares.pipelines

@@ -1,4 +1,4 @@
-"""What data-parallel encoders add to a workload: waits before and after it, and memory."""
+"""Data-parallel encoders of a workload: waits before and after its pipelines, and memory."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -11,47 +11,45 @@ from omnibal.pipeline.prediction import EncoderPhasePrediction
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderMemory:
-    """Memory that data-parallel encoders take of every device, in bytes."""
+    """Memory of data-parallel encoders on every device, in bytes."""
 
     weights: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     kept: float = 0.0
-    """Activations and inputs, from the encoders' forward to their backward."""
+    """Activations and inputs from the encoders' forward to their backward."""
     buffers: float = 0.0
     """Buffers of the communication library."""
     features: float = 0.0
-    """Features of a step and their gradients, where tokens are embedded alone."""
+    """Features of a step and their gradients, only on devices that embed tokens."""
     arrival: float = 0.0
-    """Most that features take besides as they arrive, where tokens are embedded alone."""
+    """Extra max memory as features arrive, only on devices that embed tokens."""
     encoding: float = 0.0
-    """Most that encoding takes besides what is kept, while nothing of the pipeline and none of its
-    features are there."""
+    """Extra max memory while encoding, before any pipeline memory or received features."""
     evaluation: float = 0.0
-    """Most that encoding held-out data takes."""
+    """Max memory of encoding in evaluation."""
     whole: float = 0.0
-    """Whole weights, where ranks divide them, of a device that embeds tokens while held-out data is
-    evaluated; nothing of a step is there then."""
+    """Unsharded weights in evaluation, without step memory, on a device that embeds tokens."""
 
     @property
     def held(self) -> float:
-        """What is there throughout the step, without features."""
+        """Memory held throughout the step, without features."""
         return self.weights + self.gradients + self.optimizer + self.kept + self.buffers
 
     def is_within(self, other: "EncoderMemory") -> bool:
-        """Whether no pipeline that fits beside the other one does not fit beside this."""
+        """Return whether every pipeline that fits with `other` also fits with this."""
         return all(own <= its for own, its in zip(self._least, other._least, strict=True))
 
     @property
     def evaluating(self) -> float:
-        """What is there while held-out data is evaluated, on a device that embeds tokens; 0 where
-        weights are whole anyway, and a step takes more."""
+        """Evaluation memory on a device that embeds tokens, or 0 if weights are unsharded and a
+        step needs more."""
         return self.held - self.kept + self.whole if self.whole else 0.0
 
     @property
     def _least(self) -> tuple[float, ...]:
-        """Memory of a device on which nothing of the pipeline is: in a step, while encoders run,
-        where tokens are embedded, and in an evaluation."""
+        """Device memory without a pipeline: in a step, while encoding, on devices embedding tokens,
+        and in evaluation."""
         embeds = self.held + self.features
         in_step = self.held, embeds, self.held + self.encoding, embeds + self.arrival
         return (*in_step, self.evaluating, self.evaluating + self.evaluation)
@@ -59,25 +57,25 @@ class EncoderMemory:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderWaits:
-    """Times of a pipeline before its first forward and after its last backward, in ms.
+    """Times before a pipeline's first forward and after its last backward, in ms.
 
-    All are [rows, 2] of a workload: before in the row of its first micro-batch, after in that of
-    its last one, and 0 elsewhere.
+    All are [rows, 2]: before in the row of the first micro-batch, after in the row of the last,
+    else 0.
     """
 
     all: np.ndarray
-    """As they are: of the busiest rank of the encoding group, with all that is exchanged."""
+    """For the busiest rank of the encoding group, with all exchanges."""
     even: np.ndarray
-    """Were every rank of the group as busy as its mean one."""
+    """With all ranks of the group equally busy."""
     silent: np.ndarray
-    """Waits with ranks that are equally busy, without what is exchanged."""
+    """With equally busy ranks, without exchanges."""
     needed: np.ndarray
-    """Waits with ranks that are equally busy, without exchanges and what runs again."""
+    """With equally busy ranks, without exchanges and recomputation."""
     unreduced: np.ndarray
-    """As they are, but for the exchange of gradients and weights of all ranks."""
+    """As `all`, without gradient and weight exchange of all ranks."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """Waits of some rows."""
+        """Select rows."""
         return rows_of(self, picked)
 
 
@@ -90,8 +88,8 @@ class Encoding:
     predicted: EncoderPhasePrediction
     """Mean times over the steps of the run."""
     exchange_ms: float
-    """Time that ranks exchange weights and gradients of encoders in a step."""
+    """Weight and gradient exchange time of encoders in a step."""
 
     def rows(self, picked: np.ndarray | slice) -> Self:
-        """Encoding of some rows; room and means stay those of all."""
+        """Select rows; memory and means are unchanged."""
         return replace(self, waits=self.waits.rows(picked))

@@ -1,8 +1,8 @@
-"""Samples that may fill long packs: those that take less device time there than in their own.
+"""Samples worth adding to long packs: less device time there than in a pack of their own.
 
-HBP fills the room of long packs with whatever fits (arXiv 2503.07680, section 4, GreedyFill). In a
-shared pack a sample that is divided over ranks is exchanged in every layer; in a pack of its own
-level it needs its part of what a pack takes at least, whatever is in it.
+HBP fills long packs with any sample that fits (arXiv 2503.07680, section 4, GreedyFill). In a
+shared pack a divided sample is exchanged in every layer; in a pack of its own level it takes its
+share of the pack's fixed cost.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,14 @@ from omnibal.steps.cut import SHORT_SHARE
 def worth_filling(
     costs: Sequence[CostModel], model: ModelConfig, lengths: Lengths, levels: Sequence[Level]
 ) -> np.ndarray:
-    """Whether each sample takes less device time in room of a level than in a pack of its own.
+    """Return whether each sample takes less device time in free space of a level than in its own
+    pack. bool [levels, samples]
 
-    What its own tokens and items take is the same in both. Recomputation is not looked at, as it is
-    not known before there are packs.
+    Its tokens and items cost the same in both. Recomputation is unknown before packing, and
+    ignored.
 
     Args:
         costs: of every level.
-
-    Returns:
-        bool [levels, samples].
     """
     own, sample = levels_of_samples(lengths, levels), np.arange(len(lengths))
     exchange_ms = np.stack(
@@ -49,7 +47,7 @@ def worth_filling(
 
 
 def is_divided(tokens: np.ndarray, level: Level) -> np.ndarray:
-    """Whether samples of these token counts are divided over ranks of a full pack. bool [...]"""
+    """Return whether samples of `tokens` are divided over a full pack's ranks. bool [...]"""
     if level.context == 1:
         return np.zeros(np.shape(tokens), bool)
     if level.cut is not CutRule.WHOLE:
@@ -59,14 +57,13 @@ def is_divided(tokens: np.ndarray, level: Level) -> np.ndarray:
 
 
 def _ms_of(cost: CostModel, model: ModelConfig, feature: str) -> float:
-    """Time of the whole model for one of a feature; 0 where it has no such feature."""
+    """Return the model's time per unit of a feature, or 0 if it has none."""
     one = np.array([[name == feature for name in cost.features]], np.float64)
     return float(model_ms(cost, model, one)[0])
 
 
 def _shares(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Share of a pack of every level that each sample takes, of the cap it is the most of.
-    [levels, samples]"""
+    """Return each sample's share of a pack, max over caps, at every level. [levels, samples]"""
     names = levels[0].caps.names
     sizes = lengths.sizes(names)
     return np.stack([(sizes / level.caps.values[:, None]).max(axis=0) for level in levels])

@@ -1,10 +1,8 @@
-"""Least memory of the fullest stage over all splits of a model, every layer recomputed.
+"""Min memory of the fullest stage over all splits, with every layer recomputed.
 
-A split's need is the largest over its stages of the largest over all passes of the run, which are
-too many to be counted for every run of units that may be a stage. Counted in a few passes, a need
-is at most what it is, so the split that is best by these gives a lower bound, and itself, counted
-in all passes, an upper one. The passes in which it needs most join the few, until both are equal.
-Whether a cap is fitted is often known before.
+Counting all passes for all runs of units is too slow. A few passes give a lower bound and its best
+split. Its peak over all passes is an upper bound. Its peak passes are added until both agree, or
+the cap is decided.
 """
 
 from collections.abc import Sequence
@@ -32,7 +30,7 @@ from omnibal.pipeline.stage_memory import (
 from omnibal.pipeline.workload import Workload
 
 _TOLERANCE = 1e-12
-"""Relative difference to which both bounds are equal."""
+"""Relative tolerance of equal bounds."""
 
 
 def least_peak_of_splits(
@@ -42,10 +40,10 @@ def least_peak_of_splits(
     pipeline_size: int,
     rules: StageRules = FREE,
 ) -> float:
-    """Bytes of the smallest memory cap that some split and recomputed sets fit.
+    """Return the smallest memory cap in bytes that some split and recompute sets fit.
 
-    Whatever rules say of recomputed layers, all of them may be. Of several levels it is by the
-    passes that are heaviest for many stages, which another pass of the run may exceed a little.
+    All layers may be recomputed, regardless of the rules. With several levels only commonly heavy
+    passes are counted, and others may exceed them slightly.
     """
     return _least_peak(cost, possible_runs(cost, model, rules), workload, pipeline_size, None)
 
@@ -58,11 +56,11 @@ def peak_vs_budget(
     cap_bytes: float,
     rules: StageRules = FREE,
 ) -> float:
-    """Bytes that say whether any split and recomputed sets fit a cap, in less time than the least:
-    where some do, what one of them needs at most; where none do, what all of them need at least."""
+    """Return bytes that decide whether a split fits a cap: if one does, an upper bound on its peak,
+    else a lower bound on all peaks. Faster than the exact min."""
     runs = possible_runs(cost, model, rules)
     if cost.levels == 1:
-        # In a pass that has as much of everything as any has.
+        # A pass with the max of every feature.
         most = most_of_stages(cost, workload, pipeline_size)
         enough_bytes = least_peak_of_tables(runs, _tables(cost, workload, most))
         if fits_cap(enough_bytes, cap_bytes):
@@ -85,7 +83,7 @@ def _least_peak(
     lower_bytes, upper_bytes = 0.0, np.inf
 
     def look_at(passes: np.ndarray) -> np.ndarray:
-        """Count every run that may be best in more passes, by their indices; all looked at."""
+        """Add passes by index, and count every run that may be best in them."""
         new = np.setdiff1d(passes, seen)
         if len(new):
             best = np.flatnonzero(peaks.min(axis=0) <= upper_bytes)
@@ -95,7 +93,7 @@ def _least_peak(
         return np.append(seen, new)
 
     def is_done() -> bool:
-        """Whether the bounds are equal, or it is known whether some split fits the cap."""
+        """Return whether the bounds agree, or the cap is decided."""
         if cap_bytes is not None:
             fits_lower, fits_upper = fits_cap(np.array([lower_bytes, upper_bytes]), cap_bytes)
             if fits_upper or not fits_lower:
@@ -123,18 +121,18 @@ def _least_peak(
 def _tables(
     cost: CostModel, workload: Workload, passes: Sequence[RunningPasses]
 ) -> list[MemoryTable]:
-    """Memory tables of some passes of each stage."""
+    """Return each stage's memory table for the given passes."""
     return [memory_table(cost, each, encoder_memory_of(workload)) for each in passes]
 
 
 def least_peak_of_tables(runs: Runs, tables: Sequence[MemoryTable]) -> float:
-    """Least peak of the fullest stage, over all splits, by the tables of stages, in bytes."""
+    """Return the min peak of the fullest stage over all splits by these tables, in bytes."""
     counts, kind = np.unique(runs.counts, axis=0, return_inverse=True)
     peaks = [least_peak_bytes(table, counts)[kind] for table in tables]
     return least_largest([(runs.start, runs.end)] * len(tables), peaks, runs.units)
 
 
 def _with_most(passes: RunningPasses) -> np.ndarray:
-    """Indices of the passes with most of all features, of their own micro-batch and of all held."""
+    """Return the passes with max summed features: of the running micro-batch, and of all."""
     share = 1 / np.maximum(passes.largest, 1)
     return np.array([(each @ share).argmax() for each in (passes.own, passes.own + passes.others)])

@@ -1,8 +1,7 @@
-"""Costs and features of several levels side by side, as those of one cost model.
+"""Costs and features of several levels, concatenated as one cost model.
 
-A share has its features in the block of its own level, and 0 in the others'. Times and bytes stay
-one product of features and coefficients, so that whatever sums units over stages or micro-batches
-in flight is told nothing of levels.
+A share has its features in its level's block and zeros elsewhere, so times and bytes stay one
+product of features and coefficients.
 """
 
 from collections.abc import Sequence
@@ -16,11 +15,8 @@ from omnibal.pipeline.workload import Workload
 
 
 def side_by_side(costs: Sequence[CostModel]) -> CostModel:
-    """One cost model of all levels: the features of the first level, then those of the next.
-
-    What happens once a step, parameters and links are the same at every level: they are the
-    first's.
-    """
+    """Return one cost model of all levels, features concatenated. Once-per-step costs, parameters
+    and links are equal at all levels and come from the first."""
     first = costs[0]
     if len(costs) == 1:
         return first
@@ -31,12 +27,8 @@ def side_by_side(costs: Sequence[CostModel]) -> CostModel:
 def features_of(
     workload: Workload, cost: CostModel, *, without_padding: bool = False
 ) -> np.ndarray:
-    """Features of a workload in the blocks of their levels, as `cost` has them.
-    [rows, levels * features]
-
-    Args:
-        without_padding: whether the padding of packs to the longest is left out.
-    """
+    """Return a workload's features in their levels' blocks, with or without padding to the longest
+    pack. [rows, levels * features]"""
     features = workload.features
     if without_padding and workload.unpadded is not None:
         features = workload.unpadded
@@ -53,7 +45,7 @@ def _joined(units: Sequence[UnitCost]) -> UnitCost:
     for each in fields(UnitCost):
         values = [getattr(unit, each.name) for unit in units]
         if each.name in ("transient_bytes", "two_part_bytes"):
-            # Moments that a level does not have take nothing.
+            # Moments that a level does not have cost nothing.
             moments = max(map(len, values))
             values = [np.pad(value, ((0, moments - len(value)), (0, 0))) for value in values]
         if isinstance(values[0], np.ndarray):

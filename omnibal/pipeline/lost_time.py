@@ -1,7 +1,6 @@
-"""Breakdown of a simulated step's time: it is simulated repeatedly, with one cause less each time.
+"""Breakdown of a simulated step: simulate repeatedly, removing one more cause each time.
 
-The differences between one simulation and the next are what the causes cost. They add up to the
-step exactly, which separately measured waits do not, since a wait may have many causes.
+The differences sum to the step exactly; measured waits do not, since a wait may have many causes.
 """
 
 from collections.abc import Sequence
@@ -31,10 +30,10 @@ def lost_time(
     step_ms: float,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> LostTime:
-    """Time that the mean step of the workload loses to each cause, in ms.
+    """Return the time that the workload's mean step loses to each cause, in ms.
 
     Args:
-        step_ms: of the mean step, as `predict_steps` gives it for the same workload.
+        step_ms: mean step by `predict_steps` for the same workload.
     """
     times = causes_of(cost, stages_at, workload)
     once = per_step_costs(cost, stages_at[0], schedule)
@@ -43,18 +42,18 @@ def lost_time(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class CauseTimes:
-    """Times of micro-batches, with one cause of lost time less after another."""
+    """Micro-batch times with causes of lost time removed one after another."""
 
     all: StageTimes
     local: StageTimes
-    """Times without exchange of the ranks that share a pack."""
+    """Times without context-parallel exchange."""
     silent: StageTimes
-    """Times without that and without tensor-parallel collectives."""
+    """Times without it and without tensor-parallel collectives."""
     needed: StageTimes
-    """Times without either and without work on padding, of heads and of packs."""
+    """Times without either and without padding of heads and packs."""
 
     def rows(self, picked: np.ndarray) -> "CauseTimes":
-        """Times of some of the micro-batches."""
+        """Select micro-batches."""
         every = {each.name: getattr(self, each.name).rows(picked) for each in fields(self)}
         return CauseTimes(**every)
 
@@ -62,7 +61,7 @@ class CauseTimes:
 def causes_of(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> CauseTimes:
-    """Times of the workload's rows by the costs, with one cause less each."""
+    """Return the workload's times with causes removed."""
 
     def without(*causes: str) -> StageTimes:
         bare, is_needed = _without(cost, causes), _PADDING in causes
@@ -84,7 +83,7 @@ def lost_time_of(
     step_ms: float,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> LostTime:
-    """`lost_time` of times that need not be a cost model's."""
+    """Return `lost_time` from given times, which need not be a cost model's."""
     steps_of_all = len(np.unique(workload.step))
     loose_ms = step_ms
     if workload.lockstep_ranks > 1:
@@ -110,7 +109,7 @@ def lost_time_of(
     )
     ranks = steps_of_all * workload.data_parallel_size
     left = [loose_ms] + [_mean_of_ranks_ms(*step, schedule, alone, ranks) for step in steps]
-    # Unequal stages can suit few micro-batches better than equal ones, and then cost nothing.
+    # With few micro-batches unequal stages can be faster than equal stages, and then cost nothing.
     left[-1] = min(left[-2:])
     work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum()) * schedule.chunks
     work_ms += 0.0 if waits is None else float(waits.needed.sum())
@@ -137,7 +136,7 @@ def _mean_of_ranks_ms(
     workload: Workload,
     ranks: int,
 ) -> float:
-    """Mean time of `ranks` single-rank steps, including those without a micro-batch, in ms."""
+    """Return the mean of `ranks` single-rank steps, including empty ones, in ms."""
     simulated = predict_steps(times, workload, once, schedule)
     idle = ranks - len(simulated.step_ms)
     idle_ms = once.exchange_ms.max() + once.update_ms.max()
@@ -145,18 +144,18 @@ def _mean_of_ranks_ms(
 
 
 _CONTEXT, _COLLECTIVE, _PADDING = "context_ms", "collective_ms", "padding_ms"
-"""Parts of a unit's times that have one cause each."""
+"""Cost fields of a unit with one cause each."""
 
 
 def _of_cause(unit: UnitCost, cause: str) -> np.ndarray:
-    """Forward, backward and recompute time of a cause, [3, features]: a unit that runs again
-    exchanges and pads as much."""
+    """Return a cause's forward, backward and recompute time, [3, features]; recomputation exchanges
+    and pads again."""
     each_ms: np.ndarray = getattr(unit, cause)
     return each_ms if cause == _CONTEXT else each_ms[[0, 1, 0]]
 
 
 def _without(cost: CostModel, causes: Sequence[str]) -> CostModel:
-    """The costs without some causes."""
+    """Return the costs without some causes."""
     if not causes:
         return cost
 

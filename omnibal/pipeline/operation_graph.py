@@ -1,8 +1,7 @@
 """Dependency graph of a schedule's operations, as checked arrays.
 
-An operation waits for the stage's previous one. A forward also waits for the activation of the
-part before (`omnibal.pipeline.schedules` says what a part is), a backward for the gradient of the
-part after.
+An operation waits for its stage's previous one, a forward also for the previous part's activation,
+a backward for the next part's gradient (parts: `omnibal.pipeline.schedules`).
 """
 
 from collections.abc import Sequence
@@ -21,40 +20,34 @@ from omnibal.pipeline.schedules import (
 
 _KINDS = len(Pass)
 _KEPT_GRAPHS = 64
-"""Number of operation graphs cached, as one job uses the same schedules repeatedly: one for every
-number of micro-batches that a rank may have in a step."""
+"""Cached operation graphs, one per number of micro-batches of a rank in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperationGraph:
-    """The operations of a schedule, sorted by depth in their dependencies and then by stage.
-
-    All operations of one depth can run at the same time; each stage has at most one of them.
-    """
+    """A schedule's operations, sorted by depth, then by stage; equal depths are independent."""
 
     schedule: Schedule
     kind: np.ndarray
-    """Kind of every operation (`Pass`); all arrays but `levels` are [operations]."""
+    """Kind of every operation (`Pass`). All arrays except `levels` are [operations]."""
     stage: np.ndarray
     part: np.ndarray
-    """Part of the model that the operation is computed with."""
+    """Part of the model."""
     micro_batch: np.ndarray
     before: np.ndarray
-    """The stage's previous operation; the number of operations where there is none."""
+    """The stage's previous operation, or the number of operations if none."""
     source: np.ndarray
-    """The operation whose output this one waits for; the number of operations if none."""
+    """Producer of the operation's input, or the number of operations if none."""
     levels: np.ndarray
     """First operation of every depth, then the number of operations, [depths + 1]."""
     in_turn: np.ndarray
-    """All operations, each after what it needs, and as many of one stage in a row as there can be:
-    an order in which what was just computed is soon needed again."""
+    """A topological order with long runs of one stage, for cache locality."""
     in_order: bool
-    """Whether a stage has one chunk, and runs its forwards and its whole backwards each in
-    micro-batch order."""
+    """Whether a stage has one chunk and whole backwards, in micro-batch order."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "OperationGraph":
-        """Check a schedule and find what its operations wait for."""
+        """Check a schedule and find its dependencies."""
         table = _Table.of(schedule)
         place = _checked_places(schedule, table)
         source = _sources(schedule, table, place)
@@ -63,7 +56,7 @@ class OperationGraph:
         count = len(order)
         rank = np.empty(count + 1, np.int64)
         rank[order] = np.arange(count)
-        rank[count] = count  # of what waits for nothing
+        rank[count] = count  # if nothing is needed
         return cls(
             schedule=schedule,
             kind=table.kind[order],
@@ -82,22 +75,21 @@ class OperationGraph:
 
     @property
     def depths(self) -> int:
-        """Operations of the longest chain in which each waits for the one before."""
+        """Length of the longest dependency chain."""
         return len(self.levels) - 1
 
     @property
     def kinds(self) -> tuple[Pass, ...]:
-        """The kinds of operations that occur."""
         return tuple(Pass(kind) for kind in np.unique(self.kind).tolist())
 
     def last_of_stages(self) -> np.ndarray:
-        """Every stage's last operation. [stages]"""
+        """Last operation of every stage. [stages]"""
         last = np.empty(self.schedule.stages, np.int64)
-        last[self.stage] = np.arange(len(self))  # of equal indices the last one is kept
+        last[self.stage] = np.arange(len(self))  # numpy keeps the last of equal indices
         return last
 
     def of_stage(self, stage: int) -> np.ndarray:
-        """A stage's operations, in the order in which it runs them."""
+        """Return a stage's operations in execution order."""
         return np.flatnonzero(self.stage == stage)
 
 
@@ -105,31 +97,29 @@ class OperationGraph:
 def operation_graph(
     rule: ScheduleRule, stages: int, chunks: int, micro_batches: int
 ) -> OperationGraph:
-    """The checked operations of a schedule; the one way in for all that reads a schedule."""
+    """Return a schedule's checked operations, for all readers of schedules."""
     return OperationGraph.of(rule(stages, chunks, micro_batches))
 
 
 def schedule_graph(schedule: PipelineSchedule, stages: int, micro_batches: int) -> OperationGraph:
-    """The operations of a plan's schedule."""
     return operation_graph(schedule.rule, stages, schedule.chunks, micro_batches)
 
 
 def planned_graph(stages: int, micro_batches: int) -> OperationGraph:
-    """The operations of 1F1B, which plans have that name no other schedule."""
+    """Return the operations of 1F1B."""
     return operation_graph(one_forward_one_backward, stages, 1, micro_batches)
 
 
 def listed_micro_batches(
     graph: OperationGraph, counts: np.ndarray, step: np.ndarray, *, together: bool
 ) -> np.ndarray:
-    """Micro-batches of the list that each rank goes by in each step, at least 1. [ranks]
+    """Return the micro-batches in each rank's operation list, at least 1. [ranks]
 
-    Ranks that run together go by one list, that of the rank of their step that has most, and leave
-    out what they do not have; others by that of their own micro-batches, which where a schedule is
-    prefix-closed is the list of any more.
+    Ranks that run together use the list of their step's longest rank, skipping missing
+    micro-batches. Others use their own list, or any longer list if the schedule is prefix-closed.
 
     Args:
-        graph: of the most micro-batches that any has.
+        graph: of the max micro-batches of any rank.
         counts: every rank's micro-batches in every step, [ranks]; `step` likewise.
         together: whether ranks share micro-batches or run in lockstep.
     """
@@ -149,28 +139,22 @@ class HeldInPasses:
     """Micro-batches that a stage holds during each of its operations."""
 
     kind: np.ndarray
-    """Kind of each (`Pass`), [passes]."""
+    """`Pass` of each operation, [passes]."""
     chunk: np.ndarray
-    """Chunk that runs, [passes]."""
     micro_batch: np.ndarray
-    """Micro-batch that runs, [passes]."""
     held: np.ndarray
-    """The first micro-batch of each chunk of which its backward's needs are kept, the running one
-    included, and the first after it of which they are not, [passes, chunks, 2]."""
+    """First and end micro-batch of each chunk with activations kept for backward, including the
+    running one, [passes, chunks, 2]."""
     late: np.ndarray
-    """First micro-batch, and first after it, of which only a backward's first part has run."""
+    """First and end micro-batch awaiting only weight gradients, [passes, chunks, 2]."""
 
     @property
     def is_forward(self) -> np.ndarray:
-        """Whether each is a forward, bool [passes]."""
         return np.asarray(self.kind == Pass.FORWARD)
 
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
-    """What a stage holds operation by operation, in the order in which it runs them.
-
-    A micro-batch is held from its forward to the end of its backward, of both parts if it has two.
-    """
+    """Return a stage's held micro-batches per operation, until the end of their backward."""
     schedule, own = graph.schedule, graph.of_stage(stage)
     kind, micro_batch = graph.kind[own], graph.micro_batch[own]
     chunk = graph.part[own] // schedule.stages
@@ -197,16 +181,16 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOrder:
-    """Positions of every micro-batch's forward and backward in a stage's list of operations."""
+    """Positions of every micro-batch's forward and backward in a stage's operation list."""
 
     forward: np.ndarray
-    """Position of every forward in the stage's list, [m], ascending."""
+    """Positions of forwards, [m], ascending."""
     backward: np.ndarray
-    """Position of every backward in the stage's list, [m], ascending."""
+    """Positions of backwards, [m], ascending."""
 
     @classmethod
     def of_stages(cls, graph: OperationGraph) -> list["StageOrder"]:
-        """Orders of all stages of a schedule that has one chunk and runs its passes in order."""
+        """Return all stages' orders for a one-chunk schedule in micro-batch order."""
         require_in_order(graph)
         kinds = [graph.kind[graph.of_stage(stage)] for stage in range(graph.schedule.stages)]
         return [
@@ -218,17 +202,17 @@ class StageOrder:
         ]
 
     def forwards_before_first_backward(self, count: np.ndarray) -> np.ndarray:
-        """Number of them in a step of only the first `count` [...] micro-batches. [...]"""
+        """Return their number with only the first `count` [...] micro-batches. [...]"""
         return np.minimum(np.searchsorted(self.forward, self.backward[0]), count)
 
     def backwards_after_last_forward(self, count: np.ndarray) -> np.ndarray:
-        """Number of them in a step of only the first `count` [...] micro-batches. [...]"""
+        """Return their number with only the first `count` [...] micro-batches. [...]"""
         last = self.forward[np.maximum(count - 1, 0)]
         return np.maximum(count - np.searchsorted(self.backward, last), 0)
 
 
 def require_in_order(graph: OperationGraph) -> None:
-    """Refuse several chunks, backwards in two parts, and passes out of micro-batch order."""
+    """Reject several chunks, split backwards and passes out of micro-batch order."""
     if not graph.in_order:
         raise ValueError(
             f"{graph.schedule.name}: the search and the trainer need a schedule of one chunk a "
@@ -238,7 +222,7 @@ def require_in_order(graph: OperationGraph) -> None:
 
 
 def require_prefix_closed(schedule: Schedule) -> None:
-    """Refuse a schedule whose list says nothing of fewer micro-batches."""
+    """Reject a schedule that is not prefix-closed."""
     if not schedule.is_prefix_closed:
         raise ValueError(
             f"{schedule.name}: steps of different numbers of micro-batches were given, and its "
@@ -248,7 +232,7 @@ def require_prefix_closed(schedule: Schedule) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Table:
-    """Operations as they are listed, stage by stage. [operations] each"""
+    """Operations as listed, stage by stage. [operations] each"""
 
     kind: np.ndarray
     stage: np.ndarray
@@ -256,7 +240,7 @@ class _Table:
     part: np.ndarray
     micro_batch: np.ndarray
     before: np.ndarray
-    """The stage's previous one; the number of operations where there is none."""
+    """The stage's previous operation, or the number of operations if none."""
     first: np.ndarray
     """First operation of every stage, then the number of operations, [stages + 1]."""
 
@@ -287,13 +271,13 @@ class _Table:
         )
 
     def named(self, index: int) -> str:
-        """An operation in words."""
+        """Describe an operation for errors."""
         kind = Pass(int(self.kind[index])).label
         return f"{kind} of micro-batch {self.micro_batch[index]}, chunk {self.chunk[index]}"
 
 
 def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
-    """Index of each operation in the table; -1 where it has none. [kinds, m, parts]"""
+    """Return each operation's index in the table, or -1 if absent. [kinds, m, parts]"""
     shape = _KINDS, schedule.micro_batches, schedule.parts
     known = (0 <= table.micro_batch) & (table.micro_batch < schedule.micro_batches)
     known &= (0 <= table.chunk) & (table.chunk < schedule.chunks)
@@ -306,7 +290,7 @@ def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
     times = np.zeros(shape, np.int64)
     np.add.at(times, (table.kind, table.micro_batch, table.part), 1)
     forward, whole, of_input, of_weight = times
-    # Every backward is whole or in two parts, or there is none anywhere.
+    # Every backward is whole, split, or absent everywhere.
     complete = (forward == 1) & (whole + of_input == 1) & (of_input == of_weight)
     has_backwards = bool(times[1:].any())
     if not (complete if has_backwards else forward == 1).all():
@@ -345,7 +329,7 @@ def _in_order(schedule: Schedule, table: _Table) -> bool:
 
 
 def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray:
-    """The operation whose output each one waits for, or their number. [operations]"""
+    """Return the producer of each operation's input, or the number of operations. [operations]"""
     count, parts = len(table.kind), schedule.parts
     source = np.full(count, count, np.int64)
     forward = (table.kind == Pass.FORWARD) & (table.part > 0)
@@ -358,11 +342,10 @@ def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray
 
 
 def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The length of the longest chain of operations that each one waits for, and all operations as
-    stages that run on as long as they can get to them. [operations] each
-    """
+    """Return each operation's dependency depth, and a topological order with long runs of stages.
+    [operations] each"""
     count, sources = len(source), source.tolist()
-    depth = [-1] * (count + 1)  # the last stands for nothing, which nobody waits for
+    depth = [-1] * (count + 1)  # sentinel for operations without dependencies
     first: Sequence[int] = table.first.tolist()
     at, stop = list(first[:-1]), first[1:]
     order: list[int] = []
@@ -382,7 +365,7 @@ def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.n
             order += range(at[stage], index)
             at[stage] = index
     if len(order) < count:
-        # All of them, as those beside a stage that has ended have what they need.
+        # All of them: operations of finished stages are not blocked.
         waiting = "; ".join(
             f"stage {table.stage[i]} at {table.named(i)} for stage {table.stage[sources[i]]}"
             for i in at

@@ -1,10 +1,8 @@
-"""Memory of a stage that holds several parts of the model, and what it recomputes so as to fit.
+"""Memory of stages with several parts of the model, and the recomputation needed to fit.
 
-Memory is that of `omnibal.pipeline.schedule_memory`, of many contents of a stage at once: in the
-passes that are the heaviest for contents that are drawn, a chunk's own from the tables of
-`omnibal.pipeline.stage_memory`. What is found must be looked at in all passes.
-
-A stage of which not all fits recomputes the fewest layers that make it fit, in one of the orders of
+As `omnibal.pipeline.schedule_memory`, for many stage contents at once, in the heaviest passes of
+random contents (tables of `omnibal.pipeline.stage_memory` per chunk). Results must be checked in
+all passes. A stage that does not fit recomputes as needed, in an order of
 `omnibal.pipeline.part_recompute`.
 
 Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer, f features.
@@ -41,24 +39,24 @@ from omnibal.pipeline.unit_runs import holds_both_ends, layer_kinds
 from omnibal.pipeline.workload import Workload
 
 _DRAWN = 24
-"""Contents of a stage, drawn at random, whose heaviest passes are looked at."""
+"""Random stage contents used to find heavy passes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _ChunkTable:
-    """The heaviest passes of one chunk of a stage, by what its chunks hold."""
+    """The heaviest passes of one chunk, by the stage's contents."""
 
     running: MemoryTable
-    """Passes as if the stage held this chunk alone."""
+    """Passes as if the stage held only this chunk."""
     besides: tuple[MemoryTable, ...]
-    """What every chunk keeps meanwhile."""
+    """Activations of every chunk meanwhile."""
     late_bytes: np.ndarray
-    """What a unit of each kind of each chunk keeps for gradients of weights, [passes, c, K]."""
+    """Bytes kept for weight gradients per unit of each chunk, [passes, c, K]."""
     product_bytes: np.ndarray
-    """What one product of a unit of each kind works with besides, [passes, K]."""
+    """Extra working memory of one product of a unit, [passes, K]."""
 
     def bytes(self, chunk: int, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """What a stage needs in every pass, but for what units share. [n, passes]
+        """Return a stage's memory in every pass, without shared buffers. [n, passes]
 
         Args:
             counts: [n, c, K], and `recomputed` [n, c, levels * K].
@@ -78,13 +76,13 @@ class _ChunkTable:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartMemory:
-    """Memory of one stage of a schedule, by what its chunks hold."""
+    """Memory of one stage of a schedule, by its chunks' contents."""
 
     chunks: tuple[_ChunkTable, ...]
     link_bytes: Callable[[np.ndarray], np.ndarray]
-    """Bytes of links of stages with these units, [n, c, K]. [n]"""
+    """P2P buffer bytes of stages with units [n, c, K]. [n]"""
     ways: RecomputeWays
-    """Orders in which layers are recomputed."""
+    """Recomputation orders."""
     cap_bytes: float
 
     @classmethod
@@ -97,7 +95,7 @@ class PartMemory:
         cap_bytes: float,
         numbers: LayerNumbers | None = None,
     ) -> "list[PartMemory]":
-        """Memory of every stage in its heaviest passes of the run."""
+        """Return the memory of every stage in its heaviest passes of the run."""
         if schedule.in_two:
             cost = _working_in_two(cost)
         features = features_of(workload, cost)
@@ -129,12 +127,10 @@ class PartMemory:
 
     @property
     def kinds(self) -> tuple[UnitKind, ...]:
-        """Kinds of unit."""
         return self.chunks[0].running.kinds
 
     def peak_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Peak of a device with these units, [n, c, K], of which so many are recomputed at every
-        level. [n]"""
+        """Return the peak per device for `counts` [n, c, K] with `recomputed` units. [n]"""
         first, whole = self.chunks[0].running, counts.sum(axis=1)
         at_levels = np.tile(recomputed, first.levels)
         passes = [table.bytes(chunk, counts, at_levels) for chunk, table in enumerate(self.chunks)]
@@ -143,10 +139,10 @@ class PartMemory:
         return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
 
     def least(self, contents: Contents, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The least number in an order with which stages fit, and whether they do. [n] and [n]
+        """Return the smallest number in an order for stages to fit, and whether they do. [n] each
 
         Args:
-            order: index of the order of each, [n].
+            order: index of each stage's order, [n].
         """
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
@@ -163,8 +159,7 @@ class PartMemory:
 def _heavier(
     drawn: np.ndarray, most: list[tuple[float, ChunkPasses]], passes: ChunkPasses
 ) -> list[tuple[float, ChunkPasses]]:
-    """The heaviest pass of each content that is drawn, of more passes and of those before, with
-    what it needs.
+    """Return the heaviest pass for each drawn content over old and new passes, with its bytes.
 
     Args:
         drawn: bytes of kept, late and running micro-batches, [drawn, c + c + 1, f].
@@ -182,19 +177,21 @@ def _heavier(
 
 
 def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPasses]) -> _ChunkTable:
-    """A table of passes of one chunk."""
+    """Return a table of passes of one chunk."""
     own, kept, late = (
         np.concatenate([getattr(each, name) for each in passes]) for name in ("own", "kept", "late")
     )
     kind = np.array([each.kind for each in passes])
-    # Passes that are the heaviest for several contents are counted once.
+    # Passes that are heaviest for several contents are counted once.
     rows = np.column_stack([kind, own, kept.reshape(len(own), -1), late.reshape(len(own), -1)])
     _, once = np.unique(rows, axis=0, return_index=True)
     own, kept, late, kind = own[once], kept[once], late[once], kind[once]
     is_weight, chunk = kind == Pass.BACKWARD_WEIGHT, passes[0].chunk
     largest = features_of(workload, cost).max(axis=0)
     links = np.zeros((len(own), len(LINKS)))
-    links[:, -1] = (kind != Pass.FORWARD) & ~is_weight  # the gradient that a backward begins with
+    links[:, -1] = (
+        kind != Pass.FORWARD
+    ) & ~is_weight  # the output gradient at the start of a backward
 
     def table(own: np.ndarray, others: np.ndarray) -> MemoryTable:
         passes = RunningPasses(own=own, others=others, links=links, largest=largest)
@@ -203,7 +200,7 @@ def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPass
     units = [*cost.units.values()]
     for_weights = np.stack([each.late_bytes[:2].sum(axis=0) for each in units], axis=1)
     product = np.stack([each.late_bytes[2] for each in units], axis=1)
-    # While the first part of a backward runs, what the second needs comes to be.
+    # The input backward also creates the tensors for the weight backward.
     late[:, chunk] += own * ((kind == Pass.BACKWARD_INPUT) | is_weight)[:, None]
     return _ChunkTable(
         running=table(own * ~is_weight[:, None], kept[:, chunk]),
@@ -214,15 +211,14 @@ def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPass
 
 
 def _working_in_two(cost: CostModel) -> CostModel:
-    """Costs of units that work as in backwards in two parts."""
+    """Return unit costs with working memory as in split backwards."""
     units = cost.units.items()
     changed = {name: replace(unit, transient_bytes=unit.two_part_bytes) for name, unit in units}
     return replace(cost, units=changed)
 
 
 def _drawn(cost: CostModel, chunks: int) -> np.ndarray:
-    """Bytes of kept, late and running micro-batches in contents that are drawn at random.
-    [drawn, c + c + 1, f]"""
+    """Return kept, late and running micro-batches' bytes at random. [drawn, c + c + 1, f]"""
     rng, units = np.random.default_rng(0), [*cost.units.values()]
     kept = np.array([each.activation_bytes for each in units])
     inputs = np.array([each.boundary_bytes for each in units])

@@ -1,9 +1,8 @@
-"""Ways in which the parts that a stage holds recompute layers: so many in an order, or by numbers.
+"""Recomputation orders of a stage's parts.
 
-What a stage recomputes is one number, of which a larger one recomputes more, in one of a few
-orders. Where layers are free, it counts layers in an order of kinds and chunks. Where a trainer is
-told numbers, it is the number of the first layers that every chunk recomputes of a tower
-(`omnibal.pipeline.recompute_numbers`), and an order is the encoders' numbers beside it.
+A stage's recompute number selects more layers as it grows, in a few possible orders: of kinds and
+chunks if any layers may be recomputed, else the first `number` layers of a tower in every chunk
+(`omnibal.pipeline.recompute_numbers`), one order per choice of the encoders' numbers.
 
 Shapes: n stages' contents, c chunks, K kinds of unit, L kinds of layer.
 """
@@ -23,59 +22,58 @@ from omnibal.pipeline.recompute_numbers import LOOKED_FOR, TowerLayers
 from omnibal.pipeline.unit_runs import layer_kinds
 
 _MOST_KINDS = 3
-"""Kinds of layer of which all orders are tried; of more, model order and its reverse."""
+"""Max layer kinds for trying all orders; with more, model order and its reverse."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Contents:
-    """What the chunks of stages hold."""
+    """Contents of the chunks of stages."""
 
     counts: np.ndarray
     """Units of every kind, [n, c, K]."""
     start: np.ndarray
     """Position of the first unit of every chunk, [n, c]."""
     end: np.ndarray
-    """Position after the last, [n, c]."""
+    """Position after the last unit, [n, c]."""
 
     def __len__(self) -> int:
         return len(self.counts)
 
     def some(self, rows: np.ndarray) -> "Contents":
-        """Some of them."""
+        """Select rows."""
         return rows_of(self, rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerOrders:
-    """Any layers of a stage, one after another."""
+    """Any layers of a stage, in an order."""
 
     kinds: np.ndarray
-    """Indices of the kinds that are layers, [L]."""
+    """Indices of layer kinds, [L]."""
     places: np.ndarray
-    """Orders of places in [c * L], [orders, c * L]."""
+    """Permutations of [c * L], [orders, c * L]."""
     is_shared: bool = False
 
     @classmethod
     def of(cls, cost: CostModel, mean: np.ndarray, most: np.ndarray) -> Self:
-        """Orders by what a layer saves for its time, and by kind or chunk first.
+        """Return orders by saved bytes per time, by kind and by chunk.
 
         Args:
-            most: micro-batches that each chunk holds at most, [c].
+            most: max micro-batches held by each chunk, [c].
         """
         kinds = layer_kinds(cost.kinds)
         return cls(kinds=np.array(kinds), places=_orders(cost, kinds, mean, most))
 
     @property
     def orders(self) -> int:
-        """Number of orders."""
         return len(self.places)
 
     def most(self, contents: Contents) -> np.ndarray:
-        """All layers. [n]"""
+        """Return the number of all layers. [n]"""
         return contents.counts[..., self.kinds].sum(axis=(1, 2))
 
     def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """The first so many layers of an order. [n, c, K]"""
+        """Return the first `number[i]` layers of order i. [n, c, K]"""
         held, place = contents.counts[..., self.kinds], self.places[order]
         in_order = np.take_along_axis(held.reshape(place.shape), place, axis=1)
         before = in_order.cumsum(axis=1) - in_order
@@ -90,13 +88,13 @@ class LayerOrders:
 def _orders(
     cost: CostModel, kinds: Sequence[int], mean: np.ndarray, most: np.ndarray
 ) -> np.ndarray:
-    """Orders of the layers of chunks. [orders, c * L]"""
+    """Return orders of the layers of chunks. [orders, c * L]"""
     units = [*cost.units.values()]
     layers = [units[kind] for kind in kinds]
     saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
     spent = np.array([each.recompute_ms @ mean for each in layers])
     price = spent / np.maximum(saved, 1e-9)
-    # What saves nothing comes last.
+    # Layers that save nothing come last.
     by_price = np.where(saved > 0, price / np.maximum(most[:, None], 1), np.inf)
     chunks = np.argsort(-most, kind="stable").tolist()
     useful = [kind for kind in range(len(layers)) if saved[kind] > 0]
@@ -113,20 +111,20 @@ def _orders(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LayerNumbers:
-    """The first layers that every chunk holds of a tower, as many as a number says."""
+    """The first `number` layers of a tower in every chunk."""
 
     layers: TowerLayers
     kinds: np.ndarray
-    """Indices of the kinds that are layers, [L]."""
+    """Indices of layer kinds, [L]."""
     fixed: np.ndarray
     """Numbers of the towers in every order, or `LOOKED_FOR`, [orders, towers]."""
     is_shared: bool
-    """Whether all stages have the same number, and the same of the encoders."""
+    """Whether all stages share the numbers."""
 
     @classmethod
     def of(cls, cost: CostModel, model: ModelConfig, freedom: RecomputeFreedom) -> Self:
-        """Numbers that a trainer of such freedom is told, which has a pipeline."""
-        assert freedom is not RecomputeFreedom.ALL  # of trainers without a pipeline alone
+        """Return recompute counts this trainer accepts with PP > 1."""
+        assert freedom is not RecomputeFreedom.ALL  # only for trainers without pipelines
         layers = TowerLayers.of(cost, model)
         is_shared = freedom is not RecomputeFreedom.STAGES
         fixed = [(LOOKED_FOR,) * len(layers.towers)]
@@ -141,17 +139,16 @@ class LayerNumbers:
 
     @property
     def orders(self) -> int:
-        """Number of orders."""
         return len(self.fixed)
 
     def most(self, contents: Contents) -> np.ndarray:
-        """Layers of the chunk that holds most of a tower whose number is looked for. [n]"""
+        """Return the max layers per chunk of the towers with a searched number. [n]"""
         held = self.layers.held(contents.start.ravel(), contents.end.ravel())
         free = held[:, (self.fixed == LOOKED_FOR).any(axis=0)].max(axis=1)
         return free.reshape(contents.start.shape).max(axis=1)
 
     def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """The first so many layers of every chunk. [n, c, K]"""
+        """Return the first `number[i]` layers of every chunk. [n, c, K]"""
         chunks = contents.start.shape[1]
         of_chunks = self.layers.recomputed(
             contents.start.ravel(),
@@ -165,4 +162,4 @@ class LayerNumbers:
 
 
 RecomputeWays = LayerOrders | LayerNumbers
-"""Orders of a stage, and what a number means in each."""
+"""Orders of a stage, and the meaning of a number in each."""

@@ -1,10 +1,10 @@
-"""Step times of many ways to cut a model into the parts of a schedule, simulated side by side.
+"""Step times of many cuts into a schedule's parts, simulated as one batch.
 
-The steps are those of `omnibal.pipeline.simulate.predict_steps`, without what ranks wait for one
-another: no pack is shared, and no experts are.
+Same as `omnibal.pipeline.simulate.predict_steps` without waits between ranks: no shared packs or
+experts.
 
-Shapes: C candidates, R rows (what a data-parallel rank runs in a step), p stages, k parts of the
-model, f features of a micro-batch.
+Shapes: C candidates, R rows (a data-parallel rank's micro-batches in a step), p stages, k parts of
+the model, f features of a micro-batch.
 """
 
 from dataclasses import dataclass
@@ -19,33 +19,32 @@ from omnibal.pipeline.simulate import SimulatedRows
 from omnibal.pipeline.stage_cost import PerStepCosts
 
 _ENTRIES = 1_000_000
-"""Entries of [operations, C, R] computed at a time: bounds memory to some 50 MB."""
+"""Entries of [operations, C, R] per chunk: limits memory to about 50 MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PartTerms:
-    """Coefficients over the features of a micro-batch, of every part of every candidate.
-    [C, k, f] each"""
+    """Per-feature coefficients of every part of every candidate. [C, k, f] each"""
 
     forward: np.ndarray
     backward: np.ndarray
-    """Whole backwards, recomputation included."""
+    """Whole backwards including recomputation."""
     weight: np.ndarray
-    """Part of the backwards that gives gradients of weights."""
+    """Weight-gradient part of the backwards."""
     send: np.ndarray
-    """Link from a part to the next one."""
+    """P2P link from a part to the next."""
     receive: np.ndarray
-    """Link back to a part from the next one."""
+    """P2P link back from the next part."""
 
     def __len__(self) -> int:
         return len(self.forward)
 
     def some(self, chosen: slice | np.ndarray) -> "PartTerms":
-        """Some of the candidates."""
+        """Select candidates."""
         return rows_of(self, chosen)
 
     def of_pass(self, kind: Pass) -> np.ndarray:
-        """Coefficients of a kind of pass; both parts of a backward are the whole of it."""
+        """Return the coefficients of a pass; split backward parts sum to the whole."""
         match kind:
             case Pass.FORWARD:
                 return self.forward
@@ -59,17 +58,16 @@ class PartTerms:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
-    """Rows of equally many micro-batches, and the operations of a step of so many."""
+    """Rows with equal numbers of micro-batches, and their operations."""
 
     rows: np.ndarray
-    """Indices of the rows."""
     features: np.ndarray
     """Features of every micro-batch, [m, f, R]."""
     graph: OperationGraph
     schedule: PipelineSchedule
 
     def reduced_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
-        """End of every stage's exchange of gradients, [C * R, p], of costs [C, p]."""
+        """Return the end of every stage's gradient exchange, [C * R, p], for costs [C, p]."""
         each, count = once.at(np.repeat(np.arange(len(terms)), len(self.rows))), len(self.features)
         simulated = SimulatedRows(
             schedule=self.schedule,
@@ -88,8 +86,8 @@ class _Rows:
         return timeline.finish_ms + simulated.exposed_ms(each, timeline)
 
     def _ms(self, terms: np.ndarray) -> np.ndarray:
-        """Times of all micro-batches on parts of these terms, [C, k, f]. [C * R, m, k]"""
-        # Rows are last in memory, as the simulator works on vectors of them.
+        """Return micro-batch times for terms [C, k, f]. [C * R, m, k]"""
+        # Rows are last in memory, so that the simulator works on contiguous vectors.
         ms = np.moveaxis(terms, 1, 0) @ self.features[:, None]  # [m, k, C, R]
         return np.moveaxis(ms.reshape(*ms.shape[:2], -1), -1, 0)
 
@@ -100,11 +98,11 @@ class PartSimulator:
 
     steps: SampledSteps
     groups: tuple[_Rows, ...]
-    """Rows by their number of micro-batches; those without any are left out."""
+    """Non-empty rows grouped by their number of micro-batches."""
 
     @classmethod
     def of(cls, steps: SampledSteps, schedule: PipelineSchedule, stages: int) -> "PartSimulator":
-        """Prepare the steps for pipelines of so many stages."""
+        """Prepare the steps for pipelines of `stages` stages."""
         groups = []
         for count in np.unique(steps.counts[steps.counts > 0]).tolist():
             rows = np.flatnonzero(steps.counts == count)
@@ -115,11 +113,11 @@ class PartSimulator:
 
     @property
     def operations(self) -> int:
-        """Operations of all rows: the work of one candidate."""
+        """Operations per candidate, over all rows."""
         return sum(len(group.graph) * len(group.rows) for group in self.groups)
 
     def step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
-        """Mean step time of every candidate. [C]"""
+        """Return the mean step time of every candidate. [C]"""
         largest = max(len(group.graph) * len(group.rows) for group in self.groups)
         at_once = max(_ENTRIES // largest, 1)
         found = []

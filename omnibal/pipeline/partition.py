@@ -1,30 +1,19 @@
-"""Joint search of the pipeline split and of the layers that every stage recomputes.
+"""Joint search of the pipeline split and every stage's recomputed layers.
 
-Objective: the simulated time of a step, mean over sampled steps of the real packs, as
-`omnibal.pipeline.simulate.predict_steps` gives it: the planned schedule with every micro-batch's
-own durations, the slowest data-parallel rank, gradient reduction and optimizer. Every contiguous
-split with at least one layer per stage and all recomputed sets are considered; a stage must fit the
-memory cap with all packs of a rank's step that the schedule holds at once, over all packs.
+Objective: mean step time over sampled steps of the real packs
+(`omnibal.pipeline.simulate.predict_steps`). All contiguous splits with at least one layer per stage
+and all recompute sets are considered. Every stage must fit the memory cap over all packs.
 
-Branch and bound on path lengths (`omnibal.pipeline.bounds`): of the structural paths, and of the
-critical paths of splits that were simulated, which are exact there and close for similar splits.
+Branch and bound on path lengths (`omnibal.pipeline.bounds`, `omnibal.pipeline.split_search`):
+splits grow stage by stage, without those bounded above the best step. Remaining splits are
+simulated in order of their bounds, and their critical paths tighten the next round's bounds. A
+round that drops nothing proves the result; if the work limit comes first, the result has the bound
+proven so far, independent of machine speed.
 
-Splits are grown stage by stage, without those whose bound is not below the best step found. Those
-that are left at the end are simulated in the order of their bounds; their critical paths join the
-bounds of the next round, with those of a sample of what had no room, completed by the bounds. A
-round in which everything has room proves the result. Where bounds are not close enough, mostly with
-dozens of stages, the work allowed ends first: the result then comes with the bound that is proven,
-no matter how fast the machine is.
-
-Packs may be of several levels, each with its own costs and its own recomputed layers in every
-stage, and ranks that share one wait for each other. Where a stage has few sets of recomputed layers
-over all levels, the proof is over all of them. Where they are too many (`stage_options.py`), the
-search is over a grid of them, then over what is near to the best; the bound is that of optimistic
-sets, by which all are covered, so that a gap remains.
-
-Memory is first looked at in the passes that are heaviest for many stages. More splits fit these few
-than fit all of the run's, so a bound over them holds, and the best is the best where it fits all
-passes, too; where it does not, it is searched for again with its own heaviest ones.
+With several levels the proof is over all recompute sets if they are few, else over a grid with
+optimistic sets (`omnibal.pipeline.stage_options`), which leaves a gap. Memory is checked first in
+the heaviest passes for many stages, which keeps bounds valid; if the best split does not fit all
+passes, the search repeats with its own heaviest passes.
 """
 
 from collections.abc import Callable, Sequence
@@ -72,48 +61,46 @@ from omnibal.pipeline.stage_rules import limits_in_words
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
-MAX_SAMPLED_STEPS = 32  # most, that splits are simulated on
-_MIN_SAMPLED_STEPS = 4  # least, however many packs a step has
+MAX_SAMPLED_STEPS = 32  # max steps simulated per split
+_MIN_SAMPLED_STEPS = 4  # min steps simulated per split
 _SAMPLED_PACKS = 2_048
-"""Packs to sample: steps are added until they hold this many, within the two limits above."""
+"""Packs to sample, within the two limits above."""
 _FIRST_LIMIT = 1.15
-"""First time limit, relative to an even split's; stages that alone take longer are left out until
-it proves too low."""
+"""First time limit relative to an even split; slower stages are excluded at first."""
 _SLOWEST_SLACK = 1.02
-"""First time limit, relative to the slowest stage of the split whose slowest is fastest, if stages
-cannot be even, or a split is to be found at once."""
+"""First time limit relative to the split with the fastest slowest stage, if stages cannot be even
+or a split is needed at once."""
 _LIMIT_STEP = 1.3
-"""Factor by which the limit grows while no split is within it."""
+"""Growth factor of the limit while no split is within it."""
 _MAX_LIMITS = 16
-"""Limits that are tried before the search goes on without one."""
+"""Limits tried before searching without one."""
 _MAX_CHANGES = 20
-"""Times that the sets near to the best ones are searched."""
+"""Max searches of sets near the best."""
 
 Search = SplitSearch | NumberSearch
-"""Search of splits with any layers recomputed or a stage's own number, or with shared numbers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SearchResult:
-    """The best stages, and how good they are proven to be."""
+    """The best stages and their proven bound."""
 
     stages_at: tuple[tuple[Stage, ...], ...]
-    """The stages with the layers that they recompute at each level."""
+    """Stages with their recomputed layers at each level."""
     step_ms: float
     """Simulated step time, mean over the sampled steps."""
     lower_bound_ms: float
-    """Proven bound over all splits and recomputed sets that fit; `step_ms` if the search ended."""
+    """Proven bound over all splits and recompute sets; `step_ms` if optimal."""
     simulated: int
-    """Candidates that were simulated."""
+    """Number of simulated candidates."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
-        """The stages at the first level, which is the only one where packs have no levels."""
+        """Stages at the first level."""
         return self.stages_at[0]
 
     @property
     def gap(self) -> float:
-        """Share of `step_ms` by which a better result may be faster; 0 where there is none."""
+        """Max gain of a better result as a share of `step_ms`."""
         return 1 - self.lower_bound_ms / self.step_ms if self.step_ms else 0.0
 
 
@@ -128,13 +115,11 @@ def search_stages(
     prove: bool = True,
     effort: float = 1.0,
 ) -> SearchResult:
-    """The stages of least simulated step time that are found, and what is proven of them.
+    """Return the stages with the min simulated step time found, and the proven bound.
 
     Args:
-        prove: False to end with a good split: a fraction of the time, and a bound that is of the
-            slowest stage alone.
-        effort: share of the usual work after which improving and proving end, each with what it
-            has; a small search ends before.
+        prove: False to return a good split quickly, bounded by the slowest stage only.
+        effort: share of the usual work for descent and proof.
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
@@ -166,8 +151,8 @@ def estimated_step_ms(
     rules: StageRules = FREE,
     effort: float = 1.0,
 ) -> float:
-    """Simulated step time of a good split, in a fraction of what `search_stages` takes: memory is
-    looked at in few passes, and nothing is proven. Arguments are as there."""
+    """Estimate the step time of a good split quickly: checks memory in few passes and proves
+    nothing. Arguments as in `search_stages`."""
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def least_peak(cap_bytes: float | None) -> float:
@@ -178,7 +163,7 @@ def estimated_step_ms(
 
 
 def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -> SearchResult:
-    """The best stages by the problem's own memory tables."""
+    """Return the best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
         lower_bound_ms = search.prove(effort * (MAX_WORK if complete else MAX_DESCENT_WORK))
@@ -186,7 +171,7 @@ def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
-        assert isinstance(search, SplitSearch)  # numbers are of one level, and complete
+        assert isinstance(search, SplitSearch)  # numbers have one level, and are complete
         best, best_ms, more = _changed(problem, search)
         optimistic = search.over_optimistic(best_ms)
         lower_bound_ms = (
@@ -204,7 +189,7 @@ def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -
 def _stages_at(
     problem: SearchProblem, best: Sequence[StageOptions]
 ) -> tuple[tuple[Stage, ...], ...]:
-    """The stages of a split at every level; `best` has one option of each."""
+    """Return a split's stages at every level from its options."""
     cuts = [int(option.end[0]) for option in best[:-1]]
     recomputed = [np.split(option.recomputed[0], problem.levels) for option in best]
     return tuple(
@@ -214,8 +199,7 @@ def _stages_at(
 
 
 def _changed(problem: SearchProblem, search: SplitSearch) -> tuple[list[StageOptions], float, int]:
-    """The best split with the best of the sets that differ little from its own, its time, and the
-    splits simulated."""
+    """Improve the best split's sets by small changes; return options, time and splits simulated."""
     best, best_ms, simulated = search.best_options, search.best_ms, 0
     for _ in range(_MAX_CHANGES):
         options = [options_near(problem, *each) for each in enumerate(best)]
@@ -235,7 +219,7 @@ def _heavier(
     workload: Workload,
     stages_at: Sequence[Sequence[Stage]],
 ) -> SearchProblem | None:
-    """The problem with passes in which stages that were found do not fit; None if they all fit."""
+    """Add the passes that exceed the cap with `stages_at`, or return None if they all fit."""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
     recomputed = recomputed_at_levels(cost.kinds, stages_at)
     heaviest = heaviest_passes(cost, workload, counts, recomputed)
@@ -252,7 +236,7 @@ def _heavier(
 
 
 def sampled_steps(workload: Workload) -> Workload:
-    """The steps that are simulated: at most 32 of the run's, and fewer the more packs they have."""
+    """Return the simulated steps: at most 32, and fewer the more packs they have."""
     packs_per_step = len(workload.step) / len(np.unique(workload.step))
     wanted = np.clip(_SAMPLED_PACKS / packs_per_step, _MIN_SAMPLED_STEPS, MAX_SAMPLED_STEPS)
     return workload.some_steps(int(wanted))
@@ -293,11 +277,11 @@ def _problem(
 def _descend(
     problem: SearchProblem, effort: float, least_peak: Callable[[float | None], float]
 ) -> Search:
-    """A search with a good split, over all options that are not too slow to be in a better one.
+    """Return a search with a good split, over all options fast enough for a better one.
 
     Args:
-        least_peak: least memory of the fullest stage over all splits; beside a cap, what tells
-            whether any fits it.
+        least_peak: min peak of the fullest stage over all splits; given a cap, a value that decides
+            whether any split fits.
     """
     search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
     return search if search.best_ms <= limit_ms else search.with_options_of_better()
@@ -309,8 +293,7 @@ def _first_split(
     effort: float,
     least_peak: Callable[[float | None], float],
 ) -> tuple[Search, float]:
-    """A search with a good split over all options within a limit, the first one that some are
-    within, and that limit."""
+    """Return a search over options within the first time limit with a split, and that limit."""
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = _search_within(problem, limit_ms)
@@ -335,7 +318,7 @@ def _slowest_limit_ms(problem: SearchProblem) -> float:
 
 
 def _search_within(problem: SearchProblem, limit_ms: float) -> Search:
-    """A search for splits of at most `limit_ms`, over shared numbers where rules have them."""
+    """Return a search for splits of at most `limit_ms`, by shared numbers if the rules do."""
     freedom = problem.rules.recompute
     if problem.numbers is None or freedom is RecomputeFreedom.STAGES:
         return SplitSearch(problem, choices_within(problem, limit_ms))
@@ -344,8 +327,8 @@ def _search_within(problem: SearchProblem, limit_ms: float) -> Search:
 
 
 def _even_ms(problem: SearchProblem) -> float:
-    """Time of a step whose stages are equal, without links: the longest chain of operations, with
-    forwards as long as backwards."""
+    """Return the step time with equal stages and no links: the longest chain of operations with
+    equal forwards and backwards."""
     steps, stages = problem.simulator.steps, problem.stages
     counts, row = np.unique(steps.counts, return_inverse=True)
     chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
@@ -357,11 +340,11 @@ def _even_ms(problem: SearchProblem) -> float:
 
 
 def _infeasible(problem: SearchProblem, least_peak: float) -> DoesNotFit:
-    """The smallest cap that some split would fit, and what else would help."""
+    """Return an error with the smallest cap that some split fits, and other remedies."""
     need, cap = least_peak / GIB, problem.memory_cap_bytes / GIB
     limits = limits_in_words(problem.rules, problem.model, problem.stages)
     stages = f"{problem.stages} pipeline stages{limits}"
-    # The first stage has more micro-batches in flight the more stages there are.
+    # With more stages the first has more micro-batches in flight.
     fixed = problem.rules.encoders_on_first and problem.model.encoders
     sizes = (
         "other pipeline or tensor sizes" if fixed else "more pipeline stages or tensor parallelism"

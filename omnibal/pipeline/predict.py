@@ -1,4 +1,4 @@
-"""Prediction of a plan's steps: times, memory, and where the time goes."""
+"""Predict a plan's step times, memory and lost time."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ from omnibal.pipeline.stage_cost import (
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
-MAX_SIMULATED_STEPS = 2_000  # of a run; of more, so many are spread over it
+MAX_SIMULATED_STEPS = 2_000  # max steps of a run, spread evenly
 _MS_PER_DAY = 86_400_000  # the unit that budgets are in is the GPU day
 
 
@@ -37,7 +37,7 @@ def predict(
     reading: StageReading | None = None,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Prediction:
-    """Simulate the plan on its own packs: at most 2,000 steps, spread evenly over the run."""
+    """Simulate the plan on its own packs, on at most 2,000 evenly spread steps."""
     for stages in stages_at:
         check_stages(model, stages)
     memories = schedule_memories(cost, stages_at, all_steps, schedule)

@@ -1,4 +1,4 @@
-"""Types of a plan's prediction: times, memory of every stage, and where a step's time goes."""
+"""Types of a plan's prediction: times, stage memory, lost time."""
 
 from typing import Annotated
 
@@ -16,65 +16,55 @@ class StageMemory(Frozen):
     activations_gib: NonNegativeFloat
     """Activations of all micro-batches in flight."""
     transient_gib: NonNegativeFloat
-    """Working memory of a unit at the peak, on top of what is kept at most; and what libraries keep
-    to the end of the run."""
+    """Working memory of a unit at the peak, beyond the max activations, and library buffers that
+    stay allocated."""
 
     @property
     def state_gib(self) -> float:
-        """Weights, gradients and optimizer state, in GiB."""
         return self.weights_gib + self.gradients_gib + self.optimizer_gib
 
     @property
     def passes_gib(self) -> float:
-        """All else, in GiB."""
+        """Activations and working memory, in GiB."""
         return self.activations_gib + self.transient_gib
 
     @property
     def peak_gib(self) -> float:
-        """Memory of the device at its peak, in GiB."""
+        """Peak memory of the device, in GiB."""
         return self.state_gib + self.passes_gib
 
 
 _IN_WORDS = {"expert_wait_ms": "wait in lockstep"}
-"""Names of entries in words that are not those of their fields: ranks that divide weights wait for
-one another too, without experts."""
+"""Display names that differ: ranks that shard weights also wait without experts."""
 
 
 class LostTime(Frozen):
-    """Breakdown of a mean step's time into entries that add up to the step, in ms.
-
-    Every entry is what the simulated step loses when one cause more is taken away, in this order.
-    """
+    """Breakdown of a mean step's time, in ms; entries sum to the step. Each is the simulated time
+    saved by removing one more cause, in this order."""
 
     reading_ms: float = written_unless(0.0)
     """Waiting for data that the machine's cores cannot read in time."""
     rank_imbalance_ms: float
-    """Waiting for the slowest data-parallel rank, at the end or in a pack that ranks share."""
+    """Waiting for the slowest data-parallel rank, at the end or in a shared pack."""
     expert_wait_ms: float = written_unless(0.0)
-    """Waiting of ranks that share out experts, or that divide weights, for one another in every
-    pass, and the empty micro-batches by which they stay in lockstep."""
+    """Lockstep waits of ranks that shard experts or weights, and their empty micro-batches."""
     context_exchange_ms: float = written_unless(0.0)
-    """Exchange of the ranks that share a pack, for its attention and its encoders' features."""
+    """Context-parallel exchange, for attention and encoder features."""
     communication_ms: float
-    """Sends between stages as far as any stage waits for them, tensor-parallel collectives, and
-    what is exposed of the exchange of data-parallel ranks."""
+    """Exposed P2P sends and data-parallel exchange, and tensor-parallel collectives."""
     weight_update_ms: float
     recompute_ms: float
     padding_ms: float
-    """Work on attention heads that pad their number to a multiple of the tensor-parallel ranks, and
-    on tokens that pad packs to the longest, for trainers that do."""
+    """Compute on padding: heads to a multiple of TP, and tokens to the longest pack."""
     stage_imbalance_ms: float
-    """Stages that take longer than others; 0 where equal ones would be no faster, as with few
-    micro-batches that suit unequal ones."""
+    """Unequal stages, or 0 if equal stages would be no faster, as with few micro-batches."""
     bubble_ms: float
-    """Bubble: filling and draining the pipeline, and micro-batches that differ. Other idle time
-    counts under the other causes."""
+    """Pipeline fill and drain, and unequal micro-batches."""
     ideal_ms: float
-    """Ideal time: the needed work, spread evenly over all devices without waiting."""
+    """Needed work, spread evenly over all devices without waiting."""
 
     def named(self) -> dict[str, float]:
-        """The entries from the ideal up, by their names in words; those of shared packs and experts
-        only where there are any."""
+        """Return entries from the ideal up by display name, without absent causes."""
         entries = reversed(list(self.model_dump().items()))
         return {
             _IN_WORDS.get(name, name.removesuffix("_ms").replace("_", " ")): ms
@@ -83,47 +73,47 @@ class LostTime(Frozen):
 
 
 class DataParallelExchange(Frozen):
-    """Sum of gradients and gather of weights over data-parallel ranks, in a mean step."""
+    """Data-parallel gradient reduction and weight all-gather, in a mean step."""
 
     total_ms: NonNegativeFloat
-    """Time of the stage that exchanges longest, were nothing hidden behind computation."""
+    """Time of the slowest stage without overlap."""
     exposed_ms: float
-    """Time by which it prolongs the step."""
+    """Exposed time in the step."""
 
 
 class StagePrediction(Frozen):
-    """Mean times per micro-batch over the planned packs, of all chunks of the stage, and memory."""
+    """Mean times per micro-batch, over all packs and the stage's chunks, and memory."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
-    """Backward time, recomputation included."""
+    """Backward time including recomputation."""
     wait_fraction: Annotated[float, Field(ge=0, le=1)]
-    """Share of the step in which the stage neither computes, exchanges nor updates weights."""
+    """Idle share of the stage: no compute, exchange or update."""
     memory: StageMemory
 
 
 class ReadingPrediction(Frozen):
-    """Processor time that loader processes take to read a mean step."""
+    """Processor time of loader processes for a mean step."""
 
     stage_ms: tuple[NonNegativeFloat, ...]
     """Time for one rank of each stage."""
     cores_ms: NonNegativeFloat
-    """Least time in which a node's cores read the step, and compute it where they do that too."""
+    """Min time for a node's cores to read the step, and to compute it if on CPU."""
 
 
 class EncoderPhasePrediction(Frozen):
-    """Data-parallel encoders: mean times over the steps, each of the busiest rank of the
-    group of ranks that encodes longest, and memory."""
+    """Data-parallel encoders: mean times over steps of the busiest rank in the slowest encoding
+    group, and memory."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
-    """Backward time, second forwards of items that are not kept included."""
+    """Backward time, including recomputed forwards of items not kept."""
     exchange_ms: NonNegativeFloat
     """Both exchanges of features between encoders and pipelines."""
     busiest: NonNegativeFloat
-    """Encoding time of the busiest rank over that of the mean one; 1 where nothing is encoded."""
+    """Encoding time of the busiest rank over the mean, or 1 if nothing is encoded."""
     memory: StageMemory
-    """Memory of a device that embeds tokens; part of the memory of every stage."""
+    """Memory of a device that embeds tokens; part of every stage's memory."""
 
 
 class Prediction(Frozen):
@@ -133,23 +123,22 @@ class Prediction(Frozen):
     """"analytic:<cluster>, <whose> rates" or "profile:<device>, <n> processes,
     provider <provider>"."""
     step_ms: NonNegativeFloat
-    """Step time, mean over the simulated steps."""
+    """Mean step time over the simulated steps."""
     lost: LostTime
     bubble_fraction: Annotated[float, Field(ge=0, le=1)]
-    """Idle share of device time for any cause, mean over stages and steps; `LostTime.bubble_ms` is
-    only a part of it."""
+    """Idle share of device time for any cause, mean over stages and steps."""
     samples_per_second_per_gpu: NonNegativeFloat | None
-    """Samples per second and GPU; None, as `gpu_days`, for a plan of shapes only."""
+    """Samples per second per GPU. None, as `gpu_days`, for a plan of shapes only."""
     gpu_days: NonNegativeFloat | None
     """GPU-days of all planned epochs."""
     exchange: DataParallelExchange
     stages: tuple[StagePrediction, ...]
     beside: EncoderPhasePrediction | None = written_unless(None)
-    """Data-parallel encoders; None where they are units of the stages."""
+    """Data-parallel encoders, or None if stages hold them."""
     reading: ReadingPrediction | None = written_unless(None)
-    """Reading of the data; None where no profile timed it."""
+    """Reading of the data, or None if not profiled."""
 
     @property
     def ideal_step_ms(self) -> float:
-        """Time of the same computation without anything lost."""
+        """Step time of the same computation with nothing lost."""
         return self.lost.ideal_ms

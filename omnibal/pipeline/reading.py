@@ -1,7 +1,7 @@
-"""Reading of the data while it is trained: what every rank's loader processes take for a step.
+"""Data reading during training: loader processes' time for a step.
 
-Loader processes yield to whatever computes (`megatron.vlm.inputs.read_ahead`). So reading prolongs
-a step only where the cores of a node have too little time left for it.
+Loaders yield to compute (`megatron.vlm.inputs.read_ahead`), so reading prolongs a step only if a
+node's cores have too little time left.
 """
 
 import math
@@ -22,17 +22,16 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.workload import Workload
 
 _TOLD = 0.01
-"""Share of a step that waits for data, from which it is worth a note."""
+"""Share of a step spent waiting for data that deserves a note."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageReading:
-    """Processor time to read micro-batches on one rank of every stage, and who does it."""
+    """Processor time to read micro-batches on one rank of every stage."""
 
     ms: np.ndarray
-    """Time for one of each feature, [features, p]."""
+    """Time per unit of each feature, [features, p]."""
     cores_per_rank: float
-    """Share of a node's cores for one of its ranks."""
     is_shared: bool
     """Whether ranks compute on these cores too."""
 
@@ -47,15 +46,14 @@ class StageReading:
         has_data_parallel_encoders: bool,
         ranks: int,
     ) -> Self:
-        """Find what each stage reads, on the machine where reading was measured.
+        """Return each stage's reading, on the machine where it was measured.
 
-        A stage reads the items of the encoders whose embed it holds, and text where it embeds
-        tokens or has the head.
+        A stage reads items of an encoder if it holds its embed, and text if it embeds tokens or has
+        the head.
 
         Args:
             features: of micro-batches, at one level.
-            has_data_parallel_encoders: whether encoders are data-parallel, whose items all ranks
-            share.
+            has_data_parallel_encoders: all ranks share these encoders' items.
         """
         ms = np.zeros((len(features), len(stages)))
         with_text = [stage.holds("language embed") or stage.holds(HEAD) for stage in stages]
@@ -71,10 +69,10 @@ class StageReading:
     def applied(
         self, workload: Workload, cost: CostModel, simulated: StepTimes
     ) -> tuple[ReadingPrediction, StepTimes]:
-        """Return what reading the workload takes, and its steps, none shorter than the cores allow.
+        """Return the reading of the workload, and its steps, none shorter than the cores allow.
 
         Args:
-            simulated: steps of the workload, as if data were always there.
+            simulated: steps of the workload without reading.
         """
         steps, index = np.unique(workload.step, return_inverse=True)
         of_rows = features_of(workload, cost) @ np.tile(self.ms, (cost.levels, 1))
@@ -89,7 +87,7 @@ class StageReading:
 
 
 def slow_reading(prediction: Prediction) -> str | None:
-    """A sentence on data that cannot be read as fast as it is trained; None where it can."""
+    """Return a note if data is read more slowly than trained, else None."""
     reading, step_ms = prediction.reading, prediction.step_ms
     if reading is None or prediction.lost.reading_ms <= _TOLD * step_ms:
         return None
@@ -103,11 +101,10 @@ def slow_reading(prediction: Prediction) -> str | None:
 
 
 def too_few_loaders(prediction: Prediction, num_workers: int) -> str | None:
-    """A sentence on so few loader processes of a rank that it waits for them; None where they keep
-    up.
+    """Return a note if a rank waits for its few loader processes, else None.
 
-    Without any, a thread of the rank's own process reads, while the rank waits for others: it holds
-    the interpreter for as long.
+    Without loaders a thread reads while the rank waits for other ranks, as it holds the
+    interpreter.
     """
     reading = prediction.reading
     if reading is None:

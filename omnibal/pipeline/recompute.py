@@ -1,22 +1,14 @@
-"""Sets of layers that a stage may recompute so that it fits: every set that can be the best one.
+"""Candidate sets of recomputed layers per stage.
 
-Layers of one kind cost the same, so a set is a count of each kind. Kinds that differ only in what
-they carry over cuts count as one here, of which the earliest layers are recomputed. For every
-choice of the others the fewest layers of the stage's last kind that fit are found by bisection:
-recomputing one more layer never needs more memory (`MemoryTable.pass_bytes`). Of those sets, one
-that takes at least as long as another on every micro-batch cannot be better. (OmniBal, section on
-adaptive re-computation, recomputes from the front of the stage, as is done here within each kind:
-what the earliest layers bring back comes when later ones have let go.)
+A set is a recompute count per kind of layer and level; kinds that differ only in P2P tensors form
+one group, recomputed from the front (OmniBal, section on adaptive re-computation, recomputes from
+the front). Memory never rises with a count (`MemoryTable.pass_bytes`), so bisection finds the
+minimum of one group for every choice of all other groups. Dominated sets are dropped.
 
-Micro-batches of all levels are in flight together, so that layers recomputed at one level leave
-room for another's. A set is then a count of every kind of layer at every level, and the *least*
-sets are those of which no count can be lower. How many these are grows with a power of the levels.
-Where they are few, all of them are found; where they are many, a grid of them. Where data-parallel
-ranks share out experts, packs of several levels run in lockstep, and a layer's exchange of tokens
-must be repeated in all of them or in none: counts are then the same at all levels.
-
-What a grid leaves out is bounded: of each of its cells one *optimistic* set is made, which
-recomputes no more, of any kind at any level, than any set of the cell that fits. It may not fit.
+With several levels all *minimal* sets (no count can be lowered) are listed if few, else a grid.
+Each grid cell also gets an *optimistic* set, which recomputes no more than any fitting set of the
+cell and may not fit itself. With expert parallelism counts are equal at all levels, since packs of
+all levels run in lockstep.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,31 +21,30 @@ from omnibal.pipeline.stage_memory import MemoryTable, fits_cap
 from omnibal.pipeline.unit_runs import layer_kinds
 
 _CHUNK_ENTRIES = 4_000_000
-"""Entries of [stages, sets of micro-batches] at a time: bounds memory to some 100 MB."""
+"""Entries of [stages, sets of micro-batches] per chunk: limits memory to about 100 MB."""
 _MORE = (1, 2, 4, 8)
-"""Layers by which sets that are near to another differ from it in one column."""
+"""Layer increments tried in one column around a set."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Recomputes:
-    """Sets of recomputed layers, sorted by stage, then by their counts."""
+    """Sets of recomputed layers, sorted by stage, then by counts."""
 
     stage: np.ndarray
-    """Index of the stage among those given, [sets]."""
+    """Index of the stage, [sets]."""
     layers: np.ndarray
-    """Recomputed layers of each kind at each level, [sets, levels * layer kinds]."""
+    """Recomputed layers, [sets, levels * layer kinds]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Alike:
-    """Groups of kinds of layer that cost the same, of which the earliest layers are recomputed."""
+    """Groups of layer kinds with equal cost; earliest layers are recomputed first."""
 
     groups: tuple[tuple[int, ...], ...]
-    """Places among the kinds of layer, in model order."""
+    """Indices of layer kinds, in model order."""
 
     @classmethod
     def of(cls, kinds: Sequence[UnitKind]) -> "Alike":
-        """Group a model's kinds."""
         layers = [kinds[index] for index in layer_kinds(kinds)]
         groups = [
             tuple(place for place, other in enumerate(layers) if other.is_like(kind))
@@ -62,16 +53,11 @@ class Alike:
         return cls(groups=tuple(dict.fromkeys(groups)))
 
     def together(self, layers: np.ndarray) -> np.ndarray:
-        """Layers of every group, given those of every kind. [..., groups]"""
+        """Sum layers of kinds to groups. [..., groups]"""
         return np.stack([layers[..., group].sum(axis=-1) for group in self.groups], axis=-1)
 
     def apart(self, held: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        """Layers of every kind, the earliest of a group first. [..., layer kinds]
-
-        Args:
-            held: that there are of every kind, [..., layer kinds].
-            layers: of every group, [..., groups].
-        """
+        """Split `layers` [..., groups] over the `held` [..., layer kinds], earliest first."""
         apart = np.empty_like(held)
         for place, group in enumerate(self.groups):
             of_group = held[..., group]
@@ -81,36 +67,36 @@ class Alike:
 
 
 def least_peak_bytes(table: MemoryTable, counts: np.ndarray) -> np.ndarray:
-    """Smallest peak that recomputing can reach in each of many possible stages. [stages]"""
+    """Return the min peak with recomputation of many possible stages. [stages]"""
     return _peak_bytes(table, counts, every_layer(table.kinds, counts, table.levels))
 
 
 def least_peaks_of_stages(tables: Sequence[MemoryTable], counts: np.ndarray) -> np.ndarray:
-    """Smallest peaks that recomputing can reach, of runs of units at every stage. [stages, runs]"""
+    """Return the min peaks with recomputation of runs of units at every stage. [stages, runs]"""
     every = every_layer(tables[0].kinds, counts, tables[0].levels)
     running = tables[0].running_bytes(counts, every)
     return np.stack([table.peak_bytes(counts, every, running) for table in tables])
 
 
 def every_layer(kinds: Sequence[UnitKind], counts: np.ndarray, levels: int = 1) -> np.ndarray:
-    """All layers of stages of these units [..., kinds] at each level. [..., levels * kinds]"""
+    """Return all layers of stages [..., kinds] at each level. [..., levels * kinds]"""
     return np.tile(counts * np.array([kind.is_layer for kind in kinds]), levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Cap:
-    """A memory cap, with tables by which most stages are found to be over or under it."""
+    """A memory cap, with tables that quickly decide the fit of almost all stages."""
 
     cap_bytes: float
     under: MemoryTable
-    """One pass that needs at least as much as any."""
+    """One pass that bounds all passes."""
     over: MemoryTable
-    """A few passes that need much."""
+    """A few heavy passes."""
     table: MemoryTable
 
     @classmethod
     def of(cls, table: MemoryTable, cap_bytes: float) -> "Cap":
-        """Choose the passes that hold most, keep most of their own, and work most."""
+        """Choose the passes with max total memory, max own activations and max working memory."""
         others, own = table.others_kept_bytes.sum(axis=1), table.own_kept_bytes.sum(axis=1)
         much = np.array([others + own, own + table.working_bytes.max(axis=1)]).argmax(axis=1)
         return cls(
@@ -121,7 +107,7 @@ class Cap:
         )
 
     def holds(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Whether every stage fits. [stages]"""
+        """Return whether every stage fits. [stages]"""
         fits = fits_cap(_peak_bytes(self.under, counts, recomputed), self.cap_bytes)
         unsure = np.flatnonzero(~fits)
         for table in (self.over, self.table):
@@ -132,7 +118,7 @@ class Cap:
 
 
 def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-    """Peak memory of every stage by `MemoryTable.peak_bytes`, in chunks of stages. [stages]"""
+    """Return `MemoryTable.peak_bytes` of every stage, computed in chunks. [stages]"""
     at_once = max(_CHUNK_ENTRIES // len(table.working_bytes), 1)
     peaks = np.empty(len(counts))
     for first in range(0, len(counts), at_once):
@@ -144,11 +130,11 @@ def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) 
 def fewest_that_fit(
     fit: Callable[[np.ndarray, np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """The least number from `low` to `high` with which each of n entries fits; `high` where no
-    smaller one is enough. [n]
+    """Return the min number in [low, high] that fits, by bisection; `high` if no smaller number
+    does. [n]
 
     Args:
-        fit: whether some entries, by their indices, fit with these numbers.
+        fit: maps (indices, numbers) to whether they fit.
     """
     low, high = low.copy(), high.copy()
     while len(rows := np.flatnonzero(low < high)):
@@ -161,17 +147,16 @@ def fewest_that_fit(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelFit:
-    """Stages, what they hold, and whether they fit with what they recompute."""
+    """Stages, their units, and whether they fit with given recompute counts."""
 
     cap: Cap
     alike: Alike
     counts: np.ndarray
     """Units, [stages, kinds]."""
     held: np.ndarray
-    """Layers that can be recomputed of every group of alike kinds at every level, or at all levels
-    together, [stages, columns]."""
+    """Recomputable layers per group and level (or over all levels), [stages, columns]."""
     own_sets: int
-    """Levels that have sets of their own: all, or 1 where they recompute the same layers."""
+    """Number of levels with their own sets, or 1 if all levels share one."""
 
     @classmethod
     def of(
@@ -182,7 +167,7 @@ class LevelFit:
         *,
         same_at_levels: bool = False,
     ) -> "LevelFit":
-        """Stages of these counts of units; `same_at_levels` for the same layers at all levels."""
+        """Build for stages `counts`; `same_at_levels` shares recomputed layers between levels."""
         alike = Alike.of(table.kinds)
         own_sets = 1 if same_at_levels else table.levels
         return cls(
@@ -194,7 +179,7 @@ class LevelFit:
         )
 
     def holds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        """Whether stages [n] fit that recompute so many layers [n, columns]. [n]"""
+        """Return whether stages [n] fit with recomputed `layers` [n, columns]. [n]"""
         counts, levels = self.counts[stage], self.cap.table.levels
         recomputed = np.zeros((len(stage), levels, counts.shape[1]), np.int64)
         apart = self.of_kinds(stage, layers)
@@ -204,8 +189,7 @@ class LevelFit:
         return self.cap.holds(counts, recomputed)
 
     def of_kinds(self, stage: np.ndarray, layers: np.ndarray) -> np.ndarray:
-        """Layers of every kind at every level, of stages [n] that recompute so many of every group
-        [n, columns]. [n, levels * layer kinds]"""
+        """Convert `layers` [n, columns] of stages [n] to kinds. [n, levels * layer kinds]"""
         held = self.counts[stage][:, None, layer_kinds(self.cap.table.kinds)]
         of_groups = layers.reshape(len(stage), self.own_sets, len(self.alike.groups))
         apart = self.alike.apart(np.repeat(held, self.own_sets, axis=1), of_groups)
@@ -213,8 +197,7 @@ class LevelFit:
         return np.tile(of_sets, self.cap.table.levels // self.own_sets)
 
     def of_groups(self, layers: np.ndarray) -> np.ndarray:
-        """Layers of every column, given those of every kind [sets, levels * layer kinds]. [sets,
-        columns]"""
+        """Convert layers of kinds [sets, levels * layer kinds] to columns. [sets, columns]"""
         of_levels = layers.reshape(len(layers), self.cap.table.levels, -1)
         return self.alike.together(of_levels[:, : self.own_sets]).reshape(len(layers), -1)
 
@@ -226,8 +209,8 @@ class LevelFit:
         low: np.ndarray,
         high: np.ndarray,
     ) -> np.ndarray:
-        """The fewest layers of a column, from `low` to `high`, that fit beside those of the others;
-        `high` where none do. All are [n], `layers` [n, columns]."""
+        """Return the min layers of a column in [low, high] that fit, or `high` if none do. All are
+        [n]; `layers` is [n, columns]."""
         layers = layers.copy()
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
@@ -240,13 +223,12 @@ class LevelFit:
 def useful_recomputes(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
 ) -> Recomputes:
-    """The sets of one level worth considering in each of many possible stages; stages that never
-    fit have none.
+    """Return the useful recompute sets of one level; stages that never fit have none.
 
     Args:
-        counts: [stages, kinds] units of each stage.
-        extreme_ms: [extremes, layer kinds]; times to recompute a layer of each kind, such that
-            those on any micro-batch are a sum of these, each times a number that is not negative.
+        counts: [stages, kinds].
+        extreme_ms: [extremes, layer kinds]; recompute times per layer. Every micro-batch's times
+            are a non-negative combination of these rows.
     """
     fit = LevelFit.of(table, counts, memory_cap_bytes)
     nothing = fit.holds(np.arange(len(counts)), np.zeros_like(fit.held))
@@ -259,19 +241,19 @@ def useful_recomputes(
 
 
 def _last_held(layers: np.ndarray) -> np.ndarray:
-    """Index of the last group of layers that each stage [stages, groups] holds. [stages]"""
+    """Return the last group that each stage [stages, groups] holds. [stages]"""
     return layers.shape[1] - 1 - (layers[:, ::-1] > 0).argmax(axis=1)
 
 
 def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Stages with each choice of recomputed layers of all groups but the last that it holds.
+    """Return every choice of recomputed layers of all groups except each stage's last.
 
     Args:
-        layers: [all stages, groups of alike kinds] that each holds.
+        layers: [all stages, groups].
         stages: [stages] to choose for.
 
     Returns:
-        Stage [choices] and recomputed layers [choices, groups], of the last group none.
+        Stage [choices] and recomputed layers [choices, groups], 0 for the last group.
     """
     held, kinds = layers[stages], layers.shape[1]
     numbers = np.where(np.arange(kinds) < _last_held(held)[:, None], held + 1, 1)
@@ -286,13 +268,13 @@ def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarr
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelRecomputes:
-    """Sets that fit, and optimistic ones which bound all that fit."""
+    """Fitting sets, and optimistic sets that bound them."""
 
     fitting: Recomputes
     optimistic: Recomputes
-    """Sets that bound all that fit; those that fit where `complete`."""
+    """Sets that bound all fitting sets; equal to them if `complete`."""
     complete: bool
-    """Whether every least set is among those that fit."""
+    """Whether all minimal sets are included."""
 
 
 def recomputes_of_levels(
@@ -304,13 +286,13 @@ def recomputes_of_levels(
     *,
     same_at_levels: bool = False,
 ) -> LevelRecomputes:
-    """The sets worth considering in each of many possible stages; stages that never fit have none.
+    """Return the useful sets of many possible stages; stages that never fit have none.
 
     Args:
-        counts: [stages, kinds] units of each stage.
+        counts: [stages, kinds].
         extreme_ms: [extremes, levels * layer kinds]; see `useful_recomputes`.
-        most: points of a stage's grid.
-        same_at_levels: whether a set must have the same layers at all levels.
+        most: max grid points per stage.
+        same_at_levels: whether recomputed layers are equal at all levels.
     """
     if not (table.others_kept_bytes.any() or same_at_levels):
         alone = _each_level_alone(table, counts, extreme_ms, memory_cap_bytes)
@@ -335,8 +317,8 @@ def recomputes_of_levels(
     rows = np.concatenate([row[near_fits], row[far_fits]])
     fitting = np.concatenate([at_near[near_fits], at_far[far_fits]])
     fitting = least_below(fit, stage[rows], fitting, np.zeros(len(rows), np.int64))
-    # A set of a cell has no fewer of any column than the near corner, and of the last one no fewer
-    # than go with the far corner.
+    # Sets of a cell have at least the near corner's counts, and in the last column at least the min
+    # found at the far corner.
     bounds = np.where(np.arange(far.shape[1]) == last[:, None], at_far, near)
     return LevelRecomputes(
         fitting=_sorted(fit, stage[rows], fitting, extreme_ms),
@@ -348,8 +330,7 @@ def recomputes_of_levels(
 def _each_level_alone(
     table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
 ) -> Recomputes:
-    """The sets where micro-batches are never in flight together: any of one level's with any of the
-    next."""
+    """Return all combinations of per-level sets, for levels that are never in flight together."""
     found = Recomputes(stage=np.arange(len(counts)), layers=np.zeros((len(counts), 0), np.int64))
     for level, of_level in enumerate(np.split(extreme_ms, table.levels, axis=1)):
         sets = useful_recomputes(
@@ -366,11 +347,9 @@ def _each_level_alone(
 
 
 def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
-    """Least sets that differ little from one of a single stage, which fits. [sets, levels * layer
-    kinds], as is the given one [levels * layer kinds].
+    """Return minimal sets near one fitting set of a single stage. [sets, levels * layer kinds]
 
-    Some more layers of one column are recomputed, and then as few of the others as fit: one column
-    after another, each of them first.
+    A few more layers of one column are recomputed, then all columns left are minimized in turn.
     """
     layers = fit.of_groups(layers[None])[0]
     columns = len(layers)
@@ -384,10 +363,9 @@ def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
 
 
 def _box(fit: LevelFit, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The fewest and the most layers of every column in any least set. [stages, columns] each
+    """Return the min and max layers per column over all minimal sets. [stages, columns] each
 
-    A least set has as many of a column as the others call for: fewest where they recompute all they
-    can, and most where they recompute the fewest.
+    The min of a column goes with all others recomputed, the max with the fewest others.
     """
     held = fit.held[stage]
     low = _column_by_column(fit, stage, held, np.zeros_like(held), held)
@@ -397,7 +375,7 @@ def _box(fit: LevelFit, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _column_by_column(
     fit: LevelFit, stage: np.ndarray, others: np.ndarray, low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """The fewest of each column that fit beside `others`. [stages, columns]"""
+    """Return the min of each column that fits given `others`. [stages, columns]"""
     columns = others.shape[1]
     found = [
         fit.fewest(stage, others, np.full(len(stage), c), low[:, c], high[:, c])
@@ -408,20 +386,20 @@ def _column_by_column(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Grid:
-    """Points of a stage's box in all columns but the last, of which it has the fewest."""
+    """Grid over a stage's box in all columns but the last, which is minimized."""
 
     last: int
-    """Column of which the fewest are found at every point: that of the longest side."""
+    """The minimized column: that of the longest side."""
     near: np.ndarray
-    """Corner of every cell with the fewest layers, [cells, columns]."""
+    """Min corner of every cell, [cells, columns]."""
     far: np.ndarray
-    """Corner of every cell with the most layers, [cells, columns]."""
+    """Max corner of every cell, [cells, columns]."""
     complete: bool
-    """Whether every cell is a point."""
+    """Whether every cell is a single point."""
 
     @classmethod
     def of(cls, low: np.ndarray, high: np.ndarray, most: int) -> "_Grid":
-        """Cells of a box as fine as there may be `most` of them."""
+        """Split a box into at most `most` cells."""
         sides = high - low
         last = int(sides.argmax())
         width = np.ones_like(sides)
@@ -440,12 +418,12 @@ class _Grid:
 def _with_fewest(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, column: np.ndarray, high: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Sets with the fewest layers of a column that fit beside the others', and whether any do.
+    """Minimize a column given the rest, and return whether any number fits.
 
     Args:
-        layers: [sets, columns]; of the column, the fewest to try.
+        layers: [sets, columns]; for the column, the min to try.
         column: [sets].
-        high: [sets, columns]; of the column, the most to try.
+        high: [sets, columns]; for the column, the max to try.
     """
     found, each = layers.copy(), np.arange(len(stage))
     found[each, column] = high[each, column]
@@ -460,12 +438,11 @@ def _with_fewest(
 def least_below(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
-    """Least sets [sets, columns] of no more layers than those given, which fit.
+    """Return minimal sets [sets, columns] below fitting sets `layers` [sets, columns].
 
     Args:
         stage: [sets].
-        layers: [sets, columns].
-        first: column of which each is to have as few as it can, before the others, [sets].
+        first: column to minimize first, [sets].
     """
     layers, each = layers.copy(), np.arange(len(stage))
     none = np.zeros(len(stage), np.int64)
@@ -479,7 +456,7 @@ def least_below(
 def _sorted(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray
 ) -> Recomputes:
-    """Sets [sets, columns] without those that take as long as another of their stage on every
+    """Sort sets [sets, columns], dropping sets that are as slow as another of their stage on every
     micro-batch."""
     layers = fit.of_kinds(stage, layers)
     kept = undominated_sets(stage, layers @ extreme_ms.T)
@@ -488,14 +465,11 @@ def _sorted(
 
 
 def undominated_sets(group: np.ndarray, costs: np.ndarray) -> np.ndarray:
-    """Entries of which no other entry of their group is as small in every cost [entries, costs].
-
-    Of equal entries the first stays.
-    """
+    """Return each group's Pareto-minimal entries by `costs` [entries, costs], first of equals."""
     order = np.lexsort((*costs.T[::-1], group))
     found = []
     while len(order):
-        # A group's first entry is dominated by none that is left.
+        # A group's first entry is dominated by no remaining entry.
         first = np.flatnonzero(np.diff(group[order], prepend=-1))
         leader = np.repeat(order[first], np.diff(np.append(first, len(order))))
         found.append(order[first])

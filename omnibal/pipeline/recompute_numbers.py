@@ -1,12 +1,9 @@
-"""Recomputed layers that a trainer is told as numbers: a stage's, or a tower's for all stages.
+"""Recompute counts for trainers that take numbers: per stage, or per tower for all stages.
 
-Told a number N, a stage recomputes the first N layers that it holds of a tower, in model order and
-whichever kind they are of, or all where it holds fewer (`omnibal.model.targets.RecomputeFreedom`).
-Layers without a backward have nothing to recompute: where they are told a number too, it costs
-nothing.
-
-One layer more never needs more memory, nor less time, so the least number that fits is found by
-bisection, and of a stage with a number of its own no other is worth considering.
+A stage with number N recomputes the first min(N, held) layers of a tower in model order
+(`omnibal.model.targets.RecomputeFreedom`); layers without a backward cost nothing. Memory falls and
+time rises with N, so bisection finds the smallest fitting number, and a stage's own number needs no
+other candidate.
 """
 
 from collections.abc import Sequence
@@ -24,15 +21,14 @@ from omnibal.pipeline.stage_memory import MemoryTable
 from omnibal.pipeline.unit_runs import layer_kinds
 
 LOOKED_FOR = -1
-"""Number of a tower that has the number looked for, among those that are fixed."""
+"""Placeholder for the searched number of a tower among fixed numbers."""
 NONE_FITS = 2**31
-"""Number of layers where none is enough."""
 _UNKNOWN = -1  # no number of layers is negative
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TowerLayers:
-    """Where the layers of every tower are, in model order."""
+    """Positions of every tower's layers, in model order."""
 
     towers: tuple[str, ...]
     has_backward: tuple[bool, ...]
@@ -40,13 +36,12 @@ class TowerLayers:
     first: np.ndarray
     """Position of the tower's first layer; this and the next are [towers]."""
     stop: np.ndarray
-    """Position after its last layer."""
     before: np.ndarray
     """Layers of every kind before each position, [units + 1, layer kinds]."""
 
     @classmethod
     def of(cls, cost: CostModel, model: ModelConfig) -> Self:
-        """Find the towers of a model with these costs."""
+        """Return the towers of a model."""
         layers = [cost.kinds[index] for index in layer_kinds(cost.kinds)]
         names = np.array(unit_names(model))
         has_backward = {kind.tower: cost.units[kind.name].has_backward for kind in layers}
@@ -67,22 +62,21 @@ class TowerLayers:
 
     @property
     def encoder_numbers(self) -> list[tuple[int, ...]]:
-        """Numbers of every encoder that a trainer with shared ones can be told, none or all; 0
-        alone for an encoder without a backward to recompute for."""
+        """Return the shared numbers allowed per encoder: 0 or all, only 0 without a backward."""
         layers = (self.stop - self.first).tolist()[:-1]
         each = zip(layers, self.has_backward, strict=False)
         return [(0, count) if has_backward else (0,) for count, has_backward in each]
 
     def held(self, start: np.ndarray, end: np.ndarray) -> np.ndarray:
-        """Layers that runs of units [n] hold of every tower. [n, towers]"""
+        """Return the layers of every tower in runs of units [n]. [n, towers]"""
         low, high = self._ends(start, end)
         return high - low
 
     def recomputed(
         self, start: np.ndarray, end: np.ndarray, fixed: np.ndarray, number: np.ndarray
     ) -> np.ndarray:
-        """Layers of every kind that runs [n] recompute, told `fixed` numbers [n, towers], or [1,
-        towers] for all, and `number` [n] where one is looked for. [n, layer kinds]"""
+        """Return recomputed layers of runs [n] given `fixed` numbers [n or 1, towers] and the
+        searched `number` [n]. [n, layer kinds]"""
         low, high = self._ends(start, end)
         stop = np.minimum(low + np.where(fixed == LOOKED_FOR, number[:, None], fixed), high)
         return (self.before[stop] - self.before[low]).sum(axis=1)
@@ -94,8 +88,7 @@ class TowerLayers:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LeastNumbers:
-    """The least numbers of recomputed layers with which runs of units fit as a stage, each found
-    once."""
+    """Cached min recompute numbers for runs of units to fit as a stage."""
 
     layers: TowerLayers
     runs: Runs
@@ -103,9 +96,9 @@ class LeastNumbers:
     """Memory table of every stage."""
     memory_cap_bytes: float
     sequence: np.ndarray
-    """First run that is the same units in the same order, for every run, [runs]."""
+    """First run with the same sequence of units, [runs]."""
     known: dict[tuple[int, tuple[int, ...]], np.ndarray] = field(default_factory=dict)
-    """What was found, of a table and the numbers that are fixed. [runs]"""
+    """Results by table and fixed numbers. [runs]"""
 
     @classmethod
     def of(
@@ -116,7 +109,7 @@ class LeastNumbers:
         tables: Sequence[MemoryTable],
         memory_cap_bytes: float,
     ) -> Self:
-        """Prepare to find them for these runs, and stages of these tables."""
+        """Prepare for these runs, and stages with these tables."""
         kinds = {kind.name: index for index, kind in enumerate(cost.kinds)}
         units = np.array([kinds[name] for name in unit_names(model)], np.uint8)
         firsts: dict[bytes, int] = {}
@@ -134,15 +127,14 @@ class LeastNumbers:
         )
 
     def on(self, tables: Sequence[MemoryTable]) -> Self:
-        """Numbers to be found anew, for tables of more passes."""
+        """Return an empty cache for tables with more passes."""
         return replace(self, tables=tables, known={})
 
     def find(self, stage: int, chosen: np.ndarray, fixed: tuple[int, ...]) -> np.ndarray:
-        """The least number, of towers whose number is not fixed, with which each of the chosen runs
-        fits; `NONE_FITS` where none does. [chosen]
+        """Return the min searched number for each chosen run to fit, or `NONE_FITS`. [chosen]
 
         Args:
-            fixed: numbers of the towers; `LOOKED_FOR` for all that have the number looked for.
+            fixed: numbers of the towers; `LOOKED_FOR` for searched numbers.
         """
         table = self.tables[stage]
         known = self.known.setdefault((id(table), fixed), np.full(len(self.sequence), _UNKNOWN))
@@ -169,17 +161,17 @@ class LeastNumbers:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageNumbers:
-    """Numbers of recomputed layers that a stage may have."""
+    """Recompute numbers of a stage."""
 
     least: LeastNumbers
     fixed: tuple[int, ...]
-    """Numbers of the towers; `LOOKED_FOR` for those that have the number looked for."""
+    """Numbers of the towers; `LOOKED_FOR` for searched numbers."""
     shared: int | None = None
-    """The number looked for, where all stages have the same; else each has the least that fits."""
+    """The searched number shared by all stages, or None if each takes its smallest that fits."""
 
     def of_runs(self, stage: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Chosen runs that fit as a stage, and the layers of every kind that these recompute.
-        [fitting] indices of runs, [fitting, layer kinds]"""
+        """Return the chosen runs that fit as a stage [fitting], and their recomputed layers
+        [fitting, layer kinds]."""
         least = self.least.find(stage, chosen, self.fixed)
         fits = least < NONE_FITS if self.shared is None else least <= self.shared
         chosen = chosen[fits]
@@ -187,6 +179,6 @@ class StageNumbers:
         return chosen, self.recomputed(chosen, number)
 
     def recomputed(self, chosen: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Layers of every kind that runs recompute with these numbers. [chosen, layer kinds]"""
+        """Return recomputed layers of runs with these numbers. [chosen, layer kinds]"""
         start, end = self.least.runs.start[chosen], self.least.runs.end[chosen]
         return self.least.layers.recomputed(start, end, np.array([self.fixed]), number)

@@ -1,13 +1,10 @@
-"""Memory of pipeline stages in any schedule: of several chunks, and of backwards in two parts.
+"""Stage memory in any schedule, with several chunks and split backwards.
 
-The formula is that of `omnibal.pipeline.stage_memory`, which counts 1F1B and which the search for
-its stages is built on. Here it is written as linear forms of a micro-batch's features, so that
-every pass of every chunk is looked at with its own packs. A micro-batch is in one of two states in
-a chunk that it has reached: from its forward to the end of its backward, or of the first part of
-that, the chunk keeps what a backward needs; then, until the second part has run, inputs of linears
-and gradients of their outputs (`omnibal.cost.weight_part`). Links
-have room throughout for a tensor each way between a stage and every other one that it sends to, the
-largest of its chunks.
+Same formula as `omnibal.pipeline.stage_memory` (1F1B, used by the search), written as linear forms
+of micro-batch features per pass and chunk. A chunk keeps a micro-batch's activations from forward
+to the end of (input) backward, then, with split backwards, linear inputs and output gradients until
+the weight backward (`omnibal.cost.weight_part`). P2P buffers hold one tensor each way per peer
+stage throughout, sized for the largest chunk.
 
 Axes: passes, chunks of a stage, F features of all levels.
 """
@@ -48,37 +45,36 @@ from omnibal.pipeline.unit_runs import UnitRun, counts_of_runs, holds_both_ends,
 from omnibal.pipeline.workload import Workload
 
 _PASSES_AT_ONCE = 50_000
-"""Passes of which memory is counted at a time: bounds room to some hundred MB."""
+"""Passes per chunk of computation: limits memory to a few hundred MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChunkPasses:
-    """Passes of one kind of a stage's chunk, each with what the stage holds meanwhile."""
+    """Passes of one kind and chunk, with the stage's micro-batches in flight."""
 
     kind: Pass
     chunk: int
     row: np.ndarray
-    """Row of the workload that runs, [passes]."""
+    """Workload row of the running micro-batch, [passes]."""
     own: np.ndarray
-    """Features of the micro-batch that runs, [passes, F]."""
+    """Features of the running micro-batch, [passes, F]."""
     kept: np.ndarray
-    """Summed features of the other micro-batches that each chunk keeps for their backward,
-    [passes, chunks, F]."""
+    """Summed features of other micro-batches kept for backward, [passes, chunks, F]."""
     late: np.ndarray
-    """Summed features of those of which gradients of weights are to come, [passes, chunks, F]."""
+    """Summed features of micro-batches awaiting weight gradients, [passes, chunks, F]."""
 
     def take(self, chosen: np.ndarray) -> "ChunkPasses":
-        """Some of the passes, by their indices."""
+        """Select passes."""
         return rows_of(self, chosen)
 
 
 def schedule_passes(
     features: np.ndarray, workload: Workload, schedule: PipelineSchedule, stages: int, stage: int
 ) -> Iterator[ChunkPasses]:
-    """Every pass of a stage in a run, some of them at a time.
+    """Yield every pass of a stage in a run, in batches.
 
     Args:
-        features: of the workload's rows, which are sorted by step, rank and slot, [rows, F].
+        features: of the workload's rows, sorted by step, rank and slot, [rows, F].
     """
     total = running_sums(features)
     first = np.flatnonzero(workload.slot == 0)
@@ -106,10 +102,10 @@ def _passes_of(
     graph: OperationGraph,
     stage: int,
 ) -> Iterator[ChunkPasses]:
-    """Passes of a stage in runs of rows that have one list, by kind and chunk.
+    """Yield passes of a stage by kind and chunk, for runs of rows with one operation list.
 
     Args:
-        total: running sums of the features.
+        total: prefix sums of the features.
         first: first row of every run, [runs]; `counts` are the runs' micro-batches.
     """
     passes = held_in_passes(graph, stage)
@@ -133,24 +129,18 @@ def _passes_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ChunkBytes:
-    """Bytes of one chunk of a stage, as linear forms of a micro-batch's features."""
+    """Bytes of one chunk, as linear forms of micro-batch features."""
 
     kept: np.ndarray
-    """Kept for the backward, [F]."""
     late: np.ndarray
-    """Waiting for the second part of it, [F]."""
+    """Kept for weight gradients, [F]."""
     running: dict[Pass, np.ndarray]
-    """What a micro-batch takes while each of its units runs, of which the most counts. [forms, F]
-    for every kind of pass."""
+    """Bytes of the running micro-batch per unit, [forms, F] per kind of pass; use their max."""
 
     @classmethod
     def of(cls, cost: CostModel, runs: Sequence[UnitRun], *, in_two: bool) -> "ChunkBytes":
-        """Count a chunk of these runs of units, in model order.
-
-        Args:
-            in_two: whether backwards are in two parts, as then no pass works with the gradient of a
-                linear's weight.
-        """
+        """Build for a chunk's units, in model order; `in_two` if backwards are split, since no pass
+        then uses working memory for linear weight gradients."""
         units, nothing = [*cost.units.values()], np.zeros(len(cost.features))
         counts, _ = counts_of_runs(len(units), runs)
         last, entered = units[runs[-1].kind], unkept_input(cost)[runs[0].kind]
@@ -176,7 +166,7 @@ class ChunkBytes:
                 forward += [kept + passing + working for working in moments]
                 continue
             again = unit.activation_bytes - of_unit
-            # The last of these units runs first; when the first runs, the others are over.
+            # The last unit runs first. When the first runs, all later units are done.
             over = (run.number - 1) * (of_late - of_unit)
             for working in moments:
                 form = kept + again + working + tied[run.kind] * one
@@ -196,13 +186,12 @@ class ChunkBytes:
 
 
 Rooms = tuple[tuple[tuple[int, int], ...], ...]
-"""Groups of tensors that share the room of one, as there is one of them at a time: index among
-those of `stage_memory.cut_bytes`, and chunk of the stage, of each."""
+"""Groups of P2P tensors sharing one buffer: index in `stage_memory.cut_bytes`, and chunk."""
 
 
 def link_rooms(schedule: PipelineSchedule, stages: int, stage: int) -> Rooms:
-    """The rooms of a stage's links: one each way with every other stage, of outputs and of their
-    gradients; what goes from one chunk to another of the same stage stays in one."""
+    """Return P2P buffer groups: one each way per peer stage, for outputs and gradients; chunks of
+    the same stage share one."""
     place, last = schedule.placement, stages * schedule.chunks - 1
     rooms: defaultdict[tuple[int, int, bool], list[tuple[int, int]]] = defaultdict(list)
     for chunk in range(schedule.chunks):
@@ -218,11 +207,10 @@ def link_rooms(schedule: PipelineSchedule, stages: int, stage: int) -> Rooms:
 def link_bytes(
     cost: CostModel, largest: np.ndarray, counts: np.ndarray, rooms: Rooms
 ) -> np.ndarray:
-    """Bytes of the rooms of links, of stages whose chunks hold so many units. [...]
+    """Return P2P buffer bytes of stages with `counts` [..., chunks, kinds]. [...]
 
     Args:
-        largest: the most of each feature that any micro-batch has, [F].
-        counts: [..., chunks, kinds].
+        largest: max of each feature over micro-batches, [F].
     """
     tensors = cut_bytes(cost, largest, counts)
     return np.sum(
@@ -237,7 +225,7 @@ def schedule_memories(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> list[StageMemory]:
-    """Peak memory of one device of every stage of the pipeline, over all passes of a run."""
+    """Return the peak memory per device of every stage, over all passes of a run."""
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         return stage_memories(cost, stages_at, workload)
     return counted_memories(cost, stages_at, workload, schedule)
@@ -249,10 +237,10 @@ def counted_memories(
     workload: Workload,
     schedule: PipelineSchedule,
 ) -> list[StageMemory]:
-    """`schedule_memories` by the forms of this module, whatever the schedule."""
+    """Return `schedule_memories` by this module's forms for any schedule."""
     features, stages = features_of(workload, cost), len(stages_at[0]) // schedule.chunks
     largest, memories = features.max(axis=0), []
-    # One pass, for what does not depend on passes.
+    # One pass, for terms that do not depend on passes.
     alone = RunningPasses(
         own=largest[None],
         others=0 * largest[None],
@@ -283,14 +271,14 @@ def _chunks_of(
     schedule: PipelineSchedule,
     stage: int,
 ) -> tuple[list[tuple[UnitRun, ...]], list[ChunkBytes]]:
-    """Runs of units of every chunk of a stage, and their bytes."""
+    """Return the units of every chunk of a stage, and their bytes."""
     parts = schedule.parts_of(len(stages_at[0]))[stage]
     runs_of = [unit_runs(cost.kinds, [stages[part] for stages in stages_at]) for part in parts]
     return runs_of, [ChunkBytes.of(cost, runs, in_two=schedule.in_two) for runs in runs_of]
 
 
 def _bytes_in(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes that are held in each of some passes, and that each needs. [passes] each"""
+    """Return activations kept and memory needed in each pass. [passes] each"""
     own, others = chunks[passes.chunk], np.zeros(len(passes.own))
     for chunk, each in enumerate(chunks):
         others = others + passes.kept[:, chunk] @ each.kept + passes.late[:, chunk] @ each.late
@@ -300,19 +288,19 @@ def _bytes_in(chunks: Sequence[ChunkBytes], passes: ChunkPasses) -> tuple[np.nda
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassBytes:
-    """Bytes of a stage in every pass of a run, besides its state. [passes] each"""
+    """Stage memory without state in every pass of a run. [passes] each"""
 
     row: np.ndarray
-    """Row of the workload that runs."""
+    """Workload row of the running micro-batch."""
     kind: np.ndarray
-    """Kind of pass (`Pass`)."""
+    """`Pass` of each."""
     chunk: np.ndarray
     needed: np.ndarray
-    """All that the stage needs in the pass."""
+    """Total without state."""
     held: np.ndarray
-    """What micro-batches keep."""
+    """Activations kept."""
     others: np.ndarray
-    """Number of other micro-batches that chunks keep something of, each as often as chunks do."""
+    """Other micro-batches in flight, counted once per chunk."""
 
 
 def bytes_of_passes(
@@ -323,10 +311,10 @@ def bytes_of_passes(
     stage: int,
     features: np.ndarray,
 ) -> PassBytes:
-    """Bytes of one stage of the pipeline in all passes of a run.
+    """Return one stage's memory in all passes of a run.
 
     Args:
-        features: of the workload's rows, [rows, F], which may be others than its own.
+        features: [rows, F]; may differ from the workload's own.
     """
     size = len(stages_at[0]) // schedule.chunks
     if schedule == ONE_FORWARD_ONE_BACKWARD:
@@ -349,5 +337,5 @@ def bytes_of_passes(
 
 
 def micro_batches_in(cost: CostModel, features: np.ndarray) -> np.ndarray:
-    """Number of micro-batches in summed features [..., F], of all levels. [...]"""
+    """Return the number of micro-batches in summed features [..., F], over all levels. [...]"""
     return features[..., :: len(cost.features) // cost.levels].sum(axis=-1)

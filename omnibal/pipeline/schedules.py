@@ -1,13 +1,10 @@
-"""Pipeline schedules as data: the operations of every stage, in the order in which it runs them.
+"""Pipeline schedules as data: every stage's operations in execution order.
 
-A schedule is a function of (stages, chunks, micro-batches). Simulator, memory count, bounds and
-trainer read the lists that it returns (`omnibal.pipeline.operation_graph` checks them), so another
-schedule is one more function here.
-
-A stage holds one or several *chunks* of the model (Narayanan et al. 2021, arXiv 2104.04473, section
-2.2): the model is cut into stages x chunks *parts* in model order, and a schedule's placement says
-which stage holds each of them. A backward pass is one operation, or two: of its input, which the
-stage before waits for, and later of its weights (Qi et al. 2023, arXiv 2401.10241).
+A schedule is a function of (stages, chunks, micro-batches), read by simulator, memory count, bounds
+and trainer (`omnibal.pipeline.operation_graph` checks it). The model is cut into stages x chunks
+*parts* (Narayanan et al. 2021, arXiv 2104.04473, section 2.2), assigned to stages by a placement. A
+backward is one operation, or split into input and weight gradients (Qi et al. 2023, arXiv
+2401.10241).
 """
 
 import itertools
@@ -22,25 +19,23 @@ from omnibal.base.frozen import Frozen, written_unless
 
 
 class Pass(IntEnum):
-    """Kind of operation on one micro-batch and chunk."""
-
     FORWARD = 0
     BACKWARD = 1
-    """Gradients of the input and of the weights."""
+    """Gradients of input and weights."""
     BACKWARD_INPUT = 2
-    """The first part of a backward: the gradient that the stage before waits for."""
+    """Input gradient, needed by the previous stage."""
     BACKWARD_WEIGHT = 3
-    """The second part: gradients of the weights, which no stage waits for."""
+    """Weight gradients, needed by no other stage."""
 
     @property
     def label(self) -> str:
-        """Name in words: `forward`, `backward`, `backward input`, `backward weight`."""
+        """`forward`, `backward`, `backward input` or `backward weight`."""
         return self.name.lower().replace("_", " ")
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One pass of one micro-batch through one chunk of a stage."""
+    """One pass of a micro-batch through a chunk."""
 
     kind: Pass
     micro_batch: int
@@ -52,68 +47,60 @@ StageOperations = tuple[Operation, ...]
 
 
 class Placement(StrEnum):
-    """Rule by which stages hold the parts of the model; chunk i of a stage is among its parts the
-    i-th in model order."""
+    """Assignment of the model's parts to stages. A stage's chunks are in model order."""
 
     LOOP = "loop"
-    """Part k is on stage k % stages: from the last stage the model goes on at the first."""
+    """Part k is on stage k % stages."""
     V = "v"
-    """Chunks go through the stages back and forth: the second from the last stage to the first."""
+    """Chunks alternate direction: the second goes from the last stage to the first."""
 
     def part(self, stage: int, chunk: int, stages: int) -> int:
-        """The part of the model that is a stage's chunk."""
+        """Return the part of the model in a stage's chunk."""
         turns = self is Placement.V and chunk % 2
         return chunk * stages + (stages - 1 - stage if turns else stage)
 
     def stage_of(self, part: int, stages: int) -> int:
-        """The stage that holds a part of the model."""
+        """Return the stage of a part."""
         chunk, place = divmod(part, stages)
         return stages - 1 - place if self is Placement.V and chunk % 2 else place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Schedule:
-    """The operations of one step on every stage of a pipeline."""
-
     name: str
     chunks: int
-    """Chunks per stage."""
     micro_batches: int
     operations: tuple[StageOperations, ...]
-    """Operations of every stage."""
     is_prefix_closed: bool = True
-    """Whether leaving out the last micro-batches gives the schedule of the remaining ones. Ranks
-    with different numbers of micro-batches can then be simulated side by side by one list."""
+    """Whether dropping the last micro-batches gives the schedule of the rest, so that ranks with
+    different numbers of micro-batches can share an operation list."""
     placement: Placement = Placement.LOOP
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return len(self.operations)
 
     @property
     def parts(self) -> int:
-        """Runs of units that the model is cut into: one for every chunk of every stage."""
+        """Number of parts of the model, stages * chunks."""
         return self.stages * self.chunks
 
     def part(self, stage: int, chunk: int) -> int:
-        """The part of the model that is a stage's chunk."""
+        """Return the part of the model in a stage's chunk."""
         return self.placement.part(stage, chunk, self.stages)
 
     def stage_of(self, part: int) -> int:
-        """The stage that holds a part of the model."""
+        """Return the stage of a part."""
         return self.placement.stage_of(part, self.stages)
 
 
 ScheduleRule = Callable[[int, int, int], Schedule]
-"""A schedule for any (stages, chunks, micro-batches)."""
+"""Maps (stages, chunks, micro-batches) to a schedule."""
 
 
 def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """1F1B, the schedule that keeps at most as many micro-batches as stages are left.
-
-    Stage s of p runs min(p - 1 - s, m) warm-up forwards, then one forward and one backward in turn,
-    then the remaining backwards (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
+    """1F1B: min(p - 1 - s, m) warm-up forwards on stage s, then one forward and one backward in
+    turn, then the remaining backwards (Narayanan et al. 2021, arXiv 2104.04473, section 2.2).
 
     Example:
         >>> first, last = one_forward_one_backward(2, 1, 2).operations
@@ -145,9 +132,9 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
 def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
     """Interleaved 1F1B in Megatron-core's order (arXiv 2104.04473, section 2.2).
 
-    Micro-batches go through the chunks in groups of as many as there are stages. Stage s of p runs
-    2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk. Where the last group is smaller,
-    which Megatron-core refuses, its missing ones are left out of the list with a whole group.
+    Stage s of p runs 2 (p - 1 - s) + (chunks - 1) p warm-up forwards of a chunk, in groups of p
+    micro-batches. A smaller last group, which Megatron-core rejects, is a full group without its
+    missing micro-batches.
     """
     total = -(-micro_batches // stages) * stages * chunks
 
@@ -176,10 +163,10 @@ def interleaved(stages: int, chunks: int, micro_batches: int) -> Schedule:
 
 
 def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """ZB-H1: 1F1B with backwards of weights put off (arXiv 2401.10241, section 2.2).
+    """ZB-H1: 1F1B with deferred weight gradients (arXiv 2401.10241, section 2.2).
 
-    Stage s puts off s of them, so that every stage holds at most as many micro-batches as the first
-    one does in 1F1B, and the last ones fill what 1F1B leaves idle at its end.
+    Stage s defers s of them: no stage holds more micro-batches than the first does in 1F1B, and the
+    last fill 1F1B's bubble at the end.
 
     Example:
         >>> _, last = zero_bubble_h1(2, 1, 2).operations
@@ -211,17 +198,15 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
 
 
 def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """ZB-V, two chunks a stage, of which the second goes back from the last stage to the first.
+    """ZB-V with two chunks per stage (arXiv 2401.10241, section 6; V-ZB of arXiv 2405.15362).
 
-    It is of arXiv 2401.10241, section 6, and V-ZB of Qi et al. 2024, arXiv 2405.15362.
-    A stage holds at most 2 p chunks of micro-batches, as the first one does in 1F1B. Where forward
-    and both parts of the backward take equally long, no stage waits between its first operation
-    and its last. In the warm-up stage s of p runs 2 (p - s) - 1 forwards of its first chunk, then s
-    of both in turn, then p - s of the second, each with its whole backward.
+    A stage holds at most 2 p chunks of micro-batches. There is no bubble if forward, input and
+    weight gradients take equal time. In warm-up stage s of p runs 2 (p - s) - 1 forwards of chunk
+    0, then s of both in turn, then p - s of chunk 1, each followed by its whole backward.
     """
     if chunks != 2:
         raise ValueError(f"ZB-V has 2 chunks a stage, not {chunks}")
-    # With fewer a pipeline is never full: those that are missing are left out.
+    # With fewer the pipeline is never full; missing micro-batches are left out.
     full = max(micro_batches, 2 * stages - 1)
     operations = (_zero_bubble_v_stage(stages, stage, full) for stage in range(stages))
     return Schedule(
@@ -237,7 +222,7 @@ def zero_bubble_v(stages: int, chunks: int, micro_batches: int) -> Schedule:
 
 
 def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterator[Operation]:
-    """Operations of a stage in ZB-V, of at least 2 p - 1 micro-batches."""
+    """Yield a stage's operations in ZB-V for at least 2 p - 1 micro-batches."""
     left = stages - stage
     numbers = {(kind, chunk): itertools.count() for kind in Pass for chunk in (0, 1)}
 
@@ -262,11 +247,8 @@ def _zero_bubble_v_stage(stages: int, stage: int, micro_batches: int) -> Iterato
 
 
 def forward_only(stages: int, chunks: int, micro_batches: int) -> Schedule:
-    """Evaluation: the forward passes of every micro-batch, and no backward.
-
-    Micro-batches go through the chunks in groups of as many as there are stages, so that a stage
-    has other ones to run while one is in the stages between two of its chunks.
-    """
+    """Evaluation: forwards only, in groups of p micro-batches, so that a stage stays busy while a
+    micro-batch is between two of its chunks."""
     order = [
         Operation(Pass.FORWARD, i, chunk)
         for first in range(0, micro_batches, stages)
@@ -285,28 +267,28 @@ FORWARD_ONLY: Mapping[Placement, ScheduleRule] = {
     Placement.LOOP: forward_only,
     Placement.V: lambda *sizes: replace(forward_only(*sizes), placement=Placement.V),
 }
-"""Evaluation with chunks on stages as the placement says."""
+"""Evaluation schedule by placement."""
 
 
 ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
-"""Name of a schedule that a plan may be made for."""
+"""Schedules that plans support."""
 
 MAX_CHUNKS: Final = 64
-"""Most chunks of a stage."""
+"""Max chunks per stage."""
 TRIED_CHUNKS: Final = range(2, 5)
-"""Chunks a stage that are tried of interleaved 1F1B: more send more, for less of the idle time."""
+"""Chunks per stage tried for interleaved 1F1B: more chunks send more, for a smaller bubble."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Named:
-    """Rule, placement and numbers of chunks behind a schedule's name."""
+    """Rule, placement and chunk counts of a named schedule."""
 
     rule: ScheduleRule
     placement: Placement = Placement.LOOP
     chunks: range = range(1, 2)
-    """Numbers of chunks that a stage may have."""
+    """Allowed chunks per stage."""
     passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)
-    """Kinds of passes of a micro-batch, in order."""
+    """Passes of a micro-batch, in order."""
 
 
 _TWO_PARTS = Pass.FORWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
@@ -322,11 +304,11 @@ _NAMED: Mapping[ScheduleName, _Named] = {
 
 
 class PipelineSchedule(Frozen):
-    """The schedule that a plan is made for."""
+    """The schedule of a plan."""
 
     name: ScheduleName = "1f1b"
     chunks: Annotated[int, Field(ge=1, le=MAX_CHUNKS)] = written_unless(1)
-    """Chunks of the model that every stage holds."""
+    """Chunks per stage."""
 
     @model_validator(mode="after")
     def _has_such_chunks(self) -> "PipelineSchedule":
@@ -340,31 +322,28 @@ class PipelineSchedule(Frozen):
 
     @property
     def rule(self) -> ScheduleRule:
-        """The function that gives every stage's operations."""
         return _NAMED[self.name].rule
 
     @property
     def placement(self) -> Placement:
-        """Rule by which stages hold the parts of the model."""
         return _NAMED[self.name].placement
 
     @property
     def passes(self) -> tuple[Pass, ...]:
-        """Kinds of passes that it has."""
         return _NAMED[self.name].passes
 
     @property
     def in_two(self) -> bool:
-        """Whether backwards are in two parts."""
+        """Whether backwards are split into input and weight gradients."""
         return self.last_pass is Pass.BACKWARD_WEIGHT
 
     @property
     def last_pass(self) -> Pass:
-        """The kind of pass by which a stage is done with a micro-batch."""
+        """The last kind of pass of a micro-batch on a stage."""
         return self.passes[-1]
 
     def parts_of(self, parts: int) -> list[list[int]]:
-        """Indices of the chunks of every stage among all parts of the model. [stages][chunks]"""
+        """Return the parts of every stage's chunks. [stages][chunks]"""
         stages, place = parts // self.chunks, self.placement
         return [
             [place.part(stage, chunk, stages) for chunk in range(self.chunks)]
@@ -373,4 +352,4 @@ class PipelineSchedule(Frozen):
 
 
 ONE_FORWARD_ONE_BACKWARD: Final = PipelineSchedule()
-"""The schedule of plans that name none."""
+"""The default schedule."""

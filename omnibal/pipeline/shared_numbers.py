@@ -1,11 +1,9 @@
-"""Search for numbers of recomputed layers that all stages share, and for the split beside them.
+"""Search for recompute numbers shared by all stages, and for their split.
 
-A step is no faster with larger numbers, and fits more. So numbers are looked at from none upward,
-those of the least bound first, until the bound without memory of all that are left is above the
-best step found. A number of the language model is only worth looking at where a stage fits with it
-that does not with one less; and of its splits those that do not fit smaller numbers. Where the
-bound of these is below the best step, they are searched like any others (`split_search.py`), with
-all critical paths that are known: these hold for any numbers.
+Larger numbers save memory but take time. Numbers are tried upward in the order of their bounds,
+until the bound without memory of the rest exceeds the best step. A language number is tried only if
+some stage fits with it but not with one less, and only on splits that do not fit smaller numbers;
+these are searched as usual (`split_search.py`), reusing all known critical paths.
 """
 
 from collections.abc import Iterator
@@ -28,22 +26,22 @@ from omnibal.pipeline.stage_options import (
 )
 
 Numbers = tuple[int, ...]
-"""Recomputed layers of every encoder, and of the language model, the last."""
+"""Recomputed layers of every encoder, then of the language model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NumberChoices:
-    """Numbers that a trainer can be told."""
+    """Numbers allowed by the trainer."""
 
     encoders: tuple[tuple[int, ...], ...]
-    """Numbers of every encoder, rising; 0 alone where it has no backward to recompute for."""
+    """Numbers of every encoder, increasing; only 0 without a backward."""
     language_layers: int
     all_or_none: bool
-    """Whether the language model recomputes all of its layers or none."""
+    """Whether the language model recomputes all or none of its layers."""
 
     @classmethod
     def of(cls, freedom: RecomputeFreedom, least: LeastNumbers) -> "NumberChoices":
-        """Numbers of the towers, of a freedom that has shared ones."""
+        """Return the choices for a trainer with shared numbers."""
         return cls(
             encoders=tuple(least.layers.encoder_numbers),
             language_layers=int((least.layers.stop - least.layers.first)[-1]),
@@ -51,20 +49,19 @@ class NumberChoices:
         )
 
     def larger_encoders(self, numbers: Numbers) -> Iterator[Numbers]:
-        """Numbers with the next larger one of an encoder, and none of the language model."""
+        """Yield numbers with the next larger number of an encoder, and 0 for the language model."""
         for place, (number, choices) in enumerate(zip(numbers, self.encoders, strict=False)):
             for later in choices[choices.index(number) + 1 :][:1]:
                 yield (*numbers[:place], later, *numbers[place + 1 : -1], 0)
 
     def smaller_encoders(self, numbers: Numbers) -> Iterator[Numbers]:
-        """Numbers with the next smaller one of an encoder."""
+        """Yield numbers with the next smaller number of an encoder."""
         for place, (number, choices) in enumerate(zip(numbers, self.encoders, strict=False)):
             for earlier in choices[: choices.index(number)][-1:]:
                 yield (*numbers[:place], earlier, *numbers[place + 1 :])
 
     def larger_language(self, numbers: Numbers, worth: np.ndarray) -> Numbers | None:
-        """Numbers with the next larger one of the language model of those worth looking at, which
-        are given without order; None where there is none."""
+        """Return numbers with the next larger language number in `worth` (unsorted), or None."""
         larger = worth[(worth > numbers[-1]) & (worth < NONE_FITS)]
         if not len(larger):
             return None
@@ -73,8 +70,7 @@ class NumberChoices:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Found:
-    """A search with given numbers, and a bound on those of its splits that smaller numbers do not
-    fit."""
+    """A search with given numbers, and a bound on its splits that do not fit smaller numbers."""
 
     search: SplitSearch
     bound_ms: float
@@ -82,26 +78,25 @@ class _Found:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class NumberSearch:
-    """Searches with all numbers that may be in a better result, and the best so far."""
+    """Searches over all numbers that a better result may have, and the best so far."""
 
     problem: SearchProblem
     choices_of_numbers: NumberChoices
     limit_ms: float
-    """Steps that are looked for take at most so long."""
+    """Max step time searched."""
     earlier: dict[Numbers, _Found] = field(default_factory=dict)
-    """Searches that were made under another limit."""
+    """Searches under another limit."""
     found: dict[Numbers, _Found] = field(default_factory=dict)
     best: SplitSearch | None = None
     best_ms: float = np.inf
     least: dict[Numbers, list[np.ndarray]] = field(default_factory=dict)
-    """By the encoders' numbers, the least number of the language model with which each run of every
-    stage fits."""
+    """Smallest fitting language number of each run at every stage, by the encoders' numbers."""
 
     def descend(self, most_work: float) -> bool:
-        """Find the best split with all numbers in turn; whether there is any.
+        """Find the best split over all numbers; return whether there is any.
 
         Args:
-            most_work: of all together, but each has its first splits tried.
+            most_work: total limit, but the first splits of each number are always tried.
         """
         usable = runs_within(self.problem, self._ceiling_ms)
         if not all(map(len, usable)):
@@ -115,7 +110,7 @@ class NumberSearch:
             anything = [np.zeros(len(runs)) for runs in usable]
             if np.isfinite(self._largest_of_new(numbers, usable, anything)):
                 given, shared = self._numbers(numbers), numbers[-1]
-                # Of every stage an option a run, in their order, whether they fit or not.
+                # One option per run of every stage, in order, whether it fits or not.
                 options = [
                     recomputing(
                         self.problem, stage, r, given.recomputed(r, np.full(len(r), shared))
@@ -139,7 +134,7 @@ class NumberSearch:
         return self.best is not None
 
     def with_options_of_better(self) -> "NumberSearch":
-        """A search from the best result on, with all options that a better one may have."""
+        """Return a search from the best result on, over all options of a better result."""
         search = NumberSearch(
             problem=self.problem,
             choices_of_numbers=self.choices_of_numbers,
@@ -152,8 +147,7 @@ class NumberSearch:
         return search
 
     def prove(self, most_work: float) -> float:
-        """Search until nothing better is left or the work allowed is done; the bound that is
-        proven."""
+        """Search until nothing better is left or the work limit; return the proven bound."""
         lower_bound_ms = np.inf
         for found in sorted(self.found.values(), key=lambda found: found.bound_ms):
             search, own_ms = found.search, found.search.best_ms
@@ -174,13 +168,11 @@ class NumberSearch:
 
     @property
     def best_options(self) -> list[StageOptions]:
-        """The option of every stage in the best split."""
         assert self.best is not None
         return self.best.best_options
 
     @property
     def simulated(self) -> int:
-        """Splits that were simulated."""
         return sum(found.search.simulated for found in self.found.values())
 
     @property
@@ -198,8 +190,7 @@ class NumberSearch:
         return replace(self.problem.numbers, fixed=(*numbers[:-1], LOOKED_FOR), shared=numbers[-1])
 
     def _least(self, numbers: Numbers, usable: list[np.ndarray]) -> list[np.ndarray]:
-        """The least number of the language model with which each run of every stage fits, beside
-        the encoders' numbers. [runs] each"""
+        """Return the smallest fitting language number of each run at every stage. [runs] each"""
         encoders = numbers[:-1]
         if encoders not in self.least:
             given = self._numbers(numbers)
@@ -214,7 +205,7 @@ class NumberSearch:
         options: list[StageOptions],
         most_work: float,
     ) -> float:
-        """Search with these numbers, if that may give anything better; the work done."""
+        """Search with these numbers if they may be better; return the work done."""
         sizes_ms = [option.bound_ms for option in options]
         bound_ms = self._largest_of_new(numbers, usable, sizes_ms)
         if bound_ms >= self._ceiling_ms * (1 - TOLERANCE):
@@ -232,8 +223,8 @@ class NumberSearch:
     def _largest_of_new(
         self, numbers: Numbers, usable: list[np.ndarray], sizes: list[np.ndarray]
     ) -> float:
-        """Least possible value of the largest of the stages' sizes [runs], over splits that fit
-        with these numbers and with no smaller ones; infinite where there are none."""
+        """Return the min over splits of the largest size [runs], for splits that fit these numbers
+        but no smaller numbers, infinite if there are none."""
         least, units = self._least(numbers, usable), self.problem.units
         runs = self.problem.structure.runs
         edges = [(runs.start[each], runs.end[each]) for each in usable]

@@ -1,16 +1,12 @@
-"""Simulation of pipeline schedules with every micro-batch's own durations, and of step times.
+"""Simulate pipeline schedules with per-micro-batch times, and step times.
 
-A stage runs its operations in the order that the schedule lists. A forward starts when the stage is
-free and the activation of the part before has arrived, a backward when the gradient of the part
-after has. Sends do not occupy the sender.
+A stage runs operations in schedule order. A forward waits for the previous part's activation, a
+backward for the next part's gradient; sends do not block. Context-parallel ranks start every pass
+of a shared micro-batch together and take the slowest rank's time, as do expert-parallel ranks in
+stages with experts.
 
-Several ranks may share a micro-batch and exchange what its attention needs: in every stage each of
-its passes starts on all of them when the last one can start, and takes as long as the slowest's.
-Ranks that share out experts do so with every micro-batch, in the stages that hold experts.
-
-Axes: m micro-batches, p stages, k parts of the model: one for every chunk of every stage
-(`omnibal.pipeline.schedules`), so k is p unless schedules are interleaved. All steps (and
-data-parallel ranks) are simulated side by side.
+Axes: m micro-batches, p stages, k parts of the model, p * chunks (`omnibal.pipeline.schedules`).
+All steps and data-parallel ranks are simulated as one batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +37,7 @@ from omnibal.pipeline.stage_cost import (
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 2_000_000
-"""Entries of [rows, m, p] simulated at a time: bounds memory to a few hundred MB."""
+"""Entries of [rows, m, p] simulated per chunk: limits memory to a few hundred MB."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -50,20 +46,20 @@ class Timeline:
 
     schedule: Schedule
     start_ms: Mapping[Pass, np.ndarray]
-    """Start of every operation, [m, k] for each kind of pass that the schedule has."""
+    """Start of every operation, [m, k] per kind of pass."""
     end_ms: Mapping[Pass, np.ndarray]
-    """End of every operation, [m, k] for each kind of pass that the schedule has."""
+    """End of every operation, [m, k] per kind of pass."""
     finish_ms: np.ndarray
     """End of the stage's last operation, [p]."""
     busy_ms: np.ndarray
-    """Time that the stage computes, [p]."""
+    """Compute time of the stage, [p]."""
     wait_ms: np.ndarray
-    """Time that the stage is idle, the rest of the step, [p]."""
+    """Idle time of the stage, [p]."""
     step_ms: np.ndarray
-    """End of the last stage to finish, a scalar."""
+    """End of the last stage, a scalar."""
 
     def of_step(self, step: int) -> "Timeline":
-        """One step of a batched timeline."""
+        """Select one step of a batched timeline."""
         return Timeline(
             schedule=self.schedule,
             start_ms={kind: values[step] for kind, values in self.start_ms.items()},
@@ -77,12 +73,12 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lockstep:
-    """Rows that run in lockstep, as they share out experts."""
+    """Expert-parallel ranks that run in lockstep."""
 
     ranks: int
-    """Size of their aligned blocks: of any context a divisor or a multiple."""
+    """Size of their aligned blocks, a divisor or multiple of every context-parallel size."""
     parts: np.ndarray
-    """Parts of the model whose passes they start together, bool [k]."""
+    """Parts of the model with experts, bool [k]."""
 
 
 def simulate_step(
@@ -91,7 +87,7 @@ def simulate_step(
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,
 ) -> Timeline:
-    """One step of one pipeline, in the schedule that plans are made for.
+    """Simulate one step of one pipeline in 1F1B.
 
     Args:
         forward_ms: [m, p], and `backward_ms` likewise.
@@ -123,25 +119,24 @@ def simulate_schedule(
     context: np.ndarray | None = None,
     lockstep: Lockstep | None = None,
 ) -> Timeline:
-    """Many steps side by side, in any schedule.
+    """Simulate a batch of steps in any schedule.
 
     Args:
-        duration_ms: [steps, m, k] of every kind of pass that the schedule has.
+        duration_ms: [steps, m, k] per kind of pass.
         forward_link_ms: [steps, m, k - 1]; entry i is from part i to i + 1.
         backward_link_ms: [steps, m, k - 1]; entry i is from part i + 1 to i.
-        counts: [steps]; micro-batches from `counts` on do not exist and are left out of the list,
-            which is not the schedule of fewer unless it is prefix-closed.
-        ready_ms: when each stage may begin, [steps, p]; None for all at 0.
-        context: steps that compute a micro-batch together, [steps, m]: an aligned block of so many
-            rows, which all say the same; None for 1.
-        lockstep: rows that have equally many micro-batches and run some parts in lockstep; None for
-            none.
+        counts: [steps]; micro-batches from `counts` on are skipped, which equals the schedule of
+            fewer micro-batches only if it is prefix-closed.
+        ready_ms: earliest start of each stage, [steps, p], or None for 0.
+        context: context-parallel size of every micro-batch, [steps, m], equal within an aligned
+            block of rows, or None for 1.
+        lockstep: rows with equal counts that run some parts in lockstep, or None if absent.
     """
     schedule, kinds = graph.schedule, graph.kinds
     steps, micro_batches = len(counts), schedule.micro_batches
     real = np.arange(micro_batches)[:, None] < counts  # [m, steps]
     padded = not real.all()
-    # Steps last, so that every operation below is on one contiguous vector of them.
+    # Steps last, so that every operation below runs on contiguous vectors.
     duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
     blocks = _blocks_of_parts(context, lockstep, duration.shape[1:])
@@ -176,20 +171,18 @@ def simulate_schedule(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Blocks:
-    """Rows that compute one micro-batch together."""
+    """Rows that compute a micro-batch together."""
 
     first: np.ndarray
-    """First row of every block, [blocks]."""
     size: np.ndarray
-    """Rows of every block, [blocks]."""
 
     def most(self, values: np.ndarray) -> np.ndarray:
-        """The largest value of the block, in all of its rows. [..., rows]"""
+        """Return the block maximum in all of its rows. [..., rows]"""
         return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
 
 
 def _taken(duration: np.ndarray, blocks: Mapping[tuple[int, int], _Blocks]) -> np.ndarray:
-    """Time that passes take where rows run them together: the slowest row's. [..., m, k, rows]"""
+    """Return pass times with blocks at their slowest row. [..., m, k, rows]"""
     if not blocks:
         return duration
     took = duration.copy()
@@ -201,7 +194,7 @@ def _taken(duration: np.ndarray, blocks: Mapping[tuple[int, int], _Blocks]) -> n
 def _blocks_of_parts(
     context: np.ndarray | None, lockstep: Lockstep | None, shape: tuple[int, int, int]
 ) -> dict[tuple[int, int], _Blocks]:
-    """Blocks of every micro-batch and part that any rows run together.
+    """Return the row blocks of every micro-batch and part run by several rows.
 
     Args:
         shape: micro-batches, parts and rows.
@@ -221,7 +214,7 @@ def _blocks_of_parts(
 
 
 def _blocks(context: np.ndarray | None) -> dict[int, _Blocks]:
-    """Blocks of every micro-batch that any rows share, given the rows that do, [rows, m]."""
+    """Return row blocks of every shared micro-batch, from context sizes [rows, m]."""
     if context is None:
         return {}
     rows = np.arange(len(context))
@@ -233,12 +226,12 @@ def _blocks(context: np.ndarray | None) -> dict[int, _Blocks]:
 
 
 _Place = tuple[int, int, int]
-"""Place of an operation: (row of the kind, micro-batch, part)."""
+"""Operation: (kind's row, micro-batch, part)."""
 
 
 def _orders(graph: OperationGraph) -> Iterator[tuple[int, _Place, _Place | None, _Place]]:
-    """Yield the stage, place, source and link of every operation; a link is (0 forward or 1
-    backward, micro-batch, the first of its two parts)."""
+    """Yield stage, operation, source and link of every operation. A link is (0 forward or 1
+    backward, micro-batch, first part)."""
     columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
     places = list(zip(*(column.tolist() for column in columns), strict=True))
     backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
@@ -253,14 +246,14 @@ def _orders(graph: OperationGraph) -> Iterator[tuple[int, _Place, _Place | None,
 
 
 def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
-    """Idle time of its stage before each operation of one step, in ms. [m, k] of every kind."""
+    """Return the stage's idle time before each operation of one step, in ms. [m, k] per kind"""
     schedule = timeline.schedule
     waits = {kind: np.zeros_like(start) for kind, start in timeline.start_ms.items()}
     for stage, operations in enumerate(schedule.operations):
         ended = 0.0
         for operation in operations:
             place = operation.micro_batch, schedule.part(stage, operation.chunk)
-            # Differences of equal times may be a rounding error below 0.
+            # Differences of equal times may round below 0.
             waits[operation.kind][place] = max(timeline.start_ms[operation.kind][place] - ended, 0)
             ended = timeline.end_ms[operation.kind][place]
     return waits
@@ -273,16 +266,16 @@ def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StepTimes:
-    """Simulated steps of all data-parallel ranks together."""
+    """Simulated steps over all data-parallel ranks."""
 
     step_ms: np.ndarray
-    """Step time from the first forward to the end of the weight update, [steps]."""
+    """Time from the first forward to the end of the weight update, [steps]."""
     busy_ms: np.ndarray
     """Compute, exposed exchange and update, mean over the data-parallel ranks, [steps, p]."""
 
     @property
     def wait_fractions(self) -> np.ndarray:
-        """Share of the steps in which each stage neither computes, exchanges nor updates. [p]"""
+        """Idle share of every stage. [p]"""
         return np.maximum(1 - self.busy_ms.sum(axis=0) / self.step_ms.sum(), 0)
 
 
@@ -292,10 +285,10 @@ def predict_steps(
     once: PerStepCosts,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
-    """Simulate the steps of a workload; numbers between them that do not occur are left out.
+    """Simulate the steps of a workload, without unused step numbers.
 
-    A stage's gradients are reduced when its slowest data-parallel rank has finished. The gradient
-    norm then needs all stages, so the update starts everywhere at once.
+    Gradients are reduced after the slowest data-parallel rank. The gradient norm needs all stages,
+    so all updates start together.
     """
     _, step_index = np.unique(workload.step, return_inverse=True)
     steps, ranks, stages = int(step_index[-1]) + 1, workload.data_parallel_size, len(once.update_ms)
@@ -312,7 +305,7 @@ def predict_steps(
         reduced_ms = rows.encoded_ms(timeline.finish_ms) + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:
-            # All ranks of a pipeline encode; the first stage has taken that time already.
+            # All ranks of a pipeline encode. The first stage already includes it.
             used_ms[:, 1:] += rows.waits_ms.sum(axis=1, keepdims=True)
         finish_ms[chunk] = reduced_ms.reshape(-1, ranks, stages).max(axis=1)
         busy_ms[chunk] = used_ms.reshape(-1, ranks, stages).mean(axis=1)
@@ -326,10 +319,11 @@ def simulate_ranks(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> Timeline:
-    """Simulate one step of all data-parallel ranks, without what they exchange. [ranks, ...]
+    """Simulate one step of all data-parallel ranks, without exchanges of weights and gradients.
+    [ranks, ...]
 
-    Micro-batches that a rank does not have take no time. Data-parallel encoders have run
-    before its first forward; what they do after the last backward is left out.
+    Missing micro-batches take no time. Encoders run before the first forward; their backward is
+    left out.
 
     Args:
         workload: a single step.
@@ -345,8 +339,7 @@ def simulate_ranks(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderBlock:
-    """Time in which all stages of a data-parallel rank run data-parallel encoders, exchanges and
-    waits included."""
+    """Time of data-parallel encoders on all stages of a rank, with exchanges and waits."""
 
     rank: int
     is_back: bool
@@ -355,17 +348,17 @@ class EncoderBlock:
 
     @property
     def label(self) -> str:
-        """Words for a drawing."""
+        """Label for a drawing."""
         return f"encoders {'backward' if self.is_back else 'forward'}"
 
 
 def encoder_blocks(
     timeline: Timeline, times: StageTimes, workload: Workload
 ) -> Iterator[EncoderBlock]:
-    """Yield times of data-parallel encoders before the first forward and after the last backward.
+    """Yield encoder times before the first forward and after the last backward.
 
     Args:
-        timeline: of `simulate_ranks`, of the same times and workload.
+        timeline: result of `simulate_ranks` for `times` and `workload`.
     """
     if times.waits_ms is None:
         return
@@ -381,27 +374,27 @@ def encoder_blocks(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SimulatedRows:
-    """What is simulated side by side: every rank of a step, and the next step's after them."""
+    """Rows of a batch: every rank of a step, then the next step's ranks."""
 
     schedule: PipelineSchedule
     pass_ms: Mapping[Pass, np.ndarray]
-    """Time of every kind of pass that the schedule has, [rows, m, k]."""
+    """Time per kind of pass, [rows, m, k]."""
     forward_link_ms: np.ndarray
-    """[rows, m, k - 1], and the next likewise."""
+    """P2P times; this and the next are [rows, m, k - 1]."""
     backward_link_ms: np.ndarray
     counts: np.ndarray
-    """Micro-batches of every row."""
+    """Micro-batches per row."""
     ranks: int
-    """Rows of a step."""
+    """Rows per step."""
     together: bool
-    """Whether the rows of a step go by one list of operations."""
+    """Whether all rows of a step use one operation list."""
     context: np.ndarray | None
-    """Rows that share each micro-batch, [rows, m]; None where none is shared."""
+    """Context-parallel size of each micro-batch, [rows, m], or None if all are 1."""
     lockstep: Lockstep | None
-    """Rows that run in lockstep; None where none do."""
+    """Rows in lockstep, or None if absent."""
     waits_ms: np.ndarray | None
-    """Part of the first stage's forwards and backwards that is the wait for data-parallel
-    encoders, [rows, 2]; None where there are none."""
+    """Wait for data-parallel encoders in the first stage's forwards and backwards, [rows, 2], or
+    None without such encoders."""
 
     @classmethod
     def of(
@@ -412,10 +405,10 @@ class SimulatedRows:
         step: np.ndarray,
         schedule: PipelineSchedule,
     ) -> "SimulatedRows":
-        """Arrange chosen micro-batches, of which the last is of the last step.
+        """Arrange micro-batches `chosen` in rows; their last is of the last step.
 
         Args:
-            step: of every chosen one, counted from 0.
+            step: step of every chosen micro-batch, from 0.
         """
         ranks, slot = workload.data_parallel_size, workload.slot[chosen]
         row = step * ranks + workload.dp_rank[chosen]
@@ -450,11 +443,10 @@ class SimulatedRows:
 
     @property
     def stages(self) -> int:
-        """Number of pipeline stages."""
         return self.pass_ms[Pass.FORWARD].shape[2] // self.schedule.chunks
 
     def reordered(self, chosen: np.ndarray, order: np.ndarray) -> "SimulatedRows":
-        """Some rows, each by itself, with their micro-batches in these orders, [chosen, m]."""
+        """Return rows `chosen` as independent steps with micro-batches in `order`, [chosen, m]."""
         taken = chosen[:, None], order
         return replace(
             self,
@@ -470,10 +462,10 @@ class SimulatedRows:
         )
 
     def encoded_ms(self, finish_ms: np.ndarray) -> np.ndarray:
-        """Ends of every row's stages, of which the first waits for encoders at the end. [rows, p]
+        """Return stage end times; stage 0 waits for the encoders' backward. [rows, p]
 
-        Their exchange begins when all stages have run their last pass: where second parts of
-        backwards are put off, another stage than the first may be the last.
+        It begins after the last pass of all stages; with deferred weight gradients any stage may be
+        last.
         """
         if self.waits_ms is None or finish_ms.shape[1] == 1:
             return finish_ms
@@ -482,7 +474,7 @@ class SimulatedRows:
         return np.concatenate([first_ms[:, None], finish_ms[:, 1:]], axis=1)
 
     def first_waits_ms(self, once: PerStepCosts) -> np.ndarray:
-        """Wait of every row's stages for new weights, before their first forward. [rows, p]"""
+        """Return every stage's wait for updated weights before its first forward. [rows, p]"""
         if self.schedule.chunks == 1:
             return once.first_wait_ms(self._taken(Pass.FORWARD)[:, 0])
         start_ms = self.simulated().start_ms[Pass.FORWARD]
@@ -490,8 +482,7 @@ class SimulatedRows:
         return once.first_waits_ms(np.where(np.isfinite(first_ms), first_ms, 0)[:, self._chunks])
 
     def exposed_ms(self, once: PerStepCosts, timeline: Timeline) -> np.ndarray:
-        """Time of every row's stages from the end of what they compute to that of the exchange of
-        gradients. [rows, p]"""
+        """Return exposed gradient-reduction time of every stage. [rows, p]"""
         last = self.schedule.last_pass
         if self.schedule.chunks == 1:
             slot = np.maximum(self.counts - 1, 0)
@@ -501,25 +492,26 @@ class SimulatedRows:
 
     @property
     def _is_real(self) -> np.ndarray:
-        """Whether a row has a micro-batch, bool [rows, m, 1]."""
         return (np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None])[..., None]
 
     @property
     def _chunks(self) -> np.ndarray:
-        """The part of the model that is each chunk of each stage, [chunks, p]."""
+        """Part of the model in each chunk of each stage, [chunks, p]."""
         return np.array(self.schedule.parts_of(self.stages * self.schedule.chunks)).T
 
     def _taken(self, kind: Pass) -> np.ndarray:
-        """Time that passes of a kind take with the rows that run them too. [rows, m, k]"""
+        """Return pass times including ranks that run them together. [rows, m, k]"""
         duration = np.moveaxis(self.pass_ms[kind], 0, -1)
         blocks = _blocks_of_parts(self.context, self.lockstep, duration.shape)
         return np.moveaxis(_taken(duration, blocks), -1, 0)
 
     def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
-        """Simulate all rows, with micro-batches that a row does not have at 0; `ready_ms` says when
-        each stage may begin, [rows, p].
+        """Simulate all rows; missing micro-batches are at 0.
 
-        What list each goes by is in `omnibal.pipeline.operation_graph.listed_micro_batches`.
+        Operation lists are from `omnibal.pipeline.operation_graph.listed_micro_batches`.
+
+        Args:
+            ready_ms: earliest start of each stage, [rows, p].
         """
         most = self.forward_link_ms.shape[1]
         graph = schedule_graph(self.schedule, self.stages, most)
@@ -553,7 +545,7 @@ class SimulatedRows:
     def _by_list(
         self, graph: OperationGraph, rows: np.ndarray, ready_ms: np.ndarray | None
     ) -> Timeline:
-        """Simulate some rows by a list that has all of their micro-batches."""
+        """Simulate rows with an operation list of exactly their micro-batches."""
         listed = np.s_[rows, : graph.schedule.micro_batches]
         return simulate_schedule(
             graph,
@@ -570,14 +562,14 @@ class SimulatedRows:
 def _padded(
     values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Arrange values [packs, ...] as [rows, m, ...]; 0 where a row has no such micro-batch."""
+    """Arrange values [packs, ...] as [rows, m, ...], or 0 for missing micro-batches."""
     table = np.zeros((*shape, *values.shape[1:]), values.dtype)
     table[row, slot] = values
     return table
 
 
 def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
-    """Simulate every step of a workload of one level on the given stages."""
+    """Simulate every step of a workload of one level."""
     return simulate_levels(cost, [stages], workload)
 
 
@@ -587,7 +579,7 @@ def simulate_levels(
     workload: Workload,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> StepTimes:
-    """Simulate every step of a workload, with the costs and the stages of all its levels."""
+    """Simulate every step of a workload with costs and stages of all its levels."""
     times = workload_times(cost, stages_at, workload)
     once = per_step_costs(cost, stages_at[0], schedule)
     return predict_steps(times, workload, once, schedule)

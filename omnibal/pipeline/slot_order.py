@@ -1,14 +1,11 @@
-"""Order of a rank's micro-batches within a step: what a pipeline of unequal ones waits for.
+"""Order of a rank's micro-batches within a step, to reduce waits between unequal ones.
 
-While a pipeline fills and drains, stages wait for single micro-batches, and in between a long one
-holds up others on every stage. Which micro-batch runs in which slot changes neither what a step
-trains nor what other ranks run, so it is searched for last, on the stages as they are planned: from
-the order in which packs were dealt, micro-batches change places while the simulated step gets
-shorter. Ranks wait for the slowest at the step's end, so a rank is done when it is as fast as some
-rank's bound.
+While a pipeline fills and drains stages wait for single micro-batches, and a long one delays
+others. Order affects neither the trained data nor other ranks, so it is searched last, on the
+planned stages, by local changes that shorten the simulated step. A rank stops once it is as fast as
+some rank's bound, since ranks wait for the slowest at the step's end.
 
-Axes: r rows, each the micro-batches of one rank in one step; m micro-batches, k parts of the model,
-one for every chunk of every stage.
+Axes: r rows, each one rank's micro-batches in one step; m micro-batches, k parts of the model.
 """
 
 from collections.abc import Sequence
@@ -27,19 +24,18 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 _MOST_WORK = 6e8
-"""Operations that are simulated in all: about ten seconds of one core. Of runs of so many steps
-that each has less than it needs, every rank tries fewer changes."""
+"""Max simulated operations: about ten seconds of one core. If shared by too many steps, every rank
+tries fewer changes."""
 _MOST_CHANGES = 2_000
-"""Changes that are tried of a rank's order."""
+"""Max changes tried per rank."""
 _IN_VAIN = 120
-"""Changes in vain, for each eight micro-batches, after which the search of a rank's order goes on
-from the best one with a few micro-batches exchanged."""
+"""Changes without gain, per eight micro-batches, before a restart from the best order."""
 _RESTARTS = 4
-"""Times in a row that it goes on so in vain, after which the order stays."""
+"""Max restarts in a row without gain."""
 _ROWS_AT_ONCE = 4_096
-"""Rows searched side by side, whose times fit a cache."""
+"""Rows per batch; their times fit a cache."""
 _TOLERANCE = 1e-9
-"""Relative time by which an order must be shorter."""
+"""Relative gain required of a better order."""
 
 
 def ordered_slots(
@@ -51,19 +47,19 @@ def ordered_slots(
     *,
     effort: float = 1.0,
 ) -> np.ndarray:
-    """The slot of every row of a workload in which steps are as short as is found. int32 [rows]
+    """Return the slot of every row that shortens steps. int32 [rows]
 
-    In steps that would need more than the memory cap, micro-batches keep the slots that they have.
+    Steps that would exceed the memory cap keep their slots.
 
     Args:
-        workload: of ranks that wait for each other only at a step's end (not `runs_together`).
-        memory_cap_bytes: of one device, which the slots as they are keep to.
+        workload: its ranks only wait for each other at a step's end (not `runs_together`).
+        memory_cap_bytes: per device; met by the current slots.
     """
     times = workload_times(cost, stages_at, workload)
     slot = searched_slots(times, workload, schedule, effort=effort)
 
     def too_full(steps: np.ndarray) -> list[int]:
-        """The steps, among some, in which a stage would need more than the cap."""
+        """Return the steps with a stage above the cap."""
         chosen = np.isin(workload.step, steps)
         changed = _placed(workload.rows(chosen), slot[chosen])
         peaks = schedule_memories(cost, stages_at, changed, schedule)
@@ -78,13 +74,13 @@ def ordered_slots(
 
 
 def _placed(workload: Workload, slot: np.ndarray) -> Workload:
-    """The workload with its rows in other slots of their ranks, sorted as a workload is."""
+    """Return the workload with new slots, sorted."""
     order = np.lexsort((slot, workload.dp_rank, workload.step))
     return replace(workload.rows(order), slot=slot[order])
 
 
 def in_slots(packs: ScheduledPacks, slot: np.ndarray) -> ScheduledPacks:
-    """The packs in other slots of their ranks, `slot` [packs]."""
+    """Return the packs with new slots, `slot` [packs]."""
     order = np.lexsort((slot, packs.dp_rank, packs.step))
     return replace(packs.take(order), slot=slot[order].astype(np.int32))
 
@@ -96,9 +92,8 @@ def searched_slots(
     *,
     effort: float = 1.0,
 ) -> np.ndarray:
-    """The slot of every row of a workload whose ranks wait for each other only at a step's end, by
-    the times of its micro-batches. int32 [rows]
-    """
+    """Return the slot of every row by micro-batch times, for ranks that only wait for each other at
+    a step's end. int32 [rows]"""
     ranks, slot = workload.data_parallel_size, workload.slot.copy()
     _, step = np.unique(workload.step, return_inverse=True)
     operations = len(schedule.passes) * times.forward_ms.size
@@ -108,7 +103,7 @@ def searched_slots(
         held = slice(*np.searchsorted(step, [begin, begin + at_once]))
         rows = SimulatedRows.of(alone, workload, held, step[held] - begin, schedule)
         order = _search(rows, changes)
-        # Of every row, the micro-batch in slot k was in slot order[row, k].
+        # The micro-batch in slot k of a row was in slot order[row, k].
         place = np.argsort(order, axis=1)
         row = (step[held] - begin) * ranks + workload.dp_rank[held]
         slot[held] = place[row, slot[held]]
@@ -116,8 +111,8 @@ def searched_slots(
 
 
 def _bound_ms(rows: SimulatedRows) -> np.ndarray:
-    """Time that no order is below: of every stage its work, the quickest way to its first part and,
-    where it ends with a backward that others wait for, the quickest back. [r]"""
+    """Return a lower bound over orders: every stage's work, plus min fill and, if it ends with a
+    backward that other stages need, min drain. [r]"""
     exists = np.arange(rows.forward_link_ms.shape[1]) < rows.counts[:, None]
 
     def quickest(through_ms: np.ndarray, link_ms: np.ndarray) -> np.ndarray:
@@ -135,11 +130,7 @@ def _bound_ms(rows: SimulatedRows) -> np.ndarray:
 
 
 def _search(rows: SimulatedRows, changes: int) -> np.ndarray:
-    """Micro-batches of every row in the order that is found, [r, m].
-
-    Args:
-        changes: that are tried of a row at most.
-    """
+    """Return the best order found for every row, with at most `changes` tried per row. [r, m]"""
     r, m = rows.forward_link_ms.shape[:2]
     best = np.arange(m)[None].repeat(r, axis=0)
     best_ms = rows.simulated().step_ms
@@ -174,14 +165,14 @@ def _search(rows: SimulatedRows, changes: int) -> np.ndarray:
 
 
 def _swapped(order: np.ndarray, one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Orders [r, m] in which the micro-batches at two places [r] each have changed places."""
+    """Swap the micro-batches at two places [r] each of orders [r, m]."""
     rows, changed = np.arange(len(order)), order.copy()
     changed[rows, one], changed[rows, other] = order[rows, other], order[rows, one]
     return changed
 
 
 def _moved(order: np.ndarray, one: np.ndarray, to: np.ndarray) -> np.ndarray:
-    """Orders [r, m] in which the micro-batch at one place [r] has moved to another."""
+    """Move the micro-batch at place `one` [r] of orders [r, m] to place `to`."""
     rows, place = np.arange(len(order)), np.arange(order.shape[1], dtype=float)
     key = place[None].repeat(len(order), axis=0)
     key[rows, one] = to + np.where(to > one, 0.5, -0.5)

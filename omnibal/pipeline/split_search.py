@@ -1,7 +1,7 @@
-"""Search among the splits that stages' options make: descent, and proof by paths.
+"""Search for splits by descent, with proof by branch and bound on path lengths.
 
-Branch and bound on path lengths (`omnibal.pipeline.bounds`): of the structural paths, and of the
-critical paths of splits that were simulated, which are exact there and close for similar splits.
+Paths are structural (`omnibal.pipeline.bounds`) or critical paths of simulated splits, which are
+exact there and close for similar splits.
 """
 
 from collections.abc import Sequence
@@ -13,98 +13,92 @@ from omnibal.pipeline.bounds import least_largest, least_sums
 from omnibal.pipeline.stage_options import Choices, SearchProblem, StageOptions, choices_within
 
 TOLERANCE = 1e-9
-"""Relative improvement below which a better split is not searched for."""
+"""Relative improvement below which the search ends."""
 _SEED_SLACKS = (0.0, 0.003, 0.01, 0.03)
-"""Relative slack of the slowest stage of a first split over the fastest possible one."""
-_MAX_ROUNDS = 60  # most of growing splits
+"""Relative slack of a first split's slowest stage over the fastest possible one."""
+_MAX_ROUNDS = 60  # max rounds of growing splits
 _FIRST_WIDTH = 1_000  # partial splits kept in the first round
 _MAX_WIDTH = 8_000
-"""Partial splits kept at a time while splits are grown, doubled from round to round."""
+"""Max partial splits kept while growing, doubled every round."""
 _SAMPLE = 64
-"""Splits that are simulated in a round, and at a time."""
+"""Splits simulated per round and per batch."""
 _MIN_LEARNED, _MAX_LEARNED = 6, 16
-"""Critical paths added in a round."""
+"""Critical paths added per round."""
 _DROPPED = 4
-"""Partial splits without room that are completed, per stage."""
+"""Dropped partial splits that are completed, per stage."""
 _MAX_NEIGHBOURS = 512
-"""Small changes of a split that are simulated before no better one is expected."""
+"""Max neighbours simulated without improvement."""
 _FEW = 1_024
-"""Number of remaining splits up to which all are simulated."""
+"""Remaining splits below which all are simulated."""
 _MAX_STALE = 2
-"""Rounds of full width in a row that may leave the proven bound as it is."""
+"""Max full-width rounds in a row without a higher bound."""
 _LEAST_RISE = 1e-5
-"""Relative rise that counts as a higher bound."""
+"""Min relative rise that counts as a higher bound."""
 _WIDENING_RISE = 0.1
-"""Share of the gap; while the bound rises by it in a round, the width stays."""
+"""Keep the width while the bound rises by at least this share of the gap per round."""
 MAX_DESCENT_WORK, MAX_WORK = 2e8, 8e8
-"""Path lengths that are computed, or as much other work, to improve a first split and to prove a
-result: a second or two, and some seconds."""
+"""Path lengths computed for descent and for proof: 1 to 2 seconds, and several."""
 _SIMULATED_WORK, _LEARNED_WORK = 3, 6
-"""Work of one operation in path lengths: when simulated, and when traced for a critical path."""
+"""Work of one operation in path lengths: simulated, and traced for a critical path."""
 _CHUNK_ENTRIES = 8_000_000
-"""Entries of [partial splits, paths] computed at a time: bounds memory."""
+"""Entries of [partial splits, paths] per chunk: limits memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Bounds:
-    """Cost of each kept option, and of the stages before and after a position, by cut."""
+    """Cost of kept options, and of the stages before and after a position, by cut."""
 
     kept: list[StageOptions]
     costs: list[np.ndarray]
-    """Costs of every stage's options, [options, cuts] each."""
+    """[options, cuts] per stage."""
     before: list[np.ndarray]
-    """Least cost of the stages before each position, [p + 1] of [units + 1, cuts]."""
+    """Min cost of the stages before each position, [p + 1] of [units + 1, cuts]."""
     after: list[np.ndarray]
-    """Least cost of the stages after each position, [p + 1] of [units + 1, cuts]."""
+    """Min cost of the stages after each position, [p + 1] of [units + 1, cuts]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Partials:
-    """The first stages of splits."""
+    """Prefixes of splits."""
 
     splits: np.ndarray
     """Indices into the kept options, [n, stages]."""
     position: np.ndarray
-    """Position at which the next stage starts, [n]."""
+    """Start of the next stage, [n]."""
     length: np.ndarray
-    """Length of the paths so far, [n, cuts]."""
+    """Path lengths of the prefix, [n, cuts]."""
     bound_ms: np.ndarray
-    """Lower bound over all ways to complete them, [n]."""
+    """Lower bound over all completions, [n]."""
 
     def __len__(self) -> int:
         return len(self.splits)
 
 
 class SplitSearch:
-    """Options that may still be in a better split, the best split so far, and the paths known.
-
-    A split is an index into each stage's options. [p]
-    """
+    """Options that a better split may use, the best split and known paths. A split is an option
+    index per stage [p]."""
 
     def __init__(self, problem: SearchProblem, choices: Choices) -> None:
         self.problem = problem
         self.choices = choices
         self.options = options = choices.fitting
         self.kept = [np.arange(len(found)) for found in options]
-        """Options of each stage that have not been ruled out."""
         self.simulated = 0
         self.work = 0.0
-        """Work done, in path lengths."""
         self.best_ms = np.inf
         self.best = np.zeros(problem.stages, np.int64)
         self.cuts = np.zeros((0, problem.stages, len(problem.structure.layout)))
         self.seen: set[bytes] = set()
 
     def descend(self, most_work: float = MAX_DESCENT_WORK) -> bool:
-        """Find a split and improve it by small changes until none helps or the work allowed is
-        done; whether there is any."""
+        """Find a split and improve it by small changes; return whether there is any."""
         if not all(map(len, self.options)):
             return False
         splits = _seeds(self.options, self.problem.units)
         self._simulate(splits)
         improved = True
         while improved and self.work < most_work:
-            # Most changes do not touch what made the step long.
+            # Most changes do not affect the critical path.
             self._learn(self.best[None])
             splits = _neighbours(self.options, self.best, self.problem.units)
             improved = self._improve(splits)
@@ -113,10 +107,10 @@ class SplitSearch:
         return True
 
     def with_options_of_better(self) -> "SplitSearch":
-        """A search from this split and paths on, over all options that a better split may have."""
-        # A little more, for the rounding of bounds that are exact.
+        """Return a search from this split and its paths, over all options of a better split."""
+        # Slightly more, to cover rounding of exact bounds.
         choices = choices_within(self.problem, self.best_ms * (1 + TOLERANCE))
-        # Where there are fewer runs, other sets are chosen of each.
+        # With fewer runs, different sets may be chosen for each.
         pairs = zip(choices.fitting, self.best_options, strict=True)
         choices = replace(choices, fitting=[found.including(best) for found, best in pairs])
         search = SplitSearch(self.problem, choices)
@@ -126,8 +120,7 @@ class SplitSearch:
         return search
 
     def over_optimistic(self, best_ms: float) -> "SplitSearch":
-        """A search with the same paths that bounds all splits faster than `best_ms`, complete or
-        not: what it finds may not fit."""
+        """Return a search that bounds all splits faster than `best_ms` and may find a misfit."""
         choices = replace(self.choices, fitting=self.choices.optimistic)
         search = SplitSearch(self.problem, choices)
         search.cuts, search.best_ms = self.cuts, best_ms
@@ -135,7 +128,6 @@ class SplitSearch:
 
     @property
     def best_options(self) -> list[StageOptions]:
-        """The option of every stage in the best split."""
         return [option.take(self.best[[stage]]) for stage, option in enumerate(self.options)]
 
     def quick_bound_ms(self) -> float:
@@ -145,7 +137,7 @@ class SplitSearch:
         return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
 
     def _improve(self, splits: np.ndarray) -> bool:
-        """Simulate the most promising of the splits until one is better; whether one is."""
+        """Simulate the most promising splits until one is better; return whether it is."""
         before_ms = self.best_ms
         bound_ms = self._path_ms(self._terms(splits), self.cuts).max(axis=1)
         promising = np.argsort(bound_ms, kind="stable")
@@ -157,8 +149,7 @@ class SplitSearch:
         return False
 
     def prove(self, most_work: float) -> float:
-        """Search until nothing better is left or the work allowed is done; the bound that is
-        proven."""
+        """Search until no better split is left or the work limit; return the proven bound."""
         self.work = lower_bound_ms = 0.0
         width, stale = _FIRST_WIDTH, 0
         for _ in range(_MAX_ROUNDS):
@@ -169,7 +160,7 @@ class SplitSearch:
             fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
             splits, bound_ms = splits[fresh], bound_ms[fresh]
             if dropped_ms == np.inf and len(splits) <= _FEW:
-                # In the order of their bounds, up to where none can be better.
+                # In order of their bounds, until none can be better.
                 for first in range(0, len(splits), _SAMPLE):
                     if bound_ms[first] >= self._target_ms:
                         break
@@ -190,15 +181,15 @@ class SplitSearch:
 
     @property
     def _target_ms(self) -> float:
-        """Time in ms that a split must be below to be simulated."""
+        """Time below which a split is simulated, in ms."""
         return self.best_ms * (1 - TOLERANCE)
 
     def _terms(self, splits: np.ndarray) -> np.ndarray:
-        """Cost terms of splits [n, p]. [n, p, terms]"""
+        """Return cost terms of splits [n, p]. [n, p, terms]"""
         return np.stack([o.terms[splits[:, stage]] for stage, o in enumerate(self.options)], axis=1)
 
     def _simulate(self, splits: np.ndarray) -> None:
-        """Simulate those of the splits [n, p] that may be better, once each, and keep the best."""
+        """Simulate possibly better splits [n, p] once each, and keep the best."""
         terms = self._terms(splits)
         promising = self._path_ms(terms, self.cuts).max(axis=1, initial=0.0) < self._target_ms
         fresh = np.array([split.tobytes() not in self.seen for split in splits], bool)
@@ -214,11 +205,11 @@ class SplitSearch:
 
     @staticmethod
     def _path_ms(terms: np.ndarray, paths: np.ndarray) -> np.ndarray:
-        """Lengths of paths [k, p, terms] in splits [n, p, terms]. [n, k]"""
+        """Return lengths of paths [k, p, terms] in splits [n, p, terms]. [n, k]"""
         return np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
 
     def _learn(self, splits: np.ndarray) -> None:
-        """Add critical paths of the splits, each the one that does most beside those before it."""
+        """Add the critical paths that raise the bounds most, greedily."""
         self.work += _LEARNED_WORK * len(splits) * self.problem.simulator.operations
         terms = self._terms(splits)
         paths = self.problem.simulator.critical_paths(terms)
@@ -232,7 +223,7 @@ class SplitSearch:
                 break
             added.append(most)
             known = np.maximum(known, length[:, most])
-        # A few of whatever else there is, for splits unlike those that were looked at.
+        # A few of the rest, for splits unlike the simulated splits.
         spread = np.linspace(0, len(splits) - 1, max(_MIN_LEARNED - len(added), 0)).astype(int)
         added += sorted(set(spread.tolist()) - set(added))
         self.cuts = np.concatenate([self.cuts, paths[added]])
@@ -252,7 +243,7 @@ class SplitSearch:
         )
 
     def _rule_out(self) -> None:
-        """Drop options that no better split can have."""
+        """Drop options that no better split can use."""
         for stage, (found, kept) in enumerate(zip(self.options, self.kept, strict=True)):
             self.kept[stage] = kept[found.bound_ms[kept] < self._target_ms]
         left = np.inf
@@ -266,8 +257,8 @@ class SplitSearch:
                 self.kept[stage] = kept[length.max(axis=1) < self._target_ms]
 
     def _grow(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
-        """Splits that the bounds allow [n, p] by rising bound, their bounds [n], some of those that
-        had no room, completed [k, p], and the least bound of these."""
+        """Return splits that the bounds allow [n, p] by increasing bound, their bounds [n], a
+        sample of dropped prefixes, completed [k, p], and the min bound of the dropped."""
         bounds = self._bounds()
         grown = _Partials(
             splits=np.zeros((1, 0), np.int64),
@@ -300,7 +291,7 @@ class SplitSearch:
     def _children(
         self, bounds: _Bounds, stage: int, grown: _Partials
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """All ways to add a stage: which are extended, by which kept option, and their bounds."""
+        """Return all ways to add a stage: parents, kept options, bounds."""
         start, end = bounds.kept[stage].start, bounds.kept[stage].end
         low = np.searchsorted(start, grown.position)
         number = np.searchsorted(start, grown.position, "right") - low
@@ -318,7 +309,7 @@ class SplitSearch:
         return parent, option, bound_ms
 
     def _completed(self, bounds: _Bounds, stage: int, grown: _Partials) -> _Partials:
-        """Complete partial splits, stage by stage, with the option that raises the bound least."""
+        """Complete prefixes stage by stage with the option of min bound."""
         for later in range(stage, self.problem.stages):
             parent, option, bound_ms = self._children(bounds, later, grown)
             order = np.lexsort((option, bound_ms, parent))
@@ -327,7 +318,7 @@ class SplitSearch:
         return grown
 
     def _of_options(self, splits: np.ndarray) -> np.ndarray:
-        """Splits of kept options as splits of all options. [n, p]"""
+        """Convert indices of kept options to indices of all options. [n, p]"""
         return np.stack([kept[splits[:, s]] for s, kept in enumerate(self.kept)], axis=1)
 
 
@@ -339,7 +330,7 @@ def _extended(
     option: np.ndarray,
     bound_ms: np.ndarray,
 ) -> _Partials:
-    """Some partial splits with an option of the next stage, and their bounds. [n] each"""
+    """Extend prefixes by an option of the next stage. [n] each"""
     return _Partials(
         splits=np.column_stack([grown.splits[parent], option]),
         position=bounds.kept[stage].end[option],
@@ -349,13 +340,13 @@ def _extended(
 
 
 def _spread(count: int, most: int) -> np.ndarray:
-    """Indices of at most `most` of `count` sorted splits: half the lowest, half spread out."""
+    """Return at most `most` indices of `count` sorted splits: half the lowest, half spread out."""
     spread = np.linspace(0, count - 1, min(most // 2, count)).astype(np.int64)
     return np.unique(np.concatenate([np.arange(min(most // 2, count)), spread]))
 
 
 def _sample(completed: Sequence[_Partials], stages: int) -> np.ndarray:
-    """Some of the splits, the lowest bounds of each first, and no split twice. [n, p]"""
+    """Return distinct splits, lowest bounds first. [n, p]"""
     splits = np.concatenate([np.zeros((0, stages), np.int64), *(each.splits for each in completed)])
     bound_ms = np.concatenate([np.zeros(0), *(each.bound_ms for each in completed)])
     splits, first = np.unique(splits, axis=0, return_index=True)
@@ -364,7 +355,7 @@ def _sample(completed: Sequence[_Partials], stages: int) -> np.ndarray:
 
 
 def _seeds(options: Sequence[StageOptions], units: int) -> np.ndarray:
-    """Splits whose slowest stage is about as fast as can be, and their sum small. [seeds, p]"""
+    """Return splits with a near-minimal slowest stage and a small sum. [seeds, p]"""
     edges = [(o.start, o.end) for o in options]
     slowest_ms = least_largest(edges, [o.bound_ms for o in options], units)
     splits = []
@@ -383,8 +374,7 @@ def _seeds(options: Sequence[StageOptions], units: int) -> np.ndarray:
 
 
 def _neighbours(options: Sequence[StageOptions], split: np.ndarray, units: int) -> np.ndarray:
-    """The split with cuts moved by one unit, any row of them together, or with one stage
-    recomputing another set. [n, p]"""
+    """Return splits with cuts moved by one unit, or one stage's recomputed set changed. [n, p]"""
     edges = np.array([0, *(o.end[i] for o, i in zip(options, split, strict=True))])
     moved = [edges]
     for low in range(1, len(split)):
@@ -398,14 +388,14 @@ def _neighbours(options: Sequence[StageOptions], split: np.ndarray, units: int) 
     for stage, option in enumerate(options):
         run = option.start * (units + 1) + option.end
         wanted = moves[:, stage] * (units + 1) + moves[:, stage + 1]
-        # The first option of a run has its smallest bound.
+        # The first option of a run has its min bound.
         place = np.minimum(np.searchsorted(run, wanted), len(run) - 1)
         found[:, stage] = np.where(run[place] == wanted, place, -1)
         same = np.flatnonzero(run == run[split[stage]])
         other = np.repeat(split[None], len(same), axis=0)
         other[:, stage] = same
         others.append(other)
-    # Options that stay where they are keep their recomputed sets.
+    # Unmoved options keep their recomputed sets.
     unmoved = (moves[:, :-1] == edges[:-1]) & (moves[:, 1:] == edges[1:])
     found = np.where(unmoved, split, found)
     return np.unique(np.concatenate([found[(found >= 0).all(axis=1)], *others]), axis=0)

@@ -1,7 +1,7 @@
-"""A pipeline stage in words: the units of the model that it holds, and the layers it recomputes.
+"""A pipeline stage: its units of the model and its recomputed layers.
 
-A unit is written as "vision embed", "projector" or "head", and layers by their numbers within their
-tower, from 0: "vision 7", or "vision 0..22" for all from 0 to 22.
+Units are written as "vision embed", "projector" or "head", layers by their index in a tower:
+"vision 7" or "vision 0..22" (inclusive).
 """
 
 import re
@@ -23,13 +23,13 @@ class Span:
     """One unit of the model, or consecutive layers of one of its towers."""
 
     name: str
-    """Name of the unit, such as "vision embed" or "head"; of layers, the name of their tower."""
+    """Unit name, such as "vision embed" or "head"; for layers, the tower's name."""
     layers: range | None = None
-    """Numbers of the layers within their tower; None for a unit that is not a layer."""
+    """Layer indices in the tower, or None if not a layer."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read a unit or layers from words."""
+        """Parse a unit or layers, such as "head" or "vision 0..22"."""
         text = " ".join(text.split())
         match = _LAYERS.fullmatch(text)
         if match is None:
@@ -53,14 +53,14 @@ class Span:
 
     @property
     def units(self) -> tuple["Span", ...]:
-        """Each unit by itself."""
+        """Single units of the span."""
         if self.layers is None:
             return (self,)
         return tuple(Span(self.name, range(layer, layer + 1)) for layer in self.layers)
 
     @property
     def part(self) -> str:
-        """Part of the model that these units are of, and are trained or frozen with."""
+        """Part of the model that the units belong to, trained or frozen as a whole."""
         if self.layers is not None:
             return self.name
         if self.name == HEAD:
@@ -71,7 +71,7 @@ class Span:
 
 
 def joined(units: Iterable[Span]) -> tuple[Span, ...]:
-    """Spans in the same order, with each layer joined to the one before it in its tower."""
+    """Merge consecutive layers of a tower, keeping the order."""
     spans: list[Span] = []
     for span in units:
         before = spans[-1] if spans else None
@@ -96,7 +96,7 @@ def _read(given: Any) -> Span:
 
 
 Words = Annotated[Span, PlainValidator(_read), PlainSerializer(str, return_type=str)]
-"""A span that is written as words."""
+"""A span serialized as text."""
 
 
 class Stage(Frozen):
@@ -104,34 +104,34 @@ class Stage(Frozen):
 
     units: tuple[Words, ...]
     recompute: tuple[Words, ...] = ()
-    """Layers of the stage whose activations are recomputed in the backward pass."""
+    """Layers with activation recomputation."""
 
     @classmethod
     def of(cls, *units: str, recompute: Sequence[str] = ()) -> Self:
-        """Make a stage from words, such as "vision embed", "vision 0..22" or "head"."""
+        """Make a stage from texts, such as "vision embed", "vision 0..22" or "head"."""
         return cls(units=tuple(map(Span.parse, units)), recompute=tuple(map(Span.parse, recompute)))
 
     def layers(self, tower: str) -> range:
-        """Numbers of the tower's layers that the stage holds; empty if there are none."""
+        """Return the stage's layer indices of a tower, empty if it has none."""
         held = [span.layers for span in self.units if span.name == tower and span.layers]
         return range(held[0].start, held[-1].stop) if held else range(0)
 
     def number_of_layers(self, tower: str) -> int:
-        """Number of the tower's layers that the stage holds, in one run or in several."""
+        """Return the stage's number of layers of a tower, in one run or several."""
         return sum(len(span.layers) for span in self.units if span.name == tower and span.layers)
 
     def recomputed(self, tower: str) -> tuple[int, ...]:
-        """Numbers of the tower's layers that the stage recomputes."""
+        """Return the recomputed layer indices of a tower."""
         spans = (span.layers for span in self.recompute if span.name == tower and span.layers)
         return tuple(layer for layers in spans for layer in layers)
 
     def holds(self, unit: str) -> bool:
-        """Whether the stage holds a unit that is not a layer, such as "vision embed"."""
+        """Return whether the stage holds a non-layer unit, such as "vision embed"."""
         return Span(unit) in self.units
 
     @property
     def parts(self) -> frozenset[str]:
-        """Parts of the model that have a unit in this stage."""
+        """Parts of the model with units in this stage."""
         return frozenset(span.part for span in self.units)
 
     @property
@@ -146,5 +146,5 @@ class Stage(Frozen):
 
     @property
     def recomputed_layers(self) -> int:
-        """Number of layers of all towers whose activations are recomputed."""
+        """Number of recomputed layers of all towers."""
         return sum(map(len, self.recompute))

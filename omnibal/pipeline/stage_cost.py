@@ -1,8 +1,4 @@
-"""Time of pipeline stages: unit costs summed over what a stage holds and recomputes.
-
-Units cost, and stages recompute, by the level of the micro-batch; all else of stages is the same at
-every level.
-"""
+"""Stage times: unit costs summed over a stage's units and recomputed layers, per level."""
 
 import math
 from collections.abc import Sequence
@@ -30,37 +26,31 @@ from omnibal.pipeline.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageTimes:
-    """Times of every pack (micro-batch) on every stage, in ms.
-
-    Where stages hold several chunks of the model, it is of every part in place of every stage.
-    """
+    """Times of every pack (micro-batch) on every stage (part, with several chunks), in ms."""
 
     forward_ms: np.ndarray
-    """Forward time, [packs, stages]."""
     backward_ms: np.ndarray
-    """Backward time, recomputation included, [packs, stages]."""
+    """Backward time including recomputation, [packs, stages]."""
     weight_ms: np.ndarray
-    """Part of the backward time that gives gradients of weights, [packs, stages]."""
+    """Weight-gradient part of the backward, [packs, stages]."""
     recompute_ms: np.ndarray
-    """Part of the backward time that recomputes, [packs, stages]."""
+    """Recomputation part of the backward, [packs, stages]."""
     forward_link_ms: np.ndarray
-    """Time of one send of the activation over each cut, [packs, stages - 1]."""
+    """P2P time of the activation over each cut, [packs, stages - 1]."""
     backward_link_ms: np.ndarray
-    """Time of one send of its gradient, 0 where none is needed, [packs, stages - 1]."""
+    """P2P time of its gradient, 0 if not needed, [packs, stages - 1]."""
     waits_ms: np.ndarray | None = None
-    """Time before the forward, and after the backward, of data-parallel encoders, [packs, 2];
-    None where there are none."""
+    """Data-parallel encoders' time before the forward and after the backward, [packs, 2]."""
     has_experts: np.ndarray | None = None
-    """Whether each stage holds experts, so that ranks that share these out run its passes in
-    lockstep, bool [stages]; None where none does."""
+    """Whether each stage has experts and so runs in lockstep, bool [stages]."""
 
     def rows(self, picked: np.ndarray) -> "StageTimes":
-        """Times of some packs, given by a mask or by their indices."""
+        """Select packs by mask or indices."""
         return rows_of(self, picked, "has_experts")
 
     def pass_ms(self, kind: Pass) -> np.ndarray:
-        """Time of a kind of pass, [packs, stages]. Both parts of a backward take as long as it
-        does whole, and what recomputes is of the first."""
+        """Return the time of a pass, [packs, stages]. Split backward parts sum to the whole;
+        recomputation is in the first."""
         match kind:
             case Pass.FORWARD:
                 return self.forward_ms
@@ -79,11 +69,8 @@ def workload_times(
     *,
     without_padding: bool = False,
 ) -> StageTimes:
-    """Times of every row of a workload, each on the stages of its own level. [rows, ...]
-
-    Args:
-        without_padding: whether the padding of packs to the longest is left out.
-    """
+    """Return the times of every row on the stages of its level, with or without padding to the
+    longest pack. [rows, ...]"""
     features = features_of(workload, cost, without_padding=without_padding)
     parts = len(stages_at[0])
     slowness = cost.slowness_of(parts)
@@ -94,7 +81,7 @@ def workload_times(
 
 
 def stage_times(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> StageTimes:
-    """Times of packs of one level with `features` [packs, features] on the given stages."""
+    """Return the times of packs of one level with `features` [packs, features]."""
     return _times(cost, [stages], features, cost.slowness_of(len(stages)))
 
 
@@ -104,7 +91,7 @@ def _times(
     features: np.ndarray,
     slowness: np.ndarray,
 ) -> StageTimes:
-    """Times of packs, whose stages are so many times as slow, [stages] or [packs, stages]."""
+    """Return the times of packs scaled by slowdown, [stages] or [packs, stages]."""
     kinds, units, shape = cost.kinds, cost.units.values(), (-1, len(cost.features))
     features, waits_ms = _without_waits(cost, features)
     held = np.stack([unit_counts(kinds, stage) for stage in stages_at[0]])
@@ -130,7 +117,7 @@ def _times(
 
 
 def _without_waits(cost: CostModel, features: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Features without waits for data-parallel encoders, and these, [packs, 2]."""
+    """Split features into features without encoder waits, and the waits [packs, 2]."""
     if ENCODER_WAITS_MS[0] not in cost.features:
         return features, None
     waits_ms = np.empty((len(features), len(ENCODER_WAITS_MS)))
@@ -143,8 +130,7 @@ def _without_waits(cost: CostModel, features: np.ndarray) -> tuple[np.ndarray, n
 
 
 def _recompute(cost: CostModel, stages_at: Sequence[Sequence[Stage]]) -> np.ndarray:
-    """Coefficients of the time that stages recompute, at every level its own layers. [stages,
-    levels * features]"""
+    """Return recompute time coefficients of stages at every level. [stages, levels * features]"""
     recompute = np.stack([unit.recompute_ms for unit in cost.units.values()])
     blocks = []
     for stages, of_level in zip(stages_at, np.split(recompute, cost.levels, axis=1), strict=True):
@@ -154,7 +140,7 @@ def _recompute(cost: CostModel, stages_at: Sequence[Sequence[Stage]]) -> np.ndar
 
 
 def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.ndarray:
-    """Forward and backward ms of the whole model for `features` [packs, features]. [packs]"""
+    """Return forward plus backward ms of the model for `features` [packs, features]. [packs]"""
     units = [cost.units[name] for name in unit_names(model)]
     return features @ np.sum([unit.forward_ms + unit.backward_ms for unit in units], axis=0)
 
@@ -164,65 +150,59 @@ def held_units(
     stages: Sequence[Stage],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> np.ndarray:
-    """Number of units of each kind that every stage holds, in all of its chunks. [stages, kinds]"""
+    """Return units of each kind per stage, over all of its chunks. [stages, kinds]"""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
     return np.stack([counts[parts].sum(axis=0) for parts in schedule.parts_of(len(stages))])
 
 
 def trained_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
-    """Parameters of one device of stages of these units [..., stages, kinds] that are updated.
-    [..., stages]"""
+    """Return trained parameters per device for `held` [..., stages, kinds]. [..., stages]"""
     per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
     return held @ per_unit - cost.tied_trained_parameters * holds_both_ends(cost.kinds, held)
 
 
 def trained_expert_parameters(cost: CostModel, held: np.ndarray) -> np.ndarray:
-    """Parameters of experts of one device of stages of these units [..., stages, kinds] that are
-    updated. [..., stages]"""
+    """Return trained expert parameters per device for `held` [..., stages, kinds]. [..., stages]"""
     per_unit = [unit.trained_expert_parameters for unit in cost.units.values()]
     return held @ np.array(per_unit, np.float64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PerStepCosts:
-    """What every stage does once a step, in ms. All are [..., stages].
+    """Once-per-step costs of every stage, in ms, [..., stages].
 
-    A stage's exchange with its data-parallel ranks is in equal buckets. One is reduced when its
-    share of the last backward has run, and a share of the first forward waits for one to be
-    gathered: what these leave is exposed. A pass that ranks run together hides as much on all of
-    them, since it takes as long as the slowest's. Traffic between stages on the same links is not
-    modelled.
+    Gradients and weights are exchanged with data-parallel ranks in equal buckets that overlap with
+    the last backward and the first forward. Only the rest is exposed. Passes run in lockstep
+    overlap equally on all ranks. Contention with P2P traffic is not modelled.
     """
 
     reduction_ms: np.ndarray
-    """Time of the gradient reduction, were it alone."""
+    """Gradient reduction time without overlap."""
     gather_ms: np.ndarray
-    """Time of the gather of new weights, at the start of the step, were it alone."""
+    """Weight all-gather time at the start of the step, without overlap."""
     buckets: np.ndarray
-    """Number of buckets."""
     overlaps: bool = True
-    """Whether chunks of a stage are exchanged while others compute."""
+    """Whether a chunk's exchange overlaps with other chunks' compute."""
     tied_ms: np.ndarray
-    """Exchange of a tied matrix's gradient with its other stage, after the reduction."""
+    """Exchange of the tied matrix's gradient with its other stage, after the reduction."""
     update_ms: np.ndarray
-    """Weight update."""
 
     @property
     def exchange_ms(self) -> np.ndarray:
-        """All that a stage exchanges, were nothing hidden."""
+        """Total exchange time without overlap."""
         return self.reduction_ms + self.gather_ms + self.tied_ms
 
     def first_wait_ms(self, first_forward_ms: np.ndarray) -> np.ndarray:
-        """Wait for weights before the first forward, given its time. Both [..., stages]"""
+        """Return the wait for weights, given the first forward's time. Both [..., stages]"""
         hidden_ms = first_forward_ms * (1 - 1 / self.buckets)
         return np.maximum(self.gather_ms / self.buckets, self.gather_ms - hidden_ms)
 
     def first_waits_ms(self, first_start_ms: np.ndarray) -> np.ndarray:
-        """Wait for weights where chunks are gathered one after another. [..., stages]
+        """Return the wait for weights if chunks are gathered in sequence. [..., stages]
 
         Args:
-            first_start_ms: start of the first forward of every chunk, were all weights there,
-                [..., chunks, stages].
+            first_start_ms: start of each chunk's first forward without waits, [..., chunks,
+                stages].
         """
         chunks = first_start_ms.shape[-2]
         if not self.overlaps:
@@ -232,8 +212,8 @@ class PerStepCosts:
         return np.maximum((there_ms - first_start_ms).max(axis=-2), 0)
 
     def chunks_exposed_ms(self, last_end_ms: np.ndarray) -> np.ndarray:
-        """Time from the end of a stage's last backward to that of the exchange of gradients, where
-        a chunk's are reduced when its last backward has run. [..., stages]
+        """Return the exposed reduction if each chunk's gradients are reduced after its last
+        backward. [..., stages]
 
         Args:
             last_end_ms: end of the last backward of every chunk, [..., chunks, stages].
@@ -247,23 +227,22 @@ class PerStepCosts:
         return reduced_ms - finish_ms + self.tied_ms
 
     def exposed_ms(self, last_backward_ms: np.ndarray) -> np.ndarray:
-        """Time from the end of the last backward to that of the exchange of gradients, given the
-        time of this backward. Both [..., stages]"""
+        """Return the exposed reduction, given the last backward's time. Both [..., stages]"""
         hidden_ms = last_backward_ms * (1 - 1 / self.buckets)
         rest_ms = np.maximum(self.reduction_ms / self.buckets, self.reduction_ms - hidden_ms)
         return rest_ms + self.tied_ms
 
     def at(self, index: Any) -> "PerStepCosts":
-        """Costs at an index of the axes before the stages'."""
+        """Index the axes before the stages."""
         return rows_of(self, index)
 
     def without_exchange(self) -> "PerStepCosts":
-        """Once-a-step costs with the weight update alone."""
+        """Return only the weight update."""
         nothing = np.zeros_like(self.update_ms)
         return replace(self, reduction_ms=nothing, gather_ms=nothing, tied_ms=nothing)
 
     def nothing(self) -> "PerStepCosts":
-        """Once-a-step costs of nothing at all."""
+        """Return zero costs."""
         return replace(self.without_exchange(), update_ms=np.zeros_like(self.update_ms))
 
 
@@ -272,12 +251,12 @@ def per_step_costs(
     stages: Sequence[Stage],
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> PerStepCosts:
-    """Exchange with data-parallel ranks and weight update of every stage."""
+    """Return data-parallel exchange and weight update of every stage."""
     return per_step_costs_of_units(cost, held_units(cost, stages, schedule))
 
 
 def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
-    """Exchange and weight update of stages that hold these units, [..., stages, kinds]."""
+    """Return exchange and weight update of stages with units `held` [..., stages, kinds]."""
     parameters = trained_parameters(cost, held)
     of_experts = trained_expert_parameters(cost, held)
     buckets = np.ones(parameters.shape)
@@ -294,5 +273,5 @@ def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
 
 
 def bucket_counts(cost: CostModel, parameters: np.ndarray) -> np.ndarray:
-    """Buckets of a first stage with so many trained parameters, at least 1. [...]"""
+    """Return a first stage's buckets for trained `parameters`, at least 1. [...]"""
     return np.maximum(np.ceil(parameters / cost.bucket_parameters), 1.0)

@@ -1,19 +1,10 @@
-"""Memory of pipeline stages: the one formula that search, plan, check and replay use.
+"""Stage memory: the one formula that search, plan, check and replay use.
 
-A device of a stage holds the static state of its parameters, what the micro-batches in flight keep
-for their backward, and the working memory of the unit that runs. The peak is looked for at every
-pass of the schedule and at every kind of unit in it. While a unit runs backward, the units after
-it have let go of what they kept of that micro-batch, so the head's working memory, for one, and a
-recomputed layer's do not come together. A recomputed layer keeps only its input; the rest comes
-back as working memory while its backward runs.
-
-Links between stages hold tensors too: the input of the next micro-batch, and the gradient of its
-output, have room while this one computes, and what was sent last has it until the next send. A
-stage's output is free again after that.
-
-Micro-batches of several levels are in flight together, and each level recomputes layers of its own:
-what is kept of each level is summed apart. Costs, features and counts of recomputed layers are then
-of all levels, one after another (`omnibal.pipeline.level_costs`); counts of units are not.
+A device holds weights, gradients and optimizer state, the activations of micro-batches in flight,
+P2P buffers and the working memory of the running unit. The peak is the maximum over all passes and
+kinds of unit. In a backward, later units have already freed their activations. A recomputed layer
+keeps only its input until its backward. Costs, features and recompute counts are per level,
+concatenated (`omnibal.pipeline.level_costs`); unit counts are not.
 """
 
 from collections.abc import Callable, Sequence
@@ -51,56 +42,53 @@ GIB = 1024**3  # bytes
 _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
 _KEPT_COUNTS = 8
-"""Pairs of pipeline size and micro-batches whose in-flight counts are cached, as they repeat."""
+"""In-flight counts cached, by pipeline size and micro-batches."""
 
 _KEPT_KINDS = 8
-"""Models whose order of kinds is cached."""
+"""Cached kind orders, one per model."""
 
 _PASSES_AT_ONCE = 4_096
-"""Passes of which memory is computed at a time."""
+"""Passes per chunk of memory computation."""
 _LOOKED_AT = 9
-"""Most stages of a pipeline whose heaviest passes are looked for."""
+"""Max stages per pipeline searched for their heaviest passes."""
 _DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
-"""Contents of a stage, drawn at random, whose heaviest passes a table of one level has, and one of
-several."""
+"""Random stage contents drawn for a table of one level, and of several."""
 _RECOMPUTING_ALL = 4
-"""Drawn stages for each one that recomputes every layer."""
+"""Every fourth drawn stage recomputes all layers."""
 _MOST_LAYERS = (4, 24)
-"""Layers of a kind in these stages, of which there are few and many."""
+"""Max layers per kind in drawn stages: shallow and deep."""
 
 
 def fits_cap(peak: np.ndarray | float, memory_cap: np.ndarray | float) -> np.ndarray:
-    """Whether peaks are within a memory cap, to rounding: a cap that is a peak holds it. [...]"""
+    """Return whether peaks fit a memory cap, to rounding: equal peaks fit. [...]"""
     return np.asarray(peak) <= np.asarray(memory_cap) * (1 + _CAP_TOLERANCE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunningPasses:
-    """Passes of a stage: the micro-batch that each runs, and what is held besides."""
+    """Passes of a stage: running micro-batch, other micro-batches in flight and P2P tensors."""
 
     own: np.ndarray
-    """Features of that micro-batch, [passes, features]."""
+    """Features of the running micro-batch, [passes, features]."""
     others: np.ndarray
-    """Summed features of the other micro-batches that are held meanwhile, [passes, features]."""
+    """Summed features of the other micro-batches in flight, [passes, features]."""
     links: np.ndarray
-    """Whether each of `LINKS` is there meanwhile, 0 or 1, [passes, links]."""
+    """1 if the tensor in `LINKS` is live in the pass, else 0, [passes, links]."""
     largest: np.ndarray
-    """Most of each feature that any micro-batch of the run has, [features]."""
+    """Maximum of each feature over all micro-batches, [features]."""
 
     def take(self, chosen: np.ndarray | slice) -> "RunningPasses":
-        """Some of the passes."""
+        """Select passes."""
         return rows_of(self, chosen, "largest")
 
 
 LINKS = ("next input", "last input's gradient", "last output", "next gradient", "own gradient")
-"""Tensors that a stage's links hold in a pass: of the cut before it, of the cut after it, and there
-in a backward the gradient that it began with."""
+"""P2P tensors of the cuts before and after a stage; in a backward also its output's gradient."""
 
 
 @lru_cache(maxsize=_KEPT_COUNTS)
 def _others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
-    """Number of other micro-batches that each stage of the planned schedule holds in each forward,
-    which are earlier, and in each backward, which are later. [p, 2, m]"""
+    """Return the number of other micro-batches in flight in each forward and backward. [p, 2, m]"""
     graph = planned_graph(pipeline_size, micro_batches)
     require_in_order(graph)
     require_prefix_closed(graph.schedule)
@@ -114,7 +102,7 @@ def _others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
 
 
 def running_sums(features: np.ndarray) -> np.ndarray:
-    """Sum of each feature over the packs before each one and over all. [packs + 1, features]"""
+    """Return prefix sums of the packs' features. [packs + 1, features]"""
     total = np.zeros((len(features) + 1, features.shape[1]))
     np.cumsum(features, axis=0, out=total[1:])
     return total
@@ -127,18 +115,18 @@ def running_passes(
     stage: int,
     chosen: np.ndarray | None = None,
 ) -> RunningPasses:
-    """Every forward of a stage in a run, in the packs' order, and then every backward; or those of
-    them that are chosen by their rising indices.
+    """Return a stage's forwards in pack order, then its backwards.
 
     Args:
         features: [packs, features]; packs are sorted by step, rank and slot.
         slot: [packs]; slots count from 0 without gaps.
+        chosen: increasing indices of the passes to return, or None for all.
     """
     earlier, later = _others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
     packs, total = len(slot), running_sums(features)
     every = np.arange(2 * packs) if chosen is None else chosen
     forward, backward = every[every < packs], every[every >= packs] - packs
-    # A step may have fewer micro-batches than others: what comes after its last is not held.
+    # Steps may have fewer micro-batches: none are in flight past a step's last.
     ends = np.append(np.flatnonzero(slot == 0)[1:], packs)
     end = ends[np.cumsum(slot == 0) - 1]
     before = total[forward] - total[forward - earlier[slot[forward]]]
@@ -146,7 +134,7 @@ def running_passes(
     after = total[last] - total[backward + 1]
     begun, not_last = slot > 0, np.arange(packs) + 1 < end
     ended = (slot > earlier[slot])[forward]
-    # A step's first forward and its first backward are begun without the next one's tensor.
+    # A step's first forward and first backward begin without the next tensor.
     both = begun & not_last
     in_forward = [both[forward], ended, begun[forward], ended, 0 * forward]
     one = np.ones_like(backward)
@@ -161,64 +149,56 @@ def running_passes(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MemoryTable:
-    """Bytes of passes by kind of unit, of every level apart.
+    """Bytes per pass and kind of unit, separate for each level.
 
     Methods take `counts` [..., kinds] and `recomputed` [..., levels * kinds].
     """
 
     kinds: tuple[UnitKind, ...]
     state_bytes: np.ndarray
-    """Bytes of weights, gradients and optimizer state, [kinds]."""
+    """Weights, gradients and optimizer state, [kinds]."""
     tied_bytes: float
-    """Part of the state that a stage with both language embed and head has once and not twice."""
+    """State shared by language embed and head in a stage with both."""
     others_kept_bytes: np.ndarray
-    """Kept of the other micro-batches that are held in a pass; this and the next three are
-    [passes, levels * kinds]."""
+    """Activations of the other micro-batches in flight, [passes, levels * kinds]."""
     others_input_bytes: np.ndarray
-    """Kept of the other micro-batches where the unit is recomputed."""
+    """`others_kept_bytes` if the unit is recomputed, [passes, levels * kinds]."""
     own_kept_bytes: np.ndarray
-    """Kept of the micro-batch that runs."""
+    """Activations of the running micro-batch, [passes, levels * kinds]."""
     own_input_bytes: np.ndarray
-    """Kept of the micro-batch that runs where the unit is recomputed."""
+    """`own_kept_bytes` if the unit is recomputed, [passes, levels * kinds]."""
     working_bytes: np.ndarray
-    """Working memory of a unit of the micro-batch that runs; this and the next five are [passes,
-    kinds]."""
+    """Working memory of a unit on the running micro-batch, [passes, kinds]."""
     passing_bytes: np.ndarray
-    """What units without a backward hold of the micro-batch that runs, while one of them does."""
+    """Memory held by units without a backward while they run, [passes, kinds]."""
     first_bytes: np.ndarray
-    """Tensors of the cut before a stage that begins with the first unit of the kind."""
+    """P2P tensors before a stage beginning with the kind's first unit, [passes, kinds]."""
     inner_bytes: np.ndarray
-    """Tensors of the cut before a stage that begins with a later one, which may be fewer."""
+    """P2P tensors before a stage beginning with a later unit; may be fewer, [passes, kinds]."""
     last_bytes: np.ndarray
-    """Tensors of the cut after a stage that ends with the unit."""
+    """P2P tensors after a stage ending with the unit, [passes, kinds]."""
     own_gradient_bytes: np.ndarray
-    """Gradient of the unit's output where the stage ends with it, there to the backward's end."""
+    """Gradient of the stage's output, live until the backward ends, [passes, kinds]."""
     shared_bytes: np.ndarray
-    """Room that all units of a kind share through the run, and the kinds too: the largest counts.
-    [kinds]"""
+    """Buffer shared by all units and kinds (use the max), [kinds]."""
     buffer_bytes: np.ndarray
-    """Each buffer of the trainer's libraries, which a stage has once, [buffers]."""
+    """Trainer library buffers, allocated once per stage, [buffers]."""
     has_buffer: np.ndarray
-    """Whether a stage with a unit of a kind has the buffer, 0 or 1, [kinds, buffers]."""
+    """1 if a stage with the kind has the buffer, else 0, [kinds, buffers]."""
     expert_bytes: np.ndarray
-    """Buffers of the communication library for the ranks that share out experts, which a stage with
-    any has once. [kinds]"""
+    """Expert-parallel communication buffers, allocated once per stage, [kinds]."""
     has_backward: np.ndarray
-    """Whether the unit has a backward, [kinds]."""
     encoder_memory: EncoderMemory
-    """What data-parallel encoders take of every device."""
+    """Memory of data-parallel encoders on every device."""
     tied_gradient_bytes: np.ndarray
-    """Gradients of the tied matrix besides its buffer, where a stage has both language embed and
-    head, while a unit runs backward: the head's waits for the embed's, and then their sum. [kinds]
-    """
+    """Extra tied-matrix gradients in a backward, in a stage with embed and head. [kinds]"""
 
     @property
     def levels(self) -> int:
-        """Number of levels."""
         return self.own_kept_bytes.shape[1] // len(self.kinds)
 
     def activation_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Activations of all micro-batches that are held in every pass. [..., passes]"""
+        """Return the activations of all micro-batches in flight, per pass. [..., passes]"""
         whole = np.tile(counts, self.levels) - recomputed
         kept = whole @ (self.others_kept_bytes + self.own_kept_bytes).T
         return kept + recomputed @ (self.others_input_bytes + self.own_input_bytes).T
@@ -226,10 +206,10 @@ class MemoryTable:
     def peak_bytes(
         self, counts: np.ndarray, recomputed: np.ndarray, running: np.ndarray | None = None
     ) -> np.ndarray:
-        """Peak memory of a stage, all kinds of memory together. [...]
+        """Return the peak memory of a stage, including its state. [...]
 
         Args:
-            running: what `running_bytes` gives, where that is known. [..., passes]
+            running: result of `running_bytes`, if known. [..., passes]
         """
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
         if running is None:
@@ -238,38 +218,35 @@ class MemoryTable:
         return state + self.with_encoders(counts, pass_bytes)
 
     def with_encoders(self, counts: np.ndarray, pass_bytes: np.ndarray) -> np.ndarray:
-        """Largest of some passes [..., passes], with what data-parallel encoders take; what
-        they take besides that while they run comes without any pass. [...]
-        """
+        """Return the max over passes [..., passes], with data-parallel encoders' memory. [...]"""
         embeds = counts[..., [kind.name for kind in self.kinds].index(LANGUAGE_EMBED)] > 0
         taken = self.encoder_memory
         running = np.maximum(pass_bytes.max(axis=-1), taken.arrival * embeds)
         in_step = taken.held + np.maximum(running + taken.features * embeds, taken.encoding)
-        if not taken.whole:  # then an evaluation takes less than a step
+        if not taken.whole:  # an evaluation takes less than a step
             return in_step
-        # Held-out data runs forward alone, in less than its units work with in a backward.
+        # Evaluation runs forward only, with less working memory than a backward.
         working = (self.working_bytes.max(axis=0) * (counts > 0)).max(axis=-1)
         evaluating = taken.evaluating + np.maximum(working, taken.evaluation)
         return np.where(embeds, np.maximum(in_step, evaluating), in_step)
 
     def pass_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Peak of every pass besides the state. [..., passes]"""
+        """Return the memory of every pass without the state. [..., passes]"""
         return self.running_bytes(counts, recomputed) + self._in_flight_bytes(counts, recomputed)
 
     def _in_flight_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """What the other micro-batches in flight and links hold in every pass. [..., passes]"""
+        """Return the bytes of other micro-batches in flight and of P2P tensors. [..., passes]"""
         whole = np.tile(counts, self.levels) - recomputed
         others = whole @ self.others_kept_bytes.T + recomputed @ self.others_input_bytes.T
         return others + self.link_bytes(counts)
 
     def running_bytes(self, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Most that the micro-batch that runs holds in every pass, with the working memory of the
-        unit that runs. It is the same in all stages. [..., passes]
+        """Return the running micro-batch's max memory in every pass, equal in all stages. [...,
+        passes]
 
-        Recomputing one layer more never raises it: of a kind's layers the earliest are recomputed,
-        so that as long as one is not, it runs backward before them with more kept than they bring
-        back. Layers of several kinds may follow one another in any order, so all of a tower's count
-        as kept while one of them runs.
+        Recomputing one more layer never raises it: a kind's earliest layers are recomputed, and a
+        kept layer runs backward before them with more live activations. Kinds of a tower may be
+        interleaved, so all of its layers count as kept while any runs.
         """
         whole = np.tile(counts, self.levels) - recomputed
         own, most, passing = np.zeros((3, *counts.shape[:-1], len(self.working_bytes)))
@@ -281,7 +258,7 @@ class MemoryTable:
         for kinds in _in_model_order(self.kinds):
             columns = (first[:, None] + kinds).ravel()
             kept, inputs = self.own_kept_bytes[:, columns], self.own_input_bytes[:, columns]
-            # Backward, what comes after these has let go of what it kept.
+            # Units after these have freed their activations in the backward.
             own = own + whole[..., columns] @ kept.T + recomputed[..., columns] @ inputs.T
             for kind in (kind for kind in kinds if kind in held_kinds):
                 column = first + kind
@@ -292,7 +269,7 @@ class MemoryTable:
                 running = own + self.working_bytes[:, kind] + every_again @ brought_back.T
                 held = counts[..., kind, None] > 0
                 if self.has_backward[kind]:
-                    # The stage's last unit works with the gradient that it is given.
+                    # The last unit's working memory includes this gradient.
                     running = running + (kind != last[..., None]) * own_gradient
                     running = running + tied * self.tied_gradient_bytes[kind]
                 else:
@@ -302,10 +279,10 @@ class MemoryTable:
         return most
 
     def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
-        """Most bytes of one stage in every pass, whichever of its layers are recomputed. [passes]
+        """Return the max memory per pass for any placement of recomputed layers. [passes]
 
         Args:
-            runs: of the stage's units, in order.
+            runs: the stage's units, in order.
         """
         counts, recomputed = counts_of_runs(len(self.kinds), runs)
         others, own, most = np.zeros((3, len(self.working_bytes)))
@@ -322,24 +299,24 @@ class MemoryTable:
                 again, self.others_input_bytes[:, column], self.others_kept_bytes[:, column]
             )
             own, others = own + run.number * held, others + run.number * of_others.sum(axis=1)
-            # The last of these runs backward with most besides, and brings back what it dropped.
+            # The run's last layer goes backward first: all earlier activations are kept, its own
+            # restored.
             running = own - held + kept.sum(axis=1) + self.working_bytes[:, run.kind]
             running = running + (run.kind != _last_kind(counts)) * own_gradient
             running = running + tied * self.tied_gradient_bytes[run.kind]
             most = np.maximum(most, self.has_backward[run.kind] * running)
-        # With the earliest of each kind recomputed, what the search counts.
+        # As the search counts: the earliest layers of each kind are recomputed.
         return np.maximum(
             table.pass_bytes(counts, recomputed), others + most + table.link_bytes(counts)
         )
 
     def link_bytes(self, counts: np.ndarray) -> np.ndarray:
-        """What is held in every pass of tensors between stages, with what the stage's units share.
-        [..., passes]"""
+        """Return P2P tensors and shared buffers per pass. [..., passes]"""
         links = self._first_link_bytes(counts) + self.last_bytes.T[_last_kind(counts)]
         return links + self.room_bytes(counts)[..., None]
 
     def room_bytes(self, counts: np.ndarray) -> np.ndarray:
-        """What the units of stages share through the run. [...]"""
+        """Return the buffers that stages allocate once per run. [...]"""
         shared = ((counts > 0) * self.shared_bytes).max(axis=-1)
         shared = shared + ((counts > 0) * self.expert_bytes).max(axis=-1)
         if len(self.buffer_bytes):
@@ -347,9 +324,10 @@ class MemoryTable:
         return shared
 
     def _first_link_bytes(self, counts: np.ndarray) -> np.ndarray:
-        """Tensors of the cut before a stage. [..., passes]
+        """Return the tensors of the cut before a stage. [..., passes]
 
-        Where it begins follows from its counts, but for stages of one kind, which count the larger.
+        Counts imply the stage's first unit, except in stages of one kind, which take the larger
+        size.
         """
         held = counts > 0
         first = held.argmax(axis=-1)
@@ -360,23 +338,21 @@ class MemoryTable:
         return np.where(has_all | is_alone & (outer > inner), outer, inner)
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
-        """A table of some of the passes."""
+        """Select passes."""
         return self._each(lambda of_passes: of_passes[chosen])
 
     def joined(self, more: "MemoryTable") -> "MemoryTable":
-        """A table with the passes of another one besides."""
+        """Concatenate the passes of two tables."""
         others = iter([getattr(more, name) for name in _OF_PASSES])
         return self._each(lambda of_passes: np.concatenate([of_passes, next(others)]))
 
     def at_most(self) -> "MemoryTable":
-        """One pass for every level, which needs at least as much as any of that level's, whatever
-        the stage holds."""
+        """Return one pass per level, an upper bound of all its passes."""
         own = [self._own_level == level for level in np.unique(self._own_level)]
         return self._each(lambda of_passes: np.stack([of_passes[o].max(axis=0) for o in own]))
 
     def of_level(self, level: int) -> "MemoryTable":
-        """Passes whose own micro-batch is of one level, as if there were no other levels, and one
-        that needs nothing."""
+        """Return passes that run a micro-batch of `level`, plus an empty pass."""
         chosen = self._own_level == level
         columns = slice(level * len(self.kinds), (level + 1) * len(self.kinds))
 
@@ -389,7 +365,7 @@ class MemoryTable:
 
     @property
     def _own_level(self) -> np.ndarray:
-        """Level of every pass's own micro-batch; 0 where it keeps nothing. [passes]"""
+        """Level of the running micro-batch, 0 if it keeps nothing. [passes]"""
         own = self.own_kept_bytes.reshape(-1, self.levels, len(self.kinds))
         return own.sum(axis=2).argmax(axis=1)
 
@@ -403,18 +379,18 @@ _OF_PASSES = (
     *("working_bytes", "passing_bytes", "first_bytes", "inner_bytes", "last_bytes"),
     "own_gradient_bytes",
 )
-"""Fields of a table that have a row for each of its passes."""
+"""Table fields with one row per pass."""
 
 
 def _last_kind(counts: np.ndarray) -> np.ndarray:
-    """Index of the last kind of unit that stages [..., kinds] hold. [...]"""
+    """Return the index of the last kind that stages [..., kinds] hold. [...]"""
     return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
 
 
 @lru_cache(maxsize=_KEPT_KINDS)
 def _alike(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
-    """Indices of other kinds of layer that differ from each only in what they carry over cuts: as
-    long as one of theirs is kept, its own bring back no more than was kept before."""
+    """Return other kinds that differ from a kind only in P2P tensors. While any such layer is kept,
+    recomputing this kind needs no more memory than before."""
     return [
         [index for index, each in enumerate(kinds) if index != kind and each.is_like(own)]
         for kind, own in enumerate(kinds)
@@ -423,22 +399,22 @@ def _alike(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
 
 @lru_cache(maxsize=_KEPT_KINDS)
 def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
-    """Indices of kinds, those of a tower's layers together."""
+    """Return kind indices in model order, grouped by tower."""
     groups = groupby(enumerate(kinds), lambda each: each[1].is_layer or each[1].name)
     return [[index for index, _ in same] for _, same in groups]
 
 
 def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> list[MemoryTable]:
-    """Memory tables of every stage of a pipeline, each with its own micro-batches in flight.
+    """Return the memory table of every pipeline stage.
 
-    Of one level they have every pass that may be a stage's peak; of several levels these are too
-    many, and they are `often_heaviest_tables`.
+    With one level a table has every pass that may be the peak, with several levels only
+    `often_heaviest_tables`.
     """
     if cost.levels > 1:
         return often_heaviest_tables(cost, workload, pipeline_size)
     of_stages = passes_of_stages(cost, workload, pipeline_size)
     encoder_memory = encoder_memory_of(workload)
-    # Stages that hold the same micro-batches share a table.
+    # Stages with equal micro-batches in flight share a table.
     distinct = {id(passes): passes for passes in of_stages}
     tables = {
         key: memory_table(cost, _largest(cost, passes), encoder_memory)
@@ -450,10 +426,10 @@ def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> li
 def often_heaviest_tables(
     cost: CostModel, workload: Workload, pipeline_size: int
 ) -> list[MemoryTable]:
-    """Memory tables with the few passes that are the peak of a wide choice of stages and recomputed
-    layers: what is found by them must be looked at in all passes (`heaviest_passes`).
+    """Return memory tables with the few passes that peak for most stage contents.
 
-    Of many stages some are looked at; between two of these a stage has both ones' passes.
+    Plans based on them must be checked in all passes (`heaviest_passes`). With many stages only
+    some are sampled, and a stage between two samples has the passes of both.
     """
     of_stages = passes_of_stages(cost, workload, pipeline_size)
     encoder_memory = encoder_memory_of(workload)
@@ -473,10 +449,10 @@ def often_heaviest_tables(
 def passes_of_stages(
     cost: CostModel, workload: Workload, pipeline_size: int, chosen: np.ndarray | None = None
 ) -> list[RunningPasses]:
-    """Every pass of every stage of a pipeline, or those chosen by their rising indices; stages that
-    hold the same micro-batches share them.
+    """Return every pass of every stage, or the passes at increasing indices `chosen`.
 
-    Those of two stages at one index are the same pass of the same micro-batch.
+    Index i is the same pass of the same micro-batch in all stages. Stages with equal micro-batches
+    in flight share an object.
     """
     features, slot = features_of(workload, cost), workload.slot
     others = _others_in_flight(pipeline_size, int(slot.max()) + 1).reshape(pipeline_size, -1)
@@ -486,8 +462,7 @@ def passes_of_stages(
 
 
 def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> list[RunningPasses]:
-    """For every stage of a pipeline one pass that needs at least as much as any: bytes never fall
-    where features grow."""
+    """Return one pass per stage that bounds all of its passes, as bytes grow with features."""
     largest = features_of(workload, cost).max(axis=0)
     most = _others_in_flight(pipeline_size, int(workload.slot.max()) + 1).max(axis=(1, 2))
     links = np.ones((1, len(LINKS)))
@@ -506,13 +481,12 @@ def heaviest_passes(
     recomputed: np.ndarray,
     runs_of: Sequence[Sequence[UnitRun]] | None = None,
 ) -> list[MemoryTable]:
-    """The pass of every stage that needs the most memory of all, and that which keeps the most, as
-    a table of these two.
+    """Return a table per stage with its peak pass and the pass that keeps the most activations.
 
     Args:
         counts: [stages, kinds].
         recomputed: [stages, levels * kinds].
-        runs_of: of every stage's units; None for the earliest of every kind recomputed.
+        runs_of: units of every stage, or None if the earliest layers of every kind are recomputed.
     """
     features, tables = features_of(workload, cost), []
     for stage, of_stage in enumerate(zip(counts, recomputed, strict=True)):
@@ -530,13 +504,12 @@ def bytes_in_passes(
     recomputed: np.ndarray,
     runs: Sequence[UnitRun] = (),
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What a stage needs besides its state in every pass, and what it keeps in it, of a table of
-    some of them at a time. [passes] each
+    """Return memory without state, and activations kept, of every pass, in chunks. [passes] each
 
     Args:
         counts: [kinds].
         recomputed: [levels * kinds].
-        runs: of the stage's units; none for the earliest of every kind recomputed.
+        runs: units of the stage, or empty if the earliest layers of every kind are recomputed.
     """
     needed, kept = [], []
     for first in range(0, len(passes.own), _PASSES_AT_ONCE):
@@ -547,11 +520,11 @@ def bytes_in_passes(
 
 
 _Drawn = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
-"""What `_drawn_stages` gives."""
+"""Result of `_drawn_stages`."""
 
 
 def _heaviest_for(drawn: _Drawn, passes: RunningPasses) -> np.ndarray:
-    """Indices of the passes that are the heaviest for some of the stages that were drawn."""
+    """Return indices of the passes that are the peak of any drawn stage."""
     others, own, own_backward, links = drawn
     chunks = range(0, len(passes.own), _PASSES_AT_ONCE)
     most, found = np.full(len(others), -np.inf), np.zeros(len(others), np.int64)
@@ -567,10 +540,10 @@ def _heaviest_for(drawn: _Drawn, passes: RunningPasses) -> np.ndarray:
 
 
 def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
-    """What a unit of each feature takes in stages that are drawn at random, while a unit of each
-    kind runs in them: of the other micro-batches, of the running one, and of that in a backward
-    besides, [stages * kinds * moments, levels * features] each; and what each of `LINKS` but the
-    last takes, [stages * kinds * moments, links - 1]."""
+    """Return bytes per feature in randomly drawn stages while a unit of each kind runs: of other
+    micro-batches, of the running one, and of its backward in addition, [stages * kinds * moments,
+    levels * features] each; and of each of `LINKS` except the last, [stages * kinds * moments,
+    links - 1]."""
     rng, levels, kinds = np.random.default_rng(0), cost.levels, len(cost.kinds)
     units = cost.units.values()
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
@@ -578,7 +551,7 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
     shape = drawn, levels, kinds
     most = np.where(is_layer, rng.choice(_MOST_LAYERS, (drawn, 1)), 2)
     counts = rng.integers(0, most)
-    # Most levels recompute nothing or all they can, and some stages all of every level.
+    # Most levels recompute nothing or everything, and some stages everything at all levels.
     share = np.clip(rng.uniform(-0.5, 1.5, shape), 0, 1)
     share[::_RECOMPUTING_ALL] = 1
     again = counts[:, None] * is_layer * share
@@ -587,7 +560,7 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
     activation, boundary = (_of_units(cost, f"{each}_bytes") for each in ("activation", "boundary"))
     kept = whole * activation + recomputed * boundary  # [stages, levels * features, kinds]
     back = np.where((whole == 0) & (recomputed > 0), activation - boundary, 0.0)
-    # While a unit runs, those after it keep nothing.
+    # Units after the running one keep nothing.
     running = kept.cumsum(axis=2) + back
     of_cuts = cut_bytes(cost, largest, counts)
     first, last = (counts > 0).argmax(axis=1), _last_kind(counts)
@@ -606,10 +579,7 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> _Drawn:
 
 
 def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
-    """Passes of which no other one needs as much memory for sure.
-
-    Bytes never fall where a feature of either micro-batch grows.
-    """
+    """Return the Pareto-maximal passes by memory features: bytes never decrease with features."""
     units = cost.units.values()
     kept = np.array([[unit.activation_bytes, unit.boundary_bytes] for unit in units])
     grows = kept.max(axis=(0, 1)) > 0
@@ -624,7 +594,7 @@ def _largest(cost: CostModel, passes: RunningPasses) -> RunningPasses:
 
 
 def encoder_memory_of(workload: Workload) -> EncoderMemory:
-    """What data-parallel encoders take of every device; nothing where there are none."""
+    """Return data-parallel encoders' memory per device, or zero if there are none."""
     return EncoderMemory() if workload.encoding is None else workload.encoding.encoder_memory
 
 
@@ -634,13 +604,13 @@ _NO_ENCODERS = EncoderMemory()
 def memory_table(
     cost: CostModel, passes: RunningPasses, encoder_memory: EncoderMemory = _NO_ENCODERS
 ) -> MemoryTable:
-    """Memory of the given passes by kind of unit, beside what encoders take."""
+    """Return the memory of passes by kind of unit, with encoders' memory."""
     units = cost.units.values()
     activation, boundary = (_of_units(cost, f"{each}_bytes") for each in ("activation", "boundary"))
     working = [(passes.own @ unit.transient_bytes.T).max(axis=1) for unit in units]
     shared = [_largest_bytes(cost, unit.shared_bytes, passes.largest) for unit in units]
-    # Tensors of other micro-batches on the cuts are as large as any: they are no more than some
-    # thousandths of what a stage holds, and a pass would have four micro-batches' features more.
+    # Other micro-batches' tensors on the cuts are bounded by the largest: they are a few
+    # thousandths of a stage, and exact sizes would need four more feature columns.
     next_input, input_gradient, output, next_gradient, own_gradient = passes.links.T[..., None]
     came, back_to, sent, back = _cut_bytes(cost, passes.largest)
     first_bytes = next_input * came + input_gradient * back_to
@@ -677,8 +647,8 @@ def memory_table(
 
 
 def unkept_input(cost: CostModel) -> np.ndarray:
-    """Input of a stage that begins with a unit of each kind, where the unit keeps none but the
-    stage does for its gradient: projectors and the language embed. [kinds, features]"""
+    """Return the input of a stage beginning with each kind, if the unit keeps none but the stage
+    does for its gradient: projectors and the language embed. [kinds, features]"""
     units = [*cost.units.values()]
     inputs = np.zeros((len(units), len(cost.features)))
     for index, (before, kind) in enumerate(zip(units, cost.kinds[1:], strict=False), 1):
@@ -688,10 +658,7 @@ def unkept_input(cost: CostModel) -> np.ndarray:
 
 
 def tied_gradient_bytes(cost: CostModel) -> np.ndarray:
-    """Gradients of the tied matrix, besides the one that its unit works with. [kinds]
-
-    They are whole, however weights are divided.
-    """
+    """Return gradients of the tied matrix beyond its unit's own, unsharded. [kinds]"""
     matrix_bytes = cost.tied_trained_parameters * cost.rates.weight_bytes
     matrix_bytes *= cost.weight_parts
     besides = {LANGUAGE_EMBED: 2, HEAD: 0}
@@ -700,45 +667,45 @@ def tied_gradient_bytes(cost: CostModel) -> np.ndarray:
 
 
 def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
-    """Tensors of the largest micro-batch on the cuts before and after a unit of each kind: what
-    comes to it, the gradient of that, what it sends, the gradient of that. [4, kinds]"""
+    """Return the largest micro-batch's P2P tensors by kind: input, its gradient, output, its
+    gradient. [4, kinds]"""
     units = cost.units.values()
     sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
     back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])
-    # What comes to a unit has left a unit of its kind, or of the kind before it: where adapters
-    # begin with the layers, only the former has a gradient.
+    # A unit's input comes from its own kind or from the previous kind. If adapters begin with the
+    # layers, only its own kind's has a gradient.
     is_layer = np.array([kind.is_layer for kind in cost.kinds])
     came, back_to = np.append(0, sent[:-1]), np.append(0, back[:-1])
     return np.stack([came, np.where(is_layer & (back_to == 0), back, back_to), sent, back])
 
 
 def cut_bytes(cost: CostModel, largest: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """Tensors of the largest micro-batch on the cuts before and after stages of so many units
-    [..., kinds], in the same order. [4, ...]"""
+    """Return the largest micro-batch's P2P tensors for stages with `counts` units [..., kinds];
+    order as in `_cut_bytes`. [4, ...]"""
     first, last = (counts > 0).argmax(axis=-1), _last_kind(counts)
     came, back_to, sent, back = _cut_bytes(cost, largest)
     return np.stack([came[first], back_to[first], sent[last], back[last]])
 
 
 def _largest_bytes(cost: CostModel, per_feature: np.ndarray, largest: np.ndarray) -> float:
-    """Bytes of a micro-batch with the most of every feature, at the level where they are most."""
+    """Return bytes of a micro-batch with the max of every feature, max over levels."""
     return float((per_feature * largest).reshape(cost.levels, -1).sum(axis=1).max())
 
 
 def _of_units(cost: CostModel, name: str) -> np.ndarray:
-    """Coefficients of every kind of unit. [levels * features, kinds]"""
+    """Return coefficients of every kind of unit. [levels * features, kinds]"""
     return np.stack([getattr(unit, name) for unit in cost.units.values()], axis=1)
 
 
 def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> np.ndarray:
-    """Product of features [passes, levels * features] and coefficients [levels * features, kinds]
-    within every level. [passes, levels * kinds]"""
+    """Return features [passes, levels * features] times coefficients [levels * features, kinds],
+    per level. [passes, levels * kinds]"""
     blocks = zip(np.split(features, levels, axis=1), np.split(per_unit, levels), strict=True)
     return np.concatenate([of_level @ per_kind for of_level, per_kind in blocks], axis=1)
 
 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
-    """Bytes of weights, gradients and optimizer state of a unit on one device."""
+    """Return weights, gradients and optimizer state of a unit per device."""
     trained = unit.trained_parameters, unit.trained_expert_parameters
     weight_bytes = cost.of_parameters("weight_bytes", unit.parameters, unit.expert_parameters)
     trained_bytes = cost.of_parameters("gradient_bytes", *trained) + cost.of_parameters(
@@ -748,7 +715,7 @@ def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
 
 
 def tied_state_bytes(cost: CostModel) -> float:
-    """Bytes of weights, gradients and optimizer state of the tied matrix on one device."""
+    """Return weights, gradients and optimizer state of the tied matrix per device."""
     trained = cost.tied_trained_parameters, 0
     trained_bytes = cost.of_parameters("gradient_bytes", *trained) + cost.of_parameters(
         "optimizer_bytes", *trained
@@ -759,7 +726,7 @@ def tied_state_bytes(cost: CostModel) -> float:
 def stage_memories(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> list[StageMemory]:
-    """Peak memory of one device of every stage, over all passes of a run."""
+    """Return the peak memory per device of every stage, over all passes of a run."""
     runs_of = [unit_runs(cost.kinds, at_levels) for at_levels in zip(*stages_at, strict=True)]
     held = zip(*(counts_of_runs(len(cost.kinds), runs) for runs in runs_of), strict=True)
     counts, recomputed = map(np.stack, held)
@@ -770,7 +737,7 @@ def stage_memories(
 def recomputed_at_levels(
     kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]
 ) -> np.ndarray:
-    """Units that every stage recomputes at each level. [stages, levels * kinds]"""
+    """Return recomputed units per stage and level. [stages, levels * kinds]"""
     return np.stack(
         [
             np.concatenate([recomputed_counts(kinds, stage) for stage in at_levels])
@@ -780,7 +747,7 @@ def recomputed_at_levels(
 
 
 def stage_memory(cost: CostModel, runs: Sequence[UnitRun], table: MemoryTable) -> StageMemory:
-    """Peak memory of one device of a stage of these runs of units, over the passes of its table."""
+    """Return the peak memory of a stage over the passes of its table."""
     counts, recomputed = counts_of_runs(len(cost.kinds), runs)
     held_bytes = float(table.activation_bytes(counts, recomputed).max())
     pass_bytes = table.stage_bytes(runs)
@@ -795,11 +762,11 @@ def memory_of_stage(
     held_bytes: float,
     pass_bytes: np.ndarray,
 ) -> StageMemory:
-    """Memory of one device of a stage of so many units of each kind [kinds].
+    """Return the memory of a stage with `counts` units [kinds].
 
     Args:
-        held_bytes: most activations of all micro-batches that are held.
-        pass_bytes: what the stage needs besides its state in every pass, [passes].
+        held_bytes: max activations of all micro-batches in flight.
+        pass_bytes: memory of every pass without the state, [passes].
     """
     held, of_held, copies = counts @ np.array(
         [
@@ -831,12 +798,12 @@ def memory_of_stage(
 
 
 def undominated(rows: np.ndarray) -> np.ndarray:
-    """The distinct rows [n, k] that no other row equals or exceeds in every column."""
+    """Return the distinct Pareto-maximal rows of [n, k]."""
     columns = np.ascontiguousarray(rows.T)
     sums = (1 / np.maximum(columns.max(axis=1), 1)) @ columns
     found = []
     while len(sums):
-        # A row with the largest scaled sum is dominated by no other.
+        # A row with the largest scaled sum is Pareto-maximal.
         top = columns[:, sums.argmax()]
         found.append(top)
         left = np.zeros(len(sums), bool)

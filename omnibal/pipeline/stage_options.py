@@ -1,9 +1,8 @@
-"""What every stage of a pipeline may be: a run of units with the layers that it recomputes.
+"""Options of every pipeline stage: a run of units with its recomputed layers.
 
-Of one level all sets of layers that fit and may be the best are options; where a trainer is told
-numbers, those that they make (`omnibal.pipeline.recompute_numbers`). Of several levels, all too,
-where there are few; else those of a grid, beside optimistic ones by which all are bounded
-(`omnibal.pipeline.recompute`).
+With one level all useful sets that fit are options, or the sets given by numbers
+(`omnibal.pipeline.recompute_numbers`). With several levels also all if few, else a grid with
+optimistic sets that bound the rest (`omnibal.pipeline.recompute`).
 """
 
 from collections.abc import Sequence
@@ -28,18 +27,18 @@ from omnibal.pipeline.recompute_numbers import StageNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
 
 _MOST_OPTIONS = 20_000
-"""Sets of recomputed layers of a stage at several levels, over all runs of units."""
+"""Max recompute sets of a stage at several levels, over all runs of units."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOptions:
-    """Options of one stage, sorted by start: a run with a recomputed set that fits."""
+    """Options of one stage, sorted by start: a run with a recompute set that fits."""
 
     start: np.ndarray
     """Position of the first unit; this and the next are [options]."""
     end: np.ndarray
     recomputed: np.ndarray
-    """Recomputed layers of each kind at each level, [options, levels * layer kinds]."""
+    """Recomputed layers, [options, levels * layer kinds]."""
     terms: np.ndarray
     """Cost terms with recomputation, [options, terms]."""
     bound_ms: np.ndarray
@@ -49,13 +48,13 @@ class StageOptions:
         return len(self.start)
 
     def place(self, one: "StageOptions") -> int:
-        """Index here of an option given by itself; -1 where it is not among these."""
+        """Return the index of the single option `one`, or -1 if absent."""
         same = (self.start == one.start) & (self.end == one.end)
         same &= (self.recomputed == one.recomputed).all(axis=1)
         return int(same.argmax()) if same.any() else -1
 
     def including(self, one: "StageOptions") -> "StageOptions":
-        """Options with one more that is given by itself."""
+        """Return the options with the single option `one` added."""
         if self.place(one) >= 0:
             return self
         both = StageOptions(
@@ -68,12 +67,12 @@ class StageOptions:
         return both.in_order()
 
     def in_order(self) -> "StageOptions":
-        """Options in order: of each run the one with the smallest bound first."""
+        """Sort options so that each run's smallest bound comes first."""
         keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
         return self.take(np.lexsort(keys))
 
     def take(self, kept: np.ndarray) -> "StageOptions":
-        """Some of them, in the same order."""
+        """Select options, keeping the order."""
         return rows_of(self, kept)
 
 
@@ -85,16 +84,16 @@ class SearchProblem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """Times to recompute layers, [extremes, levels * layer kinds]; see `useful_recomputes`."""
+    """Recompute times per layer, [extremes, levels * layer kinds]; see `useful_recomputes`."""
     levels: int
     same_at_levels: bool
-    """Whether a stage must recompute the same layers at all levels."""
+    """Whether a stage recomputes the same layers at all levels."""
     rules: StageRules = FREE
     numbers: StageNumbers | None = None
-    """Numbers of recomputed layers, of one level; None where any layers may be recomputed."""
+    """Recompute numbers with one level, or None if any layers may be recomputed."""
     slowness: np.ndarray | None = None
-    """Time of every stage's passes over what its units cost, 1 at least, so that bounds over units
-    hold; None where all are alike. [p]"""
+    """Slowdown of every stage's passes, at least 1 so that bounds over units hold, or None if all
+    are equal. [p]"""
 
     @property
     def stages(self) -> int:
@@ -111,13 +110,12 @@ class Choices:
 
     fitting: list[StageOptions]
     optimistic: list[StageOptions]
-    """Options of which one takes no longer than any that fits: the same where `complete`."""
+    """Options that bound all fitting options; equal to them if `complete`."""
     complete: bool
 
 
 def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
-    """Indices of the runs that every stage may hold in a split of at most `limit_ms`, were nothing
-    recomputed."""
+    """Return the runs of every stage in a split of at most `limit_ms` without recomputation."""
     structure, runs = problem.structure, problem.structure.runs
     short = np.flatnonzero(structure.own_ms <= limit_ms)
     fast = [
@@ -129,7 +127,7 @@ def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
 
 
 def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
-    """Options that every stage may have in a split of at most `limit_ms`."""
+    """Return the options of every stage in a split of at most `limit_ms`."""
     both: list[list[StageOptions]] = [[], []]
     complete = True
     for stage, usable in enumerate(runs_within(problem, limit_ms)):
@@ -146,8 +144,7 @@ def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
 def stage_choices(
     problem: SearchProblem, stage: int, chosen: np.ndarray
 ) -> tuple[StageOptions, StageOptions, bool]:
-    """The chosen runs with every recomputed set that fits at that stage and may be the best, and
-    the fields of `Choices` besides."""
+    """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
     if problem.numbers is not None:
         options = recomputing(problem, stage, *problem.numbers.of_runs(stage, chosen))
         return options, options, True
@@ -174,7 +171,7 @@ def stage_choices(
 def _of_sets(
     problem: SearchProblem, stage: int, chosen: np.ndarray, kind: np.ndarray, sets: Recomputes
 ) -> StageOptions:
-    """The chosen runs with the sets of their kind, which `sets.stage` numbers."""
+    """Return options of the chosen runs with sets indexed by `sets.stage`."""
     first = np.searchsorted(sets.stage, np.arange(int(kind.max(initial=-1)) + 2))
     number = np.diff(first)[kind]
     place = np.arange(number.sum()) - np.repeat(np.cumsum(number) - number, number)
@@ -183,7 +180,7 @@ def _of_sets(
 
 
 def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> StageOptions:
-    """The run of an option with the sets near to its own."""
+    """Return the option's run with sets near its own."""
     runs = problem.structure.runs
     run = np.flatnonzero((runs.start == option.start[0]) & (runs.end == option.end[0]))
     fit = LevelFit.of(
@@ -199,7 +196,7 @@ def options_near(problem: SearchProblem, stage: int, option: StageOptions) -> St
 def recomputing(
     problem: SearchProblem, stage: int, run: np.ndarray, recomputed: np.ndarray
 ) -> StageOptions:
-    """Options of a stage: runs [n] that recompute so many layers [n, levels * layer kinds]."""
+    """Return options of runs [n] with recomputed layers [n, levels * layer kinds]."""
     structure, runs = problem.structure, problem.structure.runs
     terms = runs.terms[run]
     layout = structure.layout
@@ -216,7 +213,7 @@ def recomputing(
 
 
 def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:
-    """Masks of the (starts, ends) of each stage that lie on a way through all stages."""
+    """Return masks of each stage's (starts, ends) on a path through all stages."""
     ahead = [np.arange(units + 1) == 0]
     for start, end in edges:
         reached = np.zeros(units + 1, bool)
@@ -232,12 +229,11 @@ def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list
 
 
 def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels: int) -> np.ndarray:
-    """Times to recompute a layer of each kind that span those on every micro-batch.
+    """Return recompute times per layer kind that span every micro-batch's times.
 
-    Of a micro-batch's time for a layer of every kind, each kind takes at least the least share that
-    it has on any of the level. An extreme gives all kinds but one that share, so that one takes the
-    rest: every micro-batch is a mean of these. With two kinds they are the two micro-batches that
-    differ most.
+    Every kind has a min share of the recompute time over a level's micro-batches. An extreme gives
+    one kind the rest and all others their min share, so every micro-batch is a mean of extremes.
+    With two kinds the extremes are two micro-batches.
 
     Args:
         recompute_ms: [levels * layer kinds, levels * features].
@@ -251,8 +247,8 @@ def recompute_extremes_ms(steps: SampledSteps, recompute_ms: np.ndarray, levels:
 
 
 def _extremes_of_level(layers_ms: np.ndarray) -> np.ndarray:
-    """Extremes of times [micro-batches, layer kinds]. [extremes, layer kinds]"""
-    # Micro-batches without recomputation time are left out, as any sets are equal on them.
+    """Return extremes of times [micro-batches, layer kinds]. [extremes, layer kinds]"""
+    # Micro-batches without recompute time are left out: all sets are equal on them.
     total_ms = layers_ms.sum(axis=1)
     if not total_ms.any():
         return np.zeros((1, layers_ms.shape[1]))

@@ -1,4 +1,4 @@
-"""What a trainer's rules leave of the ways to cut a model into stages."""
+"""Restrict stages by a trainer's rules."""
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from omnibal.model.units import LANGUAGE_EMBED, unit_names
 def allowed_runs(
     model: ModelConfig, rules: StageRules, start: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Whether runs of units may be stages; a run that starts at 0 is the first. bool [runs]
+    """Return whether runs of units may be stages (the first, if `start` is 0). bool [runs]
 
     Args:
         start: position of the first unit, [runs].
@@ -24,13 +24,13 @@ def allowed_runs(
     if rules.encoders_on_first:
         allowed &= (end > embed) & ((start == 0) | (start > embed))
     if rules.language_everywhere:
-        # Between the language embed and the head, which is the last unit, are its layers.
+        # Layers are between the language embed and the head, the last unit.
         allowed &= (end > embed + 1) & (start < units - 1)
     return allowed
 
 
 def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> None:
-    """Refuse more stages than the rules allow."""
+    """Raise if there are more stages than the rules allow."""
     language = model.language.layers
     if rules.language_everywhere:
         most, why = language, "every stage must hold a layer of the language model"
@@ -47,9 +47,8 @@ def check_stage_rules(model: ModelConfig, stages: int, rules: StageRules) -> Non
 
 
 def limits_in_words(rules: StageRules, model: ModelConfig, stages: int) -> str:
-    """Limits of what stages hold, for a message on memory, such as " with all encoders on the first
-    stage"; empty where none limits so many stages of the model. Whatever is said of recomputation,
-    all layers may be."""
+    """Return the stage limits for a message on memory, such as " with all encoders on the first
+    stage", or "" if none apply. Recomputation is not limited here."""
     limits = []
     if rules.encoders_on_first and model.encoders and stages > 1:
         limits.append("all encoders on the first stage")

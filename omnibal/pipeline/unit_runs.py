@@ -1,7 +1,7 @@
-"""The model as one ordered list of units, and pipeline stages as cuts in that list.
+"""The model as an ordered list of units, and stages as cuts in it.
 
-A cut at position c lies between units c - 1 and c. Counts are int64 vectors [kinds], over the kinds
-of unit of a model in the order of `omnibal.model.units.unit_kinds`.
+A cut at position c is between units c - 1 and c. Counts are int64 [kinds], in the order of
+`omnibal.model.units.unit_kinds`.
 """
 
 from collections import defaultdict
@@ -18,12 +18,11 @@ from omnibal.pipeline.stage import Span, Stage, joined
 
 
 def layer_kinds(kinds: Sequence[UnitKind]) -> list[int]:
-    """Indices of the kinds that are layers."""
     return [index for index, kind in enumerate(kinds) if kind.is_layer]
 
 
 def unit_words(model: ModelConfig) -> tuple[Span, ...]:
-    """List every unit of the model as stages name it, in model order."""
+    """Return every unit of the model as stages name it, in model order."""
     kinds = {kind.name: kind for kind in unit_kinds(model)}
     numbers: defaultdict[str, count[int]] = defaultdict(count)
     words = []
@@ -38,7 +37,7 @@ def unit_words(model: ModelConfig) -> tuple[Span, ...]:
 
 
 def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
-    """Number of units of each kind that the stage holds. [kinds]"""
+    """Return the stage's units of each kind. [kinds]"""
     return np.array(
         [
             sum(map(kind.has_layer, stage.layers(kind.tower)))
@@ -51,29 +50,28 @@ def unit_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
 
 
 def recomputed_counts(kinds: Sequence[UnitKind], stage: Stage) -> np.ndarray:
-    """Number of units of each kind that the stage recomputes. [kinds]"""
+    """Return the stage's recomputed units of each kind. [kinds]"""
     layers = (sum(map(kind.has_layer, stage.recomputed(kind.tower))) for kind in kinds)
     return np.array([*layers], np.int64)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class UnitRun:
-    """Units of one kind in a row, that are recomputed at the same levels."""
+    """Consecutive units of one kind, recomputed at the same levels."""
 
     kind: int
-    """Index of the kind."""
     number: int
     recomputed: tuple[bool, ...]
-    """At each level."""
+    """Whether recomputed at each level."""
     is_inside: bool = False
-    """Whether a layer of the kind comes right before them, which may be another stage's."""
+    """Whether the unit before the run is a layer of this kind, possibly on another stage."""
 
 
 def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
-    """A stage's units in model order, those of one kind together as long as they are alike.
+    """Return a stage's runs of equal units, in model order.
 
     Args:
-        stage_at: the stage with what it recomputes at each level; of one level, `[stage]`.
+        stage_at: the stage with its recomputed layers at each level; `[stage]` for one level.
     """
     names = [kind.name for kind in kinds]
     again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
@@ -98,7 +96,7 @@ def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[Uni
 
 
 def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.ndarray]:
-    """Number of units of each of `kinds`, [kinds], and of recomputed ones, [levels * kinds]."""
+    """Return unit counts [kinds] and recomputed counts [levels * kinds]."""
     counts = np.zeros(kinds, np.int64)
     recomputed = np.zeros((len(runs[0].recomputed), kinds), np.int64)
     for run in runs:
@@ -108,12 +106,12 @@ def counts_of_runs(kinds: int, runs: Sequence[UnitRun]) -> tuple[np.ndarray, np.
 
 
 def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:
-    """Name of every unit's kind, in model order."""
+    """Return the kind name of every unit, in model order."""
     return tuple(_kind_of(kinds, unit).name for span in stage.units for unit in span.units)
 
 
 def last_unit(kinds: Sequence[UnitKind], stage: Stage) -> str:
-    """Name of the kind of the stage's last unit."""
+    """Return the kind name of the stage's last unit."""
     return _kind_of(kinds, stage.units[-1].units[-1]).name
 
 
@@ -125,13 +123,13 @@ def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
 
 
 def holds_both_ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
-    """Whether stages of unit counts [..., kinds] hold both language embed and head. [...]"""
+    """Return whether stages [..., kinds] hold both language embed and head. [...]"""
     embed, head = _ends(kinds, counts)
     return embed & head
 
 
 def holds_one_end(kinds: Sequence[UnitKind], counts: np.ndarray) -> np.ndarray:
-    """Whether stages of unit counts [..., kinds] hold one of language embed and head. [...]"""
+    """Return whether stages [..., kinds] hold language embed or head, not both. [...]"""
     embed, head = _ends(kinds, counts)
     return embed != head
 
@@ -146,10 +144,10 @@ def stages_from_cuts(
     cuts: Sequence[int],
     recomputed: Sequence[Sequence[int]] | None = None,
 ) -> tuple[Stage, ...]:
-    """Stages between the cuts; cuts must rise strictly within the model.
+    """Return the stages between strictly increasing cuts.
 
-    `recomputed` gives each stage's number of recomputed layers of every kind of layer of the model;
-    they are the earliest of the stage, so that equal searches give equal plans.
+    `recomputed` has each stage's recompute counts per layer kind, for its earliest layers, so that
+    equal searches give equal plans.
     """
     words, names = unit_words(model), unit_names(model)
     layers = [kind.name for kind in unit_kinds(model) if kind.is_layer]
@@ -168,13 +166,13 @@ def stages_from_cuts(
 
 
 def encoders_stage(model: ModelConfig) -> Stage:
-    """All units of a model's encoders, as a stage."""
+    """Return all units of a model's encoders as a stage."""
     units = len(unit_words(model)) - len(unit_words(model.without_encoders()))
     return stages_from_cuts(model, (units,))[0]
 
 
 def check_stages(model: ModelConfig, stages: Sequence[Stage]) -> None:
-    """Refuse stages that are not the model, cut into runs."""
+    """Raise unless the stages are the model, cut into runs."""
     position, words = 0, unit_words(model)
     for index, stage in enumerate(stages):
         if not stage.units:

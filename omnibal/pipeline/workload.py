@@ -1,6 +1,6 @@
-"""Workload: the micro-batches that simulator, search and split methods are given.
+"""Workload: micro-batches for simulation, search and split methods.
 
-A pack that several ranks share is a row on each of them, with the features of that rank's share.
+A shared pack is a row on each of its ranks, with the features of the rank's share.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,34 +21,29 @@ class Workload:
     """Micro-batches of a run, sorted by step, data-parallel rank and slot."""
 
     features: np.ndarray
-    """Features of every row, [rows, features], as `cost.model.pack_features` gives them, or
-    `cost.shares.share_features`."""
+    """From `cost.model.pack_features` or `cost.shares.share_features`, [rows, features]."""
     step: np.ndarray
-    """Step of every row; this and the next two are [rows]. A rank may have fewer micro-batches
-    than others, or none."""
+    """Step; this and the next two are [rows]. Ranks may differ in micro-batches, or have none."""
     dp_rank: np.ndarray
     slot: np.ndarray
     data_parallel_size: int
     level: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Level of the row's pack, [rows]; 0 where it is not given."""
+    """Level of the row's pack, [rows], default 0."""
     context: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Ranks that share the row's pack, an aligned block of them, [rows]; 1 where it is not given.
-    All have the pack in the same slot, and start each pass of it together."""
+    """Context-parallel size of the row's pack, [rows], default 1. Its ranks are an aligned block,
+    hold the pack in the same slot, and start each pass together."""
     lockstep_ranks: int = 1
-    """Neighbouring ranks that share out experts, and start each pass of every slot together in
-    stages that hold any; a divisor of the ranks, and of any context or a multiple of it."""
+    """Neighbouring expert-parallel ranks that start each pass together in stages with experts;
+    divides the ranks, and divides or is a multiple of every context-parallel size."""
     is_empty: np.ndarray = field(default_factory=lambda: np.zeros(0, bool))
-    """Whether the row is an empty micro-batch, which a rank runs to be in lockstep, [rows]; False
-    where it is not given."""
+    """Whether the row is an empty micro-batch for lockstep, [rows], default False."""
     unpadded: np.ndarray | None = None
-    """The features without the padding of packs to the longest, [rows, features]; None where packs
-    are not padded."""
+    """Features without padding to the longest pack, [rows, features], or None if not padded."""
     samples: Mapping[str, SampleItems] = field(default_factory=dict)
-    """Samples of every row by the feature of the data-parallel encoders that take whole ones; those
-    of empty micro-batches have none."""
+    """Samples of every row, by feature of whole-sample data-parallel encoders."""
     encoding: Encoding | None = None
-    """Data-parallel encoders, whose waits are features of the rows too; None where they are
-    units of the stages, or not chosen yet."""
+    """Data-parallel encoders, also in the waits of `features`, or None if stages hold encoders, or
+    not chosen yet."""
 
     def __post_init__(self) -> None:
         if not len(self.level):
@@ -60,7 +55,7 @@ class Workload:
 
     @classmethod
     def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
-        """Build the workload of a schedule, with the features [packs, features] of its packs."""
+        """Build the workload of a schedule with pack `features` [packs, features]."""
         return cls(
             features=features,
             step=packs.step,
@@ -77,8 +72,7 @@ class Workload:
         data_parallel_size: int,
         unpadded: np.ndarray | None = None,
     ) -> "Workload":
-        """Build the workload of shares with these features [shares, features], and with what they
-        are without padding, if they are padded."""
+        """Build the workload of shares with `features` and `unpadded` [shares, features]."""
         return cls(
             features=features,
             unpadded=unpadded,
@@ -99,8 +93,7 @@ class Workload:
         return bool((self.context > 1).any())
 
     def in_groups_of(self, lockstep_ranks: int) -> "Workload":
-        """Make so many neighbouring ranks run in lockstep: with empty micro-batches where others
-        of the group have a pack more."""
+        """Run `lockstep_ranks` neighbours in lockstep, padding with empty micro-batches."""
         if lockstep_ranks == 1:
             return self
         empty = empty_slots(self.step, self.dp_rank, self.data_parallel_size, lockstep_ranks)
@@ -124,15 +117,13 @@ class Workload:
 
     @property
     def runs_together(self) -> bool:
-        """Whether ranks share packs or run in lockstep, and so go by one list of operations."""
+        """Whether ranks share packs or run in lockstep, so that they use one operation list."""
         return self.has_shared or self.lockstep_ranks > 1
 
     @property
     def is_needed(self) -> np.ndarray:
-        """Whether the row would be there if no ranks shared out experts, [rows].
-
-        Empty micro-batches would not, but where they carry waits for encoders.
-        """
+        """Whether the row is needed without expert parallelism, [rows]: empty micro-batches are
+        not, unless they carry encoder waits."""
         return ~self.is_empty if self.encoding is None else np.ones(len(self), bool)
 
     def some_steps(self, most: int) -> "Workload":
@@ -147,7 +138,7 @@ class Workload:
         return self.rows(np.isin(self.step, steps))
 
     def rows(self, picked: np.ndarray) -> "Workload":
-        """Select rows by a mask or by their indices."""
+        """Select rows by mask or indices."""
         return replace(
             rows_of(self, picked),
             samples={name: each.take(picked) for name, each in self.samples.items()},
@@ -155,8 +146,7 @@ class Workload:
         )
 
     def each_rank_alone(self) -> "Workload":
-        """Make each data-parallel rank's part of a step a separate step, which waits for no other
-        rank."""
+        """Make each data-parallel rank's part of a step an independent step."""
         return replace(
             self,
             step=self.step * self.data_parallel_size + self.dp_rank,
@@ -169,7 +159,7 @@ class Workload:
 
 
 def _with_empty(features: np.ndarray, count: int) -> np.ndarray:
-    """Features of rows, and behind them those of so many empty micro-batches."""
+    """Append features of `count` empty micro-batches."""
     empty = np.zeros((count, features.shape[1]))
-    empty[:, 0] = 1  # what every micro-batch costs
+    empty[:, 0] = 1  # cost of every micro-batch
     return np.concatenate([features, empty])
