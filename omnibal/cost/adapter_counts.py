@@ -1,10 +1,8 @@
-"""Counts of adapters beside the products of a frozen unit (LoRA).
+"""Counts of low-rank adapters (LoRA) of a frozen unit.
 
-Beside y = x W stand x A and its product with B, added to y (Hu et al. 2021, LoRA, arXiv 2106.09685,
-section 4.1), as `megatron/vlm/model/adapters.py` runs them: all A's of a linear in one product, all
-B's in another, and the sum with y in the latter. Their ranks are a few dozen, so that both take as
-long as their inputs and outputs are read and written, unless their operations take longer. A's
-gradient needs x, which is kept where no backward needed it before; gradients of W are not made.
+y = x W gains (x A) B (Hu et al. 2021, LoRA, arXiv 2106.09685, section 4.1), as run by
+`megatron/vlm/model/adapters.py`: all A's of a linear in one product, all B's and the sum in
+another. Both are usually memory-bound. A's gradient needs x, which is then kept.
 """
 
 from collections.abc import Iterator, Mapping
@@ -17,8 +15,8 @@ from omnibal.cost.feed_forward_counts import EXPERT_PRODUCTS
 from omnibal.model.adapters import AdapterConfig, Linear
 
 _KERNELS, _KERNELS_OF_A_PIECE = 2, 2
-"""Kernels of a linear's adapters in forward, two products, and where it is of several pieces to put
-A's and B's together; backward has about twice as many."""
+"""Forward kernels of a linear's adapters: two products, and concatenation if it has several
+pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,35 +25,35 @@ class _Pair:
 
     product: Product
     rank: int
-    """Rank of all of them together."""
+    """Sum of ranks."""
     pieces: int
-    """Pieces of the linear that have any."""
+    """Adapted pieces of the linear."""
     outputs: float
-    """Outputs of these pieces on this device, of all ranks of each."""
+    """Outputs of these pieces on this device, summed over ranks."""
     divides_inputs: bool
     part: float
-    """Share of the sequence that a device has between blocks."""
+    """Share of the sequence that a device holds between blocks."""
 
     @property
     def parameters(self) -> int:
-        """Parameters of A and of B."""
+        """Parameters of A and B."""
         each = self.rank / self.pieces
         matrices = self.rank * self.product.inner + each * self.outputs
         return round(matrices * self.product.groups)
 
     @property
     def kernels(self) -> int:
-        """Kernels in forward."""
+        """Number of forward kernels."""
         return _KERNELS + (_KERNELS_OF_A_PIECE * self.pieces if self.pieces > 1 else 0)
 
     @property
     def rows_in(self) -> np.ndarray:
-        """Rows that A takes, [features]."""
+        """Input rows of A, [features]."""
         return self.product.rows * (1.0 if self.divides_inputs else self.part)
 
     @property
     def rows_out(self) -> np.ndarray:
-        """Rows that B makes, [features]."""
+        """Output rows of B, [features]."""
         return self.product.rows * (self.part if self.divides_inputs else 1.0)
 
 
@@ -67,7 +65,7 @@ def with_adapters(
     *,
     part: float,
 ) -> Counts:
-    """Counts of a frozen unit with adapters."""
+    """Return counts of a frozen unit with adapters."""
     pairs = list(_pairs(counts, adapters, linears, part))
     given = {pair.product.given for pair in pairs}
     parameters = sum(pair.parameters for pair in pairs)
@@ -102,7 +100,7 @@ def with_adapters(
 def _pairs(
     counts: Counts, adapters: AdapterConfig, linears: Mapping[str, Linear], part: float
 ) -> Iterator[_Pair]:
-    """The adapters of every product that has any; one without a name where all linears do."""
+    """Iterate over adapters of adapted products; unnamed products need `all-linear`."""
     for product in counts.products:
         linear = linears.get(product.name)
         if linear is not None:
@@ -130,10 +128,9 @@ def _pairs(
 
 
 def _moved(pair: _Pair, device: Device, *, backward: bool) -> np.ndarray:
-    """Bytes that both products read and write, or as many as take as long as their operations.
+    """Bytes that both products read and write, at least the equivalent of their operations.
 
-    Forward reads x, and reads and writes y. Backward reads y's gradient for B's gradient and its
-    input's, x for A's, and reads and writes x's gradient, to which it adds.
+    Forward reads x and updates y; backward reads x and y's gradient and updates x's gradient.
     """
     inner, outer, times = pair.product.inner, pair.product.outer, 2 if backward else 1
     of_input, of_output = (3, 2) if backward else (1, 2)
@@ -145,11 +142,11 @@ def _moved(pair: _Pair, device: Device, *, backward: bool) -> np.ndarray:
 
 
 def _exchanged(device: Device, pair: _Pair) -> Collectives:
-    """What tensor-parallel ranks exchange between A and B."""
+    """Tensor-parallel exchange between A and B."""
     if device.tensor == 1 or not pair.product.name:
         return Collectives()
     sent_bytes = device.sent * pair.product.rows * pair.rank * device.element_bytes
-    if pair.part < 1:  # gathered or scattered
+    if pair.part < 1:  # gather or scatter
         return Collectives(
             forward_bytes=sent_bytes, backward_bytes=sent_bytes, passes=1, back_passes=1
         )

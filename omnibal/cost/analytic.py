@@ -1,43 +1,28 @@
-"""Costs by counting operations and bytes against a cluster's rates.
+"""Costs by counting operations and bytes at a cluster's rates.
 
-Rates are shares of the data sheet's, the same for all shapes; or, where the cluster has a table of
-measured ones (`rates`), those of matrix products and collectives are of their shapes, and weights
-and gradients are streamed at a copy's rate (`omnibal.cost.shaped_rates`).
+Rates are shares of the data sheet's, or come from measured tables (`omnibal.cost.shaped_rates`).
+Forward time of a unit is the sum of four counts, without overlap:
 
-Time of a unit's forward pass is the sum of four counts, none of which overlaps another:
+* matrix products, at `matmul_efficiency` of peak: 24 s h^2 + 4 s^2 h operations per layer and
+  sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, appendix), generalised to
+  grouped-query attention, SwiGLU and any feed-forward size. Backward is twice forward; attention's
+  is 2.5 times, as it recomputes its scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, 3.3).
+* element-wise passes, in bytes read and written by this project's fused kernels, at
+  `memory_efficiency` of the memory's rate. Norms and residuals are not divided by tensor
+  parallelism. A smaller share describes systems with fewer fused kernels.
+* tensor-parallel collectives: two all-reduces of the layer's output per direction; under sequence
+  parallelism all-gathers and reduce-scatters, and two more gathers in backward (Korthikanti et al.
+  2022, arXiv 2205.05198, section 4.2.2).
+* kernel launches at `kernel_us`; backward also accumulates fp32 gradients.
 
-* matrix products, at a share `matmul_efficiency` of the device's peak. A layer of hidden size h
-  does 24 s h^2 + 4 s^2 h operations per sequence of s (Narayanan et al. 2021, Megatron-LM, arXiv
-  2104.04473, appendix); generalised here to grouped-query attention, SwiGLU and any feed-forward
-  size. Causal attention does half of the squared term. Backward is twice forward, and half of that
-  where only the input's gradient is wanted; attention's is 2.5 times forward, as it recomputes its
-  scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, section 3.3).
-* element-wise passes (norms, biases, residuals, activation functions, rotary embedding, and casts
-  to FP8, `omnibal.cost.fp8_counts`), in bytes
-  read and written by this project's fused kernels, at a share `memory_efficiency` of the memory's
-  rate. They make a vision layer slower than its operations say: tensor parallelism divides its
-  products but not its norms and residuals, as a sequence of 1,025 positions cannot be divided. A
-  system whose element-wise work is not fused moves more, which a smaller share stands for.
-* tensor-parallel collectives: two all-reduces of the layer's output in each direction, or with
-  sequence parallelism an all-gather and a reduce-scatter in place of each, and in backward two
-  gathers more (Korthikanti et al. 2022, arXiv 2205.05198, section 4.2.2).
-* kernels, each at `kernel_us` besides its work; backward also adds to fp32 gradients, once per
-  parameter and micro-batch.
+Activations follow Korthikanti et al., section 4, without dropout masks (32 s h bytes per layer) and
+with flash attention (one fp32 log-sum-exp per head); `kept_lines` lists all. Tensors between the
+parallel blocks are replicated on tensor-parallel ranks, or divided under sequence parallelism. A
+frozen layer keeps only what the gradient of its input needs.
 
-Activations: Korthikanti et al., section 4: 34 s h bytes per layer in 16 bit besides attention's
-squared term; here without dropout masks (32 s h), with flash attention (nothing quadratic, one fp32
-log-sum-exp per head), plus what layer scale and q/k norms keep; `kept_lines` lists it all. Tensors
-between the parallel blocks are whole on every tensor-parallel rank, or divided under sequence
-parallelism; those inside are divided. A frozen layer keeps only what its input's gradient needs: no
-inputs of linear layers.
-
-Not counted: the exchange of sums that q/k norms over all heads need under tensor parallelism. A job
-that spans nodes pays the network's price at every cut, also where two stages share a node. Bytes
-moved and numbers of kernels are those of this project's fused layers, as `tools/replay.py
---fake-device` counts them.
-
-What each unit counts is in `omnibal.cost.encoder_counts`, `omnibal.cost.image_counts` and
-`omnibal.cost.language_counts`.
+Not counted: the all-reduce of sums for q/k norms over all heads under tensor parallelism. If a job
+spans nodes, every cut is charged the network's rate. `tools/replay.py --fake-device` counts the
+bytes and kernels of the fused layers.
 """
 
 import math
@@ -92,33 +77,30 @@ from omnibal.model.units import (
 )
 
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
-"""Adam's two moments, and beside weights of bf16 the fp32 weights (ZeRO, arXiv 1910.02054, section
-3.1)."""
+"""Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
 
-_BACKWARD_OF_ATTENTION = 2.5  # five products for two: one is made again
+_BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
 _TILE_ROWS = 128
-"""Rows of a tile of a grouped product's kernel (CUTLASS's largest for 16 bit), of which every group
-leaves half of one empty on average."""
+"""Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Counted:
-    """Counts of a unit, and what its place in the model decides."""
+    """Counts of a unit and its position in the model."""
 
     kind: UnitKind
     counts: Counts
     unpadded: Counts
-    """Counts without padded attention heads and words."""
+    """Counts without padded attention heads and vocabulary."""
     trained: bool
     adapted: bool
-    """Whether adapters are trained beside it."""
+    """Whether the unit has trained adapters."""
     before_trained: bool
-    """Whether anything that the unit's input comes from is trained."""
+    """Whether anything before the unit is trained."""
     carried_bytes: np.ndarray
-    """Features of earlier encoders, and of deepstack projectors, which a cut after this unit sends
-    on too."""
+    """Earlier encoders' and deepstack features that a cut after this unit also sends."""
     carried_gradient_bytes: np.ndarray
-    """Gradient of them, sent back: 0 where what made them is frozen."""
+    """Gradient of the carried features, or 0 if their encoders are frozen."""
 
     @property
     def has_backward(self) -> bool:
@@ -127,13 +109,13 @@ class _Counted:
 
     @property
     def wants_input_gradient(self) -> bool:
-        """Whether its backward gives the gradient of its input."""
+        """Whether backward computes the gradient of the input."""
         own = (self.trained or self.adapted) and not self.counts.begins_with_weights
         return self.before_trained or own
 
     @property
     def is_language(self) -> bool:
-        """Whether it is a layer of the language model or the head."""
+        """Whether it is a language layer or the head."""
         return self.kind.tower == LANGUAGE and not self.kind.is_embed
 
 
@@ -151,8 +133,8 @@ def analytic_cost(
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
     Args:
-        distributed_optimizer: shard the optimizer's state over data-parallel ranks, and exchange
-            with them while computing, as this project's trainer always does; other systems do not.
+        distributed_optimizer: shard optimizer state over data-parallel ranks, with overlapped
+            exchange, as this project's trainer always does.
     """
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
     device = _device(cluster, parallel, precision, runtime)
@@ -177,7 +159,7 @@ def analytic_cost(
         features=feature_names(model),
         kinds=unit_kinds(model),
         units=units,
-        # Multi-token prediction embeds words on the last stage too.
+        # Multi-token prediction also embeds words on the last stage.
         tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
         rates=rates_of(state_group(parallel)),
         optimizer_ms_fixed=0.0,
@@ -208,15 +190,15 @@ def _parameter_rates(
     is_sharded: bool,
     divides_gradients: bool,
 ) -> ParameterRates:
-    """Count what a parameter costs that the ranks of a group hold, and a trained one once a step.
+    """Return memory and time per parameter held by the ranks of a group.
 
-    Its gradient is set to zero, and where Megatron averages divided by the ranks; the norm and
-    the update read and write gradient, weight and state, each rank its own share. Weights that
-    are not gathered beside the next forward are gathered within the update.
+    Gradients are zeroed and, if Megatron averages, scaled. The norm and the update read and write
+    gradient, weight and state of the rank's shard. Weights not gathered during the next forward are
+    gathered within the update.
 
     Args:
-        is_sharded: whether these ranks divide the optimizer's state.
-        divides_gradients: whether they divide gradients too.
+        is_sharded: whether these ranks shard the optimizer state.
+        divides_gradients: whether they shard gradients too.
     """
     size, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
     state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
@@ -228,10 +210,10 @@ def _parameter_rates(
     update_ms += weight_cast_bytes(device) / device.bytes_per_ms
     byte_ms = partial(ring_ms_per_byte, cluster, group, precision)
     reduced_ms = byte_ms("reduce_scatter") if is_sharded else 2 * byte_ms("all_reduce")
-    # Without sharded state, gradients are gathered again: an all-reduce, beside nothing.
+    # Without sharded state, gradients are all-reduced without overlap.
     gathered_bytes = 0
     if is_sharded:
-        # Where weights are in FP8 alone, embedding and head, which are not, count as the others.
+        # If weights are in FP8 only, embedding and head count like the rest.
         in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
         gathered_bytes = 1 if in_fp8 else size
     gather_ms = byte_ms("all_gather") * gathered_bytes
@@ -251,8 +233,7 @@ def model_flops(
     frozen: Collection[str],
     adapters: AdapterConfig | None = None,
 ) -> np.ndarray:
-    """Operations of forward and backward that training needs per feature of a micro-batch,
-    [features]: those of all units together (`unit_flops`)."""
+    """Training operations of all units per feature, forward and backward, [features]."""
     names = unit_names(model)
     flops = np.zeros(len(feature_names(model)))
     for name, once in unit_flops(model, cluster, frozen, adapters).items():
@@ -266,18 +247,16 @@ def unit_flops(
     frozen: Collection[str],
     adapters: AdapterConfig | None = None,
 ) -> dict[str, np.ndarray]:
-    """Operations of forward and backward that training needs of a unit of each kind, by its name,
-    per feature of a micro-batch, [features].
+    """Training operations per unit kind and feature, forward and backward, each [features].
 
     The numerator of model FLOPs utilization (Chowdhery et al. 2022, PaLM, arXiv 2204.02311,
-    appendix B): neither recomputation nor padding counts, and backward is two more products for
-    each of forward's, or one where only the input's or only the weights' gradient is wanted.
-    Products of adapters are left out, as thin as they are.
+    appendix B): neither recomputation nor padding counts, and each product has up to two in
+    backward, for input and weight gradients. Adapter products are negligible.
     """
     device = _device(cluster, Parallel(pipeline=1), "bf16")
     flops = {}
     for one in _counted(model, device, frozen, adapters):
-        # Of the input and of the weights; norms before a product are trained too.
+        # Input and weight gradients; norms before a product are trained too.
         products = 1 + int(one.trained) + int(one.wants_input_gradient)
         attention = 3 if one.has_backward else 1
         counts = one.unpadded
@@ -291,7 +270,7 @@ def layer_products(
     parallel: Parallel,
     precision: Precision = "bf16",
 ) -> list[Product]:
-    """Matrix products of the forward of every kind of unit but the head, on one device."""
+    """Forward matrix products on one device of every unit kind except the head."""
     device, features = _device(cluster, parallel, precision), Features(names=feature_names(model))
     kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
     return [one for kind in kinds for one in _counts(model, kind, device, features)[0].products]
@@ -305,7 +284,7 @@ def kept_lines(
     frozen: Collection[str] = (),
     adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
-    """The table of what every kind of unit keeps from its forward to its backward, line by line."""
+    """Activations that every unit kind keeps from forward to backward, line by line."""
     device = _device(cluster, parallel, precision)
     return {
         one.kind.name: one.counts.kept_lines(trained=one.trained)
@@ -321,9 +300,9 @@ def _device(
 ) -> Device:
     in_fp8 = fp8_rates(cluster, runtime.fp8) if precision == "fp8" else None
     rates = cluster.measured(precision)
-    precision = "bf16" if precision == "fp8" else precision  # of all that is not in it
+    precision = "bf16" if precision == "fp8" else precision  # rates of operations not in the table
     plain = _fastest(rates, "plain")
-    # Where a kernel's latency was measured apart, so was the rate of element-wise kernels.
+    # Kernel latency and the rate of element-wise kernels are measured together.
     latency_ms = plain.latency_ms if plain else None
     bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
     if plain is not None and latency_ms is not None:
@@ -333,7 +312,7 @@ def _device(
         found = _fastest(rates, kind)
         return 1.0 if found is None else bytes_per_ms / found.bytes_per_ms
 
-    # Products in fp32 whatever the precision; where no peak in it is given, of that precision.
+    # fp32 products regardless of the precision; without an fp32 peak, the precision's peak.
     fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
     ring = pass_line(cluster, Group(parallel.tensor), precision)
     experts = all_to_all_line(cluster, Group(parallel.expert), precision)
@@ -371,8 +350,7 @@ def _device(
 def _times_of(
     rates: Rates,
 ) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
-    """Times of products, grouped products and attention; None of which nothing was measured. A
-    table is fitted once."""
+    """Times of products, grouped products and attention, fitted once, or None if not measured."""
     products, grouped = (
         ProductTimes.of(measured, rates.tflops) if measured else None
         for measured in (rates.products, rates.grouped)
@@ -383,13 +361,13 @@ def _times_of(
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
     rates = cluster.measured(precision)
-    # Of what is measured there are tables.
+    # Tables exist only for measured quantities.
     basis = "fitted" if cluster.basis == "fitted" else "measured" if rates else "assumed"
     return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
 
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
-    """Rate of long contiguous reads and writes of a device's memory, measured where it was."""
+    """Rate of long contiguous device memory reads and writes, measured if available."""
     return _streamed_bytes_per_ms(cluster, cluster.measured(precision))
 
 
@@ -399,7 +377,7 @@ def _streamed_bytes_per_ms(cluster: ClusterConfig, rates: Rates | None) -> float
 
 
 def _fastest(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
-    """The fastest copy of a kind within the memory; None where none was measured."""
+    """Return the fastest measured copy of a kind within the memory, or None if not measured."""
     found = [one for one in (rates.copies if rates else ()) if one.kind == kind]
     return max(found, key=lambda one: one.bytes_per_ms, default=None)
 
@@ -410,14 +388,14 @@ def _counted(
     frozen: Collection[str],
     adapters: AdapterConfig | None,
 ) -> Iterator[_Counted]:
-    """Counts of every kind of unit, in model order."""
+    """Iterate over the counts of every unit kind, in model order."""
     features = Features(names=feature_names(model))
     carried, carried_gradient, before_trained = features.none, features.none, False
     any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
         is_language = kind.tower == LANGUAGE
         if kind.is_embed:
-            # Nothing comes before an encoder; all encoders come before the language model.
+            # Nothing precedes an encoder. All encoders precede the language model.
             before_trained = is_language and any_encoder_trained
         is_adapted = has_adapters(model, kind, adapters)
         is_whole = adapters is None or kind.part not in adapters.parts
@@ -454,7 +432,7 @@ def _counted(
 def _counts(
     model: ModelConfig, kind: UnitKind, device: Device, features: Features
 ) -> tuple[Counts, Counts]:
-    """Counts of one kind of unit, with padded attention heads and words and without."""
+    """Counts of one unit kind, with and without padded attention heads and vocabulary."""
     if kind.tower == LANGUAGE:
         if kind.layer is not None:
             counts = language_layer(model.language, kind.layer, device, features)
@@ -477,20 +455,20 @@ def _counts(
 
 
 def _unit_cost(device: Device, one: _Counted) -> UnitCost:
-    """Cost of a unit, which has a backward if it or anything before it is trained."""
+    """Cost of a unit; it has a backward if it or anything before it is trained."""
     forward_ms, backward_ms = _times_ms(device, one, one.counts)
     unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
     counts, nothing = one.counts, 0 * forward_ms
     has_backward = one.has_backward
     late = late_products(one.kind, counts, trained=one.trained)
     kept_bytes = counts.kept_bytes(trained=one.trained)
-    # Products of measured times may be slower for being smaller.
+    # Measured times can be longer for smaller products.
     padding_ms = np.maximum(
         [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
     )
     own_gradient_bytes = counts.output_bytes if has_backward else nothing
     weight_bytes = one.trained * device.element_bytes
-    # Gradients of earlier encoders' features wait while this one runs backward.
+    # Gradients of earlier encoders' features wait while this unit runs backward.
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
     moments = counts.working if has_backward else counts.forward_working
     transient_bytes = [
@@ -530,11 +508,10 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
 
 
 def _weight_ms(device: Device, one: _Counted, late: tuple[Product, ...]) -> np.ndarray:
-    """Time of the second part of a unit's backward, [features]: products at their shapes, a kernel
-    each, and what adds their gradients to those of earlier micro-batches."""
+    """Time of weight gradients, [features]: products, kernel launches and accumulation."""
     nothing = 0 * one.counts.moved_bytes
     products_ms = (_product_ms(device, each, "weight_gradient") for each in late)
-    # Products of measured times have added them up.
+    # Measured products include the accumulation.
     accumulates = device.product_times is not None and device.product_times.accumulates
     added = 0.0 if accumulates else min(late_parameters(late), one.counts.parameters)
     added_ms = added * 2 * device.gradient_bytes / device.streamed_bytes_per_ms
@@ -543,18 +520,17 @@ def _weight_ms(device: Device, one: _Counted, late: tuple[Product, ...]) -> np.n
 
 
 def _collective_ms(device: Device, one: _Counted) -> np.ndarray:
-    """Time of a unit's collectives in forward and in backward that nothing hides, [2, features].
+    """Exposed time of a unit's collectives in forward and backward, [2, features].
 
-    Beside the product that it feeds or follows, an exchange of tensor-parallel ranks goes in as
-    many parts as there are ranks; the first, or the last one, is waited for (Transformer Engine's
-    user buffers). Products are taken to be the longer of the two.
+    An exchange overlapped with its product is split into one part per tensor-parallel rank; only
+    the first or the last part is exposed (Transformer Engine's user buffers).
     """
     sent, nothing = one.counts.collectives, 0 * one.counts.moved_bytes
 
     def pass_ms(sent_bytes: np.ndarray | float, passes: int, exchanges: int) -> np.ndarray:
         ring_ms = (nothing + sent_bytes) / device.collective_bytes_per_ms
         ring_ms = ring_ms + _fixed(passes * device.pass_ms, nothing)
-        # All-to-alls of the tokens of a unit's experts.
+        # All-to-alls of routed tokens.
         exchanged_ms = sent.exchanged_bytes / device.expert_bytes_per_ms
         exchanged_ms = exchanged_ms + _fixed(exchanges * device.expert_pass_ms, nothing)
         return (ring_ms / device.tensor if device.overlaps_tensor else ring_ms) + exchanged_ms
@@ -568,14 +544,14 @@ def _collective_ms(device: Device, one: _Counted) -> np.ndarray:
 
 
 def _fixed(value: float, like: np.ndarray) -> np.ndarray:
-    """Vector of a value for every micro-batch and nothing for its features, [features]."""
+    """Vector with `value` for the fixed feature and 0 for other features, [features]."""
     vector = np.zeros(len(like))
     vector[0] = value
     return vector
 
 
 def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward of all matrix products, both [features]."""
+    """Forward and backward time of all matrix products, both [features]."""
     nothing = 0 * counts.moved_bytes
     backwards: list[Pass] = ["input_gradient"] if one.wants_input_gradient else []
     backwards += ["weight_gradient"] if one.trained else []
@@ -591,9 +567,9 @@ def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarra
 
 
 def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
-    """Time of a pass of a counted product, [features]; groups are one kernel."""
+    """Time of one pass of a product, [features]. A grouped product is one kernel."""
     rows, sizes = _computed_rows(counted), (counted.inner, counted.outer)
-    # FP8 speeds every shape up alike: as many times as its rate of large products is bf16's.
+    # FP8 speeds up all shapes by the ratio of peak rates to bf16.
     faster = device.fp8.flops_per_ms / device.flops_per_ms if counted.is_fp8 and device.fp8 else 1.0
     if counted.is_fp32:
         return rows * 2 * (counted.inner * counted.outer) / device.fp32_flops_per_ms
@@ -607,13 +583,13 @@ def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
 
 
 def _computed_rows(product: Product) -> np.ndarray:
-    """Rows that a kernel computes for a product, [features]: in groups, whole tiles of each."""
+    """Rows a kernel computes, [features]: grouped products are padded to full tiles."""
     is_grouped = product.groups > 1
     return product.rows + _fixed(is_grouped * product.groups * _TILE_ROWS / 2, product.rows)
 
 
 def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarray:
-    """Time of attention, softmax or not, [features]."""
+    """Time of softmax and other attention, [features]."""
     scale = 1.0 if of == "forward" else _BACKWARD_OF_ATTENTION
     times, softmax = device.attention_times, counts.attended
     if times is None:
@@ -628,10 +604,7 @@ def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarr
 
 
 def _accumulated(device: Device, counts: Counts) -> float:
-    """Parameters whose gradient is added to those of earlier micro-batches in a pass of its own.
-
-    Measured products of weights' gradients have added them up.
-    """
+    """Parameters with gradients accumulated in a separate pass, not in measured products."""
     if device.product_times is None or not device.product_times.accumulates:
         return counts.parameters
     of_products = sum(one.inner * one.outer * one.groups for one in counts.products)
@@ -639,7 +612,7 @@ def _accumulated(device: Device, counts: Counts) -> float:
 
 
 def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward of a unit with these counts, both [features]."""
+    """Forward and backward time of a unit with these counts, both [features]."""
     kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
     matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
     attention_ms = _attention_ms(device, counts, "forward")

@@ -1,8 +1,7 @@
-"""Counts of the ways in which a language layer attends.
+"""Counts of the attention variants of a language layer.
 
-Letters: h hidden, t tensor size; q, k and v are queries, keys and values of all heads. Element-wise
-work is that of fused kernels: this project's where its trainer builds the layer, else those that
-each function names.
+Letters: h hidden, t tensor size; q, k and v over all heads. Element-wise work is that of this
+project's fused kernels if its trainer builds the layer, else of the kernels each function names.
 """
 
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import attended_feature
 
 CHUNK = 64
-"""Tokens of a chunk of the gated delta rule, in flash-linear-attention and in Megatron-core."""
+"""Chunk size of the gated delta rule, in flash-linear-attention and Megatron-core."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionWidths:
-    """Elements of a token over all heads, as attention takes and gives them."""
+    """Input and output elements per token over all heads."""
 
     query: int
     key: int
@@ -41,7 +40,7 @@ class AttentionWidths:
 
 
 def attention_widths(language: LanguageConfig, kind: LayerKind) -> AttentionWidths:
-    """Widths of attention to all tokens before, or to those within a window."""
+    """Widths of causal or sliding-window attention."""
     if kind.latent is not None:
         of_key = kind.latent.head_size + kind.latent.rotary_head_size
         query, value = (language.heads * size for size in (of_key, kind.latent.value_head_size))
@@ -70,17 +69,17 @@ def _grouped_query(
     features: Features,
     attended: np.ndarray,
 ) -> Block:
-    """Grouped-query attention, of which causal ones do half of 4 q operations for every pair.
+    """Grouped-query attention; causal attention does half of 4 q operations per pair.
 
-    With norms of heads, v is a view of the product's output, which is kept for q's and k's norms
-    (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes out of the same
-    product, which is kept for it, and multiplies what attention gives in a kernel of its own.
+    With q/k norms, v is a view of the qkv product's output, kept for the norms
+    (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes from the same product and
+    multiplies attention's output in a separate kernel.
     """
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
     h, query, key_value = language.hidden_size, widths.query, widths.key + widths.value
     gate = query if language.output_gate else 0
     has_views = language.qk_norm or language.output_gate
-    # Divided: q, k and v into their own places, rotated; backward reads a norm's inputs too.
+    # Divided: split and rotation of q, k, v; backward also reads a norm's inputs.
     rotated = 2 * (query + key_value - (widths.value if has_views else 0))
     back_rotated = 2 * (query + key_value) + (query + widths.key if language.qk_norm else 0)
     made = query + gate + key_value
@@ -97,7 +96,7 @@ def _grouped_query(
             ),
         ),
         attended=(seen,),
-        # A gate: attention's output, the gate, their product; backward both gradients too.
+        # Gate: attention's output, gate, product; in backward also both gradients.
         moved_bytes=tokens * (rotated + 3 * gate) / t * size,
         back_moved_bytes=tokens * (back_rotated + 5 * gate) / t * size,
         collectives=whole_inputs(device, tokens * h * size),
@@ -109,7 +108,7 @@ def _grouped_query(
 
 
 def _causal(features: Features, attended: np.ndarray, heads: float, elements: float) -> Attended:
-    """Attention to tokens before, of which `attended` is twice what is seen."""
+    """Causal attention; `attended` is twice the number of visible pairs."""
     pairs, rows = attended / 2, features.one("tokens")
     return Attended(pairs=pairs, rows=rows, heads=heads, elements=elements, causal=True)
 
@@ -132,7 +131,7 @@ def _grouped_query_kept(
         rotated = Kept("rotated q and k, and v", made_by, rotated_bytes)
         return rotated, attended
     made_by = "self_attention.norm_and_rotate"
-    # Of q's and k's heads each the norm's scale.
+    # Norm scales per head of q and k.
     moments = FP32_BYTES * (language.heads + language.kv_heads) if language.qk_norm else 0
     product = query + gate + widths.key + widths.value
     lines = [
@@ -154,12 +153,11 @@ def _latent(
     features: Features,
     attended: np.ndarray,
 ) -> Block:
-    """Latent attention as Megatron-core's `MLASelfAttention` trains it, nothing absorbed.
+    """Latent attention as Megatron-core's `MLASelfAttention` trains it, without absorption.
 
-    Keys and values of every head are made whole. Of q, k and v, products down to the rank are
-    duplicated on tensor-parallel ranks, each for its own tokens under sequence parallelism, and
-    those up from it divided (`multi_latent_attention.py` with Transformer Engine's linears). A
-    kernel that puts the rotated part beside the other reads and writes q, k and v once.
+    Down projections are replicated on tensor-parallel ranks (own tokens under sequence
+    parallelism), up projections divided (`multi_latent_attention.py` with Transformer Engine's
+    linears). A kernel that concatenates the rotated part reads and writes q, k and v once.
     """
     t, size, whole = device.tensor, device.element_bytes, device.whole
     h, tokens, rank = language.hidden_size, features.one("tokens"), latent.key_value_rank
@@ -170,7 +168,7 @@ def _latent(
     if query_rank is not None:
         down, norms = [(h, query_rank), *down], norms + query_rank
     copied = 2 * (widths.query + widths.key + widths.value)
-    # Scores over the width of q and k, and sums over that of v.
+    # Scores over the width of q and k, sums over that of v.
     elements = latent.head_size + rotary + latent.value_head_size
     seen = _causal(features, attended, language.heads / t, elements)
     return Block(
@@ -196,10 +194,11 @@ def _latent(
 def _latent_collectives(
     device: Device, latents_bytes: np.ndarray, block_bytes: np.ndarray
 ) -> Collectives:
-    """Latents are gathered where blocks' inputs are elsewhere; outputs are scattered as ever."""
+    """Collectives: latents are gathered under sequence parallelism; outputs are reduced as
+    usual."""
     if not device.sequence_parallel:
-        # All-reduces, of the output, and backward of the latents' gradients: of queries' latent,
-        # of that of keys and values, and of the rotated key apart.
+        # All-reduces: the output; in backward gradients of the query latent, the key-value latent,
+        # and the rotated key.
         return Collectives(
             forward_bytes=2 * device.sent * block_bytes,
             backward_bytes=2 * device.sent * latents_bytes,
@@ -249,21 +248,21 @@ def _latent_kept(
 def _gated_delta_rule(
     language: LanguageConfig, linear: LinearAttention, device: Device, features: Features
 ) -> Block:
-    """The gated delta rule in chunks, with its projections, convolution and gated norm.
+    """Chunked gated delta rule with projections, convolution and gated norm.
 
-    Modules are those of Megatron-core's `gated_delta_net.py`; the rule is that of Yang et al. 2024
-    (arXiv 2412.06464, section 3.3) in the kernels of flash-linear-attention's
-    `ops/gated_delta_rule/chunk.py`, whose heads of q and k are copied for each head of values.
+    Modules of Megatron-core's `gated_delta_net.py`; the rule of Yang et al. 2024 (arXiv 2412.06464,
+    section 3.3) in flash-linear-attention's `ops/gated_delta_rule/chunk.py`, with q and k heads
+    repeated per value head.
     """
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
     h, keys = language.hidden_size, linear.key_heads * linear.key_head_size
     values = linear.value_heads * linear.value_head_size
     mixed = 2 * keys + values  # q, k and v before the convolution
-    made = mixed + values + 2 * linear.value_heads  # with the gate, beta and the decay
+    made = mixed + values + 2 * linear.value_heads  # with gate, beta and decay
     convolved_flops = 2 * linear.convolution_width * mixed
     moved, back_moved = _rule_moved(linear, size)
-    # Copied by channel, convolved, copied back in three; norms of q and k; beta and the decay in
-    # fp32; the gated norm. Backward reads inputs too.
+    # Transposed, convolved, split in three; norms of q and k; beta and decay in fp32; gated norm.
+    # Backward also reads inputs.
     around = 2 * mixed + 2 * mixed + 2 * mixed + 4 * keys + 3 * values
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     return Block(
@@ -275,7 +274,8 @@ def _gated_delta_rule(
         moved_bytes=tokens * (around * size + moved) / t,
         back_moved_bytes=tokens * (back_around * size + back_moved) / t,
         collectives=whole_inputs(device, tokens * h * size),
-        # Both products; eight copies, the convolution, norms, beta and decay; seven of the rule.
+        # Both products; eight copies, convolution, norms, beta and decay; seven kernels of the
+        # rule.
         kernels=2 + 8 + 1 + 3 + 5 + 7,
         kept=_rule_kept(linear, device, tokens),
         working=(_rule_working(linear, device, tokens, h),),
@@ -288,12 +288,11 @@ def _gated_delta_rule(
 
 
 def rule_flops(linear: LinearAttention) -> float:
-    """Operations of the chunked rule's forward, per token, over all heads.
+    """Forward operations per token of the chunked rule over all heads.
 
-    With chunks of C tokens and heads of d keys' and e values' width, a head does: k k^T 2 C d, the
-    inverse of its triangle C^2 / 3, w 2 C d and u 2 C e (Yang et al. 2024, section 3.3); then
-    between chunks w S, q S and k^T v of 2 d e each, q k^T 2 C d and its product with v 2 C e.
-    Backward, besides two products for each, makes w, u and the states again: 2.5 times forward.
+    Per head, chunk C, key width d, value width e (Yang et al. 2024, section 3.3): k k^T 2 C d,
+    inverse of the triangle C^2 / 3, w 2 C d, u 2 C e; w S, q S and k^T v 2 d e each; q k^T 2 C d
+    and its product with v 2 C e. Backward recomputes w, u and states: 2.5 times forward.
     """
     d, e = linear.key_head_size, linear.value_head_size
     within = CHUNK * (6 * d + 4 * e) + CHUNK**2 / 3
@@ -303,10 +302,9 @@ def rule_flops(linear: LinearAttention) -> float:
 def _rule_moved(linear: LinearAttention, size: int) -> tuple[float, float]:
     """Bytes that the rule's kernels read and write per token, forward and backward.
 
-    Every kernel reads its operands once: in forward k k^T (k; the triangle in fp32), its inverse
-    (that; itself), w and u (k, v, the inverse; w, u), the states (k, w, u; a state a chunk, new
-    values), the output (q, k, new values, states; output). Backward makes w, u and the states again
-    and then the gradients of each, `chunk_gated_delta_rule_bwd` in order.
+    Operands are read once. Forward: k k^T (fp32 triangle), inverse, w and u, states (one per chunk,
+    new values), output. Backward repeats w, u and states, then gradients, as in
+    `chunk_gated_delta_rule_bwd`.
     """
     d, e = linear.key_head_size, linear.value_head_size
     state, triangle, heads = d * e / CHUNK, CHUNK, linear.value_heads
@@ -319,11 +317,12 @@ def _rule_moved(linear: LinearAttention, size: int) -> tuple[float, float]:
 
 
 def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> tuple[Kept, ...]:
-    """List what core's module keeps, with flash-linear-attention's kernels and fused norms."""
+    """List activations kept by core's module with flash-linear-attention's kernels and fused
+    norms."""
     t, size, heads = device.tensor, device.element_bytes, linear.value_heads
     keys, values = linear.key_heads * linear.key_head_size, heads * linear.value_head_size
     scales = 2 * linear.key_heads * FP32_BYTES
-    # Copies of q and k for every head of values, where these are more.
+    # q and k repeated per value head, if there are more value heads.
     copied = 2 * heads * linear.key_head_size if heads > linear.key_heads else 0
 
     def line(what: str, token_bytes: float, *, for_weights: bool = False) -> Kept:
@@ -334,7 +333,7 @@ def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> t
         line("normed q and k, and their scales", 2 * keys * size + scales),
         line("q and k of every head", copied * size),
         line("v", values * size),
-        # Beta and what it is made of; the decay's input, itself and its sums.
+        # Beta and its input; the decay's input, the decay and its cumulative sum.
         line("beta and decay", heads * (2 * size + 3 * FP32_BYTES)),
         line("inverse of a chunk's triangle", heads * CHUNK * size),
         line("rule's output and its norm's moments", values * size + heads * FP32_BYTES),
@@ -346,10 +345,8 @@ def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> t
 def _rule_working(
     linear: LinearAttention, device: Device, tokens: np.ndarray, hidden_size: int
 ) -> Working:
-    """Backward of the rule: w, u, new values and states made again, and gradients of all.
-
-    Of q, k, v, w, u and new values, and states and their gradients; the residual's besides.
-    """
+    """Working memory of the rule's backward: w, u, values and states recomputed, and all
+    gradients."""
     heads, d, e = linear.value_heads, linear.key_head_size, linear.value_head_size
     each = (2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e
     own_bytes = tokens * hidden_size * device.element_bytes * device.whole

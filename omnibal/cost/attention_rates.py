@@ -1,14 +1,10 @@
-"""Times of attention of any lengths and heads, from those that were measured.
+"""Attention times for any lengths and heads, fitted to measurements.
 
-A kernel takes a constant and so much an operation. Operations are of whole tiles of `TILE` keys, of
-which a query leaves half of one empty, so that short samples are slower an operation: of a causal
-sample of s tokens, a multiple of s^2 + 128 s, linear in the features of a pack. (A free term in s,
-fitted to the B200's backward with heads of 192, is 127 tokens.) Constant and operation are fitted
-by least relative error for each pass and size of heads, over lengths and numbers of heads together.
-Where all samples are of one length, as a launch line's made-up ones, the line is scaled to what was
-measured at that length, and between lengths in proportion to their logarithms: long samples run
-slower an operation than ones of 32,768 tokens, as clocks fall. Sizes that were not measured take
-those of the nearest, and as many operations as they have.
+Per pass and head size, time is a constant plus a rate of operations in full tiles of `TILE` keys
+(half a tile per query is padding), i.e. s^2 + 128 s for a causal sample of s tokens. (A free linear
+term fitted to the B200's backward with heads of 192 gives 127.) The fit minimises relative error
+over all lengths and head counts. If all samples have one length, it is scaled to the measurement at
+that length, interpolated by logarithm. Unmeasured head sizes use the nearest measured size.
 """
 
 import math
@@ -28,26 +24,25 @@ AttentionPass = Literal["forward", "backward"]
 
 
 _Kernel = tuple[AttentionPass, bool, int]
-"""What kernels are told apart by: pass, whether causal, and elements of q and k of a head and of
-v."""
+"""Kernel key: pass, whether causal, elements of q and k per head, and of v."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Fit:
-    """Time of a kernel by operations, and how far it is off at each measured length."""
+    """Kernel time by operations, with its error at each measured length."""
 
     line: Line
     log_tokens: np.ndarray
     """Logarithms of measured lengths, ascending."""
     log_errors: np.ndarray
-    """Logarithms of measured over fitted time at each, on average."""
+    """Mean logarithms of measured over fitted time per length."""
 
     @classmethod
     def of(cls, points: Sequence[tuple[float, float, int]]) -> Self:
-        """Fit to operations, time and length of measurements."""
+        """Fit to (operations, time, length) measurements."""
         flops, times_ms, tokens = np.array(points).T
         lengths, index, counts = np.unique(tokens, return_inverse=True, return_counts=True)
-        # Where sizes are alike, a fit alone may find that operations cost nothing.
+        # With equal sizes, a fit may find operations free.
         least_ms = float((times_ms / flops).min()) / 2
         line = fitted_line(flops, times_ms, 1 / times_ms, least_ms=least_ms)
         errors = np.log(times_ms / (line.fixed_ms + line.each_ms * flops))
@@ -55,7 +50,7 @@ class _Fit:
         return cls(line=line, log_tokens=np.log(lengths), log_errors=log_errors)
 
     def at(self, tokens: int | None) -> Line:
-        """The line, where all samples have so many tokens exact for that length on average."""
+        """Return the line, scaled for samples of `tokens` if given."""
         if tokens is None:
             return self.line
         off = math.exp(np.interp(math.log(tokens), self.log_tokens, self.log_errors))
@@ -64,18 +59,18 @@ class _Fit:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionTimes:
-    """Times of kernels of attention."""
+    """Times of attention kernels."""
 
     fits: dict[_Kernel, _Fit]
-    """Time by operations, whole tiles' included."""
+    """Time by operations in full tiles."""
 
     @classmethod
     def of(cls, measured: Sequence[AttentionTime], tflops: float | None = None) -> Self:
-        """Times from measurements, whose shares are of `tflops`."""
+        """Fit measurements with shares of `tflops`."""
         kernels: dict[_Kernel, list[tuple[float, float, int]]] = {}
         for one in measured:
             kernel = one.of, one.causal, one.head_size + one.value_size
-            # A causal kernel does half of the square that is counted.
+            # A causal kernel does half of the counted square.
             pairs = (one.tokens / 2 if one.causal else one.tokens) + TILE / 2
             point = (one.flops * pairs / one.tokens, one.time_ms(tflops), one.tokens)
             kernels.setdefault(kernel, []).append(point)
@@ -84,11 +79,11 @@ class AttentionTimes:
     def line(
         self, of: AttentionPass, elements: float, *, causal: bool, tokens: int | None = None
     ) -> Line:
-        """Time of a kernel by operations of whole tiles, of backward 2.5 times forward's.
+        """Kernel time by operations in full tiles; backward has 2.5 times forward's.
 
         Args:
-            elements: of q and k of a head, and of v.
-            tokens: of every sample, where all are alike; None for samples of any length.
+            elements: of q and k per head, and of v.
+            tokens: of every sample if all are equal, else None.
         """
         nearest = min(
             self.fits,

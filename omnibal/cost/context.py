@@ -1,29 +1,18 @@
-"""Costs by level: what sharing a pack adds to the costs of units.
+"""Costs per packing level: extra cost of context parallelism.
 
-The ranks of a block exchange what attention needs of samples that are divided over them, in every
-language layer, and the encoders' features once, before the language model, those of deepstack
-projectors before the layers that take them. All else of a layer is
-of the share's own tokens, and costs what it costs at context size 1. Elements that a rank sends,
-per layer and exchanged token, for context size c, query width h and width k of keys and values
-together (per tensor-parallel rank):
+Context-parallel ranks exchange attention's inputs for divided samples in every language layer, and
+the encoders' features once (deepstack features before the layers that take them). Elements a rank
+sends per layer and exchanged token, for context size c, query width h, and joint width k of keys
+and values (per tensor-parallel rank):
 
-* `gather`: (c - 1) k in forward, which gathers keys and values. Backward gathers them again, as
-  they are not kept, and reduces and scatters their gradients: twice that. A recomputed layer's
-  second forward gathers for its backward, so that it sends no more.
-* `heads`: (c - 1) / c (2 h + k) in forward, from tokens to heads for queries, keys and values and
-  back for the output; the same in backward and in a second forward (Jacobs et al. 2023,
+* `gather`: (c - 1) k in forward; twice that in backward, which gathers again and reduce-scatters
+  gradients. A recomputed layer's second forward gathers for its backward.
+* `heads`: (c - 1) / c (2 h + k) in forward, backward and second forward (Jacobs et al. 2023,
   DeepSpeed-Ulysses, arXiv 2309.14509, section 3.2).
 
-All are sent at the rate of the block's slowest link: a node's while the tensor-parallel ranks of
-all of the block fit one, else the network's. To it come the copies between places of tokens and of
-what is sent, as `megatron/vlm/model/exchange.py` makes them. Nothing of it is hidden behind
-computation. Every rank sends as much as the one with most, padded: so exchanged tokens are those of
-the block's largest share (`EXCHANGED`). A pack without divided samples pays the latency too, though
-it exchanges nothing.
-
-So it is counted. Where the job's profile has layers on shares of the same context size and
-exchange, and the block is within a node, their measured times stand in for it. The exchange of
-encoders' features is always counted.
+All run at the block's slowest link, are not overlapped, and are padded to the largest share
+(`EXCHANGED`); copies follow `megatron/vlm/model/exchange.py`. Within a node, measured layers on
+shares replace these counts if the profile has the same context size and exchange.
 """
 
 from collections.abc import Collection, Sequence
@@ -53,18 +42,18 @@ from omnibal.model.units import (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeSource:
-    """Where the times of exchanges come from, if not all are counted."""
+    """Source of exchange times."""
 
     costs: CostSource = ANALYTIC
-    """Source of the job's costs, which may have measured layers on shares."""
+    """Source of the job's costs, possibly with measured layers on shares."""
     ring_tokens: int | None = None
-    """Tokens of the samples that hide a ring of keys and values
-    (`omnibal.model.runtime.RuntimeOptions`); None where they are gathered."""
+    """Tokens per sample overlapped by ring attention (`RuntimeOptions`), or None if keys are
+    gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pass:
-    """What a forward or a backward exchanges; vectors are [features]."""
+    """Exchange of a forward or a backward; vectors are [features]."""
 
     sent_bytes: np.ndarray
     """Bytes that a rank sends."""
@@ -76,28 +65,28 @@ class _Pass:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Added:
-    """What a unit exchanges, where it has a backward and is recomputed."""
+    """Exchange of a unit."""
 
     forward: _Pass
     backward: _Pass
     again: _Pass | None
-    """What recomputation adds."""
+    """Exchange of recomputation."""
     working_bytes: np.ndarray
-    """Working memory at the moment of the exchange, [features]."""
+    """Working memory during the exchange, [features]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Rates:
-    """Rates of a block of ranks."""
+    """Rates of a context-parallel block."""
 
     line: Line
-    """Time of the block's collectives."""
+    """Collective latency and rate."""
     bytes_per_ms: float
-    """Rate of copies."""
+    """Copy rate."""
     kernel_ms: float
 
     def counted_ms(self, added: _Added) -> np.ndarray:
-        """Time of what a unit exchanges in forward, backward and a second forward. [3, features]"""
+        """Exchange time in forward, backward and second forward, [3, features]."""
 
         def pass_ms(what: _Pass) -> np.ndarray:
             time_ms = self.line.each_ms * what.sent_bytes + what.copied_bytes / self.bytes_per_ms
@@ -118,16 +107,14 @@ def _ring_ms(
     unit: UnitCost,
     rates: _Rates,
 ) -> np.ndarray:
-    """Time that keys and values take on their way round the ranks that share samples, while these
-    attend, in a layer's forward, backward and second forward. [3, features]
+    """Exposed ring time of a layer's forward, backward and second forward, [3, features].
 
-    Every rank attends to its own part and then to each other one's, while the next is on its way
-    (Liu et al. 2023, Ring Attention, arXiv 2310.01889, section 3; in Transformer Engine
-    `context_parallel.py`). Backward sends keys, values and their gradients. What a step's attention
-    does not hide is waited for; partial outputs are put together in a pass over both.
+    Each rank attends to its own part, then to every other part while the next is sent (Liu et al.
+    2023, Ring Attention, arXiv 2310.01889, section 3; Transformer Engine `context_parallel.py`).
+    Backward sends keys, values and their gradients. Partial outputs are merged in a pass over both.
 
     Args:
-        attended: place of the feature that attention costs.
+        attended: index of the feature of attention cost.
         output_bytes: attention's output of a rank, [features].
     """
     others, own_tokens = context - 1, sample_tokens / context
@@ -137,7 +124,7 @@ def _ring_ms(
         sent_ms = rates.line.each_ms * sent_bytes
         step_ms = sent_ms.sum() * own_tokens / others + rates.line.fixed_ms
         waited = max(1 - attention_ms / step_ms, 0)
-        # Each further part reads what is there and its own, and writes their sum.
+        # Each further part reads the accumulated and its own output, and writes their sum.
         moved_bytes = 3 * summed * others * output_bytes
         time_ms = waited * sent_ms + moved_bytes / rates.bytes_per_ms
         time_ms[0] += others * (waited * rates.line.fixed_ms + _RING_KERNELS * rates.kernel_ms)
@@ -147,7 +134,7 @@ def _ring_ms(
     return np.stack(
         [
             pass_ms(there, unit.forward_ms),
-            # Partial gradients of keys and values are added up beside those of queries.
+            # Partial gradients of keys and values are accumulated like query gradients.
             pass_ms(back, unit.backward_ms, summed=2),
             pass_ms(there, unit.recompute_ms),
         ]
@@ -155,7 +142,7 @@ def _ring_ms(
 
 
 _RING_KERNELS = 4
-"""Kernels of a further part of a ring, attention's among them."""
+"""Kernels per further part of a ring, including attention."""
 
 
 def costs_at(
@@ -168,9 +155,9 @@ def costs_at(
     levels: Sequence[Level],
     source: ExchangeSource,
 ) -> tuple[CostModel, ...]:
-    """Costs of units on packs of every level, given those at context size 1.
+    """Return unit costs at every level, given those at context size 1.
 
-    All are linear in the same features, one more than the model's where packs are shared.
+    All use the same features, with one more than the model's if packs are shared.
     """
     names = feature_names_at(cost.features, levels)
     if len(names) > len(cost.features):
@@ -186,8 +173,7 @@ def costs_at(
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
-    """Error message for a level that attention, its heads or ranks in lockstep do not allow; None
-    if they do."""
+    """Error message if attention, its heads or lockstep ranks rule out a level, else None."""
     lockstep_ranks = parallel.lockstep_ranks
     if level.context % lockstep_ranks and lockstep_ranks % level.context:
         return (
@@ -201,7 +187,7 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
             f"and context size {level.context} divides samples over ranks; no exchange is counted "
             "for that: keep packs whole, with levels of context size 1"
         )
-    # Every head of latent attention has a key and a value of its own.
+    # Every head of latent attention has its own key and value.
     language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
     all_heads = language.heads if is_latent else language.kv_heads
     heads, rest = divmod(all_heads, parallel.tensor)
@@ -231,7 +217,7 @@ def _at_level(
     if level.context == 1:
         return cost
     group = Group(level.context, parallel.tensor)
-    # What is measured is of one node.
+    # Measurements are within one node.
     costs = source.costs if group.is_within(cluster) else ANALYTIC
     rates = _Rates(
         line=(
@@ -255,7 +241,7 @@ def _at_level(
             measured = costs.exchange_ms(model, kind, level)
             times_ms = rates.counted_ms(added)
             if measured:
-                # A second forward has the exchange of the first one, or none.
+                # A second forward repeats the first one's exchange, or has none.
                 forward_ms, backward_ms = measured
                 again_ms = 0 * forward_ms if added.again is None else forward_ms
                 times_ms = np.stack([forward_ms, backward_ms, again_ms])
@@ -286,7 +272,7 @@ def _of_attention(
     """Exchange of a language layer, with elements of `size` bytes.
 
     Args:
-        in_ring: whether keys and values go round instead of being gathered.
+        in_ring: whether keys and values travel in a ring instead of an all-gather.
     """
     query_bytes = widths.query / tensor * size
     key_value_bytes = (widths.key + widths.value) / tensor * size
@@ -300,8 +286,8 @@ def _of_attention(
         gathered_bytes = exchanged * context * key_value_bytes
         all_bytes = own_bytes + gathered_bytes
         sent_bytes = gathered_bytes * (context - 1) / context
-        # Keys beside values, beside the others'; then in the order of this rank's pieces. Backward,
-        # gradients of keys beside those of values, added up where each was sent from, and to own.
+        # Concatenate keys and values, gather, reorder to this rank's pieces; in backward, gradients
+        # likewise, summed over ranks.
         copied_bytes, summed_bytes = 4 * own_bytes + 2 * all_bytes, 6 * all_bytes + 4 * own_bytes
         return _Added(
             forward=_Pass(
@@ -314,14 +300,15 @@ def _of_attention(
                 kernels=12,
             ),
             again=None,
-            # Keys and values of all ranks, or in a ring the part at hand and the next one; their
-            # gradients apart, and those side by side.
+            # Keys and values of all ranks (ring: the current part and the next), their gradients,
+            # and those concatenated.
             working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
         )
     turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
     exchange = _Pass(
         sent_bytes=turned_bytes * (context - 1) / context,
-        # Queries, keys and values are chosen and put together by rank, then by sample; the output
+        # Queries, keys and values are packed by rank, then by sample; the output by rank, then
+        # merged with undivided samples.
         # is by rank, back, and beside that of whole samples.
         copied_bytes=exchanged * (10 * query_bytes + 6 * key_value_bytes)
         + 4 * features.one("tokens") * query_bytes,
@@ -332,16 +319,16 @@ def _of_attention(
         forward=exchange,
         backward=exchange,
         again=exchange,
-        # Either side of both exchanges, and gradients of what was received.
+        # Buffers on both sides of both exchanges, and received gradients.
         working_bytes=running_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
     )
 
 
 def _of_features(model: ModelConfig, level: Level, features: Features, size: int) -> _Added:
-    """Exchange of the features of all encoders, which are whole on every tensor-parallel rank.
+    """Exchange of all encoders' features, replicated on tensor-parallel ranks.
 
-    Those of deepstack projectors are exchanged as a stage begins that takes them, each by itself,
-    and counted here, as the last language layer of these is of one kind with all after it.
+    Deepstack features are exchanged separately at the start of the stage that takes them, but
+    counted here.
     """
     towers, width_bytes = model.encoders.values(), model.language.hidden_size * size
     rows = [features.one(tower.feature) * tower.tokens_per_item for tower in towers]
@@ -355,7 +342,7 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
         collectives=1 + sum(beside),
         kernels=2 * (1 + sum(beside)),
     )
-    # Those of deepstack projectors stay until their layers.
+    # Deepstack features stay until their layers.
     return _Added(
         forward=exchange, backward=exchange, again=None, working_bytes=own_bytes + all_bytes
     )
@@ -364,8 +351,8 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
 def _with_exchange(
     unit: UnitCost, added: _Added, times_ms: np.ndarray, goes_back: bool
 ) -> UnitCost:
-    """The unit's costs with its exchange; `goes_back` says whether gradients are exchanged too."""
-    # Without a backward, nothing is recomputed, and moments are of all that forward needs.
+    """Return the unit's costs with its exchange; `goes_back`: gradients are exchanged too."""
+    # Without a backward nothing is recomputed, and working memory is forward's.
     runs_back = bool(unit.backward_ms.any())
     times_ms = times_ms * np.array([[1], [goes_back], [runs_back]])
     working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))

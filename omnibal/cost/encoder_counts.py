@@ -1,8 +1,6 @@
-"""Counts of encoders of tiles and clips: embeddings by kind of input, layers and projectors.
+"""Counts of tile and clip encoders: embeddings, layers and projectors.
 
-Those of images at their native resolution are in `omnibal.cost.image_counts`.
-
-Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding.
+Letters: h hidden, f feed-forward, t tensor size, a padded width of the heads.
 """
 
 from dataclasses import dataclass
@@ -28,21 +26,21 @@ from omnibal.model.units import UnitKind
 
 _SECOND_GELU = "into the second GELU"
 LAST_OUTPUT = "last layer's output"
-"""Input of a projector that begins with a norm; the tower's last layer makes it."""
+"""Input of a projector that begins with a norm; output of the tower's last layer."""
 _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _INTO, _OUT_OF = "into the activation", "out of the activation"
 
 
 def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Counts:
-    """Count the embedding of image tiles: patches by a convolution, and their positions."""
+    """Count the embedding of image tiles: convolution to patches, and positions."""
     items, size = features.one(tower.feature), device.element_bytes
     patches, patch_values = tower.patches_per_side**2, 3 * tower.patch_size**2
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
     return Counts(
         products=(Product(items * patches, patch_values, tower.hidden_size),),
-        # Pixels in, patches out, then read and written again with the positions added; backward,
-        # gradients of positions and class token.
+        # Pixels in, patches out, then positions added; in backward, gradients of positions and
+        # class token.
         moved_bytes=pixel_bytes + 3 * output_bytes,
         back_moved_bytes=2 * output_bytes,
         kernels=5,
@@ -50,25 +48,24 @@ def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Coun
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         working=(
-            # Gradients of the positions; then of the patches' weight.
+            # Gradients of the positions, then of the patch weight.
             Working(output_bytes, weight=tower.positions_per_item * tower.hidden_size),
             Working(output_bytes, weight=patch_values * tower.hidden_size),
         ),
-        # Pixels in the type of the weights and by patch; out of the product, with class token, sum.
+        # Pixels in the weights' dtype, by patch; product output, with class token, sum.
         forward_working=(Working(2 * pixel_bytes + 3 * output_bytes),),
-        # Pixels as they are read.
+        # Pixels as read.
         passing_bytes=items * patches * patch_values * FP32_BYTES,
-        # Convolution with bias, class token, position embedding; whole on every tensor rank.
+        # Convolution with bias, class token, position embedding; replicated on tensor-parallel
+        # ranks.
         parameters=tower.hidden_size * (patch_values + 2 + tower.positions_per_item),
         begins_with_weights=True,
     )
 
 
 def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Counts:
-    """Count the embedding of clips: two convolutions of width 3, each with GELU, and positions.
-
-    The second convolution has a stride of 2, and positions are fixed.
-    """
+    """Count the embedding of clips: two convolutions (width 3, the second of stride 2), each
+    with GELU."""
     items = features.one(tower.feature)
     h, size, taps = tower.hidden_size, device.element_bytes, 3
     input_bytes = items * tower.frames * tower.mel_bins * size
@@ -80,8 +77,8 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
             Product(items * tower.frames, taps * tower.mel_bins, h),
             Product(items * tower.positions_per_item, taps * h, h),
         ),
-        # Frames into the type of the weights, both activations, laid out anew, positions added;
-        # backward the activations read their inputs too.
+        # Frames in the weights' dtype, activations, transposition, positions; backward reads
+        # activation inputs.
         moved_bytes=read_bytes + input_bytes + 2 * middle_bytes + 6 * output_bytes,
         back_moved_bytes=3 * middle_bytes + 3 * output_bytes,
         kernels=7,
@@ -102,9 +99,9 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
             Working(2 * middle_bytes),
             Working(input_bytes + middle_bytes),
         ),
-        # Frames as they are read.
+        # Frames as read.
         passing_bytes=read_bytes,
-        # Both convolutions with bias; whole on every tensor rank.
+        # Both convolutions with bias; replicated on tensor-parallel ranks.
         parameters=h * (taps * tower.mel_bins + 1 + taps * h + 1),
         begins_with_weights=True,
     )
@@ -112,15 +109,15 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayerForm:
-    """What a kind of encoder has otherwise than others in its layers."""
+    """Variations of layers between encoder kinds."""
 
     head_width: int
     gated: bool = False
     """Whether the feed-forward has a gate."""
     bias: bool = True
-    """Whether linears but that of q, k and v have biases."""
+    """Whether linears other than the qkv projection have biases."""
     rotates: bool = False
-    """Whether q and k are rotated, behind their norms if they have any."""
+    """Whether q and k are rotated, after their norms if any."""
 
 
 def encoder_layer(
@@ -136,14 +133,14 @@ def encoder_layer(
 
     Args:
         rows: positions, [features].
-        pairs: positions that all positions attend to, [features].
-        padded: whether heads that the ranks cannot share evenly are padded (25 become 28 on 4).
+        pairs: attended pairs of positions, [features].
+        padded: whether heads are padded to a multiple of the tensor size (25 become 28 on 4).
     """
     t, size = device.tensor, device.element_bytes
     h, f = tower.hidden_size, tower.ffn_hidden_size
     a = (-(-tower.heads // t) * t if padded else tower.heads) * form.head_width
     into = (1 + form.gated) * f
-    # Norms, layer scales and biases of row-parallel linears are whole, all else is divided.
+    # Norms, layer scales and biases of row-parallel linears are replicated, the rest is divided.
     whole = 2 * norm_parameters(tower) + (2 * h if form.bias else 0)
     whole += 0 if tower.layer_scale_init is None else 2 * h
     divided = 4 * h * a + (into + f) * h + (into if form.bias else 0)
@@ -173,8 +170,8 @@ def encoder_layer(
         boundary_bytes=hidden_bytes,
         output_bytes=hidden_bytes,
         working=_layer_working(tower, into, device, hidden_bytes, inner_bytes),
-        # Between the blocks: gradients of the norm's output and of the sum, and with a layer scale
-        # of the layer's output and of attention's block.
+        # Between the blocks: gradients of the norm's output and of the sum; with a layer scale also
+        # of the layer's output and of the attention block.
         late_working=(
             Working(
                 (2 if tower.layer_scale_init is None else 4) * hidden_bytes,
@@ -182,9 +179,9 @@ def encoder_layer(
                 after=2,
             ),
         ),
-        # The tower's input, and this layer's, stay. Besides, its middle: norm, attention's block,
-        # the sum and the norm of it; q, k and v before and after norms and rotation; both sides of
-        # the activation and the feed-forward's output.
+        # Kept: inputs of the tower and of this layer; norm, attention block, sum and its norm; q, k
+        # and v before and after norms and rotation; both sides of the activation; the feed-
+        # forward's output.
         forward_working=(
             Working(6 * hidden_bytes),
             Working(3 * hidden_bytes + 6 * width_bytes),
@@ -201,15 +198,15 @@ def _layer_working(
     hidden_bytes: np.ndarray,
     inner_bytes: np.ndarray,
 ) -> tuple[Working, ...]:
-    """Moments of a layer's backward; where they are largest it has not come to the attention."""
+    """Working memory of a layer's backward, which peaks before attention."""
     h, f, t = tower.hidden_size, tower.ffn_hidden_size, device.tensor
     scaled = tower.layer_scale_init is not None
-    # The gradient, and where there is a layer scale that of the block besides.
+    # The gradient, and with a layer scale also that of the block.
     gradients_bytes = (1 + scaled) * hidden_bytes
-    gone, own = (_SCALED_FEED_FORWARD,), int(scaled)  # else it is the gradient of the residual
+    gone, own = (_SCALED_FEED_FORWARD,), int(scaled)  # otherwise it is the residual's gradient
     return (
         *((Working(gradients_bytes),) if scaled else ()),
-        # The second product's gradients; the activation's; the first product's.
+        # Gradients of the second product, the activation, the first product.
         Working(gradients_bytes + inner_bytes, weight=h * f / t, gone=gone),
         Working(hidden_bytes + (1 + into / f) * inner_bytes, gone=(*gone, _OUT_OF), after=own),
         Working(
@@ -224,7 +221,7 @@ def _layer_working(
 def _layer_kept(
     tower: EncoderLayers, form: LayerForm, device: Device, rows: np.ndarray, heads_width: int
 ) -> tuple[Kept, ...]:
-    """List what a layer keeps; what stands between its two blocks is whole on every rank."""
+    """List the kept activations; tensors between the blocks are replicated on all ranks."""
     t, size = device.tensor, device.element_bytes
     hidden_bytes, width_bytes = rows * tower.hidden_size * size, rows * heads_width / t * size
     inner_bytes, norm_bytes = rows * tower.ffn_hidden_size / t * size, moments_bytes(tower, rows)
@@ -254,11 +251,11 @@ def _layer_kept(
         Kept(_INTO, "mlp.linear_fc1", (1 + form.gated) * inner_bytes),
         Kept(_OUT_OF, activation, inner_bytes, for_weights=True),
     ]
-    if tower.qk_norm:  # and of each position the scales of q and of k
+    if tower.qk_norm:  # and the scales of q and k per position
         lines.append(Kept(normed, normed_by, 2 * width_bytes + 2 * rows * FP32_BYTES))
     if tower.layer_scale_init is not None:
         lines += [
-            # The fused backward makes a scale's gradient whether or not it is trained.
+            # The fused backward computes the scale's gradient even if it is frozen.
             Kept(
                 "attention's block, for its layer scale",
                 f"{attention}.linear_proj",
@@ -270,12 +267,12 @@ def _layer_kept(
 
 
 def norm_parameters(tower: EncoderLayers) -> int:
-    """Parameters of one of the tower's norms."""
+    """Number of parameters of a norm in the tower."""
     return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
 
 
 def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
-    """Bytes of the moments that a norm keeps of its rows, [features]."""
+    """Bytes of a norm's saved moments, [features]."""
     return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
 
 
@@ -288,7 +285,7 @@ def items_layer(
     *,
     padded: bool,
 ) -> Counts:
-    """Count a layer whose items attend each within itself, all of one length."""
+    """Count a layer with attention within items, all of one length."""
     rows = features.one(tower.feature) * tower.positions_per_item
     form = LayerForm(head_width=tower.hidden_size // tower.heads)
     return encoder_layer(tower, form, device, rows, rows * tower.positions_per_item, padded=padded)
@@ -299,11 +296,8 @@ def _layer_moved(
 ) -> tuple[float, float]:
     """Elements that fused kernels of a layer read and write per position, forward and backward.
 
-    Between the blocks, whole: the first norm; an add with the norm after it; an add. Backward reads
-    each norm's input and the residual's gradient with the norm's. Divided: q and k rotated and
-    normed, or their norms, for whose sums tensor-parallel ranks read them once more; and the
-    activation, of a gate and a value or of one input. Without rotation or such norms, backward puts
-    the gradients of q, k and v together.
+    Replicated between the blocks: the first norm; add and norm; add. Divided: q/k norms and
+    rotation (norms over all heads read them again for tensor-parallel sums) and the activation.
     """
     h, f, a, shared = tower.hidden_size, tower.ffn_hidden_size, heads_width, tensor > 1
     if form.rotates:
@@ -320,9 +314,9 @@ def _layer_moved(
 def encoder_projector(
     tower: TilesEncoder | ClipsEncoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
-    """Count neighbouring positions folded into one token, a norm, and an MLP of two products.
+    """Count pixel shuffle, a norm, and an MLP of two products.
 
-    The norm is of the folded token for tiles, and of every position, before folding, for clips.
+    The norm is of folded tokens for tiles, and of positions before folding for clips.
     """
     size, items = device.element_bytes, features.one(tower.feature)
     rows = items * tower.tokens_per_item
@@ -347,12 +341,12 @@ def two_products(
     """Count a norm and the two products of folded positions, with GELU between them.
 
     Args:
-        rows: tokens that are made, [features].
+        rows: output tokens, [features].
         sizes: widths into the first product, between both and out.
-        input_bytes: what the tower gives, [features].
-        folded: what is kept before the first product, of which the second line is its input.
+        input_bytes: output of the tower, [features].
+        folded: activations kept before the first product. The second line is its input.
         norm: parameters of the norm.
-        is_reordered: whether positions are put in another order to be folded.
+        is_reordered: whether positions are permuted for folding.
     """
     t, size, (wide, inner, h) = device.tensor, device.element_bytes, sizes
     output_bytes, inner_bytes, wide_bytes = (rows * each * size for each in (h, inner / t, wide))
@@ -362,10 +356,10 @@ def two_products(
             Product(rows, wide, inner / t, name="linear_fc1", given=given),
             Product(rows, inner / t, h, name="linear_fc2", given="out of GELU"),
         ),
-        # Order and norm of the input, GELU, then the bias; backward the norm reads its input too.
+        # Permutation and norm of the input, GELU, bias; backward also reads the norm's input.
         moved_bytes=(4 if is_reordered else 2) * input_bytes + 2 * inner_bytes + 2 * output_bytes,
         back_moved_bytes=(5 if is_reordered else 3) * input_bytes + 3 * inner_bytes + output_bytes,
-        # Backward, the gradient of the first product's input, which the norm needs.
+        # In backward, the gradient of the first product's input, which the norm needs.
         collectives=all_reduced(device, output_bytes, wide_bytes),
         kernels=8,
         kept=(
@@ -376,19 +370,19 @@ def two_products(
         boundary_bytes=input_bytes,
         output_bytes=output_bytes,
         working=(
-            # The second product's gradients; the first's; the norm's, and that of all positions.
+            # Gradients of the second product, the first, the norm, and of all positions.
             Working(output_bytes + inner_bytes, weight=inner * h / t),
             Working(wide_bytes + inner_bytes, weight=wide * inner / t, gone=in_gelu, after=1),
             Working(wide_bytes + input_bytes, gone=(*in_gelu, given), after=2),
         ),
-        # The tower's input and output stay.
+        # The tower's input and output are kept.
         forward_working=(
             Working(
                 2 * input_bytes
                 + (2 * wide_bytes + inner_bytes if is_reordered else 2 * inner_bytes)
             ),
         ),
-        # The second product's bias is whole.
+        # The second product's bias is replicated.
         parameters=norm + h + -(-(wide * inner + inner + inner * h) // t),
     )
 
@@ -396,7 +390,7 @@ def two_products(
 def _projector_norm(
     tower: TilesEncoder | ClipsEncoder, items: np.ndarray, element_bytes: int
 ) -> tuple[tuple[Kept, Kept, Kept], int]:
-    """What a projector keeps before its first product, and the parameters of its norm."""
+    """Activations a projector keeps before its first product, and parameters of its norm."""
     wide = tower.projector_input_size
     input_bytes = items * tower.tokens_per_item * wide * element_bytes
     if isinstance(tower, TilesEncoder):

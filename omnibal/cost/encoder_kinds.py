@@ -1,4 +1,4 @@
-"""What the planner counts of an encoder, in a line for each kind of `omnibal.model.encoders`."""
+"""Counting functions of every encoder kind of `omnibal.model.encoders`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,13 +13,12 @@ from omnibal.model.limits import words
 
 @dataclass(frozen=True, slots=True)
 class EncoderCounts:
-    """Counts of the units of an encoder of one kind."""
+    """Counting functions of an encoder kind."""
 
     embed: Callable[..., Counts]
     """Counts of the input embedding: (encoder, device, features)."""
     layer: Callable[..., Counts]
-    """Counts of a layer: (model, encoder, unit's kind, device, features, padded=...), with heads
-    padded for kernels or without."""
+    """Counts of a layer: (model, encoder, unit kind, device, features, padded=...)."""
     projector: Callable[..., Counts]
     """Counts of the projector: (encoder, model, device, features)."""
 
@@ -32,7 +31,7 @@ _OF_KIND: dict[type[EncoderLayers], EncoderCounts] = {
 
 
 def counts_of_kind(tower: EncoderLayers) -> EncoderCounts:
-    """What is counted of an encoder of its kind."""
+    """Return the counting functions of the encoder's kind."""
     found = _OF_KIND.get(type(tower))
     if found is None:
         known = words([kind.__name__ for kind in _OF_KIND], "or")

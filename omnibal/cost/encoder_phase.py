@@ -1,26 +1,17 @@
 """Costs of data-parallel encoders, and of the pipeline without them.
 
-No encoder is divided by tensor-parallel ranks, so that units cost what they cost at tensor size 1.
-A rank runs its share of a step's items in passes. A pass of n items computes for a time that is
-linear in n and, where items attend to each other, in the sum over images of their items squared:
-vectors below are of a pass, an item and, of such encoders, a square. Of kept items the activations
-stay from forward to backward; of all others the forward runs again, frozen layers before a trained
-projector too, as nothing of it was kept.
+Encoders run at tensor size 1. A rank runs its share of a step's items in passes. The time of a pass
+is linear in [pass, items] and, if items attend to each other, the sum of squared items per image.
+Activations of kept items stay until backward; for other items the forward runs again.
 
-Features leave in one all-to-all of the encoding group and gradients come back in another. A rank
-takes as long as it sends or receives, whichever is more, at the rate of the slowest link between
-the group's ranks, and a message's latency for every peer. A communication library has buffers for
-each peer (`ClusterConfig.peer_bytes`), which is what makes large groups expensive.
+Features leave in one all-to-all of the encoding group, and gradients return in another. It takes
+max(sent, received) at the group's slowest link, plus a latency per peer. The library's buffers per
+peer (`ClusterConfig.peer_bytes`) make large groups expensive.
 
-Where every rank holds whole encoders, gradients are summed over all ranks of the job, with the last
-backward behind them, and weights are gathered before the first forward: neither is hidden behind
-computation.
-
-Neighbouring ranks of the job may divide weights, gradients and optimizer state instead. Then every
-pass gathers and reduces unit after unit, as `omnibal.cost.sharded` says, and what its computation
-does not hide is a time that is not linear. In a second forward the last unit's weights stay
-for the backward that follows. Blocks of so many ranks are copies of each other, which sum the
-gradients of their shares once a step, after the last backward.
+Replicated encoders all-reduce gradients after the last backward and gather weights before the first
+forward, both exposed. Sharded encoders gather and reduce per unit in every pass
+(`omnibal.cost.sharded`); in a second forward the last unit's weights stay for the backward that
+follows. Replicas of a shard sum gradients once a step.
 """
 
 from collections import Counter
@@ -50,66 +41,62 @@ from omnibal.model.units import (
 )
 
 ITEM, SQUARE = 1, 2
-"""Places of what each item costs, and each square, after what their pass does."""
+"""Indices of the costs per item and per square; index 0 is per pass."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PassExchange:
-    """Exchange of an encoder's weights and gradients, in every pass of ranks that divide them."""
+    """Exchange of an encoder's sharded weights and gradients in every pass."""
 
     of_pass: ShardedExchange
-    """In a forward, and in the backward of kept items."""
+    """In forward, and in backward of kept items."""
     of_second: ShardedExchange
     """In a second forward."""
     columns: tuple[int, ...]
-    """Places of a pass, of the encoder's items and of their squares among the features of costs."""
+    """Indices of the pass, items and squares among the cost features."""
 
     def exposed_ms(self, work: np.ndarray) -> np.ndarray:
-        """What computation does not hide in a forward, in the backward of kept items, and in the
-        second forward and the backward of others, [passes, 3].
+        """Exposed time in forward, kept backward, and second forward with backward, [passes, 3].
 
         Args:
-            work: 1, items and, if they count, squares of every pass, [passes, 2 or 3]; without
-                items it is what a pass of none waits.
+            work: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
         """
         features = np.zeros((len(work), self.of_pass.forward_ms.shape[1]))
         features[:, self.columns] = work
         ahead, behind = self.of_pass.exposed_ms(features).T
         ahead_again = self.of_second.exposed_ms(features)[:, 0]
-        # The last unit's weights are still there.
+        # The last unit's weights are still gathered.
         again = ahead_again + behind - self.of_pass.gather_back_ms[self.of_pass.sequence[-1]]
         return np.stack([ahead, behind, again], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncoderCost:
-    """Cost of an encoder with its projector on one device; vectors are [pass, item] or, of whole
-    samples, [pass, item, square]."""
+    """Cost of an encoder and projector on one device; vectors are [pass, item(, square)]."""
 
     feature: str
-    """What its items are."""
+    """Name of its item feature."""
     forward_ms: np.ndarray
     backward_ms: np.ndarray
-    """0 where all of it is frozen."""
+    """0 if fully frozen."""
     again_ms: np.ndarray
-    """Time of the second forward of items that are not kept; 0 where all of it is frozen."""
+    """Second-forward time of items that are not kept, or 0 if fully frozen."""
     kept_bytes: np.ndarray
     """Activations of kept items."""
     working_bytes: np.ndarray
-    """Working memory of a pass, [moments, 2 or 3]; the largest of the moments counts. Of one that
-    is not kept, its activations come to it."""
+    """Working memory of a pass at its moments, [moments, 2 or 3]; unkept activations are extra."""
     input_bytes: float
-    """What an item is read as, held from its forward to its second one."""
+    """Input bytes per item, held until its last forward."""
     feature_bytes: float
-    """Features of an item, those of deepstack projectors too."""
+    """Feature bytes per item, including deepstack."""
     is_trained: bool
-    """Whether any part of it is trained, so that gradients come back."""
+    """Whether any part is trained, so that gradients return."""
     exchange: PassExchange | None = None
-    """None where ranks hold weights whole."""
+    """None if weights are replicated."""
 
     @property
     def is_of_samples(self) -> bool:
-        """Whether a rank takes all items of a sample, as they attend to each other."""
+        """Whether items of a sample attend to each other and stay on one rank."""
         return len(self.forward_ms) > SQUARE
 
     @property
@@ -118,7 +105,7 @@ class EncoderCost:
         return self.forward_ms + self.backward_ms
 
     def pass_bytes(self, work: np.ndarray, *, is_kept: bool) -> np.ndarray:
-        """Bytes that passes of this work, [passes, 2 or 3], take besides what is kept, [passes]."""
+        """Bytes of passes of this `work` [passes, 2 or 3], without kept activations, [passes]."""
         working = (work @ self.working_bytes.T).max(axis=1, initial=0)
         return working if is_kept else working + work @ self.kept_bytes
 
@@ -128,35 +115,34 @@ class EncodersCost:
     """Cost of all data-parallel encoders, on one device."""
 
     encoders: Mapping[str, EncoderCost]
-    """By name, in model order."""
+    """Encoders by name, in model order."""
     weights_bytes: float
-    """Weights of this rank; this and the next are a share where ranks divide them."""
+    """Weights on this rank, a shard if ranks shard them."""
     gradients_bytes: float
     optimizer_bytes: float
-    """Optimizer state, a share of the ranks that divide weights, or of all ranks of the job."""
+    """Optimizer state, sharded with the weights or over all ranks of the job."""
     gather_ms: float
-    """Gather of new weights from all ranks, once a step; 0 where every pass gathers them."""
+    """Weight gather from all ranks, once a step, or 0 if every pass gathers."""
     reduction_ms: float
-    """Sum of gradients over all ranks, or over those with the same share, once a step."""
+    """Gradient reduction over all ranks, or over replicas of a shard, once a step."""
     update_ms: float
-    """Weight update of this rank's share."""
+    """Update time of this rank's shard."""
     within_node: Line
-    """Time of a message and of a byte of the exchange, where the group is within a node."""
+    """Latency and time per byte of the exchange if the group is within a node."""
     between_nodes: Line
-    """Time of a message and of a byte of the exchange, where the group is on several nodes."""
+    """Latency and time per byte of the exchange if the group spans nodes."""
     measured: tuple[CollectiveTime, ...] = ()
-    """Measured collectives, of which an all-to-all counts in place of messages."""
+    """Measured collectives. An all-to-all replaces the count of messages."""
     tensor: Line
-    """Time of a collective of tensor-parallel ranks, and of a byte of it."""
+    """Latency and time per byte of tensor-parallel collectives."""
     peer_bytes: float
     """Buffers for each peer of the exchange."""
     parallel: Parallel
     gpus_per_node: int
     sharded: int = 1
-    """Neighbouring ranks of the job that divide weights; 1 where each holds them whole."""
+    """Neighbouring ranks that shard the weights, or 1 if replicated."""
     evaluation_bytes: float = 0.0
-    """Whole weights that a rank that embeds tokens gathers to evaluate held-out data; 0 where it
-    holds them."""
+    """Weights gathered on an embedding rank for evaluation, or 0 if it holds them."""
 
     @property
     def state_bytes(self) -> float:
@@ -169,26 +155,25 @@ class EncodersCost:
         return self.parallel.pipeline * self.parallel.tensor
 
     def buffers_bytes(self, pipelines: int) -> float:
-        """Buffers of the communication library for the peers of a group of so many pipelines."""
+        """Library buffers for the peers of a group of `pipelines`."""
         return (pipelines * self.ranks_of_pipeline - 1) * self.peer_bytes
 
     def nodes(self, pipelines: int) -> np.ndarray:
-        """Node of every rank of every group of so many pipelines, int64 [groups, ranks]."""
+        """Node of every rank of every group of `pipelines`, int64 [groups, ranks]."""
         return nodes_of_groups(self.parallel, pipelines, self.gpus_per_node)
 
     def exchange_ms(
         self, pipelines: int, within_bytes: np.ndarray, across_bytes: np.ndarray
     ) -> np.ndarray:
-        """Time of an exchange of features in groups of so many pipelines, [...].
+        """Time of a feature exchange in groups of `pipelines`, [...].
 
-        What leaves a node takes the network's rate; what stays within goes beside that at the
-        node's, and the slower of the two counts. With networks that are eight to twelve times as
-        slow as a node's links, that is the network as soon as a tenth of the bytes cross. A
-        measured all-to-all counts in place of messages; one over the network is of all bytes.
+        The maximum of network time for bytes that leave the node and link time for bytes that do
+        not. A measured all-to-all replaces the count of messages; over the network it covers all
+        bytes.
 
         Args:
-            within_bytes: that a rank exchanges within its node, [...].
-            across_bytes: that it exchanges with other nodes, [...].
+            within_bytes: exchanged by a rank within its node, [...].
+            across_bytes: exchanged by a rank with other nodes, [...].
         """
         is_within = not np.ptp(self.nodes(pipelines), axis=1).any()
         ranks = pipelines * self.ranks_of_pipeline
@@ -201,8 +186,8 @@ class EncodersCost:
         return line.fixed_ms * (ranks - 1) + slower_ms
 
     def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-        """Forward and backward of an item by encoder; where items are equal, with its part of a
-        full pass. Whole samples fill no pass, and are dealt alike whatever a pass may have."""
+        """Forward and backward time per item by encoder, with its part of a full pass if items
+        are equal."""
         return {
             name: float(
                 cost.item_ms[ITEM]
@@ -214,7 +199,7 @@ class EncodersCost:
 
     @property
     def square_ms(self) -> dict[str, float]:
-        """Forward and backward of a square, of encoders that take whole samples."""
+        """Forward and backward time per square, of encoders of complete samples."""
         return {
             name: float(cost.item_ms[SQUARE])
             for name, cost in self.encoders.items()
@@ -233,9 +218,9 @@ def encoders_cost(
     adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
-    """Cost of a model's data-parallel encoders, whose weights, gradients and optimizer state
-    `sharded` neighbouring ranks divide."""
-    # Whole copies on all ranks are what tensor size 1 with so many data-parallel ranks is.
+    """Cost of data-parallel encoders whose weights are sharded over `sharded` neighbouring
+    ranks."""
+    # Replicas on all ranks equal tensor size 1 with all ranks data-parallel.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
@@ -274,13 +259,13 @@ def encoders_cost(
 
 
 def _unit_names(model: ModelConfig, name: str) -> list[str]:
-    """Kinds of an encoder's units, in the order in which they run."""
+    """Unit kinds of an encoder, in execution order."""
     own = {kind.name for kind in unit_kinds(model) if kind.tower == name}
     return [unit for unit in unit_names(model) if unit in own]
 
 
 def _held(model: ModelConfig, cost: CostModel, name: str) -> list[tuple[int, UnitCost]]:
-    """Costs of an encoder's units of every kind, each with their number."""
+    """Number and cost of every unit kind of an encoder."""
     numbers = Counter(_unit_names(model, name))
     return [(number, cost.units[kind]) for kind, number in numbers.items()]
 
@@ -292,9 +277,9 @@ def _encoder_cost(
     precision: Precision,
     exchange: ShardedExchange | None,
 ) -> EncoderCost:
-    """Cost of one encoder: its embedding, its layers and its projector together."""
+    """Total cost of one encoder: embedding, layers and projector."""
     tower = model.encoders[name]
-    # The fixed feature, an encoder's items, and their squares if they count.
+    # Fixed feature, items and, if counted, squares.
     squares = [] if tower.squares is None else [tower.squares]
     columns = [0, *(cost.features.index(each) for each in (tower.feature, *squares))]
     held = _held(model, cost, name)
@@ -325,7 +310,7 @@ def _encoder_cost(
 def _pass_exchange(
     exchange: ShardedExchange, cost: CostModel, columns: Sequence[int]
 ) -> PassExchange:
-    """The exchange of passes of items of these features, and that of second forwards."""
+    """Return the exchange of passes with these feature columns, also for second forwards."""
     features = exchange.forward_ms.shape[1]
     again_ms = [_again_ms(cost.units[kind.name])[:features] for kind in cost.kinds]
     again = replace(exchange, forward_ms=np.stack(again_ms))
@@ -337,16 +322,15 @@ def _again_ms(unit: UnitCost) -> np.ndarray:
 
 
 def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:
-    """Costs of the language model's units alone, where encoders are data-parallel.
+    """Return costs of the language model's units with data-parallel encoders.
 
-    Two features more are times already: what the first forward of a step waits for encoders, and
-    what comes after the last backward. The stage that embeds tokens takes that time, so that
-    whatever simulates or bounds a pipeline counts it. Features of samples stay: to put features of
-    items in their places takes time.
+    Adds two features that are times, charged to the embedding stage: the wait for encoders before
+    the first forward, and their work after the last backward. Features of samples stay, since
+    replacing item features takes time.
 
     Args:
-        cost: of the whole model.
-        update_ms: weight update of the encoders, which comes to every stage's.
+        cost: of the full model.
+        update_ms: weight update of the encoders, added to every stage's.
     """
     kinds, units = tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE), {}
     for kind in kinds:

@@ -1,12 +1,9 @@
 """Counts of a language layer's feed-forward: dense, or a mixture of experts.
 
-Letters: h hidden, f feed-forward width, t tensor size, E experts, k of them for a token. A gated
-feed-forward costs the same with either activation (SwiGLU, GeGLU).
-
-Experts are as Megatron-core's `moe_layer.py` and its all-to-all dispatcher have them, not fused, in
-this project's trainer (`megatron/vlm/model/experts.py`): whole on their ranks, every rank routing
-its own tokens. A rank of an expert-parallel group is planned for `imbalance` times the mean number
-of tokens.
+Letters: h hidden, f feed-forward width, t tensor size, E experts, k experts per token. SwiGLU and
+GeGLU cost the same. Experts follow Megatron-core's `moe_layer.py` with the all-to-all dispatcher,
+unfused in this project's trainer (`megatron/vlm/model/experts.py`). A rank is planned for
+`imbalance` times the mean number of tokens.
 """
 
 from dataclasses import replace
@@ -29,20 +26,18 @@ from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
-"""What is kept of the rows that experts are given."""
+"""Kept input rows of experts."""
 EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
-"""Names of the products of all experts of a device."""
-_INDEX_BYTES, _BOOL_BYTES = 8, 1  # int64 of torch, and bool
+"""Names of the grouped expert products."""
+_INDEX_BYTES, _BOOL_BYTES = 8, 1  # torch int64, and bool
 _MAPS, _BACK_MAPS = 12, 10
-"""Times that forward and backward read or write a value of each token for each expert: scores for
-the choice and for the auxiliary loss, weights put in their places, turned round and chosen."""
+"""Reads and writes per token and expert, forward and backward: scores, auxiliary loss, routing
+map."""
 _KERNELS_OF_EXPERTS = 32
-"""Kernels of router, choice, copies and experts: some 50 forward and 45 backward, as core's layer
-launches them, of which a unit's backward counts as twice its forward."""
+"""Kernels of router, dispatch and experts: 50 forward, 45 backward in core (a pass counts
+twice)."""
 _FUSED_KERNELS_OF_EXPERTS = 14
-"""With Transformer Engine's kernels for the choice and for permutation: the router's product, the
-choice, its loss; tokens permuted, exchanged and sorted, and all of it back; two grouped products
-and what is between."""
+"""Kernels with Transformer Engine's fused routing and permutation, and grouped products."""
 
 
 def feed_forward(
@@ -55,14 +50,14 @@ def feed_forward(
 
 
 def _dense(language: LanguageConfig, device: Device, features: Features) -> Block:
-    """Gate and value in one product, their fused activation, and a product back."""
+    """Gate and value in one product, fused activation, and the output product."""
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
     h, f = language.hidden_size, language.ffn_hidden_size
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
     into, out_of = _gated(h, f / t, tokens)
     gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
-    # The second product's output has the residual's gradient, unless it is of another size or kind.
+    # The second product's output reuses the residual's gradient unless size or dtype differ.
     own = int(device.sequence_parallel or language.post_norms)
     return Block(
         products=(
@@ -78,8 +73,8 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
             Kept("their product", "swiglu", inner_bytes, for_weights=True),
         ),
         working=(
-            # The second product's gradients, of its output as a whole; SwiGLU's; the first's, of
-            # its input as a whole and, divided again, as this rank's part.
+            # Gradients: second product (unsharded output), SwiGLU, first product (unsharded, then
+            # sharded input).
             Working(part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
             Working(part_bytes + 3 * inner_bytes, gone=("their product",), after=own),
             Working(
@@ -103,28 +98,28 @@ def _gated(
 
 
 def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Block:
-    """Router, copies of tokens to their experts and back, experts, and what all tokens pass."""
+    """Router, dispatch and combine, routed experts, and shared experts."""
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
     own, f = tokens * device.whole, experts.ffn_hidden_size
-    held = -(-experts.experts // device.expert)  # experts of this device
+    held = -(-experts.experts // device.expert)  # experts on this device
     sent = own * experts.experts_per_token
     rows = sent * (experts.imbalance if device.expert > 1 else 1.0)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
-    # Tokens copied out and summed back in; sorted by expert and back; SwiGLU, then weighted in
-    # fp32. The router's input in fp32, and its maps. Shared: SwiGLU, the gate, the sum.
+    # Dispatch and combine; sort by expert and back; SwiGLU, weighted in fp32. Router: fp32 input,
+    # maps. Shared: SwiGLU, gate, sum.
     permuted = h * size * device.permute_slowdown
     copied = (5 * sent + own) * permuted
     sorted_bytes = sorts * rows * 2 * permuted
     weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
-    again = 3 * size + weighted  # which backward does once more, as the product is not kept
+    again = 3 * size + weighted  # recomputed in backward, as the product is not kept
     mapped = own * experts.experts * FP32_BYTES
     routed = own * h * (size + FP32_BYTES)
     gate = 3 * own * h * size if experts.shared_gate else 0 * own
     summed = 3 * own * h * size if shared else 0 * own
     exchanged = Collectives(
-        # Tokens out and back, and their weights.
+        # Dispatch and combine, and the weights.
         exchanged_bytes=rows * (2 * h * size + FP32_BYTES),
-        # Three tensors; and how many tokens each rank will send.
+        # Three tensors, and the token counts per rank.
         exchanges=4,
         back_exchanges=3,
     )
@@ -167,10 +162,10 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
 def _mixture_kept(
     h: int, experts: ExpertsConfig, device: Device, tokens: np.ndarray, rows: np.ndarray
 ) -> tuple[Kept, ...]:
-    """List what experts keep of rows that they compute, and the dispatcher of own tokens."""
+    """List activations of experts (computed rows) and of the dispatcher (own tokens)."""
     t, size, f = device.tensor, device.element_bytes, experts.ffn_hidden_size
     own, k = tokens * device.whole, experts.experts_per_token
-    # Scores for the auxiliary loss; weights in their places and which of them are chosen.
+    # Scores for the auxiliary loss; routing weights and the routing map.
     has_loss = experts.auxiliary_loss > 0
     maps = FP32_BYTES * (2 if has_loss else 1) + _BOOL_BYTES
     lines = [
@@ -178,7 +173,7 @@ def _mixture_kept(
         Kept("chosen weights and places", "mlp", own * k * (FP32_BYTES + 2 * _INDEX_BYTES)),
         Kept(ROUTED, "mlp", rows * h * size, for_weights=True),
         Kept("gate and value", "mlp.experts", rows * 2 * f * size),
-        # Made once more in backward: their product.
+        # Their product is recomputed in backward.
         Kept("weights of rows", "mlp", rows * FP32_BYTES),
         Kept("weighted product", "mlp.experts", rows * f * size, for_weights=True),
     ]
@@ -196,10 +191,10 @@ def _mixture_kept(
 def _mixture_working(
     h: int, f: int, held: int, device: Device, own: np.ndarray, rows: np.ndarray, others: int
 ) -> tuple[Working, ...]:
-    """Moments of the experts' backward; gradients of weights are of all experts of the device.
+    """Moments of the experts' backward; weight gradients cover all experts of the device.
 
     Args:
-        others: products that all tokens pass, whose backward is over.
+        others: shared-expert products, with finished backward.
     """
     size = device.element_bytes
     part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
@@ -208,8 +203,8 @@ def _mixture_working(
     experts = (*active, "gate and value")
     fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
     return (
-        # Rows sorted by expert; the second product's gradients; that of the weights, in fp32;
-        # SwiGLU's; the first product's; rows sorted back.
+        # Sorted rows; gradients of the second product, of weights (fp32), SwiGLU, the first
+        # product; unsorted rows.
         Working(part_bytes + 2 * rows_bytes, after=others),
         Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
         Working(part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),

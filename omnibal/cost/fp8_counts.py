@@ -1,10 +1,8 @@
-"""Counts of products in FP8: which they are, casts, what is kept for them, copies of weights.
+"""Counts of FP8 products: casts, kept inputs, weight copies.
 
-As Transformer Engine's `module/linear.py` and `grouped_linear.py` have them (releases 1.x and 2.x):
-a linear quantises its input in forward and its output's gradient in backward, both by rows and by
-columns, keeps the input for backward in FP8, and quantises its weights when the optimizer has
-changed them, once for all micro-batches of a step. Under sequence parallelism a rank casts its
-part, which is gathered in FP8 and turned round whole; that is counted as one cast of the whole.
+As in Transformer Engine's `module/linear.py` and `grouped_linear.py` (1.x and 2.x): a linear
+quantises its input in forward and output gradient in backward, row- and column-wise, keeps the
+input in FP8, and quantises weights once a step. Under sequence parallelism the gather is in FP8.
 """
 
 from collections.abc import Collection, Sequence
@@ -18,11 +16,11 @@ from omnibal.model.config import ClusterConfig
 from omnibal.model.fp8 import FP8_MULTIPLE, Fp8
 
 _BF16_BYTES, _COPIES = 2, 2
-"""Copies are by rows and by columns, of a byte each."""
+"""Row- and column-wise copies, one byte each."""
 
 
 def fp8_rates(cluster: ClusterConfig, fp8: Fp8) -> Fp8Rates:
-    """What products in FP8 cost on a device of the cluster."""
+    """Cost of FP8 products on a device of the cluster."""
     share = cluster.fp8_efficiency or cluster.matmul_efficiency
     return Fp8Rates(
         flops_per_ms=cluster.tflops("fp8") * 1e9 * share,
@@ -33,10 +31,8 @@ def fp8_rates(cluster: ClusterConfig, fp8: Fp8) -> Fp8Rates:
 
 
 def in_fp8(device: Device, products: Sequence[Product]) -> tuple[Product, ...]:
-    """Products of a layer's linears, in FP8 where the device multiplies in it.
-
-    Routers stay in fp32, and gates of shared experts, of one output, in bf16.
-    """
+    """Return a layer's products in FP8 if enabled, except fp32 routers and bf16 shared-expert
+    gates."""
     if device.fp8 is None:
         return tuple(products)
     marked = [replace(one, is_fp8=not one.is_fp32 and one.outer > 1) for one in products]
@@ -53,8 +49,7 @@ def in_fp8(device: Device, products: Sequence[Product]) -> tuple[Product, ...]:
 def cast_bytes(
     device: Device, products: Sequence[Product], like: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Bytes read and written to quantise inputs in forward and gradients in backward, [features]
-    each."""
+    """Bytes to quantise inputs in forward and gradients in backward, [features] each."""
     forward, backward = 0 * like, 0 * like
     if device.fp8 is not None:
         for one in (each for each in products if each.is_fp8):
@@ -64,19 +59,17 @@ def cast_bytes(
 
 
 def cast_kernels(device: Device, products: Sequence[Product]) -> int:
-    """Kernels that quantise inputs in forward; backward has as many for gradients."""
+    """Kernels that quantise inputs in forward, also the number for gradients in backward."""
     return 0 if device.fp8 is None else device.fp8.cast_kernels * sum(p.is_fp8 for p in products)
 
 
 def weight_cast_bytes(device: Device) -> float:
-    """Bytes read and written to quantise a parameter once a step, on every rank that holds it;
-    embedding and head, which are not quantised, count too."""
+    """Bytes to quantise a parameter once a step; embedding and head are counted too."""
     return 0.0 if device.fp8 is None else float(device.fp8.cast_bytes)
 
 
 def weight_copy_bytes(device: Device, products: Sequence[Product]) -> float:
-    """Bytes of weights in FP8 by rows and by columns, besides those in bf16; where these are not
-    kept, less those."""
+    """Bytes of row- and column-wise FP8 weights, minus bf16 weights if these are not kept."""
     if device.fp8 is None:
         return 0.0
     weights = sum(one.inner * one.outer * one.groups for one in products if one.is_fp8)
@@ -90,12 +83,12 @@ def kept_in_fp8(
     whole: Collection[str],
     copied: Sequence[tuple[str, np.ndarray]],
 ) -> tuple[Kept, ...]:
-    """What a layer keeps, where the inputs of its linears are kept in FP8.
+    """Return a layer's kept activations with linear inputs in FP8.
 
     Args:
-        kept: the same with inputs in bf16: lines that only weights need.
-        whole: lines of these that keep their bytes: another than one linear needs them.
-        copied: inputs that are kept in bf16 for something else, and their elements [features].
+        kept: activations with bf16 inputs, which only weight gradients need.
+        whole: lines with several consumers, which keep their bytes.
+        copied: inputs also kept in bf16, and their elements [features].
     """
     if device.fp8 is None:
         return tuple(kept)
@@ -113,7 +106,7 @@ def kept_in_fp8(
 def working_in_fp8(
     device: Device, working: Sequence[Working], products: Sequence[Product]
 ) -> tuple[Working, ...]:
-    """Moments of a backward with the two copies of the widest output's gradient."""
+    """Return moments of backward with both copies of the widest output gradient."""
     elements = [one.rows * one.outer for one in products if one.is_fp8]
     if device.fp8 is None or not elements:
         return tuple(working)

@@ -1,11 +1,10 @@
-"""Counts of encoders of images at their native resolution (Qwen2-VL and later).
+"""Counts of native-resolution image encoders (Qwen2-VL and later).
 
-Images and frames of a micro-batch stand in one sequence, packed, and attention is of each by itself
-(FlashAttention's variable lengths). Encoders that the trainer does not build are counted as if of
-its fused operations too.
+A micro-batch's images and frames are packed in one sequence with variable-length attention. Fused
+operations are assumed for all.
 
-Letters: h hidden, f feed-forward, t tensor size, a width of the heads with padding, m^2 patches of
-a cell. A cell is what becomes a token.
+Letters: h hidden, f feed-forward, t tensor size, a padded width of the heads, m^2 patches of a cell
+(one token).
 """
 
 from collections.abc import Callable
@@ -36,19 +35,18 @@ from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind
 
 _INDEX_BYTES = 8
-"""Bytes of a place of a row."""
+"""Bytes of a row index."""
 _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
-"""Bytes that torch's sum over the learned positions next to a patch keeps: of each of the four its
-number, weight and patch, and of the patch where its own begin, and how many they are."""
+"""Bytes that torch's interpolation of learned positions keeps per patch (four neighbours)."""
 
 
 def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:
-    """Count patches into vectors, learned positions interpolated and added, and a norm if any."""
+    """Count patch embedding, interpolated positions and an optional norm."""
     h, size = tower.hidden_size, device.element_bytes
     rows = features.one(tower.feature) * tower.positions_per_item
     values = tower.values_per_patch
     pixel_bytes, output_bytes = rows * values * size, rows * h * size
-    # Bilinear: of four neighbours each, weighed and summed in fp32 (Qwen3-VL's fast_pos_embed).
+    # Bilinear: four weighted neighbours, summed in fp32 (Qwen3-VL's fast_pos_embed).
     wide_bytes = rows * h * FP32_BYTES * (tower.learned_positions > 0)
     norm = norm_parameters(tower)
     learned = Working(
@@ -65,8 +63,8 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
         ]
     return Counts(
         products=(Product(rows, values, h),),
-        # Pixels in, patches out; neighbours in, positions out, in the weights' type, and added; a
-        # norm reads and writes them.
+        # Pixels in, patches out; neighbours in, positions out in the weights' dtype, added; a norm
+        # reads and writes.
         moved_bytes=pixel_bytes
         + 6 * wide_bytes
         + (1 + 4 * (tower.learned_positions > 0) + 2 * tower.embed_norm) * output_bytes,
@@ -76,18 +74,18 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
         working=(
-            # The gradient of positions in fp32, and then of the learned ones.
+            # Gradient of positions in fp32, then of the learned positions.
             *((learned,) if tower.learned_positions else ()),
             Working(output_bytes, weight=values * h),
         ),
-        # Pixels in the type of the weights; out of the product, positions, in fp32 too, and sum.
+        # Pixels in the weights' dtype; product output, positions (also in fp32), sum.
         forward_working=(
             Working(pixel_bytes + 3 * output_bytes),
             Working(pixel_bytes + 2 * output_bytes + wide_bytes),
         ),
-        # Pixels as they are read.
+        # Pixels as read.
         passing_bytes=rows * values * FP32_BYTES,
-        # Whole on every tensor rank. The class token has half a head of angles besides.
+        # Replicated on tensor-parallel ranks. The class token adds half a head of angles.
         parameters=h * (values + tower.patch_bias + tower.learned_positions)
         + norm * tower.embed_norm
         + (h + tower.head_width // 2) * tower.class_token,
@@ -104,11 +102,10 @@ def images_layer(
     *,
     padded: bool = True,
 ) -> Counts:
-    """Count a layer, with the deepstack projector behind it if it has one."""
+    """Count a layer, with its deepstack projector if any."""
     cells = features.one(tower.feature)
     rows = cells * tower.positions_per_item
-    # Positions that all attend to: those of an image squared, or of a window for each. Windows at
-    # an image's edge count as whole ones.
+    # Attended pairs: image squared, or window squared; windows at an edge count as full.
     pairs = features.one(tower.squares) * tower.positions_per_item**2
     if kind.is_windowed:
         assert tower.window_positions is not None
@@ -117,16 +114,13 @@ def images_layer(
     layer = encoder_layer(tower, form, device, rows, pairs, padded=padded)
     if not kind.has_deepstack:
         return layer
-    # Its norm is of folded cells (Qwen3-VL).
+    # Its norm is over folded cells (Qwen3-VL).
     norm = norm_parameters(tower) * tower.positions_per_item
     return _with_projector(layer, _two_products(tower, model, device, cells, cells, norm=norm))
 
 
 def _with_projector(layer: Counts, projector: Counts) -> Counts:
-    """A layer and the projector that takes its output, which both it and the next layer get.
-
-    Backward, the projector's comes first, beside the gradient of the layer's output.
-    """
+    """Combine a layer and the projector of its output. The projector's backward comes first."""
     gradient_bytes = layer.output_bytes
     return replace(
         layer,
@@ -135,7 +129,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
             *(replace(one, given=f"deepstack: {one.given}") for one in projector.products),
         ),
         moved_bytes=layer.moved_bytes + projector.moved_bytes,
-        # Gradients of the layer's output, from both, are added.
+        # Both gradients of the layer's output are added.
         back_moved_bytes=layer.back_moved_bytes + projector.back_moved_bytes + 3 * gradient_bytes,
         collectives=layer.collectives + projector.collectives,
         kernels=layer.kernels + projector.kernels + 1,
@@ -149,7 +143,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
                 )
                 for each in projector.working
             ),
-            # The projector has let go of all it kept when the layer's backward begins.
+            # The projector's activations are freed when the layer's backward begins.
             *(
                 replace(
                     each,
@@ -170,7 +164,7 @@ def _of_deepstack(line: Kept) -> Kept:
 def images_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, features: Features
 ) -> Counts:
-    """Count the tower's last norm if it has one, and the projector of its kind."""
+    """Count the tower's optional last norm, and its projector."""
     cells = features.one(tower.feature)
     counts = _PROJECTORS[tower.projector](tower, model, device, cells)
     if not tower.final_norm:
@@ -194,12 +188,12 @@ def images_projector(
 def _mlp_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
 ) -> Counts:
-    """A norm of positions, cells folded, and two products with GELU between them (Qwen2-VL)."""
+    """Norm, pixel shuffle, and two products with GELU between them (Qwen2-VL)."""
     rows, norm = cells * tower.positions_per_item, norm_parameters(tower)
     counts = _two_products(tower, model, device, cells, rows, norm=norm)
     if tower.window_pixels is None:
         return counts
-    # Cells stand window by window, and are then put in their own order.
+    # Cells are in window order and are permuted back.
     moved_bytes = 2 * counts.output_bytes
     order = Kept("order of cells", "aten._to_copy", cells * _INDEX_BYTES)
     return replace(
@@ -221,8 +215,7 @@ def _two_products(
     *,
     norm: int,
 ) -> Counts:
-    """Count a norm of so many rows, with so many parameters, and the two products of folded
-    cells."""
+    """Count a norm of `norm_rows` rows and `norm` parameters, and two products of folded cells."""
     wide, h = tower.projector_input_size, model.language.hidden_size
     input_bytes = cells * wide * device.element_bytes
     folded = (
@@ -237,8 +230,7 @@ def _two_products(
 def _pooled_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
 ) -> Counts:
-    """Cells averaged, an RMSNorm, and one product without bias, whole on every tensor-parallel rank
-    (Gemma 3)."""
+    """Average-pooled cells, an RMSNorm, and one replicated product without bias (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
     input_bytes = cells * tower.projector_input_size * size
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
@@ -263,8 +255,8 @@ def _pooled_projector(
 def _gated_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
 ) -> Counts:
-    """A product that folds cells, with bias, and another; LayerNorm and GELU; a gated MLP
-    (GLM-4.5V). The first two are whole on every tensor-parallel rank."""
+    """Folding product with bias and another, both replicated; LayerNorm, GELU; gated MLP
+    (GLM-4.5V)."""
     t, size = device.tensor, device.element_bytes
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
@@ -278,7 +270,7 @@ def _gated_projector(
             Product(cells, h, 2 * inner / t),
             Product(cells, inner / t, h),
         ),
-        # Norm and GELU, SwiGLU; backward they read their inputs too.
+        # Norm and GELU, SwiGLU; backward also reads their inputs.
         moved_bytes=4 * output_bytes + 3 * inner_bytes,
         back_moved_bytes=6 * output_bytes + 5 * inner_bytes,
         collectives=all_reduced(device, output_bytes, output_bytes),
@@ -320,15 +312,14 @@ _PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device, np.ndarray]
 def deepstack_bytes(
     model: ModelConfig, kind: UnitKind, device: Device, features: Features
 ) -> np.ndarray:
-    """Bytes of deepstack features that a cut right after such a unit sends on, [features].
+    """Bytes of deepstack features sent over a cut after a unit of this kind, [features].
 
-    They are whole on every tensor-parallel rank, as a projector's output is. Where the stage that
-    makes them takes them too, their gradients wait as long, which is counted nowhere: they are less
-    than a hundredth of what the encoder keeps of a micro-batch.
+    Replicated on tensor-parallel ranks. Their gradients within a stage are not counted: they are
+    below a hundredth of the encoder's activations.
     """
     towers = [tower for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)]
     if not kind.carried or not towers:
         return features.none
-    # Features of the first encoder that makes any come first; they are all of one size.
+    # Features of the first encoder come first, and all have one size.
     cells = np.sum([features.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

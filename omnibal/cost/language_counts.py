@@ -1,7 +1,4 @@
-"""Counts of the language model: its embedding, layers of every kind, and head.
-
-Letters: h hidden, t tensor size.
-"""
+"""Counts of the language model's embedding, layers and head (h hidden, t tensor size)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,15 +24,16 @@ from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_i
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layers import LayerKind
 
-_TOKEN_ID_BYTES = 8  # int64 of torch
+_TOKEN_ID_BYTES = 8  # torch int64
 _UNFUSED_LOSS_MOVED = (19, 7)
-"""Times that Megatron-core's unfused loss reads or writes the logits in bf16, where each of its
-passes in fp32 counts twice: to fp32, the largest, less that, the exponential, its sum, divided by
-it; backward times the loss's gradient, and to bf16 (`tensor_parallel/cross_entropy.py`)."""
+"""Times that Megatron-core's unfused loss reads or writes the logits, forward and backward.
+
+In units of bf16; fp32 passes count twice (`tensor_parallel/cross_entropy.py`).
+"""
 
 
 def language_embed(model: ModelConfig, device: Device, features: Features) -> Counts:
-    """Count the word embedding, and the features of all encoders put in their places."""
+    """Count the word embedding and the insertion of encoder features."""
     h, size, tokens = model.language.hidden_size, device.element_bytes, features.one("tokens")
     item_tokens = [
         features.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
@@ -43,7 +41,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
     encoded_bytes = np.sum([features.none, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
     ids_bytes = tokens * _TOKEN_ID_BYTES
-    # All-reduced, and backward is then free; or scattered, and backward gathers.
+    # All-reduced, with no backward exchange, or scattered, with a gather in backward.
     passes, back_passes = (1, 1) if device.sequence_parallel else (2, 0)
     words = model.language.words_of_rank(device.tensor)
     return Counts(
@@ -57,7 +55,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
             back_passes=back_passes,
         ),
         kernels=6,
-        # Of the encoders' features, their places alone.
+        # Only the positions of encoder features.
         kept=(Kept("token ids", "", ids_bytes),),
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
@@ -69,16 +67,15 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
 def language_layer(
     language: LanguageConfig, kind: LayerKind, device: Device, features: Features
 ) -> Counts:
-    """Count a layer of one kind of attention and feed-forward."""
+    """Count a layer of one attention and feed-forward kind."""
     size, whole, tokens = device.element_bytes, device.whole, features.one("tokens")
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention(language, kind, device, features)
     second = feed_forward(language, kind, device, features)
     products = in_fp8(device, first.products + second.products)
     blocks = (first, second)
-    # Read and written by fused kernels between blocks: the first norm, an add with the norm after
-    # it, an add; backward each norm's input, and the residual's gradient with the norm's. Norms
-    # after blocks read and write one tensor, backward two.
+    # Fused kernels between blocks: norm; add and norm; add. Backward also reads norm inputs and the
+    # residual's gradient. Norms after blocks read and write one tensor, in backward two.
     moved_bytes = tokens * (2 + 4 + 3 + 2 * post_norms) * h * whole * size
     back_moved_bytes = tokens * (2 * 4 + 3 * post_norms) * h * whole * size
     part_bytes = tokens * h * whole * size
@@ -113,8 +110,8 @@ def language_layer(
             ),
             products,
         ),
-        # Between the blocks: gradients of the norm's output, of the sum and, where it is not that
-        # of the second product's output too, of the layer's.
+        # Between the blocks: gradients of the norm's output, of the sum, and of the layer's output
+        # unless shared with the second product.
         late_working=(
             Working(
                 (3 if device.sequence_parallel or post_norms else 2) * part_bytes,
@@ -133,7 +130,7 @@ def language_layer(
 def _layer_kept(
     language: LanguageConfig, device: Device, tokens: np.ndarray, first: Block, second: Block
 ) -> tuple[Kept, ...]:
-    """List what a layer keeps of `tokens` [features], in the order in which it is made."""
+    """List activations a layer keeps of `tokens` [features], in execution order."""
     between = tokens * device.whole
     hidden_bytes = between * language.hidden_size * device.element_bytes
     moments_bytes = between * FP32_BYTES
@@ -163,11 +160,11 @@ def _layer_kept(
 def _inputs_in_fp8(
     kind: LayerKind, device: Device, attention: Block, kept: Sequence[Kept]
 ) -> tuple[Kept, ...]:
-    """What a layer keeps, with the inputs of its linears as they keep them in FP8.
+    """Return a layer's kept activations, with FP8 inputs of its linears.
 
-    Two linears of latent attention keep the first norm's output, each for itself. The router keeps
-    the second norm's in bf16, and attention its output: linears that take them, shared experts' and
-    the one after attention where no gate comes between, have copies.
+    Two linears of latent attention each keep the first norm's output. The router keeps the second
+    norm's output in bf16 and attention keeps its output, so linears with the same input keep
+    copies.
     """
     whole = {FIRST_OUTPUT} if kind.latent is not None else set()
     whole |= {SECOND_OUTPUT} if kind.experts is not None else set()
@@ -183,13 +180,12 @@ def _inputs_in_fp8(
 def head(
     language: LanguageConfig, device: Device, features: Features, *, padded: bool = True
 ) -> Counts:
-    """Count the final norm, logits and loss; and layers of multi-token prediction before them.
+    """Count final norm, logits and loss, and multi-token prediction layers.
 
-    A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; in Megatron-core
-    `multi_token_prediction.py`) is a layer of the last kind, between what joins hidden states with
-    the next token's embedding and a norm, logits and a loss of its own. Words are embedded by the
-    model's own matrix, of which the last stage holds a copy whose gradient it exchanges with the
-    first; the head's matrix is the same for all.
+    A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core
+    `multi_token_prediction.py`) is a layer of the last kind with a joining projection, norm, logits
+    and loss. The last stage holds a copy of the embedding and exchanges its gradient with the
+    first.
     """
     last = _logits(language, device, features, padded=padded)
     if not language.prediction_layers:
@@ -204,12 +200,12 @@ def head(
 
 
 def _joined(language: LanguageConfig, device: Device, features: Features) -> Counts:
-    """Embedding of the next tokens and hidden states, each normed, and their product to one."""
+    """Embeddings of next tokens and hidden states, each normed, concatenated and projected."""
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
     h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
-    embedded = 1 if sequence else 2  # scattered, or all-reduced
+    embedded = 1 if sequence else 2  # scattered or all-reduced
     products = in_fp8(device, (Product(tokens, 2 * h, h / t),))
     kept = (
         Kept("token ids", "", tokens * _TOKEN_ID_BYTES),
@@ -218,10 +214,10 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
     )
     return Counts(
         products=products,
-        # Embedded; both norms; side by side.
+        # Embedding; both norms; concatenation.
         moved_bytes=(2 + 2 * 2 + 4) * hidden_bytes,
         back_moved_bytes=(3 + 2 * 3 + 4) * hidden_bytes,
-        # Its input is gathered, or its gradient all-reduced; its output gathered either way.
+        # The input is gathered, or its gradient all-reduced. The output is always gathered.
         collectives=Collectives(
             forward_bytes=device.sent * block_bytes * (embedded + 1 + (2 if sequence else 0)),
             backward_bytes=device.sent * block_bytes * (1 + 2 if sequence else 2 * 2),
@@ -249,7 +245,7 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
 
 
 def _one_after_another(units: Sequence[Counts]) -> Counts:
-    """Counts of several as of one, whose backward goes through them from the last."""
+    """Combine counts of units that run in sequence, with backward from the last."""
     kept: list[Kept] = []
     working: list[Working] = []
     for place, unit in enumerate(units):
@@ -292,7 +288,7 @@ def _one_after_another(units: Sequence[Counts]) -> Counts:
 def _logits(
     language: LanguageConfig, device: Device, features: Features, *, padded: bool
 ) -> Counts:
-    """Final norm over all tokens; logits and loss only where there is one."""
+    """Final norm over all tokens; logits and loss only for tokens with loss."""
     h, size = language.hidden_size, device.element_bytes
     tokens, loss_tokens = features.one("tokens"), features.one("loss_tokens")
     vocabulary = -(-language.vocab_size // device.tensor)
@@ -301,7 +297,7 @@ def _logits(
     hidden_bytes = tokens * h * size * device.whole
     gathered_bytes = tokens * h * size
     logits_bytes, loss_bytes = loss_tokens * vocabulary * size, loss_tokens * h * size
-    # Backward all-reduces the gradient of what carries loss; or the input is gathered, its gradient
+    # Backward all-reduces the gradient of loss tokens, or the input is gathered, its gradient
     # scattered, and the input gathered again.
     collectives = Collectives(backward_bytes=2 * device.sent * loss_bytes, back_passes=2)
     if device.sequence_parallel:
@@ -318,8 +314,7 @@ def _logits(
     loss_bytes_moved = logits_bytes * device.loss_slowdown
     return Counts(
         products=(Product(loss_tokens, h, vocabulary, given="what carries loss"),),
-        # The norm, and the logits read once; backward they are read again, and their gradient
-        # written.
+        # Norm; one read of the logits; in backward a read, and a write of their gradient.
         moved_bytes=2 * hidden_bytes + loss_moved * loss_bytes_moved,
         back_moved_bytes=3 * hidden_bytes + back_loss_moved * loss_bytes_moved,
         collectives=collectives,
@@ -333,8 +328,8 @@ def _logits(
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,
         working=(
-            # The logits' gradient, in their type; the weight's, when the logits are gone; then that
-            # of all positions.
+            # Gradient of the logits in their dtype; of the weight after the logits are freed; of
+            # all positions.
             Working(logits_bytes, beside_logits=True),
             Working(logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
             Working(gathered_bytes + loss_bytes, gone=("logits", "what carries loss"), after=1),

@@ -1,11 +1,8 @@
-"""Times of exchanges between ranks, by how many they are, where they stand, and what was measured.
+"""Times of exchange between ranks by group size, placement, and measurements.
 
-Within a node a rank sends at the node's rate. A ring that leaves the node goes through the network
-adapters of all the ranks that it has in a node, side by side, and is as fast as these together or
-as the links within the node, whichever is slower (NCCL lays a ring through each adapter; NCCL's
-tests call the rate of a rank in it the bus bandwidth). So a group of neighbours crosses nodes at
-eight adapters' rate, and a group with one rank a node at one's. A message between two ranks takes
-one adapter.
+Within a node a rank sends at the node's rate. A ring across nodes uses the network adapters of all
+its ranks in a node in parallel (NCCL builds a ring per adapter), limited by the links within the
+node. A message between two ranks uses one adapter.
 """
 
 from dataclasses import dataclass
@@ -18,36 +15,35 @@ from omnibal.model.rates import Place, RingKind
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Ranks that exchange, `stride` apart: Megatron numbers ranks tensor first, then data."""
+    """Ranks that exchange, `stride` apart in Megatron's order (tensor first, then data)."""
 
     ranks: int
     stride: int = 1
 
     @property
     def consecutive(self) -> int:
-        """Consecutive ranks that the group reaches over."""
+        """Span of the group in consecutive ranks."""
         return self.ranks * self.stride
 
     def is_within(self, cluster: ClusterConfig) -> bool:
-        """Whether one node holds all of the group."""
+        """Whether the group fits one node."""
         return self.consecutive <= cluster.gpus_per_node
 
     def place(self, cluster: ClusterConfig) -> Place:
-        """Where the group exchanges, as measured rates name it."""
+        """Placement of the group as named in measured rates."""
         return "node" if self.is_within(cluster) else "network"
 
 
 def pass_line(
     cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
 ) -> Line:
-    """Time of a pass round a group's ring, and of a byte that a rank sends in it.
+    """Latency of a ring pass, and time per byte that a rank sends.
 
-    An all-gather and a reduce-scatter are one pass, an all-reduce is two. Where none was measured,
-    a pass takes the latency of a send once. What was measured over the network is taken for every
-    group that leaves a node, however many adapters it has.
+    An all-gather or a reduce-scatter is one pass, an all-reduce two. If not measured, a pass has
+    one send latency. Network measurements apply to all groups across nodes.
 
     Args:
-        kind: of the collective, where that is known; None for passes of any.
+        kind: of the collective, None for any.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
@@ -62,7 +58,7 @@ def pass_line(
 
 
 def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
-    """Time of a message between two of so many consecutive ranks, and of a byte of it."""
+    """Latency and time per byte of a message within `consecutive_ranks`."""
     rates = cluster.measured(precision)
     place = Group(consecutive_ranks).place(cluster)
     measured = send_line(rates.collectives, place) if rates else None
@@ -72,11 +68,10 @@ def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Prec
 
 
 def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:
-    """Time of an all-to-all of a group, and of a byte that a rank sends to the others.
+    """Latency of a group's all-to-all, and time per byte a rank sends to others.
 
-    A tensor goes in equal parts to all ranks, one of them its own. Parts within a node go beside
-    those between nodes, and the slower of the two counts; where none was measured, the latency is a
-    message's, as ranks send to all others at the same time.
+    The maximum of parts within and between nodes; if not measured, one message latency, since sends
+    are concurrent.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
@@ -96,8 +91,7 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
 
 
 def hidden_share(cluster: ClusterConfig, precision: Precision) -> float:
-    """Hidden share of a collective beside a computation (`Rates.hidden`): all of it where that was
-    not measured."""
+    """Hidden share of a collective under computation (`Rates.hidden`), or 1 if not measured."""
     rates = cluster.measured(precision)
     return 1.0 if rates is None or rates.hidden is None else rates.hidden
 
@@ -105,42 +99,39 @@ def hidden_share(cluster: ClusterConfig, precision: Precision) -> float:
 def ring_ms_per_byte(
     cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
 ) -> float:
-    """Time of a ring reduce-scatter or all-gather, per byte of the whole buffer.
+    """Time of a ring reduce-scatter or all-gather per byte of the full buffer.
 
-    A ring sends (d - 1) / d of the buffer. The fixed time of a pass comes once a bucket of tens of
-    millions of parameters, and is left out.
+    A ring sends (d - 1) / d of the buffer; latency is negligible for large buckets.
     """
     return pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
 
 
 def state_group(parallel: Parallel) -> Group:
-    """The data-parallel ranks of a stage that divide the optimizer's state of all but experts:
-    those that divide weights too, or all."""
+    """Data-parallel ranks of a stage that shard the optimizer state of non-expert parameters."""
     if parallel.sharded > 1:
         return shard_group(parallel)
     return Group(parallel.data, stride=parallel.tensor)
 
 
 def expert_state_group(parallel: Parallel) -> Group:
-    """The ranks of a stage that divide the optimizer's state of experts, of which they hold the
-    same ones: those that divide the weights too, or all."""
+    """Ranks of a stage that hold the same experts and shard their optimizer state."""
     ranks = parallel.expert_shards if parallel.sharded > 1 else parallel.expert_data
     return Group(ranks, stride=parallel.expert)
 
 
 def shard_group(parallel: Parallel) -> Group:
-    """The data-parallel ranks of a stage that divide its weights among them."""
+    """Data-parallel ranks of a stage that shard its weights."""
     return Group(parallel.sharded, stride=parallel.tensor)
 
 
 def shard_copies(parallel: Parallel) -> Group:
-    """The ranks of a stage that hold the same part of divided weights."""
+    """Ranks of a stage that hold the same weight shard."""
     stride = parallel.tensor * parallel.sharded
     return Group(parallel.data // parallel.sharded, stride=stride)
 
 
 def expert_shard_copies(parallel: Parallel) -> Group:
-    """The ranks of a stage that hold the same part of divided experts."""
+    """Ranks of a stage that hold the same shard of experts."""
     stride = max(parallel.tensor * parallel.sharded, parallel.expert)
     return Group(parallel.expert_data // parallel.expert_shards, stride=stride)
 

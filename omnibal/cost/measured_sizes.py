@@ -15,18 +15,18 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel, expert_counts
 from omnibal.model.units import feature_names
 
-_TENSOR_SIZES = (1, 2, 4, 8)  # those within a node of eight devices
+_TENSOR_SIZES = (1, 2, 4, 8)  # within a node of eight devices
 _SMALL_BATCH = 1 / 8
 """Smallest micro-batch, as a share of the caps."""
 _SMALL_TENSOR = 1 / 16
-"""Small tensor of a collective, as a share of the hidden states of a pack at its caps."""
+"""Small collective tensor, as a share of a full pack's hidden states."""
 _STEP = 4
 """Largest ratio of neighbouring sizes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredSizes:
-    """Sizes of matrix products, of which every combination is measured, and of collectives."""
+    """Sizes of matrix products (all combinations are measured) and of collectives."""
 
     rows: tuple[int, ...]
     inner: tuple[int, ...]
@@ -37,11 +37,10 @@ class MeasuredSizes:
 def measured_sizes(
     model: ModelConfig, cluster: ClusterConfig, caps: Caps, precision: Precision
 ) -> MeasuredSizes:
-    """Sizes that span the model's linear layers, whole and on each of 2, 4 and 8 tensor-parallel
-    ranks, on packs at the caps and at an eighth of them.
+    """Sizes spanning the model's linears at tensor sizes 1 to 8, for packs at the caps and an
+    eighth.
 
-    The head's vocabulary is left out: its products are the largest and few. So are routers, which
-    compute in fp32, and gates of one output, which are as fast as their input is read.
+    Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
     """
     every = chain.from_iterable(_on_ranks(model, cluster))
     products = [one for one in every if not one.is_fp32 and one.outer > 1]
@@ -53,15 +52,15 @@ def measured_sizes(
         rows=_spanning(rows, _SMALL_BATCH),
         inner=_spanning(one.inner for one in products),
         outer=_spanning(one.outer for one in products),
-        # Every rank's share is of whole elements.
+        # Every rank's share has complete elements.
         collective_bytes=(_in_shares(tensor_bytes * _SMALL_TENSOR), _in_shares(tensor_bytes)),
     )
 
 
 def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Product]]:
-    """Products of one rank, for every tensor-parallel size that the model can be cut for."""
+    """Products of one rank, for every tensor-parallel size the model allows."""
     for tensor in _TENSOR_SIZES:
-        # Tensor parallelism of experts is with sequence parallelism alone.
+        # Tensor parallelism of experts requires sequence parallelism.
         in_sequence = tensor > 1 and bool(expert_counts(model))
         parallel = Parallel(tensor=tensor, pipeline=1, sequence_parallel=in_sequence)
         wide = cluster.model_copy(update={"gpus_per_node": max(_TENSOR_SIZES)})
@@ -73,7 +72,7 @@ def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Produ
 
 
 def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:
-    """Sizes from the least to the greatest value, none more than `_STEP` times the one before."""
+    """Sizes from min to max, each at most `_STEP` times its predecessor."""
     found = sorted(value for value in values if value >= 1)
     least, most = max(found[0] * smallest_share, 1), found[-1]
     count = math.ceil(math.log(most / least, _STEP) - 1e-9) + 1 if most > least else 1
@@ -81,12 +80,12 @@ def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int
 
 
 def _rounded(size: float) -> int:
-    """A size near this one that kernels are made for, as nearly all sizes of models are."""
+    """Nearby size that kernels are tuned for."""
     multiple = 64 if size >= 512 else 8 if size >= 32 else 1
     return max(round(size / multiple) * multiple, 1)
 
 
 def _in_shares(size: float) -> int:
-    """Bytes near this that any number of ranks up to 8, and any type, divides evenly."""
+    """Nearby number of bytes that up to 8 ranks and any dtype divide evenly."""
     multiple = 4 * math.lcm(*range(1, 9))
     return max(round(size / multiple), 1) * multiple

@@ -1,8 +1,7 @@
-"""Measured costs: the types of `profile.json`, and the source of costs that fits them.
+"""Types of `profile.json` and the cost source that fits it.
 
-Each unit's times are fitted by non-negative least squares over the features that the unit can
-depend on. Every row is divided by its measured value, so that the relative error is minimised and
-small micro-batches count as much as large ones.
+Unit times are fitted by non-negative least squares over the features that the unit depends on. Rows
+are divided by their measured value to minimise the relative error.
 """
 
 import hashlib
@@ -51,13 +50,12 @@ from omnibal.model.units import (
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
     *("tied_head", "rope_base", "max_positions", "rope_factor", "rope_scaling"),
-    # Of experts: a margin that is counted beside what was measured, and a loss that keeps less
-    # than a hundredth of what their layer does.
+    # Experts: a capacity margin counted separately, and a loss below a hundredth of a layer.
     *("imbalance", "auxiliary_loss"),
 )
-"""Fields of towers, and of their experts, that no measured cost of a unit depends on."""
+"""Config fields that no measured unit cost depends on."""
 _LEAST_MS = 1e-9
-"""Least measured time, so that fits stay finite; `MOST_MS` is the most."""
+"""Minimum measured time, which keeps fits finite; `MOST_MS` is the maximum."""
 _Time = Annotated[float, Field(ge=_LEAST_MS, le=MOST_MS)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
@@ -65,8 +63,8 @@ _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 class UnitMeasurement(Frozen):
     """One unit on one micro-batch, on one device.
 
-    What else it is given are the micro-batch's features by name, such as `tiles` and `tokens`: all
-    that the model has (`omnibal.model.units.feature_names`) but for the fixed one.
+    Extra fields are the micro-batch's features by name, such as `tiles` and `tokens`
+    (`omnibal.model.units.feature_names` without the fixed one).
     """
 
     model_config = ConfigDict(extra="allow")
@@ -77,10 +75,9 @@ class UnitMeasurement(Frozen):
     backward_ms: _Time
     """Backward time without recomputation."""
     recompute_ms: Annotated[float, Field(ge=0, le=MOST_MS)] | None = None
-    """Time that recomputing the unit adds to forward and backward together. None: not measured."""
+    """Time that recomputation adds to forward and backward, or None if not measured."""
     activation_bytes: _Bytes | None
-    """Activations kept for backward, without parameters; the unit's input counts where backward
-    needs it, so that units add up to a stage. None: not measured."""
+    """Activations kept for backward, with the unit's input if needed, or None if not measured."""
 
     @property
     def features(self) -> dict[str, int]:
@@ -89,14 +86,14 @@ class UnitMeasurement(Frozen):
 
 
 class ShareMeasurement(Frozen):
-    """A language layer on one rank's share of a pack, while the others have theirs.
+    """A language layer on one rank's share of a pack, run on all context-parallel ranks.
 
-    Its times have the exchange in them, and waiting for the others.
+    Times include the exchange and waiting for other ranks.
     """
 
     unit: str
     context: Annotated[int, Field(ge=2, le=MAX_CONTEXT)]
-    """Ranks that share the pack."""
+    """Context-parallel ranks."""
     exchange: ContextExchange
     tokens: _Bytes
     squared_tokens: _Bytes
@@ -123,7 +120,7 @@ class OptimizerMeasurement(Frozen):
 
 
 class LinkMeasurement(Frozen):
-    """One send between two neighbouring stages on one machine."""
+    """One send between neighbouring stages on one machine."""
 
     bytes: _Bytes
     ms: _Time
@@ -137,19 +134,19 @@ class Profile(Frozen):
     model: str
     model_sha256: str
     tensor: Count
-    """Tensor-parallel size that the units ran under."""
+    """Tensor-parallel size of the measured units."""
     processes: Count
-    """Processes that measured at the same time, sharing the machine."""
+    """Processes measured at the same time on the machine."""
     provider: Provider = "local"
-    """Provider of the layers that were measured."""
+    """Provider of the measured layers."""
     measurements: tuple[UnitMeasurement, ...]
     shares: tuple[ShareMeasurement, ...] = ()
     optimizer: tuple[OptimizerMeasurement, ...] = ()
     links: tuple[LinkMeasurement, ...] = ()
     rates: Rates | None = None
-    """Matrix products, collectives and a copy by shape; None in profiles without them."""
+    """Matrix products, collectives and a copy by shape, or None if absent."""
     reading: ReadingMeasurement | None = None
-    """Time to read the data; None where none was given."""
+    """Time to read the data, or None if no data was given."""
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
@@ -159,7 +156,7 @@ _TIMES: tuple[Quantity, ...] = ("forward_ms", "backward_ms")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FitResidual:
-    """Distance of a fit from its measurements, as a share of the measured values."""
+    """Relative error of a fit."""
 
     unit: str
     quantity: Quantity
@@ -169,8 +166,7 @@ class FitResidual:
 
 
 def model_sha256(model: ModelConfig) -> str:
-    """Hash of the model fields that a unit's cost depends on; neither layer counts nor
-    constants."""
+    """Hash of the model fields that unit costs depend on, without layer counts and constants."""
     sizes = model_sizes(model, without=_NOT_COST)
     for name, tower in model.encoders.items():
         described = sizes[name] if name in sizes else sizes["encoders"][name]
@@ -190,7 +186,7 @@ def read_profile(path: Path) -> Profile:
 
 @dataclass(frozen=True, slots=True)
 class Measured(CostSource):
-    """Times and bytes that a profile has measured, on devices of one kind."""
+    """Measured times and bytes of devices of one kind."""
 
     profile: Profile
 
@@ -205,14 +201,11 @@ class Measured(CostSource):
         adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
-        """Fit the profile's times to all units; what it did not measure is counted.
+        """Fit the profile's times to all units; quantities not measured are counted.
 
-        Links are measured on one machine, so they hold for jobs within one node; larger jobs take
-        the cluster's figures between nodes. Ranks exchange at the profile's rates, where it has
-        any. Profiles are of trained units: backward times and activations of
-        frozen ones are shortened by as much as they are by counting, and all times of those with
-        adapters changed by as much. So are experts that ranks
-        share out, which a profile has on one: what their exchange and imbalance add is counted.
+        Links are measured on one machine, so jobs on several nodes use the cluster's rates.
+        Profiles hold trained units without expert parallelism: frozen units, adapters and
+        expert-parallel exchange are corrected by the difference of counted costs.
         """
         profile, cluster = self.profile, self.with_rates(cluster)
         _check_match(profile, model, parallel, precision)
@@ -268,10 +261,9 @@ class Measured(CostSource):
     def exchange_ms(
         self, model: ModelConfig, unit: UnitKind, level: Level
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Fit what layers on shares took longer than the fit says that they take of as much alone.
+        """Fit the extra time of layers on shares, or None if the profile has no such shares.
 
-        It is a constant, so much a token and so much an exchanged token, of least error relative to
-        the whole time; None where the profile has no such shares.
+        Coefficients of a constant, tokens and exchanged tokens have minimum relative error.
         """
         shares = [
             one
@@ -304,7 +296,7 @@ class Measured(CostSource):
 
 
 def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:
-    """Costs with the measured time of the update, of which each data-parallel rank has a share."""
+    """Return costs with the measured update time, divided over data-parallel ranks."""
     fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
     return replace(
         cost,
@@ -317,8 +309,7 @@ def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> Co
 
 
 def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> CostModel:
-    """Costs with sends at their measured rate, and exchanges of data-parallel ranks slower by as
-    much where they were not measured themselves."""
+    """Return costs with the measured send rate, also for data-parallel exchange if not measured."""
     slower = 1.0 if rings_are_measured else line.each_ms / cost.link_ms_per_byte
     return replace(
         cost,
@@ -330,12 +321,11 @@ def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> Cost
 
 
 def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostModel) -> CostModel:
-    """Costs of experts that ranks share out, of those measured where one rank has all.
-
-    What ranks exchange and the fullest one computes and keeps besides is added as counted.
+    """Return measured costs corrected for expert parallelism.
 
     Args:
-        counted: as counted with experts shared out; `alone` with all on a device.
+        counted: counted costs with expert parallelism.
+        alone: counted costs with all experts on one device.
     """
 
     def shared_out(name: str, unit: UnitCost) -> UnitCost:
@@ -355,7 +345,7 @@ def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostMod
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
-    """Return the cluster with the profile's rates, in its precision, to plan any model with."""
+    """Return the cluster with the profile's rates, in its precision."""
     if profile.rates is None:
         raise UserError(
             f"the profile of {profile.model} on {profile.device} has no rates by shape, of which "
@@ -366,7 +356,7 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
-    """Relative errors of every fit that `Measured.costs` makes of a profile of this model."""
+    """Relative errors of every fit that `Measured.costs` makes for this model."""
     residuals = []
     names = feature_names(model)
     for kind in {kind.measured_name: kind for kind in unit_kinds(model)}.values():
@@ -419,7 +409,7 @@ def _check_match(
 def _fitted_unit(
     profile: Profile, model: ModelConfig, cost: CostModel, kind: UnitKind, trained: UnitCost
 ) -> UnitCost:
-    """Cost of a unit as measured, where it was."""
+    """Return the measured cost of a unit, or its counted cost if not measured."""
     counted, allowed = cost.units[kind.name], _depends_on(model, kind)
     fitted: dict[Quantity, np.ndarray] = {}
     for quantity in QUANTITIES:
@@ -436,14 +426,14 @@ def _fitted_unit(
     forward_share = _share(features, counted.forward_ms, trained.forward_ms)
     backward_share = _share(features, counted.backward_ms, trained.backward_ms)
     backward_ms = backward_share * fitted["backward_ms"]
-    # Not measured apart, so as large a part as by counting.
+    # Not measured separately: use the counted share.
     weight_share = _share(features, counted.weight_ms, counted.backward_ms)
     recompute_ms = forward_share * fitted.get("recompute_ms", fitted["forward_ms"])
     activation_bytes = counted.activation_bytes
     if "activation_bytes" in fitted:
         features, _ = _series(profile, kind.measured_name, "activation_bytes", cost.features)
         kept_share = _share(features, counted.activation_bytes, trained.activation_bytes)
-        # Kept bytes include the input, so recomputing a layer never costs memory.
+        # Kept bytes include the input, so recomputation never costs memory.
         kept_bytes = kept_share * fitted["activation_bytes"]
         activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
     return replace(
@@ -459,7 +449,7 @@ def _fitted_unit(
 
 
 def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
-    """Features that a unit's cost can depend on, bool [features]."""
+    """Features that the unit's cost depends on, bool [features]."""
     names, layers = {"fixed"}, list[LayerKind]()
     if kind.tower != LANGUAGE:
         tower = model.encoders[kind.tower]
@@ -480,8 +470,7 @@ def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
-    """Share of `part` in `whole`, both [features], summed over micro-batches [n, features]; 1 if
-    that is 0."""
+    """Share of `part` in `whole`, both [features], summed over micro-batches, or 1 if that is 0."""
     total = float((features @ whole).sum())
     return float((features @ part).sum()) / total if total else 1.0
 
@@ -489,7 +478,7 @@ def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
 def _series(
     profile: Profile, unit: str, quantity: Quantity, features: Sequence[str]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, features] and measured values [n] of one unit, where it was measured."""
+    """Features [n, features] and values [n] of one unit's measurements."""
     rows, measured = [], []
     for m in profile.measurements:
         value: float | None = getattr(m, quantity)
@@ -506,21 +495,21 @@ def _series(
 
 
 def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Offset and slope, neither negative, of least relative error through (x, y) points."""
+    """Non-negative offset and slope with minimum relative error through (x, y) points."""
     x, y = np.array(points, np.float64).T
     offset, slope = _relative_nnls(np.stack([np.ones_like(x), x], axis=1), y)
     return float(offset), float(slope)
 
 
 def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Coefficients [features] >= 0 of least relative error."""
+    """Coefficients [features] >= 0 with minimum relative error."""
     weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
     return _weighted_nnls(features, measured, weights)
 
 
 def _weighted_nnls(features: np.ndarray, measured: np.ndarray, weights: np.ndarray) -> np.ndarray:
     rows = features * weights[:, None]
-    # Columns differ by many orders of magnitude (1 beside squared tokens).
+    # Column scales differ by many orders of magnitude (1, squared tokens).
     scale = np.linalg.norm(rows, axis=0)
     scale[scale == 0] = 1.0
     coefficients, _ = nnls(rows / scale, measured * weights)

@@ -1,6 +1,6 @@
-"""Costs as a run has shown them: another source's, times factors by unit, pass and feature.
+"""Costs corrected by a run: another source's times factors per unit, pass and feature.
 
-`omnibal.job.refit` fits the factors on the log of a run; `refit.json` keeps them beside the plan.
+`omnibal.job.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
 """
 
 from collections.abc import Collection, Mapping
@@ -24,27 +24,27 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import UnitKind
 
 _Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
-"""Measured time over that of the source."""
+"""Measured time over the source's."""
 _Slowness = Annotated[float, Field(ge=1, le=1e3)]
 """Time of a device over that of a faster one."""
 
 
 class UnitFactors(Frozen):
-    """Factors of a kind of unit by the feature that a time is of."""
+    """Factors of a unit kind by feature."""
 
     forward: dict[str, _Factor] = Field(default_factory=dict)
-    """Factors of forwards, and of what is recomputed."""
+    """Factors of forward and recomputation."""
     backward: dict[str, _Factor] = Field(default_factory=dict)
 
     def times(self, more: "UnitFactors") -> "UnitFactors":
-        """The factors with others on top of them."""
+        """Return the product with other factors."""
         return UnitFactors(
             forward=_product(self.forward, more.forward),
             backward=_product(self.backward, more.backward),
         )
 
     def applied(self, unit: UnitCost, features: Collection[str]) -> UnitCost:
-        """The costs of a unit at so many times its times."""
+        """Return a unit's costs with factors applied."""
         forward, backward = (
             np.array([of.get(name, 1.0) for name in features])
             for of in (self.forward, self.backward)
@@ -70,26 +70,24 @@ class Refit(Frozen):
     """Content of `refit.json`."""
 
     root_sha256: str
-    """Hash of the plan that a user made (`omnibal.job.plan.plan_sha256`), of which this one was
-    made, be it by way of others."""
+    """Hash of the user's original plan (`omnibal.job.plan.plan_sha256`)."""
     step: NonNegativeInt
-    """Steps of the run that were trained before the plan was made."""
+    """Steps trained before the plan was made."""
     measured_steps: NonNegativeInt = 0
-    """Steps whose passes the factors were fitted on last; 0 where none was measured."""
+    """Steps with the passes that the factors were last fitted to, or 0 if none."""
     units: dict[str, UnitFactors] = Field(default_factory=dict)
-    """Factors of the kinds of units, by their names."""
+    """Factors by unit kind name."""
     update: _Factor = 1.0
-    """Factor of what happens once a step: reduction and gather among data-parallel ranks, norm and
-    update."""
+    """Factor of data-parallel reduction and gather, norm and update."""
     pipeline: Count = 1
-    """Stages of the pipeline that was measured."""
+    """Pipeline stages of the measured run."""
     slowness: tuple[_Slowness, ...] = ()
-    """Slowness of every part of the model's devices, as `CostModel.slowness` has it."""
+    """Slowdown per model part, as in `CostModel.slowness`."""
     slow_ranks: tuple[tuple[_Slowness, ...], ...] = ()
-    """Slowness of data-parallel ranks, as `CostModel.slow_ranks` has it."""
+    """Slowdown per data-parallel rank, as in `CostModel.slow_ranks`."""
 
     def after(self, earlier: Self) -> Self:
-        """The refit of costs that an earlier one had changed, as one of the first costs."""
+        """Return this refit composed with the earlier refit that it was measured under."""
         names = dict.fromkeys([*earlier.units, *self.units])
         none = UnitFactors()
         return self.model_copy(
@@ -103,7 +101,7 @@ class Refit(Frozen):
         )
 
     def with_slow_stages(self) -> Self:
-        """The refit by which a stage is as slow on all ranks as on its slowest one."""
+        """Return the refit with every stage as slow as on its slowest rank."""
         slowest = np.array(self.slow_ranks).max(axis=0) * (self.slowness or 1.0)
         slowness = tuple((slowest / slowest.min()).tolist())
         return self.model_copy(update={"slowness": slowness, "slow_ranks": ()})
@@ -116,7 +114,7 @@ def read_refit(path: Path) -> Refit:
 
 @dataclass(frozen=True, slots=True)
 class Refitted(CostSource):
-    """Costs of a source, changed by what a run has measured."""
+    """Costs of a source, corrected by a run."""
 
     source: CostSource
     refit: Refit
@@ -132,8 +130,8 @@ class Refitted(CostSource):
         adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
-        """Costs of all units; memory, messages between stages and exchanges of ranks that share
-        packs stay the source's."""
+        """Return corrected unit times; memory, sends and context-parallel exchange are
+        unchanged."""
         refit, sizes = self.refit, (model, cluster, parallel, precision, frozen)
         cost = self.source.costs(*sizes, adapters=adapters, runtime=runtime)
         none, is_measured = UnitFactors(), parallel.pipeline == refit.pipeline

@@ -1,21 +1,16 @@
-"""Times of matrix products of any shape, from measurements of any shapes and passes.
+"""Matrix product times of any shape, interpolated from measurements of any shapes and passes.
 
-The logarithm of a product's time per operation is taken for a Gaussian process (Rasmussen and
-Williams 2006, Gaussian Processes for Machine Learning, section 2.2). What it varies with:
+The logarithm of the time per operation is a Gaussian process (Rasmussen and Williams 2006, Gaussian
+Processes for Machine Learning, section 2.2) over:
 
-* how full its tiles are (128 or 256 wide), and the bytes that it moves per operation, of which an
-  fp32 gradient is 8 an element, as it is read and written;
-* its sizes as the kernel sees them, rows and columns of the output and the length of sums: near
-  shapes are near in rate;
-* the layer's rows and widths: a product and both of its gradients are near in rate, however the
-  kernel sees them;
-* chance. Times of a device scatter by several per cent between like shapes, as clocks fall under
-  load and libraries choose kernels. A measured shape has the time that was measured.
+* tile utilisation (128 or 256 wide), and bytes per operation (8 per fp32 gradient element);
+* sizes as the kernel sees them: rows and columns of the output, reduction length;
+* rows and widths of the layer, which relate a product to its gradients;
+* noise, as clocks and kernel choice scatter. Measured shapes keep their measured time.
 
-The variances are `_VARIANCES`, rounded from those that make the 514 products of a B200 and the 183
-of an A100 that SimuMax publishes likeliest; `benchmarks/rates.py` prints what each is
-predicted as from the others. No product is predicted to be faster than the fastest of its nearest
-measured ones.
+`_VARIANCES` are rounded maximum-likelihood values for 514 B200 and 183 A100 products published by
+SimuMax; `benchmarks/rates.py` cross-validates them. Predictions are never faster than the fastest
+of the nearest measurements.
 """
 
 from collections.abc import Sequence
@@ -28,13 +23,13 @@ from scipy.linalg import cho_factor, cho_solve
 
 from omnibal.model.rates import GroupedTime, Pass, ProductTime
 
-_NEIGHBOURS = 8  # measured shapes that a time is interpolated from
-_ELEMENT_BYTES = 2  # of bf16, in which others measured
+_NEIGHBOURS = 8  # nearest measured shapes used for interpolation
+_ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Variances:
-    """Variances of what the logarithm of a time per operation is a sum of."""
+    """Variances of the components of the log time per operation."""
 
     level: float = 7e-3
     tiles: tuple[float, ...] = (0.3, 0.4, 0.06)
@@ -44,7 +39,7 @@ class _Variances:
     operations: float = 1.5e-3
     widths: float = 2e-3
     product: float = 4e-3
-    """What the passes of one product share."""
+    """Shared by the passes of one product."""
     chance: float = 6.5e-3
 
 
@@ -53,16 +48,16 @@ _VARIANCES = _Variances()
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Products, one an entry; of each pass and shape its sizes in two orders."""
+    """Shapes of products, each as the kernel and as the layer sees it."""
 
     seen: np.ndarray
-    """[shapes, 4]: logarithms of the output's rows and columns, the sums' length, the groups."""
+    """[shapes, 4]: log rows and columns of the output, reduction length, groups."""
     layer: np.ndarray
-    """[shapes, 4]: logarithms of rows, inner, outer and groups."""
+    """[shapes, 4]: log rows, inner, outer, groups."""
     output_bytes: np.ndarray
-    """[shapes]: read and written for an element of the output."""
+    """[shapes]: bytes read and written per output element."""
     passes: np.ndarray
-    """[shapes]: numbers of passes."""
+    """[shapes]: pass numbers."""
 
     @classmethod
     def of(
@@ -74,7 +69,7 @@ class Shapes:
         outer: np.ndarray,
         groups: np.ndarray,
     ) -> Self:
-        """Shapes of passes of layers, all of as many entries, or of one where all are alike."""
+        """Make shapes of layer passes; arguments have equal length or length one."""
         layer = np.stack(np.broadcast_arrays(rows, inner, outer, groups), axis=-1)
         orders = np.array([_SEEN_AS[one] for one in of])
         seen = np.take_along_axis(layer, np.broadcast_to(orders, layer.shape), axis=-1)
@@ -95,7 +90,7 @@ class Shapes:
 
     @cached_property
     def tiles(self) -> np.ndarray:
-        """What padded tiles, bytes and thin sides cost, as logarithms, [shapes, 3]."""
+        """Log cost of tile padding, bytes and thin sides, [shapes, 3]."""
         m, n, k, _ = np.exp(self.seen).T
         padded = np.prod([np.ceil(side / 256 - 1e-9) * 256 / side for side in (m, n)], axis=0)
         moved = _ELEMENT_BYTES * k * (m + n) + self.output_bytes * m * n
@@ -114,8 +109,7 @@ _SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
     "input_gradient": (0, 1, 2, 3),
     "weight_gradient": (2, 1, 0, 3),
 }
-"""Places in (rows, inner, outer, groups) of the output's rows and columns, the sums' length and
-the groups."""
+"""Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups."""
 
 
 def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
@@ -135,15 +129,15 @@ def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScatteredTimes:
-    """Times of products of any shape, from measured ones."""
+    """Product times of any shape, from measurements."""
 
     shapes: Shapes
     log_rates: np.ndarray
-    """Logarithms of measured ms per operation, [measured]."""
+    """Log measured ms per operation, [measured]."""
     typical: float
-    """Median of them."""
+    """Median of `log_rates`."""
     weights: np.ndarray
-    """[measured]: what the difference of each from the median adds where it is as near as can."""
+    """[measured]: kernel weights of the deviations from the median."""
 
     @classmethod
     def of(cls, shapes: Shapes, times_ms: np.ndarray) -> Self:
@@ -165,7 +159,7 @@ class ScatteredTimes:
 
 
 def covariance(some: Shapes, others: Shapes) -> np.ndarray:
-    """Covariances of logarithms of times per operation, without chance, [some, others]."""
+    """Covariances of log times per operation, without noise, [some, others]."""
     v = _VARIANCES
     layers = np.abs(some.layer[:, None] - others.layer[None])
     sums = np.abs(some.seen[:, None, 2] - others.seen[None, :, 2])
@@ -182,14 +176,14 @@ def covariance(some: Shapes, others: Shapes) -> np.ndarray:
 
 
 def _are_same(some: Shapes, others: Shapes) -> np.ndarray:
-    """Whether each is of one shape and pass with each of the others, [some, others]."""
+    """Whether pairs have equal shape and pass, [some, others]."""
     layers = (np.abs(some.layer[:, None] - others.layer[None]) < 1e-9).all(axis=2)
     passes = some.passes[:, None] == others.passes[None]
     return layers & passes & (some.output_bytes[:, None] == others.output_bytes[None])
 
 
 def _apart(some: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Distances of logarithms of sizes, [some, others]."""
+    """Distances of log sizes, [some, others]."""
     return np.linalg.norm(some[:, None] - others[None], axis=2)
 
 

@@ -1,33 +1,23 @@
-"""Costs where data-parallel ranks divide weights and gradients too, as FSDP and ZeRO-3 do.
+"""Costs if data-parallel ranks shard weights and gradients too (FSDP, ZeRO-3).
 
-A rank keeps its share of every weight, of its gradient and of the optimizer's state: one of
-`Parallel.sharded`, neighbours, which with fewer than all ranks are groups that hold copies of each
-other (hybrid). A unit's whole weights are gathered before its forward and again before its
-backward, and let go after each; its gradients are whole until they are reduce-scattered, after
-every micro-batch's backward (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5; Zhao et
-al. 2023, FSDP, arXiv 2304.11277, section 3.2), and summed as shares. The exchange runs beside the
-computation of the unit before it, one unit ahead:
+A rank holds 1 / `Parallel.sharded` of weights, gradients and optimizer state; with fewer shards
+than ranks the groups are replicas (hybrid). Weights of a unit are gathered before its forward and
+again before its backward, and freed after each; gradients are reduce-scattered after every
+micro-batch (Rajbhandari et al. 2020, ZeRO, arXiv 1910.02054, section 5; Zhao et al. 2023, FSDP,
+arXiv 2304.11277, section 3.2). The exchange overlaps with one unit's computation:
 
     forward  = gather of the first + sum over units of max(forward, gather of the next)
     backward = gather of the last + reduce of the first
-               + sum over units of max(backward, gather of the one before + reduce of the one after)
+               + sum over units of max(backward, gather of the previous + reduce of the next)
 
-where what runs in the time max(a, b) takes a + b - hidden x min(a, b) if it was measured that less
-is hidden (`omnibal.model.rates.Rates.hidden`): on a CPU the cores that compute exchange too. The
-head's weights stay from its forward to its backward, which is next, and no backward reads an
-embedding's. In a backward, whole gradients are set to zero, and the share that they become is added
-to that of the micro-batches before.
+max(a, b) becomes a + b - hidden x min(a, b) if a lower overlap was measured
+(`omnibal.model.rates.Rates.hidden`). The head's weights stay gathered from forward to backward.
+Experts are exchanged among the ranks that hold the same experts (`Parallel.expert_shards`).
 
-Experts are exchanged by themselves, among those ranks of the group, tensor-parallel ones too, that
-hold the same (`Parallel.expert_shards`); where a group has all experts once, each of its ranks has
-its own whole, with all of their state, and their gradients are still summed of whole ones.
-
-What computation does not hide is a feature of the micro-batch, as it is not linear in its sizes.
-Exchanges of tensor-parallel ranks, of tokens that go to their experts, and of ranks that share a
-pack hide nothing, as they take the same links, and neither does recomputation, so that the time is
-on the safe side. All ranks of a group meet in every exchange: they run their micro-batches in
-lockstep. Once a step the copies of a share all-reduce its gradients, behind the last backward where
-a group keeps to its node, and after it where gathers take the network too.
+Exposed exchange is a feature of the micro-batch, as it is not linear in sizes. Tensor-, expert- and
+context-parallel exchange and recomputation are assumed to hide nothing, since they take the same
+links. Ranks of a group run micro-batches in lockstep. Replicas all-reduce gradient shards once a
+step, hidden by the last backward if a group is within a node.
 """
 
 from collections import Counter
@@ -58,28 +48,27 @@ from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Alike:
-    """Parameters that the same ranks divide: experts, or all others."""
+    """Parameters sharded by the same ranks: experts, or all others."""
 
     are_experts: bool
     group: Group
-    """Ranks that divide them."""
+    """Ranks that shard them."""
     copies: Group
-    """Ranks that hold the same part."""
+    """Ranks that hold the same shard."""
 
     def of(self, unit: UnitCost) -> int:
-        """How many a unit has on one device, were they whole."""
+        """Parameters of a unit on one device before sharding."""
         experts = unit.expert_parameters
         return experts if self.are_experts else unit.parameters - experts
 
     def trained_of(self, unit: UnitCost) -> int:
-        """How many of them are trained."""
+        """Trained parameters of a unit on one device before sharding."""
         return self.of(unit) if unit.trained_parameters else 0
 
     def divided(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
     ) -> ParameterRates:
-        """Rates of divided parameters. Copies sum their gradients once a step: an all-reduce is two
-        passes."""
+        """Rates of sharded parameters; replicas all-reduce their gradients once a step."""
         ranks = self.group.ranks
         pass_ms = ring_ms_per_byte(cluster, self.copies, precision) * rates.gradient_bytes
         return replace(
@@ -92,7 +81,7 @@ class _Alike:
 
 
 def _alike(parallel: Parallel) -> tuple[_Alike, _Alike]:
-    """All parameters but experts', and those of experts."""
+    """Parameters without experts, and expert parameters."""
     return (
         _Alike(are_experts=False, group=shard_group(parallel), copies=shard_copies(parallel)),
         _Alike(
@@ -105,26 +94,26 @@ def _alike(parallel: Parallel) -> tuple[_Alike, _Alike]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShardedExchange:
-    """Exchange of weights and gradients, and the computation that it runs beside.
+    """Exchange of weights and gradients, and the computation that overlaps it.
 
-    Kinds of unit are in the order of the costs; K kinds, F features.
+    Unit kinds are in the order of the costs; K kinds, F features.
     """
 
     forward_ms: np.ndarray
-    """Forward of a unit of every kind without its own exchanges, [K, F]."""
+    """Forward time of every unit kind without exchanges, [K, F]."""
     backward_ms: np.ndarray
     gather_ms: np.ndarray
-    """To gather the weights of a unit of every kind, [K]."""
+    """Gather time of the weights of every unit kind, [K]."""
     gather_back_ms: np.ndarray
-    """Time to gather the weights again before backward; 0 where that reads none."""
+    """Gather time before backward, or 0 if backward reads no weights."""
     reduce_ms: np.ndarray
-    """To reduce-scatter its gradients; 0 where it is frozen."""
+    """Reduce-scatter time of gradients, or 0 if frozen."""
     sequence: tuple[int, ...]
-    """Kind of every unit, in model order."""
+    """Kind index of every unit, in model order."""
     hidden: float = 1.0
-    """Hidden share of the shorter of an exchange and the computation beside it."""
+    """Hidden share of the shorter of exchange and overlapped computation."""
     stages: int = 1
-    """Pipeline stages that the units are of."""
+    """Number of pipeline stages."""
 
     @classmethod
     def of(
@@ -156,8 +145,7 @@ class ShardedExchange:
             return all_ms
 
         gather_ms = exchange_ms("all_gather", size, _Alike.of)
-        # Not the head's, which stay from the forward right before it, and not an embedding's, which
-        # no backward reads.
+        # The head's weights stay gathered from its forward. An embedding's backward reads none.
         is_back = [
             unit.has_backward and not kind.is_embed and kind.name != HEAD
             for unit, kind in zip(units, cost.kinds, strict=True)
@@ -174,11 +162,10 @@ class ShardedExchange:
         )
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
-        """What of the exchange no computation hides, before every micro-batch's forward and after
-        its backward, all stages together, [packs, 2].
+        """Exposed exchange before forward and after backward, summed over stages, [packs, 2].
 
-        A stage gathers its first unit with nothing beside it, and sums that unit's gradients so.
-        Stages are taken to begin and end with the layers that take longest to gather.
+        The first gather and the last reduction of a stage are exposed. Stages are assumed to begin
+        and end with the layers that take longest to gather.
 
         Args:
             features: of every micro-batch, [packs, F].
@@ -205,14 +192,13 @@ class ShardedExchange:
         return np.stack([ahead, behind], axis=1)
 
     def shares(self) -> np.ndarray:
-        """Share of what is exposed, of a forward and of a backward, that counts for a unit of every
-        kind, [2, K]: by what the unit exchanges, so that a pipeline's stages have theirs."""
+        """Share of exposed forward and backward time per unit kind, by exchanged bytes, [2, K]."""
         exchanged = np.stack([self.gather_ms, self.gather_back_ms + self.reduce_ms])
         sums = exchanged[:, list(self.sequence)].sum(axis=1, keepdims=True)
         return exchanged / np.maximum(sums, 1e-300)
 
     def _exposed(self, exchange_ms: float, beside_ms: np.ndarray) -> np.ndarray:
-        """What of an exchange is not hidden by the computation beside it. [packs]"""
+        """Exposed time of an exchange overlapped with computation, [packs]."""
         return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
 
 
@@ -223,8 +209,7 @@ def _with_added_sums(
     precision: Precision,
     runtime: RuntimeOptions,
 ) -> CostModel:
-    """Costs with what a backward does with gradients besides: whole ones are set to zero before it,
-    and the share that they are summed to is added to that of the micro-batches before."""
+    """Return costs with zeroing of full gradients and accumulation of gradient shards."""
     sent, summed = _scattered_bytes(cost, runtime), 2 * cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
 
@@ -239,7 +224,7 @@ def _with_added_sums(
 
 
 def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
-    """Bytes of a gradient as it is reduce-scattered."""
+    """Bytes per gradient element in the reduce-scatter."""
     if runtime.scatters_weights_precision:
         return cost.rates.weight_bytes
     return cost.rates.gradient_bytes
@@ -256,19 +241,18 @@ def sharded_cost(
     has_one_loss: bool = True,
     shares: np.ndarray | None = None,
 ) -> CostModel:
-    """Costs where data-parallel ranks divide weights and gradients too.
+    """Return costs with sharded weights and gradients.
 
-    Two features more are times already: what the exchange of weights and gradients takes before a
-    forward and after a backward besides what is hidden (`ShardedExchange.exposed_ms`).
+    Adds two features that are times: exposed exchange before a forward and after a backward
+    (`ShardedExchange.exposed_ms`).
 
     Args:
-        cost: of ranks that hold weights whole, and divide the optimizer's state as these do.
-        names: of the kinds of the units that are divided, in the order in which they run.
-        has_one_loss: whether the head's backward begins with its one loss; with layers of
-            multi-token prediction, it begins with theirs.
-        shares: of what is exposed, that units of every kind have in a pipeline
-            (`ShardedExchange.shares`); None for all at the head, which has a backward whatever is
-            frozen.
+        cost: of ranks with replicated weights and an equally sharded optimizer.
+        names: sharded unit kinds, in execution order.
+        has_one_loss: whether the head's backward begins with its only loss, false with multi-token
+            prediction.
+        shares: exposed share per unit kind in a pipeline (`ShardedExchange.shares`), None: all to
+            the head, which always has a backward.
     """
     cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
     others, experts = _alike(parallel)
@@ -305,18 +289,14 @@ def sharded_cost(
 def _whole_bytes(
     cost: CostModel, names: Sequence[str], sent: float, parallel: Parallel
 ) -> dict[str, np.ndarray]:
-    """Bytes of whole weights and gradients while a unit of each kind runs, in its forward and its
-    backward, [2], by its name: the most of all its places in the model.
+    """Peak bytes of gathered weights and gradients per unit kind, in forward and backward, [2].
 
-    In a forward the weights of the next unit are there too; in a backward those of the unit before,
-    and the gradients of the unit after until they are divided, with the share that they become. A
-    tied matrix has its gradients from the head's backward to the embedding's.
-
-    A stage of a pipeline may have the layers of a tower and not its ends: what a layer has to wait
-    for or with beside an end counts for the end then, which works with no less.
+    In forward the next unit's weights are there too; in backward the previous unit's weights, and
+    the next unit's gradients with their shard. A tied matrix has gradients from the head's backward
+    to the embedding's. The maximum over all positions in the model counts.
 
     Args:
-        sent: bytes of a gradient as it is reduce-scattered.
+        sent: bytes of a gradient element in the reduce-scatter.
     """
     units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
     tied_bytes, in_stages = sent * cost.tied_trained_parameters, parallel.pipeline > 1
@@ -331,7 +311,7 @@ def _whole_bytes(
         for name in units
     }
     gradients = {name: sent * units[name].trained_parameters for name in units}
-    # Whole ones of the unit after, which are being summed, with the share that they become.
+    # Gradients of the next unit during the reduction, with their shard.
     summed = {
         name: gradients[name]
         + sent * sum(alike.trained_of(unit) / alike.group.ranks for alike in divided)
@@ -361,16 +341,15 @@ def _whole_bytes(
 def _sharded_unit(
     unit: UnitCost, whole: np.ndarray, exposed: np.ndarray, *, begins_with_loss: bool
 ) -> UnitCost:
-    """A unit's costs with the two features more, and room for whole weights and gradients.
+    """Return a unit's costs with the two features and memory for gathered weights and gradients.
 
     Args:
-        unit: costs where weights are whole.
-        exposed: its share of the exposed exchange of all units, forward and backward.
-        begins_with_loss: whether the first moment of its backward is the loss's, before anything
-            is gathered for it.
+        unit: costs with replicated weights.
+        exposed: its share of all units' exposed exchange, forward and backward.
+        begins_with_loss: whether backward begins with the loss, before any gather.
     """
     changed = with_features(unit, len(EXPOSED_MS))
-    # The moment without working memory is its forward's, which has less of it than its backward.
+    # The moment without working memory is forward's.
     backward = 1 + begins_with_loss if unit.has_backward else None
     changed["transient_bytes"][:backward, 0] += whole[0]
     if backward is not None:
@@ -381,6 +360,6 @@ def _sharded_unit(
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:
-    """Places of the two features among all."""
+    """Column indices of the two exposed features."""
     names = list(features)
     return [names.index(name) for name in EXPOSED_MS]

@@ -1,8 +1,4 @@
-"""Features of shares: what each rank computes of the packs that it shares with others.
-
-Times and memory of a share are linear in these as those of a whole pack are
-(`omnibal.cost.model`), and there is one feature more, the tokens that attention exchanges.
-"""
+"""Features of context-parallel shares: pack features, plus exchanged tokens."""
 
 from collections.abc import Sequence
 
@@ -45,8 +41,8 @@ def part_features(
 ) -> np.ndarray:
     """Features of every rank's part of packs of one level, float64 [packs, context, features].
 
-    Loss is taken to be on the last tokens of a sample. Where heads are exchanged, every rank
-    computes an equal part of the attention of divided samples, whatever tokens it has.
+    Loss is assumed on the last tokens of a sample. If heads are exchanged, all ranks compute equal
+    parts of the attention of divided samples.
     """
     if level.context == 1:
         whole = pack_features(packs, lengths, [name for name in features if name != EXCHANGED])
@@ -58,7 +54,7 @@ def part_features(
 
 
 class _Parts:
-    """Sums over the pieces that every rank has of packs of one level; all are [packs, context]."""
+    """Sums over every rank's pieces of packs of one level, [packs, context]."""
 
     def __init__(self, packs: Packs, pieces: Pieces, level: Level) -> None:
         self._packs = packs

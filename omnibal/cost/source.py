@@ -1,7 +1,4 @@
-"""Where the costs of a job come from: counted, or measured on a device.
-
-`JobSpec` has one source and asks it alone; nothing else tells one kind from another.
-"""
+"""Source of a job's costs: counted, or measured on a device."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -22,30 +19,27 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import UnitKind
 
 MOST_MS = 1e12
-"""Largest measured time, so that fits stay finite."""
+"""Max measured time, which keeps fits finite."""
 
 
 class ReadingMeasurement(Frozen):
-    """Processor time that reading samples drawn from the data takes: decoding, tiling, tokenizing
-    and handing over; waiting for storage is not in it."""
+    """CPU time to decode, tile, tokenize and hand over samples, without waiting for storage."""
 
     samples: Count
-    """Samples that were read."""
+    """Number of samples read."""
     item_ms: dict[str, Annotated[float, Field(ge=0, le=MOST_MS)]]
-    """Time for each item, by its feature."""
+    """Time per item, by feature."""
     token_ms: Annotated[float, Field(ge=0, le=MOST_MS)]
-    """Time for each token, of text and of items."""
+    """Time per token, including items' tokens."""
     cores: Count
-    """Cores of the machine for processes that read."""
+    """CPU cores for reader processes."""
     is_shared: bool
     """Whether the model computes on these cores too."""
 
 
 class CostSource:
-    """Costs as counted: operations and bytes, against the cluster's rates.
-
-    A source that has measured some of them is a subclass, which overrides what it has.
-    """
+    """Counted costs: operations and bytes at the cluster's rates; measured sources override
+    parts."""
 
     def costs(
         self,
@@ -58,44 +52,44 @@ class CostSource:
         adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
-        """Costs of all units, of packs that no ranks share."""
+        """Return costs of all units at context size 1."""
         sizes = model, cluster, parallel, precision, frozen
         return analytic_cost(*sizes, adapters=adapters, runtime=runtime)
 
     @property
     def tensor(self) -> int | None:
-        """The one tensor-parallel size that it has costs of; None for any."""
+        """The only tensor-parallel size with costs, None for any."""
         return None
 
     @property
     def is_of_one_device(self) -> bool:
-        """Whether its costs are of the cluster's devices alone, and of no other preset's."""
+        """Whether costs hold only for the cluster's own devices."""
         return False
 
     @property
     def reading(self) -> ReadingMeasurement | None:
-        """Time to read the data; None where it was not measured."""
+        """Time to read the data, or None if not measured."""
         return None
 
     @property
     def link(self) -> Line | None:
-        """Time of a message and of a byte between devices of a node; None to count it."""
+        """Latency and time per byte between devices of a node, None to count it."""
         return None
 
     def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
-        """The cluster with the rates that exchanges are counted at."""
+        """Return the cluster with the rates for exchange."""
         return cluster
 
     def exchange_ms(
         self, model: ModelConfig, unit: UnitKind, level: Level
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Time that sharing packs within a node adds to a layer's forward and backward, both
-        [features at levels]; None to count it."""
+        """Time sharing packs adds to a layer, forward and backward [features at levels], None:
+        count it."""
         return None
 
     def save(self, profile: Path, refit: Path) -> None:
-        """Write what a plan's directory keeps of it; nothing where all is counted."""
+        """Write measurements to a plan's directory, if any."""
 
 
 ANALYTIC = CostSource()
-"""Nothing is measured."""
+"""Source without measurements."""

@@ -1,15 +1,12 @@
-"""Memory that Megatron-core holds with Transformer Engine's layers, besides what it holds without.
+"""Extra memory of Megatron-core with Transformer Engine's layers.
 
-A product's kernel adds the weight's gradient to the fp32 buffer, and torch is handed an empty
-gradient in its place. Transformer Engine makes one for every shape of weight and type, and never
-lets it go (`get_dummy_wgrad` of `transformer_engine/pytorch/module/base.py`, 2.11; Megatron-core
-0.16.1 takes the head's from it too, `tensor_parallel/layers.py`). So no gradient of a weight comes
-and goes but that of the word embedding, which torch makes. The fused loss writes the logits'
-gradient over the logits.
+Products accumulate weight gradients in the fp32 buffer and return an empty gradient, cached forever
+per shape and dtype (`get_dummy_wgrad` of `transformer_engine/pytorch/module/base.py`, 2.11;
+Megatron-core 0.16.1 uses it for the head too, `tensor_parallel/layers.py`). Only the word
+embedding's gradient is temporary. The fused loss writes its gradient over the logits.
 
-Attention that exchanges heads among context-parallel ranks keeps its output as it was before the
-exchange back, beside what the next product keeps of it (`AttnFuncWithCPAndQKVOA2A` of
-`context_parallel.py`).
+Attention with head exchange keeps its output from before the exchange back
+(`AttnFuncWithCPAndQKVOA2A` of `context_parallel.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,14 +19,14 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.levels import ContextExchange, Level
 
 _WORKSPACE_BYTES = 32 * 2**20
-"""Room for a stream's products on devices from Hopper on (`get_cublas_workspace_size_bytes`; torch
-has as much for its own)."""
+"""cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`); torch's is
+equal."""
 _GROUPED_STREAMS = 4
 """Streams of grouped products, each with a workspace."""
 
 
 def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
-    """Moments of a language unit's backward, without gradients that come and go elsewhere."""
+    """Return moments of a language unit's backward without temporary weight gradients."""
     return tuple(
         each if each.of_words else replace(each, weight=0)
         for each in moments
@@ -38,15 +35,15 @@ def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
 
 
 def library_buffers(trained: Mapping[str, Counts], element_bytes: int) -> tuple[LibraryBuffer, ...]:
-    """What the libraries keep for language units.
+    """Buffers that libraries keep for language units.
 
     Args:
-        trained: counts of the trained kinds of language unit, by their names.
+        trained: counts of trained language unit kinds, by name.
     """
     with_shape: dict[tuple[float, float], set[str]] = {}
     for name, counts in trained.items():
         for product in counts.products:
-            # Routers and gates to one value are no layers of Transformer Engine's.
+            # Routers and single-output gates are not Transformer Engine layers.
             if not product.is_fp32 and product.outer > 1:
                 with_shape.setdefault((product.inner, product.outer), set()).add(name)
     gradients = [
@@ -73,7 +70,7 @@ def library_buffers(trained: Mapping[str, Counts], element_bytes: int) -> tuple[
 def with_exchanged_output(
     cost: CostModel, model: ModelConfig, tensor: int, element_bytes: int, level: Level
 ) -> CostModel:
-    """Costs at a level, with attention's output as it was before an exchange of heads."""
+    """Return costs at a level with attention's output from before a head exchange."""
     if level.context == 1 or level.exchange is not ContextExchange.HEADS:
         return cost
     tokens, units = Features(names=cost.features).one("tokens"), dict(cost.units)
