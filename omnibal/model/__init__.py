@@ -1,1 +1,1 @@
-"""What is trained and on what: configurations, units, rates, parallel sizes."""
+"""Training configuration: models, clusters, units, rates, parallel sizes."""

@@ -1,8 +1,8 @@
-"""Adapters: pairs of thin matrices, trained beside frozen ones, and what they may be beside.
+"""Low-rank adapters, trained next to frozen linears.
 
-Beside y = x W stands (alpha / rank) x A B, with A of `rank` columns (Hu et al. 2021, LoRA, arXiv
-2106.09685, section 4.1). A linear of this project may be several in released checkpoints, as q, k
-and v are: each of these pieces has a pair of its own, or none.
+y = x W gains (alpha / rank) x A B, with A of `rank` columns (Hu et al. 2021, LoRA, arXiv
+2106.09685, section 4.1). Released checkpoints may split a linear, e.g. into q, k and v. Each such
+piece has its own pair or none.
 """
 
 import math
@@ -21,26 +21,25 @@ from omnibal.model.layers import LayerKind
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds
 
 ALL_LINEAR = "all-linear"
-"""Target that is every linear of the adapted parts' layers and projectors, as PEFT has it."""
+"""Target for every linear of the adapted parts' layers and projectors, as in PEFT."""
 _PLAIN = re.compile(r"[\w.-]+")
-"""A name of a module, or the end of one; what has other characters is a regular expression."""
+"""A module name or its end; other targets are regular expressions."""
 
 
 class AdapterConfig(Frozen):
-    """Adapters of a job: their rank, their scale and the linears that have them."""
+    """Adapters of a job: rank, scale and target linears."""
 
     rank: Annotated[Count, Field(le=2**16)]
     alpha: Annotated[float, Field(gt=0, le=1e9)]
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
-    """As PEFT's `target_modules`: names of modules or their ends, such as `q_proj`; or alone
-    `all-linear`, or a regular expression that whole names match."""
+    """PEFT's `target_modules`: names or their ends (`q_proj`), `all-linear`, or one full-match
+    regex."""
     parts: Annotated[tuple[str, ...], Field(min_length=1)] = (LANGUAGE,)
-    """Parts of the model that are frozen but for adapters."""
+    """Parts of the model that are frozen except for adapters."""
     rank_stabilized: bool = written_unless(False)
     """Whether the scale is alpha / sqrt(rank) (Kalajdzievski 2023, rsLoRA, arXiv 2312.03732)."""
     experts: bool = written_unless(False)
-    """Whether `all-linear` is of experts' matrices too, as in other trainers; this project's has
-    none beside them."""
+    """Whether `all-linear` includes expert matrices; not supported by this project's trainer."""
 
     @model_validator(mode="after")
     def _patterns_are_alone(self) -> Self:
@@ -66,18 +65,18 @@ class AdapterConfig(Frozen):
 
     @property
     def is_pattern(self) -> bool:
-        """Whether the one target is a regular expression."""
+        """Whether the target is a regular expression."""
         return not all(map(_PLAIN.fullmatch, self.targets))
 
     @property
     def words(self) -> str:
-        """The adapters in words."""
+        """Description in words."""
         beside = f"{', '.join(self.targets)} of {', '.join(self.parts)}"
         return f"rank {self.rank}, scale {self.scale:g}, beside {beside}"
 
     @property
     def scale(self) -> float:
-        """Factor of what an adapter adds."""
+        """Factor of the adapter's output."""
         return self.alpha / (math.sqrt(self.rank) if self.rank_stabilized else self.rank)
 
     def takes(self, path: str) -> bool:
@@ -97,11 +96,11 @@ def adapters_of(
     parts: tuple[str, ...] = (LANGUAGE,),
     rank_stabilized: bool = False,
 ) -> AdapterConfig:
-    """Describe adapters as a command line does.
+    """Make an AdapterConfig from command-line values.
 
     Args:
-        alpha: None for twice the rank.
-        targets: names between commas, `all-linear`, or one regular expression.
+        alpha: twice the rank by default.
+        targets: comma-separated names, `all-linear`, or one regular expression.
     """
     names = tuple(filter(None, (name.strip() for name in targets.split(","))))
     is_pattern = not names or not all(map(_PLAIN.fullmatch, names))
@@ -123,38 +122,37 @@ def adapters_of(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Piece:
-    """A linear as released checkpoints have it."""
+    """A linear as stored in released checkpoints."""
 
     name: str
     """Last part of its name, such as `q_proj`."""
     inputs: int
     outputs: int
     paths: tuple[str, ...]
-    """Its names in released layouts, with `*` for the number of the layer."""
+    """Names in released layouts, with `*` for the layer number."""
     is_adapted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Linear:
-    """A linear of this project, which is one or more of released checkpoints."""
+    """A linear of this project, fused from one or more pieces."""
 
     module: str
     """Name within its layer or projector, such as `self_attention.linear_qkv`."""
     pieces: tuple[Piece, ...]
     divides_inputs: bool
-    """Whether tensor-parallel ranks divide its inputs, and not its outputs."""
+    """Whether it is row-parallel."""
 
     @property
     def adapted(self) -> tuple[Piece, ...]:
-        """The pieces that have adapters."""
+        """Pieces with adapters."""
         return tuple(piece for piece in self.pieces if piece.is_adapted)
 
 
 def linears(model: ModelConfig, kind: UnitKind) -> tuple[Linear, ...]:
     """List the linears of a unit that may have adapters.
 
-    Those of latent and linear attention, and experts', have no names here: they are adapted where
-    all linears are.
+    Latent and linear attention and experts have no names here; only `all-linear` adapts them.
     """
     if kind.layer is not None:
         return _language_layer(model.language, kind.layer)
@@ -169,7 +167,7 @@ def linears(model: ModelConfig, kind: UnitKind) -> tuple[Linear, ...]:
 def adapted_linears(
     model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | None
 ) -> tuple[Linear, ...]:
-    """The linears of a unit of which any piece has adapters."""
+    """List a unit's linears with at least one adapted piece."""
     if adapters is None or kind.part not in adapters.parts:
         return ()
     marked = (
@@ -188,14 +186,14 @@ def has_adapters(model: ModelConfig, kind: UnitKind, adapters: AdapterConfig | N
     """Whether a unit has adapters."""
     if adapters is None or kind.part not in adapters.parts:
         return False
-    # Kinds of attention without names are adapted together with all else.
+    # Attention kinds without names are adapted only with all linears.
     return (adapters.is_of_all and kind.is_layer) or bool(adapted_linears(model, kind, adapters))
 
 
 def trained_kinds(
     model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> frozenset[str]:
-    """Names of the kinds of unit of which anything is trained, all of it or adapters."""
+    """Names of unit kinds with trained parameters or adapters."""
     adapted = () if adapters is None else adapters.parts
     return frozenset(
         kind.name
@@ -207,7 +205,7 @@ def trained_kinds(
 def adapter_mistake(
     model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> str | None:
-    """Error message for adapters that a model cannot have; None if it can."""
+    """Error message if the model does not allow these adapters, else None."""
     if adapters is None:
         return None
     parts = model_parts(model)
@@ -227,7 +225,7 @@ def adapter_mistake(
 
 
 def _target_mistake(model: ModelConfig, adapters: AdapterConfig) -> str | None:
-    """Error message for targets that match nothing, or some layers of a tower alone."""
+    """Error message if targets match nothing, or only some layers of a tower."""
     kinds = [kind for kind in unit_kinds(model) if kind.part in adapters.parts]
     named = {piece.name: piece for kind in kinds for piece in _pieces(model, kind)}
     can = f"{', '.join(adapters.parts)} of {model.name} has {', '.join(named)} or {ALL_LINEAR}"
@@ -257,12 +255,12 @@ def _pieces(model: ModelConfig, kind: UnitKind) -> Iterator[Piece]:
 
 
 def _is_taken(adapters: AdapterConfig, piece: Piece, number: int) -> bool:
-    """Whether a piece of the layer of this number is a target."""
+    """Whether a piece of layer `number` is a target."""
     return any(adapters.takes(path.replace("*", str(number))) for path in piece.paths)
 
 
 def _numbers(model: ModelConfig, kind: UnitKind) -> list[int]:
-    """Numbers of the layers of a kind; one for a unit that is no layer."""
+    """Layer numbers of a kind; one number if it is not a layer."""
     if not kind.is_layer:
         return [0]
     tower = model.language if kind.tower == LANGUAGE else model.encoders[kind.tower]
@@ -315,7 +313,7 @@ def _layer_linears(
 
 
 _LayerPieces = tuple[Sequence[Piece], Piece, Sequence[Piece], Piece]
-"""Pieces of a layer: q, k and v, attention's output, into the activation, out of it."""
+"""Pieces of a layer: qkv, attention output, into the activation, out of it."""
 
 
 def _tiles_pieces(tower: TilesEncoder) -> _LayerPieces:
@@ -366,7 +364,7 @@ def _whisper_pieces(tower: ClipsEncoder) -> _LayerPieces:
 
 
 def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
-    """Both linears of a projector that is two; others are adapted where all linears are."""
+    """Return the linears of a two-product projector; others are adapted only with all linears."""
     wide, width = tower.projector_input_size, model.language.hidden_size
     inner, first, second = width, ["mlp1.1"], ["mlp1.3"]
     at = "model.multi_modal_projector"
@@ -377,7 +375,7 @@ def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
         inner, at = tower.projector_hidden_size or wide, "model.visual.merger"
         first, second = [f"{at}.mlp.0"], [f"{at}.mlp.2"]
         names = {"linear_1": "linear_fc1", "linear_2": "linear_fc2"}
-    # A number in a list is no name: they are known by their own too.
+    # A list index is not a name. The full name counts too.
     first += [f"{at}.{names['linear_1']}", "projector.linear_1"]
     second += [f"{at}.{names['linear_2']}", "projector.linear_2"]
     return (

@@ -1,7 +1,4 @@
-"""Model and cluster descriptions, read from TOML as frozen typed values.
-
-Sizes follow the published models' own config files.
-"""
+"""Model and cluster descriptions read from TOML; sizes follow the published config files."""
 
 import json
 import re
@@ -36,28 +33,26 @@ from omnibal.model.layers import LayerKind, LayerRun
 from omnibal.model.rates import Rates
 
 Precision = Literal["fp32", "bf16", "fp8"]
-"""Type of weights and activations; "fp8" is bf16 with FP8 products in layers
-(`omnibal.model.fp8`)."""
+"""Weight and activation type; "fp8" is bf16 with FP8 products in layers (`omnibal.model.fp8`)."""
 PlainPrecision = Literal["fp32", "bf16"]
-"""Precisions without FP8, in which units are measured and questions answered."""
+"""Precisions without FP8, used for measurements."""
 Provider = Literal["local", "te"]
-"""Where the linears and the attention of layers come from: this project and Megatron-core, or
-Transformer Engine."""
+"""Provider of linears and attention: this project with Megatron-core, or Transformer Engine."""
 ChatTemplate = Literal[
     "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5", "tokenizer"
 ]
-"""Chat templates: those of InternVL, named as `template` in its released configs, then those that
-Llama 3.1 and Qwen2.5 were tuned with; "tokenizer" is the one that comes with a tokenizer."""
+"""Chat templates: InternVL's (`template` in its configs), Llama 3.1, Qwen2.5, or the tokenizer's
+own."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parents[1] / "presets"
 
 
 class RopeScaling(Frozen):
-    """Llama 3.1's scaling of RoPE: waves too long for the original training turn more slowly.
+    """Llama 3.1's RoPE scaling.
 
-    Frequencies whose wave is longer than `original_positions / low_frequency_factor` tokens are
-    divided by `factor`, those shorter than `original_positions / high_frequency_factor` stay, and
-    between the two it goes over from one to the other.
+    Wavelengths above `original_positions / low_frequency_factor` tokens are slowed by `factor`,
+    those below `original_positions / high_frequency_factor` are unchanged, with interpolation in
+    between.
     """
 
     factor: PositiveFloat
@@ -76,10 +71,8 @@ class RopeScaling(Frozen):
 
 
 class RopeSections(Frozen):
-    """RoPE whose frequencies turn by three positions of a token: time, row and column.
-
-    Multimodal RoPE of Qwen2-VL (arXiv 2409.12191, section 2.1). The counts add up to half a head.
-    """
+    """Multimodal RoPE over time, row and column (Qwen2-VL, arXiv 2409.12191, 2.1); sums to half
+    a head."""
 
     time: Width
     rows: Width
@@ -92,11 +85,11 @@ class RopeSections(Frozen):
 
 
 _VOCABULARY_MULTIPLE = 128
-"""Padding of each tensor-parallel rank's words, as in Megatron-LM: products are faster."""
+"""Padding multiple of each tensor-parallel rank's vocabulary, as in Megatron-LM."""
 
 
 class LanguageConfig(Frozen):
-    """Decoder of RMSNorm, RoPE, gated feed-forwards, and attention as its layers' kinds say."""
+    """Decoder with RMSNorm, RoPE, gated feed-forwards, and attention per layer kind."""
 
     layers: Layers
     hidden_size: Width
@@ -152,7 +145,7 @@ class LanguageConfig(Frozen):
         return self.head_size or self.hidden_size // self.heads
 
     def words_of_rank(self, tensor: int) -> int:
-        """Words of the vocabulary, with padding, that each of `tensor` parallel ranks holds."""
+        """Padded vocabulary size per rank of `tensor` ranks."""
         return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
 
     @model_validator(mode="after")
@@ -204,10 +197,10 @@ class LanguageConfig(Frozen):
 
 
 class ModelConfig(Frozen):
-    """A model: any number of encoders, and the language model that takes their tokens.
+    """A language model with any number of encoders.
 
-    A model with one encoder `vision` over tiles is written as InternVL's form has it: tables
-    `vision` and `tiling`, and `downsample_ratio` beside them. Both forms are read.
+    With one encoder `vision` over tiles, InternVL's form is written: tables `vision` and `tiling`,
+    and `downsample_ratio`. Both forms are read.
     """
 
     name: str
@@ -278,7 +271,7 @@ class ModelConfig(Frozen):
 
     @property
     def vision(self) -> TilesEncoder:
-        """The encoder of image tiles that InternVL's inputs, checkpoints and trainer are of."""
+        """Tile encoder of InternVL."""
         tower = self.encoders.get("vision")
         if not isinstance(tower, TilesEncoder):
             raise UserError(
@@ -289,18 +282,18 @@ class ModelConfig(Frozen):
 
     @property
     def takes_images(self) -> bool:
-        """Whether the model has `vision`, an encoder of image tiles."""
+        """Whether the model has `vision`, a tile encoder."""
         return isinstance(self.encoders.get("vision"), TilesEncoder)
 
     @property
     def images(self) -> ImagesEncoder | None:
-        """The encoder of images at their native resolution; None where the model has none."""
+        """Native-resolution image encoder, or None if absent."""
         towers = self.encoders.values()
         return next((tower for tower in towers if isinstance(tower, ImagesEncoder)), None)
 
     @property
     def audio(self) -> ClipsEncoder:
-        """The encoder of audio clips that the trainer's recordings are of."""
+        """Audio clip encoder of the trainer."""
         tower = self.encoders.get("audio")
         if not isinstance(tower, ClipsEncoder):
             raise UserError(
@@ -311,12 +304,12 @@ class ModelConfig(Frozen):
 
     @property
     def takes_audio(self) -> bool:
-        """Whether the model has `audio`, an encoder of clips of recordings."""
+        """Whether the model has `audio`, a clip encoder."""
         return isinstance(self.encoders.get("audio"), ClipsEncoder)
 
     @property
     def tiling(self) -> TilingConfig | None:
-        """How images are cut into tiles; None where the model takes no images."""
+        """Tiling of images, or None if the model takes no images."""
         return self.vision.tiling if self.takes_images else None
 
     @property
@@ -326,28 +319,27 @@ class ModelConfig(Frozen):
 
     @property
     def layers(self) -> int:
-        """Layers of all towers, of which every pipeline stage must hold one."""
+        """Number of layers of all towers."""
         return sum(tower.layers for tower in self.encoders.values()) + self.language.layers
 
     @property
     def item_features(self) -> tuple[str, ...]:
-        """Features that the encoders count items of, in model order."""
+        """Item features of the encoders, in model order."""
         return tuple(dict.fromkeys(tower.feature for tower in self.encoders.values()))
 
     def without_encoders(self) -> "ModelConfig":
-        """Return the language model alone, whose first layers take what deepstack projectors of
-        the encoders make."""
+        """Return the language model alone, with deepstack inputs from its encoders."""
         alone = self.model_copy(update={"encoders": {}})
         alone._encoders_elsewhere = self.encoders_elsewhere | self.encoders
         return alone
 
     @property
     def encoders_elsewhere(self) -> dict[str, Encoder]:
-        """Encoders that a language model alone has the features of, by name."""
+        """Encoders that provide features to a separate language model, by name."""
         return self._encoders_elsewhere
 
     def with_tower(self, name: str, **changes: Any) -> "ModelConfig":
-        """Return the model with some fields of the encoder `name`, or of "language", changed."""
+        """Return the model with changed fields of the encoder `name`, or of "language"."""
         if name == "language":
             language = self.language.model_copy(update=changes)
             return self.model_copy(update={"language": language})
@@ -355,7 +347,7 @@ class ModelConfig(Frozen):
         return self.model_copy(update={"encoders": self.encoders | {name: tower}})
 
     def with_layers(self, **layers: int) -> "ModelConfig":
-        """Return the model with other numbers of layers in the towers that are named."""
+        """Return the model with other layer counts for the given towers."""
         model = self
         for name, count in layers.items():
             model = model.with_tower(name, layers=count)
@@ -363,19 +355,18 @@ class ModelConfig(Frozen):
 
 
 _TAKEN_NAMES = ("language", "projector", "head")
-"""Names of other parts of a model, which no encoder may have."""
+"""Part names that no encoder may have."""
 _BESIDE_VISION = ("downsample_ratio", "tiling")
 _INTERNVL_KEYS = {"vision", *_BESIDE_VISION}
 _OF_DATA = ("name", "tiling", "chat_template", "system_message", "chat_system_message")
 
 
 _NCCL_PEER_MIB = 32 * 12.0
-"""NCCL's buffers for each peer of an all-to-all: 23.6 GiB for 63 of them (NVIDIA/Megatron-LM#6378).
-"""
+"""NCCL buffers per all-to-all peer: 23.6 GiB for 63 peers (NVIDIA/Megatron-LM#6378)."""
 
 
 class ScaledRates(Frozen):
-    """Tables of another cluster, of which a device reaches so many times the shares of the peak."""
+    """Rate tables of another cluster, with factors for the shares of peak reached."""
 
     cluster: str
     products: Rate = 1.0
@@ -384,11 +375,11 @@ class ScaledRates(Frozen):
 
 
 class Accuracy(Frozen):
-    """How far predictions of published steps are off, of those that calibrated nothing."""
+    """Prediction error on published steps not used for calibration."""
 
     steps: Count
     median: Annotated[float, Field(ge=0, le=10)]
-    """Median of predicted over measured time, less 1, whatever its sign."""
+    """Median of abs(predicted / measured - 1)."""
     largest: Annotated[float, Field(ge=0, le=10)]
 
     def __str__(self) -> str:
@@ -396,7 +387,7 @@ class Accuracy(Frozen):
 
 
 class ClusterConfig(Frozen):
-    """Devices and links that the analytic cost model counts with; bandwidths are per device."""
+    """Devices and links for the analytic cost model; bandwidths are per device."""
 
     name: str
     device: str
@@ -443,32 +434,32 @@ class ClusterConfig(Frozen):
 
     @model_serializer(mode="wrap")
     def _without_empty_rates(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        # As before there were any: plans are known by the hash of what is written.
+        # Omitted if empty: plans are keyed by the hash of the written text.
         fields: dict[str, Any] = serialize(self)
         return fields if fields["rates"] else {k: v for k, v in fields.items() if k != "rates"}
 
     @property
     def network_share(self) -> float:
-        """Share of the network adapter's rate that transfers reach."""
+        """Achieved share of the network adapter's rate."""
         return self.network_efficiency or self.link_efficiency
 
     @property
     def is_cpu(self) -> bool:
-        """Whether devices are cores of a CPU."""
+        """Whether devices are CPU cores."""
         return "CPU" in self.device
 
     @property
     def peer_bytes(self) -> float:
-        """Buffers of the communication library for each peer of an all-to-all."""
+        """Library buffers per all-to-all peer."""
         nccl_mib = 0.0 if self.is_cpu else _NCCL_PEER_MIB
         return (nccl_mib if self.peer_mib is None else self.peer_mib) * 2**20
 
     def measured(self, precision: Precision) -> Rates | None:
-        """Rates that were measured; under FP8, of what is not in it: in bf16."""
+        """Measured rates; under FP8, bf16 rates of operations left in bf16."""
         return self.rates.get("bf16" if precision == "fp8" else precision)
 
     def tflops(self, precision: Precision) -> float:
-        """Peak of a device, dense."""
+        """Dense peak of a device."""
         if precision not in self.peak_tflops:
             known = ", ".join(self.peak_tflops) or "none"
             raise UserError(
@@ -479,7 +470,7 @@ class ClusterConfig(Frozen):
 
 
 def with_imbalance(model: ModelConfig, imbalance: float) -> ModelConfig:
-    """The model with another `ExpertsConfig.imbalance` in all layers that have experts."""
+    """Return the model with another `ExpertsConfig.imbalance` in all expert layers."""
     change = {"imbalance": imbalance}
     experts = (run.experts and run.experts.model_copy(update=change) for run in model.language.runs)
     runs = zip(model.language.runs, experts, strict=True)
@@ -493,18 +484,18 @@ def load_model(name_or_path: str) -> ModelConfig:
 
 
 def config_toml(config: ModelConfig | ClusterConfig) -> str:
-    """The TOML text that `load_model` or `load_cluster` reads as this."""
+    """TOML text that `load_model` or `load_cluster` reads back."""
     return "\n".join(_toml_lines(config.model_dump(mode="json", exclude_none=True), "")) + "\n"
 
 
 def precision_rates_toml(precision: Precision, rates: Rates) -> str:
-    """The TOML text of a cluster's rates in one precision."""
+    """TOML text of a cluster's rates in one precision."""
     dumped = rates.model_dump(mode="json", exclude_none=True)
     return "\n".join(_toml_lines({"rates": {precision: dumped}}, "")).lstrip("\n") + "\n"
 
 
 def _toml_lines(table: dict[str, Any], path: str) -> list[str]:
-    """Lines of a table and, after its own values, of the tables in it; `path` ends in a dot."""
+    """Lines of a table, values first, then nested tables; `path` ends in a dot."""
     tables = {name: value for name, value in table.items() if isinstance(value, dict)}
     lines = [_toml_line(name, table[name]) for name in table if name not in tables]
     for name, inner in tables.items():
@@ -517,22 +508,22 @@ def _toml_line(name: str, value: Any) -> str:
 
 
 def _toml_value(value: Any) -> str:
-    """A value in one line, or a list of tables with a line for each."""
+    """A value in one line. A list of tables takes one line per table."""
     if isinstance(value, dict):
         return "{" + ", ".join(_toml_line(*entry) for entry in value.items()) + "}"
     if isinstance(value, list) and value and isinstance(value[0], dict):
         return "[\n" + "".join(f"    {_toml_value(one)},\n" for one in value) + "]"
     if isinstance(value, list):
         return "[" + ", ".join(map(_toml_value, value)) + "]"
-    # JSON writes text, numbers and truth values as TOML does, but for one control character.
+    # JSON writes text, numbers and booleans as TOML does, except for one control character.
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, Any]:
-    """Describe a model's towers as JSON values, without names, data preparation and some fields.
+    """Describe a model's towers as JSON values, without names and data preparation.
 
     Args:
-        without: names of fields of towers, and of their experts, to leave out.
+        without: fields of towers and experts to leave out.
     """
     fields = model.model_dump(mode="json")
     for name in _OF_DATA:
@@ -543,7 +534,7 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
     for table in tables:
         for name in (*without, "tiling"):
             table.pop(name, None)
-    for name in ("runs", "rope_scaling"):  # which older descriptions do not know
+    for name in ("runs", "rope_scaling"):  # unknown to older descriptions
         if not language.get(name):
             language.pop(name, None)
     return fields
@@ -552,7 +543,7 @@ def model_sizes(model: ModelConfig, *, without: Collection[str]) -> dict[str, An
 def load_cluster(name_or_path: str) -> ClusterConfig:
     """Read the cluster preset of that name, or the TOML file at that path.
 
-    Tables that it takes of another cluster (`rates_of`) are its own in what is returned.
+    Tables taken from another cluster (`rates_of`) are resolved.
     """
     cluster = _load("clusters", name_or_path, ClusterConfig)
     scaled = cluster.rates_of

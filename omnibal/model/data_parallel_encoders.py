@@ -1,10 +1,9 @@
 """Data-parallel encoders: every rank of the job encodes a share of a step's items.
 
-The pipeline is then of the language model alone. Before a step's first micro-batch, the ranks of an
-encoding group (all ranks of a few pipelines) encode what the packs of these pipelines hold, each an
-equal share of the work; one exchange brings the features to the stages that embed tokens. After the
-last backward, another brings their gradients back. OrchMLLM (arXiv 2503.23830) balances each
-modality so over data-parallel ranks, by what it finds at run time; here the plan knows all sizes.
+Pipelines hold only the language model. Before a step's first micro-batch the ranks of an encoding
+group (a few pipelines) encode equal shares of the work, and one exchange sends features to the
+embedding stages; after the last backward another returns gradients. OrchMLLM (arXiv 2503.23830)
+balances modalities likewise at run time; here the plan knows all sizes.
 """
 
 from dataclasses import dataclass
@@ -23,59 +22,55 @@ _Ms = Annotated[float, Field(ge=0, le=1e12)]
 
 
 class EncoderPlacement(StrEnum):
-    """Where a model's encoders run."""
+    """Placement of a model's encoders."""
 
     PIPELINE = "pipeline"
-    """As the first units of the pipeline's stages."""
+    """First units of the pipeline's stages."""
     DATA_PARALLEL = "beside"
-    """Replicated on every rank, before and after the pipeline of the language model; the value is
-    the key of plan.json."""
+    """Replicated on every rank, before and after the pipeline. The value is a key of plan.json."""
 
     @property
     def option(self) -> str:
-        """The value of `--encoder` that asks for it."""
+        """Value of `--encoder` for this placement."""
         return "data-parallel" if self is EncoderPlacement.DATA_PARALLEL else self.value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampleTimes:
-    """Predicted time of an encoder's items of samples, forward and backward."""
+    """Predicted forward and backward time of a sample's items in an encoder."""
 
     item_ms: float
     square_ms: float
-    """Time for each 1 of the sum over images and frames of their items squared."""
+    """Time per unit of the sum over images and frames of their items squared."""
 
     def ms(self, items: np.ndarray, squares: np.ndarray) -> np.ndarray:
-        """Time of samples with so many items. [...]"""
+        """Time of samples, [...]."""
         return self.item_ms * items + self.square_ms * squares
 
 
 class DataParallelEncoders(Frozen):
-    """How data-parallel encoders run; tables are by encoder."""
+    """Settings of data-parallel encoders; tables are by encoder."""
 
     pipelines: Count
-    """Data-parallel ranks, each a pipeline with all its ranks, that encode together: an aligned
-    block."""
+    """Pipelines (data-parallel ranks) that encode together: an aligned block."""
     items_per_pass: dict[str, Count]
-    """Most items that a rank runs through the encoder at once; of whole samples one may have
-    more."""
+    """Max items per encoder pass. A single sample may exceed it."""
     kept_items: dict[str, _Items]
-    """Most items of a step of which a rank keeps the activations, of as many whole samples where
-    these stay together. Of all others it keeps none, and runs the forward again before the
-    backward."""
+    """Max items per step and rank with kept activations; other items repeat their forward."""
     item_ms: dict[str, _Ms]
-    """Predicted time of an item, forward and backward, by which ranks' shares are equal."""
+    """Predicted forward and backward time per item, to balance shares."""
     square_ms: dict[str, _Ms] = written_unless({})
-    """Time of a unit of the sum over a sample's images and frames of their items squared, which
-    comes to it, of encoders of images at their native resolution alone."""
+    """Additional time per squared item, of native-resolution image encoders."""
     sharded: Count = 1
-    """Neighbouring ranks of the job, in Megatron's order, that divide weights, gradients and
-    optimizer state of the encoders: an aligned block. 1: every rank has all weights. They run
-    equally many passes of each kind, of which some may be empty."""
+    """Neighbouring ranks (Megatron's order) that shard encoder state: an aligned block; 1:
+    replicated.
+
+    They run equal numbers of passes of each kind; some may be empty.
+    """
 
     @property
     def sample_times(self) -> dict[str, SampleTimes]:
-        """Times by which whole samples are dealt, of the encoders that take such."""
+        """Times to balance undivided samples, of encoders that take them."""
         return {
             name: SampleTimes(item_ms=self.item_ms[name], square_ms=each)
             for name, each in self.square_ms.items()
@@ -83,16 +78,15 @@ class DataParallelEncoders(Frozen):
 
 
 def takes_whole_samples(model: ModelConfig) -> list[str]:
-    """Encoders whose items attend to each other, so that a sample's go to one rank."""
+    """Encoders with attention across items, so that a sample stays on one rank."""
     return [name for name, tower in model.encoders.items() if tower.squares is not None]
 
 
 def encoder_shards(way: WeightSharding, parallel: Parallel, cluster: ClusterConfig) -> int | None:
-    """Neighbouring ranks of a job that divide the weights of data-parallel encoders, if ranks hold
-    them in this way; None where they cannot.
+    """Number of ranks that shard data-parallel encoder weights, or None if impossible.
 
-    A hybrid block has the ranks of one node, as many as those of a language model that is divided
-    so, with all tensor-parallel ranks; on one node it has all ranks.
+    A hybrid block is one node, as for the language model, with all tensor-parallel ranks; on a
+    single node it is all ranks.
     """
     world = parallel.world_size
     node = max(cluster.gpus_per_node // parallel.tensor, 1) * parallel.tensor
@@ -105,10 +99,10 @@ def encoder_shards(way: WeightSharding, parallel: Parallel, cluster: ClusterConf
 
 
 def nodes_of_groups(parallel: Parallel, pipelines: int, gpus_per_node: int) -> np.ndarray:
-    """Node of every rank of every encoding group of a job, int64 [groups, ranks].
+    """Node of every rank of every encoding group, int64 [groups, ranks].
 
-    Megatron numbers ranks tensor first, then data, then pipeline; ranks of a group are in the order
-    of `omnibal.dispatch.items.share_items`: pipeline, stage, tensor.
+    Megatron numbers ranks tensor, data, pipeline. A group's ranks are ordered pipeline, stage,
+    tensor (`omnibal.dispatch.items.share_items`).
     """
     node = np.arange(parallel.world_size) // gpus_per_node
     in_order = node.reshape(parallel.pipeline, parallel.data, parallel.tensor)

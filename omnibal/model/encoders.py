@@ -1,8 +1,6 @@
-"""Encoders: the towers that turn images or other inputs into tokens of the language model.
+"""Encoders: towers that turn images or audio into tokens of the language model.
 
-An encoder is of one of the kinds below, which `Encoder` lists. A sample counts its *items* (image
-tiles), and the planner asks an encoder only how many positions an item has inside it and how many
-tokens it becomes.
+A sample counts its *items* (e.g. tiles). An encoder defines positions and tokens per item.
 """
 
 import math
@@ -13,16 +11,16 @@ from pydantic import Field, PositiveFloat, model_validator
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
 MAX_TILES_OF_IMAGE = 1_000
-"""Most tiles of an image: all grids of as many are tried for each image size."""
+"""Max tiles per image: all grids up to it are tried for each image size."""
 
 
 class EncoderLayers(Frozen):
-    """Pre-norm transformer layers of an encoder, all of which are equal."""
+    """Equal pre-norm transformer layers of an encoder."""
 
     feature: ClassVar[str]
-    """Name of the items that the encoder takes, and of their column in a lengths file."""
+    """Item name, also its column in a lengths file."""
     of_images: ClassVar[bool] = False
-    """Whether items are parts of images, which have a share of packs that are made up."""
+    """Whether items are parts of images, which synthetic packs include."""
 
     layers: Layers
     hidden_size: Width
@@ -51,27 +49,26 @@ class EncoderLayers(Frozen):
 
     @property
     def squares(self) -> str | None:
-        """Name of the feature that full attention costs, the sum over inputs of their items
-        squared; None where positions attend within their item alone.
+        """Feature of full attention: sum over inputs of squared items, or None if attention is per
+        item.
 
-        Items that attend to each other go to one data-parallel rank, all of a sample's together.
+        If set, all items of a sample go to one data-parallel rank.
         """
         return None
 
     @property
     def values_per_item(self) -> int | None:
-        """Numbers that an item is read as; None where nothing says how many, so that the encoder
-        cannot be data-parallel."""
+        """Numbers read per item, or None if unknown, which rules out data-parallel encoders."""
         return None
 
     @property
     def deepstack_features(self) -> int:
-        """Features besides its own that a token gets, each for a language layer."""
+        """Deepstack features per token, each for one language layer."""
         return 0
 
 
 class TilingConfig(Frozen):
-    """Dynamic tiling of InternVL 1.5: an image becomes 1 to `max_dynamic_patch` square tiles."""
+    """Dynamic tiling of InternVL 1.5: 1 to `max_dynamic_patch` square tiles per image."""
 
     min_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 1
     max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
@@ -124,17 +121,17 @@ class TilesEncoder(EncoderLayers):
 
     @property
     def positions_per_item(self) -> int:
-        """Sequence length of one tile inside the encoder: its patches and the class token."""
+        """Encoder sequence length of one tile: patches and class token."""
         return self.patches_per_side**2 + 1
 
     @property
     def pixel_shuffle_factor(self) -> int:
-        """Patches per side that pixel shuffle folds into one token's channels."""
+        """Patches per side folded into one token's channels."""
         return round(1 / self.downsample_ratio)
 
     @property
     def tokens_per_item(self) -> int:
-        """Language tokens that one tile becomes (256 for 448-px tiles of 14-px patches)."""
+        """Language tokens per tile (256 for 448-px tiles of 14-px patches)."""
         return (self.patches_per_side // self.pixel_shuffle_factor) ** 2
 
     @property
@@ -144,15 +141,15 @@ class TilesEncoder(EncoderLayers):
 
     @property
     def values_per_item(self) -> int:
-        """Colours of a tile's pixels."""
+        """Colour values of a tile."""
         return 3 * self.image_size**2
 
 
 class ClipsEncoder(EncoderLayers):
     """Whisper over clips of log-mel frames, with an MLP projector over neighbouring positions.
 
-    A clip has a fixed length, to which the last one of a recording is padded (Radford et al. 2022,
-    arXiv 2212.04356, section 2.2: 3,000 frames of 10 ms; the second convolution halves them).
+    Clips have a fixed length with padding (Radford et al. 2022, arXiv 2212.04356, section 2.2:
+    3,000 frames of 10 ms, halved by the second convolution).
     """
 
     feature: ClassVar[str] = "clips"
@@ -184,12 +181,12 @@ class ClipsEncoder(EncoderLayers):
 
     @property
     def positions_per_item(self) -> int:
-        """Sequence length of one clip inside the encoder."""
+        """Encoder sequence length of one clip."""
         return self.frames // 2
 
     @property
     def tokens_per_item(self) -> int:
-        """Language tokens that one clip becomes."""
+        """Language tokens per clip."""
         return self.positions_per_item // self.positions_per_token
 
     @property
@@ -199,12 +196,12 @@ class ClipsEncoder(EncoderLayers):
 
     @property
     def values_per_item(self) -> int:
-        """Mel bins of a clip's frames."""
+        """Mel bins of all frames of a clip."""
         return self.frames * self.mel_bins
 
 
 class ImageText(Frozen):
-    """Text that a chat template writes for an image, or for a video: pieces around its tokens."""
+    """Text a chat template writes around the tokens of an image or video."""
 
     before: str = "<|vision_start|>"
     each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
@@ -212,7 +209,7 @@ class ImageText(Frozen):
 
 
 class VideoConfig(Frozen):
-    """How a video becomes tokens: which frames, how large, and what text stands between them."""
+    """Video sampling: frames, their size, and the text between them."""
 
     frames_per_second: PositiveFloat = Field(
         default=2.0, description="that are seen, and of the frames in a folder"
@@ -244,7 +241,7 @@ class VideoConfig(Frozen):
 
 
 class ImageRule(Frozen):
-    """What the number of an image's tokens depends on, and that of a video's."""
+    """Parameters that determine the token count of an image or video."""
 
     patch_size: Annotated[int, Field(ge=1, le=65_536)]
     merge_size: Annotated[int, Field(ge=1, le=256)] = 2
@@ -288,18 +285,17 @@ class ImageRule(Frozen):
 
     @property
     def tokens_of_fixed_image(self) -> int | None:
-        """Tokens of every image where all become squares of `max_pixels`; None if these have no
-        whole number of cells."""
+        """Tokens per image if all become squares of `max_pixels`, or None if not a whole number of
+        cells."""
         cells = math.isqrt(self.max_pixels) // self.cell_pixels
         return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
 
 
 class ImagesEncoder(EncoderLayers, ImageRule):
-    """Vision transformer over images at their native resolution, as Qwen2-VL and later have it.
+    """Vision transformer over images at their native resolution (Qwen2-VL and later).
 
-    An image is resized to whole cells of `merge_size` x `merge_size` patches, by `resize`, and
-    every cell becomes one token, which is the item. Positions attend within their image, or frames
-    of a video that share a patch; those of windowed layers within their window.
+    `resize` fits an image to whole cells of `merge_size` x `merge_size` patches. A cell is an item
+    and becomes one token. Attention is within an image, a temporal patch of frames, or a window.
     """
 
     feature: ClassVar[str] = "image_tokens"
@@ -381,18 +377,18 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def image_rule(self) -> ImageRule:
-        """What its images' tokens depend on, alone."""
+        """Only the parameters of image token counts."""
         return ImageRule.model_validate(self.model_dump(include=set(ImageRule.model_fields)))
 
     @property
     def window_positions(self) -> int | None:
-        """Positions of a whole window; None where all layers attend fully."""
+        """Positions of a full window, or None if all layers attend fully."""
         if self.window_pixels is None:
             return None
         return (self.window_pixels // self.cell_pixels * self.merge_size) ** 2
 
     def is_windowed(self, layer: int) -> bool:
-        """Whether positions attend within their window in the layer of this number."""
+        """Whether layer `layer` attends within windows."""
         return self.window_pixels is not None and layer not in self.full_layers
 
     @property
@@ -402,32 +398,32 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
     @property
     def deepstack_features(self) -> int:
-        """Features of deepstack projectors, which a cell gets besides its own."""
+        """Deepstack features per cell."""
         return len(self.deepstack_layers)
 
     @property
     def squares(self) -> str:
-        """Feature of full attention: sum over images and frames of their tokens squared."""
+        """Feature of full attention: sum over images and frames of squared tokens."""
         return squares_of(self.feature)
 
     @property
     def values_per_patch(self) -> int:
-        """Colours of a patch's pixels, of all its frames."""
+        """Colour values of a patch, over all its frames."""
         return 3 * self.frames_per_patch * self.patch_size**2
 
     @property
     def values_per_item(self) -> int:
-        """Colours of a cell's pixels, of all its frames."""
+        """Colour values of a cell, over all its frames."""
         return self.values_per_patch * self.positions_per_item
 
     @property
     def positions_per_item(self) -> int:
-        """Patches of a cell."""
+        """Patches per cell."""
         return self.merge_size**2
 
     @property
     def tokens_per_item(self) -> int:
-        """Language tokens of a cell: one."""
+        """Language tokens per cell: one."""
         return 1
 
     @property
@@ -437,16 +433,16 @@ class ImagesEncoder(EncoderLayers, ImageRule):
 
 
 def squares_of(feature: str) -> str:
-    """Name of the feature that sums the squares of an image's or a frame's items."""
+    """Name of the feature that sums squared items per image or frame."""
     return f"squared_{feature}"
 
 
 Encoder = Annotated[TilesEncoder | ClipsEncoder | ImagesEncoder, Field(discriminator="kind")]
-"""Any kind of encoder; a new kind joins here, told apart by its `kind`."""
+"""Any kind of encoder, discriminated by `kind`."""
 _CLASSES: tuple[type[EncoderLayers], ...] = get_args(get_args(Encoder)[0])
 ENCODER_KINDS = tuple(each.model_fields["kind"].default for each in _CLASSES)
-"""Every `kind` that an encoder may be of."""
+"""All encoder kinds."""
 ITEM_FEATURES = tuple(sorted({each.feature for each in _CLASSES}))
-"""Features that encoders count items of, each a column of a lengths file."""
+"""Item features, each a column of a lengths file."""
 SQUARED_FEATURES = (squares_of(ImagesEncoder.feature),)
-"""Sums of squares that a lengths file has beside columns of items."""
+"""Squared features of a lengths file."""

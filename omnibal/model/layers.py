@@ -1,8 +1,4 @@
-"""Kinds of language layers: how one attends, and what its feed-forward is.
-
-A language model is runs of equal layers. What a layer kind leaves out is the whole model's
-(`omnibal.model.config.LanguageConfig`).
-"""
+"""Kinds of language layers; unset fields fall back to `omnibal.model.config.LanguageConfig`."""
 
 from typing import Annotated, Literal
 
@@ -11,12 +7,12 @@ from pydantic import Field, PositiveFloat, model_validator
 from omnibal.base.frozen import Count, Frozen, Layers, Width, written_unless
 
 MAX_IMBALANCE = 1e3
-"""Largest margin for unevenly used experts."""
+"""Max margin for expert imbalance."""
 AttentionKind = Literal["full", "window", "latent", "linear"]
 
 
 class ExpertsConfig(Frozen):
-    """Mixture of experts in place of a layer's feed-forward: a router, and SwiGLU experts."""
+    """Mixture of experts instead of a dense feed-forward: a router and SwiGLU experts."""
 
     experts: Annotated[int, Field(ge=2, le=2**16)]
     experts_per_token: Count
@@ -61,11 +57,7 @@ class ExpertsConfig(Frozen):
 
 
 class LatentAttention(Frozen):
-    """Multi-head latent attention: q, k and v made of vectors of low rank.
-
-    DeepSeek-V2 (arXiv 2405.04434, section 2.1). `kv_heads` of the model do not count: every head
-    has a key and a value of its own.
-    """
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, 2.1); ignores `kv_heads`."""
 
     query_rank: Width | None = Field(
         default=None, description="left out: q is made of the input in one product"
@@ -79,10 +71,10 @@ class LatentAttention(Frozen):
 
 
 class LinearAttention(Frozen):
-    """Gated delta rule: attention whose cost is linear in tokens.
+    """Gated delta rule: attention with cost linear in tokens.
 
-    Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464), as Qwen3-Next and Qwen3.5 have it: q, k
-    and v pass a short causal convolution, and the output a gated norm.
+    Gated DeltaNet (Yang et al. 2024, arXiv 2412.06464) as in Qwen3-Next and Qwen3.5: short causal
+    convolution of q, k and v, gated norm of the output.
     """
 
     key_heads: Width
@@ -101,7 +93,7 @@ class LinearAttention(Frozen):
 
 
 class LayerKind(Frozen):
-    """Attention and feed-forward of a language layer, where they differ from the whole model's."""
+    """Attention and feed-forward of a language layer, as overrides of the model's."""
 
     window: Count | None = Field(
         default=None, description="tokens that each attends back to; left out: all of its sample"
@@ -122,7 +114,7 @@ class LayerKind(Frozen):
 
     @property
     def attention(self) -> AttentionKind:
-        """How the layer attends."""
+        """Attention kind of the layer."""
         if self.window is not None:
             return "window"
         if self.latent is not None:
@@ -131,7 +123,7 @@ class LayerKind(Frozen):
 
     @property
     def name(self) -> str:
-        """Name of this kind of layer, such as "language_layer_window1024"."""
+        """Name of this layer kind, such as "language_layer_window1024"."""
         attention = {"full": "", "window": f"_window{self.window}"}.get(
             self.attention, f"_{self.attention}"
         )
@@ -140,13 +132,13 @@ class LayerKind(Frozen):
 
 
 class LayerRun(LayerKind):
-    """Run of equal layers."""
+    """Consecutive equal layers."""
 
     layers: Layers
 
     @property
     def kind(self) -> LayerKind:
-        """The kind of all of its layers."""
+        """Kind of its layers."""
         return LayerKind(
             window=self.window, latent=self.latent, linear=self.linear, experts=self.experts
         )

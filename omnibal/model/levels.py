@@ -1,8 +1,7 @@
-"""Packing levels: packs of one size limit, and the context-parallel ranks that share each pack.
+"""Packing levels: a size limit of packs, and the context-parallel size of each pack.
 
 HBP (Hierarchical Balance Packing, arXiv 2503.07680, section 4) packs short and long samples to
-different lengths, each with its own sequence-parallel size. Here a level's context size is its
-context-parallel size: the number of data-parallel ranks that share each of its packs.
+different lengths, each with its own context-parallel size.
 """
 
 from collections.abc import Sequence
@@ -15,58 +14,54 @@ from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.limits import Caps
 
 MAX_CONTEXT = 4_096
-"""Most ranks that may share a pack."""
-MAX_LEVELS = 8  # most of a plan
+"""Max context-parallel size."""
+MAX_LEVELS = 8  # max levels of a plan
 
 
 class CutRule(StrEnum):
-    """Rule by which the tokens of a shared pack are divided over its ranks."""
+    """Rule that divides the tokens of a shared pack over its ranks."""
 
     CONTIGUOUS = "contiguous"
-    """Equally many tokens each, in pack order."""
+    """Equal token counts, in pack order."""
     COST = "cost"
-    """Equal predicted cost each, in pack order."""
+    """Equal predicted cost, in pack order."""
     ZIGZAG = "zigzag"
-    """Two pieces of each sample a rank, one from its start and one from its end, which sum to equal
-    attention."""
+    """Two pieces per sample and rank, from its start and end, with equal attention in sum."""
     WHOLE = "whole"
-    """Short samples whole on one rank, long ones by zigzag."""
+    """Short samples undivided on one rank, long samples by zigzag."""
 
 
 class ContextExchange(StrEnum):
-    """Exchange by which attention reaches the tokens of other ranks."""
+    """Exchange of attention between context-parallel ranks."""
 
     GATHER = "gather"
-    """All-gather of keys and values; backward scatters their gradients."""
+    """All-gather of keys and values; backward reduce-scatters their gradients."""
     HEADS = "heads"
-    """All-to-all from tokens to heads before attention, and back after it (DeepSpeed-Ulysses, arXiv
-    2309.14509)."""
+    """All-to-all from tokens to heads and back (DeepSpeed-Ulysses, arXiv 2309.14509)."""
 
 
 class FillRule(StrEnum):
-    """Rule by which samples of short levels fill the room of long packs."""
+    """Rule that fills free capacity of long packs with short samples."""
 
     COST = "cost"
     """Samples that take less device time there than in a pack of their own level."""
     GREEDY = "greedy"
-    """All that fit: GreedyFill of HBP (section 4)."""
+    """All that fit (GreedyFill of HBP, section 4)."""
 
 
 class Level(Frozen):
-    """Size limit of packs, and how the ranks that share one divide it."""
+    """Size limit of packs, and their division over ranks."""
 
     caps: Caps
-    """Caps of a whole pack, over all ranks that share it."""
+    """Caps of a pack, over all its ranks."""
     context: Annotated[int, Field(ge=1, le=MAX_CONTEXT, strict=True)] = 1
-    """Data-parallel ranks that share a pack, a power of two: an aligned block of them."""
+    """Context-parallel size, a power of two: an aligned block of data-parallel ranks."""
     cut: CutRule = CutRule.CONTIGUOUS
     exchange: ContextExchange = ContextExchange.GATHER
     attention_weight: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    """Cost of one squared token (`squared_tokens`) relative to that of one token, by which `cost`
-    and `whole` balance."""
+    """Cost of a squared token relative to a token, for the cut rules `cost` and `whole`."""
     image_weight: Annotated[float, Field(ge=0, le=1e6)] = written_unless(0.0)
-    """Cost of one squared token of an image at its native resolution relative to that of one, by
-    which images are dealt to ranks."""
+    """Cost of a squared image token relative to an image token, to balance images over ranks."""
 
     @field_validator("context")
     @classmethod
@@ -77,7 +72,7 @@ class Level(Frozen):
 
 
 def are_plain(levels: Sequence[Level]) -> bool:
-    """Whether all packs have the same limits, and each is one rank's."""
+    """Whether all packs have the same limits and context size 1."""
     return len(levels) == 1 and levels[0].context == 1
 
 

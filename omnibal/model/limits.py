@@ -11,20 +11,19 @@ from omnibal.base.frozen import Count
 from omnibal.model.config import ClusterConfig
 
 DEFAULT_MICRO_BATCHES = 8
-"""Packs of a rank in a step, where a plan is not told."""
+"""Default packs of a rank in a step."""
 SEARCH_SAMPLES = 20_000
-"""Samples drawn to try caps and sizes on: a search takes about as long for any more."""
+"""Samples for the search of caps and sizes; more do not change its duration."""
 IMAGE_TOKENS = 1_024
-"""Tokens of an image at its native resolution in packs of shapes: 1,024 x 1,024 pixels where a
-token is of 32 x 32, as in Qwen3-VL."""
-MAX_PACKS_PER_STEP = 1_000_000  # a step of more is a mistake in a number
+"""Tokens per native-resolution image in synthetic packs: 1,024^2 pixels at 32 x 32 per token."""
+MAX_PACKS_PER_STEP = 1_000_000  # more is taken for a typing mistake
 USABLE_MEMORY_FRACTION = 0.9
-"""Share of device memory to plan with; the rest is for context, communication and fragmentation."""
+"""Share of device memory to plan with. The rest is for context, libraries and fragmentation."""
 FEATURE_NAME = "[a-z][a-z0-9_]*"
-"""Pattern of what a feature may be called."""
+"""Pattern of feature names."""
 _TOKENS, _LOSS_TOKENS = "tokens", "loss_tokens"
 _OWN_OPTIONS = ("tiles", _TOKENS)
-"""Features whose limits have command-line options of their own."""
+"""Features with limit options of their own on the command line."""
 
 _Key = Annotated[str, Field(pattern=f"^max_{FEATURE_NAME}$")]
 
@@ -32,8 +31,8 @@ _Key = Annotated[str, Field(pattern=f"^max_{FEATURE_NAME}$")]
 class Caps(RootModel[dict[_Key, Count]]):
     """Largest sum of each limited feature in one micro-batch.
 
-    Features come in one order, however they were given: items that encoders take, by name, then
-    `loss_tokens`, and `tokens` last. In JSON, a cap is `max_` and the name.
+    Order: items of encoders by name, then `loss_tokens`, then `tokens`. In JSON, keys are `max_`
+    and the name.
 
     Example:
         >>> caps = Caps.of(tokens=4096, tiles=9)
@@ -72,7 +71,7 @@ class Caps(RootModel[dict[_Key, Count]]):
         return self.root[f"max_{name}"]
 
     def get(self, name: str) -> int | None:
-        """Return the cap of a feature; None where it has none."""
+        """Return the cap of a feature, or None if absent."""
         return self.root.get(f"max_{name}")
 
     def __hash__(self) -> int:
@@ -87,7 +86,7 @@ class Caps(RootModel[dict[_Key, Count]]):
 
     @property
     def options(self) -> list[str]:
-        """The command-line options that give these caps, each with its value."""
+        """Command-line options for these caps, with values."""
         return [_with_value(name, self[name]) for name in self.names]
 
 
@@ -97,7 +96,7 @@ def in_canonical_order(names: Iterable[str]) -> list[str]:
 
 
 def option_of(name: str) -> str:
-    """The command-line option that limits a feature, without its value."""
+    """Command-line option that limits a feature, without its value."""
     return f"--max-{name}" if name in _OWN_OPTIONS else f"--limit {name}"
 
 
@@ -108,12 +107,12 @@ def _with_value(name: str, cap: int | str) -> str:
 def check_limits(
     names: Collection[str], items: Iterable[str], whose: str, others: Iterable[str] = ()
 ) -> None:
-    """Refuse limits of unknown features, and items or tokens without a limit.
+    """Raise if a limit names an unknown feature, or items or tokens have no limit.
 
     Args:
-        items: that there are; they and tokens must be limited, and loss_tokens may be.
-        whose: these are, for the message.
-        others: items that may be limited and need not be.
+        items: existing items; they and tokens must be limited.
+        whose: owner of the limits, for the message.
+        others: items with optional limits.
     """
     needed = in_canonical_order([*items, _TOKENS])
     optional = in_canonical_order({*others, _LOSS_TOKENS} - {*needed})
@@ -135,17 +134,17 @@ def check_limits(
 
 
 def words(parts: Sequence[str], before_last: str = "and") -> str:
-    """Join parts of a sentence by commas, the last by a word."""
+    """Join words by commas, the last by `before_last`."""
     return f" {before_last} ".join([", ".join(parts[:-1]), parts[-1]] if len(parts) > 1 else parts)
 
 
 def memory_cap_gib(cluster: ClusterConfig) -> float:
-    """Memory that a stage may fill of one device, in GiB."""
+    """Usable memory of one device, in GiB."""
     return USABLE_MEMORY_FRACTION * cluster.memory_gib
 
 
 def check_packs_per_step(data_parallel: int, micro_batches: int) -> None:
-    """Refuse a step of more than `MAX_PACKS_PER_STEP` packs."""
+    """Raise if a step has more than `MAX_PACKS_PER_STEP` packs."""
     count = data_parallel * micro_batches
     if count > MAX_PACKS_PER_STEP:
         raise UserError(

@@ -1,4 +1,4 @@
-"""Sizes of the parallel groups, and their limits by model and cluster."""
+"""Parallel sizes, and their limits by model and cluster."""
 
 import math
 from enum import StrEnum
@@ -11,23 +11,23 @@ from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.config import ClusterConfig, ModelConfig
 
 MAX_DEVICES = 1_000_000
-"""Most devices in any one dimension of parallelism."""
-_SMALLEST_BUCKET = 40_000_000  # parameters; with the next, the default of Megatron-core
-_BUCKET_PER_RANK = 1_000_000  # parameters for each data-parallel rank
+"""Max devices in any dimension."""
+_SMALLEST_BUCKET = 40_000_000  # parameters; both are Megatron-core defaults
+_BUCKET_PER_RANK = 1_000_000  # parameters per data-parallel rank
 SIZE_OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
-"""Options of the command line by the fields that they give."""
+"""Command-line options by field."""
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
 
 
 class WeightSharding(StrEnum):
-    """How data-parallel ranks hold weights, gradients and optimizer state."""
+    """Sharding of weights, gradients and optimizer state over data-parallel ranks."""
 
     REPLICATED = "replicated"
-    """Whole weights and gradients on every rank; optimizer state is divided all the same."""
+    """Replicated weights and gradients; optimizer state is sharded."""
     FULL = "full"
-    """All data-parallel ranks divide them."""
+    """Sharded over all data-parallel ranks."""
     HYBRID = "hybrid"
-    """Groups of neighbouring ranks divide them, and are copies of each other."""
+    """Sharded within groups of neighbouring ranks, replicated between groups."""
 
 
 class Parallel(Frozen):
@@ -39,12 +39,11 @@ class Parallel(Frozen):
     sequence_parallel: bool = False
     """Megatron sequence parallelism for the language model."""
     expert: Size = written_unless(1)
-    """Neighbouring ranks of a stage, of its tensor and data ranks, that share out the experts of a
-    layer. An expert is never divided: Megatron's expert tensor-parallel size is 1."""
+    """Expert-parallel size over a stage's tensor and data ranks; expert tensor-parallel size is
+    1."""
     sharded: Size = written_unless(1)
-    """Neighbouring data-parallel ranks that divide weights, gradients and optimizer state among
-    them (ZeRO-3): 1 where each holds whole weights, all for fully sharded data parallelism, and
-    between for hybrid, where groups of so many hold copies of each other."""
+    """Data-parallel ranks that shard weights (ZeRO-3): 1 replicated, all (FSDP), or between
+    (hybrid)."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":
@@ -84,49 +83,45 @@ class Parallel(Frozen):
 
     @property
     def sharding(self) -> WeightSharding:
-        """How data-parallel ranks hold weights."""
+        """Sharding of weights over data-parallel ranks."""
         if self.sharded == 1:
             return WeightSharding.REPLICATED
         return WeightSharding.FULL if self.sharded == self.data else WeightSharding.HYBRID
 
     @property
     def expert_data(self) -> int:
-        """Ranks of a stage that hold the same experts, and reduce their gradients."""
+        """Ranks of a stage that hold the same experts and reduce their gradients."""
         return self.tensor * self.data // self.expert
 
     @property
     def routing_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that share out experts.
-
-        Tensor-parallel ranks do so anyway: it is 1 where these alone share experts out.
-        """
+        """Data-parallel span of an expert-parallel group, or 1 if tensor-parallel ranks suffice."""
         return max(self.expert // self.tensor, 1)
 
     @property
     def lockstep_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that run their micro-batches in lockstep: they share out
-        experts, or divide weights."""
+        """Neighbouring data-parallel ranks in lockstep due to expert parallelism or sharded
+        weights."""
         return max(self.routing_ranks, self.sharded)
 
     @property
     def expert_shards(self) -> int:
-        """Ranks that divide the weights of experts that they all hold: of the ranks that divide
-        weights, on all their tensor-parallel ranks, those with the same ones."""
+        """Ranks that shard expert weights: ranks of a shard group with the same experts."""
         if self.sharded == 1:
             return 1
         return max(self.tensor * self.sharded // self.expert, 1)
 
     def changed(self, **sizes: int) -> "Parallel":
-        """Sizes with some of them changed."""
+        """Return sizes with some changed."""
         try:
             return Parallel.model_validate({**dict(self), **sizes})
         except ValidationError as error:
             raise UserError(error.errors()[0]["msg"]) from error
 
     def held(self, sharding: WeightSharding, cluster: ClusterConfig) -> "Parallel | None":
-        """Sizes with weights held in another way; None where the ranks cannot.
+        """Return sizes with another sharding, or None if impossible.
 
-        A hybrid group has the ranks of one node, of which there must be several in the job.
+        A hybrid group is one node, and needs several nodes in the job.
         """
         node = max(cluster.gpus_per_node // self.tensor, 1)
         sizes = {
@@ -139,7 +134,7 @@ class Parallel(Frozen):
             return None
         try:
             return self.changed(sharded=sizes[sharding])
-        except UserError:  # a node's ranks share out experts with some of another's
+        except UserError:  # expert-parallel groups would span parts of nodes
             return None
 
     @property
@@ -149,7 +144,7 @@ class Parallel(Frozen):
 
     @property
     def bucket_parameters(self) -> int:
-        """Parameters that data-parallel ranks exchange at a time; Megatron-core's own rule."""
+        """Parameters per bucket of data-parallel exchange (Megatron-core's rule)."""
         return max(_SMALLEST_BUCKET, _BUCKET_PER_RANK * self.data)
 
     def __str__(self) -> str:
@@ -159,13 +154,13 @@ class Parallel(Frozen):
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes by their short names: TP, PP, DP, and EP where ranks share out experts."""
+        """Sizes by short name: TP, PP, DP, and EP if above 1."""
         sizes = {"TP": self.tensor, "PP": self.pipeline, "DP": self.data}
         return sizes if self.expert == 1 else sizes | {"EP": self.expert}
 
     @property
     def text(self) -> str:
-        """The sizes in short, such as "TP 2 x PP 1 x DP 4, EP 8"."""
+        """Sizes in short, such as "TP 2 x PP 1 x DP 4, EP 8"."""
         divided = [f"{name} {size}" for name, size in self.sizes.items() if name != "EP"]
         shared = [f"EP {self.expert}"] if self.expert > 1 else []
         weights = [f"weights over {self.sharded}"] if self.sharded > 1 else []
@@ -173,21 +168,20 @@ class Parallel(Frozen):
 
     @property
     def options(self) -> str:
-        """The command-line options that give these sizes."""
+        """Command-line options for these sizes."""
         sizes = " ".join(f"--{name.lower()} {size}" for name, size in self.sizes.items())
         return sizes if self.sharded == 1 else f"{sizes} --sharding {self.sharding}"
 
     def place(self, rank: int) -> dict[str, int]:
-        """Place of a rank in every group: tensor varies fastest, then data, then pipeline.
+        """Position of a rank in every group; order tensor, data, pipeline, as in Megatron.
 
-        Megatron numbers ranks in this order. Where ranks share out experts, the last entry is the
-        place among those that do.
+        With expert parallelism the last entry is the expert-parallel rank.
         """
         order = {"tensor": self.tensor, "data": self.data, "pipeline": self.pipeline}
         place, left = {}, rank
         for name, size in order.items():
             left, place[name] = divmod(left, size)
-        # A stage's ranks are a multiple of the expert size, so its groups begin with the stage's.
+        # A stage has a multiple of the expert size, so its groups begin with the stage.
         return place if self.expert == 1 else place | {"expert": rank % self.expert}
 
     def first_rank(self, stage: int) -> int:
@@ -196,7 +190,7 @@ class Parallel(Frozen):
 
 
 def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
-    """Refuse parallel sizes that the model cannot be cut into."""
+    """Raise if the model does not allow these parallel sizes."""
     if parallel.pipeline > model.layers:
         raise UserError(
             f"pipeline size {parallel.pipeline} is more than the {model.layers} layers of "
@@ -251,13 +245,13 @@ def _check_expert(model: ModelConfig, parallel: Parallel) -> None:
 
 
 def expert_counts(model: ModelConfig) -> tuple[int, ...]:
-    """Numbers of experts that layers of the model have, each once; empty where all are dense."""
+    """Distinct expert counts of the model's layers, or empty if dense."""
     kinds = model.language.kinds
     return tuple(dict.fromkeys(kind.experts.experts for kind in kinds if kind.experts is not None))
 
 
 def expert_sizes(model: ModelConfig, tensor: int, data: int) -> list[int]:
-    """Expert-parallel sizes that the model and a stage's tensor x data ranks allow, rising."""
+    """Expert-parallel sizes allowed on tensor x data ranks, ascending."""
     numbers = expert_counts(model)
     most = math.gcd(tensor * data, *numbers) if numbers else 1
     divisors = (size for size in range(1, most + 1) if most % size == 0)
@@ -265,10 +259,9 @@ def expert_sizes(model: ModelConfig, tensor: int, data: int) -> list[int]:
 
 
 def _divided_sizes(model: ModelConfig) -> dict[str, int]:
-    """Sizes that tensor-parallel ranks must divide, by their names in a model file.
+    """Sizes that the tensor-parallel size must divide, by name in a model file.
 
-    An encoder's heads need not divide: InternViT's 25 are padded to a multiple of the tensor size.
-    Neither need an expert's width: experts are never divided, but those that every token passes.
+    Encoder heads are padded (InternViT's 25) and routed experts are never divided.
     """
     language = model.language
     towers = model.encoders.items()

@@ -1,9 +1,7 @@
-"""Measured rates of a device, by shape: the table `rates` of a profile or a cluster.
+"""Measured rates of a device by shape: the table `rates` of a profile or a cluster.
 
-Profiles, cluster files and imported tables share it. Times are of one device while its neighbours
-are as busy; in place of a time, a share of the peak `tflops` may be given. Shapes may be any, and
-what is left out was not measured. `omnibal.cost.shaped_rates`, `omnibal.cost.scattered_rates` and
-`omnibal.cost.attention_rates` read it.
+Times are of one device with busy neighbours. A share of the peak `tflops` may replace a time.
+Tables may hold any shapes. Read by `shaped_rates`, `scattered_rates` and `attention_rates`.
 """
 
 from collections import Counter
@@ -16,10 +14,10 @@ from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, mod
 from omnibal.base.frozen import Count, Frozen, Rate, Share, Width, written_unless
 
 _Time = Annotated[float, Field(ge=1e-9, le=1e12)]
-"""Measured time in ms; its limits keep fits finite."""
+"""Measured time in ms, limited to keep fits finite."""
 _Bytes = Annotated[int, Field(ge=1, le=2**60)]
 _MS_PER_FLOP = 1e-9
-"""Milliseconds of one operation at a TFLOP/s."""
+"""Milliseconds per operation at 1 TFLOP/s."""
 
 RingKind = Literal["all_reduce", "all_gather", "reduce_scatter"]
 CollectiveKind = Literal[RingKind, "all_to_all", "send"]
@@ -30,7 +28,7 @@ Place = Literal["node", "network"]
 
 
 class _Timed(Frozen):
-    """A measurement, which is written shape first."""
+    """A measurement, written shape first."""
 
     @model_serializer(mode="wrap")
     def _shape_first(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -39,18 +37,18 @@ class _Timed(Frozen):
 
 
 _UNITS = ("bytes", "latency_us", "gb_per_s", "ms", "share")
-"""Fields that say how fast; all others say what."""
+"""Fields with a speed. All others describe the shape."""
 
 
 class _Measured(_Timed):
-    """A time, or the share of the table's peak at which the operations were done."""
+    """A time, or a share of the table's peak."""
 
     ms: _Time | None = written_unless(None)
     share: Share | None = written_unless(None)
 
     @property
     def flops(self) -> float:
-        """Operations that the share is of."""
+        """Operations the share refers to."""
         raise NotImplementedError
 
     @model_validator(mode="after")
@@ -60,14 +58,14 @@ class _Measured(_Timed):
         return self
 
     def time_ms(self, tflops: float | None) -> float:
-        """Time, where shares are of `tflops`."""
+        """Time, with shares of `tflops`."""
         if self.ms is not None:
             return self.ms
         assert self.share is not None and tflops is not None, "Rates refuses shares without a peak"
         return self.flops / (self.share * tflops) * _MS_PER_FLOP
 
     def scaled(self, tflops: float, scale: float) -> Self:
-        """The measurement with `scale` times its share of `tflops`, at most what is possible."""
+        """Return the measurement with `scale` times its share of `tflops`, capped at the peak."""
         share = self.share or self.flops / self.time_ms(tflops) / tflops * _MS_PER_FLOP
         share = min(share * scale, self._most_share)
         return self.model_copy(update={"ms": None, "share": share})
@@ -80,8 +78,8 @@ class _Measured(_Timed):
 class ProductTime(_Measured):
     """One matrix product of a linear layer of `inner` inputs and `outer` outputs.
 
-    Forward: [rows, inner] by [inner, outer]. The input's gradient: [rows, outer] by [outer, inner].
-    The weights' gradient: [inner, rows] by [rows, outer], added to what is there.
+    Forward: [rows, inner] by [inner, outer]. Input gradient: [rows, outer] by [outer, inner].
+    Weight gradient: [inner, rows] by [rows, outer], accumulated.
     """
 
     rows: Width
@@ -89,16 +87,16 @@ class ProductTime(_Measured):
     outer: Width
     of: Pass = written_unless("forward")
     gradient: GradientPrecision = written_unless("fp32")
-    """Precision of the weights' gradient, which it is read and written in."""
+    """Precision of the accumulated weight gradient."""
 
     @property
     def flops(self) -> float:
-        """Operations: two for each of rows, inner and outer."""
+        """Operations: 2 x rows x inner x outer."""
         return 2.0 * self.rows * self.inner * self.outer
 
 
 class GroupedTime(ProductTime):
-    """Products of so many `groups` in one kernel, of `rows` each, as experts do."""
+    """A grouped product of `groups` with `rows` each, as for experts."""
 
     groups: Count
 
@@ -109,11 +107,10 @@ class GroupedTime(ProductTime):
 
 
 class AttentionTime(_Measured):
-    """One kernel of attention over one sample.
+    """One attention kernel over one sample.
 
-    A share counts the full square also where the kernel is causal, so that it may be up to 2: in
-    forward 2 products of 2 tokens^2 operations per head and element, q k^T over `head_size` and the
-    one with v over `value_size`; in backward 2.5 times as many.
+    Shares count the full square even for causal kernels, so up to 2: 2 tokens^2 operations per head
+    and element of `head_size` (q k^T) and `value_size`; backward 2.5 times forward.
     """
 
     share: Annotated[float, Field(ge=1e-9, le=2)] | None = written_unless(None)
@@ -125,7 +122,7 @@ class AttentionTime(_Measured):
     of: Literal["forward", "backward"] = "forward"
     causal: bool = written_unless(True)
     packed: bool = written_unless(False)
-    """Whether q, k and v are views of one tensor rather than three of their own."""
+    """Whether q, k and v are views of one tensor."""
 
     @property
     def _most_share(self) -> float:
@@ -133,13 +130,13 @@ class AttentionTime(_Measured):
 
     @property
     def flops(self) -> float:
-        """Operations of the full square, both halves."""
+        """Operations of the full square."""
         passes = 1.0 if self.of == "forward" else 2.5
         return passes * 2 * self.heads * (self.head_size + self.value_size) * self.tokens**2.0
 
 
 class _Moved(_Timed):
-    """Bytes and their time, or a line: a latency and the rate of all further bytes."""
+    """Bytes and their time, or a latency and a rate."""
 
     bytes: _Bytes | None = written_unless(None)
     ms: _Time | None = written_unless(None)
@@ -160,31 +157,29 @@ class _Moved(_Timed):
 class CollectiveTime(_Moved):
     """One collective of `ranks` neighbouring ranks, or one send between two.
 
-    `bytes` are of the whole tensor: what an all-reduce, an all-to-all or a send takes, a
-    reduce-scatter divides, and an all-gather puts together. The `gb_per_s` of a line are of bytes
-    that a rank sends: of the tensor, all of it in a send, (ranks - 1) / ranks in the others, and
-    twice that in an all-reduce.
+    `bytes` is the full tensor. `gb_per_s` counts bytes sent per rank (bus bandwidth): all in a
+    send, (ranks - 1) / ranks of the tensor otherwise, twice that in an all-reduce.
     """
 
     kind: CollectiveKind
     ranks: Annotated[int, Field(ge=2, le=1_024)]
     place: Place = written_unless("node")
-    """Whether the ranks are within a node or each on another."""
+    """Whether the ranks are within a node or on one node each."""
 
 
 class CopyTime(_Moved):
-    """One copy within the device's memory; `bytes` are those read and written together."""
+    """One copy within device memory; `bytes` are read plus written."""
 
     kind: CopyKind = written_unless("plain")
 
     @property
     def latency_ms(self) -> float | None:
-        """Time besides that of its bytes; None where they were timed together."""
+        """Latency, or None if included in the time."""
         return None if self.latency_us is None else self.latency_us / 1e3
 
     @property
     def bytes_per_ms(self) -> float:
-        """Rate of the copy, of a line without its latency."""
+        """Rate of the copy, without latency if known."""
         if self.ms is not None:
             assert self.bytes is not None
             return self.bytes / self.ms
@@ -193,24 +188,22 @@ class CopyTime(_Moved):
 
 
 class Rates(Frozen):
-    """What was measured of one device in one precision; what is left out was not."""
+    """Measurements of one device in one precision, all optional."""
 
     device: str
     tflops: Rate | None = written_unless(None)
-    """Peak that shares are of."""
+    """Peak that shares refer to."""
     products: tuple[ProductTime, ...] = ()
     grouped: tuple[GroupedTime, ...] = written_unless(())
     attention: tuple[AttentionTime, ...] = written_unless(())
     collectives: tuple[CollectiveTime, ...] = ()
     copies: tuple[CopyTime, ...] = ()
     hidden: Annotated[float, Field(ge=0, le=1)] | None = written_unless(None)
-    """Hidden share of a collective beside a computation that takes longer: 1 where both take as
-    long as the computation alone, 0 where they take as long as one after the other, as where
-    the same cores do both."""
+    """Hidden share of a collective under a longer computation: 1 fully hidden, 0 sequential."""
 
     @property
     def _measured(self) -> dict[str, Sequence[_Measured]]:
-        """Times of computation by their tables' names."""
+        """Computation times by table name."""
         tables = {"products": self.products, "grouped": self.grouped}
         return {**tables, "attention": self.attention}
 
@@ -219,14 +212,14 @@ class Rates(Frozen):
 
     @cached_property
     def _hash(self) -> int:
-        # Once: what is fitted to a table is looked up for every cost model.
+        # Once, since fits are cached per object.
         return hash((self.device, self.products, self.grouped, self.attention))
 
     def of_peak(
         self, own_tflops: float, tflops: float, *, products: float, grouped: float, attention: float
     ) -> Self:
-        """Rates of another device, of the peak `tflops`, that reaches so many times the shares of
-        `own_tflops` that this one does; without copies and collectives, which are of its links."""
+        """Return rates of a device with peak `tflops` and scaled shares, without copies and
+        collectives."""
         peak = self.tflops or own_tflops
         return self.model_copy(
             update={
@@ -243,7 +236,7 @@ class Rates(Frozen):
 
     @model_validator(mode="after")
     def _shapes_are_given_once(self) -> Self:
-        # Copies and collectives of a size may be timed again: lines are fitted through all.
+        # Copies and collectives may repeat a size: lines are fitted through all.
         for name, given in self._measured.items():
             shapes = Counter(one.model_copy(update={"ms": None, "share": None}) for one in given)
             for shape, times in shapes.items():

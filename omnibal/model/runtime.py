@@ -1,58 +1,46 @@
-"""How a trainer runs a step: which of its exchanges it hides, and what else decides a step's time.
-
-`omnibal lint` reads them of a launch line; this project's trainer runs as `OWN_RUNTIME` says.
-"""
+"""Step options of a trainer that affect time and memory; `omnibal lint` reads them from a launch
+line."""
 
 from omnibal.base.frozen import Count, Frozen
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
 
 
 class RuntimeOptions(Frozen):
-    """What a trainer hides behind computation, and what it does once a step."""
+    """Overlap and per-step options of a trainer."""
 
     overlap_gradients: bool = True
-    """Whether gradients are reduced bucket by bucket during the last backward of the step
-    (`--overlap-grad-reduce`), or after it."""
+    """Whether gradient reduction overlaps the last backward (`--overlap-grad-reduce`)."""
     overlap_weights: bool = True
-    """Whether new weights are gathered bucket by bucket during the first forward
-    (`--overlap-param-gather`), or before the step ends."""
+    """Whether weight gathers overlap the first forward (`--overlap-param-gather`)."""
     overlap_tensor: bool = False
-    """Whether the exchange of tensor-parallel ranks runs beside the product that it feeds or
-    follows (`--tp-comm-overlap`, Transformer Engine's user buffers)."""
+    """Whether tensor-parallel exchange overlaps products (`--tp-comm-overlap`, user buffers)."""
     ring_tokens: Count | None = None
-    """Tokens of the samples during whose attention keys and values go round the ranks that share
-    them (`--cp-comm-type p2p`); None where they are gathered before, or heads exchanged."""
+    """Tokens per sample under ring attention (`--cp-comm-type p2p`), None for gather or heads."""
     sample_tokens: Count | None = None
-    """Tokens of every sample that a kernel of attention is given, where all are alike as a launch
-    line's made-up ones are; None for samples of any length."""
+    """Tokens per sample if equal (synthetic data of a launch line), None for any length."""
     bf16_gradients: bool = False
-    """Whether gradients are summed and reduced in bf16 (`--grad-reduce-in-bf16`), not in fp32."""
+    """Whether gradients are summed and reduced in bf16 (`--grad-reduce-in-bf16`)."""
     scatters_weights_precision: bool = False
-    """Whether gradients of weights that ranks divide are reduce-scattered in the weights' precision
-    before they are summed over micro-batches (FSDP's and ZeRO-3's usual setting), instead of in the
-    precision of that sum."""
+    """Whether sharded gradients are reduce-scattered in the weights' precision (FSDP, ZeRO-3
+    default)."""
     averages_gradients: bool = False
-    """Whether gradients are divided by the number of data-parallel ranks in a pass of their own
-    before they are reduced, as Megatron does without `--ddp-average-in-collective`."""
+    """Whether gradients are scaled in a separate pass (no `--ddp-average-in-collective`)."""
     fused_loss: bool = True
-    """Whether one kernel makes the loss and the gradient of the logits, in their own precision
-    (`--cross-entropy-loss-fusion`), instead of several in fp32."""
+    """Whether one kernel computes loss and logits' gradient (`--cross-entropy-loss-fusion`)."""
     fused_routing: bool = False
-    """Whether fused kernels permute tokens for their experts (`--moe-permute-fusion`)."""
+    """Whether fused kernels permute tokens for experts (`--moe-permute-fusion`)."""
     transformer_engine: bool = False
-    """Whether language layers are Megatron-core's of Transformer Engine, whose products can be in
-    FP8."""
+    """Whether language layers use Transformer Engine, which allows FP8 products."""
     accumulates_in_products: bool = False
-    """Whether its products add gradients of weights to what is there, so that memory differs
-    (`omnibal.cost.transformer_engine`)."""
+    """Whether its products accumulate weight gradients (`omnibal.cost.transformer_engine`)."""
     fp8: Fp8 = TRAINED_FP8
-    """How products are in FP8, where the precision is."""
+    """FP8 options, used if the precision is fp8."""
 
     @property
     def gradient_bytes(self) -> int:
-        """Bytes of a gradient as it is summed over micro-batches and reduced."""
+        """Bytes of an accumulated and reduced gradient."""
         return 2 if self.bf16_gradients else 4
 
 
 OWN_RUNTIME = RuntimeOptions()
-"""How this project's trainer runs."""
+"""Options of this project's trainer."""

@@ -1,9 +1,5 @@
-"""Trainers that a plan can be made for, and what of a plan each can be told.
-
-A trainer's constraints limit the search: which stages encoders may stand in, which layers may be
-recomputed, how samples may be packed. What it cannot be told is not planned for it. Where the
-limits are from is said in docs/trainers.md, trainer by trainer, with the version that was read.
-"""
+"""Supported trainers and their constraints on plans; docs/trainers.md lists sources and
+versions."""
 
 from collections.abc import Collection
 from enum import StrEnum
@@ -29,121 +25,115 @@ class TargetName(StrEnum):
 
 
 class RecomputeFreedom(StrEnum):
-    """What the choice of recomputed layers is free in, from most to least."""
+    """Granularity of recomputation, from finest to coarsest."""
 
     LAYERS = "layers"
     """Any layers of any stage."""
     STAGES = "stages"
-    """One number a stage: of every tower the stage recomputes so many of its first layers, or all
-    where it holds fewer."""
+    """One number n per stage: first min(n, held) layers of every tower."""
     LANGUAGE = "language"
-    """One number for the language model, the same for all stages: each recomputes so many of the
-    first layers that it holds, or all if it holds fewer. Of an encoder all layers or none."""
+    """One n for the language model: first min(n, held) layers of every stage; encoders all or
+    none."""
     ALL = "all"
-    """All layers of the language model or none; of an encoder all or none."""
+    """All language layers or none. All layers of an encoder or none."""
 
 
 class StageRules(Frozen):
-    """What stages may hold and recompute, and how a trainer divides encoders."""
+    """Constraints on stages, recomputation and encoder division."""
 
     encoders_on_first: bool = False
     """Whether the first stage must hold all encoders and the language embed."""
     encoders_whole: bool = False
-    """Whether every tensor-parallel rank computes all of the encoders, instead of a share."""
+    """Whether encoders are replicated on tensor-parallel ranks instead of divided."""
     head_on_all_tokens: bool = False
-    """Whether the head computes logits of tokens without loss too, as Megatron's and Transformers'
-    models do."""
+    """Whether the head also computes logits of tokens without loss (Megatron, Transformers)."""
     language_everywhere: bool = False
-    """Whether every stage must hold a layer of the language model."""
+    """Whether every stage must hold a language layer."""
     recompute: RecomputeFreedom = RecomputeFreedom.LAYERS
 
     @property
     def is_free(self) -> bool:
-        """Whether the search for stages is not limited by them; the division of encoders and the
-        head's tokens are matters of cost."""
+        """Whether stages are unconstrained; encoder division and head tokens only affect cost."""
         costs = {"encoders_whole": False, "head_on_all_tokens": False}
         return self.model_copy(update=costs) == FREE
 
 
 FREE = StageRules()
-"""No limits: what this project's trainer can be told."""
+"""No constraints, as in this project's trainer."""
 
 
 class Padding(StrEnum):
-    """Where a trainer pads every pack to the tokens of the longest, and computes the padding."""
+    """Condition under which packs are padded to the longest."""
 
     NOWHERE = "nowhere"
     PIPELINES = "pipelines"
-    """Where there are several stages, which then exchange micro-batches of one length."""
+    """With several stages, which exchange micro-batches of equal length."""
     EVERYWHERE = "everywhere"
 
     def applies(self, pipeline: int) -> bool:
-        """Whether packs are padded on so many stages."""
+        """Whether packs are padded with `pipeline` stages."""
         return self is Padding.EVERYWHERE or (self is Padding.PIPELINES and pipeline > 1)
 
 
 class PackRules(Frozen):
-    """What packs may be."""
+    """Constraints on packs."""
 
     tokens_alone: bool = False
-    """Whether packs are limited by their tokens alone, and not by items of encoders."""
+    """Whether packs are limited by tokens only, not by encoder items."""
     next_fit: bool = False
-    """Whether the trainer packs samples itself, one after another: a pack ends where the next
-    sample would not fit. A plan's packs are then what that makes of the plan's order."""
+    """Whether the trainer packs samples itself by next-fit in the plan's order."""
     one_medium: bool = False
-    """Whether samples of text alone and samples with images (or other items) must not share one."""
+    """Whether text-only samples and samples with items must not share a pack."""
     padded: Padding = Padding.NOWHERE
     full_steps: bool = False
-    """Whether every step has as many packs as any other: the trainer leaves out what is over."""
+    """Whether every step has equally many packs and the remainder is dropped."""
 
 
 ANY_PACKS = PackRules()
-"""No limits: packs as this project's trainer takes them."""
+"""No constraints, as in this project's trainer."""
 
 
 class TrainerConstraints(Frozen):
-    """What a trainer can be told of a plan, and how it runs a step; defaults are this project's."""
+    """Constraints and step options of a trainer; defaults are this project's."""
 
     name: TargetName | None = None
     """None for this project's own."""
     title: str = "OmniBal"
     """Name as its users write it."""
     version: str = ""
-    """Version, or commit, whose files and flags were read; of this project's own, none."""
+    """Version or commit that was read, empty for this project's own."""
     stages: StageRules = StageRules()
     packs: PackRules = PackRules()
     shardings: tuple[WeightSharding, ...] = tuple(WeightSharding)
-    """Ways in which data-parallel ranks may hold weights."""
+    """Supported weight shardings."""
     runtime: RuntimeOptions = OWN_RUNTIME
-    """How it runs a step where an export says nothing of it."""
+    """Default step options if an export does not set them."""
     schedules: frozenset[str] = frozenset({"1f1b"})
-    """Pipeline schedules that it runs, by name (`omnibal.pipeline.schedules.ScheduleName`)."""
+    """Supported pipeline schedules (`omnibal.pipeline.schedules.ScheduleName`)."""
     fills_groups: bool = True
-    """Whether chunks of stages need a number of micro-batches that is a multiple of the stages, as
-    in Megatron-core (`core/pipeline_parallel/schedules.py:995-1015` of 0.16.1, whose groups have as
-    many micro-batches as there are stages unless a flag says otherwise)."""
+    """Whether interleaving needs a multiple of the stages as number of micro-batches, as
+    Megatron-core (`core/pipeline_parallel/schedules.py:995-1015` of 0.16.1) by default."""
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
-    """Most pipeline stages; None where there is no limit."""
+    """Max pipeline stages, or None if unlimited."""
     most_tensor: Annotated[int | None, Field(ge=1)] = None
     has_experts: bool = True
-    """Whether ranks can share out experts."""
+    """Whether expert parallelism is supported."""
     has_adapters: bool = False
-    """Whether an export says its flags for adapters of the language model, all else frozen."""
+    """Whether exports include adapter flags for a frozen language model."""
 
     @property
     def always_shards(self) -> bool:
-        """Whether all data-parallel ranks divide weights, whatever is asked for."""
+        """Whether weights are always sharded over all data-parallel ranks."""
         return self.shardings == _FULLY
 
     def held(self, parallel: Parallel) -> Parallel:
-        """Sizes as the trainer holds weights where nobody says how: divided over all data-parallel
-        ranks, if it always divides them."""
+        """Return sizes with the trainer's default sharding."""
         if not self.always_shards or parallel.sharded > 1:
             return parallel
         return parallel.model_copy(update={"sharded": parallel.data})
 
     def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
-        """Refuse ways of holding weights of which the trainer has none."""
+        """Raise unless the trainer supports any of these shardings."""
         if not set(shardings).intersection(self.shardings):
             raise UserError(
                 f"--sharding {', '.join(shardings)} was given for {self.title}, whose weights are "
@@ -151,10 +141,7 @@ class TrainerConstraints(Frozen):
             )
 
     def schedule_obstacle(self, name: str, stages: int, micro_batches: int) -> str | None:
-        """Why it cannot run steps of so many micro-batches a rank in a schedule, in words.
-
-        Args:
-            micro_batches: of every rank in a step.
+        """Explain why a schedule with these stages and micro-batches per rank cannot run.
 
         Returns:
             None if it can.
@@ -169,7 +156,7 @@ class TrainerConstraints(Frozen):
         return None
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Refuse parallel sizes that the trainer does not have."""
+        """Raise if the trainer does not support these parallel sizes."""
         most_expert = None if self.has_experts else 1
         for option, name, size, most in (
             ("--pp", "pipeline", parallel.pipeline, self.most_pipeline),
@@ -202,7 +189,7 @@ _WITH_CHUNKS = frozenset({"1f1b", "interleaved"})
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 _ENGINE = RuntimeOptions(transformer_engine=True, accumulates_in_products=True)
 _MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False})
-"""As Megatron-LM runs exports, which ask for hidden exchanges and a loss per token."""
+"""Options of Megatron-LM exports, which request overlap and a loss per token."""
 _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
 
@@ -268,9 +255,9 @@ TARGETS = {
     )
     if each.name is not None
 }
-"""Every other trainer, by its name."""
+"""Other trainers by name."""
 
 
 def trainer_of(name: TargetName | None) -> TrainerConstraints:
-    """The constraints of a trainer, given by `made_for` of a plan; None is this project's."""
+    """Constraints of the trainer in `made_for` of a plan, None is this project's."""
     return OWN if name is None else TARGETS[name]

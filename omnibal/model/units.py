@@ -1,14 +1,11 @@
-"""The model as one ordered list of units, and what is counted of a micro-batch for their costs.
+"""The model as an ordered list of units, and the features that their costs depend on.
 
     for every encoder: NAME_embed, NAME_layer * layers, its projector
     then: language_embed, language_layer * layers, head
 
-A pipeline stage is a contiguous run of this list. Units of one kind cost the same. Where there is
-one encoder, its projector is called "projector", else "NAME_projector".
-
-Layers of a native-resolution encoder may attend in windows, and some have a deepstack projector,
-whose features a language layer of their own takes: they cross every cut in between, so that layers
-are of as many kinds as they carry features on.
+A stage is a contiguous run of units; units of one kind cost the same. A single encoder's projector
+is "projector", else "NAME_projector". Deepstack features cross every cut up to their language
+layer, so layers have one kind per number of carried features.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,16 +20,14 @@ LANGUAGE = "language"
 LANGUAGE_EMBED = "language_embed"
 HEAD = "head"
 EXCHANGED = "exchanged_tokens"
-"""Feature of a share: tokens that its attention exchanges with the other ranks of the pack. It is
-the most that any of these has of samples that are divided over several, as all wait for that."""
+"""Feature of a share: tokens exchanged by attention, the maximum over the pack's ranks."""
 ENCODER_WAITS_MS = ("beside_forward_ms", "beside_backward_ms")
-"""Features of a micro-batch where encoders are data-parallel: what its pipeline waits for
-them before the step's first forward, and after its last backward. Both are times already."""
+"""Features with data-parallel encoders: wait before the first forward and after the last
+backward."""
 EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
-"""Features of a micro-batch where data-parallel ranks divide weights and gradients: the exchange of
-these that computation does not hide, in its forward and backward. Both are times already."""
+"""Features with sharded weights: exposed exchange in forward and backward, as times."""
 TIMES = (*ENCODER_WAITS_MS, *EXPOSED_MS)
-"""Features that are no sum over samples."""
+"""Features that are not sums over samples."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,31 +39,31 @@ class UnitKind:
     tower: str
     """Name of the encoder, or "language"."""
     part: str
-    """Part of the model that is trained or frozen as a whole: a tower, or a projector."""
+    """Part trained or frozen as a unit: a tower or a projector."""
     is_layer: bool
     """Whether it is a transformer layer, which can be recomputed."""
     layer: LayerKind | None = None
-    """Attention and feed-forward of a language layer; None for all other kinds."""
+    """Attention and feed-forward of a language layer, else None."""
     is_windowed: bool = False
-    """Whether positions of an encoder's layer attend within windows."""
+    """Whether an encoder layer attends within windows."""
     has_deepstack: bool = False
-    """Whether a projector of its own takes an encoder layer's output to a language layer."""
+    """Whether a deepstack projector takes an encoder layer's output."""
     carried: int = 0
-    """Deepstack features that a cut right after the unit sends on."""
+    """Deepstack features sent over a cut after the unit."""
     without_carried: str = ""
-    """Name that it shares with kinds which differ only in what they carry; empty: its own."""
+    """Name shared by kinds that differ only in `carried`, empty: its own."""
     period: int = 1
-    """Number of layers after which the kinds of layer of the tower repeat."""
+    """Period of the tower's layer kinds."""
     places: tuple[int, ...] = (0,)
-    """Layers of the first period that are of this kind."""
+    """Layers of the first period with this kind."""
 
     def is_like(self, other: "UnitKind") -> bool:
-        """Whether two kinds differ in nothing but what they carry over cuts."""
+        """Whether two kinds differ only in `carried`."""
         return self.tower == other.tower and self.measured_name == other.measured_name
 
     @property
     def measured_name(self) -> str:
-        """Name under which it is measured, with kinds that differ only in what they carry."""
+        """Name for measurements, shared by kinds that differ only in `carried`."""
         return self.without_carried or self.name
 
     @property
@@ -78,32 +73,32 @@ class UnitKind:
 
     @property
     def is_projector(self) -> bool:
-        """Whether it is the last unit of an encoder, a part of its own."""
+        """Whether it is an encoder's projector."""
         return self.name == self.part
 
     @property
     def words(self) -> str:
-        """Name of a unit that is not a layer, in words: "vision embed", "projector", "head"."""
+        """Name of a non-layer unit in words: "vision embed", "projector", "head"."""
         first, _, last = self.name.rpartition("_")
         return f"{first} {last}".strip()
 
     def has_layer(self, number: int) -> bool:
-        """Whether the layer of this number within the tower is of this kind."""
+        """Whether layer `number` of the tower is of this kind."""
         return self.is_layer and number % self.period in self.places
 
 
 def unit_kinds(model: ModelConfig) -> tuple[UnitKind, ...]:
-    """List the kinds of unit that the model has, in the order in which they first occur."""
+    """List the model's unit kinds in order of first occurrence."""
     return _units(model)[0]
 
 
 def unit_names(model: ModelConfig) -> tuple[str, ...]:
-    """List the name of every unit's kind, in model order."""
+    """List every unit's kind name, in model order."""
     return _units(model)[1]
 
 
 def layer_names(model: ModelConfig, tower: str) -> tuple[str, ...]:
-    """List the names under which a tower's layers are measured, one a layer."""
+    """List the measured name of every layer of a tower."""
     kinds = {kind.name: kind for kind in unit_kinds(model)}
     units = (kinds[name] for name in unit_names(model))
     return tuple(unit.measured_name for unit in units if unit.tower == tower and unit.is_layer)
@@ -129,7 +124,7 @@ def _units(model: ModelConfig) -> tuple[tuple[UnitKind, ...], tuple[str, ...]]:
 
 
 def _encoder_units(name: str, tower: Encoder, carried: int) -> list[UnitKind]:
-    """Embed and layers of an encoder; `carried` features of earlier ones cross its cuts too."""
+    """Embed and layers of an encoder; `carried` features of earlier encoders cross its cuts."""
 
     embed = UnitKind(name=f"{name}_embed", tower=name, part=name, is_layer=False, carried=carried)
     base = UnitKind(name=f"{name}_layer", tower=name, part=name, is_layer=True, carried=carried)
@@ -154,9 +149,9 @@ def _image_layer(base: UnitKind, tower: ImagesEncoder, number: int) -> UnitKind:
 
 
 def _language_units(model: ModelConfig, carried: int) -> list[UnitKind]:
-    """All units of the language model, to whose first layers `carried` features go, one each."""
+    """Units of the language model. The first `carried` layers take a deepstack feature each."""
     kinds = model.language.kinds
-    # Most layers are one object, which is described once for as many as carry nothing.
+    # Layers without carried features share one object.
     alike = {id(layer): _language_kind(layer.name, layer=layer) for layer in kinds}
     carrying = [
         _language_kind(layer.name, layer=layer, carried=carried - 1 - number)
@@ -169,7 +164,7 @@ def _language_units(model: ModelConfig, carried: int) -> list[UnitKind]:
 
 def _language_kind(name: str, *, layer: LayerKind | None = None, carried: int = 0) -> UnitKind:
     return UnitKind(
-        # The language embed is one of its kind.
+        # There is one language embed.
         name=f"{name}{_carrying(carried if layer else 0)}",
         tower=LANGUAGE,
         part=LANGUAGE,
@@ -185,7 +180,7 @@ def _carrying(features: int) -> str:
 
 
 def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[UnitKind]:
-    """The kinds of a tower's layers, each with its places in a period; by default all layers."""
+    """Kinds of a tower's layers with their places in a period (default: all layers)."""
     period = period or len(layers) or 1
     if len({kind.name for kind in layers}) == 1:
         period = 1
@@ -201,20 +196,19 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deepstack:
-    """Features that a projector of its own makes of an encoder layer's output, for one of the first
-    language layers."""
+    """Features of a deepstack projector, from an encoder layer to one of the first language
+    layers."""
 
     name: str
-    """Name of the features, and of the projector in the whole model: "vision_deepstack.0"."""
+    """Name of the features and of the projector: "vision_deepstack.0"."""
     tower: str
-    """Name of the encoder, with which the projector is trained or frozen."""
+    """Name of the encoder, which is trained or frozen with the projector."""
     layer: int
-    """Number of the encoder's layer, from 0."""
+    """Encoder layer number, from 0."""
 
 
 def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
-    """List a model's deepstack features in the order of the language layers that take them; of a
-    language model alone those of its encoders elsewhere."""
+    """List a model's (or separate language model's) deepstack features by consuming layer."""
     return tuple(
         Deepstack(name=f"{name}_deepstack.{index}", tower=name, layer=layer)
         for name, tower in (model.encoders_elsewhere | model.encoders).items()
@@ -224,22 +218,22 @@ def deepstack_of(model: ModelConfig) -> tuple[Deepstack, ...]:
 
 
 def projector_name(model: ModelConfig, encoder: str) -> str:
-    """Name of an encoder's projector, which is also the part that is trained or frozen."""
+    """Name of an encoder's projector, also as a trained or frozen part."""
     return "projector" if len(model.encoders) == 1 else f"{encoder}_projector"
 
 
 def projector_unit(model: ModelConfig, encoder: str) -> str:
-    """Name of an encoder's projector among the units of a stage, in words."""
+    """Name of an encoder's projector among a stage's units, in words."""
     return projector_name(model, encoder).replace("_", " ")
 
 
 def model_parts(model: ModelConfig) -> tuple[str, ...]:
-    """List the parts that are trained or frozen as a whole, in model order."""
+    """List the parts that can be frozen, in model order."""
     return tuple(dict.fromkeys(kind.part for kind in unit_kinds(model)))
 
 
 def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
-    """Error message for a choice of parts that are not trained; None if it is valid."""
+    """Error message for an invalid choice of frozen parts, else None."""
     parts = model_parts(model)
     unknown = sorted(set(frozen) - set(parts))
     if unknown:
@@ -256,11 +250,10 @@ def frozen_mistake(model: ModelConfig, frozen: Collection[str]) -> str | None:
 
 
 def feature_names(model: ModelConfig) -> tuple[str, ...]:
-    """List the features of a micro-batch that the times and memory of units are linear in.
+    """List the micro-batch features that unit times and memory are linear in.
 
-    One; the items of every encoder, and of images the sum of their tokens squared; tokens, and the
-    sum over samples of tokens squared; for every width of attention window, what of the square is
-    within it; and tokens that carry loss.
+    One; items of every encoder, for images also squared tokens; tokens and squared sample tokens;
+    attended pairs per attention window; tokens with loss.
     """
     squares = dict.fromkeys(tower.squares for tower in model.encoders.values() if tower.squares)
     windows = sorted({kind.window for kind in model.language.kinds if kind.window is not None})
@@ -269,7 +262,7 @@ def feature_names(model: ModelConfig) -> tuple[str, ...]:
 
 
 def feature_names_at(features: Sequence[str], levels: Sequence[Level]) -> tuple[str, ...]:
-    """List the features of shares: a model's, and one more where any level's packs are shared."""
+    """List the features of shares: the model's, plus exchanged tokens if any level shares packs."""
     shared = any(level.context > 1 for level in levels)
     return (*features, EXCHANGED) if shared else tuple(features)
 
@@ -278,13 +271,11 @@ _SQUARED, _WINDOWED = "squared_tokens", "squared_tokens_window"
 
 
 def attended_feature(layer: LayerKind) -> str:
-    """Name of the feature that attention of a language layer costs: twice what it sees.
-
-    Of a sample of t tokens that is t^2, or t^2 - max(t - window, 0)^2 within a window.
-    """
+    """Name of a layer's attention feature: twice the pairs, t^2 - max(t - window, 0)^2 per
+    sample."""
     return _SQUARED if layer.window is None else f"{_WINDOWED}{layer.window}"
 
 
 def window_of_feature(name: str) -> int | None:
-    """Width of the attention window that a feature is of; None for all other features."""
+    """Attention window width of a feature, None for other features."""
     return int(name.removeprefix(_WINDOWED)) if name.startswith(_WINDOWED) else None
