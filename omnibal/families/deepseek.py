@@ -1,7 +1,5 @@
-"""DeepSeek-V2 and V3: latent attention, and a mixture of experts behind some dense layers.
-
-DeepSeek-V2: arXiv 2405.04434; DeepSeek-V3: arXiv 2412.19437. Kimi's language models are of V3.
-"""
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, mixture of
+experts."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -14,11 +12,11 @@ from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind
 
 
 class SharedExpertsText(TextTable):
-    """Language model with routed and shared experts behind some dense layers."""
+    """Language model with dense layers, then layers of routed and shared experts."""
 
     older_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "n_routed_experts"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
-        # Groups restrict which experts may be chosen, not how many.
+        # Groups restrict the choice of experts, not their number.
         "n_group",
         "topk_group",
     }
@@ -33,16 +31,16 @@ class SharedExpertsText(TextTable):
     norm_topk_prob: bool = True
     first_k_dense_replace: int = Field(default=1, ge=0)
     num_nextn_predict_layers: int = Field(default=0, ge=0)
-    """Weights of a prediction layer are there only where a file says so."""
+    """Prediction layers, present only if the file says so."""
 
     @property
     def router(self) -> dict[str, Any]:
-        """Fields of an ExpertsConfig about the choice of a token's experts."""
+        """Router fields of an ExpertsConfig."""
         return {"selection_bias": True, "score": "sigmoid"}
 
     @property
     def experts(self) -> ExpertsConfig:
-        """Experts of the layers behind the dense ones; shared ones are one wide feed-forward."""
+        """Experts of sparse layers; shared experts are one wide feed-forward."""
         shared = (self.n_shared_experts or 0) * self.moe_intermediate_size
         return ExpertsConfig(
             experts=self.n_routed_experts,
@@ -55,7 +53,7 @@ class SharedExpertsText(TextTable):
         )
 
     def behind_dense(self, dense: LayerKind) -> dict[str, Any]:
-        """Fields of a LanguageConfig: some `dense` layers, then layers with experts."""
+        """Fields of a LanguageConfig: some `dense` layers, then expert layers."""
         first = min(self.first_k_dense_replace, self.num_hidden_layers)
         sparse = dense.model_copy(update={"experts": self.experts})
         return {
@@ -67,7 +65,7 @@ class SharedExpertsText(TextTable):
 
 
 class DeepseekText(SharedExpertsText):
-    """Keys of both, with the defaults that both have."""
+    """Keys of V2 and V3, with common defaults."""
 
     older_names: ClassVar[Mapping[str, str]] = {
         **SharedExpertsText.older_names,
@@ -75,10 +73,10 @@ class DeepseekText(SharedExpertsText):
         "num_mtp_layers": "num_nextn_predict_layers",
     }
     without_effect: ClassVar[frozenset[str]] = SharedExpertsText.without_effect | {
-        # The part of a head that is rotated, which is given by qk_rope_head_dim too.
+        # Rotated part of a head, also given by qk_rope_head_dim.
         "head_dim",
         "qk_head_dim",
-        # Layout of the authors' own inference code.
+        # Layout of the authors' inference code.
         "ep_size",
     }
 
@@ -99,11 +97,11 @@ class DeepseekText(SharedExpertsText):
 
     @property
     def router(self) -> dict[str, Any]:
-        """Fields of an ExpertsConfig about the choice of a token's experts."""
+        """Router fields of an ExpertsConfig."""
         return {"selection_bias": self.topk_method == "noaux_tc", "score": self.scoring_func}
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
         latent = LatentAttention(
             query_rank=self.q_lora_rank,
             key_value_rank=self.kv_lora_rank,
@@ -120,14 +118,14 @@ class DeepseekText(SharedExpertsText):
 
 
 class DeepseekV2Text(DeepseekText):
-    """Table of DeepSeek-V2 and V2-Lite, whose router is a softmax."""
+    """Table of DeepSeek-V2 and V2-Lite, with a softmax router."""
 
     scoring_func: Literal["softmax"] = "softmax"
     topk_method: Literal["greedy", "group_limited_greedy"] = "greedy"
 
 
 class DeepseekV3Text(DeepseekText):
-    """Table of DeepSeek-V3, whose experts are chosen with a bias that balances them."""
+    """Table of DeepSeek-V3, with a load-balancing bias."""
 
     scoring_func: Literal["sigmoid"] = "sigmoid"
     topk_method: Literal["noaux_tc"] = "noaux_tc"

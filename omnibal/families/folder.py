@@ -1,4 +1,4 @@
-"""A released model's folder: its `config.json`, its tensors' names, and the name of the model."""
+"""Folder of a released model: `config.json`, tensor names, model name."""
 
 import json
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ class _Index(BaseModel):
 
 
 def read_config_file(path: Path) -> dict[str, Any]:
-    """The content of a `config.json`."""
+    """Read a `config.json`."""
     text = read_text(path, _REMEDY)
     try:
         given = json.loads(text)
@@ -37,7 +37,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Make what is wrong with the content of a `config.json` a user's error that names the file."""
+    """Convert errors in a `config.json` to user errors that name the file."""
     try:
         yield
     except UserError:
@@ -49,7 +49,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def stored_tensors(directory: Path) -> list[str] | None:
-    """Names of the tensors of a checkpoint of several files; None without a list of them."""
+    """Tensor names of a sharded checkpoint, None without an index."""
     path = directory / _INDEX_FILE
     if not path.is_file():
         return None
@@ -57,7 +57,7 @@ def stored_tensors(directory: Path) -> list[str] | None:
 
 
 def model_name(directory: Path) -> str:
-    """The folder's name, or in a cache of Hugging Face's hub, where that is a hash, the model's."""
+    """Folder name, or the model's name in a Hugging Face cache."""
     path = directory.resolve() if ".." in directory.parts else directory.absolute()
     in_hub = path.parent.name == "snapshots"
     return (path.parents[1].name.rpartition("--")[2] if in_hub else path.name).lower()

@@ -1,7 +1,4 @@
-"""Gemma 3: SigLIP over squares of one size, and windows of attention five layers of six.
-
-arXiv 2503.19786; structures are those of Transformers' modules.
-"""
+"""Gemma 3 (arXiv 2503.19786): SigLIP, and windowed attention in five of six layers."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,7 +31,7 @@ class GemmaText(LayeredText):
     }
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
         "rope_local_base_freq",
-        # A factor of the scores.
+        # Scale of attention scores.
         "query_pre_attn_scalar",
     }
     default_theta: ClassVar[float] = 1_000_000.0
@@ -53,7 +50,7 @@ class GemmaText(LayeredText):
     use_bidirectional_attention: Literal[False] = False
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
         kinds = [
             LayerKind(window=None if is_full else self.sliding_window)
             for is_full in self.full_layers(self.sliding_window_pattern)
@@ -71,7 +68,7 @@ class GemmaText(LayeredText):
 
 
 class SiglipVision(LayersTable):
-    """SigLIP, with its pooling head unless a file says that there is none, as its class has it."""
+    """SigLIP, with its pooling head by default."""
 
     num_channels: Literal[3] = 3
     image_size: Square = 224

@@ -1,7 +1,4 @@
-"""GLM-4.5V and 4.6V: a tower with a gated projector, and the language model of GLM-4.5-Air.
-
-arXiv 2507.01006; structures are those of Transformers' modules.
-"""
+"""GLM-4.5V and 4.6V (arXiv 2507.01006): a gated projector, and GLM-4.5-Air."""
 
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -17,7 +14,7 @@ from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
 from omnibal.model.layers import LayerKind
 
 _PIXELS = Pixels(112 * 112, 14 * 14 * 2 * 2 * 2 * 6144, CLIP_MEAN, CLIP_STD)
-"""Pixels of the released models, over the two frames that an image counts as."""
+"""Pixel limits of the released models, over the two frames an image counts as."""
 _IMAGE = ImageText(before="<|begin_of_image|>", each="<|image|>", after="<|end_of_image|>")
 _VIDEO = VideoConfig(
     max_frames=600,
@@ -28,7 +25,7 @@ _VIDEO = VideoConfig(
     times="after",
     around=("<|begin_of_video|>", "<|end_of_video|>"),
 )
-"""Two frames a second of five minutes at most."""
+"""Two frames per second for up to five minutes."""
 
 
 class GlmVision(VisionTable):
@@ -55,7 +52,7 @@ class GlmText(SharedExpertsText):
     use_qk_norm: Literal[False] = False
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
         return LanguageConfig(
             **self.behind_dense(LayerKind()),
             kv_heads=self.num_key_value_heads,
@@ -73,8 +70,7 @@ def read_glm4v_moe(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
         raise ValueError(f"hidden_size {table.hidden_size} must divide by {table.num_heads} heads")
     side = square(table.image_size, "image_size") // sizes["patch_size"]
     encoder = ImagesEncoder(
-        # Of its layers' feed-forwards the width is the projector's output; intermediate_size is
-        # that of the projector's.
+        # The layers' feed-forward width is out_hidden_size; intermediate_size is the projector's.
         **sizes | {"ffn_hidden_size": table.out_hidden_size},
         normalization="RMSNorm",
         norm_eps=table.rms_norm_eps,

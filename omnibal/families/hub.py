@@ -1,4 +1,4 @@
-"""The way in: a hub's `config.json` as a ModelConfig."""
+"""Read a hub's `config.json` as a ModelConfig."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,14 +18,13 @@ Reader = Callable[[dict[str, Any], str, Path], ModelConfig]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """A family of models, all of which are planned, as docs/models.md lists them."""
+    """A model family that can be planned (docs/models.md)."""
 
     name: str
     readers: Mapping[str, Reader]
-    """Readers of whole files, by model_type."""
+    """Readers by model_type."""
     is_trained: bool = False
-    """Whether this project's trainer has its layers, whole or with adapters beside them, and its
-    checkpoints are converted."""
+    """Whether the trainer supports it (fully or with adapters) and converts its checkpoints."""
 
 
 FAMILIES = (
@@ -93,14 +92,13 @@ FAMILIES = (
 )
 _READERS = {kind: reader for family in FAMILIES for kind, reader in family.readers.items()}
 TRAINED_TYPES = tuple(kind for family in FAMILIES if family.is_trained for kind in family.readers)
-"""Each model_type whose models are trained and converted."""
+"""Every model_type that is trained and converted."""
 
 
 def read_hub_config(path: Path) -> ModelConfig:
-    """Read the `config.json` of a model hub, or the one in a folder.
+    """Read a hub's `config.json`, given its path or folder.
 
-    Limits of an image's pixels are those of the image processor's file beside it, or of the
-    family's released models.
+    Pixel limits come from the image processor's file, or the released models' defaults.
     """
     path = path / CONFIG_FILE if path.is_dir() else path
     given = read_config_file(path)
@@ -112,8 +110,8 @@ def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConf
     """Read the content of a `config.json`.
 
     Args:
-        name: of the model that is made.
-        path: of the file, beside which the image processor's may be.
+        name: of the resulting model.
+        path: of the file, which locates the image processor's file.
     """
     kind = given.get("model_type")
     if not isinstance(kind, str):
@@ -134,7 +132,7 @@ def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConf
 
 
 def config_notes(path: Path) -> list[str]:
-    """What a user should know of how a hub's `config.json` that has been read is planned."""
+    """Notes for users on how a `config.json` is planned."""
     given, notes = read_config_file(path), []
     if is_quantized(given):
         stored = f"{path} has a quantization_config"
@@ -146,6 +144,6 @@ def config_notes(path: Path) -> list[str]:
 
 
 def is_quantized(given: dict[str, Any]) -> bool:
-    """Whether a file's content, or a table in it, says that weights are stored quantised."""
+    """Whether weights are stored quantised."""
     within = (value for value in given.values() if isinstance(value, dict))
     return given.get(_QUANTIZED) is not None or any(map(is_quantized, within))

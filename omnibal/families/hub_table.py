@@ -1,9 +1,7 @@
 """Tables of a hub's `config.json`: every key is used, known to have no effect, or refused by name.
 
-A table's class has a field for each key that it uses, with the default of the class that wrote such
-files, which leave defaults out: beside the field, or in defaults.toml. Keys whose value must be one
-are fields of that value alone. Tables of releases with the keys of many versions are read
-leniently: what is not known is left out.
+Fields are used keys, with the defaults of the writing class (here or in defaults.toml). Literal
+fields accept one value. Tables of some releases are read leniently: unknown keys are ignored.
 """
 
 import re
@@ -35,48 +33,48 @@ _DEFAULTS = read_toml_model(
 
 
 def _none_of_a_release(given: Any, info: ValidationInfo) -> Any:
-    """A dropout; of a table that is read leniently none, as it was the release's own training's."""
+    """Validate a dropout; lenient tables drop it, as it belongs to the release's training."""
     return 0.0 if info.context == _LENIENT else given
 
 
 NoDropout = Annotated[float, BeforeValidator(_none_of_a_release), Field(ge=0, le=0)]
-"""Dropout of 0: what it keeps and draws is not planned for."""
+"""Dropout, which must be 0, as its memory is not counted."""
 _TEXT_MAKERS = ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "Model")
 _NAMED_WITHOUT_EFFECT = re.compile(
-    # Ids of tokens, and notes of a tool that tunes models and uploads them again.
+    # Token ids, and notes of a tuning tool.
     r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"
 )
 _WITHOUT_EFFECT = frozenset(
     # Names, versions and code.
     "architectures _name_or_path transformers_version auto_map model_type tokenizer_class "
     "_commit_hash "
-    # Types of stored weights (a job's are --precision), and how they are drawn.
+    # Stored dtypes (a job uses --precision) and initialisation.
     "torch_dtype dtype use_bfloat16 quantization_config initializer_range "
-    # Kernels and what a forward returns.
+    # Kernels and forward outputs.
     "attn_implementation _attn_implementation _attn_implementation_autoset use_cache return_dict "
     "output_attentions output_hidden_states torchscript cache_implementation pretraining_tp "
     "chunk_size_feed_forward pruned_heads gradient_checkpointing "
-    # Generation of text.
+    # Text generation.
     "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
     "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
     "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores prefix "
     "return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
-    # Other tasks, and kinds of model that these classes are not.
+    # Other tasks and model kinds.
     "id2label label2id num_labels problem_type finetuning_task task_specific_params is_decoder "
     "is_encoder_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder "
     "tf_legacy_loss ignore_index".split()
 )
-"""Keys that any class of Transformers may write and that change nothing of a training step."""
+"""Keys of any Transformers class without effect on a training step."""
 
 
 class HubTable(Numbered):
-    """A table of `config.json`; a key that it does not know is an error."""
+    """A table of `config.json`; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
     older_names: ClassVar[Mapping[str, str]] = {}
-    """Names of fields in files of other versions or of a family's own code."""
+    """Field names in other versions or the authors' code."""
     without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Keys of this family that change nothing of a training step."""
+    """Keys of this family without effect on a training step."""
 
     @model_validator(mode="before")
     @classmethod
@@ -98,12 +96,12 @@ class HubTable(Numbered):
     @classmethod
     @cache
     def _defaults(cls) -> dict[str, Any]:
-        """Values of keys that a file may leave out; a class goes before its bases."""
+        """Defaults of optional keys; subclasses override bases."""
         return dict(ChainMap(*(_DEFAULTS.get(each.__name__, {}) for each in cls.__mro__)))
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
-        """Keys that are neither used nor known to change nothing of a training step."""
+        """Keys that are neither used nor known to have no effect."""
         fields, without = cls.model_fields, cls.without_effect
         return [
             key
@@ -136,11 +134,11 @@ def _refuse_variants(given: Mapping[str, Any]) -> None:
 
 
 def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) -> T:
-    """Check a table of a file.
+    """Validate a table of a file.
 
     Args:
-        where: file, and table in it, which begin an error's message.
-        lenient: leave out keys that are not known, and the dropouts of a release's own training.
+        where: file and table, for error messages.
+        lenient: ignore unknown keys and the release's dropouts.
     """
     try:
         context = _LENIENT if lenient else None
@@ -153,7 +151,7 @@ def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) ->
 
 
 def what_is_wrong(of: ValidationError) -> str:
-    """The first key that is wrong, behind a colon, what it is and what it must be."""
+    """Message with the first wrong key, its value and the requirement."""
     error = of.errors()[0]
     place = "".join(f": {part}" for part in error["loc"])
     given, kind = f"{error['input']!r:.80}", error["type"]

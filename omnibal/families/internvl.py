@@ -1,10 +1,7 @@
-"""InternVL 1.5 to 3.5 as their config.json describes them, in both formats: the original one
-(InternVLChatConfig) and that of Transformers (InternVLConfig).
+"""InternVL 1.5 to 3.5 from config.json, in the original (InternVLChatConfig) and the Transformers
+format (InternVLConfig), for planning and checkpoint conversion.
 
-The planner and the conversion of checkpoints read with this one implementation. What this project's
-towers cannot be (features of an earlier layer, other activations, images padded to squares) is
-refused by name. Releases carry the keys of many versions of the classes that wrote them, so that
-none is refused for one that is not known.
+Unsupported features are refused by name; unknown keys are ignored, as releases carry many.
 """
 
 from collections.abc import Mapping
@@ -25,26 +22,26 @@ NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
     "layer_norm": "LayerNorm",
     "rms_norm": "RMSNorm",
 }
-"""Norms of the vision tower, by the names that the files have for them."""
+"""Norms of the vision tower, by name in files."""
 TRANSFORMERS_QK_NORM_EPS = 1e-6
-"""What q and k norms of Transformers' vision tower always have."""
+"""Epsilon of q and k norms in Transformers' vision tower."""
 _TRANSFORMERS_LANGUAGES: tuple[LanguageType, ...] = ("qwen2", "llama", "qwen3", "qwen3_moe")
 _DUMPED = frozenset(
-    # Of the whole model: sizes that its parts have too, and what InternVL's own training tuned.
+    # Model: sizes repeated from its parts, and InternVL's training settings.
     "hidden_size num_hidden_layers image_fold image_seq_length use_backbone_lora use_llm_lora "
-    # Of the tower: dropouts, kernels, and all that only `use_moe` turns on.
+    # Tower: dropouts, kernels, and keys of `use_moe`.
     "dropout drop_path_rate attention_dropout hidden_dropout_prob projection_dropout "
     "use_flash_attn capacity_factor eval_capacity_factor laux_allreduce moe_coeff_ratio "
     "moe_intermediate_size moe_output_scale noisy_gate_policy num_experts num_routed_experts "
     "num_shared_experts shared_expert_intermediate_size use_residual use_rts "
     "use_weighted_residual "
-    # Of language models: dropouts, and experts that a dense one has not.
+    # Language model: dropouts, and expert keys of dense models.
     "embd_pdrop resid_pdrop router_aux_loss_coef num_local_experts num_experts_per_tok "
     "norm_topk_prob decoder_sparse_step mlp_only_layers output_router_logits use_deepep".split()
 )
-"""Keys of released files that are not read and change nothing of a training step."""
+"""Unused keys of released files without effect on a training step."""
 _HEADS = ("lm_head.weight", "language_model.output.weight")
-"""Ends of the names that a head's tensor has."""
+"""Name suffixes of the head's tensor."""
 
 
 class _Vision(LayersTable):
@@ -59,7 +56,7 @@ class _Vision(LayersTable):
     layer_scale_init: float = 0.1
 
     def tower(self, downsample_ratio: float, tiling: TilingConfig) -> TilesEncoder:
-        """The tower that the table describes."""
+        """Return the tower of the table."""
         return TilesEncoder(
             **self.layer_sizes,
             image_size=square(self.image_size, "image_size"),
@@ -111,11 +108,11 @@ class _Whole(WholeTable):
 
     @property
     def conversations(self) -> dict[str, Any]:
-        """Fields of a ModelConfig: templates of all that were released in Transformers' format."""
+        """Conversation fields of a ModelConfig, for releases in Transformers' format."""
         return {"chat_template": "internvl2_5"}
 
     def tiling(self, image_size: int) -> TilingConfig:
-        """How images are cut into tiles, of which the file says nothing."""
+        """Default tiling, which the file does not contain."""
         return TilingConfig()
 
 
@@ -136,7 +133,7 @@ class _Original(_Whole):
     ps_version: Literal["v2"] = Field(default="v1", validate_default=True)
     template: ChatTemplate | None = None
     system_message: str | None = None
-    """System message of InternVL's `chat` alone; its training takes the template's."""
+    """System message of InternVL's `chat`; training uses the template's."""
     pad2square: Literal[False] = False
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
@@ -145,12 +142,12 @@ class _Original(_Whole):
 
     @property
     def conversations(self) -> dict[str, Any]:
-        """Fields of a ModelConfig about conversations."""
+        """Conversation fields of a ModelConfig."""
         template = {} if self.template is None else {"chat_template": self.template}
         return {"chat_system_message": self.system_message, **template}
 
     def tiling(self, image_size: int) -> TilingConfig:
-        """How images are cut into tiles."""
+        """Tiling of images."""
         if self.force_image_size not in (None, image_size):
             raise ValueError(
                 f"has force_image_size {self.force_image_size}, but position embeddings for "
@@ -168,7 +165,7 @@ class _Original(_Whole):
 
 
 def read_internvl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """InternVL; names of a checkpoint's tensors beside the file tell whether there is a head."""
+    """Read InternVL. The checkpoint's tensor names show whether it has a head."""
     names = stored_tensors(path.parent)
     has_head = None if names is None else any(name.endswith(_HEADS) for name in names)
     return internvl_model(given, name, path, has_head)
@@ -177,11 +174,10 @@ def read_internvl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 def internvl_model(
     given: dict[str, Any], name: str, path: Path, has_head: bool | None
 ) -> ModelConfig:
-    """The model that a config.json of InternVL describes.
+    """Return the model of an InternVL config.json.
 
     Args:
-        has_head: whether there is a tensor of the head beside the file; None where nobody
-            looked, and the file alone says whether the head is tied.
+        has_head: whether the checkpoint has a head tensor, or None if unknown, so the file decides.
     """
     whole = as_table(_kind(given), given, str(path), lenient=True)
     kind = LANGUAGES[internvl_language(given)]
@@ -199,7 +195,7 @@ def internvl_model(
     text.check_trained()
     language = text.language(tied_head=tied)
     if text.rope.kind != SCALES_LATER:
-        # Where RoPE is not scaled from there on, serving tools alone take it for the longest text.
+        # Without RoPE scaling this is only used by serving tools.
         language = language.model_copy(update={"max_positions": None})
     return ModelConfig(
         name=name,
@@ -210,18 +206,18 @@ def internvl_model(
 
 
 def is_internvl(given: Mapping[str, Any]) -> bool:
-    """Whether the content of a config.json is of an InternVL."""
+    """Whether a config.json is an InternVL's."""
     return is_original(given) or given.get("model_type") == "internvl"
 
 
 def is_original(given: Mapping[str, Any]) -> bool:
-    """Whether the content of a config.json is in InternVL's own format."""
+    """Whether a config.json is in InternVL's own format."""
     kind, classes = given.get("model_type"), given.get("architectures")
     return kind == "internvl_chat" or classes == ["InternVLChatModel"]
 
 
 def internvl_language(given: Mapping[str, Any]) -> LanguageType:
-    """Kind of the language model of an InternVL, by the content of its config.json."""
+    """Language model type of an InternVL config.json."""
     whole = _kind(given)
     table = given.get(whole.language_table)
     stated = table if isinstance(table, dict) else {}
@@ -230,12 +226,10 @@ def internvl_language(given: Mapping[str, Any]) -> LanguageType:
 
 
 def unread_keys(given: Mapping[str, Any]) -> list[str]:
-    """Keys of a config.json of InternVL that are on, not read, and of no known release.
-
-    A key that does change the model is planned without.
+    """Keys of an InternVL config.json that are set, unread and unknown.
 
     Returns:
-        Names, behind that of their table and a dot where they are in one.
+        Names, prefixed by table and dot.
     """
     whole = _kind(given)
     language = LANGUAGES[internvl_language(given)]
@@ -261,9 +255,8 @@ def is_tied(
 ) -> bool:
     """Whether the head is tied to the token embedding.
 
-    InternVL's own class goes by the language model's configuration (`inner`), from which it sets
-    the whole model's (`outer`). Transformers 5 builds what the whole model's says, and unties a
-    head that a checkpoint has; a missing head is tied if either says so.
+    InternVL's class follows the language model's table (`inner`). Transformers 5 follows the outer
+    table and unties a head that the checkpoint has. A missing head is tied if either table says so.
 
     Args:
         original: whether the file is in InternVL's own format.

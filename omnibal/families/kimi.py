@@ -1,6 +1,6 @@
-"""Kimi-VL and Kimi-K2.5: MoonViT over native resolutions, and a language model of DeepSeek-V3.
+"""Kimi-VL (arXiv 2504.07491) and Kimi-K2.5: MoonViT and a DeepSeek-V3 language model.
 
-Kimi-VL: arXiv 2504.07491. K2.5 is written with its authors' names of keys, or Transformers'.
+K2.5 has its authors' key names or Transformers'.
 """
 
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from omnibal.model.encoders import ImagesEncoder, ImageText
 
 
 class Images(NamedTuple):
-    """What a release's processor does with an image."""
+    """Image settings of a release's processor."""
 
     patches: int
     side: int | None
-    """Most patches of a side; None: any number."""
+    """Max patches per side, or None if unlimited."""
     text: ImageText
 
 
@@ -44,7 +44,7 @@ KIMI_K2_5 = Images(
 
 class _Whole(WholeTable):
     without_effect: ClassVar[frozenset[str]] = WholeTable.without_effect | {
-        # Of the processor.
+        # Processor keys.
         "video_placeholder",
         "use_unified_vision_chunk",
     }
@@ -83,10 +83,7 @@ class MoonVit(LayersTable):
 
 
 def read_kimi(images: Images, given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Kimi-VL, and Kimi-K2.5, frames of whose videos are planned as images.
-
-    Four of them share their tokens.
-    """
+    """Read Kimi-VL or Kimi-K2.5; video frames (four share tokens) are planned as images."""
     whole, table, language = read_whole(_Whole, MoonVit, DeepseekV3Text, given, path)
     if table.merge_kernel_size[0] != table.merge_kernel_size[1]:
         raise ValueError(f"merge_kernel_size {table.merge_kernel_size} must be a square")

@@ -1,7 +1,4 @@
-"""LLaVA-OneVision-1.5: RICE-ViT over native resolutions, and Qwen3.
-
-arXiv 2509.23661; the structure is that of the authors' code, which Transformers does not have.
-"""
+"""LLaVA-OneVision-1.5 (arXiv 2509.23661): RICE-ViT and Qwen3, as in the authors' code."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,11 +13,11 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 
 _PIXELS = Pixels(56 * 56, 3_240_000, CLIP_MEAN, CLIP_STD)
-"""Pixels of the released models."""
+"""Pixel limits of the released models."""
 
 
 class RiceVit(VisionTable):
-    """RICE-ViT, whose embed_dim is hidden_size again."""
+    """RICE-ViT; embed_dim equals hidden_size."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset({"embed_dim"})
     older_names: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}

@@ -1,4 +1,4 @@
-"""Models as `--model` names them: presets, also by hub id, files, and a hub's `config.json`."""
+"""Models named by `--model`: presets, hub ids, TOML files, `config.json`."""
 
 import re
 from difflib import get_close_matches
@@ -15,21 +15,20 @@ _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
 
 
 def named_model(name_or_path: str) -> ModelConfig:
-    """Read the model preset of that name or hub id, the TOML file, or a hub's `config.json` or its
-    folder."""
+    """Read a model by preset name or hub id, from TOML, or from a hub's `config.json` or folder."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     return load_model(name) if path is None else read_hub_config(path)
 
 
 def named_model_file(name_or_path: str) -> Path:
-    """File that `named_model` reads."""
+    """Path of the file that `named_model` reads."""
     name = _preset_or_path(name_or_path)
     return _hub_file(name) or config_file("models", name)
 
 
 def model_notes(name_or_path: str) -> list[str]:
-    """What a user should know of how a model that `named_model` has read is planned."""
+    """Notes for users on how a model is planned."""
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     if path is not None:
@@ -38,12 +37,12 @@ def model_notes(name_or_path: str) -> list[str]:
 
 
 def hub_ids() -> dict[str, list[str]]:
-    """Ids on Hugging Face's hub of the models that presets are of, by preset."""
+    """Hugging Face ids of presets, by preset."""
     return read_toml_model(dict[str, list[str]], _IDS_FILE, "install omnibal again")
 
 
 def _preset_or_path(given: str) -> str:
-    """The preset of a hub id; anything else is returned as it is."""
+    """Return the preset of a hub id; other values unchanged."""
     if _HUB_ID.fullmatch(given) is None or Path(given).exists():
         return given
     presets = {one.lower(): preset for preset, ids in hub_ids().items() for one in ids}

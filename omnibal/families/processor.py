@@ -1,4 +1,4 @@
-"""What a family's image and video processors allow and make, from files beside `config.json`."""
+"""Image and video processor files next to `config.json`."""
 
 import json
 from pathlib import Path
@@ -26,14 +26,11 @@ class _Limits(BaseModel):
 
 
 Colour = tuple[float, float, float]
-"""A number each of red, green and blue."""
+"""Red, green and blue."""
 
 
 class Processor(BaseModel):
-    """What of an image processor's file says how many tokens an image becomes, and of what values.
-
-    The keys of values (means, rescaling) cost nothing.
-    """
+    """Image processor fields that determine tokens and values; means and rescaling cost nothing."""
 
     do_resize: bool = True
     do_rescale: bool = True
@@ -53,43 +50,43 @@ class Processor(BaseModel):
 
     @property
     def least_pixels(self) -> int | None:
-        """Least area of an image, in either spelling; the older one counts where both are."""
+        """Min area of an image, in either spelling. The older takes precedence."""
         size = self.size.shortest_edge if isinstance(self.size, _Size) else None
         return self.min_pixels or size
 
     @property
     def most_pixels(self) -> int | None:
-        """Largest area of an image, in either spelling."""
+        """Max area of an image, in either spelling."""
         size = self.size.longest_edge if isinstance(self.size, _Size) else None
         return self.max_pixels or size
 
     @property
     def side(self) -> int | None:
-        """Side of the squares that images become, where they are of one size."""
+        """Side of fixed-size square images, else None."""
         return self.size.height if isinstance(self.size, _Size) else None
 
     @property
     def most_patches(self) -> int | None:
-        """Most patches of an image, as Kimi's processors limit them."""
+        """Max patches per image (Kimi)."""
         limits = self.media_proc_cfg
         return self.in_token_limit or (None if limits is None else limits.in_patch_limit)
 
 
 class VideoProcessor(BaseModel):
-    """What of a video processor's file says which frames are seen, and of how many pixels."""
+    """Video processor fields that determine frames and pixels."""
 
     fps: PositiveFloat | None = None
     min_frames: PositiveInt | None = None
     max_frames: PositiveInt | None = None
     size: _Size | None = None
     num_frames: None = None
-    """A number of frames that every video has; none is followed here."""
+    """Fixed frame count; not supported."""
     cap_pixels_per_frame: Literal[False] | None = None
-    """A limit of every frame that Transformers has beside those of `size`; not followed here."""
+    """Extra per-frame limit of Transformers; not supported."""
 
     @property
     def changes(self) -> dict[str, Any]:
-        """Fields of a VideoConfig that the file gives."""
+        """Fields of a VideoConfig from the file."""
         size = self.size or _Size()
         given = {
             "frames_per_second": self.fps,
@@ -107,9 +104,9 @@ class _Nested(BaseModel):
 
 
 def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
-    """Read the image processor's file beside a `config.json`, or its defaults where there is none.
+    """Read the image processor's file next to `config.json`, or return defaults.
 
-    It must agree with the vision tower's `patch_size` and `merge_size`.
+    It must agree with the tower's `patch_size` and `merge_size`.
     """
     for name in _FILES:
         path = config.with_name(name)
@@ -126,11 +123,10 @@ def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
 
 
 def read_video_processor(config: Path) -> VideoProcessor:
-    """Read the video processor's file beside a `config.json`, or its defaults where there is none.
+    """Read the video processor's file next to `config.json`, or return defaults.
 
-    It is the table of `processor_config.json` before `video_preprocessor_config.json`, as in
-    Transformers, which goes on to the image processor's file; this does not, as the pixels there
-    are those of one image.
+    `processor_config.json` precedes `video_preprocessor_config.json`, as in Transformers. The image
+    processor's file is no fallback, as its pixels are per image.
     """
     whole, alone = (config.with_name(name) for name in _VIDEO_FILES)
     if whole.is_file():

@@ -1,8 +1,5 @@
-"""Qwen2-VL, 2.5-VL, 3-VL and Qwen3.5, of which 3.6 and 3.8 have the structure, dense and sparse.
-
-Qwen2-VL: arXiv 2409.12191; Qwen2.5-VL: arXiv 2502.13923; Qwen3-VL: arXiv 2511.21631. Structures
-are those of Transformers' modules.
-"""
+"""Qwen2-VL (arXiv 2409.12191), Qwen2.5-VL (arXiv 2502.13923), Qwen3-VL (arXiv 2511.21631), and
+Qwen3.5 (3.6 and 3.8 share its structure), dense and sparse."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,40 +31,40 @@ from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind, LinearAttention
 
 _OLDER_PIXELS = Pixels(56 * 56, 128 * 28 * 28 * 128, CLIP_MEAN, CLIP_STD)
-"""Pixels of the released Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
+"""Pixel limits of Qwen2-VL and Qwen2.5-VL: 3,136 and 12,845,056."""
 _NEWER_PIXELS = Pixels(256 * 256, 4096 * 4096)
-"""Pixels of the released Qwen3-VL and Qwen3.5."""
+"""Pixel limits of Qwen3-VL and Qwen3.5."""
 _NEWER_VIDEO = VideoConfig(
     min_pixels=4096,
     max_pixels=24_576 * 32 * 32,
     counts_frames=True,
     times="before",
     sampling="ends",
-    # As Transformers 5 leaves them of the chat template's; 4.57 took them away.
+    # Transformers 5 keeps the chat template's; 4.57 removed them.
     around=("<|vision_start|>", "<|vision_end|>"),
 )
-"""Video of Qwen3-VL and Qwen3.5: 24,576 tokens' pixels in all frames together."""
+"""Video of Qwen3-VL and Qwen3.5: pixels of 24,576 tokens over all frames."""
 
 
 _UNSCALED: dict[str, tuple[str, ...]] = {"default": (), "mrope": ()}
-"""RoPE that is not scaled, also as released files of Qwen2-VL and 2.5-VL name it."""
+"""Names of unscaled RoPE, including Qwen2-VL's."""
 
 
 class Sectioned(TextTable):
-    """RoPE of a language model whose frequencies turn by time, row and column."""
+    """Language model with multimodal RoPE over time, row and column."""
 
     default_sections: ClassVar[tuple[int, int, int]] = (24, 20, 20)
     interleaves: ClassVar[bool] = True
 
     @property
     def rope_fields(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig about RoPE."""
+        """RoPE fields of a LanguageConfig."""
         time, rows, columns = self.rope.mrope_section or self.default_sections
         sections = RopeSections(time=time, rows=rows, columns=columns, interleaved=self.interleaves)
         return super().rope_fields | {"rope_sections": sections}
 
 
-# Behind the others, so that fields have their defaults, and not a TextTable's.
+# Bases are ordered so that fields keep their own defaults, not TextTable's.
 class Qwen25VLText(Qwen2Text, Sectioned):
     """Language model of Qwen2-VL and Qwen2.5-VL."""
 
@@ -79,19 +76,19 @@ class Qwen25VLText(Qwen2Text, Sectioned):
 
 
 class Qwen2VLVision(DepthTable):
-    """Tower of Qwen2-VL: all layers attend fully, and feed-forwards have no gate."""
+    """Tower of Qwen2-VL: full attention in all layers, ungated feed-forwards."""
 
     older_names: ClassVar[Mapping[str, str]] = {"in_chans": "in_channels"}
     without_effect: ClassVar[frozenset[str]] = frozenset({"spatial_patch_size"})
 
     embed_dim: PositiveInt = 1280
-    """Width of the layers; `hidden_size` is that of what the projector makes."""
+    """Width of the layers; `hidden_size` is the projector's output."""
     hidden_act: Literal["quick_gelu"] = "quick_gelu"
     mlp_ratio: PositiveFloat = 4
 
 
 class Qwen25VLVision(VisionTable):
-    """Tower of Qwen2.5-VL: most layers attend within windows (section 2.1.1 of the paper)."""
+    """Tower of Qwen2.5-VL: windowed attention in most layers (paper, section 2.1.1)."""
 
     older_names: ClassVar[Mapping[str, str]] = {
         "in_chans": "in_channels",
@@ -113,7 +110,7 @@ class Qwen3VLText(Qwen3Text, Sectioned):
 
 
 class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
-    """Language model of a sparse Qwen3-VL; weights of a token's experts always add up to 1."""
+    """Language model of a sparse Qwen3-VL; expert weights are always normalised."""
 
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _UNSCALED
     default_theta: ClassVar[float] = 500_000.0
@@ -122,7 +119,7 @@ class Qwen3VLMoeText(Qwen3MoeText, Sectioned):
 
 
 class Qwen3VLVision(VisionTable):
-    """Tower of Qwen3-VL: learned positions, and outputs of some layers to the language model."""
+    """Tower of Qwen3-VL: learned positions and deepstack."""
 
     hidden_act: Literal["gelu_pytorch_tanh"] = "gelu_pytorch_tanh"
     out_hidden_size: PositiveInt = 3584
@@ -131,13 +128,13 @@ class Qwen3VLVision(VisionTable):
 
 
 class Qwen35Vision(Qwen3VLVision):
-    """Tower of Qwen3.5, without such outputs."""
+    """Tower of Qwen3.5, without deepstack."""
 
     deepstack_visual_indexes: tuple[int, ...] = Field(default=(), max_length=0)
 
 
 class HybridText(LayeredText):
-    """Language model of Qwen3.5: three layers of the gated delta rule, then one of attention."""
+    """Language model of Qwen3.5: three gated-delta-rule layers, then one attention layer."""
 
     older_names: ClassVar[Mapping[str, str]] = {"mtp_num_layers": "mtp_num_hidden_layers"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {"mamba_ssm_dtype"}
@@ -159,11 +156,11 @@ class HybridText(LayeredText):
     mtp_num_hidden_layers: int = Field(default=0, ge=0)
     mtp_use_dedicated_embeddings: Literal[False] = False
     mlp_only_layers: tuple[int, ...] = Field(default=(), max_length=0)
-    """Released dense files have an empty list too."""
+    """Present but empty in dense releases."""
 
     @property
     def experts(self) -> ExpertsConfig | None:
-        """Experts of every layer; None where feed-forwards are dense."""
+        """Experts of every layer, or None if dense."""
         return None
 
     @property
@@ -187,7 +184,7 @@ class HybridText(LayeredText):
         ]
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
         return LanguageConfig(
             **self.common_fields,
             kv_heads=self.num_key_value_heads,
@@ -202,7 +199,7 @@ class HybridText(LayeredText):
 
 
 class HybridMoeText(RoutedKeys, HybridText):
-    """Language model of Qwen3.5 with experts in every layer, and a shared one behind a gate."""
+    """Language model of Qwen3.5 with experts and a gated shared expert in every layer."""
 
     intermediate_size: PositiveInt | None = None
     shared_expert_intermediate_size: PositiveInt = 512
@@ -220,12 +217,12 @@ class HybridMoeText(RoutedKeys, HybridText):
 
     @property
     def ffn_hidden_size(self) -> int:
-        """Width of a dense feed-forward, which no layer has: that of a token's experts."""
+        """Width of a dense feed-forward (unused): an expert's."""
         return self.intermediate_size or self.moe_intermediate_size * self.num_experts_per_tok
 
 
 def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen2-VL, of files as those of Qwen2.5-VL are."""
+    """Read Qwen2-VL, in the format of Qwen2.5-VL."""
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen2VLVision, Qwen25VLText, given, path)
     text.check_rope()
@@ -243,7 +240,7 @@ def read_qwen2_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
 
 
 def read_qwen2_5_vl(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Qwen2.5-VL, of files with the language model's keys outside, in a table, or both."""
+    """Read Qwen2.5-VL; language keys may be at top level, in a table, or both."""
     given = _with_text_table(given)
     whole, table, text = read_whole(WholeTable, Qwen25VLVision, Qwen25VLText, given, path)
     text.check_rope()
@@ -270,10 +267,8 @@ _SIZES = (
 
 
 def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
-    """A file's content with the language model's keys in a table, as Transformers 5 writes it.
-
-    Older versions wrote them outside, and some of 4.5x in both places, of which the table counts.
-    """
+    """Return the file's content with language keys in a table; in some 4.5x files the table
+    overrides."""
     outside = {key: value for key, value in given.items() if key not in _FLAT}
     flat = {key: value for key, value in given.items() if key in _FLAT}
     table = given.get("text_config")
@@ -294,7 +289,7 @@ def read_newer(
     name: str,
     path: Path,
 ) -> ModelConfig:
-    """Qwen3-VL, and Qwen3.5, 3.6 and 3.8, by the tables of their language model and tower."""
+    """Read Qwen3-VL, Qwen3.5, 3.6 or 3.8 by the tables of language model and tower."""
     whole, table, language = read_whole(WholeTable, vision, text, given, path)
     language.check_rope()
     sizes = table.sizes

@@ -1,4 +1,4 @@
-"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and what all families share."""
+"""Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and shared keys."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
@@ -14,9 +14,9 @@ from omnibal.model.layers import ExpertsConfig, LayerKind, LayerRun
 from omnibal.model.limits import words
 
 LanguageType = Literal["internlm2", "llama", "qwen2", "qwen3", "qwen3_moe", "phi3"]
-"""Kinds of language model of InternVL's releases, by Transformers' model_type."""
+"""InternVL's language model types, by Transformers' model_type."""
 SCALES_LATER, SCALES_WAVES = "dynamic", "llama3"
-"""Kinds of RoPE: unscaled up to max_position_embeddings, and Llama 3.1's."""
+"""RoPE types: unscaled up to max_position_embeddings, and Llama 3.1's."""
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     SCALES_LATER: ("factor",),
@@ -25,12 +25,12 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
         "original_max_position_embeddings",
     ),
 }
-"""Numbers that a kind of RoPE must have, of those that are trained."""
+"""Required numbers of supported RoPE types."""
 GPT_OSS = "GPT-OSS, whose attention has learned sinks and whose experts have biases"
 
 
 class Rope(Numbered):
-    """Description of RoPE; keys of scalings that are not kept are ignored."""
+    """RoPE description; keys of unsupported scalings are ignored."""
 
     rope_type: str | None = None
     type: str | None = None
@@ -43,30 +43,30 @@ class Rope(Numbered):
     mrope_section: tuple[PositiveInt, PositiveInt, PositiveInt] | None = None
     mrope_interleaved: bool | None = None
     full_attention: "Rope | None" = None
-    """Rotary embedding of layers that attend to all tokens, where others have another."""
+    """RoPE of full-attention layers if different."""
 
     @property
     def kind(self) -> str:
-        """How it is scaled."""
+        """Scaling type."""
         return self.rope_type or self.type or "default"
 
     @property
     def numbers(self) -> dict[str, float | None]:
-        """Numbers of the scaling, which two descriptions of one RoPE have alike."""
+        """Numbers of the scaling, for comparison."""
         return self.model_dump(include=set(_ROPE_NUMBERS[SCALES_WAVES]))
 
 
 class TextTable(HubTable):
-    """Keys that the language models of all families have."""
+    """Keys shared by all language models."""
 
     default_theta: ClassVar[float] = 10_000.0
     tied_by_default: ClassVar[bool] = False
     inner_ties_too: ClassVar[bool] = False
-    """Whether Transformers ties heads where this table says so, despite the whole model's."""
+    """Whether Transformers ties the head by this table despite the outer one."""
     chat_template: ClassVar[ChatTemplate] = "tokenizer"
-    """Template of the newest releases of the language model alone."""
+    """Chat template of the newest releases."""
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        # RoPE turns as many numbers however it is scaled; its sections share out time and place.
+        # RoPE scaling and sections do not change costs.
         {"rope_interleave", "original_max_position_embeddings"}
     )
 
@@ -85,18 +85,18 @@ class TextTable(HubTable):
 
     @property
     def rope(self) -> Rope:
-        """The description of RoPE, in either spelling."""
+        """RoPE description, in either spelling."""
         return self.rope_parameters or self.rope_scaling or Rope()
 
     @property
     def theta(self) -> float:
-        """Base of RoPE, of the layers that attend to all tokens."""
+        """RoPE base of full-attention layers."""
         rope = self.rope.full_attention or self.rope
         return rope.rope_theta or self.rope_theta or self.default_theta
 
     @property
     def rope_fields(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig about RoPE; scaling other than by wavelength is not kept."""
+        """RoPE fields of a LanguageConfig; only wavelength scaling is kept."""
         rope = self.rope
         scaling = {
             "factor": rope.factor,
@@ -113,7 +113,7 @@ class TextTable(HubTable):
 
     @property
     def common_fields(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig that the keys above make."""
+        """Fields of a LanguageConfig from the keys above."""
         return {
             "layers": self.num_hidden_layers,
             "hidden_size": self.hidden_size,
@@ -124,11 +124,10 @@ class TextTable(HubTable):
         }
 
     def is_tied(self, outer: bool | None = None) -> bool:
-        """Whether the head is the token embedding.
+        """Whether the head is tied to the token embedding.
 
         Args:
-            outer: what the whole model's table says, if there is one; it counts, as versions of
-                Transformers write what they like into the inner one.
+            outer: value of the outer table, which takes precedence if given.
         """
         inner = self.tie_word_embeddings
         stated = inner if outer is None else outer
@@ -137,19 +136,19 @@ class TextTable(HubTable):
 
     @abstractmethod
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
 
     def check_rope(self) -> None:
-        """Raise ValueError for a RoPE that is not trained, in a family that is."""
+        """Raise ValueError for an unsupported RoPE in a trained family."""
 
     def alone(self, name: str, *, tied_head: bool) -> ModelConfig:
-        """The language model as a whole one."""
+        """Return a model of the language model alone."""
         language = self.language(tied_head=tied_head)
         return ModelConfig(name=name, language=language, chat_template=self.chat_template)
 
 
 class LayeredText(TextTable):
-    """A language model whose layers may be of two kinds, of which one has full attention."""
+    """Language model with up to two layer kinds, including full attention."""
 
     layer_types: tuple[str, ...] | None = None
 
@@ -164,22 +163,22 @@ class LayeredText(TextTable):
         return self
 
     def full_layers(self, every: int) -> list[bool]:
-        """Whether each layer has full attention, [layers]; each `every`th where no list says it."""
+        """Whether layers have full attention, [layers]; by default every `every`th."""
         if self.layer_types is not None:
             return [kind == "full_attention" for kind in self.layer_types]
         return [(at + 1) % every == 0 for at in range(self.num_hidden_layers)]
 
 
 class GroupedText(LayeredText):
-    """A language model of grouped-query attention and dense feed-forwards."""
+    """Language model with grouped-query attention and dense feed-forwards."""
 
     architecture: ClassVar[str]
-    """Name of the class in Transformers."""
+    """Class name in Transformers."""
     has_qkv_bias: ClassVar[bool] = False
     has_qk_norm: ClassVar[bool] = False
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
-        # Read by attention windows alone, which must be off.
+        # Used only by windowed attention, which must be off.
         "sliding_window",
         "max_window_layers",
     }
@@ -196,7 +195,7 @@ class GroupedText(LayeredText):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig, but for what says whether the head is tied."""
+        """Fields of a LanguageConfig except head tying."""
         usual = self.hidden_size / self.num_attention_heads
         return {
             **self.common_fields,
@@ -208,11 +207,11 @@ class GroupedText(LayeredText):
         }
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
         return LanguageConfig(**self.sizes, tied_head=tied_head)
 
     def check_rope(self) -> None:
-        """Raise ValueError for a RoPE that is not trained, where it would be another model."""
+        """Raise ValueError for an unsupported RoPE that changes the model."""
         rope, older, newer = self.rope, self.rope_scaling, self.rope_parameters
         kind, numbers = rope.kind, rope.numbers
         if kind not in self.rope_numbers:
@@ -236,7 +235,7 @@ class GroupedText(LayeredText):
             raise ValueError(f"has rope_theta {self.theta}; it must be a whole number")
 
     def check_trained(self) -> None:
-        """Raise ValueError for what layers that are trained cannot be."""
+        """Raise ValueError for unsupported features of trained layers."""
         self.check_rope()
 
 
@@ -248,13 +247,13 @@ class LlamaText(GroupedText):
 
 
 class InternLM2Text(GroupedText):
-    """Table of InternLM2, whose files give all sizes."""
+    """Table of InternLM2. All sizes are required."""
 
     architecture: ClassVar[str] = "InternLM2ForCausalLM"
 
 
 class Phi3Text(GroupedText):
-    """Table of Phi-3, whose files give all sizes; its RoPE's scaling costs nothing."""
+    """Table of Phi-3. All sizes are required, RoPE scaling costs nothing."""
 
     architecture: ClassVar[str] = "Phi3ForCausalLM"
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS | dict.fromkeys(
@@ -275,7 +274,7 @@ class Phi3Text(GroupedText):
 
 
 class Qwen2Text(GroupedText):
-    """Table of Qwen2 and 2.5, whose q, k and v have biases."""
+    """Table of Qwen2 and 2.5, with q, k and v biases."""
 
     architecture: ClassVar[str] = "Qwen2ForCausalLM"
     chat_template: ClassVar[ChatTemplate] = "qwen2.5"
@@ -283,7 +282,7 @@ class Qwen2Text(GroupedText):
 
 
 class Qwen3Text(Qwen2Text):
-    """Table of Qwen3, whose heads of q and k are normed, and have no biases."""
+    """Table of Qwen3, with q and k norms and no biases."""
 
     architecture: ClassVar[str] = "Qwen3ForCausalLM"
     chat_template: ClassVar[ChatTemplate] = "tokenizer"
@@ -305,14 +304,14 @@ class RoutedKeys(HubTable):
     output_router_logits: bool = False
 
     def experts_of(self, layers: int, **more: Any) -> ExpertsConfig:
-        """The experts of each of `layers` layers, with more fields of an ExpertsConfig."""
+        """Return the experts of `layers` layers, with more ExpertsConfig fields."""
         loss = auxiliary_loss(self.router_aux_loss_coef, self.num_experts_per_tok, layers)
         return ExpertsConfig(
             experts=self.num_experts,
             experts_per_token=self.num_experts_per_tok,
             ffn_hidden_size=self.moe_intermediate_size,
             normalized=self.norm_topk_prob,
-            # As Transformers trains: the loss is added where the router's logits are returned.
+            # Transformers adds the loss if router logits are returned.
             auxiliary_loss=loss if self.output_router_logits else 0.0,
             **more,
         )
@@ -330,13 +329,13 @@ class Qwen3MoeText(RoutedKeys, Qwen3Text):
 
     @property
     def _sparse(self) -> list[int]:
-        """Layers with experts: those whose number from 1 is a sparse step."""
+        """Layers with experts: multiples of the sparse step, counted from 1."""
         dense = set(self.mlp_only_layers or ())
         step = self.decoder_sparse_step
         return [at for at in range(step - 1, self.num_hidden_layers, step) if at not in dense]
 
     def language(self, *, tied_head: bool) -> LanguageConfig:
-        """The language model that the table describes."""
+        """Return the language model of the table."""
         sparse = self._sparse
         experts = self.experts_of(len(sparse)) if sparse else None
         kinds = [
@@ -346,7 +345,7 @@ class Qwen3MoeText(RoutedKeys, Qwen3Text):
         return LanguageConfig(**self.sizes, tied_head=tied_head, runs=runs_of(kinds))
 
     def check_trained(self) -> None:
-        """Raise ValueError for what layers that are trained cannot be."""
+        """Raise ValueError for unsupported features of trained layers."""
         super().check_trained()
         if len(self._sparse) < self.num_hidden_layers:
             raise ValueError(
@@ -367,7 +366,7 @@ LANGUAGES: dict[LanguageType, type[GroupedText]] = {
 
 
 def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> LanguageType:
-    """Kind of the language model that a table describes, by its class or else its model_type."""
+    """Language model type of a table, by architecture or model_type."""
     classes = given.get("architectures")
     stated = classes[0] if isinstance(classes, list) and classes else given.get("model_type")
     for kind in known:
@@ -380,31 +379,30 @@ def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> 
 
 
 def read_text(kind: type[TextTable], given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read a file of a language model alone, of which `kind` is the table."""
+    """Read a file of a language model alone with table `kind`."""
     table = as_table(kind, given, str(path))
     table.check_rope()
     return table.alone(name, tied_head=table.is_tied())
 
 
 def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:
-    """Coefficient of each layer's auxiliary loss, which trains as Transformers' `coefficient`.
+    """Per-layer auxiliary loss coefficient equivalent to Transformers' `coefficient`.
 
-    Transformers' `load_balancing_loss_func` takes shares and scores of all layers' tokens together,
-    and a token's share of experts sums to `experts_per_token`, so that even experts make its loss
-    `experts_per_token`. Those of `layers` single layers (`ExpertsConfig.auxiliary_loss`) are then 1
-    each, and their gradients the same where layers are about as uneven as each other.
+    Transformers' `load_balancing_loss_func` pools all layers and sums shares to
+    `experts_per_token`; per-layer losses (`ExpertsConfig.auxiliary_loss`) are 1 for balanced
+    experts.
     """
     return coefficient * experts_per_token / layers
 
 
 def released_coefficient(auxiliary_loss: float, experts_per_token: int, layers: int) -> float:
-    """Transformers' `router_aux_loss_coef`, of which `auxiliary_loss` makes this one."""
-    # Without what the two divisions round.
+    """Transformers' `router_aux_loss_coef` equivalent to `auxiliary_loss`."""
+    # Undo rounding of the two divisions.
     return float(f"{auxiliary_loss * layers / experts_per_token:.12g}")
 
 
 def runs_of(kinds: Sequence[LayerKind]) -> tuple[LayerRun, ...]:
-    """The shortest pattern of runs that, repeated, gives these layers; empty for plain layers.
+    """Shortest repeating pattern of runs with these layers, empty for plain layers.
 
     Example:
         >>> kinds = [LayerKind(window=8), LayerKind(window=8), LayerKind()] * 2

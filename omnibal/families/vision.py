@@ -1,4 +1,4 @@
-"""What the tables of vision towers at native resolution have alike, and an image's pixels."""
+"""Shared tables of native-resolution vision towers, and pixel limits."""
 
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -14,7 +14,7 @@ Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_leng
 
 
 class LayersTable(HubTable):
-    """Keys of a tower's layers, named as those of language models are."""
+    """Keys of a tower's layers, named like language models'."""
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -33,7 +33,7 @@ class LayersTable(HubTable):
 
 
 class DepthTable(HubTable):
-    """Keys of the towers of Qwen2-VL and those after it."""
+    """Keys of Qwen2-VL's tower and later."""
 
     depth: PositiveInt
     hidden_size: PositiveInt
@@ -45,7 +45,7 @@ class DepthTable(HubTable):
     rope_parameters: dict[str, Any] | None = None
 
     def sizes_of(self, hidden_size: int, ffn_hidden_size: int) -> dict[str, Any]:
-        """Fields of an ImagesEncoder that all of these towers have."""
+        """Fields of an ImagesEncoder shared by these towers."""
         return {
             "layers": self.depth,
             "hidden_size": hidden_size,
@@ -59,18 +59,18 @@ class DepthTable(HubTable):
 
 
 class VisionTable(DepthTable):
-    """Keys of the towers of Qwen2.5-VL and those after it."""
+    """Keys of Qwen2.5-VL's tower and later."""
 
     intermediate_size: PositiveInt
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Fields of an ImagesEncoder, whose layers are of the table's widths."""
+        """Fields of an ImagesEncoder with the table's widths."""
         return self.sizes_of(self.hidden_size, self.intermediate_size)
 
 
 def square(sides: int | list[int], name: str) -> int:
-    """The side of a square that is given by one side or by both."""
+    """Side of a square given by one or both sides."""
     if isinstance(sides, int):
         return sides
     if len(set(sides)) != 1:
@@ -79,28 +79,28 @@ def square(sides: int | list[int], name: str) -> int:
 
 
 class Pixels(NamedTuple):
-    """Pixels of a family's released models, for a folder without an image processor's file."""
+    """Pixel limits of released models, used without an image processor's file."""
 
     least: int
-    """Least area of an image."""
+    """Min area of an image."""
     most: int
     mean: Colour = (0.5, 0.5, 0.5)
-    """By which, and by `std`, colours become -1 to 1."""
+    """Normalises colours, with `std`."""
     std: Colour = (0.5, 0.5, 0.5)
 
 
 CLIP_MEAN: Colour = (0.48145466, 0.4578275, 0.40821073)
-"""Mean of the colours that OpenAI's CLIP was trained with."""
+"""Colour mean of OpenAI's CLIP."""
 CLIP_STD: Colour = (0.26862954, 0.26130258, 0.27577711)
-"""Their standard deviation."""
-_BICUBIC = 3  # as Pillow numbers it
+"""Colour standard deviation of OpenAI's CLIP."""
+_BICUBIC = 3  # Pillow's number
 
 
 def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, Any]:
-    """Fields of an ImagesEncoder about the pixels of an image.
+    """Pixel fields of an ImagesEncoder.
 
     Args:
-        config: the `config.json`, beside which the image processor's file may be.
+        config: the `config.json`, next to an optional image processor's file.
     """
     processor = read_processor(config, sizes)
     if not (processor.do_rescale and processor.do_normalize):
@@ -120,10 +120,6 @@ def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, An
 
 
 def video_of(config: Path, default: VideoConfig) -> VideoConfig:
-    """How a video becomes tokens, by the video processor's file beside a `config.json`.
-
-    Args:
-        default: what the family's released models have, for what the file does not say.
-    """
+    """Video settings of the video processor's file next to a `config.json`, over `default`."""
     changes = read_video_processor(config).changes
     return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default

@@ -1,4 +1,4 @@
-"""The outer table of a vision-language model, and the model that its two inner ones make."""
+"""Outer table of a vision-language model."""
 
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -14,10 +14,10 @@ Whole = TypeVar("Whole", bound="WholeTable")
 
 
 class WholeTable(HubTable):
-    """Outer table: those of the language model and the tower, and whether the head is tied."""
+    """Outer table with language model, tower and head tying."""
 
     without_effect: ClassVar[frozenset[str]] = frozenset(
-        # The language model's table says how many words there are.
+        # The language model's table has the vocabulary size.
         {"vocab_size", "language_model_only"}
     )
 
@@ -33,7 +33,7 @@ def read_whole(
     given: dict[str, Any],
     path: Path,
 ) -> tuple[Whole, Vision, Text]:
-    """Read the outer table of a file, and the tables of the tower and the language model in it."""
+    """Read the outer table of a file, and its tower and language tables."""
     whole = as_table(kind, given, str(path))
     tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
     return whole, tower, as_table(text, whole.text_config, f"{path}: text_config")
@@ -42,10 +42,10 @@ def read_whole(
 def vision_language(
     name: str, whole: WholeTable, text: TextTable, encoder: Encoder, output_size: int
 ) -> ModelConfig:
-    """Put a model of one tower and a language model together.
+    """Combine a tower and a language model.
 
     Args:
-        output_size: width that the projector makes, by the tower's table.
+        output_size: projector output width, by the tower's table.
     """
     if output_size != text.hidden_size:
         raise ValueError(
