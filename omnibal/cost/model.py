@@ -208,7 +208,7 @@ class CostModel:
 
     @property
     def tied_exchange_ms(self) -> float:
-        """All-reduce time of the tied gradient, once a step, on a stage with the embedding or the head.
+        """All-reduce time of the tied gradient per step, on a stage with embedding or head.
 
         Both stages wait for each other, so it prolongs the later one's gradient reduction.
         """
