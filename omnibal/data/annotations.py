@@ -1,15 +1,14 @@
-"""Training data (an annotation file, or a meta JSON that names some) as lazily read samples.
+"""Training data, an annotation file or a meta JSON, as lazily read samples.
 
     {source: {"root": folder of files, "annotation": file.jsonl, "repeat_time": 1, ...}}
-    {source: {"annotation": array.json, ...}}       LLaVA's: one array of the same records
-    {source: {"annotation": texts.jsonl}}           texts name no files, so need no folder
+    {source: {"annotation": array.json, ...}}       LLaVA: an array of records
+    {source: {"annotation": texts.jsonl}}           texts need no folder
     {source: {"file_name": array.json, "formatting": "sharegpt"}}   LLaMA-Factory's dataset_info
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
-The meta is InternVL's. An annotation file alone is a source of its own name, whose files are named
-from its folder. Relative paths in a meta start at the meta's folder. Only the places of the records
-stay in memory; a sample's record is read and parsed each time it is asked for.
+The meta is InternVL's; its relative paths start at its folder. Only record positions stay in
+memory.
 """
 
 import hashlib
@@ -45,7 +44,7 @@ from omnibal.data.stored_files import (
 from omnibal.data.tar_shards import energon_shards, read_shard_sample, webdataset_shards
 
 _UNITS: dict[Holds, str] = {"lines": "line", "array": "sample", "rows": "row", "shard": "sample"}
-"""Nouns for a record in messages, by how its file holds it."""
+"""Noun for a record in messages."""
 _MOST_REPEATS = 10_000  # more is a slip of the pen, and would fill the memory with indices
 
 
@@ -84,12 +83,12 @@ class _SourceMeta(Frozen):
 
     @property
     def in_file(self) -> str | None:
-        """The annotation file; None where samples are in shards."""
+        """Annotation file, None for shards."""
         return self.annotation or self.file_name
 
     @property
     def naming(self) -> Naming | None:
-        """Names of the records' keys, of a source of LLaMA-Factory."""
+        """Key names of a LLaMA-Factory source."""
         if self.file_name is None:
             return None
         return Naming(columns=self.columns, tags=self.tags)
@@ -100,7 +99,7 @@ class _Source:
     name: str
     root: Path
     unit: str
-    """Noun for one record of the file in messages, such as a line."""
+    """Noun for a record in messages."""
     in_shards: bool
     augment: bool
     max_dynamic_patch: int | None
@@ -109,18 +108,16 @@ class _Source:
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A sample's record as it is stored."""
-
     content: bytes
-    """Its JSON, with white space or a line break around it."""
+    """JSON, perhaps with surrounding white space."""
     name: str
-    """Key of the sample in a shard; else the record's number in its file, from 1."""
+    """Key in a shard, otherwise the record number from 1."""
     in_shard: bool
 
 
 @dataclass(frozen=True, slots=True)
 class _Folder(Media):
-    """Images, videos and recordings that are files of their own."""
+    """Media in files outside the record."""
 
     root: Path
     cache: BlockCache | None
@@ -139,45 +136,44 @@ class _Folder(Media):
 
 
 def video_at(path: Path) -> Video:
-    """A video that is a file, or a folder of frames in the order of their numbers."""
+    """Video from a file, or a folder of frames in numeric order."""
     try:
         if is_video_file(path.name) or path.is_file():
             return Video(file=VideoFile(path))
         found = list(path.iterdir()) if path.is_dir() else []
     except OSError:  # of which the reader of the bad image tells
         found = []
-    # Hidden files beside frames are the metadata that macOS writes.
+    # macOS writes hidden metadata files next to frames.
     frames = [
         each
         for each in found
         if each.suffix.lower() in IMAGE_SUFFIXES and not each.name.startswith(".")
     ]
-    # A video without frames is a sample with a bad image: named, or left out, like any other.
+    # An empty video is handled like a bad image: reported or skipped.
     frames.sort(key=lambda each: natural_order(each.name))
     return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Places:
-    """Places of the samples' records in their files; arrays are [samples]."""
+    """Record positions of samples; arrays are [samples]."""
 
     files: tuple[Path, ...]
     versions: tuple[str, ...]
-    """Version of every file when its records were found."""
+    """File versions when indexed."""
     keys: tuple[bytes, ...]
-    """A hash for every file, of all that its counts depend on but the settings."""
+    """Hash per file of everything but settings that its counts depend on."""
     file: np.ndarray
-    """Index of the record's file in `files`, int32."""
+    """Index into `files`, int32."""
     number: np.ndarray
-    """Number of the record in its file, int64."""
+    """Record number in its file, int64."""
     start: np.ndarray
-    """First byte of the record in its file, int64."""
+    """First byte, int64."""
     size: np.ndarray
-    """Size of the record in bytes, int64."""
+    """Bytes, int64."""
 
     @classmethod
     def of(cls, indexes: Sequence[RecordIndex], keys: Sequence[bytes]) -> "_Places":
-        """All records of these files."""
         lengths = [len(index) for index in indexes]
         return cls(
             files=tuple(index.path for index in indexes),
@@ -193,7 +189,7 @@ class _Places:
         return len(self.file)
 
     def take(self, indices: np.ndarray) -> "_Places":
-        """Select these samples, and the files that hold them."""
+        """Select samples and drop unused files."""
         used, file = np.unique(self.file[indices], return_inverse=True)
         return _Places(
             files=tuple(self.files[index] for index in used),
@@ -207,7 +203,7 @@ class _Places:
 
 
 class Annotations:
-    """Samples of every source in the order of the meta file, repeats included.
+    """Samples of all sources in meta-file order, with repeats.
 
     Safe to share between processes: a file is opened for each access.
     """
@@ -224,34 +220,32 @@ class Annotations:
         self._cache = cache
         self._places = places
         self.source = source
-        """Index of every sample's source in `sources`, int32."""
+        """Index into `sources`, int32."""
         self.sources = tuple(entry.name for entry in sources)
         self.sha256 = sha256
-        """Covers source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes
-        of a shard's members; neither folders, pixels nor `data_augment`."""
+        """Hash of source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes
+        of shard members, without folders, pixels or `data_augment`."""
         self.files = places.files
-        """Annotation files and shards."""
         self.keys = places.keys
-        """A hash for every file, of all that its counts depend on but the settings:
-        its records, what its source says of them, and where images and recordings are."""
+        """Hash per file of records, source settings and media locations."""
         self.file = places.file
-        """Index of the file of every sample's record in `files`, int32."""
+        """Index into `files`, int32."""
         self.number = places.number
-        """Number of every sample's record in its file, from 0, int64."""
+        """Record number in its file, from 0, int64."""
         self.roots = tuple(entry.root for entry in sources)
-        """Folder of the images and recordings, or of the shards, of every source."""
+        """Folder of each source's media or shards."""
         self.augmented = tuple(entry.name for entry in sources if entry.augment)
-        """Sources whose tiles are augmented in training."""
+        """Sources with tile augmentation."""
 
     @classmethod
     def open(
         cls, meta_path: Path, index: DataIndex | None = None, cache: BlockCache | None = None
     ) -> "Annotations":
-        """Index every annotation file of the meta; records are checked when they are asked for.
+        """Index all annotation files; records are checked on access.
 
         Args:
-            meta_path: of a meta, or of one annotation file.
-            index: by which records are found; None to read all files here.
+            meta_path: a meta or a single annotation file.
+            index: known record positions, None to read all files here.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
@@ -277,8 +271,8 @@ class Annotations:
             indexes += found
             root = real_path(source.root)
             keys += [_key(each, source, root) for each in found]
-            # Without data_augment: it changes no length, so lengths and plans stay good when it is
-            # switched. That a resumed run keeps it is for the trainer to see to, by `augmented`.
+            # data_augment is excluded: it changes no length, so plans stay valid. The trainer
+            # checks it on resume, by `augmented`.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
@@ -292,12 +286,12 @@ class Annotations:
         return len(self._places)
 
     def take(self, indices: np.ndarray) -> "Annotations":
-        """The samples at `indices` alone, in that order: little to hand to another process."""
+        """Samples at `indices`, small enough to send to another process."""
         places = self._places.take(indices)
         return Annotations(self._sources, self.source[indices], places, self.sha256, self._cache)
 
     def check_unchanged(self) -> None:
-        """Refuse files that are not what they were when their records were found."""
+        """Raise if a file changed since it was indexed."""
         try:
             now = versions_of(self.files)
         except OSError as error:
@@ -309,12 +303,11 @@ class Annotations:
                 raise changed(path)
 
     def where(self, index: int) -> str:
-        """File and number of a sample's record, with which each of its errors begins."""
+        """File and record number, the prefix of error messages."""
         places, unit = self._places, self._sources[self.source[index]].unit
         return f"{places.files[places.file[index]]}: {unit} {places.number[index] + 1}"
 
     def __getitem__(self, index: int) -> Sample:
-        """Read, parse and check one record."""
         source = self._sources[self.source[index]]
         where = self.where(index)
         try:
@@ -343,7 +336,7 @@ class Annotations:
             raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
 
     def stored(self, index: int) -> StoredRecord:
-        """Read one record, unchecked."""
+        """Return a record, unchecked."""
         in_shard = self._sources[self.source[index]].in_shards
         try:
             content, media, name = self._content(index)
@@ -361,11 +354,11 @@ class Annotations:
         return StoredRecord(content, name, in_shard)
 
     def _content(self, index: int) -> tuple[bytes, Media, str]:
-        """A record's JSON, what it may show and say, and its key or number."""
+        """JSON, media and name of a record."""
         places, source = self._places, self._sources[self.source[index]]
         path = places.files[places.file[index]]
         start, size = int(places.start[index]), int(places.size[index])
-        # Of a local file asking would cost too much; a remote one's version is remembered.
+        # Checking a local file each time costs too much; a remote version is cached.
         if isinstance(path, RemotePath):
             path.check_version(places.versions[places.file[index]])
         if source.in_shards:
@@ -406,7 +399,7 @@ def _read_meta(path: Path) -> dict[str, _SourceMeta]:
 def _open_source(
     name: str, entry: _SourceMeta, folder: Path, index: DataIndex, cache: BlockCache | None
 ) -> tuple[_Source, list[RecordIndex]]:
-    """The source, and where its records are."""
+    """Open a source and index its records."""
     if entry.naming is not None:
         entry.naming.check(name)
     if entry.in_file is not None:
@@ -449,7 +442,7 @@ def _open_source(
 
 
 def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
-    """A hash of all that the counts of a file's samples depend on but model and tokenizer."""
+    """Hash of all inputs of a file's counts except model and tokenizer."""
     given = (
         *(str(index.path.absolute()), str(root)),
         hashlib.sha256(index.digest).hexdigest(),
@@ -460,15 +453,17 @@ def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
 
 
 def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:
-    """Hash of what the records say; of shards, however samples are spread over them."""
+    """Hash of records, independent of how samples are spread over shards."""
     if not in_shards and len(indexes) == 1:
         return indexes[0].digest.hex()
     return hashlib.sha256(b"".join(index.digest for index in indexes)).hexdigest()
 
 
 def _repeated(records: int, repeat_time: float) -> np.ndarray:
-    """Indices of records: all of them as often as the whole part says, then the first of them for
-    the rest; int64. Below 1 and for whole numbers as InternVL does, which refuses other fractions.
+    """Indices of records, repeated `repeat_time` times: whole passes, then the first records,
+    int64.
+
+    Follows InternVL below 1 and for whole numbers; InternVL rejects other fractions.
 
     Example:
         >>> _repeated(4, 1.5).tolist()

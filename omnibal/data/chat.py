@@ -1,21 +1,14 @@
-"""Tokenization of a conversation with its loss mask, by the model's own chat template.
+"""Tokenize conversations with a loss mask, by the model's chat template.
 
     internlm2-chat, Hermes-2   <|im_start|>user\\n{question}<|im_end|><|im_start|>assistant\\n...
     phi3-chat                  <|user|>\\n{question}<|end|><|assistant|>\\n{answer}<|end|>...
-    internvl2_5, qwen2.5       as the first, with a line end after each <|im_end|>
+    internvl2_5, qwen2.5       like the first, with a newline after each <|im_end|>
     llama3                     <|start_header_id|>user<|end_header_id|>\\n\\n{question}<|eot_id|>...
 
-A system message goes before, in the same way. Loss falls on each answer and the piece that closes
-it. The first four are InternVL's, the others those of Llama 3.1's and Qwen2.5's tokenizers.
-
-In the first three the conversation is tokenized as one string: between two pieces of the template
-it is one run of text, so `assistant\\n` and the answer share one. The mask begins after as many
-tokens as `assistant\\n` makes alone. Where a token straddles that border, as Qwen's for two line
-ends does in front of an answer that begins with one, the mask still begins there; InternVL's code
-would then, in some of the templates, drop the loss of the whole sample. In the others each message
-is tokenized alone, with the line end that closes it; an empty system message of a sample is written
-there, and what gpt says before the first question is written and learned, while the others leave
-both out.
+Answers and their closing piece carry loss. The first three templates tokenize the conversation as
+a single string; the mask then begins after the tokens of `assistant\\n` alone, even if a token
+straddles that border (InternVL drops the loss of some such samples). The others tokenize each
+message alone, keep an empty system message, and learn a greeting before the first question.
 """
 
 import hashlib
@@ -52,7 +45,7 @@ from omnibal.model.config import ChatTemplate, ModelConfig
 
 _START, _END = "<|im_start|>", "<|im_end|>"
 _PHI_END, _LLAMA_END = "<|end|>", "<|eot_id|>"
-# InternVL's own words, with full-width commas, so that released models meet what they know.
+# InternVL's own text, full-width commas included, which released models were trained with.
 _SYSTEM_MESSAGE = "你是由上海人工智能实验室联合商汤科技开发的书生多模态大模型，英文名叫InternVL, 是一个有用无害的人工智能助手。"  # noqa: E501, RUF001
 _SYSTEM_MESSAGE_2_5 = "你是书生·万象，英文名是InternVL，是由上海人工智能实验室、清华大学及多家合作单位联合开发的多模态大语言模型。"  # noqa: E501, RUF001
 _QWEN_SYSTEM_MESSAGE = "You are Qwen, created by Alibaba Cloud. You are a helpful assistant."
@@ -60,43 +53,40 @@ _QWEN_SYSTEM_MESSAGE = "You are Qwen, created by Alibaba Cloud. You are a helpfu
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EncodedSample:
-    """One conversation; both arrays are [tokens]."""
+    """Token ids and loss mask of a conversation, both [tokens]."""
 
     token_ids: np.ndarray
-    """Token ids, int64."""
+    """int64."""
     loss_mask: np.ndarray
-    """Whether each token is to be predicted, bool (not shifted)."""
+    """Whether each token is a target, bool (not shifted)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Template:
     file: str = "chatml"
-    """Its file in `omnibal/data/templates/`, without the suffix."""
+    """File in `omnibal/data/templates/`, without suffix."""
     system_message: str = _SYSTEM_MESSAGE
     end: str = _END
-    """The piece that closes a message."""
+    """Piece that closes a message."""
     pieces: tuple[str, ...] = (_START, _END)
-    """Control pieces in the template's strings."""
     bos: bool | None
-    """Whether a begin token comes first; None: where the tokenizer's settings add one."""
+    """Whether BOS comes first, None to follow the tokenizer's settings."""
     strips: bool = False
-    """Whether leading and trailing whitespace of questions and answers is removed in training."""
+    """Whether questions and answers are stripped in training."""
     strips_all: bool = False
-    """Whether it is removed of every text, in chats too."""
+    """Whether all texts are stripped, in chats too."""
     always_system: bool = False
-    """Whether a conversation without a system message has its turn nevertheless."""
+    """Whether an empty system message is written if a sample has no system message."""
     message_by_message: bool = False
     never_learned: str | None = None
-    """A piece that carries no loss even in an answer."""
+    """Piece without loss even in an answer."""
 
     def write_message(self, role: str, content: str) -> str:
-        """A message as text."""
         message = {"role": role, "content": content}
         return render_chat(packaged_template(self.file), [message])
 
     @property
     def prompt(self) -> str:
-        """Text before an answer."""
         return render_chat(packaged_template(self.file), [], prompt=True)
 
 
@@ -136,7 +126,6 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
 
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Check that the tokenizer has the template's pieces and fits into the model's vocabulary."""
     if _is_own(model):
         needed = own_template(tokenizer, model.images).control_pieces
     else:
@@ -160,14 +149,14 @@ def _is_own(model: ModelConfig) -> bool:
 
 
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """SHA-256 of all of the tokenizer's files that determine a conversation's ids."""
+    """SHA-256 of the tokenizer files that determine token ids."""
     if not _is_own(model):
         return tokenizer.sha256
     return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
 
 
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
-    """The id that closes an answer, at which generation stops."""
+    """Id that closes an answer and stops generation."""
     if _is_own(model):
         piece = own_template(tokenizer, model.images).answer_end or tokenizer.named_pieces.get(
             "eos_token"
@@ -182,21 +171,20 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
 
 
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """An answer as a model that has learned it writes it."""
+    """Answer text as a trained model would generate it."""
     if _is_own(model):
         return text.strip() if own_template(tokenizer, model.images).strips_answers else text
     return as_written(text, model)
 
 
 def as_written(text: str, model: ModelConfig) -> str:
-    """A question or an answer as one of this project's templates writes it."""
+    """Question or answer after the template's stripping."""
     template = _TEMPLATES[model.chat_template]
     return text.strip() if template.strips or template.strips_all else text
 
 
 def _pieces(model: ModelConfig) -> tuple[str, ...]:
-    """Pieces that only the model's template may write, with those of images and of recordings if it
-    takes any."""
+    """Pieces reserved for the template, images and recordings."""
     images: tuple[str, ...] = ()
     if model.takes_images:
         images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END)
@@ -208,19 +196,16 @@ def _pieces(model: ModelConfig) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WrittenSample:
-    """One conversation as text, before it is tokenized."""
-
     sample: Sample
     messages: tuple[str, ...]
-    """Messages in this project's templates; none of the tokenizer's own."""
+    """Empty for the tokenizer's own template."""
     answers: tuple[int, ...]
-    """Indices of the messages that are learned."""
+    """Indices of messages with loss."""
     by_own: WrittenConversation | None
-    """The whole, by the tokenizer's own template."""
+    """Conversation by the tokenizer's own template."""
 
 
 def write_sample(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> WrittenSample:
-    """The whole conversation as text."""
     if _is_own(model):
         _check_recordings(sample, model, own=True)
         template = own_template(tokenizer, model.images)
@@ -238,7 +223,6 @@ def encode_sample(
     tokenizer: Tokenizer,
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
-    """Write a conversation and encode it, as `write_sample` and `encode_written` do."""
     written = write_sample(sample, model, tokenizer)
     return encode_written(written, tiles_per_image, model, tokenizer, clips_per_recording)
 
@@ -250,9 +234,10 @@ def encode_written(
     tokenizer: Tokenizer,
     clips_per_recording: Sequence[int] = (),
 ) -> EncodedSample:
-    """The whole conversation; image i takes `tiles_per_image[i]` times the tokens of a tile, and
-    recording i `clips_per_recording[i]` times those of a clip. Of images at their native resolution
-    it takes so many tokens, at least one, as does every place of a video's text.
+    """Encode a conversation, with each image repeated by its tiles and each recording by its clips.
+
+    For native-resolution images, `tiles_per_image` holds tokens per image or video segment, at
+    least 1.
     """
     sample = written.sample
     given = (len(tiles_per_image), len(clips_per_recording))
@@ -293,13 +278,12 @@ def encode_prompt(
     chatting: bool = False,
     clips_per_recording: Sequence[int] = (),
 ) -> np.ndarray:
-    """Token ids before the answer of `turn`, earlier reference answers included, int64 [tokens].
+    """Token ids before the answer of `turn`, with earlier reference answers, int64 [tokens].
 
-    It is how the whole conversation begins, unless a token of that straddles the end of this.
+    Equal to the start of the whole conversation unless a token straddles the prompt's end.
 
     Args:
-        chatting: ask as InternVL's `chat` does instead: every text as it is given, after the
-            model's system message for that.
+        chatting: use InternVL's `chat` prompt: unstripped texts and the chat system message.
     """
     if _is_own(model):
         shown = tiles_per_image[: image_places(sample, model, turn)]
@@ -326,12 +310,7 @@ def encode_prompt(
 
 
 def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) -> int:
-    """Places of a conversation's text where tokens of images stand: one an image, but for videos
-    at their native resolution.
-
-    Args:
-        turn: the last one that counts; left out, all do.
-    """
+    """Count image placeholders in the text, up to and including `turn` if given."""
     last = len(sample.turns) if turn is None else turn
     rule = model.images
     images = sample.items_until(IMAGE, last)
@@ -342,7 +321,7 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
 
 
 def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -> list[str]:
-    """Questions with what the model's template writes for images and for videos."""
+    """Questions with the template's text for images and videos."""
     rule = model.images
     if rule is None:
         return [question.replace(IMAGE, IMAGE_START + IMAGE_END) for question in questions]
@@ -353,7 +332,7 @@ def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
-    """Messages in order: the system message and the greeting if any, then questions and answers."""
+    """System message, greeting, questions and answers, in order."""
     template = _TEMPLATES[model.chat_template]
     _check_recordings(sample, model)
     _check_tools(sample, model)
@@ -386,7 +365,7 @@ def _tokens_per_image(items: Sequence[int], model: ModelConfig) -> list[int]:
 
 
 def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
-    """The system message, empty where its turn is; None where there is no such turn."""
+    """System message, empty for an empty turn, None without a system turn."""
     template = _TEMPLATES[model.chat_template]
     given = template.system_message if model.system_message is None else model.system_message
     has_empty_turn = template.always_system
@@ -399,11 +378,7 @@ def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
 
 
 def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> None:
-    """Refuse recordings of a model that takes none, and marks of them where there are none.
-
-    Args:
-        own: the template is the tokenizer's own, none of which is known to write recordings.
-    """
+    """Raise if a recording or its mark is given but the model or template cannot use it."""
     if sample.recordings and own:
         raise UserError(
             f"{sample.where}: has {len(sample.recordings)} recording(s), which the tokenizer's own "
@@ -422,7 +397,7 @@ def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> 
 
 
 def _check_tools(sample: Sample, model: ModelConfig) -> None:
-    """Refuse what this project's own templates have no words for."""
+    """Raise if a sample uses tools, which these templates do not support."""
     calls = any(turn.calls or turn.results for turn in sample.turns)
     reasons = any(turn.reasoning is not None for turn in sample.turns)
     given = [
@@ -442,8 +417,7 @@ def _texts(sample: Sample) -> list[str]:
 
 
 def _check_texts(sample: Sample, model: ModelConfig) -> None:
-    """Refuse text in which the template's own pieces stand; those of others are plain text, or
-    whatever the tokenizer makes of them, as in InternVL."""
+    """Raise if text contains the template's own pieces; other templates' pieces are plain text."""
     marked = f"mark an image with {IMAGE}"
     if model.takes_audio:
         marked += f", a recording with {AUDIO}"
@@ -464,16 +438,15 @@ def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> li
 
 
 def _greets(sample: Sample, template: _Template) -> bool:
-    """Whether what gpt says before the first question is written, and learned."""
+    """Whether a greeting before the first question is written and learned."""
     return template.message_by_message and sample.greeting is not None
 
 
 @lru_cache(maxsize=16)
 def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
-    """Number of tokens that the template writes before an answer."""
     if template.message_by_message:
         return len(tokenizer.encode(template.prompt))
-    # Behind another message, as all answers are: some tokenizers begin a text in a way of its own.
+    # Encode after another message: some tokenizers treat the beginning of a text differently.
     opening = tokenizer.encode(template.end + template.prompt)
     return len(opening) - opening.index(tokenizer.required(template.end)) - 1
 
@@ -481,7 +454,7 @@ def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
 def _encode_messages(
     written: WrittenSample, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask of the messages, tokenized one by one or as one string."""
+    """Ids and loss mask of the messages."""
     apart = template.message_by_message
     encoded = list(
         map(tokenizer.encode, written.messages if apart else ["".join(written.messages)])
@@ -508,7 +481,7 @@ def _item_tokens(
     tokenizer: Tokenizer,
     sample: Sample,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Insertion position of every image and audio token that is still missing, and its id."""
+    """Insertion positions and ids of image and audio tokens."""
     given = []
     if model.takes_images:
         tokens = np.array(tiles_per_image, np.int64) * model.vision.tokens_per_item

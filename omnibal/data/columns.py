@@ -1,4 +1,4 @@
-"""Reading of Parquet files, one column at a time, with a checked type for each."""
+"""Typed reading of Parquet files, a column at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,10 +15,7 @@ from omnibal.base.errors import UserError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Columns:
-    """A Parquet file's columns; every error names the file and ends with the remedy.
-
-    A column is read when it is asked for, so that a file of many samples is never there whole.
-    """
+    """Columns of a Parquet file, read on access; errors name the file and the remedy."""
 
     schema: pa.Schema
     path: Path
@@ -26,7 +23,6 @@ class Columns:
 
     @classmethod
     def read(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
-        """Read a file."""
         with _reading(path, remedy), pq.ParquetFile(path) as file:
             schema = file.schema_arrow
         columns = cls(schema, path, remedy)
@@ -38,13 +34,13 @@ class Columns:
             return file.read(columns=[name]).column(name)
 
     def require(self, names: Iterable[str]) -> None:
-        """Refuse a file that lacks one of these columns, or has it twice."""
+        """Raise if a column is missing or duplicate."""
         missing = [name for name in names if self.schema.names.count(name) != 1]
         if missing:
             raise UserError(f"{self.path}: lacks the column(s) {', '.join(missing)}; {self.remedy}")
 
     def once(self, names: Sequence[str]) -> list[str]:
-        """The names that the file has; refuses a file that has one twice."""
+        """Names that the file has; raises if duplicate."""
         found = [name for name in names if name in self.schema.names]
         for name in found:
             if self.schema.names.count(name) > 1:
@@ -52,13 +48,13 @@ class Columns:
         return found
 
     def integers(self, name: str, kind: pa.DataType) -> np.ndarray:
-        """A column of integers that all fit into `kind`. [rows]"""
+        """Integer column checked to fit `kind`. [rows]"""
         column = self._column(name)
         self._require(name, pa.types.is_integer(column.type), "integers", column.null_count)
         return self._cast(name, column, kind).to_numpy()
 
     def integer_lists(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """The entries of all lists, one list after the other, and the lists' sizes; both int64."""
+        """Concatenated entries and list sizes, both int64."""
         column = self._column(name)
         kind = column.type
         is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind)
@@ -69,7 +65,7 @@ class Columns:
         return pc.list_flatten(lists).to_numpy(), pc.list_value_length(lists).to_numpy()
 
     def categories(self, name: str) -> tuple[np.ndarray, tuple[str, ...]]:
-        """Codes (int32 [rows]) and names of a column of strings."""
+        """Codes (int32 [rows]) and names of a string column."""
         column = self._column(name).combine_chunks()
         if not pa.types.is_dictionary(column.type):
             column = column.dictionary_encode()
@@ -96,7 +92,7 @@ class Columns:
 
 @contextmanager
 def _reading(path: Path, remedy: str) -> Iterator[None]:
-    """Turn what goes wrong with a file into a one-line error."""
+    """Convert read errors to one-line user errors."""
     try:
         yield
     except FileNotFoundError as error:
@@ -106,5 +102,5 @@ def _reading(path: Path, remedy: str) -> Iterator[None]:
 
 
 def no_items(count: int) -> np.ndarray:
-    """A column of items that there are none of: `count` zeros, int32, not writable."""
+    """Read-only zeros, int32, for an absent item."""
     return np.broadcast_to(np.int32(0), count)

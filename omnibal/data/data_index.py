@@ -1,8 +1,4 @@
-"""Where the records of a dataset's files are: found by reading each once, or known from before.
-
-An index is a log of what was found of every file, under its path and version. A scan writes it, and
-goes on from it after a kill; training reads nothing else to know where a million samples are.
-"""
+"""Record positions of a dataset's files, in a resumable log keyed by path and version."""
 
 import hashlib
 import json
@@ -24,7 +20,7 @@ from omnibal.data.record_files import RecordIndex, index_array, index_lines
 from omnibal.data.tar_shards import Shard, index_shard
 
 Progress = Callable[[str, int], AbstractContextManager[Callable[[int], None]]]
-"""Shows how far work has come: of a title and a total it gives what to call with what is done."""
+"""Starts a progress display (title, total) and yields its update function."""
 
 _TITLE, _FORM = b"omnibal data index ", b"1"
 _NAMED = "an index of `omnibal lengths`, which keeps there where samples are"
@@ -32,27 +28,26 @@ _SIZES = struct.Struct("<IQ")
 
 
 Holds = Literal["lines", "array", "rows", "shard"]
-"""How a file holds records."""
 
 
 @dataclass(frozen=True, slots=True)
 class DataFile:
-    """A file that holds records, and how."""
+    """File with records and its format."""
 
     path: Path
     holds: Holds
     shard: Shard | None = None
-    """What is known of a shard."""
+    """Shard details."""
 
     def index(self) -> RecordIndex:
-        """Read all of it to find its records; raises UserError."""
+        """Read the file to find its records; raises UserError."""
         if self.shard is not None:
             return index_shard(self.shard)
         found = {"lines": index_lines, "array": index_array, "rows": index_rows}
         return found[self.holds](self.path)
 
     def key(self, version: str) -> bytes:
-        """A hash of all that an index depends on: which file it is, and what is known of it."""
+        """Hash of all inputs of the index."""
         known = () if self.shard is None else (self.shard.samples, sorted(self.shard.excluded))
         given = (str(self.path.absolute()), version, self.holds, *known)
         return hashlib.sha256(json.dumps(given).encode()).digest()
@@ -68,18 +63,18 @@ class DataIndex:
     """Finds the records of files."""
 
     log: RecordLog | None = None
-    """Where they are written; None where they are not."""
+    """Log to write to, if any."""
     known: dict[bytes, memoryview] = field(default_factory=dict)
-    """What is known of files, by their keys."""
+    """Known indexes by file key."""
     complete: Path | None = None
-    """The index that must know all files; None where they may be read."""
+    """Complete index that forbids reading files, if any."""
     pool: Pool = field(default_factory=LocalPool)
-    """Where files are read."""
+    """Pool that reads files."""
     progress: Progress = _silent
 
     @classmethod
     def resumed(cls, path: Path, pool: Pool, progress: Progress = _silent) -> "DataIndex":
-        """An index to be written, with what it has already."""
+        """Open an index for writing and keep its records."""
         log = RecordLog(path, _TITLE, _FORM)
         records, _ = log.read(_NAMED)
         log.begin(records)
@@ -87,7 +82,7 @@ class DataIndex:
 
     @classmethod
     def read(cls, path: Path) -> "DataIndex":
-        """A whole index, by which no file is read."""
+        """Open a complete index, by which no file is read."""
         if not path.is_file():
             raise UserError(
                 f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"
@@ -96,11 +91,7 @@ class DataIndex:
         return cls(known=_by_key(records), complete=path)
 
     def of(self, files: Sequence[DataFile]) -> list[RecordIndex]:
-        """The records of every file.
-
-        Raises:
-            OSError: an annotation file cannot be read.
-        """
+        """Records of every file; raises OSError if unreadable."""
         found = self._found(files) if self.known else {}
         left = [number for number in range(len(files)) if number not in found]
         if left and self.complete is not None:
@@ -124,7 +115,7 @@ class DataIndex:
         return [found[number] for number in range(len(files))]
 
     def _found(self, files: Sequence[DataFile]) -> dict[int, RecordIndex]:
-        """What is known of files as they are now, by their numbers."""
+        """Known indexes of unchanged files, by file number."""
         try:
             versions = versions_of([file.path for file in files])
         except OSError:

@@ -1,10 +1,10 @@
-"""Where Energon has found the samples of its shards: what `energon prepare` writes beside them.
+"""Energon's index of its shards, written by `energon prepare`.
 
-    NAME.tar.idx            first byte of every sample and the end of the last one, each a uint64
-    .nv-meta/index.sqlite   the key of every sample, and name, place and size of each of its files
+    NAME.tar.idx            uint64: first byte of every sample, then the end of the last
+    .nv-meta/index.sqlite   key of every sample; name, offset and size of its files
 
-Read in Energon 7.4.1: flavors/webdataset/itar.py, indexing.py and prepare.py. Earlier ones list no
-files of samples.
+From Energon 7.4.1: flavors/webdataset/itar.py, indexing.py, prepare.py. Older versions list no
+files.
 """
 
 import json
@@ -30,22 +30,20 @@ _FILES = (
 
 
 TAR_BLOCK = 512
-"""Bytes of a block, by the format."""
+"""Tar block size in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A file in a tar shard."""
-
     name: str
     header: int
-    """Offset of its tar header in the shard, in bytes; in Energon's index, that of its sample."""
+    """Byte offset of its tar header; in Energon's index, of its sample."""
     offset: int
     size: int
 
     @property
     def end(self) -> int:
-        """Offset in the shard just after the member's last tar block, in bytes."""
+        """Byte offset after its last tar block."""
         return self.offset + -(-self.size // TAR_BLOCK) * TAR_BLOCK
 
     @property
@@ -56,19 +54,19 @@ class Member:
 
 
 Samples = list[tuple[str, list[Member]]]
-"""Key and members of every sample of a shard, in their order."""
+"""Key and members of each sample of a shard, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class EnergonIndex:
-    """What Energon knows of the samples of one shard."""
+    """Energon's index of a shard."""
 
     database: Path
     number: int
-    """Number of the shard in the dataset."""
+    """Shard number in the dataset."""
 
     def of(self, shard: Path) -> tuple[Samples, int]:
-        """The samples of the shard, unchecked, and where the last tar entry ends."""
+        """Unchecked samples of the shard, and the end of its last entry."""
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
@@ -92,15 +90,15 @@ class EnergonIndex:
 
 
 def _opened(database: Path) -> closing[sqlite3.Connection]:
-    # Nobody writes to it, and locks are slow or missing in network file systems.
+    # Read-only and immutable: locks are slow or missing on network file systems.
     name = f"{database.absolute().as_uri()}?mode=ro&immutable=1"
     return closing(sqlite3.connect(name, uri=True))
 
 
 def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
-    """What Energon knows of each of these shards; None where it lists no files, or far away.
+    """Energon's index per shard, None if it lists no files or the shard is remote.
 
-    A remote shard is read in blocks, so that what lies between records is read anyway.
+    Remote shards are read in blocks, which cover the bytes between records anyway.
     """
     nothing: list[EnergonIndex | None] = [None] * len(shards)
     database = folder / META / _DATABASE
@@ -122,7 +120,6 @@ def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | 
 
 
 def stale(shard: Path, why: str) -> UserError:
-    """The error of a shard that is not as Energon's index has it."""
     return UserError(
         f"{shard}: is not what Energon's index says of it ({why}); run `energon prepare` again"
     )

@@ -1,11 +1,6 @@
-"""Lengths counted by ms-swift: its cached datasets.
+"""Lengths from ms-swift's cached datasets (4.6.0: swift/pipelines/export/cached_dataset.py).
 
-Token counts are taken as they are, so that a plan is of what that trainer will pack. Items of
-images are counted from the headers of the images that rows name or hold. How many tokens carry loss
-is not told, and all are taken to.
-
-Read in ms-swift 4.6.0: swift/pipelines/export/cached_dataset.py (folders that `datasets` saves,
-with a column `lengths`).
+Token counts are kept; image items are counted from headers. Loss tokens are unknown and set to all.
 """
 
 import json
@@ -32,12 +27,12 @@ _REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
 
 
 def is_counted(path: Path) -> bool:
-    """Whether a path is a dataset that ms-swift has counted, which is local."""
+    """Whether a path is a local ms-swift cached dataset."""
     return not isinstance(path, RemotePath) and cached_folder(path) is not None
 
 
 def cached_folder(path: Path) -> Path | None:
-    """The folder of a saved dataset: this one, or the `train` in it; None where it is neither."""
+    """Folder of a saved dataset: `path` or its `train`, None if neither."""
     return next((at for at in (path, path / "train") if (at / _STATE).is_file()), None)
 
 
@@ -46,16 +41,13 @@ def _folder(path: Path) -> Path:
 
 
 def counted_files(path: Path) -> list[Path]:
-    """List the files that `counted_lengths` reads, without those of images."""
+    """Files that `counted_lengths` reads, except images."""
     folder = _folder(path)
     return [folder / _STATE, *_arrow_files(folder)]
 
 
 def counted_tokens(path: Path) -> np.ndarray:
-    """Read the tokens of every row of a counted dataset, int64 [rows].
-
-    A row that is several segments has a list of them.
-    """
+    """Tokens of every row, int64 [rows]; rows with several segments have a list."""
     folder, found = _folder(path), list[int]()
     for batch in _batches(folder):
         name = next((each for each in ("lengths", "length") if each in batch.schema.names), None)
@@ -72,7 +64,7 @@ def counted_tokens(path: Path) -> np.ndarray:
 def counted_lengths(
     path: Path, tokens: np.ndarray, model: ModelConfig, on_progress: Callable[[int], None]
 ) -> Lengths:
-    """Read the lengths of a counted dataset, one row a sample, in its order."""
+    """Lengths of a cached dataset, a row per sample, in order."""
     items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
     for number, images in enumerate(_cached_images(_folder(path))):
         where = f"{path}: row {number}"
@@ -97,8 +89,7 @@ def counted_lengths(
 def _counts(
     images: Sequence[Picture], where: str, tokens: int, model: ModelConfig
 ) -> tuple[int, list[Segments]]:
-    """Items of the images of a row of so many tokens, as a model takes them, and each one's tokens
-    at its native resolution."""
+    """Image items of a row and its native-resolution segments."""
     check_positions(tokens, model, f"{where}: the sample")
     if not images:
         return 0, []
@@ -149,7 +140,7 @@ def _batches(folder: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _cached_images(folder: Path) -> Iterator[list[Picture]]:
-    """Images of every row: where they are, or their bytes."""
+    """Images of every row, by path or bytes."""
     number = 0
     for batch in _batches(folder):
         columns = {

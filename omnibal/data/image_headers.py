@@ -1,7 +1,5 @@
-"""Headers of image files: how large an image is, and whether all of it is there.
-
-No pixel is decoded, except of a file whose end looks wrong.
-"""
+"""Read image sizes from headers and check completeness; pixels are decoded only if a file's end
+looks wrong."""
 
 from typing import BinaryIO
 
@@ -19,10 +17,9 @@ _LATE_BYTES = 2**17  # of a PNG's end, in which EXIF stands that is behind its p
 
 
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Width and height of a whole WebP file by its first bytes; None of any other file.
+    """Width and height of a complete WebP (RFC 9649, section 2), None for other files.
 
-    Pillow reads all of a WebP file to say its size. Where the first bytes are not as the format's
-    specification has them (RFC 9649, section 2), or the file is shorter than they say, it is asked.
+    Pillow reads a whole WebP for its size; it is the fallback for unusual or short files.
     """
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
@@ -48,11 +45,11 @@ def webp_size(file: BinaryIO) -> tuple[int, int] | None:
 
 
 class BadImage(ValueError):
-    """An image is unusable; the message ends with the remedy, the caller adds the sample."""
+    """Unusable image; the message has the remedy, the caller adds the sample."""
 
 
 def upright_size(file: BinaryIO) -> tuple[int, int]:
-    """Width and height in pixels, as EXIF says that the image stands; raises what Pillow does."""
+    """Width and height in pixels after EXIF rotation; raises Pillow's errors."""
     webp = webp_size(file)
     if webp is not None and not _has_metadata(file):
         return webp
@@ -62,14 +59,13 @@ def upright_size(file: BinaryIO) -> tuple[int, int]:
 
 
 def _has_metadata(file: BinaryIO) -> bool:
-    """Whether a WebP has EXIF or XMP."""
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
     return head[12:16] == b"VP8X" and bool(head[20] & _WEBP_METADATA)
 
 
 def _is_turned(header: Image.Image, file: BinaryIO) -> bool:
-    """Whether an image is stored with rows and columns exchanged."""
+    """Whether EXIF swaps rows and columns."""
     if header.format == "TIFF":
         return False  # Pillow has turned its size already
     if header.format != "PNG" or "exif" in header.info or _has_late_exif(file):
@@ -80,7 +76,7 @@ def _is_turned(header: Image.Image, file: BinaryIO) -> bool:
 
 
 def _has_late_exif(file: BinaryIO) -> bool:
-    """Whether EXIF or XMP may stand behind a PNG's pixels, as few programs write it."""
+    """Whether EXIF or XMP may follow a PNG's pixels, which is rare."""
     place = file.tell()
     file.seek(max(0, file.seek(0, 2) - _LATE_BYTES))
     end = file.read()
@@ -89,11 +85,11 @@ def _has_late_exif(file: BinaryIO) -> bool:
 
 
 def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
-    """Width and height in pixels, of an image that is whole, as it is stored.
+    """Stored width and height in pixels of a complete image.
 
     Raises:
-        BadImage: it is missing, broken or truncated.
-        IsADirectoryError: it is a folder.
+        BadImage: missing, broken or truncated.
+        IsADirectoryError: a folder.
     """
     try:
         with image.open() as file:
@@ -120,10 +116,9 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
 
 
 def _is_truncated(file: BinaryIO, end_marker: bytes) -> bool:
-    """Whether an image ends before its format's end marker (formats without one: never).
+    """Whether an image lacks its format's end marker.
 
-    Some writers append bytes of their own; where the marker is only found further in, it may also
-    belong to an embedded preview, so that image is decoded.
+    If the marker is not at the end, it may belong to an embedded preview, so the image is decoded.
     """
     size = file.seek(0, 2)
     file.seek(max(0, size - _TAIL_BYTES))

@@ -1,7 +1,5 @@
-"""Chat templates in Jinja, rendered as Transformers does; it is not imported, as it imports torch.
-
-What a template marks as said by the model (`{% generation %}`) comes between two marks.
-"""
+"""Render Jinja chat templates as Transformers does, without importing it (and torch); `{%
+generation %}` blocks are put between marks."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from omnibal.base.errors import UserError
 
-# Of a private plane of Unicode: no text has them but to deceive.
+# Private-plane characters, absent from honest text.
 BEGIN, END = "\U000f0000", "\U000f0001"
 
 
@@ -29,14 +27,11 @@ def render_chat(
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Messages as a template writes them.
+    """Render messages; templates may raise any exception.
 
     Args:
-        prompt: whether the beginning of an answer comes behind them.
-        pieces: tokens with a role, such as "eos_token".
-
-    Raises:
-        Exception: of any kind; templates fail in ways of their own.
+        prompt: append the beginning of an answer.
+        pieces: tokens by role, such as "eos_token".
     """
     return template.render(
         messages=messages,
@@ -49,22 +44,20 @@ def render_chat(
 
 @lru_cache(maxsize=16)
 def packaged_template(name: str) -> jinja2.Template:
-    """One of this project's templates."""
     path = files("omnibal").joinpath("data", "templates", f"{name}.jinja")
     return compiled_template(path.read_text("utf-8"), str(path))
 
 
 @lru_cache(maxsize=16)
 def compiled_template(template: str, path: str) -> jinja2.Template:
-    """The template that is this text."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     environment.filters["tojson"] = _to_json
-    # Without strftime_now, on purpose: the same data is the same tokens on any day.
+    # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _refuse
     try:
-        # As `from_string` does, but with globals in one table, which halves the time of rendering.
+        # Like `from_string`, but with globals in a single table, which halves rendering time.
         code = environment.compile(template)
         return jinja2.Template.from_code(environment, code, dict(environment.globals))
     except jinja2.TemplateSyntaxError as error:
@@ -75,12 +68,12 @@ def compiled_template(template: str, path: str) -> jinja2.Template:
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` ... `{% endgeneration %}` around what the model says."""
+    """`{% generation %}` ... `{% endgeneration %}` around the assistant's text."""
 
     tags = {"generation"}  # noqa: RUF012 (as Jinja has it)
 
     def parse(self, parser: Parser) -> nodes.Node:
-        """Parse the block into a call that puts marks around what it writes."""
+        """Parse the block into a call that adds marks."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)

@@ -1,13 +1,9 @@
-"""Sample lengths: items and tokens of every sample, read from Parquet or OmniBal's JSON.
+"""Sample lengths, read from Parquet or OmniBal's JSON.
 
-A row counts `tokens` (language tokens, those of images and recordings included), `loss_tokens`
-(tokens that carry loss) and, in a column each, the items that the model's encoders take: `tiles`
-(of images, thumbnail included), `clips` (of recordings) and `image_tokens` (of images at their
-native resolution), these with `squared_image_tokens`, the sum over images and frames of the square
-of each one's tokens, and with two lists, of one entry an image or video in the order of their
-tokens: `image_times`, 1 of an image, and `tokens_per_time`. Only where a scan skipped samples, or
-a plan has some of them or some repeatedly, does it also say which `sample` of the annotations it is
-of.
+A row has `tokens`, `loss_tokens`, and a column per item kind: `tiles` (with thumbnail), `clips`, or
+`image_tokens` with `squared_image_tokens` (sum of squared tokens per image and frame). Lists
+`image_times` (1 for an image) and `tokens_per_time` have an entry per image or video. `sample` is
+the annotation index, present only if samples were skipped, selected or repeated.
 """
 
 import hashlib
@@ -39,18 +35,18 @@ from omnibal.model.limits import words
 
 _METADATA_KEY = b"omnibal"
 _ROWS_KEY = b"omnibal_rows"
-"""Says that `sample` holds rows of a plan's data: each once, in a portion of it, or repeated."""
+"""Metadata key: `sample` indexes rows of a plan's data (a subset, or with repeats)."""
 _REPEATED = b"repeated"
 _SAMPLE = "sample"
 _TOKENS = ("tokens", "loss_tokens")
 _IMAGE_TOKENS = ImagesEncoder.feature
 _SIZES = {"times": "image_times", "tokens": "tokens_per_time"}
-"""Columns of lists that have the fields of every image."""
+"""List columns by `ImageSizes` field."""
 _Int32 = Annotated[int, Strict(), Field(ge=-(2**31), lt=2**31)]
 
 
 class _Record(BaseModel):
-    """One sample of OmniBal's public format; other fields are ignored."""
+    """Sample in OmniBal's public format; other fields are ignored."""
 
     vit_num: _Int32
     token_num: _Int32
@@ -58,16 +54,16 @@ class _Record(BaseModel):
 
 
 class _MetaEntry(BaseModel):
-    """One source of OmniBal's meta JSON; other fields are ignored."""
+    """Source in OmniBal's meta JSON; other fields are ignored."""
 
     token_lengths: str
 
 
 class ClipSizes(Frozen):
-    """What the number of a recording's clips and of their tokens depends on."""
+    """Clip length in frames and tokens."""
 
     frames: int
-    """Log-mel frames of a clip, one every 10 ms."""
+    """Log-mel frames per clip, 10 ms apart."""
     tokens_per_clip: int
 
     def __str__(self) -> str:
@@ -75,25 +71,25 @@ class ClipSizes(Frozen):
 
 
 class LengthsOrigin(Frozen):
-    """Identity of a scan's inputs; training refuses data or a tokenizer that differ from it."""
+    """Identity of a scan's inputs; training rejects different data or tokenizers."""
 
     data_sha256: str
-    """SHA-256 of source names, repeats and annotation bytes; neither image folders nor pixels."""
+    """SHA-256 of source names, repeats and annotation bytes, without image folders or pixels."""
     tokenizer_sha256: str
     image_size: int | None
     tokens_per_tile: int | None
     tiling: TilingConfig | None
-    """How images are cut into tiles; None, as the two before it, where the model takes none."""
+    """Tiling; None, like the two fields above, if the model takes no images."""
     clips: ClipSizes | None = written_unless(None)
-    """None where the model takes no recordings."""
+    """None if the model takes no recordings."""
     images: ImageRule | None = written_unless(None)
-    """How images at their native resolution become tokens; None where the model takes none."""
+    """Native-resolution rule, None if the model has none."""
     chat_template: ChatTemplate
     system_message: str | None
 
 
 def check_same_data(name: str, given: str, planned: str) -> None:
-    """Refuse data or a tokenizer that the plan was not made for."""
+    """Raise if data or tokenizer differ from the plan's."""
     if planned != given:
         raise UserError(
             f"the plan was made for other data: {name} has sha256 {given[:12]}, but the plan's "
@@ -103,60 +99,56 @@ def check_same_data(name: str, given: str, planned: str) -> None:
 
 
 def tile_sizes(model: ModelConfig) -> tuple[int | None, int | None]:
-    """Pixels and tokens of a tile; None where the model takes no images."""
+    """Pixels and tokens of a tile, None without images."""
     if not model.takes_images:
         return None, None
     return model.vision.image_size, model.vision.tokens_per_item
 
 
 def clip_sizes(model: ModelConfig) -> ClipSizes | None:
-    """Frames and tokens of a clip; None where the model takes no recordings."""
+    """Frames and tokens of a clip, None without recordings."""
     if not model.takes_audio:
         return None
     return ClipSizes(frames=model.audio.frames, tokens_per_clip=model.audio.tokens_per_item)
 
 
 def image_rule(model: ModelConfig) -> ImageRule | None:
-    """How images at their native resolution become tokens; None where the model takes none."""
+    """Native-resolution rule of the model, None if absent."""
     return model.images.image_rule if model.images is not None else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Lengths:
-    """One entry per sample, in the order of the meta file; arrays are int32 of one length."""
+    """Arrays of equal length with an entry per sample, in meta-file order; int32 by default."""
 
     items: dict[str, np.ndarray]
-    """Items of every sample that an encoder takes, by the items' name, such as `tiles`."""
+    """Items per sample by name, such as `tiles`."""
     tokens: np.ndarray
     loss_tokens: np.ndarray
     source: np.ndarray
-    """Index into `source_names`."""
     source_names: tuple[str, ...]
     origin: LengthsOrigin | None
-    """None when the lengths did not come from a scan, so that no training data can be matched."""
+    """None if not from a scan; training data cannot then be matched."""
     squares: dict[str, np.ndarray] = field(default_factory=dict)
-    """Sums over images and frames of their items squared, int64, by the feature's name, such as
-    `squared_image_tokens`; what is missing counts as if every sample had one image."""
+    """Sums of squared items per image or frame, int64, by name such as `squared_image_tokens`. If
+    absent, one image per sample is assumed."""
     sample: np.ndarray | None = None
-    """Index of every row's sample in the annotations, int64, ascending; None where nothing was
-    skipped and a row's index is its sample's."""
+    """Annotation index of each row, int64, ascending, None if equal to the row index."""
     repeats: bool = False
-    """Whether neighbours in `sample` may be equal, as a mixture repeats samples."""
+    """Whether `sample` may repeat an index, as in a mixture."""
     image_sizes: ImageSizes | None = None
-    """Tokens of every image and video at its native resolution; None where these were not
-    counted."""
+    """Tokens of every native-resolution image and video, if counted."""
 
     def __len__(self) -> int:
         return len(self.tokens)
 
     @property
     def item_names(self) -> tuple[str, ...]:
-        """Names of the items, sorted."""
         return tuple(sorted(self.items))
 
     @property
     def sha256(self) -> str:
-        """Hash of the columns; equal lengths give equal hashes whatever file they came from."""
+        """Hash of the columns, independent of the file format."""
         digest = hashlib.sha256("\0".join(self.source_names).encode())
         if self.item_names != ("tiles",):
             digest.update(repr(self.item_names).encode())
@@ -175,10 +167,10 @@ class Lengths:
         return digest.hexdigest()
 
     def column(self, name: str) -> np.ndarray:
-        """Count of one feature in every sample, int32 [samples], or int64 of squares.
+        """Count of a feature per sample, int32 [samples], or int64 for squares.
 
-        The feature is `tokens`, `loss_tokens`, the name of items, of which there are none where the
-        lengths do not count them (texts have no tiles), or that of their squares.
+        `name` is `tokens`, `loss_tokens`, an item or its squares; items that were not counted are
+        0.
         """
         if name in SQUARED_FEATURES:
             return self._squares(name)
@@ -186,29 +178,29 @@ class Lengths:
         return columns[name] if name in columns else no_items(len(self))
 
     def _squares(self, name: str) -> np.ndarray:
-        """Sum of squares of every sample; the most that it can be where none were counted."""
+        """Sum of squares per sample, or its upper bound if not counted."""
         if name in self.squares:
             return self.squares[name]
         return self.column(name.removeprefix("squared_")).astype(np.int64) ** 2
 
     @property
     def without_squares(self) -> tuple[str, ...]:
-        """Names of items whose squares should be there and were not counted."""
+        """Names of items that lack squares."""
         counted = [name for name in self.item_names if squares_of(name) in SQUARED_FEATURES]
         return tuple(name for name in counted if squares_of(name) not in self.squares)
 
     @property
     def is_without_image_sizes(self) -> bool:
-        """Whether tokens of images should be known one by one and were not counted so."""
+        """Whether per-image tokens are needed but were not counted."""
         return _IMAGE_TOKENS in self.items and self.image_sizes is None
 
     def pieces_of_images(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """What of the samples' images at their native resolution must stay together, in order.
+        """Indivisible pieces of native-resolution images: an image, or a time of a video.
 
-        It is every image and every time of a video, or all of a sample where these are not counted.
+        A whole sample is a single piece if its images were not counted separately.
 
         Returns:
-            Tokens and their squares of every piece, and the pieces of every sample; all int64.
+            Tokens and squared tokens per piece, pieces per sample; int64.
         """
         if self.image_sizes is not None:
             tokens, counts = self.image_sizes.pieces(samples)
@@ -218,11 +210,10 @@ class Lengths:
         return tokens, squares, np.ones(len(samples), np.int64)
 
     def sizes(self, names: Sequence[str]) -> np.ndarray:
-        """Counts of these features in every sample, int64 [names, samples]."""
+        """Features per sample, int64 [names, samples]."""
         return np.stack([self.column(name) for name in names]).astype(np.int64)
 
     def take(self, rows: np.ndarray) -> "Lengths":
-        """Select the samples of these rows."""
         return replace(
             self,
             items={name: column[rows] for name, column in self.items.items()},
@@ -235,7 +226,7 @@ class Lengths:
         )
 
     def annotation_indices(self, rows: np.ndarray) -> np.ndarray:
-        """Indices of these rows' samples in the annotations, int64 [rows]."""
+        """Annotation indices of the rows, int64 [rows]."""
         return rows if self.sample is None else self.sample[rows]
 
 
@@ -246,17 +237,17 @@ _SHORTER = (
 
 
 def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
-    """Draw `samples` samples at random, in their original order; all if there are no more."""
+    """Draw at most `samples` samples at random, in their original order."""
     if samples >= len(lengths):
         return lengths
     return lengths.take(np.sort(np.random.default_rng(seed).permutation(len(lengths))[:samples]))
 
 
 def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTER) -> None:
-    """Refuse a sample that is longer than the model's RoPE serves as it is trained here.
+    """Raise if a sample exceeds the model's RoPE range; length-dependent RoPE scaling is
+    unsupported.
 
-    Released models may scale it from there on, by the length of the sample, which is not done here.
-    Positions start anew with every sample of a pack, so it is samples that are limited.
+    Positions restart at each sample of a pack, so only samples are limited.
     """
     most = model.language.max_positions
     if most is not None and tokens > most:
@@ -267,8 +258,7 @@ def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _S
 
 
 def write_lengths(lengths: Lengths, path: Path) -> None:
-    """Write Parquet: items, tokens, loss_tokens, squares of items and lists of images if any,
-    source (dictionary of names), sample if any."""
+    """Write lengths as Parquet, with the columns of this module's docstring."""
     source = pa.DictionaryArray.from_arrays(
         pa.array(lengths.source, pa.int32()), pa.array(lengths.source_names, pa.string())
     )
@@ -292,7 +282,6 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
 
 
 def _lists(sizes: ImageSizes) -> dict[str, pa.Array]:
-    """Lists of every sample's images, by the column's name."""
     offsets = pa.array(np.append(0, np.cumsum(sizes.counts)), pa.int64())
     return {
         column: pa.LargeListArray.from_arrays(
@@ -303,7 +292,7 @@ def _lists(sizes: ImageSizes) -> dict[str, pa.Array]:
 
 
 def read_lengths(paths: Sequence[Path]) -> Lengths:
-    """Read and join length files: Parquet, OmniBal's list of lengths, or its meta JSON of lists."""
+    """Read and join length files: Parquet, OmniBal's list of lengths or its meta JSON."""
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_file(path)]
@@ -323,7 +312,7 @@ def _joined(parts: Sequence[Lengths]) -> Lengths:
         for part in parts
     ]
     item_names = sorted({name for part in parts for name in part.items})
-    # Squares that every part with such items has, and images one by one in the same way.
+    # Keep only squares and image lists that all parts have.
     lacking = {squares_of(name) for part in parts for name in part.without_squares}
     squares = sorted({name for part in parts for name in part.squares} - lacking)
 
@@ -343,7 +332,7 @@ def _joined(parts: Sequence[Lengths]) -> Lengths:
 
 
 def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
-    """Images of all parts, where every part with tokens of images has them one by one."""
+    """Join image sizes, None unless every part with image tokens has them."""
     counted = [part.image_sizes for part in parts]
     if all(sizes is None for sizes in counted) or any(p.is_without_image_sizes for p in parts):
         return None
@@ -352,7 +341,7 @@ def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:
-    """List the files that `read_lengths` reads for these, with those that a meta JSON names."""
+    """List the files that `read_lengths` reads, including files named in a meta JSON."""
     named = [
         named
         for path in paths
@@ -388,7 +377,7 @@ def _check_counts(lengths: Lengths, paths: Sequence[Path]) -> None:
 
 
 def _check_image_sizes(lengths: Lengths, sizes: ImageSizes, paths: Sequence[Path]) -> None:
-    """Refuse lists of images that are not what the samples' sums are of."""
+    """Raise if image lists contradict the samples' sums."""
     are_counts = all((sizes.images[name] > 0).all() for name in _SIZES)
     for name, found in ((_IMAGE_TOKENS, sizes.tokens), (squares_of(_IMAGE_TOKENS), sizes.squares)):
         wrong = lengths.column(name) != found
@@ -457,7 +446,7 @@ def _image_sizes(columns: Columns) -> ImageSizes | None:
 
 
 def _rows(columns: Columns) -> bytes | None:
-    """What the column `sample` says of rows of a plan's data; None where it is of annotations."""
+    """Metadata on plan rows in `sample`, None for annotation indices."""
     return (columns.schema.metadata or {}).get(_ROWS_KEY)
 
 
@@ -489,7 +478,7 @@ def _is_meta(text: str) -> bool:
 
 
 def _named_files(text: str, path: Path) -> dict[str, Path]:
-    """Length files that a meta JSON of lengths names, by source."""
+    """Length files by source, named in a meta JSON."""
     entries = parse_json_model(
         dict[str, _MetaEntry],
         text,
@@ -498,7 +487,7 @@ def _named_files(text: str, path: Path) -> dict[str, Path]:
     )
     if not entries:
         raise UserError(f"{path}: names no lengths file; at least one source must be given")
-    # An absolute path stays what it is.
+    # Absolute paths stay unchanged.
     return {name: path.parent / entry.token_lengths for name, entry in entries.items()}
 
 
@@ -507,7 +496,7 @@ def _read_text(path: Path) -> str:
 
 
 def _from_records(text: str, path: Path, source_name: str) -> Lengths:
-    """OmniBal's public format; it has no loss counts, which are therefore read as 0."""
+    """Lengths from OmniBal's public format, which has no loss counts (0)."""
     records = parse_json_model(
         list[_Record],
         text,

@@ -1,10 +1,8 @@
-"""Whisper's features: log-mel frames of a clip (Radford et al. 2022, arXiv 2212.04356, 2.2).
+"""Whisper's log-mel features of a clip (Radford et al. 2022, arXiv 2212.04356, 2.2).
 
-A frame is a window of 25 ms, one every 10 ms, in mel bands on a log scale. What is 8 decades below
-the clip's largest value is raised to that, and all is scaled to about -1 to 1. Each clip has a
-maximum of its own, as each window of 30 s has in Whisper.
-
-Shapes: S samples, F frames, W samples of a window, Q frequencies, B mel bins.
+25 ms windows every 10 ms. Values are floored 8 decades below the clip's maximum, then scaled to
+about
+-1 to 1. Shapes: S samples, F frames, W samples of a window, Q frequencies, B mel bins.
 """
 
 from functools import lru_cache
@@ -16,15 +14,15 @@ from omnibal.data.recordings import RATE_HZ, SAMPLES_PER_FRAME
 _WINDOW = 400  # samples, 25 ms, as Whisper has them
 _LEAST_POWER = 1e-10  # Whisper's floor
 _DECADES = 8.0  # below the loudest, at which Whisper cuts off
-# Slaney's scale: linear up to 1 kHz, from there 27 steps for a factor of 6.4.
+# Slaney's scale: linear up to 1 kHz, then 27 steps per factor of 6.4.
 _HZ_PER_MEL, _LINEAR_HZ, _MELS_PER_NATURAL = 200 / 3, 1_000.0, 27 / np.log(6.4)
 
 
 def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
-    """Features of one clip at 16 kHz, float32 [B, F]; S is a multiple of 160, at least 320."""
+    """Features of a 16 kHz clip, float32 [B, F]; S is a multiple of 160, at least 320."""
     mirrored = np.pad(wave_S.astype(np.float64), _WINDOW // 2, mode="reflect")
     windows_FW = np.lib.stride_tricks.sliding_window_view(mirrored, _WINDOW)[::SAMPLES_PER_FRAME]
-    # The last one, whose middle is the end of the clip, is left out.
+    # The last frame, centred on the end of the clip, is dropped.
     hann_W = np.sin(np.pi * np.arange(_WINDOW) / _WINDOW) ** 2  # periodic
     spectrum_FQ = np.fft.rfft(windows_FW[:-1] * hann_W)
     power_FQ = spectrum_FQ.real**2 + spectrum_FQ.imag**2
@@ -36,7 +34,7 @@ def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
 
 @lru_cache
 def mel_filters(mel_bins: int) -> np.ndarray:
-    """Triangular filters from 0 to 8 kHz with equal areas, float64 [B, Q]."""
+    """Equal-area triangular filters from 0 to 8 kHz, float64 [B, Q]."""
     frequencies_Q = np.fft.rfftfreq(_WINDOW, 1 / RATE_HZ)
     corners = _hz(np.linspace(0, _mels(RATE_HZ / 2), mel_bins + 2))
     low, middle, high = (corners[k : mel_bins + k, None] for k in range(3))

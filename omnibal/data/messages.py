@@ -1,10 +1,10 @@
-"""Messages of a record, as any of the usual trainers' forms writes them, in one form.
+"""Read a record's messages from any usual trainer's format.
 
     {"conversations": [{"from": "human", "value": "..."}, ...]}      ShareGPT, LLaVA, LLaMA-Factory
     {"messages": [{"role": "user", "content": "..."}, ...]}          ms-swift, chat templates
     {"messages": [{"role": "user", "content": [{"type": "image", "image": "a.jpg"}, ...]}, ...]}
 
-Parts of the last become text in which a mark stands for each item, as in the others.
+Media parts become marks in the text.
 """
 
 import json
@@ -20,34 +20,32 @@ MARK_OF: dict[Medium, str] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 
 
 class InvalidRecordError(ValueError):
-    """A record is malformed; the caller adds its file and number."""
+    """Malformed record; the caller adds file and number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Message:
-    """What one role says once."""
-
     role: Role
     text: str
     learned: bool = True
-    """Whether it is trained on, if the assistant says it."""
+    """Whether an assistant message is trained on."""
     reasoning: str | None = None
-    """What the assistant thinks before it says so."""
+    """The assistant's reasoning before its text."""
     calls: tuple[str, ...] = ()
-    """Calls of tools that the assistant makes, each a JSON object of "name" and "arguments"."""
+    """Tool calls, as JSON objects with "name" and "arguments"."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Messages:
-    """All messages of a record, and the items that parts of them name."""
+    """Messages of a record and the media named in their parts."""
 
     messages: tuple[Message, ...]
     speakers: tuple[str, ...]
-    """Roles as the record names them."""
+    """Roles as written in the record."""
     key: str
-    """Key of the record that they are of."""
+    """The record's key of these messages."""
     items: dict[Medium, list[Any]] = field(default_factory=dict)
-    """What parts name, in order; a part may also stand for the next item that the record names."""
+    """Media named in parts, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +58,7 @@ _LISTS = {
     "conversations": _Form("from", "value"),
     "messages": _Form("role", "content"),
 }
-"""Lists that a record may have, and the form that their messages usually are of."""
+"""Message list keys and their usual format."""
 _ROLES: dict[str, Role] = {
     **dict.fromkeys(("system",), "system"),
     **dict.fromkeys(("human", "user"), "user"),
@@ -68,9 +66,9 @@ _ROLES: dict[str, Role] = {
     **dict.fromkeys(("observation", "tool", "tool_response"), "tool"),
 }
 _CALLING = ("function_call", "tool_call")
-"""Roles of an assistant whose text is a call, or a list of calls, of tools."""
+"""Assistant roles with text that is a tool call or a list of calls."""
 _UNSPOKEN = ("id", "name", "tool_call_id")
-"""Keys of a message that no template writes."""
+"""Message keys that no template writes."""
 _PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
     "image": ("image", ("image", "path", "url")),
     "image_url": ("image", ("image_url",)),
@@ -79,15 +77,11 @@ _PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
     "audio": ("audio", ("audio", "path", "url")),
     "audio_url": ("audio", ("audio_url",)),
 }
-"""Types of parts that show or say something, and the keys by which they may name it."""
+"""Media part types and the keys that may name the file."""
 
 
 def read_messages(record: dict[str, Any]) -> Messages:
-    """The messages of a record.
-
-    Raises:
-        InvalidRecordError: they are not of one of the forms; names the key.
-    """
+    """Read the messages; raises InvalidRecordError, which names the key."""
     key = _key_of_messages(record)
     given = record.get(key)
     form = _form_of(given, key)
@@ -120,7 +114,7 @@ def _key_of_messages(record: dict[str, Any]) -> str:
 
 
 def _form_of(given: Any, key: str) -> _Form:
-    """The form of the first message; that of the key where it is of none."""
+    """Format of the first message, by default the key's."""
     first = given[0] if isinstance(given, list) and given else None
     usual = _LISTS[key]
     if not isinstance(first, dict) or usual.speaker in first:
@@ -129,7 +123,7 @@ def _form_of(given: Any, key: str) -> _Form:
 
 
 def _read_message(message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]) -> Message:
-    """One message; the items that its parts name are added to `items`."""
+    """Read a message and add its media to `items`."""
     said = {key: value for key, value in message.items() if value is not None}
     speaker = said.pop(form.speaker, None)
     role = _ROLES.get(speaker) if isinstance(speaker, str) else None
@@ -167,7 +161,7 @@ def _read_text(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str
 
 
 def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
-    """A part's text, or the mark of its item, whose name is added to `items` if it has one."""
+    """Text or media mark of a part; adds its media to `items`."""
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, dict) else None
@@ -207,7 +201,7 @@ def _read_reasoning(reasoning: Any) -> str:
 
 
 def _read_calls(given: Any) -> tuple[str, ...]:
-    """Calls of tools, given as JSON or as the text of it, one or several."""
+    """Parse tool calls from JSON or its text, a single call or a list."""
     calls = _parsed(given)
     calls = [calls] if isinstance(calls, dict) else calls
     if not isinstance(calls, list):
@@ -230,7 +224,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "reasoning_content": ("reasoning", _read_reasoning),
     "tool_calls": ("calls", _read_calls),
 }
-"""What an assistant's message may have beside its text: field of the message, and its reader."""
+"""Optional assistant keys: message field and reader."""
 
 
 def _parsed(given: Any) -> Any:

@@ -1,18 +1,16 @@
-"""Mixtures of sources: how often the samples of each are trained, by epochs or by weight.
+"""Mixtures of sources, by epochs or weight.
 
-    samples = 1_000_000      # of the whole mixture (default: as many as the weighted sources have)
-    most_epochs = 4          # that no weighted source is seen more often than
+    samples = 1_000_000      # of the whole mixture (default: all of the weighted sources)
+    most_epochs = 4          # max epochs of a weighted source
 
     [sources.ocr]
-    weight = 2               # of what the sources with epochs leave over
+    weight = 2               # share of the samples left by sources with epochs
 
     [sources.books]
-    epochs = 1.5             # every sample once, and half of them, drawn at random, twice
+    epochs = 1.5             # every sample once, and a random half twice
 
-A weight is of samples, as in the `blend` of Energon's metadatasets and Megatron's `--data-path`;
-`epochs` is what Energon's `blend_epochized` calls repetitions. A source that is seen twice has two
-rows of each sample, which are packed and ordered like any others, so that the mixture is the same
-all through the run.
+Weights count samples, as in Energon's `blend` and Megatron's `--data-path`; `epochs` is Energon's
+repetitions in `blend_epochized`. Repeated samples have repeated rows, spread over the run.
 """
 
 import math
@@ -34,11 +32,11 @@ _Times = Annotated[float, Field(gt=0, allow_inf_nan=False, le=1e6)]
 
 
 class SourceRule(Frozen):
-    """How often a source is seen: by its weight or in epochs."""
+    """Weight or epochs of a source."""
 
     weight: _Times | None = None
     epochs: Annotated[float, Field(ge=0, allow_inf_nan=False, le=1e6)] | None = None
-    """Times that its samples are seen; 0 leaves it out."""
+    """Passes over the source; 0 drops it."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "SourceRule":
@@ -48,26 +46,22 @@ class SourceRule(Frozen):
 
 
 class Mixture(Frozen):
-    """What a run sees of every source."""
-
     samples: Count | None = None
     most_epochs: _Times | None = None
-    """Most times that the samples of a weighted source are seen; what that leaves over goes to the
-    other weighted sources."""
+    """Max passes over a weighted source; the excess goes to other weighted sources."""
     sources: dict[str, SourceRule]
 
 
 def read_mixture(path: Path) -> Mixture:
-    """Read a mixture from TOML."""
     remedy = "a mixture has a table [sources.NAME] a source, with weight or epochs"
     return read_toml_model(Mixture, path, remedy)
 
 
 def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> np.ndarray:
-    """Samples that are seen of every source, int64 [sources].
+    """Samples drawn per source, int64 [sources].
 
     Args:
-        available: samples that there are of each, int64 [sources].
+        available: samples per source, int64 [sources].
     """
     _check_names(mixture, names)
     rules = [mixture.sources[name] for name in names]
@@ -94,14 +88,13 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
 
 
 def _most_seen(mixture: Mixture, available: np.ndarray) -> np.ndarray:
-    """Most samples that are seen of weighted sources with so many, in whole numbers; infinite where
-    nothing limits them."""
+    """Max samples per weighted source, as whole numbers, infinite if unlimited."""
     most = math.inf if mixture.most_epochs is None else mixture.most_epochs
     return np.floor(most * available + 1e-9)  # 0.29 x 100 is 28.999...
 
 
 def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> list[str]:
-    """Say what of a mixture is not as its weights and samples ask for, a sentence each."""
+    """Sentences on how the result deviates from the mixture's weights and samples."""
     seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
     rules = [mixture.sources[name] for name in names]
     if most is not None:
@@ -140,7 +133,7 @@ def _check_names(mixture: Mixture, names: Sequence[str]) -> None:
 
 
 def _shared(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
-    """Share samples by weight, none above its most, in whole numbers; all are [sources]."""
+    """Split samples by weight, capped by `most`, as whole numbers, [sources]."""
     share, free = np.zeros(len(weight)), np.ones(len(weight), bool)
     while free.any():
         left = samples - share[~free].sum()
@@ -151,17 +144,14 @@ def _shared(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
         share[over] = most[over]
         free &= ~over
     whole = np.floor(share + 1e-9)
-    # What rounding leaves over goes to the largest remainders.
+    # Give the rounding remainder to the largest fractions.
     largest = np.argsort(whole - share, kind="stable")[: round(share.sum() - whole.sum())]
     whole[largest] += 1
     return whole
 
 
 def drawn(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
-    """Samples of a mixture, in their order, each as often as it is seen.
-
-    Where a source is not seen a whole number of times, which samples come once more is drawn.
-    """
+    """Samples of a mixture in order, repeated by epochs; partial epochs are drawn at random."""
     sources = len(lengths.source_names)
     available = np.bincount(lengths.source, minlength=sources)
     seen = samples_of_sources(mixture, lengths.source_names, available)

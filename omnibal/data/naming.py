@@ -1,4 +1,4 @@
-"""Names that a dataset's own description gives to the keys of its records (LLaMA-Factory's)."""
+"""Key names from a dataset's own description (LLaMA-Factory)."""
 
 from typing import Any
 
@@ -16,17 +16,17 @@ _ROLES = {
     "function_tag": ("function_call", "tool_call"),
     "system_tag": ("system", "system"),
 }
-"""Tags of roles, what they are by default, and the role that is read."""
+"""Role tags: default tag and role."""
 
 
 class Naming(Frozen):
-    """Keys and roles of records, by LLaMA-Factory's names for them."""
+    """LLaMA-Factory's key and role names."""
 
     columns: dict[str, str] = Field(default={})
     tags: dict[str, str] = Field(default={})
 
     def check(self, where: str) -> None:
-        """Refuse names that are not known; raises UserError."""
+        """Raise UserError on unknown names."""
         tables = (
             ("columns", self.columns, _COLUMNS),
             ("tags", self.tags, ("role_tag", "content_tag", *_ROLES)),
@@ -39,11 +39,7 @@ class Naming(Frozen):
                     )
 
     def applied(self, record: dict[str, Any]) -> dict[str, Any]:
-        """The record with the names that are read.
-
-        Raises:
-            InvalidRecordError: it lacks a column that is named.
-        """
+        """Record with standard names; raises InvalidRecordError if a named column is missing."""
         renamed = dict(record)
         for column, key in self.columns.items():
             if key not in record:

@@ -1,8 +1,7 @@
-"""Images and videos at their native resolution: how many tokens they are, and the text around them.
+"""Tokens and text of native-resolution images and videos, by the released models' own rules.
 
-The rules are those of the released models' own processors: Qwen2-VL (arXiv 2409.12191, section 2.1)
-and Qwen3-VL, GLM-4.5V (arXiv 2507.01006), Kimi-VL (arXiv 2504.07491) and Gemma 3 (arXiv 2503.19786,
-section 2.1). Tests compare them with Transformers' processors.
+Qwen2-VL (arXiv 2409.12191, section 2.1), Qwen3-VL, GLM-4.5V (arXiv 2507.01006), Kimi-VL (arXiv
+2504.07491) and Gemma 3 (arXiv 2503.19786, section 2.1); tests compare with Transformers.
 """
 
 import math
@@ -17,74 +16,68 @@ from omnibal.data.image_sizes import IMAGE, ImageSizes
 from omnibal.model.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200
-"""Longest side over shortest that processors of Qwen's and GLM's models take."""
+"""Max ratio of longest to shortest side of Qwen's and GLM's processors."""
 
 
 class OddImage(ValueError):
-    """An image that no processor takes; the message says why, and the caller which it is."""
+    """Image unsupported by every processor; the caller adds its name."""
 
 
 class Grid(NamedTuple):
-    """Patches of an image or of a video; those of a cell are neighbours where they are listed."""
+    """Patches of an image or video; a cell's patches are adjacent."""
 
     times: int
-    """Groups of frames that share patches: 1 of an image."""
+    """Groups of frames that share patches, 1 for an image."""
     rows: int
     columns: int
 
     @property
     def patches(self) -> int:
-        """Patches of all times."""
         return self.times * self.rows * self.columns
 
 
 class Shown(NamedTuple):
-    """An image or a video that a sample shows."""
+    """Image or video of a sample."""
 
     grid: Grid
     seconds: float | None = None
-    """Time from one patch of a video's frames to the next; None of an image."""
+    """Seconds between patches of a video, None for an image."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """Runs of tokens that attend to each other: one of an image, one for each patch of frames."""
+    """Runs of tokens that attend to each other: an image, or a frame group of a video."""
 
     number: int
     tokens: int
-    """Tokens of each run."""
+    """Tokens per run."""
 
     @property
     def all_tokens(self) -> int:
-        """Tokens of all."""
         return self.number * self.tokens
 
     @property
     def squares(self) -> int:
-        """Sum of the squares of their tokens."""
+        """Sum of squared run lengths."""
         return self.number * self.tokens**2
 
 
 def image_segments(width: int, height: int, rule: ImageRule) -> Segments:
-    """Tokens of an image of `width` x `height` pixels.
+    """Tokens of a `width` x `height` pixel image; raises OddImage if too long and narrow.
 
     Example:
         >>> image_segments(640, 480, ImageRule(patch_size=14))
         Segments(number=1, tokens=391)
-
-    Raises:
-        OddImage: it is too long and narrow.
     """
     return segments_of(image_grid(width, height, rule), rule)
 
 
 def segments_of(grid: Grid, rule: ImageRule) -> Segments:
-    """Tokens of an image or of a video by its patches."""
+    """Tokens of an image or video from its patches."""
     return Segments(grid.times, grid.rows * grid.columns // rule.merge_size**2)
 
 
 def sizes_of(shown: Sequence[Sequence[Segments]]) -> ImageSizes:
-    """Sizes of what samples show, of every sample its images and videos."""
     images = [(each.number, each.tokens) for segments in shown for each in segments]
     counts = [len(segments) for segments in shown]
     return ImageSizes(images=np.array(images, IMAGE), counts=np.array(counts, np.int64))
@@ -92,11 +85,7 @@ def sizes_of(shown: Sequence[Sequence[Segments]]) -> ImageSizes:
 
 @lru_cache(maxsize=65_536)
 def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
-    """Patches of an image of `width` x `height` pixels.
-
-    Raises:
-        OddImage: it is too long and narrow.
-    """
+    """Patches of a `width` x `height` pixel image; raises OddImage if too long and narrow."""
     cell = rule.cell_pixels
     match rule.resize:
         case "fixed":
@@ -113,11 +102,7 @@ def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
 
 @lru_cache(maxsize=65_536)
 def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
-    """Patches of so many frames of `width` x `height` pixels, the last repeated to whole patches.
-
-    Raises:
-        OddImage: they are too long and narrow.
-    """
+    """Patches of a video, last frame repeated to whole patches; raises OddImage if too narrow."""
     if rule.video is None:
         return image_grid(width, height, rule)._replace(times=frames)
     cell, together = rule.cell_pixels, rule.frames_per_patch
@@ -144,11 +129,11 @@ def _smart(
     frames: int = 1,
     rounded_frames: int = 1,
 ) -> tuple[int, int]:
-    """Sides in whole cells, near to the given ones, whose pixels are within limits.
+    """Round both sides to whole cells, within pixel limits.
 
     Args:
-        limits: least and most pixels of all frames.
-        frames: that count, and `rounded_frames` of whole patches.
+        limits: min and max pixels of all frames.
+        rounded_frames: `frames` rounded to whole patches.
     """
     ratio = max(width, height) / min(width, height)
     if ratio > MAX_ASPECT_RATIO:
@@ -165,7 +150,7 @@ def _smart(
 
 
 def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
-    """Sides of which neither is below a cell's."""
+    """Scale both sides up to at least a cell."""
     if min(width, height) >= cell:
         return width, height
     scale = max(cell / height, cell / width)
@@ -173,7 +158,7 @@ def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
 
 
 def _padded(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
-    """Sides shrunk to the most patches, and padded to whole cells."""
+    """Sides shrunk to the max number of patches and padded to whole cells."""
     patch, cell = rule.patch_size, rule.cell_pixels
     patches = max(1, width // patch) * max(1, height // patch)
     scale = min(1.0, math.sqrt(rule.max_pixels // patch**2 / patches))
@@ -193,7 +178,7 @@ def _each(width: int, height: int, change: Callable[[int], int]) -> tuple[int, i
 
 
 def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
-    """Frames of a folder that the model sees: all, or as many as it may, evenly spread.
+    """Indices of frames shown to the model, evenly spread.
 
     Example:
         >>> seen_frames(9, VideoConfig(max_frames=3))
@@ -206,11 +191,7 @@ def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
 
 
 def check_frames(frames: int, rule: ImageRule) -> None:
-    """Refuse a video that fills no patch, which Qwen3-VL's processor does too.
-
-    Raises:
-        OddImage: it has fewer frames than share a patch.
-    """
+    """Raise OddImage if a video has fewer frames than a patch, as Qwen3-VL's processor does."""
     together = rule.frames_per_patch
     if frames < together:
         raise OddImage(f"has {frames} frame(s), and {together} share a patch; name it as an image")
@@ -219,13 +200,11 @@ def check_frames(frames: int, rule: ImageRule) -> None:
 def sampled_frames(
     frames: int, frames_per_second: float, video: VideoConfig, rule: ImageRule
 ) -> list[int]:
-    """Frames of a video file that the model sees, `video.frames_per_second` of them a second.
+    """Sample `video.frames_per_second` frames per second from a video file, as Qwen's processors
+    do.
 
-    As Qwen's processors choose them: by equal steps from the first one, whole patches of them
-    (Qwen2-VL), or evenly from the first to the last (Qwen3-VL).
-
-    Raises:
-        OddImage: it has fewer frames than share a patch.
+    Equal steps from the first frame (Qwen2-VL), or even from first to last (Qwen3-VL); raises
+    OddImage if the video has fewer frames than a patch.
     """
     check_frames(frames, rule)
     together = rule.frames_per_patch
@@ -235,13 +214,13 @@ def sampled_frames(
         return np.linspace(0, frames - 1, number).round().astype(int).tolist()
     most = min(video.max_frames, frames) // together * together
     number = math.floor(min(max(wanted, video.min_frames), most) / together) * together
-    # In 32 bits, as torch.arange has them, which may add one more that is behind the end.
+    # float32 as in torch.arange, which may yield an extra frame past the end.
     steps = (np.arange(number) * (frames / number)).astype(np.float32)
     return steps.astype(int).tolist()
 
 
 def image_text(rule: ImageRule) -> str:
-    """Text of an image, with one of its tokens, which is to be repeated."""
+    """Text of an image, with its token to repeat once."""
     text = rule.image_text
     return text.before + text.each + text.after
 
@@ -249,13 +228,13 @@ def image_text(rule: ImageRule) -> str:
 def video_text(
     frames: Sequence[int], rule: ImageRule, frames_per_second: float | None = None
 ) -> str:
-    """Text of a video, with one token of every segment, which is to be repeated.
+    """Text of a video, with a token to repeat per segment.
 
-    Where the model has no rule for videos, every frame is an image.
+    Without a rule for videos, every frame is an image.
 
     Args:
-        frames: numbers of the frames that are seen.
-        frames_per_second: of the video; left out, that of a folder of frames.
+        frames: indices of shown frames.
+        frames_per_second: default: the rate of a folder of frames.
     """
     video, together = rule.video, rule.frames_per_patch
     if video is None:
@@ -274,13 +253,13 @@ def video_text(
 
 
 def text_places(frames: Sequence[int], rule: ImageRule) -> int:
-    """Segments that have a token of their own in `video_text`."""
+    """Number of placeholder tokens in `video_text`."""
     if rule.video is None:
         return len(frames)
     return 1 if rule.video.times == "none" else -(-len(frames) // rule.frames_per_patch)
 
 
 def repeated_tokens(rule: ImageRule) -> tuple[str, ...]:
-    """Pieces that are repeated for the tokens of images and of videos."""
+    """Pieces repeated for image and video tokens."""
     pieces = (rule.image_text, *((rule.video.text,) if rule.video else ()))
     return tuple(dict.fromkeys(text.each for text in pieces))

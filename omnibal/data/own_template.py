@@ -1,10 +1,9 @@
-"""Conversations as the chat template that comes with a tokenizer writes them.
+"""Write conversations by the tokenizer's own Jinja chat template.
 
-The template is Jinja text beside the tokenizer (`chat_template.jinja`, or in
-`tokenizer_config.json`), so that token ids are those of Transformers' `apply_chat_template`. Where
-the template marks what the model says (`{% generation %}`), loss falls there. Else it falls on what
-an answer's message adds behind the prompt for it, up to the piece that closes it; so a prompt and
-its conversation must begin equally, which is checked.
+Token ids equal Transformers' `apply_chat_template`. Text in `{% generation %}` carries loss.
+Without
+it, loss covers the text that an answer adds after its prompt, up to the closing piece; the prompt
+must then be a prefix of the conversation, which is checked.
 """
 
 import json
@@ -32,19 +31,19 @@ _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 @dataclass(frozen=True, slots=True)
 class ItemPieces:
-    """How a family writes an image, of which its template writes one piece."""
+    """How a model family writes an image."""
 
     written: str
-    """The piece that the template writes for an image."""
+    """Piece written by the template."""
     repeated: str
-    """The piece that stands once for every token of the image."""
+    """Piece repeated per image token."""
     before: str = ""
-    """Text that takes the place of the written piece together with the repeated one."""
+    """Text before the repeated piece."""
     after: str = ""
 
     @property
     def text(self) -> str:
-        """What an image becomes, with the repeated piece once."""
+        """Text of an image, with the repeated piece once."""
         return f"{self.before}{self.repeated}{self.after}"
 
 
@@ -61,33 +60,31 @@ _FAMILIES = (
 
 @dataclass(frozen=True, slots=True)
 class WrittenConversation:
-    """A conversation as text."""
-
     text: str
     learned: tuple[tuple[int, int], ...]
-    """First character, and the one behind the last, of what carries loss."""
+    """Character ranges with loss, as (start, end)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTemplate:
-    """A tokenizer's chat template, and what is found out about it once."""
+    """Tokenizer's chat template and its detected properties."""
 
     tokenizer: Tokenizer
     text: str
     rule: ImageRule | None
-    """How images and videos at their native resolution become tokens, if the model takes such."""
+    """Native-resolution rule of the model, if any."""
     images: ItemPieces | None
-    """How it writes an image; None where it writes none that is known."""
+    """How an image is written, None if the template writes no known piece."""
     video: str | None
-    """What it writes for a video, in whose place the text of its frames goes."""
+    """Text for a video, replaced by its frames' text."""
     answer_end: str | None
-    """The special piece that closes an answer; None where it writes none (GLM-4.5)."""
+    """Special piece that closes an answer, None if absent (GLM-4.5)."""
     strips_answers: bool
-    """Whether it removes the spaces around an answer."""
+    """Whether answers are stripped."""
 
     @property
     def repeated(self) -> tuple[str, ...]:
-        """Pieces that stand once for every token of images and videos."""
+        """Pieces repeated per image or video token."""
         shown = () if self.images is None else (self.images.repeated,)
         watched = (
             () if self.rule is None or self.rule.video is None else (self.rule.video.text.each,)
@@ -96,7 +93,7 @@ class OwnTemplate:
 
     @property
     def control_pieces(self) -> tuple[str, ...]:
-        """Pieces that only the template may write: special ones in it, and those of images."""
+        """Pieces reserved for the template."""
         shown = () if self.images is None else (self.images.written, self.images.repeated)
         special = [piece for piece in self.tokenizer.special_pieces if piece in self.text]
         return tuple(dict.fromkeys((*special, *shown)))
@@ -104,10 +101,10 @@ class OwnTemplate:
 
 @lru_cache(maxsize=16)
 def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
-    """The chat template that comes with a tokenizer.
+    """Return the tokenizer's chat template.
 
     Args:
-        rule: of the model's encoder of images at their native resolution, if it has one.
+        rule: native-resolution rule of the model, if any.
     """
     text = tokenizer.template
     if text is None:
@@ -136,7 +133,7 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
 
 
 def _written_video(tokenizer: Tokenizer) -> str | None:
-    """What the template writes for a video; None where it writes none."""
+    """Text that the template writes for a video, None if absent."""
     around = {"type": "text", "text": _STAND_IN}
     question = _message("user", [around, {"type": "video"}, around])
     try:
@@ -153,12 +150,12 @@ def encode_conversation(
     tokens_per_place: Sequence[int],
     template: OwnTemplate,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids of the whole conversation, int64 [tokens], and whether each is learned, bool.
+    """Return token ids, int64 [tokens], and loss mask, bool.
 
-    A token is learned if it begins in what is.
+    A token is learned if its first character is.
 
     Args:
-        tokens_per_place: of every image, or of every place of a video's text.
+        tokens_per_place: per image, or per placeholder of a video's text.
     """
     ids, starts = template.tokenizer.encode_with_places(written.text)
     first = np.array(starts, np.int64)
@@ -176,7 +173,7 @@ def encode_own_prompt(
     system: str | None,
     template: OwnTemplate,
 ) -> np.ndarray:
-    """Token ids of everything before the answer of `turn`, int64 [tokens]."""
+    """Token ids before the answer of `turn`, int64 [tokens]."""
     conversation = _conversation(sample, system, template)
     answers = [k for k, said in enumerate(conversation.messages) if said["role"] == "assistant"]
     place = answers[len(answers) - len(sample.turns) + turn]
@@ -188,7 +185,7 @@ def encode_own_prompt(
 def _counts(
     ids: Sequence[int], tokens_per_place: Sequence[int], template: OwnTemplate, sample: Sample
 ) -> np.ndarray:
-    """How often each token stands: 1, or as the image needs it, int64 [tokens]."""
+    """Repeats per token, int64 [tokens]: 1, or tokens per image."""
     counts = np.ones(len(ids), np.int64)
     path = template.tokenizer.path
     if not template.repeated and len(tokens_per_place):
@@ -213,10 +210,10 @@ def _counts(
 def write_conversation(
     sample: Sample, system: str | None, template: OwnTemplate
 ) -> WrittenConversation:
-    """The whole conversation with what of it is learned.
+    """Write a conversation and find its learned spans.
 
     Args:
-        system: message of the model's config, for samples without their own.
+        system: default system message of the model's config.
     """
     conversation = _conversation(sample, system, template)
     messages, learned = conversation.messages, conversation.learned
@@ -237,23 +234,22 @@ def write_conversation(
 
 @dataclass(frozen=True, slots=True)
 class _Conversation:
-    """A sample's messages as templates take them."""
+    """Messages in the template's format."""
 
     template: OwnTemplate
     where: str
     messages: list[dict[str, Any]]
     learned: list[int]
-    """Numbers of the messages that are learned."""
+    """Indices of learned messages."""
     tools: list | None
     videos: tuple[str, ...]
-    """Text of the frames of every video."""
+    """Text of each video's frames."""
 
     def rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """Messages as the template writes them, with images and videos as text, and marks
-        around what the template marks."""
+        """Render messages, with images and videos as text and generation marks."""
         text = _rendered(self.template.tokenizer, messages, self.where, self.tools, prompt)
         if self.videos and self.template.video is not None:
-            # The first ones, where only the first messages are written.
+            # Only the first videos if only the first messages are written.
             first, *behind = text.split(self.template.video)
             pairs = zip(self.videos, behind, strict=False)
             text = first + "".join(video + rest for video, rest in pairs)
@@ -261,8 +257,7 @@ class _Conversation:
         return text if images is None else text.replace(images.written, images.text)
 
     def span(self, place: int, text: str) -> tuple[int, int]:
-        """Where the answer that is the message of this number stands, with the piece that closes
-        it, in the text of a template that does not mark answers."""
+        """Span of an answer with its closing piece, for templates without generation marks."""
         asked = self.rendered(self.messages[:place], prompt=True)
         is_last = place + 1 == len(self.messages)
         answered = text if is_last else self.rendered(self.messages[: place + 1])
@@ -271,8 +266,8 @@ class _Conversation:
         return self._found(place, asked, text)
 
     def _found(self, place: int, asked: str, text: str) -> tuple[int, int]:
-        """Span of an answer that the template writes otherwise once another question follows, as
-        Qwen3's does, which shows no more what was thought before earlier answers."""
+        """Span of an answer that is rendered differently once a question follows, as in Qwen3,
+        which drops earlier reasoning."""
         message, path = self.messages[place], self.template.tokenizer.path
         if "reasoning_content" in message or _REASONED in message["content"]:
             raise UserError(
@@ -296,15 +291,15 @@ class _Conversation:
         piece = self.template.answer_end
         if piece is None or piece not in behind:
             return start, self._closed(end, text)
-        # What else the message has, such as calls, stands before the piece that closes it.
+        # Other content, such as calls, precedes the closing piece.
         return start, end + behind.index(piece) + len(piece)
 
     def _closed(self, end: int, text: str) -> int:
-        """The end of an answer, with the piece that closes it and without what is behind."""
+        """End of an answer, including its closing piece."""
         piece = self.template.answer_end
         if piece is not None and text[:end].rstrip().endswith(piece):
             return len(text[:end].rstrip())
-        # Where none does, the model stops with the piece that opens the next message.
+        # Without a closing piece, the model stops at the piece that opens the next message.
         return end + len(_opening_piece(text[end:], self.template.tokenizer) or "")
 
 
@@ -361,7 +356,7 @@ def _unmarked(marked: str) -> str:
 
 
 def _marked_spans(marked: str) -> list[tuple[int, int]]:
-    """Places of marked parts in the text without the marks."""
+    """Spans of marked parts in the unmarked text."""
     spans, length = [], 0
     for part in re.split(f"({BEGIN}.*?{END})", marked, flags=re.DOTALL):
         inside = part.strip(BEGIN + END)
@@ -376,7 +371,7 @@ def _message(role: str, content: Any) -> dict[str, Any]:
 
 
 def _parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
-    """A question as parts, if it shows something."""
+    """Split a question into parts if it shows images or videos."""
     if not (sample.images or sample.videos):
         return question
     mark = _ITEM if sample.videos else _IMAGE
@@ -395,7 +390,7 @@ def _tools(sample: Sample) -> list | None:
 
 
 def _check(sample: Sample, template: OwnTemplate) -> None:
-    """Refuse what the template would leave out, and text that only it may write."""
+    """Raise if the template would drop content, or if text contains reserved pieces."""
     needed = {
         "tools": sample.tools is not None,
         "tool_calls": any(turn.calls for turn in sample.turns),
@@ -428,7 +423,7 @@ def _rendered(
     tools: list | None = None,
     prompt: bool = False,
 ) -> str:
-    """The messages as the template writes them, with marks around what it marks."""
+    """Render messages, with generation marks."""
     template = compiled_template(tokenizer.template or "", str(tokenizer.path))
     try:
         return render_chat(

@@ -1,11 +1,8 @@
-"""Samples that are rows of a Parquet file, as datasets of the Hugging Face hub are.
+"""Samples that are Parquet rows, as in Hugging Face datasets.
 
-A row is the record that its columns make. Its images and recordings are named, as in any record, or
-inside: bytes, or `{"bytes", "path"}`, one or a list of them, in the column `image` or `images` and
-`audio` or `audios`.
-
-Parquet is read a row group at a time, so that samples in the order of the file cost little, and one
-at random costs its whole group.
+Images and recordings are named as in any record, or stored as bytes or `{"bytes", "path"}`, alone
+or
+in a list, in the columns `image(s)` and `audio(s)`. Random access reads a whole row group.
 """
 
 import hashlib
@@ -32,7 +29,7 @@ _INSIDE: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
     "image": (ImageFile, ("image", "images")),
     "audio": (AudioFile, ("audio", "audios")),
 }
-"""Kind of the files that may be inside, and their columns, by medium."""
+"""File types and columns with stored bytes, by medium."""
 _CHUNK_BYTES = 1 << 24
 _GROUPS = 2  # kept: samples that are read in order cross from one to the next
 _FILES = 256  # whose row groups' places are kept
@@ -40,16 +37,16 @@ _FILES = 256  # whose row groups' places are kept
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """A row of a file at a version."""
+    """Row of a file at a version."""
 
     path: Path
     version: str
-    """What changes whenever the file does."""
+    """Changes with the file."""
     number: int
-    """Number of the row, from 0."""
+    """Row number, from 0."""
 
     def values(self) -> dict[str, Any]:
-        """All columns of the row, without those that have no value."""
+        """Columns with a value."""
         try:
             first = _first_rows(self.path, self.version)
             group = int(np.searchsorted(first, self.number, side="right")) - 1
@@ -62,7 +59,7 @@ class RowPlace:
 
 @dataclass(frozen=True, slots=True)
 class HeldContent:
-    """A file inside a row, of those in some columns."""
+    """File stored in a row."""
 
     place: RowPlace
     columns: tuple[str, ...]
@@ -72,26 +69,26 @@ class HeldContent:
         return f"row {self.place.number + 1}, {self.columns[0]} {self.index + 1}"
 
     def __call__(self) -> BinaryIO:
-        """Read the row, and open the bytes as a file; raises OSError and UserError."""
+        """Read the row and open its bytes; raises OSError and UserError."""
         return io.BytesIO(_contents(self.place.values(), self.columns)[self.index])
 
 
 @dataclass(frozen=True, slots=True)
 class Row(Media):
-    """A row's record, and the images and recordings that it holds or names."""
+    """Record of a row, with stored or named media."""
 
     place: RowPlace
     values: dict[str, Any]
     folder: Media
-    """Where what it names is."""
+    """Resolves named media."""
 
     @property
     def holds_files(self) -> bool:
-        """Whether images or recordings are inside."""
+        """Whether media are stored in the row."""
         return any(_holds(value) for name, value in self.values.items() if _is_of_files(name))
 
     def record(self) -> bytes:
-        """The JSON of all columns but for files inside, and for bytes of which nothing is known."""
+        """JSON of all columns without stored files and unknown bytes."""
         shown = {
             name: _plain(value)
             for name, value in self.values.items()
@@ -109,7 +106,6 @@ class Row(Media):
         return self.folder.video(name)
 
     def unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """The images or recordings inside, in their order."""
         kind, columns = _INSIDE.get(medium, (ImageFile, ()))
         held = [
             HeldContent(self.place, columns, index)
@@ -122,12 +118,11 @@ class Row(Media):
 
 
 def is_rows(path: Path) -> bool:
-    """Whether a file's records are rows of Parquet, by its name."""
     return path.suffix.lower() == ".parquet"
 
 
 def index_rows(path: Path) -> RecordIndex:
-    """Number every row and hash the file; `start` is the row's number, and `size` 1."""
+    """Number the rows and hash the file; `start` is the row number, `size` 1."""
     if not path.is_file():
         raise UserError(f"{path}: no such Parquet file; correct the path in the meta")
     version = version_of(path)
@@ -146,13 +141,12 @@ def index_rows(path: Path) -> RecordIndex:
 
 
 def read_row(place: RowPlace, folder: Media) -> Row:
-    """Read a row."""
     return Row(place, place.values(), folder)
 
 
 @lru_cache(maxsize=_FILES)
 def _first_rows(path: Path, version: str) -> np.ndarray:
-    """First row of every row group, and the number of all rows; int64."""
+    """First row of each row group and the total, int64."""
     with path.open("rb") as file:
         found = pq.ParquetFile(file).metadata
     rows = [found.row_group(group).num_rows for group in range(found.num_row_groups)]
@@ -161,7 +155,7 @@ def _first_rows(path: Path, version: str) -> np.ndarray:
 
 @lru_cache(maxsize=_GROUPS)
 def _group(path: Path, version: str, group: int) -> pa.Table:
-    # Processes that read are many already, and a fork has none of the threads.
+    # Single-threaded: there are many reader processes, and forks lose threads.
     with path.open("rb") as file:
         return pq.ParquetFile(file).read_row_group(group, use_threads=False)
 
@@ -171,23 +165,18 @@ def _is_of_files(column: str) -> bool:
 
 
 def _contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:
-    """The contents of the files inside these columns of a row."""
     return [held for name, value in values.items() if name in columns for held in _held(value)]
 
 
 def _held(value: Any) -> list[bytes]:
-    """The contents inside a column's value: of one file, or a list of them."""
+    """Stored file contents in a value: a single file or a list."""
     parts = value if isinstance(value, list) else [value]
     contents = (part.get("bytes") if isinstance(part, dict) else part for part in parts)
     return [content for content in contents if isinstance(content, bytes)]
 
 
 def _holds(value: Any) -> bool:
-    """Whether files are inside a column's value.
-
-    Raises:
-        InvalidRecordError: some are, and others are named.
-    """
+    """Whether a value stores files; raises InvalidRecordError if it also names files."""
     held = len(_held(value))
     if held and held != len(value if isinstance(value, list) else [value]):
         raise InvalidRecordError("has some of its files inside, and names others; it must do one")
@@ -195,10 +184,8 @@ def _holds(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A value without the keys that have none, which Arrow adds to each of a list of structs.
-
-    A file of the hub's that is not inside is known by its path.
-    """
+    """Value without null keys, which Arrow adds to lists of structs; a file not stored becomes its
+    path."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):

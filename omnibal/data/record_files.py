@@ -1,7 +1,4 @@
-"""Byte ranges of the records of an annotation file: lines of JSONL, or elements of an array.
-
-The parsed records are not kept: a sample is read again from its bytes each time it is asked for.
-"""
+"""Byte ranges of records in JSONL lines or JSON array elements, read again on each access."""
 
 import hashlib
 import json
@@ -28,22 +25,22 @@ _DECODER = json.JSONDecoder()
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordIndex:
-    """The bytes of every record of one file, or the rows of a Parquet file; int64 [records]."""
+    """Byte ranges of a file's records, or Parquet rows; int64 [records]."""
 
     path: Path
     version: str
-    """What changes whenever the file does (`version_of`)."""
+    """Changes with the file (`version_of`)."""
     start: np.ndarray
     size: np.ndarray
     digest: bytes
-    """SHA-256 of the file, or, of a shard, of every sample one after the other."""
+    """SHA-256 of the file, or of each sample of a shard."""
 
     def __len__(self) -> int:
         return len(self.start)
 
 
 def is_array(path: Path) -> bool:
-    """Whether a file is a .json with an array, as LLaVA's are; some .json files hold lines."""
+    """Whether a .json file holds an array (LLaVA) and not lines."""
     if path.suffix.lower() != ".json" or not path.is_file():
         return False
     with path.open("rb") as file:
@@ -51,7 +48,7 @@ def is_array(path: Path) -> bool:
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file is an annotation file, by its name or how it begins, and not a meta."""
+    """Whether a file is an annotation file and not a meta, by name or first bytes."""
     if path.suffix.lower() in (".jsonl", ".parquet") or is_array(path):
         return True
     with path.open("rb") as file:
@@ -71,7 +68,7 @@ def holds_records(path: Path) -> bool:
 
 
 def index_lines(path: Path) -> RecordIndex:
-    """Index every line and hash the file, in one pass."""
+    """Index lines and hash the file in a single pass."""
     if not path.is_file():
         raise UserError(f"{path}: no such annotation file; correct the meta's annotation path")
     version = version_of(path)
@@ -99,7 +96,7 @@ def index_lines(path: Path) -> RecordIndex:
 
 
 def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> int:
-    """Number of lines, not counting blank ones at the end."""
+    """Number of lines before trailing blank lines."""
     for line in reversed(range(len(start))):
         file.seek(start[line])
         if file.read(end[line] - start[line]).strip():
@@ -108,13 +105,13 @@ def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> in
 
 
 def index_array(path: Path) -> RecordIndex:
-    """Index every element of a JSON array and hash the file, in memory of twice the file's size."""
+    """Index array elements and hash the file; needs twice the file's size in memory."""
     version = version_of(path)
     with path.open("rb") as file:
         content = file.read()
     digest = hashlib.sha256(content).digest()
-    # A character for each byte, so that places in the text are places in the file: outside of
-    # strings JSON is ASCII, and no byte of a longer character looks like its quotes.
+    # latin-1 maps each byte to a character, so text positions are byte offsets; quotes in JSON are
+    # ASCII and never part of a longer character.
     text = str(content, "latin-1")
     del content
     starts, ends = array("q"), array("q")
@@ -135,7 +132,7 @@ def index_array(path: Path) -> RecordIndex:
 
 
 def _elements(text: str) -> Iterator[tuple[int, int]]:
-    """Yield the begin and end of every element of an array; raises JSONDecodeError."""
+    """Yield begin and end of each array element; raises JSONDecodeError."""
     place = _after_blank(text, text.index("[") + 1)
     more = text[place : place + 1] != "]"
     while more:

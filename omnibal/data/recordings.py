@@ -1,9 +1,8 @@
-"""Recordings read: how long one is, from its header, and the samples of its clips.
+"""Read recordings: duration from the header, and samples of clips.
 
-A recording is cut into clips of equal length at 16 kHz, of which silence fills up the last. Which
-clips are read together changes none of them: each is decoded and resampled on its own.
-
-Shapes: C clips, S samples of a clip.
+A recording is cut into equal clips at 16 kHz, the last padded with silence. Each clip is decoded
+and
+resampled on its own. Shapes: C clips, S samples of a clip.
 """
 
 import struct
@@ -19,24 +18,23 @@ import soundfile
 from omnibal.data.stored_files import AudioFile
 
 RATE_HZ = 16_000
-"""Samples per second that Whisper takes (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
+"""Whisper's sample rate (Radford et al. 2022, arXiv 2212.04356, section 2.2)."""
 SAMPLES_PER_FRAME = 160
-"""Samples between two log-mel frames: 10 ms."""
+"""Samples between log-mel frames: 10 ms."""
 
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64  # what recorders make, and no more
 _UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
-"""Sizes of the data in headers of WAVs that were written to a pipe, by program, or are over 4 GiB;
-the data is then the rest of the file."""
+"""WAV header sizes of files written to a pipe or over 4 GiB; data extends to the end of the file.
+"""
 _UNKNOWN_SAMPLES = 2**63 - 1
-"""Samples that libsndfile has of a FLAC whose header does not state them."""
+"""libsndfile's length of a FLAC without a stated length."""
 _FILTER_REACH = 10
-"""Input samples, or output samples where these are further apart, that scipy's filter reaches to
-each side."""
+"""Half-width of scipy's filter, in input or output samples, whichever are further apart."""
 
 
 class BadRecording(ValueError):
-    """A recording is unusable: what is wrong with it, and the remedy before training."""
+    """Unusable recording; the message has the remedy."""
 
     def __init__(self, wrong: str, remedy: str = "replace the file or remove the sample") -> None:
         super().__init__(wrong, remedy)
@@ -46,14 +44,12 @@ class BadRecording(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Duration:
-    """Length of a recording."""
-
     samples: int
-    """Samples of each channel, at least 1."""
+    """Samples per channel, at least 1."""
     rate_hz: int
 
     def clips(self, frames: int) -> int:
-        """Clips of so many frames that the recording is cut into, at least 1.
+        """Number of clips of `frames` frames, at least 1.
 
         Example:
             >>> Duration(samples=44_100 * 61, rate_hz=44_100).clips(3_000)
@@ -64,11 +60,10 @@ class Duration:
 
 
 def read_duration(recording: AudioFile) -> Duration:
-    """Length of a whole recording, from its header; nothing is decoded but the last of a FLAC.
+    """Return the duration from the header; only the end of a FLAC is decoded.
 
     Raises:
-        BadRecording: it is missing, broken, truncated, empty, of another format, or a FLAC that
-            does not state its length.
+        BadRecording: missing, broken, truncated, empty, unsupported, or a FLAC of unstated length.
     """
     with _opened(recording) as sound:
         _check_header(sound)
@@ -82,16 +77,13 @@ def read_duration(recording: AudioFile) -> Duration:
 
 
 def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
-    """Read some clips of a recording, the mean of its channels; no more than they need is decoded.
+    """Decode only the wanted clips, averaged over channels; raises BadRecording if unreadable.
 
     Args:
-        wanted: numbers of clips, below the recording's `Duration.clips`.
+        wanted: clip indices below `Duration.clips`.
 
     Returns:
-        waves_CS: samples at 16 kHz, float32; after the end of the recording 0.
-
-    Raises:
-        BadRecording: it cannot be read there.
+        waves_CS: 16 kHz, float32, padded with 0.
     """
     waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
     with _opened(recording) as sound:
@@ -103,12 +95,12 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 
 
 def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
-    """Samples from `start` on at 16 kHz, fewer where the recording ends, float32.
+    """Samples from `start` on at 16 kHz, fewer at the end of the recording, float32.
 
-    They are those of the whole recording resampled: the filter sees all that it reaches, and what
-    is decoded begins where an input sample falls on an output sample.
+    Equal to a slice of the whole resampled recording: decoding covers the filter's reach and begins
+    at an input sample that coincides with an output sample.
     """
-    # Here, as a scan reads headers alone, and would wait for this in each of its processes.
+    # Imported here, as scans read only headers and would wait for it in each process.
     from scipy.signal import resample_poly
 
     common = gcd(RATE_HZ, sound.samplerate)
@@ -142,7 +134,7 @@ def _opened(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     except IsADirectoryError as error:
         raise BadRecording("is a folder", "name a recording in it") from error
     except soundfile.LibsndfileError as error:
-        # Without its prefix, which has the address of the file object.
+        # Without its prefix, the address of the file object.
         raise BadRecording(f"cannot be read ({error.error_string})") from error
     except OSError as error:
         raise BadRecording(f"cannot be read ({error.strerror})") from error
@@ -168,7 +160,7 @@ def _check_header(sound: soundfile.SoundFile) -> None:
 
 
 def _check_end(sound: soundfile.SoundFile) -> None:
-    """Refuse a FLAC that ends before the sample that its header has as the last one."""
+    """Raise if a FLAC ends before its stated last sample."""
     try:
         sound.seek(sound.frames - 1)
         found = len(sound.read(1))
@@ -189,17 +181,17 @@ class _WavData:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the file ends before its data; libsndfile reads what is there."""
+        """Whether the file ends before its data, which libsndfile ignores."""
         return self.stated not in _UNKNOWN_SIZES and self.start + self.stated > self.file
 
     @property
     def was_never_stated(self) -> bool:
-        """Whether it has none by its header, which was not completed, and more follows."""
+        """Whether the header says 0 but data follows (never finalized)."""
         return not self.stated and self.start < self.file and self.stated_of_file < self.file
 
 
 def _wav_data(file: BinaryIO) -> _WavData | None:
-    """Find the data of a WAV; None in what is none or has none."""
+    """Find the data of a WAV, None if not WAV or without data chunk."""
     size = file.seek(0, 2)
     file.seek(0)
     head = file.read(8)
@@ -219,14 +211,13 @@ def _wav_data(file: BinaryIO) -> _WavData | None:
 
 
 class _SizeUnknown:
-    """A WAV read as if its header had the data's size as unknown, and not as 0."""
+    """WAV with its data size replaced by unknown instead of 0."""
 
     def __init__(self, file: BinaryIO, place: int) -> None:
         self._file, self._place = file, place
         self.seek, self.tell = file.seek, file.tell
 
     def read(self, count: int) -> bytes:
-        """Read bytes; those of the size are all ones."""
         start = self._file.tell()
         found = bytearray(self._file.read(count))
         for place in range(max(self._place - start, 0), min(self._place + 4 - start, len(found))):

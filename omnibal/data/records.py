@@ -1,4 +1,4 @@
-"""Checked reading of one sample's JSON record: its images, recordings and conversation."""
+"""Read and check a sample's JSON record: images, videos, recordings and conversation."""
 
 import json
 from abc import ABC, abstractmethod
@@ -25,7 +25,7 @@ _ITEM_KEYS: dict[Medium, tuple[str, str]] = {
     "video": ("video", "videos"),
     "audio": ("audio", "audios"),
 }
-"""Keys of what a record shows and says: of InternVL, then of ms-swift and LLaMA-Factory."""
+"""Record keys for media: InternVL's, then ms-swift's and LLaMA-Factory's."""
 _KEYS = (
     *("conversations", "messages", "system", "tools", "kinds"),
     *(key for keys in _ITEM_KEYS.values() for key in keys),
@@ -36,17 +36,17 @@ _REFUSED_KEYS = (
     *("negative_messages", "positive_messages", "kto_tag", "history", "objects"),
     *("chat_template_kwargs", "documents"),
 )
-"""Keys that other trainers train by, each in a way that is not followed here."""
+"""Keys of other trainers that are not supported here."""
 _FILE_SCHEME = "file://"
 _NO_FILES = ("data:", "http:", "https:", "oss:", "s3:")
 
 
 _Said = tuple[str | None, Message | None, tuple[Turn, ...]]
-"""System message, message of the model before the first question, and turns."""
+"""System message, greeting and turns."""
 
 
 class Media(ABC):
-    """Images, videos and recordings that the names in a record refer to."""
+    """Media that a record's names refer to."""
 
     __slots__ = ()
 
@@ -56,24 +56,19 @@ class Media(ABC):
 
     @abstractmethod
     def video(self, name: str) -> Video:
-        """One video, by the name of its file or of the folder of its frames."""
+        """Return a video by file or frame-folder name."""
 
     @abstractmethod
     def recording(self, name: str) -> AudioFile:
         """One recording."""
 
     def unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """List the images, videos or recordings of a record that names neither images nor videos,
-        or no recordings."""
+        """Media of a record that names none of this kind."""
         return ()
 
 
 def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
-    """Read and check a whole record.
-
-    Raises:
-        InvalidRecordError: it is malformed; names the key.
-    """
+    """Read and check a record; raises InvalidRecordError, which names the key."""
     _check_keys(record)
     messages = read_messages(record)
     images, videos = _read_images(record, messages, media)
@@ -95,11 +90,11 @@ def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Refuse keys that change what other trainers learn, and misspelt ones; others are ignored."""
+    """Raise on keys that change what other trainers learn, and on misspelt keys."""
     for key in record:
         if record[key] is None or key in _KEYS:
             continue
-        # Whether an answer is a good one, of data of preferences; others' labels are names.
+        # A boolean "label" marks preference data; other labels are names.
         is_preference = key == "label" and isinstance(record[key], bool)
         if key in _REFUSED_KEYS or is_preference:
             raise InvalidRecordError(f'has "{key}", by which nothing is trained here; remove it')
@@ -110,14 +105,13 @@ def _check_keys(record: dict[str, Any]) -> None:
 
 @lru_cache(maxsize=1024)
 def _similar_key(key: str) -> str | None:
-    """A key that is read, of which this one may be a misspelling."""
+    """Known key that this key may misspell."""
     return next(iter(get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)), None)
 
 
 def _read_images(
     record: dict[str, Any], messages: Messages, media: Media
 ) -> tuple[tuple[ImageFile, ...], tuple[Video, ...]]:
-    """The record's images and videos."""
     videos = _named_videos(record, messages)
     images = _named_items(record, messages, "image")
     if not videos and images is None:
@@ -143,7 +137,7 @@ def _read_video(video: Any, media: Media) -> Video:
 
 
 def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
-    """Every video: a path of a file or of a folder of frames, or a list of paths of frames."""
+    """Videos: a file, a folder of frames, or a list of frame paths."""
     key, named = _items_given(record, messages, "video")
     if not named:
         return []
@@ -158,13 +152,13 @@ def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
 
 
 def _named_items(record: dict[str, Any], messages: Messages, medium: Medium) -> list[str] | None:
-    """Paths of all images or recordings; None where the record names none."""
+    """Paths of images or recordings, None if absent."""
     key, named = _items_given(record, messages, medium)
     return None if named is None else _names(named or [], key, _PATHS)
 
 
 def _items_given(record: dict[str, Any], messages: Messages, medium: Medium) -> tuple[str, Any]:
-    """What a record names of one kind, and by which key; None if nothing."""
+    """Key and value of a record's media of one kind, None if absent."""
     in_parts = messages.items.get(medium)
     keys = [key for key in _ITEM_KEYS[medium] if record.get(key)]
     given = [f'"{key}"' for key in keys] + [f'"{messages.key}"'] * (in_parts is not None)
@@ -194,7 +188,7 @@ def _odd(key: str, remedy: str) -> InvalidRecordError:
 
 
 def _path(name: Any, key: str) -> Any:
-    """The path of an item, which some data wraps as {"path", "bytes"} or writes as a URL."""
+    """Path of an item, unwrapped from {"path", "bytes"} or a URL."""
     if isinstance(name, dict):
         given = {field: value for field, value in name.items() if value is not None}
         if list(given) != ["path"]:
@@ -249,7 +243,7 @@ def _read_conversation(
     turns = tuple(
         turn
         if question == turn.question and kind is None
-        # Costs as much as all else that is done with a turn here.
+        # `replace` costs as much as the rest of this loop.
         else replace(turn, question=question, kind=kind)
         for turn, question, kind in zip(asked, questions, kinds, strict=True)
     )
@@ -257,11 +251,11 @@ def _read_conversation(
 
 
 def _check_marks(said: _Said, recordings: int) -> None:
-    """Refuse marks anywhere but in questions."""
+    """Raise if marks appear outside questions."""
     system, greeting, turns = said
     others = [system or "", "" if greeting is None else greeting.text]
     others += [text for turn in turns for text in (turn.answer, *turn.results)]
-    # Without recordings <audio> is text, such as that of a page in HTML.
+    # Without recordings, <audio> is plain text, such as HTML.
     for mark in (IMAGE, AUDIO) if recordings else (IMAGE,):
         if any(mark in text for text in others):
             raise InvalidRecordError(
@@ -270,7 +264,7 @@ def _check_marks(said: _Said, recordings: int) -> None:
 
 
 def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
-    """Put the only image or recording first where no question has its mark."""
+    """Prepend the mark of a single item if no question has it."""
     placed = sum(question.count(mark) for question in questions)
     if count == 1 and placed == 0:
         questions[0] = f"{mark}\n{questions[0]}"
@@ -283,7 +277,7 @@ def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
 
 
 def _place_video(questions: list[str]) -> None:
-    """Put the only video first where the first question does not show it."""
+    """Prepend the video's mark if the first question lacks it."""
     questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
     if VIDEO not in questions[0]:
         questions[0] = VIDEO_LINE + questions[0]
@@ -296,7 +290,6 @@ def _place_video(questions: list[str]) -> None:
 
 
 def _assembled(record: dict[str, Any], messages: Messages) -> _Said:
-    """The system message, what the model says first, and then turns."""
     rest = list(messages.messages)
     for message in rest:
         _check_text(message)
@@ -326,7 +319,7 @@ def _system_of(record: dict[str, Any]) -> str | None:
 
 
 def _next_turn(rest: list[Message], messages: Messages) -> Turn:
-    """Take a turn's messages: a question, or what tools answered, then the answer and its calls."""
+    """Pop a turn's messages: a question or tool results, then the answer and its calls."""
     asked = []
     while rest and rest[0].role == "tool":
         asked.append(rest.pop(0).text)

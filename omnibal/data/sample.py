@@ -1,4 +1,4 @@
-"""Samples of the training data, and what of them a model takes."""
+"""Training samples."""
 
 import re
 from dataclasses import dataclass, replace
@@ -13,7 +13,7 @@ from omnibal.model.encoders import TilingConfig
 
 IMAGE, VIDEO, AUDIO = "<image>", "<video>", "<audio>"
 VIDEO_LINE = f"{VIDEO}\n"
-"""Stands for all frames, in the first question of a sample about a video."""
+"""Mark of a video's frames in the first question."""
 
 
 _SHOWN = re.compile(f"{IMAGE}|{VIDEO}")
@@ -21,7 +21,7 @@ _SHOWN = re.compile(f"{IMAGE}|{VIDEO}")
 
 @dataclass(frozen=True, slots=True)
 class Video:
-    """A video: its frames, or the one file that it is in."""
+    """Frames of a video, or its file."""
 
     frames: tuple[ImageFile, ...] = ()
     file: VideoFile | None = None
@@ -32,74 +32,70 @@ class Video:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A question and its reference answer.
+    """Question and reference answer.
 
-    In the question each `<image>` stands for one image, each `<video>` for one video and each
-    `<audio>` for one recording.
+    `<image>`, `<video>` and `<audio>` in the question each mark an item.
     """
 
     question: str
     answer: str
     kind: str | None
-    """Kind of question that accuracy is reported by; from the record's optional "kinds"."""
+    """Question kind for reported accuracy, from the record's "kinds"."""
     results: tuple[str, ...] = ()
-    """What tools answered, in place of a question, which is then empty."""
+    """Tool results instead of a question, which is then empty."""
     reasoning: str | None = None
-    """What the model thinks before it answers, where the record has it apart from the answer."""
+    """Separate reasoning before the answer, if any."""
     calls: tuple[str, ...] = ()
-    """Calls of tools that the answer makes, each a JSON object of "name" and "arguments"."""
+    """Tool calls, as JSON objects with "name" and "arguments"."""
     learned: bool = True
     """Whether the answer is trained on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
-    """One conversation about any number of images, videos and recordings."""
+    """Conversation with images, videos and recordings."""
 
     identity: str
-    """Source name and the record's "id" (its key or number where it has none)."""
+    """Source name and record "id" (key or number if absent)."""
     source: str
     where: str
-    """File and line or number of the record, for error messages."""
+    """File and record number for messages."""
     images: tuple[ImageFile, ...]
-    """All images, in the order of their `<image>` in the questions."""
+    """In the order of `<image>` in the questions."""
     turns: tuple[Turn, ...]
     videos: tuple[Video, ...] = ()
-    """All videos, in the order of their `<video>` in the questions."""
+    """In the order of `<video>`."""
     recordings: tuple[AudioFile, ...] = ()
-    """All recordings, in the order of their `<audio>` in the questions."""
+    """In the order of `<audio>`."""
     system: str | None = None
-    """System message that replaces the template's own."""
+    """System message, overrides the template's."""
     greeting: str | None = None
-    """Message of the model ("gpt") before the first question."""
+    """Assistant message before the first question."""
     greeting_learned: bool = True
-    """Whether it is trained on, in templates that write it."""
+    """Whether the greeting is trained on, if the template writes it."""
     tools: str | None = None
-    """Tools that the model may call, a JSON list."""
+    """Callable tools, as a JSON list."""
     of_frames: bool = False
-    """Whether the images are the frames of one video, as a model of tiles is shown them."""
+    """Whether the images are frames of a video, for a tiling model."""
     augment: bool = False
-    """The meta's `data_augment`: in training, its tiles are degraded at random."""
+    """`data_augment` of the meta: degrade tiles at random in training."""
     max_dynamic_patch: int | None = None
-    """Most tiles of an image as the meta sets it; None for the model's own."""
+    """The meta's max tiles per image, None for the model's."""
 
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
-        """Tiling of each of the sample's images, by a model with this tiling.
-
-        Several images share the most tiles of one; a frame is one tile. As InternVL does.
-        """
+        """Tiling of each image, as in InternVL: images share the max tiles, a frame is a single
+        tile."""
         most = self.max_dynamic_patch or tiling.max_dynamic_patch
         return _limited(tiling, 1 if self.of_frames else max(1, most // max(1, len(self.images))))
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
-        """All files that it shows and says."""
         of_videos = [video.frames if video.file is None else [video.file] for video in self.videos]
         return (*self.images, *(file for files in of_videos for file in files), *self.recordings)
 
     @property
     def shown_in_order(self) -> tuple[ImageFile | Video, ...]:
-        """Images and videos in the order in which the questions show them."""
+        """Images and videos in question order."""
         if not self.videos:
             return self.images
         left: dict[str, list] = {IMAGE: [*self.images], VIDEO: [*self.videos]}
@@ -107,19 +103,14 @@ class Sample:
         return tuple(left[mark].pop(0) for mark in marks)
 
     def items_until(self, mark: str, turn: int) -> int:
-        """Number of images, videos or recordings, by their mark, in the questions up to and
-        including this turn."""
-        # Without any, the marks of videos and recordings are text.
+        """Count marks in the questions up to and including `turn`."""
+        # Without any, marks of videos and recordings are text.
         if not {IMAGE: self.images, VIDEO: self.videos, AUDIO: self.recordings}[mark]:
             return 0
         return sum(asked.question.count(mark) for asked in self.turns[: turn + 1])
 
     def shown(self, tiling: TilingConfig | None) -> "Sample":
-        """Put in place of a video the frames that a model of tiles sees, each named in the question
-        and an image; images are unchanged.
-
-        To do so again changes nothing.
-        """
+        """Replace a video by the frames shown to a tiling model, each an image; idempotent."""
         shown = len(self.images) + len(self.videos)
         if shown and tiling is None:
             raise UserError(
@@ -150,7 +141,7 @@ class Sample:
         return video.frames
 
     def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
-        """Replace the video's frames, each named in the question as InternVL does."""
+        """Replace the video by named frames, as InternVL does."""
         first, *others = self.turns
         named = "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, len(frames) + 1))
         question = first.question.replace(VIDEO_LINE, VIDEO).replace(VIDEO, named)
@@ -159,7 +150,7 @@ class Sample:
 
 
 def middle_frames(frames: int, most: int) -> list[int]:
-    """All frames, or the middle one of each of `most` intervals of equal length.
+    """All frames, or the middle frame of each of `most` equal intervals.
 
     Example:
         >>> middle_frames(9, 3)
@@ -171,6 +162,6 @@ def middle_frames(frames: int, most: int) -> list[int]:
 
 @lru_cache
 def _limited(tiling: TilingConfig, most: int) -> TilingConfig:
-    # InternVL finds no grid of fewer tiles than the least, and then takes one tile.
+    # InternVL finds no grid below min tiles, and then uses a single tile.
     least, most = (tiling.min_dynamic_patch, most) if tiling.min_dynamic_patch <= most else (1, 1)
     return tiling.model_copy(update={"min_dynamic_patch": least, "max_dynamic_patch": most})

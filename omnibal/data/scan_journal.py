@@ -1,7 +1,7 @@
-"""Journal of a scan on disk, from which a scan that was killed resumes.
+"""Journal of a scan on disk, for resumption.
 
-It is a log under the key of the settings that counts depend on. Its records hold samples by file: a
-file that changes costs the counts of its own samples alone, and a repeat costs nothing.
+A log keyed by the settings. Records group samples by file: a changed file loses only its own
+counts, repeats are free.
 """
 
 import struct
@@ -25,21 +25,18 @@ COUNTED = np.dtype(
         *((name, "<i4") for name in _COUNTS),
     ]
 )
-"""A scanned sample: its index in the annotations, and its counts."""
+"""Scanned sample: annotation index and counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Counted:
-    """Scanned samples."""
-
     rows: np.ndarray
     """COUNTED [samples]."""
     image_sizes: ImageSizes
-    """Sizes of their images and videos at their native resolution."""
 
     @classmethod
     def joined(cls, parts: Sequence["Counted"]) -> "Counted":
-        """Join the samples of several, ascending by index, each once."""
+        """Join samples, ascending by index, without duplicates."""
         rows = np.concatenate([np.empty(0, COUNTED), *(part.rows for part in parts)])
         _, first = np.unique(rows["index"], return_index=True)
         sizes = ImageSizes.joined([part.image_sizes for part in parts])
@@ -51,34 +48,31 @@ class Counted:
 
 _TITLE = b"omnibal scan journal "
 _FORM = b"6 "
-"""Version of what the records hold; a journal of another form is discarded."""
+"""Record format version; other formats are discarded."""
 _NAMED = "a journal of `omnibal lengths`, which keeps there what it has finished"
 _SUMS = (*_SQUARES, *_COUNTS)
 _STORED = np.dtype([("file", "<i4"), ("number", "<i8"), *COUNTED.descr[1:]])
-"""A scanned sample as it is stored: which of the record's files it is of, and its number there."""
+"""Stored sample: file index in the record, number in the file, counts."""
 _NUMBERS = struct.Struct("<III")
 _KEY_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScanJournal:
-    """The samples that an earlier scan finished, and the file to which more are added.
-
-    The file exists from the first `append` on, until `remove`.
-    """
+    """Samples finished by an earlier scan; the file exists from first `append` to `remove`."""
 
     log: RecordLog
     data: Annotations
     finished: Counted
-    """Finished samples, ascending by index, each once."""
+    """Finished samples, ascending by index, unique."""
     discarded: bool
-    """Whether an earlier scan of other data or with other settings was discarded."""
+    """Whether a journal of other data or settings was discarded."""
     changed: int
-    """Samples whose counts are of no use, as their files have changed or are not named any more."""
+    """Samples dropped because their files changed or are no longer used."""
 
     @classmethod
     def open(cls, path: Path, key: str, data: Annotations) -> "ScanJournal":
-        """Read what an earlier scan with this key finished, up to the first torn record."""
+        """Read the samples finished with this key, up to the first torn record."""
         log = RecordLog(path, _TITLE, _FORM + key.encode())
         records, discarded = log.read(_NAMED)
         numbers = {key: number for number, key in enumerate(data.keys)}
@@ -98,11 +92,10 @@ class ScanJournal:
 
     @property
     def path(self) -> Path:
-        """The file."""
         return self.log.path
 
     def notes(self, samples: int) -> list[str]:
-        """Lines that tell the user what a scan of `samples` samples resumes or discards."""
+        """Messages on resumed or discarded samples."""
         notes = []
         if self.discarded:
             notes.append(f"note: {self.path} is of other data or settings; the scan begins anew")
@@ -117,16 +110,14 @@ class ScanJournal:
         return notes
 
     def append(self, samples: Counted) -> None:
-        """Add one record."""
         self.log.append(_written(samples, self.data))
 
     def remove(self) -> None:
-        """Delete the file, of which nothing is needed any more."""
         self.log.remove()
 
 
 def _read(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> Counted:
-    """The samples of a record that are of the data's files, whose "index" is that of `_places`."""
+    """Samples of a record that belong to current files, indexed by `_places`."""
     files, samples, images = _NUMBERS.unpack_from(record)
     parts = (
         *(_NUMBERS.size, files * _KEY_BYTES, samples * _STORED.itemsize),
@@ -146,7 +137,7 @@ def _read(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> C
 
 
 def _every_repeat(read: Counted, data: Annotations) -> Counted:
-    """The samples of these records, whose "index" is that of `_places`, each with its repeats."""
+    """Expand samples indexed by `_places` to all repeats."""
     places = _places(data, data.file, data.number)
     order = np.argsort(places, kind="stable")
     wanted = read.rows["index"]
@@ -159,12 +150,12 @@ def _every_repeat(read: Counted, data: Annotations) -> Counted:
 
 
 def _places(data: Annotations, file: np.ndarray, number: np.ndarray) -> np.ndarray:
-    """One number for each record of each file, int64."""
+    """Unique number per record of all files, int64."""
     return file.astype(np.int64) * (int(data.number.max()) + 1) + number
 
 
 def _written(samples: Counted, data: Annotations) -> bytes:
-    """A record, as it stands in the file: its files, samples, and images."""
+    """Encode a record: files, samples and images."""
     rows, sizes = samples.rows, samples.image_sizes
     files, file = np.unique(data.file[rows["index"]], return_inverse=True)
     stored = np.empty(len(rows), _STORED)

@@ -1,7 +1,4 @@
-"""What a sample shows to a model of images at their native resolution: grids of patches.
-
-All of it is known from headers: of images their size, of videos their frames, rate and size.
-"""
+"""Patch grids of a sample's native-resolution images and videos, from headers alone."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,32 +20,32 @@ from omnibal.data.video_files import BadVideo, read_video_header
 from omnibal.model.encoders import ImageRule
 
 ImageSize = Callable[[ImageFile], tuple[int, int]]
-"""Width and height of an image as it stands, in pixels."""
+"""Upright width and height in pixels."""
 
 
 @dataclass(frozen=True, slots=True)
 class SeenVideo:
-    """What of a video a model is shown."""
+    """Part of a video shown to the model."""
 
     frames: tuple[int, ...]
-    """Numbers of the frames that are seen, from 0, in order."""
+    """Indices of shown frames, from 0, ascending."""
     total: int
     """Frames of the whole video."""
     frames_per_second: float
     """Rate of the whole video."""
 
     def text(self, rule: ImageRule) -> str:
-        """What stands for it in the text, with one token of every run of them."""
+        """Text of the video, with a token per run."""
         return video_text(self.frames, rule, self.frames_per_second)
 
     def patch_seconds(self, rule: ImageRule) -> float:
-        """Time from one patch of its frames to the next."""
+        """Seconds between patches."""
         seen_per_second = len(self.frames) / self.total * self.frames_per_second
         return rule.frames_per_patch / seen_per_second
 
 
 def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
-    """What the model sees of each of the sample's videos."""
+    """Videos of a sample as shown to the model."""
     return [_seen(video, sample, rule) for video in sample.videos]
 
 
@@ -75,10 +72,8 @@ def _seen(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
 
 
 def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Shown]:
-    """Patches of every image and video, in the order of their tokens.
-
-    Where the model has no rule for videos, every frame of one is an image.
-    """
+    """Patches of images and videos in token order; without a rule for videos, each frame is an
+    image."""
     seen = iter(seen_videos(sample, rule))
     found: list[Shown] = []
     for item in sample.shown_in_order:
@@ -118,7 +113,7 @@ def _shown_video(
 
 
 def tokens_of_places(shown: Sequence[Shown], rule: ImageRule) -> list[int]:
-    """Tokens of every place of the text where those of images or videos stand."""
+    """Tokens of each placeholder in the text."""
     tokens: list[int] = []
     for grid, seconds in shown:
         cells = grid.rows * grid.columns // rule.merge_size**2

@@ -1,4 +1,4 @@
-"""Images, videos and recordings of samples: files of their own, or byte ranges of a tar shard."""
+"""Media files of samples: separate files or byte ranges of tar shards."""
 
 import io
 import re
@@ -19,27 +19,26 @@ _DIGITS = re.compile(r"(\d+)")
 IMAGE_SUFFIXES = frozenset(
     (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
 )
-"""File suffixes that mark an image where no record names it."""
+"""Suffixes of images not named in a record."""
 AUDIO_SUFFIXES = frozenset((".flac", ".wav"))
-"""File suffixes that mark a recording where no record names it."""
+"""Suffixes of recordings not named in a record."""
 VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
-"""File suffixes that mark a video."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredFile:
-    """A file that is opened when it is needed."""
+    """File opened on demand."""
 
     path: Path
-    """The file, or the shard that holds it."""
+    """File, or the shard that contains it."""
     name: str | None = None
-    """Name of the shard's member; None for a file of its own."""
+    """Member name in the shard, None for a separate file."""
     offset: int = 0
-    """Offset of the member's first byte in the shard."""
+    """Byte offset in the shard."""
     size: int = 0
-    """Size of the member in bytes; 0 for a file of its own."""
+    """Bytes in the shard, 0 for a separate file."""
     opener: Callable[[], BinaryIO] | None = None
-    """Opens a file inside a row; None for all others."""
+    """Opens a file stored in a row, otherwise None."""
 
     def __str__(self) -> str:
         return str(self.path) if self.name is None else f"{self.path}: {self.name}"
@@ -55,7 +54,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class HeldFile:
-    """A file whose bytes a record holds."""
+    """File stored as bytes in a record."""
 
     content: bytes
 
@@ -63,29 +62,27 @@ class HeldFile:
         return f"of {len(self.content):,} bytes"
 
     def open(self) -> BinaryIO:
-        """Open the bytes as a file."""
         return io.BytesIO(self.content)
 
 
 def is_video_file(name: str) -> bool:
-    """Whether a file name is that of a video."""
     return PurePath(name).suffix.lower() in VIDEO_SUFFIXES
 
 
 def open_range(path: Path, offset: int, size: int) -> BinaryIO:
-    """Open `size` bytes of a file as a file, shorter where the file ends early."""
+    """Open `size` bytes of a file, fewer at its end."""
     return io.BufferedReader(_ByteRange(path.open("rb", buffering=0), offset, size))
 
 
 def natural_order(name: str) -> tuple[list[str | int], str]:
-    """Sorting key by which frame2 comes before frame10."""
+    """Sort key that puts frame2 before frame10."""
     parts: list[str | int] = list(_DIGITS.split(name))
     parts[1::2] = map(int, parts[1::2])
     return parts, name
 
 
 class _ByteRange(SeekableBytes):
-    """Closes the file that it reads when it is closed."""
+    """Byte range that closes its file when closed."""
 
     def __init__(self, file: io.FileIO, offset: int, size: int) -> None:
         super().__init__(size)
@@ -106,12 +103,12 @@ class _ByteRange(SeekableBytes):
 
 @dataclass(frozen=True, slots=True)
 class ImageFile(StoredFile):
-    """An image that is opened when it is needed."""
+    """Image opened on demand."""
 
 
 @dataclass(frozen=True, slots=True)
 class AudioFile(StoredFile):
-    """A recording that is opened when it is needed."""
+    """Recording opened on demand."""
 
     def open(self) -> BinaryIO:
         """Open the bytes as a file; raises OSError."""
@@ -124,9 +121,9 @@ class AudioFile(StoredFile):
 
 @dataclass(frozen=True, slots=True)
 class VideoFile(StoredFile):
-    """A video in one file, that is opened when it is needed."""
+    """Video file opened on demand."""
 
 
 def why_unreadable(error: Exception) -> str:
-    """An error of reading an image, without the address of the object that was read."""
+    """Image error message without object addresses."""
     return "no known image format" if isinstance(error, UnidentifiedImageError) else str(error)

@@ -1,13 +1,12 @@
-"""Samples in tar shards, as webdataset and Megatron-Energon write them: all files of one key.
+"""Samples in tar shards (webdataset, Megatron-Energon): all files of a key.
 
-    000017.json   the record, as a line of JSONL holds it
-    000017.jpg    or 000017.0.jpg, 000017.1.jpg, ...: its images
-    000017.wav    or 000017.0.wav, 000017.1.wav, ..., or FLAC: its recordings
-    000017.mp4    or 000017.0.mp4, ...: its videos, where it has no image
+    000017.json   the record, as in JSONL
+    000017.jpg    or 000017.0.jpg, 000017.1.jpg, ...: images
+    000017.wav    or 000017.0.wav, 000017.1.wav, ..., or FLAC: recordings
+    000017.mp4    or 000017.0.mp4, ...: videos, if there is no image
 
-A plan reads samples in an order of its own, so the shards are indexed once, and then read by seek.
-The libraries say which shards there are and which members make a sample. They import torch where
-it is installed, so this is left to when somebody has shards.
+Shards are indexed by the libraries' own rules, then read by seek. Both libraries import torch, so
+they are imported only if shards are used.
 """
 
 import hashlib
@@ -62,36 +61,36 @@ File = TypeVar("File", bound=StoredFile)
 Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
 """webdataset's `group_by_keys`."""
 Found = Callable[[BinaryIO, Path], Iterator[tuple[str, list[Member]]]]
-"""Finds the samples of a shard: of its file and its path key and members of each."""
+"""Lists key and members of each sample of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One tar file, and what the dataset's index says about it."""
+    """Tar file and its entry in the dataset's index."""
 
     path: Path
     samples: int | None = None
     excluded: frozenset[str] = frozenset()
-    """Keys of samples that are left out."""
+    """Keys of excluded samples."""
     listed: EnergonIndex | None = None
-    """Where Energon has found its samples; None where they are to be found."""
+    """Energon's index of its samples, if any."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShardSample(Media):
-    """The members of one sample, at least one."""
+    """Members of a sample, at least 1."""
 
     shard: Path
     members: tuple[Member, ...]
 
     @property
     def key(self) -> str:
-        """Name that all members of the sample begin with."""
+        """Common prefix of the member names."""
         name = self.members[0].name
         return name[: len(name) - len(self.members[0].suffix) - 1]
 
     def record(self) -> bytes:
-        """The JSON; raises InvalidRecordError where there is none."""
+        """JSON record; raises InvalidRecordError if absent."""
         found = [member for member in self.members if member.suffix == _RECORD]
         if not found:
             raise InvalidRecordError(
@@ -101,11 +100,11 @@ class ShardSample(Media):
             return file.read()
 
     def image(self, name: str) -> ImageFile:
-        """The member of that name: all of it, without its folder, or what is behind the key."""
+        """Member by full name, by name without folder, or by suffix after the key."""
         return self._file(ImageFile, self._named(name, "image"))
 
     def video(self, name: str) -> Video:
-        """The member of that name; raises InvalidRecordError of a folder, as a key has none."""
+        """Member by name; raises InvalidRecordError for a folder."""
         if not is_video_file(name):
             raise InvalidRecordError(
                 f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
@@ -114,8 +113,8 @@ class ShardSample(Media):
         return Video(file=self._file(VideoFile, self._named(name, "video")))
 
     def unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """All members of that medium: 2.jpg before 10.jpg, whatever their order in the shard; no
-        videos where there is an image."""
+        """Members of a medium in numeric order (2.jpg before 10.jpg); no videos if there is an
+        image."""
         if medium == "video":
             videos = [] if self._all_of(IMAGE_SUFFIXES) else self._all_of(VIDEO_SUFFIXES)
             return tuple(Video(file=self._file(VideoFile, member)) for member in videos)
@@ -124,7 +123,6 @@ class ShardSample(Media):
         return tuple(self._file(AudioFile, member) for member in self._all_of(AUDIO_SUFFIXES))
 
     def recording(self, name: str) -> AudioFile:
-        """The member of that name, as `image` understands it."""
         return self._file(AudioFile, self._named(name, "audio"))
 
     def _named(self, name: str, key: str) -> Member:
@@ -138,7 +136,7 @@ class ShardSample(Media):
         )
 
     def _all_of(self, suffixes: frozenset[str]) -> list[Member]:
-        """Members with such a suffix in the order of their numbers."""
+        """Members with these suffixes, in numeric order."""
         found = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
         return sorted(found, key=lambda member: natural_order(PurePath(member.suffix).stem))
 
@@ -163,7 +161,7 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
 
 
 def energon_shards(folder: Path, split: str) -> list[Shard]:
-    """The shards of one split of a dataset that `energon prepare` has prepared."""
+    """Shards of a split prepared by `energon prepare`."""
     try:
         from megatron.energon.epathlib import EPath
         from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
@@ -198,7 +196,7 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
 
 @contextmanager
 def _energon_meta(folder: Path) -> Iterator[Path]:
-    """A local folder with what tells Energon of shards and splits."""
+    """Local copy of Energon's shard and split metadata."""
     if not isinstance(folder, RemotePath):
         yield folder.absolute()
         return
@@ -212,8 +210,8 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
 
 
 def index_shard(shard: Shard) -> RecordIndex:
-    """The samples of a shard, each with a SHA-256 of its record and of the names and sizes of its
-    other members."""
+    """Index a shard, with a SHA-256 per sample of its record and its other members' names and
+    sizes."""
     found = _finder(shard)
     start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()
@@ -237,7 +235,7 @@ def index_shard(shard: Shard) -> RecordIndex:
     except UserError:
         raise
     except (OSError, ValueError, tarfile.TarError) as error:
-        # webdataset appends to the arguments of what passes through it.
+        # webdataset appends to the arguments of exceptions that pass through it.
         what = error if isinstance(error, OSError) else error.args[0]
         raise UserError(
             f"{path}: cannot be read as a shard ({what}); it must be a whole tar, not compressed, "
@@ -264,7 +262,6 @@ def _finder(shard: Shard) -> Found:
 
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
-    """Read the sample at a place that the index gave."""
     try:
         with open_range(shard, start, size) as file:
             members = tuple(
@@ -282,7 +279,7 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
 
 
 def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, list[Member]]]:
-    """Key and members of each sample, by webdataset's own rule."""
+    """Key and members of each sample, grouped by webdataset."""
     files = (
         {"fname": member.name, "data": member, "__url__": str(path)}
         for member in _all_members(file)
@@ -294,10 +291,9 @@ def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, 
 def _listed(
     file: BinaryIO, path: Path, listed: tuple[Samples, int]
 ) -> Iterator[tuple[str, list[Member]]]:
-    """Key and members of each sample as Energon has found them, if they are there.
+    """Key and members of each sample from Energon's index.
 
-    Those of the first sample and the last are compared with the shard, and the header of every
-    record; a shard that ends elsewhere is another one too.
+    First and last sample, all record headers and the end of the shard are checked.
     """
     samples, end = listed
     for number, (key, members) in enumerate(samples):
@@ -313,7 +309,6 @@ def _listed(
 
 
 def _compare(shard: Path, members: list[Member]) -> None:
-    """Refuse a sample whose members are not these."""
     start = members[0].header
     there = read_shard_sample(shard, start, members[-1].end - start).members
     if [(m.name, m.offset, m.size) for m in there] != [(m.name, m.offset, m.size) for m in members]:
@@ -321,9 +316,9 @@ def _compare(shard: Path, members: list[Member]) -> None:
 
 
 def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
-    """Refuse a member that has no header of its size before it; leaves the file where it begins."""
+    """Raise unless a header of the member's size precedes it; keeps the file position."""
     file.seek(member.offset - TAR_BLOCK)
-    # By the format; tarfile's own reading takes a third of the time of all.
+    # Parsed by hand: tarfile's parser takes a third of the total time.
     header = file.read(TAR_BLOCK)
     size, checksum = (field.rstrip(b"\0 ") for field in (header[124:136], header[148:156]))
     is_header = size.isdigit() and checksum.strip().isdigit()
@@ -333,7 +328,7 @@ def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
 
 
 def _members(file: BinaryIO) -> Iterator[Member]:
-    """Yield the members that both libraries read; leaves the file where the members end."""
+    """Yield members that both libraries read, and leave the file at their end."""
     with tarfile.open(fileobj=file, mode="r:") as tar:
         for entry in tar:
             if not entry.isreg() or _META.match(entry.name):
@@ -345,7 +340,7 @@ def _members(file: BinaryIO) -> Iterator[Member]:
 
 
 def _all_members(file: BinaryIO) -> Iterator[Member]:
-    """Yield the members of a whole tar; raises tarfile.ReadError where it is cut off."""
+    """Yield all members; raises tarfile.ReadError if truncated."""
     yield from _members(file)
     place = file.tell()
     if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
@@ -353,7 +348,7 @@ def _all_members(file: BinaryIO) -> Iterator[Member]:
 
 
 def _content(file: BinaryIO, member: Member) -> bytes:
-    """Bytes of a member that determine lengths and texts, for the hash."""
+    """Member bytes for the hash of lengths and texts."""
     named = f"{member.name}\0{member.size}\0".encode(errors="surrogateescape")
     if member.suffix != _RECORD:
         return named

@@ -7,10 +7,9 @@ from omnibal.model.encoders import TilingConfig
 
 @lru_cache(maxsize=65_536)
 def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) -> tuple[int, int]:
-    """Columns and rows of tiles whose shape is closest to a `width` x `height` pixel image.
+    """Columns and rows of the tile grid closest to the image's aspect ratio.
 
-    Among equally close grids a larger one wins only if the image covers more than half of its
-    pixels, so that a small picture is not blown up.
+    Ties go to a larger grid only if the image covers more than half of its pixels.
 
     Example:
         >>> tile_grid(800, 1340, TilingConfig(max_dynamic_patch=6), 448)
@@ -27,7 +26,7 @@ def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) ->
 
 
 def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -> int:
-    """Tiles of an image, with the thumbnail that goes with more than one."""
+    """Tiles of an image, with the thumbnail if more than 1."""
     columns, rows = tile_grid(width, height, tiling, image_size)
     tiles = columns * rows
     return tiles + 1 if tiling.use_thumbnail and tiles > 1 else tiles
@@ -35,11 +34,10 @@ def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -
 
 @lru_cache
 def _candidate_grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """Every (columns, rows) of `min_tiles` to `max_tiles` tiles, fewest tiles first.
+    """Every (columns, rows) of `min_tiles` to `max_tiles` tiles, fewest first.
 
-    InternVL sorts a set by the number of tiles alone, so grids of equally many stay in the order
-    in which Python walks that set, and this order decides ties: cut into just 4 tiles, an image of
-    ratio 5:2 is as near to (2, 2) as to (4, 1). Hence the same set here, filled in the same order.
+    Ties follow the iteration order of InternVL's Python set, so the same set is built in the same
+    order: an image of ratio 5:2 is as near to (2, 2) as to (4, 1).
     """
     grids = {
         (columns, rows)

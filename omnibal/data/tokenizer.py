@@ -1,8 +1,5 @@
-"""Tokenizers, read from the files that a language model or a checkpoint comes with.
-
-Two kinds give the same interface: a SentencePiece `tokenizer.model`, split at added tokens as the
-slow tokenizers of Hugging Face do, with which InternVL trains, and a fast `tokenizer.json`.
-"""
+"""Tokenizers: SentencePiece `tokenizer.model` (split at added tokens as in Hugging Face's slow
+tokenizers, which InternVL trains with) or fast `tokenizer.json`."""
 
 import hashlib
 import json
@@ -22,52 +19,52 @@ from omnibal.base.files import read_json_model
 
 IMAGE_START, IMAGE_CONTEXT, IMAGE_END = "<img>", "<IMG_CONTEXT>", "</img>"
 AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"
-"""Tokens around and of audio in Qwen2-Audio and Qwen2.5-Omni."""
+"""Audio tokens of Qwen2-Audio and Qwen2.5-Omni."""
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
 _TEMPLATE_FILE, _OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
-# `normalizer_spec.add_dummy_prefix = false`: of a field that a message holds twice, the last wins.
+# `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _NEVER = "(?!)"  # a pattern that matches nowhere
 _FATAL = 3  # SentencePiece's level of logging
 
 
 class Tokenizer(ABC):
-    """Text to ids and back; can be pickled."""
+    """Picklable text-to-ids interface."""
 
     path: Path
-    """File of the tokenizer's model."""
+    """Tokenizer model file."""
     sha256: str
-    """SHA-256 of all that determines ids: model, added tokens and settings."""
+    """SHA-256 of model, added tokens and settings."""
     vocab_size: int
-    """Highest id, plus one."""
+    """Highest id + 1."""
     add_bos: bool
-    """Whether the tokenizer's own settings have texts begin with `bos_piece`."""
+    """Whether the tokenizer's settings prepend `bos_piece`."""
     bos_piece: str
     template: str | None
-    """Jinja text of the chat template that stands beside the tokenizer; `sha256` is not of it."""
+    """Jinja chat template next to the tokenizer, not covered by `sha256`."""
     named_pieces: dict[str, str]
-    """Pieces with a role, such as "eos_token", which a template may write."""
+    """Pieces by role, such as "eos_token"."""
     special_pieces: tuple[str, ...] = ()
-    """Added tokens that are special."""
+    """Special added tokens."""
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Ids of `text`, in which added tokens are found; no begin or end token is added."""
+        """Return ids of `text` without BOS or EOS; added tokens are recognized."""
 
     @abstractmethod
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids; those of no piece are passed over."""
+        """Return text; unknown ids are skipped."""
 
     @abstractmethod
     def id_of(self, piece: str) -> int | None:
-        """The id of a piece that is one token, if there is such."""
+        """Id of a single-token piece, None if absent."""
 
     def encode_with_places(self, text: str) -> tuple[list[int], list[int]]:
-        """Ids of `text`, and the first character of each."""
+        """Ids of `text` and the first character of each."""
         raise UserError(
             f"{self.path}: does not tell which characters a token is of, which loss by the "
             f"tokenizer's own chat template needs; save it as {FAST_FILE} (save_pretrained of a "
@@ -75,7 +72,7 @@ class Tokenizer(ABC):
         )
 
     def required(self, piece: str) -> int:
-        """The id of a piece."""
+        """Id of a piece; raises UserError if absent."""
         found = self.id_of(piece)
         if found is None:
             raise UserError(f"{self.path}: {lacking([piece])}")
@@ -83,17 +80,17 @@ class Tokenizer(ABC):
 
     @property
     def image_context(self) -> int:
-        """The id whose embeddings the vision tower replaces."""
+        """Id replaced by vision embeddings."""
         return self.required(IMAGE_CONTEXT)
 
     @property
     def audio_context(self) -> int:
-        """The id whose embeddings the audio tower replaces."""
+        """Id replaced by audio embeddings."""
         return self.required(AUDIO_CONTEXT)
 
 
 def lacking(pieces: Sequence[str]) -> str:
-    """Message for a tokenizer without these pieces, with the remedy."""
+    """Error message for missing pieces."""
     return (
         f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "
         "the tokenizer of the released checkpoint, with its tokenizer_config.json or "
@@ -102,7 +99,7 @@ def lacking(pieces: Sequence[str]) -> str:
 
 
 def tokenizer_files(path: Path) -> list[Path]:
-    """List the files that `open_tokenizer` may read for a path, whether they exist or not."""
+    """Files that `open_tokenizer` may read, existing or not."""
     folder = path if path.is_dir() else path.parent
     names = (CONFIG_FILE, ADDED_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
     beside = [folder / name for name in names]
@@ -111,12 +108,11 @@ def tokenizer_files(path: Path) -> list[Path]:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer in a file, or in the folder of a checkpoint.
+    """Open a tokenizer file or a checkpoint folder.
 
     Args:
-        path: a SentencePiece tokenizer.model, a Hugging Face tokenizer.json, or a folder: there
-            tokenizer.json is taken if it exists, else tokenizer.model. What stands beside the file
-            in tokenizer_config.json, or else in added_tokens.json, is followed.
+        path: tokenizer.model, tokenizer.json or a folder (tokenizer.json preferred). Settings come
+            from tokenizer_config.json, otherwise added_tokens.json, in the same folder.
     """
     if path.is_dir():
         path = _file_in(path)
@@ -142,17 +138,17 @@ def _file_in(folder: Path) -> Path:
 
 
 class AddedToken(BaseModel):
-    """An added token, as the Hugging Face files write it."""
+    """Added token in Hugging Face's format."""
 
     content: str = Field(min_length=1)
     lstrip: bool = False
-    """Whether the spaces before the token are removed."""
+    """Whether spaces before the token are removed."""
     rstrip: bool = False
-    """Whether the spaces after the token are removed."""
+    """Whether spaces after the token are removed."""
     normalized: bool = False
     special: bool = False
     single_word: bool = False
-    """Whether the token is found only at word boundaries."""
+    """Whether the token is matched only at word boundaries."""
 
 
 _Named = str | AddedToken | None
@@ -160,7 +156,7 @@ _ROLES = tuple(f"{role}_token" for role in ("bos", "eos", "unk", "sep", "pad", "
 
 
 class _Settings(BaseModel):
-    """Settings read from tokenizer_config.json; other fields are ignored."""
+    """Settings from tokenizer_config.json; other fields are ignored."""
 
     added_tokens_decoder: dict[int, AddedToken] | None = None
     additional_special_tokens: list[str | AddedToken] | None = None
@@ -187,14 +183,12 @@ class _Settings(BaseModel):
 
     @property
     def named_pieces(self) -> dict[str, str]:
-        """Pieces by their role, of the roles that have one."""
         pieces = {role: _name(vars(self)[role]) for role in _ROLES}
         return {role: piece for role, piece in pieces.items() if piece is not None}
 
     @property
     def special_tokens(self) -> list[AddedToken]:
-        """Special tokens: those with a role, then additional ones, in the order of Hugging Face's
-        tokenizers, in which what they add gets its ids."""
+        """Special tokens in Hugging Face's order, in which new tokens get ids: roles first."""
         others = self.extra_special_tokens or self.additional_special_tokens or []
         others = list(others.values()) if isinstance(others, dict) else others
         given = (*(vars(self)[role] for role in _ROLES), *others)
@@ -203,14 +197,13 @@ class _Settings(BaseModel):
 
     @property
     def special_pieces(self) -> list[str]:
-        """Contents of the special tokens, and the usual ones for roles that a model always has."""
+        """Special tokens, with default pieces for required roles."""
         usual = (self.bos_piece, self.unknown_piece, _name(self.eos_token) or _EOS)
         return [*usual, *(token.content for token in self.special_tokens)]
 
     @property
     def keeps_first_space(self) -> bool:
-        """Whether text begins with a space as `legacy: false` of Llama's tokenizer has it: once,
-        before the first piece even if that is an added token, and never after an added token."""
+        """Whether text begins with a single space, as in Llama's `legacy: false`."""
         llama = self.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
         return llama and self.legacy is False
 
@@ -221,20 +214,20 @@ class _NamedTemplate(BaseModel):
 
 
 class _TemplateHolder(BaseModel):
-    """A chat template in a JSON file, alone or one of several; other fields are ignored."""
+    """Chat templates in a JSON file; other fields are ignored."""
 
     chat_template: str | list[_NamedTemplate] | None = None
 
     @property
     def text(self) -> str | None:
-        """The template, or of several the one that chats."""
+        """Chat template, or the default if several."""
         if not isinstance(self.chat_template, list):
             return self.chat_template
         return {each.name: each.template for each in self.chat_template}.get("default")
 
 
 def _read_template(path: Path) -> str | None:
-    """The chat template beside a tokenizer: the first that there is, as Transformers looks."""
+    """First chat template found, in Transformers' order."""
     alone = path.with_name(_TEMPLATE_FILE)
     if alone.is_file():
         try:
@@ -255,7 +248,7 @@ def _name(token: _Named) -> str | None:
 
 
 def _read_settings(path: Path) -> _Settings | None:
-    """Settings in the files beside the model; None where there are none."""
+    """Settings next to the model, None if absent."""
     config, added = path.with_name(CONFIG_FILE), path.with_name(ADDED_FILE)
     settings = None
     if config.is_file():
@@ -277,10 +270,10 @@ def _read_settings(path: Path) -> _Settings | None:
 
 
 class _SentencePiece(Tokenizer):
-    """A SentencePiece model, and the tokens that a checkpoint added to it.
+    """SentencePiece model with the checkpoint's added tokens.
 
-    Bare, without files beside it, it encodes a text as a whole. With added tokens, whose ids go
-    before the model's own, text is split at them and each run between two is encoded alone.
+    Text is split at added tokens and each run between them is encoded alone. Added ids override the
+    model's own.
     """
 
     def __init__(self, path: Path, content: bytes, settings: _Settings | None) -> None:
@@ -312,7 +305,7 @@ class _SentencePiece(Tokenizer):
             [self._added[part][0]] if part in self._added else self._run(part) for part in parts
         ]
         if first_space and parts[1:] and parts[1] in self._settings.special_pieces:
-            # Llama's tokenizer takes that space away again, but only before these.
+            # Llama's tokenizer removes that space again, but only before these pieces.
             if encoded[0] == [self._model.PieceToId(_SPACE)]:
                 del encoded[0]
         return [number for ids in encoded for number in ids]
@@ -333,7 +326,7 @@ class _SentencePiece(Tokenizer):
         return number if self._model.IdToPiece(number) == piece else None
 
     def _added_tokens(self) -> dict[str, tuple[int, AddedToken]]:
-        """Id and flags by content: those given, and the special ones that the model has itself."""
+        """Id and flags of added and built-in special tokens, by content."""
         own = {piece: self._model.PieceToId(piece) for piece in self._settings.special_pieces}
         added = {
             piece: (number, AddedToken(content=piece, special=True))
@@ -350,7 +343,7 @@ class _SentencePiece(Tokenizer):
         return added | {token.content: (number, token) for number, token in given.items()}
 
     def _parts(self, text: str) -> list[str]:
-        """Added tokens, and the runs of text between them."""
+        """Split text into added tokens and runs between them."""
         parts = list(filter(None, self._borders.split(text)))
         for place, part in enumerate(parts):
             if part not in self._added:
@@ -365,7 +358,7 @@ class _SentencePiece(Tokenizer):
     def _run(self, text: str) -> list[int]:
         if not (self._keeps_first_space and text.startswith((_SPACE, " "))):
             return self._model.EncodeAsIds(text)
-        # The model would strip leading spaces, but not those behind a piece.
+        # The model would strip leading spaces, except after a piece.
         unknown = self._settings.unknown_piece
         return self._model.EncodeAsIds(unknown + text)[len(self._model.EncodeAsIds(unknown)) :]
 
@@ -384,7 +377,7 @@ def _load(path: Path, content: bytes) -> SentencePieceProcessor:
 
 
 class _Fast(Tokenizer):
-    """A Hugging Face tokenizer.json, and the tokens that only tokenizer_config.json has."""
+    """Hugging Face tokenizer.json with tokens from tokenizer_config.json."""
 
     def __init__(self, path: Path, content: bytes, settings: _Settings) -> None:
         self.path = path
@@ -421,7 +414,7 @@ class _Fast(Tokenizer):
         return self._model.token_to_id(piece)
 
     def _add(self, settings: _Settings) -> None:
-        """Apply the settings: tokens that the model lacks, and flags of those that it has."""
+        """Add missing tokens and set flags of existing tokens."""
         decoder = self._model.get_added_tokens_decoder()
         names = [name for name in AddedToken.model_fields if name != "content"]
         flags_of = {
@@ -460,7 +453,7 @@ def _stated_flags(token: AddedToken) -> dict[str, bool]:
 def _sha256(content: bytes, settings: _Settings | None) -> str:
     digest = hashlib.sha256(content)
     if settings is not None:
-        # Sorted: added tokens in another order are the same ones.
+        # Sorted, so that the order of added tokens does not change the hash.
         stated = settings.model_dump(mode="json", exclude_unset=True)
         digest.update(json.dumps(stated, sort_keys=True).encode())
     return digest.hexdigest()

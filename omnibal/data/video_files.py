@@ -1,6 +1,4 @@
-"""Videos in files: how many frames one has, from its header, and the frames that are wanted.
-
-Files are read with PyAV, the extra `video` of this package.
+"""Read video headers and wanted frames with PyAV (extra `video`).
 
 Shapes: F frames, H rows and W columns of pixels, C channels.
 """
@@ -20,33 +18,31 @@ from omnibal.data.stored_files import VideoFile
 
 _REMEDY = "replace the file or remove the sample"
 _RIFF, _UNKNOWN = struct.Struct("<4sI"), 0xFFFFFFFF
-"""Name and size of an AVI's first chunk; files written to where nobody can seek have that size."""
+"""AVI's first chunk name and size; the size of a non-seekable output."""
 _HEADERS = 4_096  # that are remembered: of a pack's samples, and of a part of a scan
 
 
 class BadVideo(ValueError):
-    """A video is unusable; the message says why and what to do, and the caller which it is."""
+    """Unusable video; the message has reason and remedy, the caller adds its name."""
 
 
 @dataclass(frozen=True, slots=True)
 class VideoHeader:
-    """What a file says of its first video stream."""
+    """Header of the first video stream."""
 
     frames: int
     frames_per_second: float
     width: int
-    """As frames are decoded, in pixels, like `height`."""
+    """Decoded size in pixels, like `height`."""
     height: int
 
 
 @lru_cache(maxsize=_HEADERS)
 def read_video_header(video: VideoFile) -> VideoHeader:
-    """Frames, rate and size of a video; nothing is decoded.
-
-    Frames are the container's number, or, where it does not say, as many as there are packets.
+    """Frames (or packets if unstated), rate and size of a video, without decoding.
 
     Raises:
-        BadVideo: it is missing, broken, or has no video stream.
+        BadVideo: missing, broken, or without a video stream.
     """
     with _opened(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
@@ -59,16 +55,13 @@ def read_video_header(video: VideoFile) -> VideoHeader:
 
 
 def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
-    """Decode some frames of a video.
+    """Decode frames; raises BadVideo if undecodable or if sizes differ.
 
     Args:
-        wanted: numbers of frames in the order in which they are shown, ascending.
+        wanted: ascending frame indices.
 
     Returns:
         frames_FHWC: RGB, uint8.
-
-    Raises:
-        BadVideo: it cannot be decoded so far, or its frames differ in size.
     """
     found: list[np.ndarray] = []
     left = list(wanted)
@@ -87,8 +80,7 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
 
 
 def _whole(file: IO[bytes]) -> IO[bytes]:
-    """The file, unless it is an AVI that ends before its first chunk does: its header, which counts
-    all frames, comes first, so that nothing else shows before they are decoded."""
+    """Raise if an AVI ends before its first chunk does: its header counts all frames anyway."""
     head = file.read(_RIFF.size)
     if len(head) == _RIFF.size:
         name, size = _RIFF.unpack(head)
@@ -100,7 +92,7 @@ def _whole(file: IO[bytes]) -> IO[bytes]:
 
 @contextmanager
 def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
-    """The container and its first video stream."""
+    """Container and first video stream."""
     try:
         import av
     except ImportError as error:
