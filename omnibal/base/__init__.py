@@ -1,1 +1,1 @@
-"""Files, errors and typed settings: what every other package uses."""
+"""Files, errors and typed settings."""

@@ -1,4 +1,4 @@
-"""Tables: dataclasses whose fields are arrays with a row for each of something."""
+"""Dataclasses of arrays with equal rows."""
 
 from dataclasses import fields, replace
 from typing import Any, TypeVar
@@ -9,11 +9,7 @@ T = TypeVar("T")
 
 
 def rows_of(table: T, picked: Any, *without: str) -> T:
-    """Return a table with some rows of every array, but for fields `without` such rows.
-
-    Args:
-        picked: index of the first axis: a mask, indices or a slice.
-    """
+    """Select rows of every array field except `without`, by mask, indices or slice."""
     whole: Any = table
     arrays = {
         field.name: value[picked]

@@ -1,4 +1,4 @@
-"""Blocks of remote files kept in a folder of bounded size, which processes of a node share."""
+"""Disk cache of remote file blocks, bounded in size and shared by a node's processes."""
 
 import fcntl
 import hashlib
@@ -18,10 +18,9 @@ _KEPT = 0.9  # of the size, after blocks were removed: the next ones come withou
 
 @dataclass(frozen=True, slots=True)
 class BlockCache:
-    """Blocks by their names; those that were not used for longest are removed first.
+    """LRU cache of named blocks.
 
-    A block appears whole, under its name, or not at all. One process of the node writes at a time,
-    so that there is never more than `most_bytes`; all read whenever they like.
+    Blocks appear atomically. A lock serializes writers so that the size stays within `most_bytes`.
     """
 
     folder: Path
@@ -29,7 +28,7 @@ class BlockCache:
 
     @classmethod
     def open(cls, folder: Path, gib: float) -> "BlockCache":
-        """A cache in a folder, which is made, or is one already."""
+        """Open or create a cache folder."""
         ledger = folder / _LEDGER
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +45,7 @@ class BlockCache:
         return cls(folder, int(gib * 2**30))
 
     def block(self, name: str, size: int, fetch: Callable[[], bytes]) -> bytes:
-        """A block of so many bytes, fetched if it is not there."""
+        """Return a block of `size` bytes, fetched if absent."""
         digest = hashlib.sha256(name.encode(errors="surrogateescape")).hexdigest()
         path = self.folder / digest[:_FOLDERS] / digest[_FOLDERS:]
         with suppress(OSError):
@@ -55,7 +54,7 @@ class BlockCache:
             if len(content) == size:  # else the machine went down before all was on disk
                 return content
         content = fetch()
-        # A disk that is full, or of which the folder was removed, costs time alone.
+        # A full disk or removed folder only costs time.
         with suppress(OSError):
             self._keep(path, content)
         return content
@@ -65,7 +64,7 @@ class BlockCache:
             return
         part = path.with_name(f"{path.name}.part")
         with self._ledger() as ledger:
-            # Counted first: what is never written is found out when blocks are next removed.
+            # Counted before writing: the next eviction corrects the count if the write fails.
             held = int(os.pread(ledger, _DIGITS, 0) or 0) + len(content)
             if held > self.most_bytes:
                 held = self._shrunk(int(self.most_bytes * _KEPT) - len(content)) + len(content)
@@ -80,7 +79,7 @@ class BlockCache:
 
     @contextmanager
     def _ledger(self) -> Iterator[int]:
-        """The ledger, for one process of the node at a time."""
+        """Ledger file, locked for this process."""
         ledger = os.open(self.folder / _LEDGER, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(ledger, fcntl.LOCK_EX)
@@ -89,7 +88,7 @@ class BlockCache:
             os.close(ledger)
 
     def _shrunk(self, most: int) -> int:
-        """Remove what was not used for longest until no more than so many bytes are left; these."""
+        """Evict least recently used blocks down to `most` bytes, and return the bytes left."""
         found = sorted(_blocks(self.folder))
         held = sum(size for _, size, _ in found)
         for _, size, path in found:
@@ -101,7 +100,7 @@ class BlockCache:
 
 
 def _blocks(folder: Path) -> Iterator[tuple[int, int, str]]:
-    """When each block was last used, its size and its path; also what was left half written."""
+    """Last use, size and path of each block, including partial files."""
     for each in folder.iterdir():
         if each.is_dir():
             for entry in os.scandir(each):

@@ -1,29 +1,25 @@
-"""Exceptions for mistakes of the user; `omnibal.base.program` prints them, exit status 2."""
+"""Exceptions for user mistakes, printed by `omnibal.base.program` with exit status 2."""
 
 EXIT_USER_ERROR = 2  # as of typer and argparse
 
 
 class UserError(ValueError):
-    """A mistake that the user can correct.
+    """Mistake that the user can correct.
 
-    The message says what was given, what must hold, and what to change. Anything else that is
-    raised is a defect of this software and keeps its traceback.
+    The message says what was given, the requirement, and the remedy. Other exceptions are defects
+    and keep their traceback.
     """
 
 
 class StorageError(UserError):
-    """Data that cannot be reached or has changed: no mistake of one sample, which could be skipped.
-
-    What was finished before stays good.
-    """
+    """Unreachable or changed data: not a bad sample to skip. Finished work stays valid."""
 
 
 class DoesNotFit(UserError):
-    """The model cannot be trained in the memory of the devices, however it is split."""
+    """The model does not fit in device memory under any split."""
 
     def __init__(self, need: str, advice: str):
-        """Put the message together."""
-        # Both are arguments of the base, so that the error can come from another process.
+        # Both are base arguments, for pickling.
         super().__init__(need, advice)
         self.need, self.advice = need, advice
 

@@ -1,4 +1,4 @@
-"""Reading and writing of files: atomic writes, and reads that fail with a one-line error."""
+"""Atomic writes, and reads that fail with one-line errors."""
 
 import json
 import os
@@ -22,15 +22,14 @@ from omnibal.base.remote_path import RemotePath
 T = TypeVar("T")
 _STANDARD_OUTPUT = 1  # file descriptor
 _TELLING = ("json_invalid", "missing", "value_error")
-"""Pydantic error types whose input says nothing that the message does not say."""
+"""Pydantic error types whose message makes the input redundant."""
 
 
 @contextmanager
 def atomic(path: Path) -> Iterator[Path]:
-    """Yield a temporary path, which replaces `path` at the end, or is removed on any error.
+    """Yield a temporary path that replaces `path` on success and is removed on error.
 
-    Of a link, what it leads to is replaced. A device or pipe is no file to replace: what was
-    written goes into it.
+    Follows links; writes through to devices and pipes.
 
     Example:
         >>> with atomic(Path("plan.json")) as temporary:
@@ -45,7 +44,7 @@ def atomic(path: Path) -> Iterator[Path]:
             _pour(written, path)
         return
     target = real_path(path)
-    # A unique name, as a file beside it may be the user's own.
+    # A unique name, to spare the user's files.
     temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
         yield temporary
@@ -57,7 +56,7 @@ def atomic(path: Path) -> Iterator[Path]:
 
 
 def real_path(path: Path) -> Path:
-    """The path without links and dots; it need not exist."""
+    """Path without links and dots; need not exist."""
     if "\0" in str(path):
         raise UserError(
             f"{path}: has a NUL character, which no path can have; correct the file that names it"
@@ -68,14 +67,13 @@ def real_path(path: Path) -> Path:
 
 
 def check_new_folder(path: Path) -> None:
-    """Refuse what `atomic_directory` cannot make."""
+    """Raise if `atomic_directory` would fail."""
     if path.exists() or path.is_symlink():
         raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
 
 
 def is_stream(path: Path) -> bool:
-    """Whether a path is a stream: a pipe, a character device, or this process's standard output,
-    even if that is a file."""
+    """Whether a path is a pipe, a character device, or this process's stdout (even a file)."""
     try:
         found = path.stat()
     except OSError:
@@ -92,7 +90,7 @@ def _is_standard_output(found: os.stat_result) -> bool:
 
 
 def _pour(written: Path, stream: Path) -> None:
-    """Copy a file into a pipe or device; standard output goes on after it."""
+    """Copy a file into a pipe or device; stdout continues at its position."""
     if _is_standard_output(stream.stat()):
         sys.stdout.flush()
         descriptor = os.dup(_STANDARD_OUTPUT)
@@ -109,15 +107,15 @@ def _pour(written: Path, stream: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new folder that is renamed to `path` when complete, or is removed on any error.
+    """Yield a new folder that is renamed to `path` on success and removed on error.
 
-    Until then it is in a `.part` folder beside `path`, of a name that nothing else has.
+    Until then it is in a uniquely named `.part` folder next to `path`.
     """
     check_new_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
     try:
-        # Only the owner may enter what mkdtemp makes; the folder in it is like any other.
+        # mkdtemp restricts access to the owner; the subfolder has default permissions.
         part = holder / path.name
         part.mkdir()
         yield part
@@ -127,23 +125,23 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 
 
 def write_json_model(model: BaseModel, path: Path) -> None:
-    """Write JSON atomically, keys in the order of the fields: equal models give equal bytes."""
+    """Write JSON atomically and deterministically, keys in field order."""
     text = json.dumps(model.model_dump(mode="json"), indent=2) + "\n"
     with atomic(path) as temporary:
         temporary.write_text(text, encoding="utf-8")
 
 
 def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
-    """Read a JSON file as a `kind`, which is a pydantic model or a collection of them.
+    """Read a JSON file as a pydantic model or collection.
 
     Args:
-        remedy: what the user can do about a bad file; ends the message.
+        remedy: ends the error message.
     """
     return parse_json_model(kind, read_text(path, remedy), str(path), remedy)
 
 
 def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) -> T:
-    """Parse JSON text as a `kind`; `where` (such as file and line) begins an error's message."""
+    """Parse JSON as `kind`; `where` (such as file and line) begins error messages."""
     try:
         return TypeAdapter(kind).validate_json(text)
     except ValidationError as error:
@@ -151,7 +149,7 @@ def parse_json_model(kind: type[T], text: str | bytes, where: str, remedy: str) 
 
 
 def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
-    """Read a TOML file as a `kind`; raises as `read_json_model` does."""
+    """Read TOML as a `kind`; raises like `read_json_model`."""
     try:
         return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
     except tomllib.TOMLDecodeError as error:
@@ -161,7 +159,7 @@ def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
 
 
 def read_text(path: Path, remedy: str) -> str:
-    """Read the UTF-8 text of a file; raises UserError where there is none."""
+    """Read a UTF-8 file; raises UserError if absent."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:
@@ -175,7 +173,7 @@ def read_text(path: Path, remedy: str) -> str:
 
 
 def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:
-    """The first of pydantic's complaints, on one line."""
+    """Convert pydantic's first error to a one-line UserError."""
     first = error.errors()[0]
     place = ": " + ": ".join(map(str, first["loc"])) if first["loc"] else ""
     given = f" (given: {first['input']!r:.80})" if first["type"] not in _TELLING else ""
@@ -183,5 +181,5 @@ def _invalid(error: ValidationError, where: str, remedy: str) -> UserError:
 
 
 def complaint(of: ErrorDetails) -> str:
-    """What is wrong by one of pydantic's errors: a validator's own words, without pydantic's."""
+    """Pydantic error message, without pydantic's prefix for validators."""
     return str(of["ctx"]["error"]) if of["type"] == "value_error" else of["msg"]

@@ -1,24 +1,24 @@
-"""Base of every configuration, and the types of its numbers."""
+"""Base classes of configurations, and bounded number types."""
 
 from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, ModelWrapValidatorHandler, model_validator
 
 MAX_LAYERS = 1_000
-"""Most layers of one tower: with more, the search takes many minutes, then too much memory."""
+"""Max layers of a tower; above, the search takes minutes and too much memory."""
 MAX_COUNT = 2**31 - 1
-"""Largest count of anything, as arrays hold 32-bit numbers."""
+"""Largest count, as arrays are int32."""
 Count = Annotated[int, Field(ge=1, le=MAX_COUNT)]
 Layers = Annotated[int, Field(ge=1, le=MAX_LAYERS)]
 Width = Annotated[int, Field(ge=1, le=2**24)]
-"""Width of a matrix; the product of two widths and all layers stays exact."""
+"""Matrix width; products of two widths and all layers stay exact."""
 Rate = Annotated[float, Field(ge=1e-9, le=1e18)]
-"""Rate of a device, a link or a kernel; times and their sums over a run stay finite."""
+"""Rate of a device, link or kernel; times and their sums stay finite."""
 Share = Annotated[float, Field(ge=1e-9, le=1)]
 
 
 class Numbered(BaseModel):
-    """Base of what is read: a truth value in place of a number is an error."""
+    """Model that rejects booleans for numbers."""
 
     @model_validator(mode="wrap")
     @classmethod
@@ -34,20 +34,20 @@ class Numbered(BaseModel):
 
 
 class Frozen(Numbered):
-    """Base of every configuration: immutable; an unknown key is an error, and so is NaN."""
+    """Base of configurations: immutable; rejects unknown keys and NaN."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def written_unless(default: Any, description: str | None = None) -> Any:
-    """Make a field that is written unless it has its default."""
+    """Make a field that is written only if it differs from its default."""
     return Field(
         default=default, exclude_if=lambda value: value == default, description=description
     )
 
 
 def _is_taken_for_number(given: Any, made: Any) -> bool:
-    """Whether a truth value, or one in a list or table, was read as a number."""
+    """Whether a boolean, perhaps nested, was parsed as a number."""
     if isinstance(given, bool):
         return isinstance(made, int | float) and not isinstance(made, bool)
     if isinstance(given, list | tuple) and isinstance(made, list | tuple):

@@ -1,7 +1,4 @@
-"""Checks of output paths: they must neither replace an input nor a file of another kind.
-
-Every command asks here before it works, and `omnibal.base.files.atomic` then writes.
-"""
+"""Check output paths before work starts: no input or file of another kind is replaced."""
 
 import os
 import stat
@@ -14,10 +11,10 @@ from omnibal.base.files import is_stream, real_path
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
-    """Refuse files that could not be written, or would destroy an input or each other.
+    """Raise if outputs cannot be written, or would overwrite an input or each other.
 
     Args:
-        outputs: paths by the option that names them in messages; None where it was not given.
+        outputs: paths by option name, None if not given.
     """
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
@@ -31,7 +28,7 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
                     f"{option} {path}: is {read}, which this command reads; an output must not "
                     f"replace an input: choose another {option}"
                 )
-    # A device takes what comes from any number of outputs; a pipe would mix it.
+    # A device accepts several outputs; a pipe would mix them.
     files |= {option: path for option, path in given.items() if path.is_fifo()}
     for (option, path), (other, second) in combinations(files.items(), 2):
         if is_same_file(path, second):
@@ -42,7 +39,7 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
 
 
 def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Refuse a folder that could not be made or filled, or is or holds an input."""
+    """Raise if a folder cannot be made or filled, or is or contains an input."""
     _check_name(option, folder)
     if folder.is_symlink() and not folder.exists():
         raise UserError(
@@ -64,7 +61,7 @@ def check_folder(option: str, folder: Path, inputs: Iterable[Path]) -> None:
 
 
 def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
-    """Refuse a folder to make that lies in one of the folders that the command reads."""
+    """Raise if a new folder is inside an input folder."""
     real = real_path(folder)
     for read in inputs:
         if real.is_relative_to(real_path(read)):
@@ -75,7 +72,7 @@ def check_outside(option: str, folder: Path, inputs: Iterable[Path]) -> None:
 
 
 def is_same_file(path: Path, other: Path) -> bool:
-    """Whether two paths lead to one file, also by links; neither needs to exist."""
+    """Whether two paths resolve to the same file; neither needs to exist."""
     if real_path(path) == real_path(other):
         return True
     try:

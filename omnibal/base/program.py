@@ -1,4 +1,4 @@
-"""Exit of every program of this project: a user's mistake is one line on stderr and status 2."""
+"""Program exit: a user's mistake prints one line on stderr and exits with status 2."""
 
 import argparse
 import os
@@ -12,24 +12,19 @@ import typer
 
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 
-# The error of an unknown option, a missing argument or a bad value; typer has no public name.
+# Error of an unknown option, missing argument or bad value; typer has no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """Argument parser that reports a mistake in the options like every other one."""
+    """Argument parser that raises UserError."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise a mistake in the options as a UserError."""
         raise UserError(f"{message}; see {self.prog} --help")
 
 
 def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run a command line to its end.
-
-    Args:
-        arguments: those of the process where None.
-    """
+    """Run a command line and exit; `arguments` default to the process's."""
     with one_line_errors():
         given = sys.argv[1:] if arguments is None else list(arguments)
         check_arguments(given)
@@ -39,7 +34,7 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
 
 
 def check_arguments(arguments: Sequence[str]) -> None:
-    """Refuse arguments that no path can hold."""
+    """Raise on arguments that no path can contain."""
     for argument in arguments:
         if "\0" in argument:
             raise UserError(f"{argument!r}: holds a NUL character, which no path can: remove it")
@@ -47,11 +42,11 @@ def check_arguments(arguments: Sequence[str]) -> None:
 
 @contextmanager
 def one_line_errors() -> Iterator[None]:
-    """End the process as a user's mistake, a full disk or too little memory should."""
+    """Exit cleanly on user mistakes, full disks and lack of memory."""
     try:
         yield
     except BrokenPipeError:
-        # Whoever read the output wants no more. What is buffered would fail again at exit.
+        # The reader closed the output. Buffered data would fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
@@ -75,7 +70,7 @@ def _system_error(error: OSError) -> str:
 
 def _fail(message: str) -> NoReturn:
     line = " ".join(message.split())
-    # The message may quote a file or an option; control characters must not reach the terminal.
+    # The message may quote a file or option; keep control characters off the terminal.
     shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
     sys.stderr.write(f"error: {shown}\n")
     sys.exit(EXIT_USER_ERROR)

@@ -1,8 +1,6 @@
-"""Tasks worked on by a Ray cluster, which starts processes where there are cores, and again where
-one is lost.
+"""Task pool on a Ray cluster (extra `ray`), which restarts lost workers.
 
-Only the process that hands out tasks must live: nodes may come and go meanwhile. Ray is the extra
-`ray` of this package.
+Only the submitting process must survive; nodes may come and go.
 """
 
 import logging
@@ -27,7 +25,7 @@ _POLL_S = 1.0  # until cores are counted again, as nodes come and go
 _CONNECT_S = 10.0  # within which a cluster's port must answer; Ray itself tries for minutes
 _HEAD_S = 20.0  # that a head may take to start again; Ray ends its processes after 60 s, silently
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
-"""How gRPC, which Ray's ports speak, begins: HTTP/2, with settings of which none is given."""
+"""gRPC's HTTP/2 preface with empty settings, for Ray's ports."""
 
 
 @contextmanager
@@ -35,8 +33,8 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
     """Join a Ray cluster, and leave it at the end.
 
     Args:
-        address: host and port of the cluster's head, or what else `ray.init` takes; None for the
-            one that Ray finds, or else one of its own on this machine.
+        address: `ray.init` address, such as host and port of the head, None for the cluster Ray
+            finds, or a local one.
     """
     if address is not None:
         _check_reachable(address)
@@ -49,11 +47,11 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
         ) from error
     try:
         ray.init(address, log_to_driver=False, logging_level=logging.ERROR)
-    # Ray ends the process where it gives up.
+    # Ray exits the process if it gives up.
     except (Exception, SystemExit) as error:
         raise _unreachable(address, str(error) or type(error).__name__) from error
     try:
-        # Through a client's server the head is not to be seen; the server's end is noticed.
+        # A client cannot see the head, but notices the end of its server.
         through_client = (address or "").startswith("ray://")
         yield _RayPool(ray, None if through_client else ray.get_runtime_context().gcs_address)
     finally:
@@ -61,7 +59,7 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
 
 
 def _check_reachable(address: str) -> None:
-    """Refuse a host and port where nobody answers, or something else than Ray."""
+    """Raise if host and port do not answer as Ray."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
         return  # one of Ray's words, such as auto
@@ -83,7 +81,7 @@ def _connected(host: str, port: str) -> socket.socket:
 
 
 def _wait_for_head(address: str) -> None:
-    """Return when the cluster's head answers."""
+    """Wait for the cluster's head to answer."""
     host, _, port = address.rpartition(":")
     deadline = time.monotonic() + _HEAD_S
     while True:
@@ -110,15 +108,15 @@ def _unreachable(address: str | None, why: str) -> UserError:
 @dataclass(frozen=True, slots=True)
 class _RayPool:
     ray: Any
-    """The module, of a process that has joined a cluster."""
+    """Ray module of a process that joined a cluster."""
     head: str | None
-    """Host and port of the cluster's head; None where this process has no connection to it."""
+    """Host and port of the head, None without a connection."""
 
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
     ) -> Generator[Result, None, None]:
         ray, left = self.ray, iter(tasks)
-        # Stored once, and read once by each process that works: it may hold a whole tokenizer.
+        # Stored once and read once per worker: may hold a whole tokenizer.
         handed = ray.put(work)
         run = ray.remote(max_retries=_RETRIES, num_cpus=1)(_work_on)
         room, under_way = _Room(ray, self.head), set[Any]()
@@ -153,12 +151,12 @@ class _RayPool:
 
 @dataclass(slots=True)
 class _Room:
-    """How many tasks a cluster should have at a time."""
+    """Max concurrent tasks of a cluster."""
 
     ray: Any
     head: str | None
     counted: float = -_POLL_S
-    """When its cores were counted, in seconds."""
+    """Time of the last core count, in seconds."""
     cores: int = field(default=1)
 
     def tasks(self) -> int:
@@ -171,10 +169,10 @@ class _Room:
 
 
 def _work_on(handed: list[Any], version: str, task: Any) -> Any:
-    """Work on a task, in a process of the cluster.
+    """Run a task on a worker.
 
     Args:
-        handed: reference to the work, in a list, as Ray would read it anew for each task.
+        handed: reference to the work, in a list so that Ray does not reload it per task.
     """
     if version != __version__:
         host = socket.gethostname()

@@ -1,8 +1,8 @@
-"""Files by their URLs, such as s3://bucket/key, read as local ones are.
+"""Remote files by URL, such as s3://bucket/key, read like local files.
 
-What a URL's scheme stands for is fsspec's to know, and who may read is its backends' (of S3: what
-the AWS command line takes, environment, files or roles). A remote file is read in blocks; where it
-has a cache, these are kept on disk.
+fsspec and its backends handle schemes and credentials (S3: AWS environment, files or roles). Files
+are
+read in blocks, cached on disk if a cache is given.
 """
 
 import errno
@@ -31,63 +31,56 @@ _URL_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/(.*)")  # in which one slash is
 _BLOCK_BYTES = 1 << 21  # time to ask and time to receive are about the same at 100 MB/s and 20 ms
 _BLOCKS_IN_MEMORY = 8  # of a process: what is read next mostly stands where the last was
 _KNOWN_FILES, _REMEMBERED_S = 4096, 60
-"""Files of which a process remembers sizes and versions, and for how many seconds."""
+"""Max remembered files per process, and for how many seconds."""
 _ASKED_TOGETHER = 8  # files of one folder, from which on listing it is quicker than asking for each
 _VERSIONS = ("ETag", "etag", "mtime", "LastModified", "created")
-"""What tells of a change in what fsspec's backends say of a file, the best first."""
+"""Version fields in fsspec's file info, best first."""
 
 
 class RemotePath(PosixPath):
-    """The path of a remote file or folder: a URL that does all of a path that reading needs."""
+    """Path of a remote file or folder, with the methods needed for reading."""
 
     cache: BlockCache | None = None
-    """Where blocks that are read are kept."""
+    """Cache of read blocks."""
 
     def __new__(cls, *parts: Any, cache: BlockCache | None = None) -> "RemotePath":
-        """Make a path of a URL."""
         path = super().__new__(cls, *parts)
         path.cache = cache
         return path
 
     def __init__(self, *parts: Any, cache: BlockCache | None = None) -> None:
-        """Take what `__new__` has taken."""
         if sys.version_info >= (3, 12):
             super().__init__(*parts)
 
     def __str__(self) -> str:
-        """The URL, with both slashes behind its scheme."""
+        """URL with both slashes after its scheme."""
         return super().__str__().replace(":/", "://", 1)
 
     def __reduce__(self) -> Any:
-        """Keep the cache where the path goes to another process."""
+        """Keep the cache when pickled."""
         return location, (str(self), self.cache)
 
     def __truediv__(self, key: Any) -> "RemotePath":
-        """A path below this one."""
         return self._beside(super().__truediv__(key))
 
     @property
     def parent(self) -> "RemotePath":
-        """The folder."""
         return self._beside(super().parent)
 
     def _beside(self, path: Path) -> "RemotePath":
         return type(self)(path, cache=self.cache)
 
     def absolute(self) -> "RemotePath":
-        """The path itself."""
         return self
 
     def is_file(self, **_: Any) -> bool:
-        """Whether there is such a file; raises StorageError where nobody says."""
+        """Whether the file exists; raises StorageError if unreachable."""
         return self._kind() == "file"
 
     def is_dir(self, **_: Any) -> bool:
-        """Whether there is such a folder."""
         return self._kind() == "directory"
 
     def exists(self, **_: Any) -> bool:
-        """Whether there is such a file or folder."""
         return self._kind() is not None
 
     def _kind(self) -> str | None:
@@ -97,7 +90,6 @@ class RemotePath(PosixPath):
             return None
 
     def iterdir(self) -> Generator["RemotePath", None, None]:
-        """What is in the folder."""
         with _answering(self) as (files, name):
             found = files.ls(name, detail=False)
         yield from (self / each.rstrip("/").rpartition("/")[2] for each in found)
@@ -112,22 +104,20 @@ class RemotePath(PosixPath):
         return cast(IO[Any], file if buffering == 0 else io.BufferedReader(file))
 
     def check_version(self, version: str) -> None:
-        """Refuse a file that is of another version; it is asked once a minute."""
+        """Raise if the version changed; queried at most once a minute."""
         if _known_now(self).version != version and version_of(self) != version:
             raise changed(self)
 
     def read_bytes(self) -> bytes:
-        """Read the whole file."""
         with self.open("rb") as file:
             return file.read()
 
     def read_text(self, encoding: str | None = None, *_: Any, **__: Any) -> str:
-        """Read the whole file as text, UTF-8 if nothing else is said."""
         return self.read_bytes().decode(encoding or "utf-8")
 
 
 def location(text: str, cache: BlockCache | None = None) -> Path:
-    """A path, or that of a URL.
+    """Path of a local name or URL.
 
     Example:
         >>> location("s3://bucket/a") / "b.jpg"
@@ -139,7 +129,7 @@ def location(text: str, cache: BlockCache | None = None) -> Path:
 
 
 def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path:
-    """The path of a file by its name in another one: a URL, or from that one's folder."""
+    """Resolve a name found in another file: a URL, or relative to `folder`."""
     if _URL.match(name):
         return location(name, cache)
     if not isinstance(folder, RemotePath):
@@ -151,10 +141,10 @@ def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path
 
 
 def check_local(options: Mapping[str, Any]) -> None:
-    """Refuse options that were given a URL and take a path, which would be one of a folder s3:.
+    """Raise if a path option was given a URL, which would become a local folder "s3:".
 
     Args:
-        options: their values, of any kind, by their names without dashes.
+        options: values by name without dashes.
     """
     for name, value in options.items():
         for path in value if isinstance(value, list) else [value]:
@@ -169,11 +159,11 @@ def check_local(options: Mapping[str, Any]) -> None:
 
 
 def versions_of(paths: Sequence[Path]) -> list[str]:
-    """What changes whenever a file does, for each of these: its size with its ETag or its time.
+    """Version per file, its size with ETag or time.
 
     Raises:
-        OSError: a file is missing, or not to be read.
-        StorageError: nobody says.
+        OSError: missing or unreadable file.
+        StorageError: unreachable storage.
     """
     folders: dict[RemotePath, list[RemotePath]] = defaultdict(list)
     for path in paths:
@@ -187,7 +177,7 @@ def versions_of(paths: Sequence[Path]) -> list[str]:
 
 
 def version_of(path: Path) -> str:
-    """What changes whenever the file does; raises as `versions_of` does."""
+    """Version of a file; raises like `versions_of`."""
     if isinstance(path, RemotePath):
         return _Known.of(_info(path)).version
     found = path.stat()
@@ -208,8 +198,6 @@ def _versions_in(folder: RemotePath) -> dict[Path, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of a remote file."""
-
     size: int
     version: str
 
@@ -231,7 +219,7 @@ def _known_now(path: RemotePath) -> _Known:
 
 @lru_cache(maxsize=_KNOWN_FILES)
 def _known(path: RemotePath, when: int) -> _Known:
-    """What is known of a file, asked again at another time."""
+    """File info, queried again if `when` differs."""
     info = _info(path)
     if info["type"] == "directory":
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
@@ -245,7 +233,7 @@ def _info(path: RemotePath) -> dict[str, Any]:
 
 @contextmanager
 def _answering(path: RemotePath) -> Iterator[tuple[Any, str]]:
-    """The file system of a path and the path's name there; its errors as this module's."""
+    """File system and path within it; converts errors."""
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
@@ -254,7 +242,7 @@ def _answering(path: RemotePath) -> Iterator[tuple[Any, str]]:
             'pip install "omnibal[s3]"'
         ) from error
     try:
-        # Asked for each time: file systems do not outlive a fork. Lists of files would be kept.
+        # Not cached, as file systems do not survive a fork; listings would be cached.
         yield url_to_fs(str(path), use_listings_cache=False)
     except (FileNotFoundError, IsADirectoryError, UserError):
         raise
@@ -280,7 +268,7 @@ def _why(error: Exception) -> str:
 
 
 class SeekableBytes(io.RawIOBase):
-    """A file of a known size that is read; a subclass says how."""
+    """Seekable stream of a known size; subclasses implement reading."""
 
     def __init__(self, size: int) -> None:
         self.size, self.place = size, 0
@@ -315,7 +303,7 @@ class _RemoteFile(SeekableBytes):
 
 @lru_cache(maxsize=_BLOCKS_IN_MEMORY)
 def _block(path: RemotePath, known: _Known, number: int) -> bytes:
-    """A block of a file, from the cache if it has it."""
+    """Block of a file, from the cache if present."""
     if path.cache is None:
         return _fetched(path, known, number)
     name = f"{path}\0{known.version}\0{number}"
@@ -324,17 +312,13 @@ def _block(path: RemotePath, known: _Known, number: int) -> bytes:
 
 
 def _fetched(path: RemotePath, known: _Known, number: int) -> bytes:
-    """A block of a file as its storage has it.
-
-    Raises:
-        StorageError: the file is no longer what is known of it, or cannot be read.
-    """
+    """Block fetched from storage; raises StorageError if the file changed or is unreadable."""
     start = number * _BLOCK_BYTES
     stop = min(start + _BLOCK_BYTES, known.size)
     try:
         with _answering(path) as (files, name):
             content = files.cat_file(name, start=start, end=stop)
-        # What is more than one block could be of two versions.
+        # Several blocks could be of different versions.
         same = known.size <= _BLOCK_BYTES or version_of(path) == known.version
     except FileNotFoundError:
         content, same = b"", False
@@ -344,7 +328,7 @@ def _fetched(path: RemotePath, known: _Known, number: int) -> bytes:
 
 
 def changed(path: Path) -> StorageError:
-    """The error of a file that is not what it was when its samples were found."""
+    """Error for a file that changed since its samples were indexed."""
     return StorageError(
         f"{path}: has changed while it was read, or since its samples were found; restore it, or "
         "leave it as it is and run `omnibal lengths` again (and `omnibal plan`, before training)"

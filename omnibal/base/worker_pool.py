@@ -1,7 +1,7 @@
-"""A pool of worker processes that leaves none behind, however it ends.
+"""Worker processes that never outlive their parent, however it ends.
 
-A worker ends by itself as soon as the process that started it is gone, and one that the system
-ends is noticed: neither holds of the standard library's pools.
+A worker exits when its parent is gone, and killed workers are noticed, unlike in the standard
+library's pools.
 """
 
 import multiprocessing
@@ -22,59 +22,54 @@ from omnibal.base.errors import UserError
 Task = TypeVar("Task")
 Result = TypeVar("Result")
 
-# Forks of a server without threads or ends of the workers' pipes: a fork of this process would copy
-# locks that a thread holds, and a fresh interpreter would start a BLAS thread for every core.
+# Forks of a thread-free server without the workers' pipes: forking this process would copy held
+# locks, and a fresh interpreter would start a BLAS thread per core.
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on."""
+    """Cores available to this process."""
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 class Pool(Protocol):
-    """Where tasks are worked on: processes of this machine, or a cluster."""
+    """Runs tasks on local processes or a cluster."""
 
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
     ) -> Generator[Result, None, None]:
-        """The result of every task, in the order in which they are finished.
+        """Yield results as tasks finish; raises any error of `work`.
 
         Args:
-            work: what to do with a task; can be pickled.
-            tasks: can be pickled, as can the results; one is taken when there is room for it.
-            count: how many they are at most.
-
-        Raises:
-            Exception: what `work` raised.
+            work: picklable function of a task.
+            tasks: picklable, like the results; consumed lazily.
+            count: max number of tasks.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LocalPool:
-    """Processes of this machine; with 1, the calling one itself."""
+    """Local processes; with 1, the calling process."""
 
     processes: int = 1
 
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
     ) -> Generator[Result, None, None]:
-        """As `Pool` has it."""
         return map_unordered(work, tasks, max(1, min(self.processes, count)))
 
 
 def map_unordered(
     work: Callable[[Task], Result], tasks: Iterable[Task], processes: int
 ) -> Generator[Result, None, None]:
-    """The result of every task, in the order in which they are finished.
+    """Yield results as tasks finish. Close the iterator to end the processes.
 
-    A task is taken from `tasks` when a process is free. Close the iterator to end the processes.
+    Tasks are consumed when a process is free.
 
     Args:
-        processes: how many work; 1 is the calling process itself, as is any number where it may
-            have no processes of its own.
+        processes: with 1, or if child processes are forbidden, runs in the calling process.
     """
     if processes == 1 or multiprocessing.current_process().daemon:
         yield from map(work, tasks)
@@ -96,7 +91,7 @@ def map_unordered(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Failure:
-    """What `outcome` gives where the work raised an error."""
+    """Error raised by the work."""
 
     error: Exception
 
@@ -150,7 +145,7 @@ def _results(
 ) -> Iterator[Result]:
     busy = {}
     for worker in workers:
-        # Sent, as an argument of a process would hold up the start of the next one.
+        # Sent later: as a process argument it would delay the next start.
         worker.send(work)
         for task in tasks:
             worker.send(task)
@@ -169,7 +164,7 @@ def _results(
 
 
 def _serve(connection: Connection) -> None:
-    """Work in a process of its own until the other end of the connection is closed."""
+    """Serve tasks until the connection closes."""
     try:
         work = connection.recv()
         while True:
@@ -179,7 +174,7 @@ def _serve(connection: Connection) -> None:
 
 
 def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
-    """The result of a task, or the error that it ended with."""
+    """Result of a task, or its error."""
     try:
         return work(task)
     except Exception as error:
@@ -189,8 +184,8 @@ def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Processes started here never see Ctrl-C, which reaches all of a terminal's; this one does,
-    once they are started, and ends them."""
+    """Block SIGINT in child processes; the parent handles Ctrl-C after they are started and ends
+    them."""
     resource_tracker.ensure_running()  # it would let Ctrl-C through again when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

@@ -1,1 +1,1 @@
-"""Samples into packs under several limits, and bounds on how few can do."""
+"""Packing of samples under several caps, and lower bounds on the number of packs."""

@@ -1,25 +1,14 @@
-"""The `balanced` packing: as few packs as possible, each a mixture of all lengths if possible.
+"""The `balanced` packing: few packs, each a mixture of all lengths if possible.
 
-How few packs are possible depends on the data in two ways, and so does what is done:
+Packs of many samples are dealt level to the number of packs given by the sums of sizes
+(`even_packs`). Otherwise column generation over size types finds patterns (`patterns`):
 
-1. Packs of many samples: the sums of sizes decide, and samples are dealt level to that many packs
-   (`omnibal.packing.even_packs`).
-2. All else: the patterns of sizes that need the fewest packs, by column generation
-   (`omnibal.packing.patterns`).
-   - Samples are grouped into types of similar size. The cost depends on the number of types alone.
-   - Of the patterns that are as good, those are used that resemble the mean of all packs: packs
-     are then mixtures, alike in length, and no step is of one kind of sample.
-   - Every pattern is used a whole number of times, with samples drawn at random from its types.
-   - A pattern fits on average, a single pack perhaps not, until packs have traded samples of equal
-     items (`level.even_out`). They then differ by a few tokens, which makes them easy to match into
-     steps.
-   - What is left over, about half a pack a type, is packed on exact sizes (`omnibal.packing.rest`).
-
-Types are too coarse where packs hold two or three samples. There best fit alone
-(`omnibal.packing.best_fit`) may need fewer packs. Limits of two kinds of items and more leave a
-grid of few units for each: there patterns of some hundred distinct sizes are found by exact sizes
-(`omnibal.packing.few_sizes`). Both are taken where they are fewer, although their packs are no
-mixtures.
+- Of equally good patterns, those closest to the mean of all packs are used, so packs are alike.
+- Patterns fit on average; swaps of samples with equal items (`even_packs.even_out`) make each
+  pack fit. Samples left over, about half a pack per type, are packed by exact size (`rest`).
+- Types are too coarse for packs of two or three samples, and the grid for caps on several kinds of
+  items. Best fit (`best_fit`) or exact sizes (`few_sizes`) replace the patterns if they save
+  enough packs, although their packs are not mixtures.
 """
 
 import numpy as np
@@ -49,42 +38,42 @@ from omnibal.packing.rest import Rest
 
 _MANY_SAMPLES_PER_PACK = 12  # from which on packs are dealt by length first
 _LEVEL_EXTRA = 0.001
-"""Share of packs that level packs may take more than the sums of sizes need."""
+"""Max share of packs above the sums of sizes for level packs."""
 _UNMIXED_SAVING = 0.002
-"""Share of packs that packs which are no mixtures must save."""
+"""Min share of packs saved by packs that are not mixtures."""
 _MAX_TRIED = 50_000
-"""Most samples that other methods are tried on before they are run on all samples."""
+"""Max samples in trials of other methods."""
 _ISF_CLOSE = 0.005
-"""Share of packs by which ISF may need more on some samples, and be tried on all of them."""
+"""Share of packs by which ISF may be worse in a trial before it is run on all samples."""
 MAX_TYPES = 176  # of sizes that samples are told apart by
 _FINE_TYPES, _SAMPLES_PER_FINE_TYPE = 500, 1000
-"""Most finer types, which take ten seconds, and samples that each must stand for, as half a pack a
-type is left over. They save 1 % of packs where tiles say nothing about tokens."""
+"""Max finer types (ten seconds), and min samples per type, as half a pack per type is left over.
+Saves 1 % of packs if tiles and tokens are uncorrelated."""
 _MIN_SAMPLES_PER_TYPE = 12
-"""Least mean number of samples per type; with fewer, every epoch would get the same packs."""
+"""Min mean samples per type; with fewer, every epoch would get the same packs."""
 _MAX_ROUNDS = 100
-"""Most rounds of column generation, which converges in fewer."""
+"""Max rounds of column generation, which converges in fewer."""
 _TOLERANCE = 2e-4  # relative gap at which column generation ends
 _SPARE_SHARE = 4096
-"""Patterns of types leave this part of the token cap free, so that evening out has room."""
+"""Inverse share of the token cap kept free for evening out."""
 _RANDOM_SAMPLES = 20_000
-"""Samples drawn to see what random packs look like."""
+"""Samples drawn to estimate random packs."""
 _SEVERAL_KINDS = 3
-"""Features of samples that take two kinds of items."""
+"""Features with two kinds of items."""
 _FEW_SIZES = 200
-"""Most distinct sizes whose patterns are searched by exact sizes: seconds of work."""
+"""Max distinct sizes for the exact search: seconds of work."""
 _GOOD_ENOUGH = 0.005
-"""Share of packs above what is needed at least that is not worth finer types."""
+"""Share of packs above the lower bound at which finer types are not tried."""
 
 
 def pack_balanced(
     lengths: Lengths, caps: Caps, seed: Seed, *, most_types: int | None = None
 ) -> Packs:
-    """Pack all samples into about as few packs as can be, and never more than `pack_isf` does.
+    """Pack all samples into close to the fewest packs, never more than `pack_isf`.
 
-    The time goes by the types that sizes are grouped into: a third of the usual ones take a tenth
-    of it, for 0.1 % more packs. Of many samples whose packs are far from what their sums need,
-    finer types are tried too, but where `most_types` says how many there may be.
+    Time grows with the number of size types: a third of them take a tenth of the time, for 0.1 %
+    more
+    packs. Finer types are tried for many samples far from the bound unless `most_types` is given.
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
@@ -114,7 +103,7 @@ def pack_balanced(
 
 
 def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Generator) -> bool:
-    """Whether ISF comes close to a number of packs, tried on at most `_MAX_TRIED` samples."""
+    """Whether ISF comes close to `packs`, on at most `_MAX_TRIED` samples."""
     if len(lengths) <= _MAX_TRIED:
         return True
     some = rng.permutation(len(lengths))[:_MAX_TRIED]
@@ -125,7 +114,7 @@ def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Gen
 def _pack_level(
     sizes: np.ndarray, caps: np.ndarray, least: int, rng: np.random.Generator
 ) -> Packs | None:
-    """Level packs, as many as the sums of sizes need or hardly more; None where some overflow."""
+    """Level packs, about as few as the sums of sizes need, None if some overflow."""
     for count in (least, int(np.ceil(least * (1 + _LEVEL_EXTRA)))):
         for leading in Leading:
             packs = deal_level(sizes, count, caps, leading, rng)
@@ -137,7 +126,7 @@ def _pack_level(
 def _best_fit_where_fewer(
     packs: Packs, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
 ) -> Packs:
-    """Packs by best fit if they are enough fewer, tried first on at most `_MAX_TRIED` samples."""
+    """Best-fit packs if enough fewer, tried first on at most `_MAX_TRIED` samples."""
     needed = (1 - _UNMIXED_SAVING) * len(packs)
     rest, samples = Rest(sizes, caps), sizes.shape[1]
     if samples > _MAX_TRIED:
@@ -151,7 +140,7 @@ def _best_fit_where_fewer(
 def _pack_by_patterns(
     sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator, most_types: int
 ) -> Packs:
-    """Pack samples by patterns, and what the patterns leave over by `omnibal.packing.rest`."""
+    """Pack by patterns, and the remaining samples by `rest`."""
     tokens, max_tokens = sizes[-1], int(caps[-1])
     leveled = np.vstack([item_levels(sizes[:-1]), tokens])
     types = group_sizes(leveled, min(most_types, len(tokens) // _MIN_SAMPLES_PER_TYPE))
@@ -173,10 +162,7 @@ def _pack_by_patterns(
 def _mix_types(
     types: SizeTypes, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
 ) -> Mix:
-    """Patterns for types taken at their mean sizes.
-
-    A pattern's mean tokens stay within the token cap, so the packs made from it do on average.
-    """
+    """Patterns of types at their mean sizes; mean tokens stay within the cap."""
     grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)))
     items = Items.with_own_rows(grid, types.items, types.mean_tokens)
 
@@ -201,11 +187,11 @@ def _mix_types(
 def _random_patterns(
     types: SizeTypes, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
 ) -> np.ndarray:
-    """Types of samples that fill packs in random order, int64 [packs, types]."""
+    """Types in packs filled in random order, int64 [packs, types]."""
     type_of = np.empty(len(types.members), np.int64)
     type_of[types.members] = np.repeat(np.arange(len(types)), types.counts)
     drawn = rng.permutation(len(type_of))[:_RANDOM_SAMPLES]
-    # A sample may exceed the reduced token cap, and is then alone.
+    # A sample above the reduced token cap is packed alone.
     bounds = cut_groups(np.minimum(sizes.take(drawn, axis=1), caps[:, None]), caps)
     pack = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     cells = np.bincount(pack * len(types) + type_of[drawn], minlength=(pack[-1] + 1) * len(types))
@@ -213,9 +199,9 @@ def _random_patterns(
 
 
 def _without_excess(patterns: np.ndarray, tokens: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Patterns [patterns, types] without samples where rounding to the grid let in too many.
+    """Drop samples that only fit by rounding to the grid, from patterns [patterns, types].
 
-    The smallest samples go first, and one always stays.
+    Smallest samples first; at least 1 stays.
     """
     patterns = patterns.copy()
     for type_ in np.argsort(tokens, kind="stable"):
@@ -229,7 +215,7 @@ def _without_excess(patterns: np.ndarray, tokens: np.ndarray, max_tokens: int) -
 
 
 def _deal(types: SizeTypes, mix: Mix, rng: np.random.Generator) -> tuple[Packs, np.ndarray]:
-    """Use every pattern as often as its whole part says; also gives the samples that are left."""
+    """Use each pattern floor(times) times, and return the remaining samples too."""
     times = np.floor(mix.times + 1e-9).astype(np.int64)
     patterns = mix.columns.astype(np.int64)
     samples_of_pattern = [np.repeat(np.arange(len(types)), pattern) for pattern in patterns]
@@ -253,14 +239,14 @@ def _deal(types: SizeTypes, mix: Mix, rng: np.random.Generator) -> tuple[Packs, 
 
 
 def _take_out_excess(packs: Packs, tokens: np.ndarray, max_tokens: int) -> tuple[Packs, np.ndarray]:
-    """Take samples out of the packs that exceed the cap; of one pack, the smallest that helps."""
+    """Remove samples from packs above the cap, per pack the smallest that suffices."""
     taken_out: list[np.ndarray] = []
     while len(packs) and (excess := packs.sums(tokens) - max_tokens).max() > 0:
         sizes = np.diff(packs.offsets)
         pack_of_slot = packs.pack_of_sample
         slots = np.flatnonzero(excess[pack_of_slot] > 0)
         given = tokens[packs.samples[slots]]
-        # One that is too small to help comes after all others, the largest of those first.
+        # Samples too small to suffice come last, largest first.
         rank = np.where(given >= excess[pack_of_slot[slots]], given, 2**31 - given)
         order = np.lexsort((rank, pack_of_slot[slots]))
         first = np.diff(pack_of_slot[slots][order], prepend=-1) > 0

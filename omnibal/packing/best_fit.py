@@ -1,12 +1,11 @@
-"""Best fit decreasing on exact sizes: the largest sample opens a pack, best-fitting ones follow.
+"""Best fit decreasing on exact sizes.
 
-Used for what patterns leave over, and for data whose packs hold two or three samples, where a
-sample's partner must have the one size that is missing and types of similar sizes are too coarse.
-
-Samples are kept in shelves by items, each sorted by tokens, the last feature. The most tokens that
-still fit are found by bisection, and samples that are gone are jumped over by a union-find
-structure (predecessors under deletions), so a placement costs a few microseconds however many
-samples there are. Item counts are compared all at once, as fields of one number (`_Fields`).
+For samples that patterns leave over, and for packs of two or three samples, where size types are
+too
+coarse. Shelves hold samples of equal items, sorted by tokens. The largest sample that fits is found
+by
+bisection, skipping used samples by union-find: a few microseconds per placement. Item counts are
+compared at once, as bit fields of an integer (`_Fields`).
 """
 
 from bisect import bisect_right
@@ -18,7 +17,7 @@ from omnibal.packing.fit import size_keys
 
 _MAX_SHELVES = 32  # that open packs are sorted on by their room for items
 _TRIES = 12
-"""Most samples tried for one that fits by items, on a shelf of several item counts."""
+"""Max samples tried on a shelf of several item counts."""
 
 
 def pack_best_fit(
@@ -27,8 +26,8 @@ def pack_best_fit(
     """Packs as lists of indices into the arguments; every sample fits alone.
 
     Args:
-        values: float64 [samples], positive; of what fits, the most valuable is taken. Within a
-            shelf more tokens come before more value.
+        values: float64 [samples], positive; the most valuable fitting sample is taken, within a
+            shelf the one with most tokens.
         first: float64 [samples]; the sample with the highest opens the next pack.
     """
     samples = sizes.shape[1]
@@ -62,20 +61,18 @@ def pack_best_fit(
 
 
 class _Fields:
-    """Item counts of several features as one number: a field for each, and a spare bit above it.
+    """Item counts packed into an integer, a bit field per feature with a spare bit above.
 
-    The spare bits are set in what is left of the caps. It holds a sample if none of them is
-    borrowed from when the sample's number is subtracted.
+    A sample fits if subtracting its number from the free capacity borrows from no spare bit.
     """
 
     def __init__(self, caps: np.ndarray):
         """Lay out fields for counts up to the caps, int64 [features]."""
         self._widths = [int(cap).bit_length() + 1 for cap in caps]
         self.spare = sum(1 << sum(self._widths[i:]) - 1 for i in range(len(self._widths)))
-        """A number of the spare bits alone."""
 
     def numbers(self, counts: np.ndarray) -> list[int]:
-        """Numbers of counts, int64 [features, samples], each at most its cap."""
+        """Encode counts, int64 [features, samples], each at most its cap."""
         wide = sum(self._widths) >= 63
         numbers = np.zeros(counts.shape[1], object if wide else np.int64)
         for row, width in zip(counts, self._widths, strict=True):
@@ -84,11 +81,11 @@ class _Fields:
 
 
 def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> list[list[int]]:
-    """First fit decreasing: each sample goes into the first pack that has room, or opens one.
+    """First fit decreasing: place each sample in the first pack that fits, or open a pack.
 
     Args:
         sizes: int64 [features, samples]; every sample fits alone.
-        first: float64 [samples]; samples are placed from the highest to the lowest.
+        first: float64 [samples]; placed in decreasing order.
     """
     packs: list[list[int]] = []
     room = np.zeros_like(sizes)
@@ -105,11 +102,11 @@ def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> li
 
 
 def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
-    """Packs filled one by one, each time with the sample whose size is nearest to the room left.
+    """Fill packs with the sample nearest to the free capacity.
 
-    Distances are squares of shares of the caps, weighed by what the samples take of each cap in
-    all (norm-based greedy: Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing,
-    2011). Samples of many tiles so meet samples of many tokens.
+    Norm-based greedy (Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing,
+    2011):
+    squared distances in shares of the caps, weighted by total demand.
 
     Args:
         sizes: int64 [features, samples]; every sample fits alone.
@@ -135,19 +132,18 @@ def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Shelf:
-    """Samples of equal items, or of a few neighbouring counts, sorted by tokens."""
+    """Samples of equal or similar item counts, sorted by tokens."""
 
     first: int
-    """Number of the sample that comes first in the order of items, and the spare bits."""
+    """First sample number in item order, with the spare bits."""
     most: int
-    """Number of the most items of every feature."""
+    """Max items per feature, encoded."""
     samples: list[int]
     items: list[int]
     tokens: list[int]
     values: list[float]
     below: list[int]
-    """Union-find links: below[k] leads to the last remaining sample at or before the k-th; 0 is
-    none."""
+    """Union-find: below[k] leads to the last remaining sample at or before k; 0 if none."""
 
     def last_of(self, rank: int) -> int:
         """Rank of the last remaining sample at or before `rank`."""
@@ -160,7 +156,7 @@ class _Shelf:
         return root
 
     def best(self, items_left: int, tokens_left: int, spare: int) -> int:
-        """Rank of the sample with the most tokens that fits; 0 where none was found."""
+        """Rank of the largest fitting sample, 0 if none found."""
         rank = self.last_of(bisect_right(self.tokens, tokens_left))
         if (items_left - self.most) & spare == spare:
             return rank
@@ -174,7 +170,7 @@ class _Shelf:
 def _most_valuable(
     shelves: list[_Shelf], items_left: int, tokens_left: int, spare: int
 ) -> int | None:
-    """Most valuable of the samples that the shelves offer; None where nothing fits."""
+    """Most valuable sample offered by the shelves, None if none fits."""
     most, chosen = 0.0, None
     for shelf in shelves:
         if shelf.first > items_left:
@@ -186,7 +182,7 @@ def _most_valuable(
 
 
 def _shelves(sizes: np.ndarray, values: np.ndarray, fields: _Fields) -> list[_Shelf]:
-    """Make shelves in the order of items: one for equal items, up to a limit."""
+    """Shelves in item order, by equal items up to a limit."""
     keys, tokens = size_keys(sizes[:-1]), sizes[-1]
     distinct = np.unique(keys)
     groups = np.array_split(distinct, min(len(distinct), _MAX_SHELVES))

@@ -1,9 +1,8 @@
-"""Packs by level: samples packed to the limit of their length, long packs filled with short ones.
+"""HBP's packing by level (arXiv 2503.07680, section 4).
 
-HBP's packing (arXiv 2503.07680, section 4): a sample belongs to the smallest level that holds it,
-levels are packed from the longest down, and the room that is left in a long pack goes to samples of
-shorter levels. Here a rule says which samples may be given away, as what joins a shared pack may
-have to be exchanged between ranks.
+Each sample belongs to the smallest level that holds it. Levels are packed from longest to shortest,
+and free capacity of long packs is filled with shorter samples. `may_fill` restricts this, as
+samples of a shared pack may have to be exchanged between ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,21 +16,17 @@ from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 
 _LOOKED_AT = 1024
-"""Samples of a level that are looked at to fill one pack, which keeps the work linear."""
+"""Max samples considered per pack, which keeps the work linear."""
 
 
 def levels_of_samples(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Find the smallest level whose caps hold each sample, int32 [samples]."""
+    """Smallest level that holds each sample, int32 [samples]."""
     check_samples_fit(lengths, largest_caps(levels))
     return _smallest_that_hold(levels, len(lengths), lengths.column)
 
 
 def levels_of_packs(packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-    """Find the smallest level whose caps hold each pack, int32 [packs].
-
-    It is the level that `pack_by_level` made the pack for, as each pack has a sample that no
-    smaller level holds.
-    """
+    """Smallest level that holds each pack, int32 [packs]: the level it was made for."""
     sums: dict[str, np.ndarray] = {}
 
     def of_packs(name: str) -> np.ndarray:
@@ -60,12 +55,12 @@ def pack_by_level(
     *,
     may_fill: np.ndarray | None = None,
 ) -> Packs:
-    """Put every sample into a pack of its level, or into room of a longer level's pack.
+    """Pack every sample at its level, or into free capacity of a longer level's pack.
 
     Args:
-        levels: of rising caps, the last of which hold every sample.
-        may_fill: whether a sample may go into a pack of a level above its own, bool [levels,
-            samples]; None where all may, as in the paper.
+        levels: by rising caps; the last holds every sample.
+        may_fill: whether a sample may join a longer level, bool [levels, samples]; default: all
+            may, as in the paper.
     """
     own_level = levels_of_samples(lengths, levels)
     order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
@@ -92,14 +87,14 @@ def fill_packs(
     sizes: np.ndarray,
     allowed: np.ndarray | None,
 ) -> tuple[Packs, list[np.ndarray]]:
-    """Fill the room of packs with the first samples that fit, of the longest level first.
+    """Fill packs with the first fitting samples, longest level first.
 
     Args:
-        queues: samples of every shorter level, in the order in which they are tried.
-        allowed: whether a sample may be taken, bool [samples]; None where all may.
+        queues: samples per shorter level, in the order tried.
+        allowed: whether a sample may be taken, bool [samples]; default: all.
 
     Returns:
-        The packs, and what is left of every queue.
+        Packs and the remaining queues.
     """
     waiting = [_Queue(queue, sizes, allowed) for queue in queues]
     room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])
@@ -115,7 +110,7 @@ def fill_packs(
 
 
 class _Queue:
-    """Samples in line to fill packs, of which a bounded number is looked at at a time."""
+    """Queue of samples with a bounded lookahead."""
 
     def __init__(self, samples: np.ndarray, sizes: np.ndarray, allowed: np.ndarray | None):
         self._sizes = sizes
@@ -125,7 +120,7 @@ class _Queue:
         self._window = self._rest[:0]
 
     def take_first_fits(self, room: np.ndarray) -> np.ndarray:
-        """Take each sample in line that still fits when its turn comes. Room is [features]"""
+        """Take each queued sample that fits in turn. `room` is [features]."""
         wanted = _LOOKED_AT - len(self._window)
         self._window = np.concatenate([self._window, self._rest[self._next : self._next + wanted]])
         self._next = min(self._next + wanted, len(self._rest))
@@ -146,5 +141,4 @@ class _Queue:
         return found
 
     def left(self) -> np.ndarray:
-        """Samples that were not taken."""
         return np.concatenate([self._window, self._rest[self._next :], self._refused])

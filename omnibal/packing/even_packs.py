@@ -1,9 +1,7 @@
-"""Level packing: for packs of many samples, whose number the sums of sizes decide.
+"""Level packing for packs of many samples, whose number is set by the sums of sizes.
 
-With dozens of samples a pack, hardly any combination of sizes is wasteful; what counts is that no
-pack has more than its share. So a number of packs is given, the samples are dealt to them longest
-first (Graham, SIAM Journal on Applied Mathematics 17, 1969), and exchanges even out what is left.
-All packs are then mixtures of the same lengths.
+Samples are dealt to a given number of packs longest first (Graham, SIAM Journal on Applied
+Mathematics 17, 1969), then exchanges even out the rest. All packs are mixtures of the same lengths.
 """
 
 import heapq
@@ -19,35 +17,35 @@ from omnibal.packing.packs import Packs
 _MIN_ROUNDS = 5  # least, of samples trading places
 _MAX_ROUNDS = 15  # most, while some pack is above its cap
 _MOST_KINDS = 256
-"""Kinds of samples that trade places; of more, as with image tokens, most are of few samples."""
+"""Max kinds of samples that are exchanged; with more, as with image tokens, most kinds are rare."""
 
 _Load = tuple[float, float, tuple[float, ...], int]
-"""Sort key of a pack: its load, the sum of its shares of all caps, these shares, pack."""
+"""Sort key of a pack: load, sum of its shares of the caps, shares, pack."""
 
 
 class Leading(StrEnum):
     """Quantity that samples are dealt by; exchanges then level the tokens."""
 
     ITEMS = "items"
-    """Items come out level to the last one. Best where all caps are nearly reached."""
+    """Items are exactly level. Best if all caps are nearly reached."""
     LARGER = "larger"
-    """Items or tokens, whichever is the larger part of its cap. Best with a few giants."""
+    """Larger of the item and token shares. Best with a few giant samples."""
 
 
 def deal_level(
     sizes: np.ndarray, packs: int, caps: np.ndarray, leading: Leading, rng: np.random.Generator
 ) -> Packs:
-    """Deal all samples to a number of packs, level in all features; a few may exceed a cap.
+    """Deal all samples to `packs` packs, level in all features; a few may exceed a cap.
 
     Args:
-        packs: at most as many as there are samples.
+        packs: at most the number of samples.
     """
     samples = sizes.shape[1]
     shares = sizes / caps[:, None]
     shuffled = rng.permutation(samples)
     *items, tokens = range(len(caps))
     if leading is Leading.ITEMS:
-        # Texts take no items, and are dealt by their tokens after all others.
+        # Texts have no items, and are dealt by tokens last.
         has_items = np.any(sizes[:-1] > 0, axis=0)[shuffled]
         parts = [(shuffled[has_items], items), (shuffled[~has_items], [tokens])]
     else:
@@ -60,7 +58,7 @@ def deal_level(
     by_pack = np.argsort(pack_of, kind="stable")
     counts = np.bincount(pack_of, minlength=packs)
     dealt = Packs.from_counts(by_pack, counts[counts > 0])
-    # Only samples of equal items trade places, so items stay as they were dealt.
+    # Only samples of equal items are exchanged, so items stay level.
     return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
 
 
@@ -71,10 +69,8 @@ def _deal_longest_first(
     heap: list[_Load],
     pack_of: np.ndarray,
 ) -> list[_Load]:
-    """Give each sample to the least loaded pack, in `pack_of`; returns the packs' new loads.
-
-    A load is the largest share among the features.
-    """
+    """Add each sample to the least loaded pack in `pack_of` and return the new loads, where a load
+    is the max share over `features`."""
     dealt = shares.take(samples, axis=1)
     longest_first = np.lexsort((-dealt.sum(axis=0), -dealt[features].max(axis=0)))
     load = _largest_of(features, len(shares))
@@ -91,7 +87,6 @@ def _deal_longest_first(
 
 
 def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], float]:
-    """Largest of the shares of all features."""
     if len(features) == of:
         return max
     if len(features) == 1:
@@ -102,15 +97,14 @@ def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], f
 def even_out(
     packs: Packs, kind: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
 ) -> Packs:
-    """Exchange samples of one kind between packs until hardly any pack exceeds the token cap.
+    """Exchange samples of equal kind until hardly any pack exceeds the token cap.
 
-    In every round each pack offers one sample of a kind, and the largest offer goes where the rest
-    is smallest. No other exchange of the offers has a smaller maximum. Of more than 256 kinds, the
-    most frequent trade places.
+    In each round every pack offers a sample of a kind; the largest offer goes to the pack with the
+    smallest remainder, which minimizes the maximum. Only the 256 most frequent kinds are exchanged.
 
     Args:
         packs: of indices into `kind` and `tokens`.
-        kind: int64 [samples]; only samples of equal kind trade places.
+        kind: int64 [samples].
     """
     if not len(packs):
         return packs
@@ -140,7 +134,7 @@ def even_out(
 
 
 class _Offers:
-    """Slots of one kind, from which each pack that has any offers one at random."""
+    """Slots of a kind; each pack that has any offers a random slot."""
 
     def __init__(self, slots: np.ndarray, pack_of_slot: np.ndarray):
         packs = pack_of_slot[slots]
@@ -148,10 +142,9 @@ class _Offers:
         self.packs, self._counts = packs[self._first], np.diff(self._first, append=len(slots))
 
     def draw(self, rng: np.random.Generator) -> np.ndarray:
-        """Draw a slot of each of `packs`."""
         return self._slots[self._first + rng.integers(self._counts)]
 
 
 def _ascending(values: np.ndarray) -> np.ndarray:
-    """Order from small to large; equal values keep theirs, on any processor."""
+    """Stable ascending order, equal on any processor."""
     return np.sort(values << 32 | np.arange(len(values))) & 0xFFFFFFFF

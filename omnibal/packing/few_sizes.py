@@ -1,7 +1,6 @@
 """Packs of few distinct sizes by a linear program over exact sizes, rounded down.
 
-With limits of two kinds of items and more, the grid of patterns (`omnibal.packing.patterns`) has
-few units for each kind. Here it only guides a search for patterns by exact sizes.
+With caps on several kinds of items the pattern grid is coarse; here it only guides the search.
 """
 
 import numpy as np
@@ -15,14 +14,14 @@ from omnibal.packing.size_counts import SizeCounts
 _MAX_CELLS = 1 << 16  # of the table that guides the search
 _MAX_ROUNDS = 100
 _MAX_PARTIAL = 1000
-"""Most partial packs that are extended at a time: the most promising ones."""
+"""Max partial packs extended at a time."""
 _ROUNDING = 1e-6
 
 
 def pack_few_sizes(
     sizes: np.ndarray, caps: np.ndarray, packs: Packs, rng: np.random.Generator
 ) -> Packs:
-    """Return fewer packs if patterns of exact sizes need fewer, otherwise the given ones."""
+    """Return fewer packs if patterns of exact sizes need fewer, otherwise the given packs."""
     distinct = SizeCounts.of(sizes)
     size_of = np.searchsorted(size_keys(distinct.amounts), size_keys(sizes))
     held = packs.pack_of_sample * len(distinct) + size_of[packs.samples]
@@ -58,8 +57,7 @@ def _valuable_patterns(
 ) -> tuple[float, np.ndarray]:
     """Return an upper bound on the value of a pack, and packs worth more than 1, [packs, sizes].
 
-    Packs are built up size by size in one order. Of partial packs, those are kept that can become
-    most valuable by a table of sizes rounded down.
+    Packs are built size by size; a table of rounded-down sizes bounds the value of partial packs.
     """
     grid = Grid.of(caps, _MAX_CELLS)
     units = distinct.amounts // grid.units[:, None]
@@ -81,7 +79,7 @@ def _valuable_patterns(
         packs[np.arange(len(kept)), last] += 1
         found.append(packs[worth > 1 + _ROUNDING])
     patterns = np.concatenate(found)
-    # The best pattern of every size: the best alone are nearly the same ones.
+    # Best pattern per size: the overall best are nearly identical.
     best = np.where(patterns > 0, (patterns @ values)[:, None], 0.0)
     chosen = np.unique(best.argmax(axis=0)) if len(patterns) else slice(0)
     return float(max(table[-1], 1)), patterns[chosen]

@@ -1,7 +1,6 @@
-"""Packs filled one by one, each with the most valuable samples that fit.
+"""Fill packs in turn with the most valuable samples, for up to some hundred packs.
 
-For up to some hundred packs: either a knapsack is solved for each, in units that sizes are rounded
-up to, or all pairs of samples are looked at in turn, by exact sizes.
+By a knapsack over rounded-up sizes, or by exact sizes over all pairs of samples.
 """
 
 from collections.abc import Iterator
@@ -13,22 +12,22 @@ from omnibal.packing.patterns import Grid, no_more_items
 
 _MAX_CELLS = 1 << 14  # most of a knapsack table
 _MAX_PAIRED = 160
-"""Most samples whose pairs are all tried: half of them the largest, half the smallest."""
+"""Max samples whose pairs are all tried: half the largest, half the smallest."""
 
 
 def fill_one_by_one(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray | None, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Packs [samples] of indices into the arguments, each as valuable as what is left allows.
+    """Yield packs [samples] of indices into the arguments, each of maximal value.
 
     Args:
         first: float64 [samples]; the sample with the highest opens the next pack (Gupta and Ho,
             Production Planning & Control 10, 1999, as modified by Fleszar and Hindi, Computers &
-            Operations Research 29, 2002). Where it is None, no sample must be in a pack.
+            Operations Research 29, 2002). None requires no sample.
     """
     grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
-    # Samples of equal units and about equal value are copies of one item.
+    # Samples of equal units and similar value are copies of an item.
     order = np.lexsort((-values, *units[::-1]))
     starts = np.flatnonzero(np.diff(size_keys(units)[order], prepend=-1))
     queues = np.split(order, starts[1:]) if len(order) else []
@@ -55,9 +54,9 @@ def fill_one_by_one(
 def fill_by_pairs(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Packs [samples] of indices, each opened by one sample and filled by the best pairs.
+    """Yield packs [samples] of indices, each opened by a sample and filled with the best pairs.
 
-    Where packs hold two or three samples, this is the best that can go with the first.
+    Optimal completion of the first sample if packs hold two or three samples.
 
     Args:
         first: float64 [samples]; the sample with the highest opens the next pack.
@@ -80,7 +79,7 @@ def fill_by_pairs(
 
 
 def _best_pair(sizes: np.ndarray, values: np.ndarray, room: np.ndarray) -> list[int]:
-    """The most valuable one or two samples that fit together; each fits alone."""
+    """Most valuable single sample or pair within `room`; each fits alone."""
     alone = np.eye(len(values), dtype=bool)
 
     def pairs(sizes: np.ndarray) -> np.ndarray:
@@ -92,7 +91,7 @@ def _best_pair(sizes: np.ndarray, values: np.ndarray, room: np.ndarray) -> list[
 
 
 def _doubling(count: int) -> list[int]:
-    """Bundles 1, 2, 4, ... and a rest, whose subsets give every number up to `count`.
+    """Bundle sizes 1, 2, 4, ... and a remainder, with subset sums 0 to `count`.
 
     Example:
         >>> _doubling(10)
@@ -106,7 +105,7 @@ def _doubling(count: int) -> list[int]:
 
 
 def _best_bundles(values: np.ndarray, sizes: np.ndarray, room: np.ndarray) -> list[int]:
-    """The most valuable set of bundles within the room, as indices; each is taken once."""
+    """Indices of the most valuable set of bundles within `room` (0/1 knapsack)."""
     table = np.zeros(room + 1, np.float32)
     fits = np.flatnonzero((sizes <= room[:, None]).all(axis=0))
     taken = np.zeros((len(fits), *table.shape), bool)

@@ -1,4 +1,4 @@
-"""What every packing rule does with its input: check it, and make plain sizes of it."""
+"""Input checks and plain sizes for packing rules."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ _MAX_KEY = 1 << 62  # of int64, with room for a sum of two
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
-    """Refuse samples that no pack can hold."""
+    """Raise if a sample exceeds a pack's caps."""
     over = [lengths.column(name) > caps[name] for name in caps.names]
     large = np.flatnonzero(np.any(over, axis=0))
     if not len(large):
@@ -34,11 +34,9 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
 
 
 def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes of all samples and caps, each feature in its greatest common divisor.
+    """Sizes int64 [features, samples] and caps int64 [features], each divided by its feature's GCD.
 
-    Lengths rounded to multiples of 256 are small numbers then, and what of a cap is no multiple is
-    no room. Both are int64, [features, samples] and [features], in the order of the caps: what is
-    packed comes without names, and the last feature, `tokens`, is the finest.
+    Features are in the caps' order; the last, `tokens`, is the finest. Caps are rounded down.
     """
     sizes = lengths.sizes(caps.names)
     units = np.maximum(np.gcd.reduce(sizes, axis=1), 1)
@@ -46,10 +44,10 @@ def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarra
 
 
 def size_keys(sizes: np.ndarray) -> np.ndarray:
-    """Numbers that are equal and ordered as sizes are, the first feature first. int64 [samples]
+    """Scalar keys with the lexicographic order of sizes, int64 [samples].
 
     Args:
-        sizes: int64 [features, samples], not negative; there may be no feature.
+        sizes: int64 [features, samples], not negative; features may be empty.
     """
     keys = np.zeros(sizes.shape[1], np.int64)
     for row in sizes:

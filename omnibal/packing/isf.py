@@ -11,22 +11,21 @@ from omnibal.packing.packs import Packs
 def pack_isf(lengths: Lengths, caps: Caps, seed: Seed, *, iterations: int = 10) -> Packs:
     """Pack all samples by Algorithm 1 of the paper.
 
-    Each iteration shuffles the samples that are left, cuts them into consecutive groups as long as
-    the caps allow, and keeps the groups that are full: any of their sums reaches its threshold,
-    which is the cap itself, but for tokens Qt - 128 as in the paper, where Qt is 4096, and in
-    proportion (Qt - Qt / 32) below that, since 128 tokens are a quarter of a cap of 512.
-    What is left after the last iteration is grouped once more and kept as it is, a case on which
-    the paper is silent.
+    Each iteration shuffles the remaining samples, cuts them into groups up to the caps, and keeps
+    groups
+    with a sum at its threshold: the cap, but for tokens Qt - 128 as in the paper (Qt - Qt / 32 if
+    Qt < 4096, as 128 tokens are a quarter of a cap of 512). Samples left after the last iteration
+    are
+    grouped and kept, which the paper leaves open.
 
-    The authors' public code differs from the algorithm, and this function from that code, in these
-    points: it drops samples larger than a cap without a word (here an error); it loses the open
-    group when the last shuffled sample is such a one; it keeps a group only when its tiles equal
-    the threshold, so that a fuller group is refused when the threshold is below the cap (here >=);
-    it shuffles the first two times with the same seed; and it cuts packs at the token cap when
-    they are loaded (here no pack is longer).
+    The authors' code differs: it silently drops samples larger than a cap (here an error), and the
+    open
+    group if the last sample is one; it keeps a group only if its tiles equal the threshold (here
+    >=);
+    it reuses the seed for the second shuffle; and it truncates packs to the token cap when loading.
 
     Args:
-        iterations: T, the number of times that groups are drawn and filtered.
+        iterations: T of the paper.
     """
     check_samples_fit(lengths, caps)
     full_from = caps.values
@@ -53,10 +52,9 @@ def pack_isf(lengths: Lengths, caps: Caps, seed: Seed, *, iterations: int = 10) 
 
 
 def cut_groups(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Bounds of the groups that are filled in order until the next sample would exceed a cap.
+    """Bounds of greedy groups, each up to the caps.
 
-    Where a group that starts at i ends does not depend on what came before, so all possible ends
-    are looked up at once and only the chain of actual starts is followed one by one.
+    A group's end depends only on its start, so all ends are computed at once and then followed.
     """
     ends = np.min(
         [_ends(row, cap) for row, cap in zip(sizes, caps.tolist(), strict=True)], axis=0
@@ -68,6 +66,6 @@ def cut_groups(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
 
 
 def _ends(sizes: np.ndarray, cap: int) -> np.ndarray:
-    """Largest end for every start such that sizes[start:end] sums to no more than the cap."""
+    """Largest end per start such that sizes[start:end] sums to at most the cap."""
     sums = np.concatenate([[0], np.cumsum(sizes)])
     return np.searchsorted(sums, sums[:-1] + cap, side="right") - 1

@@ -1,20 +1,15 @@
-"""A proven lower bound on the number of packs: no packing under the caps, by any rule, needs fewer.
+"""Proven lower bound on the number of packs under the caps, for any packing.
 
-If every sample is given a value such that no pack can be worth more than 1, then there are at least
-as many packs as the samples are worth together. Good values come from column generation, where
-they are the dual solution. Two things keep it fast and tight with thousands of distinct sizes:
+If no pack can be worth more than 1, there are at least as many packs as the samples' total value.
+Values are duals of column generation, made fast and tight by two means:
 
 - Values are piecewise linear in tokens, so the master problem has a row per knot and not per size.
-  A straight line is what tokens are worth where the token cap alone decides; pieces, and jumps
-  between them, are for the rest.
-- Values are fitted to the knots alone, then to all sizes in a coarse grid, then in a fine one.
+- They are fitted to the knots, then to all sizes in a coarse grid, then in a fine grid.
 
-What makes the bound valid is only this: the most valuable pack under the fitted values is found
-over all distinct sizes, rounded down to the grid, and the values are divided by its worth (Farley
-1990). Rounding down can only overstate that worth.
-
-Limits of several kinds of items are looked at one kind at a time, beside that of tokens: leaving
-limits out can only need fewer packs.
+The bound is valid because values are divided by the max worth of a pack over all distinct sizes,
+rounded down to the grid, which can only overstate it (Farley 1990). Several kinds of items are
+bounded
+separately, each with tokens: dropping caps can only need fewer packs.
 """
 
 from dataclasses import dataclass
@@ -37,47 +32,44 @@ from omnibal.packing.patterns import (
 from omnibal.packing.size_counts import SizeCounts
 
 _TYPES, _MORE_TYPES, _MOST_TYPES = 112, 250, 500
-"""Number of sample types, with two knots each: at first, where a gap remains, and where it does of
-a million samples, as that takes a minute. Where tiles say nothing about tokens, the usual ones
-leave a gap of 4 %, 250 of 1.5 % and 500 of 0.6 %."""
+"""Sample types, with two knots each: at first, if a gap remains, and if it remains for a million
+samples (a minute). Without correlation of tiles and tokens the gaps are 4 %, 1.5 % and 0.6 %."""
 _GAP = 0.005
-"""Share of packs, beyond one pack, that a bound may leave before a finer one is tried."""
+"""Gap in share of packs, beyond 1 pack, above which a finer bound is tried."""
 _KNOT_ROUNDS = 40  # with values at the knots alone
 _COARSE_ROUNDS = 30  # on a coarse grid
 _FINE_ROUNDS = 3  # on the fine grid
 _COARSE_WORK = 1.5e8  # as below, on the coarse grid
 _FINE_WORK = 1.5e9
-"""Table cells times sizes in one pricing, which decide how coarse the grid is."""
+"""Table cells times sizes per pricing round, which sets the grid."""
 _MAX_CELLS = 1 << 19  # most of a table
 _TOLERANCE = 2e-4  # relative gap at which column generation ends
 _CLOSE = 1e-3
-"""Relative distance to the fit on the knots alone at which no more is asked for."""
+"""Relative distance to the fit on the knots at which refinement stops."""
 _NEW_COLUMNS = 128  # most in a round
 _ROUNDING = 1e-9
-"""Relative; the float sums are good to more than that."""
+"""Relative error bound of float sums."""
 _MAX_GROUPED = 1_000_000
-"""Most samples that knots are found on; more find the same."""
+"""Max samples used to find knots; more find the same."""
 
 
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
-    """Lower bound on the packs needed: the larger of the naive bound and column generation's.
+    """Lower bound on packs: max of the naive bound and column generation's.
 
     Args:
-        found: packs of a packing that is at hand; where the naive bound is as many, nothing is
-            left to prove, and where the usual bound is far below, a finer one is tried.
+        found: number of packs of a known packing; stops early if proven optimal, refines if the gap
+            is large.
     """
     check_samples_fit(lengths, caps)
     return bound_of_counts(SizeCounts.of(lengths.sizes(caps.names)), caps, found=found)
 
 
 def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None) -> int:
-    """Lower bound on the packs that samples of counted sizes need, all of them together.
+    """Lower bound on the packs of samples counted by size.
 
     Args:
-        counted: sizes in the features of the caps, in their order.
-        caps: of every pack; no size exceeds them.
-        found: packs of a packing that is at hand; where the usual bound is far below, a finer one
-            is tried.
+        counted: in the features and order of the caps; no size exceeds them.
+        found: number of packs of a known packing; refines if the gap is large.
     """
     counted, units = counted.in_common_units(caps.values)
     naive = int((-(-counted.sums // units)).max())
@@ -85,7 +77,7 @@ def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None
 
 
 def _by_pairs(counted: SizeCounts, caps: np.ndarray, found: int | None) -> int:
-    """Lower bound by fitted values, of tokens and one kind of items at a time."""
+    """Lower bound with tokens and a single kind of items at a time."""
     pairs = [[kind, -1] for kind in range(len(caps) - 1)] or [[-1]]
     bound = 0
     most = [_MOST_TYPES] if counted.counts.sum() >= _MAX_GROUPED else []
@@ -101,12 +93,12 @@ def _by_pairs(counted: SizeCounts, caps: np.ndarray, found: int | None) -> int:
 
 
 def naive_lower_bound(lengths: Lengths, caps: Caps) -> int:
-    """Lower bound on the packs needed, from the total of every limited feature."""
+    """Lower bound from the total of every limited feature."""
     return packs_of_sums(*in_common_units(lengths, caps))
 
 
 def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
-    """Lower bound on the packs of samples of these sizes [features, samples], by their sums."""
+    """Lower bound from the sums of sizes [features, samples]."""
     return int((-(-sizes.sum(axis=1) // caps)).max())
 
 
@@ -114,16 +106,15 @@ def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, t
     """Lower bound by fitted values, of counted sizes.
 
     Args:
-        distinct: with a limit of tokens and at most one more.
-        some: sizes of samples that knots are found on, all distinct ones among them, int64
-            [features, samples].
+        distinct: with tokens and at most 1 more feature.
+        some: sizes to find knots on, with all distinct sizes, int64 [features, samples].
     """
     knots = _Knots.of(group_sizes(some, types), some)
     cover = knots.weights(distinct.amounts)
     used = np.minimum(caps, distinct.sums)
-    # One pack for a knot's worth is more than enough, so the master always has a solution.
+    # A pack per knot suffices, so the master always has a solution.
     alone = np.eye(len(knots))
-    # The knots as if they were all sizes: good enough to fit values, and no proof.
+    # Knots in place of all sizes: good enough to fit values, but no proof.
     few = Items.with_own_rows(Grid.of(used), knots.points[:-1], knots.points[-1])
     fitted = generate_mix(
         few,
@@ -158,20 +149,18 @@ def _as_it_is(patterns: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Knots:
-    """Points between which values are interpolated, sorted by the first feature, then the next."""
+    """Interpolation points of values, sorted lexicographically."""
 
     points: np.ndarray
-    """Size of every knot, int64 [features, knots]."""
+    """Size of each knot, int64 [features, knots]."""
 
     def __len__(self) -> int:
         return self.points.shape[1]
 
     @classmethod
     def of(cls, types: SizeTypes, sizes: np.ndarray) -> "_Knots":
-        """Knots at the fewest and the most tokens of every type; sizes are [features, samples].
-
-        Neighbouring types have knots at neighbouring sizes, so values may jump in between.
-        """
+        """Knots at min and max tokens of every type, from sizes [features, samples]; values may
+        jump between types."""
         ends = types.members[np.concatenate([types.bounds[:-1], types.bounds[1:] - 1])]
         return cls(points=np.unique(sizes[:, ends], axis=1))
 
@@ -179,9 +168,9 @@ class _Knots:
         """Interpolation weights, float64 [sizes, knots]; rows sum to 1, over two knots.
 
         Args:
-            sizes: int64 [features, sizes], whose items are those of some knots.
+            sizes: int64 [features, sizes], with items equal to some knot's.
         """
-        # The largest size of all with equal items is a knot.
+        # The largest size with equal items is a knot.
         keys = size_keys(np.concatenate([self.points, sizes], axis=1))
         upper = np.searchsorted(keys[: len(self)], keys[len(self) :])
         lower = np.maximum(upper - 1, 0)
@@ -203,9 +192,9 @@ class _Knots:
 def _all_items(
     distinct: SizeCounts, cover: sparse.csr_array, caps: np.ndarray, work: float
 ) -> tuple[Items, np.ndarray]:
-    """All sizes, rounded down to a grid, and their demand [rows].
+    """All sizes rounded down to a grid, and their demand [rows].
 
-    Sizes that become the same are worth their mean, and what rounds down to nothing is left out.
+    Equal sizes get their mean value; sizes rounded to 0 are dropped.
     """
     cells = min(max(work / len(distinct), work**0.5), _MAX_CELLS)
     grid = Grid.of(caps, int(cells))

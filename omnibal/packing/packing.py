@@ -1,4 +1,4 @@
-"""Packing: samples into packs under two caps at once, image tiles and language tokens."""
+"""Packing of samples under two caps, image tiles and language tokens."""
 
 from enum import StrEnum
 
@@ -10,8 +10,6 @@ from omnibal.packing.packs import Packs
 
 
 class PackingMethod(StrEnum):
-    """Rules by which samples are put into packs."""
-
     BALANCED = "balanced"
     ISF = "isf"
 
@@ -24,13 +22,12 @@ def pack_samples(
     *,
     most_types: int | None = None,
 ) -> Packs:
-    """Put every sample into one pack by `method`, with that method's default settings.
+    """Pack every sample by `method` with its default settings.
 
     Args:
-        most_types: sizes that `balanced` tells apart, if not as many as it does by itself; with
-            fewer it is faster, and packs are slightly more.
+        most_types: size types of `balanced`; fewer are faster, with slightly more packs.
     """
-    # Here, as it imports scipy, for which a command that only names a method should not wait.
+    # Imported here: scipy is slow to import for commands that only name a method.
     from omnibal.packing.balanced import pack_balanced
 
     match method:

@@ -1,6 +1,6 @@
-"""Packs: samples that share one micro-batch, and the step, rank and slot where each one runs.
+"""Packs of samples, and the step, rank and slot of each micro-batch.
 
-Stored as `packs.parquet`, one row per micro-batch. Samples are concatenated in the order given.
+`packs.parquet` has a row per micro-batch. Samples are concatenated in the order given.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Packs:
     samples: np.ndarray
     """Indices into the lengths, int64."""
     offsets: np.ndarray
-    """Bounds of the packs, int64 [packs + 1], from 0 to len(samples)."""
+    """int64 [packs + 1], from 0 to len(samples)."""
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -40,37 +40,33 @@ class Packs:
         return self.samples[self.offsets[pack] : self.offsets[pack + 1]]
 
     def sums(self, per_sample: np.ndarray) -> np.ndarray:
-        """Sum of a per-sample quantity over every pack, int64 [packs]; no pack may be empty."""
+        """Sum per pack of a per-sample quantity, int64 [packs]; packs must not be empty."""
         return np.add.reduceat(per_sample.astype(np.int64)[self.samples], self.offsets[:-1])
 
     @staticmethod
     def from_counts(samples: np.ndarray, counts: np.ndarray) -> "Packs":
-        """Build from all samples in order and the number in each pack."""
+        """Build from concatenated samples and the count per pack."""
         return Packs(samples=samples, offsets=np.concatenate([[0], np.cumsum(counts)]))
 
     def of_rows(self, rows: np.ndarray) -> "Packs":
-        """Build packs of rows from packs of positions in `rows`."""
+        """Map packs of positions to packs of `rows`."""
         return Packs(samples=rows[self.samples], offsets=self.offsets)
 
     @property
     def pack_of_sample(self) -> np.ndarray:
-        """Pack of every entry of `samples`."""
         return np.repeat(np.arange(len(self)), np.diff(self.offsets))
 
     def take(self, order: np.ndarray) -> "Packs":
-        """Select the packs at `order`, in that order."""
         counts = np.diff(self.offsets)[order]
         return Packs.from_counts(self.samples[numbers_of_runs(self.offsets[order], counts)], counts)
 
     @staticmethod
     def join(parts: Sequence["Packs"]) -> "Packs":
-        """Concatenate the packs of all parts."""
         sizes = np.concatenate([np.diff(part.offsets) for part in parts])
         return Packs.from_counts(np.concatenate([part.samples for part in parts]), sizes)
 
     @staticmethod
     def from_lists(lists: list) -> "Packs":
-        """Build from a list of non-empty lists of sample indices."""
         counts = np.array([len(members) for members in lists], np.int64)
         return Packs.from_counts(
             (np.concatenate(lists) if lists else counts).astype(np.int64), counts
@@ -79,24 +75,24 @@ class Packs:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScheduledPacks:
-    """Every micro-batch of a run, sorted by (step, dp_rank, slot); arrays have one entry a pack."""
+    """Micro-batches of a run, sorted by (step, dp_rank, slot); arrays are [packs]."""
 
     packs: Packs
     step: np.ndarray
-    """Step of every pack, int64, counted through all epochs."""
+    """int64, counted over all epochs."""
     dp_rank: np.ndarray
-    """Data-parallel rank that trains the pack, int32."""
+    """int32."""
     slot: np.ndarray
-    """Position among that rank's micro-batches of the step, int32, from 0 without gaps."""
+    """Position among the rank's micro-batches of the step, int32, from 0 without gaps."""
     epoch: np.ndarray
-    """Epoch of every pack, int32."""
+    """int32."""
     items: dict[str, np.ndarray]
-    """Items of the pack that an encoder takes, int32, by the items' name, such as `tiles`."""
+    """Items per pack, int32, by name such as `tiles`."""
     tokens: np.ndarray
-    """Language tokens of the pack, int32."""
+    """Language tokens, int32."""
     level: np.ndarray
-    """Level of the pack, int32: an index into the plan's levels, 0 where it has but one. A pack
-    that several ranks share has one entry, of the first of them, and the same slot on all."""
+    """Index into the plan's levels, int32. A pack shared by several ranks has an entry for its
+    first rank, with the same slot on all."""
 
     def __len__(self) -> int:
         return len(self.packs)
@@ -112,7 +108,7 @@ class ScheduledPacks:
         epoch: np.ndarray | int = 0,
         level: np.ndarray | int = 0,
     ) -> "ScheduledPacks":
-        """Sort packs of these samples by the places where they run, and count what they hold."""
+        """Sort packs by step, rank and slot, and count their items and tokens."""
         of_packs = np.broadcast_arrays(step, dp_rank, slot, epoch, level)
         order = np.lexsort((of_packs[2], of_packs[1], of_packs[0]))
         step, dp_rank, slot, epoch, level = (values[order] for values in of_packs)
@@ -132,15 +128,12 @@ class ScheduledPacks:
         )
 
     def column(self, name: str) -> np.ndarray:
-        """`tokens`, or the items of this name in every pack, int32 [packs].
-
-        There are none where the lengths do not count them.
-        """
+        """`tokens` or items per pack, int32 [packs]; 0 if not counted."""
         columns = {**self.items, "tokens": self.tokens}
         return columns[name] if name in columns else no_items(len(self))
 
     def take(self, rows: np.ndarray) -> "ScheduledPacks":
-        """Select the packs of these rows, in that order, and keep their places as they are."""
+        """Select packs in the order of `rows`."""
         return ScheduledPacks(
             packs=self.packs.take(rows),
             step=self.step[rows],
@@ -154,12 +147,11 @@ class ScheduledPacks:
 
     @property
     def steps(self) -> int:
-        """Number of steps of all epochs."""
         return int(self.step[-1]) + 1 if len(self) else 0
 
     @property
     def sha256(self) -> str:
-        """Hash of everything: what is trained, when and where."""
+        """Hash of samples, items and schedule."""
         level = [(self.level, "<i4")] if self.level.any() else []
         return sha256_of_columns(
             (self.step, "<i8"),
@@ -173,7 +165,7 @@ class ScheduledPacks:
 
 
 def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
-    """Hash of arrays, each converted to the type that is named beside it."""
+    """Hash of arrays, each converted to its given type."""
     digest = hashlib.sha256()
     for column, kind in columns:
         digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
@@ -181,15 +173,12 @@ def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
 
 
 def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Sum over a pack's samples of tokens squared: what block-diagonal attention costs. [packs]"""
+    """Sum of squared sample tokens (block-diagonal attention) per pack. [packs]"""
     return packs.sums(lengths.tokens.astype(np.int64) ** 2)
 
 
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
-    """Write `packs.parquet`; equal packs give equal bytes.
-
-    There is a column of levels where any pack is of another level than the first.
-    """
+    """Write `packs.parquet` deterministically, with a level column if any level is not 0."""
     counts = {name: pa.int32() for name in (*sorted(scheduled.items), "tokens")}
     level = {_LEVEL: scheduled.level} if scheduled.level.any() else {}
     table = pa.table(
@@ -218,7 +207,6 @@ def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
 
 
 def read_packs(path: Path) -> ScheduledPacks:
-    """Read `packs.parquet`."""
     remedy = "make it anew with `omnibal plan` or `omnibal pack`"
     columns = Columns.read(path, [*_PLACE, "tokens", _SAMPLES], remedy)
     samples, sizes = columns.integer_lists(_SAMPLES)

@@ -1,15 +1,15 @@
-"""Patterns: which sizes of samples go together in a pack, found by column generation.
+"""Patterns of sample sizes in a pack, by column generation.
 
-Shared by the `balanced` packing and by the proven lower bound. A pattern says how many samples of
-each size a pack holds; the master problem chooses how often each pattern is used so that all
-samples are covered by the fewest packs, and the knapsack finds patterns that would help it (Gilmore
-and Gomory, Operations Research 9, 1961, and 11, 1963; here with several capacities). Any values of
-the rows prove a bound (Farley, Operations Research 38, 1990). The cost depends on the number of
-sizes and not of samples.
+A pattern is a number of samples per size. The master problem covers all samples with the fewest
+packs;
+the knapsack prices new patterns (Gilmore and Gomory, Operations Research 9, 1961, and 11, 1963;
+here
+with several capacities). Any row values prove a bound (Farley, Operations Research 38, 1990). Cost
+depends on the number of sizes, not samples.
 
-Items are the sizes that patterns are made of, rows are what the master covers; an item may count
-for several rows in parts. Sizes and caps have features: items, which are coarse, like tiles, and
-last the tokens, which are fine. A knapsack's table has an axis a feature, of its cells + 1.
+Items make up patterns, rows are covered by the master; an item may count for several rows in parts.
+Features are coarse items such as tiles, and last the tokens. A knapsack table has an axis per
+feature.
 """
 
 import heapq
@@ -24,32 +24,32 @@ from scipy.optimize import linprog
 from omnibal.packing.fit import size_keys
 
 _MAX_CELLS = 1 << 17
-"""Most cells of a knapsack table: in float64 it fits into a core's second-level cache."""
+"""Max cells of a knapsack table: fits in the L2 cache as float64."""
 _MAX_ITEM_CELLS = 512
-"""Most units of all items together."""
+"""Max units of all items together."""
 _MAX_ITEM_LEVELS = 40  # of item counts that are told apart
 _MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
 _EMPTY = 1e-12  # below it a share of a pattern, or a value, is rounding of zero
 _UNLIMITED = np.iinfo(np.int64).max
 _MORE_PACKS = 2e-4
-"""Share of packs that being mixed may cost."""
+"""Max share of packs spent on mixing."""
 _MAX_RANDOM = 1200  # packs of random samples that mixtures are made of besides
 _FOLLOWING = 0.1
-"""Share of all features but one in most first guesses of what samples are worth."""
+"""Share of all but one feature in most first guesses of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Grid:
-    """Capacities of the knapsack in whole units, so that its table stays small."""
+    """Knapsack capacities in whole units, for a small table."""
 
     units: np.ndarray
-    """Amount of each feature that is one unit, int64 [features]."""
+    """Amount per unit, int64 [features]."""
     cells: np.ndarray
-    """Capacity for each feature in units, int64 [features]."""
+    """Capacity in units, int64 [features]."""
 
     @classmethod
     def of(cls, caps: np.ndarray, max_cells: int = _MAX_CELLS) -> "Grid":
-        """The finest grid of at most about `max_cells` cells, for caps [features]."""
+        """Finest grid of about `max_cells` cells, for caps [features]."""
         units = np.ones_like(caps)
         coarse_cells = 1
         smallest_first = np.argsort(caps[:-1], kind="stable").tolist()
@@ -61,7 +61,7 @@ class Grid:
         return cls(units=units, cells=caps // units)
 
     def places(self, amounts: np.ndarray) -> np.ndarray:
-        """Indices into a flattened table, of amounts in units, int64 [features, ...]."""
+        """Flat table indices of amounts in units, int64 [features, ...]."""
         index = amounts[0]
         for cells, amount in zip(self.cells[1:].tolist(), amounts[1:], strict=True):
             index = index * (cells + 1) + amount
@@ -69,46 +69,43 @@ class Grid:
 
 
 def no_more_items(caps: np.ndarray, totals: np.ndarray) -> np.ndarray:
-    """Caps [features], those of items at most the totals [features] of all samples."""
+    """Caps [features], with item caps at most the totals [features]."""
     return np.append(np.minimum(caps, totals)[:-1], caps[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SizeTypes:
-    """Samples grouped by size: equal items and similar tokens, sorted by size."""
+    """Samples grouped by equal items and similar tokens, sorted by size."""
 
     members: np.ndarray
-    """Sample indices, type by type, int64 [samples]."""
+    """Sample indices by type, int64 [samples]."""
     bounds: np.ndarray
-    """Bounds of the types, int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
+    """int64 [types + 1]; type k has members[bounds[k]:bounds[k + 1]]."""
     items: np.ndarray
-    """Size of every type in all features but tokens, int64 [features - 1, types]."""
+    """Size without tokens, int64 [features - 1, types]."""
     mean_tokens: np.ndarray
-    """Mean tokens of every type, float64 [types]."""
+    """float64 [types]."""
 
     def __len__(self) -> int:
         return len(self.mean_tokens)
 
     @property
     def counts(self) -> np.ndarray:
-        """Samples of every type, int64 [types]."""
+        """Samples per type, int64 [types]."""
         return np.diff(self.bounds)
 
 
 def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
-    """Group samples into at most `max_types` types (or as many as there are counts of items).
+    """Group samples into at most `max_types` types, or more if there are more item counts.
 
-    Starting from one type for equal items, the type whose tokens spread most is split at their
-    mean, again and again. The spread is the count times the standard deviation to the power 1.5,
-    which is between what matters for many samples (1) and for a few long ones (2).
-
-    Args:
-        max_types: at which no type is split any more.
+    The type with the largest token spread, count * std ** 1.5, is split at its mean, repeatedly.
+    The
+    exponent balances many samples (1) and a few long ones (2).
     """
     order = np.argsort(size_keys(sizes), kind="stable")
     *items, sorted_tokens = sizes.take(order, axis=1)
     sums = np.concatenate([[0], np.cumsum(sorted_tokens)])
-    # Floats, as squares of a million tokens overflow int64 with some millions of samples.
+    # float64: squares of a million tokens overflow int64 with millions of samples.
     squares = np.concatenate([[0], np.cumsum(sorted_tokens.astype(np.float64) ** 2)])
 
     def candidate(first: int, last: int) -> tuple[float, int, int, int]:
@@ -136,10 +133,8 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
 
 
 def item_levels(items: np.ndarray) -> np.ndarray:
-    """Counts of items, rounded up to a limited number of levels. int64 [features - 1, samples]
-
-    With several features, each has fewer levels, so that few combinations are left.
-    """
+    """Item counts rounded up to a limited number of levels, fewer with several features. int64
+    [features - 1, samples]"""
     most = _MAX_ITEM_LEVELS
     leveled = _rounded_up(items, most)
     while len(items) > 1 and len(np.unique(size_keys(leveled))) > 2 * _MAX_ITEM_LEVELS:
@@ -158,20 +153,20 @@ def _rounded_up(items: np.ndarray, most: int) -> np.ndarray:
 
 
 def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndarray:
-    """Highest value that fits within every combination of capacities.
+    """Max value within every combination of capacities.
 
     Args:
-        values: float64 [items]; items of no value are never taken.
-        sizes: int64 [features, items], in units of the grid; no item may be of no size at all.
+        values: float64 [items]; items without value are never taken.
+        sizes: int64 [features, items] in grid units; no item may be 0 in all features.
 
     Returns:
-        float64, an axis a feature, of the grid's cells + 1.
+        float64, with an axis of cells + 1 per feature.
     """
     table = np.zeros(grid.cells + 1)
     columns = (values, sizes.T, most_copies(sizes, grid))
     for value, size, fitting in zip(*(column.tolist() for column in columns), strict=True):
         copies = 1
-        # Doubling: after trying 1, 2, 4, ... copies, any number was tried.
+        # Doubling: after 1, 2, 4, ... copies, any number was tried.
         while value > 0 and copies <= fitting:
             below = table[tuple(slice(copies * amount, None) for amount in size)]
             kept = table[tuple(map(slice, below.shape))] + copies * value
@@ -181,27 +176,26 @@ def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndar
 
 
 def most_copies(sizes: np.ndarray, grid: Grid) -> np.ndarray:
-    """Number of copies of every size [features, sizes], in grid units, that fit a pack [sizes]."""
+    """Copies of every size [features, sizes], in grid units, that fit a pack, [sizes]."""
     by_feature = grid.cells[:, None] // np.maximum(sizes, 1)
     return np.where(sizes > 0, by_feature, _UNLIMITED).min(axis=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Items:
-    """Sizes that patterns are made of, in units of a grid, and what they count for."""
+    """Sizes that make up patterns, in grid units, and the rows they cover."""
 
     grid: Grid
     sizes: np.ndarray
-    """Size of every item in grid units, int64 [features, items]; none is 0 in all features, each
-    fits alone."""
+    """int64 [features, items]; not 0 in all features, and each fits alone."""
     cover: sparse.csr_array
-    """Amount that one sample of each item covers of every row, float64 [items, rows]."""
+    """Row coverage per sample, float64 [items, rows]."""
     row: np.ndarray
-    """Row that each item mainly covers, int64 [items]."""
+    """Main row of each item, int64 [items]."""
 
     @classmethod
     def with_own_rows(cls, grid: Grid, items: np.ndarray, tokens: np.ndarray) -> "Items":
-        """Items that cover a row each, of sizes that others are like.
+        """Items with a row each.
 
         Args:
             items: int64 [features - 1, items], rounded up to units.
@@ -216,18 +210,18 @@ class Items:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Mix:
-    """Columns that together cover a demand, fractionally."""
+    """Columns that fractionally cover a demand."""
 
     columns: np.ndarray
-    """Amount that one pack of each column covers, float64 [columns, rows]."""
+    """Coverage per pack, float64 [columns, rows]."""
     times: np.ndarray
-    """Number of times that each column is used, float64 [columns]."""
+    """Uses of each column, float64 [columns]."""
     values: np.ndarray
-    """Value of each row in packs, float64 [rows]: no pack of items is worth more than 1."""
+    """Value of each row in packs, float64 [rows]; no pack is worth more than 1."""
     packs: float
-    """Sum of the times."""
+    """Sum of `times`."""
     bound: float
-    """No fractional covering by such items has fewer packs (Farley 1990)."""
+    """Lower bound on fractional packs (Farley 1990)."""
 
 
 def generate_mix(
@@ -241,14 +235,14 @@ def generate_mix(
     max_new_columns: int,
     tolerance: float,
 ) -> Mix:
-    """Cover a demand by the least number of packs, by column generation.
+    """Cover a demand with the fewest packs, by column generation.
 
     Args:
-        columns: float64 [columns, rows], which can already cover the demand.
-        guesses: float64 [guesses, rows], values to start from.
-        trim: makes new patterns [patterns, items] what packs can hold.
+        columns: float64 [columns, rows] that can cover the demand.
+        guesses: float64 [guesses, rows], initial values.
+        trim: restricts new patterns [patterns, items] to packs.
         max_rounds: of pricing, after the guesses.
-        tolerance: relative distance between packs and bound at which to stop.
+        tolerance: relative gap of packs and bound at which to stop.
     """
     bound, best_values = 0.0, np.zeros(len(demand))
 
@@ -263,7 +257,7 @@ def generate_mix(
         columns = _with_new(columns, price(guess))
     master = solve_master(columns, demand)
     for _ in range(max_rounds):
-        # Packs come in whole numbers, so the bound rounded up may be all there is to prove.
+        # Packs are whole, so stop when the rounded-up bound is reached.
         if bound >= master.packs * (1 - tolerance) or np.ceil(bound) >= master.packs:
             break
         found = price(master.values)
@@ -283,14 +277,14 @@ def generate_mix(
 
 
 def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarray) -> Mix:
-    """Replace patterns by ones that are as mixed as possible, for hardly more packs.
+    """Replace patterns by more mixed ones, for hardly more packs.
 
-    The patterns of a master's solution are extreme: some packs hold samples of one kind alone. Of
-    the patterns that are worth a whole pack, those are used that deviate least from the mean of all
-    packs, by the sum over the kinds of squared deviation over mean (chi-squared).
+    Solutions of the master are extreme: some packs hold a single kind. Of patterns worth a whole
+    pack,
+    this picks the least deviation from the mean of all packs (chi-squared over the kinds).
 
     Args:
-        random: float64 [columns, rows], more columns, as random packs have them.
+        random: float64 [columns, rows], extra columns from random packs.
         kind: int64 [rows], from 0 without gaps.
     """
     worth_a_pack = random[random @ mix.values >= 1 - _MORE_PACKS]
@@ -310,7 +304,7 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
 
 
 def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
-    """The columns, and those found that are not among them."""
+    """Append columns that are new."""
     new = {row.tobytes(): row for row in found}
     for row in columns:
         new.pop(row.tobytes(), None)
@@ -318,11 +312,8 @@ def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 
 def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, np.ndarray]:
-    """The most that a pack can be worth, and for the rows where it is most the best patterns.
-
-    Returns:
-        The worth, and int64 [patterns, items].
-    """
+    """Max worth of a pack, and the best patterns for the most valuable rows, int64 [patterns,
+    items]."""
     item_values = items.cover @ values
     table = knapsack_table(item_values, items.sizes, items.grid)
     left = items.grid.cells[:, None] - items.sizes
@@ -337,10 +328,10 @@ def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, 
 def best_patterns(
     table: np.ndarray, values: np.ndarray, items: Items, forced: np.ndarray
 ) -> np.ndarray:
-    """The most valuable pattern that holds item forced[i], for every i: int64 [forced, items].
+    """Most valuable pattern that contains item forced[i], int64 [forced, items].
 
     Args:
-        table: of `knapsack_table` for the same values and items.
+        table: `knapsack_table` of the same values and items.
     """
     counts = np.zeros((len(forced), len(values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
@@ -367,10 +358,10 @@ def best_patterns(
 def _copies(
     best: np.ndarray, values: np.ndarray, items: Items, item: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
-    """Number of copies of item[i] to take at once, a power of two: int64 [rows].
+    """Copies of item[i] to take at once, a power of two, int64 [rows].
 
-    One is known to be in a best pattern. As many are taken as lose no value, since a pack of
-    thousands of small samples would take as many rounds of one.
+    Max number without loss of value, since single steps would be slow for packs of thousands of
+    samples.
     """
     all_of_it = best[items.grid.places(room)]
     size = items.sizes[:, item]
@@ -388,12 +379,12 @@ def _copies(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Master:
-    """Solution of the covering problem: least sum of x with columns.T @ x >= demand, x >= 0."""
+    """Solution of the covering problem: min sum of x with columns.T @ x >= demand, x >= 0."""
 
     times: np.ndarray
-    """Solution x: number of times that each column is used, float64 [columns]."""
+    """Solution x, float64 [columns]."""
     values: np.ndarray
-    """Dual value of every row, float64 [rows]."""
+    """Dual values, float64 [rows]."""
     packs: float
 
 
@@ -413,10 +404,9 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
 
 
 def first_guesses(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Values [guesses, sizes] that blend what part of each cap a size [features, sizes] takes.
+    """Initial values [guesses, sizes], blends of each size's shares of the caps [features, sizes].
 
-    Tokens lead in the first guess, all parts are equal in the next, and then each of the other
-    features leads.
+    Tokens dominate the first, shares are equal in the second, then each other feature dominates.
     """
     features = len(caps)
     weights = np.full((features + 1, features), _FOLLOWING / max(features - 1, 1))

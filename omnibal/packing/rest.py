@@ -1,4 +1,4 @@
-"""Packing of the samples that patterns leave over: some hundred, by the best of several methods."""
+"""Packing of the few hundred samples that patterns leave over, by the best of several methods."""
 
 import numpy as np
 
@@ -6,17 +6,17 @@ from omnibal.packing.best_fit import pack_best_fit, pack_first_fit, pack_nearest
 from omnibal.packing.fill import fill_by_pairs, fill_one_by_one
 
 _SIZE_VALUE = 1e-3
-"""Value of a pack's full capacity besides the given values, which may be 0 for a dimension."""
+"""Value of a pack's full capacity added to the given values, which may be 0."""
 _VALUE_NOISE = 0.02
-"""Relative noise on values, so that each epoch takes another of about equally good sets."""
+"""Relative noise on values, so that epochs differ among equally good sets."""
 _MAX_FILLED = 2000
-"""Most samples that packs are filled one by one from; with more, it takes too long."""
+"""Max samples for filling packs in turn."""
 _MAX_LOOKED_AT = 10_000
-"""Most samples for methods that try all samples or packs for each place; with more, too slow."""
+"""Max samples for methods that try all samples or packs per placement."""
 
 
 class Rest:
-    """Samples to be packed: their sizes, and how these compare with the caps."""
+    """Samples to pack, with sizes relative to the caps."""
 
     def __init__(self, sizes: np.ndarray, caps: np.ndarray):
         """Compare sizes, int64 [features, samples], with caps, int64 [features]."""
@@ -25,11 +25,10 @@ class Rest:
         self.total, self.larger = shares.sum(axis=0), shares.max(axis=0)
 
     def take(self, samples: np.ndarray) -> "Rest":
-        """Select these samples."""
         return Rest(self.sizes[:, samples], self.caps)
 
     def best_fit(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Best fit by three ideas of what is large, first fit and nearest: the fewest packs."""
+        """Fewest packs by best fit (three size measures), first fit and nearest."""
         noise = self._noise(rng)
         total, larger = self.total * noise, self.larger * noise
         ways = [
@@ -42,12 +41,12 @@ class Rest:
         return [np.array(pack) for pack in min(ways, key=len)]
 
     def pack(self, values: np.ndarray, rng: np.random.Generator) -> list[np.ndarray]:
-        """Packs [samples], by best fit and by filling one by one with the values [samples]."""
+        """Packs [samples], by best fit and by filling with the values [samples]."""
         ways = [self.best_fit(rng)]
         if len(self.total) <= _MAX_FILLED and len(ways[0]) > np.ceil(values.sum() - 1e-6):
             worth = (values + _SIZE_VALUE * self.total) * self._noise(rng)
             ways.append(list(fill_one_by_one(self.sizes, worth, None, self.caps)))
-            # Also with each pack opened by the largest sample left.
+            # Also opens packs with the largest sample left.
             noise = self._noise(rng)
             arguments = (self.sizes, self.total * noise, self.larger * noise, self.caps)
             ways += [list(fill_one_by_one(*arguments)), list(fill_by_pairs(*arguments))]

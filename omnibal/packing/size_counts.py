@@ -1,7 +1,6 @@
-"""Sizes of samples with how many samples have each: all that a bound needs to know of them.
+"""Distinct sizes with sample counts, the input of the pack bound.
 
-However many samples there are, distinct sizes are at most some hundred thousand, so that data that
-is packed in parts is counted part by part and proven together.
+At most some hundred thousand sizes, so parts of large data can be counted separately and joined.
 """
 
 from collections.abc import Iterable
@@ -14,12 +13,12 @@ from omnibal.packing.fit import size_keys
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SizeCounts:
-    """Distinct sizes, sorted by the first feature, then by the next, and the samples of each."""
+    """Distinct sizes in lexicographic order, with counts."""
 
     amounts: np.ndarray
-    """Amount of every feature in every size, int64 [features, sizes]."""
+    """int64 [features, sizes]."""
     counts: np.ndarray
-    """Samples of every size, int64 [sizes]."""
+    """int64 [sizes]."""
 
     def __len__(self) -> int:
         return len(self.counts)
@@ -32,7 +31,7 @@ class SizeCounts:
 
     @classmethod
     def joined(cls, parts: Iterable["SizeCounts"]) -> "SizeCounts":
-        """Count the samples of all parts, of which there must be one at least."""
+        """Join the counts of at least 1 part."""
         every = list(parts)
         amounts = np.concatenate([part.amounts for part in every], axis=1)
         counts = np.concatenate([part.counts for part in every])
@@ -42,21 +41,20 @@ class SizeCounts:
 
     @property
     def sums(self) -> np.ndarray:
-        """Sum of every feature over all samples, int64 [features]."""
+        """Feature sums over all samples, int64 [features]."""
         return self.amounts @ self.counts
 
     def of_features(self, rows: list[int]) -> "SizeCounts":
-        """Count the samples by some of the features alone."""
+        """Counts by some of the features."""
         return SizeCounts.joined([SizeCounts(amounts=self.amounts[rows], counts=self.counts)])
 
     def in_common_units(self, caps: np.ndarray) -> tuple["SizeCounts", np.ndarray]:
-        """Sizes and caps [features], each feature in its greatest common divisor."""
+        """Sizes and caps [features], divided by each feature's GCD."""
         units = np.maximum(np.gcd.reduce(self.amounts, axis=1), 1)
         alike = SizeCounts(amounts=self.amounts // units[:, None], counts=self.counts)
         return alike, np.maximum(caps // units, 1)
 
     def thinned(self, most: int) -> np.ndarray:
-        """Sizes [features, samples] of about `most` samples in proportion, and one of each size at
-        least."""
+        """Sizes [features, samples] of about `most` samples in proportion, at least 1 per size."""
         copies = -(-self.counts * most // max(int(self.counts.sum()), most))
         return np.repeat(self.amounts, copies, axis=1)
