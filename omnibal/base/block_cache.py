@@ -18,10 +18,7 @@ _KEPT = 0.9  # of the size, after blocks were removed: the next ones come withou
 
 @dataclass(frozen=True, slots=True)
 class BlockCache:
-    """LRU cache of named blocks.
-
-    Blocks appear atomically. A lock serializes writers so that the size stays within `most_bytes`.
-    """
+    """LRU cache of named blocks, atomic. A lock serializes writers to stay within `most_bytes`."""
 
     folder: Path
     most_bytes: int

@@ -4,10 +4,9 @@ EXIT_USER_ERROR = 2  # as of typer and argparse
 
 
 class UserError(ValueError):
-    """Mistake that the user can correct.
+    """User mistake. The message has the input, the requirement and the remedy.
 
-    The message says what was given, the requirement, and the remedy. Other exceptions are defects
-    and keep their traceback.
+    Other exceptions are defects and keep their traceback.
     """
 
 

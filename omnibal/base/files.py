@@ -22,7 +22,7 @@ from omnibal.base.remote_path import RemotePath
 T = TypeVar("T")
 _STANDARD_OUTPUT = 1  # file descriptor
 _TELLING = ("json_invalid", "missing", "value_error")
-"""Pydantic error types whose message makes the input redundant."""
+"""Pydantic error types to report without the input, which adds nothing."""
 
 
 @contextmanager
@@ -107,15 +107,12 @@ def _pour(written: Path, stream: Path) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """Yield a new folder that is renamed to `path` on success and removed on error.
-
-    Until then it is in a uniquely named `.part` folder next to `path`.
-    """
+    """Yield a new folder that is renamed to `path` on success and removed on error."""
     check_new_folder(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     holder = Path(tempfile.mkdtemp(prefix=f"{path.name}.", suffix=".part", dir=path.parent))
     try:
-        # mkdtemp restricts access to the owner; the subfolder has default permissions.
+        # mkdtemp restricts access to the owner. The subfolder has default permissions.
         part = holder / path.name
         part.mkdir()
         yield part
@@ -132,11 +129,7 @@ def write_json_model(model: BaseModel, path: Path) -> None:
 
 
 def read_json_model(kind: type[T], path: Path, remedy: str) -> T:
-    """Read a JSON file as a pydantic model or collection.
-
-    Args:
-        remedy: ends the error message.
-    """
+    """Read a JSON file as a pydantic model or collection; `remedy` ends the error message."""
     return parse_json_model(kind, read_text(path, remedy), str(path), remedy)
 
 

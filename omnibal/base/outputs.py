@@ -11,11 +11,8 @@ from omnibal.base.files import is_stream, real_path
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
-    """Raise if outputs cannot be written, or would overwrite an input or each other.
-
-    Args:
-        outputs: paths by option name, None if not given.
-    """
+    """Raise if outputs (by option name) cannot be written, or would overwrite an input or each
+    other."""
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
         _check_place(option, path)
@@ -28,7 +25,7 @@ def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> N
                     f"{option} {path}: is {read}, which this command reads; an output must not "
                     f"replace an input: choose another {option}"
                 )
-    # A device accepts several outputs; a pipe would mix them.
+    # A device accepts several outputs. A pipe would mix them.
     files |= {option: path for option, path in given.items() if path.is_fifo()}
     for (option, path), (other, second) in combinations(files.items(), 2):
         if is_same_file(path, second):

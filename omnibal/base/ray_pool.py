@@ -1,7 +1,4 @@
-"""Task pool on a Ray cluster (extra `ray`), which restarts lost workers.
-
-Only the submitting process must survive; nodes may come and go.
-"""
+"""Task pool on a Ray cluster (extra `ray`) that survives the loss of nodes and workers."""
 
 import logging
 import socket
@@ -169,11 +166,7 @@ class _Room:
 
 
 def _work_on(handed: list[Any], version: str, task: Any) -> Any:
-    """Run a task on a worker.
-
-    Args:
-        handed: reference to the work, in a list so that Ray does not reload it per task.
-    """
+    """Run a task on a worker; `handed` wraps a reference so that Ray loads it only once."""
     if version != __version__:
         host = socket.gethostname()
         return Failure(

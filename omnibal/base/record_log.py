@@ -1,7 +1,4 @@
-"""Append-only record file; complete records survive a kill.
-
-A text line that identifies the file, then binary records: size, CRC-32, content.
-"""
+"""Append-only record file: a text line, then binary records (size, CRC-32, content)."""
 
 import os
 import struct

@@ -1,8 +1,6 @@
-"""Remote files by URL, such as s3://bucket/key, read like local files.
+"""Remote files by URL, such as s3://bucket/key, read like local files, in cached blocks.
 
-fsspec and its backends handle schemes and credentials (S3: AWS environment, files or roles). Files
-are
-read in blocks, cached on disk if a cache is given.
+fsspec and its backends handle schemes and credentials (S3: AWS environment, files or roles).
 """
 
 import errno
@@ -141,11 +139,7 @@ def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path
 
 
 def check_local(options: Mapping[str, Any]) -> None:
-    """Raise if a path option was given a URL, which would become a local folder "s3:".
-
-    Args:
-        options: values by name without dashes.
-    """
+    """Raise if an option (name without dashes) is a URL, which would become a folder "s3:"."""
     for name, value in options.items():
         for path in value if isinstance(value, list) else [value]:
             if not isinstance(path, Path) or isinstance(path, RemotePath):

@@ -1,8 +1,5 @@
-"""Worker processes that never outlive their parent, however it ends.
-
-A worker exits when its parent is gone, and killed workers are noticed, unlike in the standard
-library's pools.
-"""
+"""Worker processes that exit with their parent, and are noticed if killed, unlike the standard
+library's."""
 
 import multiprocessing
 import os
@@ -66,10 +63,9 @@ def map_unordered(
 ) -> Generator[Result, None, None]:
     """Yield results as tasks finish. Close the iterator to end the processes.
 
-    Tasks are consumed when a process is free.
-
-    Args:
-        processes: with 1, or if child processes are forbidden, runs in the calling process.
+    Tasks are consumed when a process is free. Runs in the calling process if `processes` is 1 or
+    child
+    processes are forbidden.
     """
     if processes == 1 or multiprocessing.current_process().daemon:
         yield from map(work, tasks)
@@ -184,8 +180,7 @@ def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
 
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
-    """Block SIGINT in child processes; the parent handles Ctrl-C after they are started and ends
-    them."""
+    """Keep SIGINT from children. The parent handles it once they are started."""
     resource_tracker.ensure_running()  # it would let Ctrl-C through again when it starts
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:

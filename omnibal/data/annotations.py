@@ -7,7 +7,7 @@
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
-The meta is InternVL's; its relative paths start at its folder. Only record positions stay in
+The meta is InternVL's. Relative paths start at its folder. Only record positions stay in
 memory.
 """
 
@@ -203,10 +203,7 @@ class _Places:
 
 
 class Annotations:
-    """Samples of all sources in meta-file order, with repeats.
-
-    Safe to share between processes: a file is opened for each access.
-    """
+    """Samples of all sources in meta-file order, with repeats. Safe to share between processes."""
 
     def __init__(
         self,
@@ -271,8 +268,8 @@ class Annotations:
             indexes += found
             root = real_path(source.root)
             keys += [_key(each, source, root) for each in found]
-            # data_augment is excluded: it changes no length, so plans stay valid. The trainer
-            # checks it on resume, by `augmented`.
+            # data_augment is excluded: it changes no length, so plans stay valid. `augmented` is
+            # for the trainer.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
@@ -358,7 +355,7 @@ class Annotations:
         places, source = self._places, self._sources[self.source[index]]
         path = places.files[places.file[index]]
         start, size = int(places.start[index]), int(places.size[index])
-        # Checking a local file each time costs too much; a remote version is cached.
+        # Checking a local file each time costs too much. Remote versions are cached.
         if isinstance(path, RemotePath):
             path.check_version(places.versions[places.file[index]])
         if source.in_shards:

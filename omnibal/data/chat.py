@@ -6,8 +6,8 @@
     llama3                     <|start_header_id|>user<|end_header_id|>\\n\\n{question}<|eot_id|>...
 
 Answers and their closing piece carry loss. The first three templates tokenize the conversation as
-a single string; the mask then begins after the tokens of `assistant\\n` alone, even if a token
-straddles that border (InternVL drops the loss of some such samples). The others tokenize each
+a single string. Its mask begins after the tokens of `assistant\\n` alone, even if a token
+straddles that border (InternVL drops the loss of some samples). Other templates tokenize each
 message alone, keep an empty system message, and learn a greeting before the first question.
 """
 

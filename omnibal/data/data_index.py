@@ -82,7 +82,7 @@ class DataIndex:
 
     @classmethod
     def read(cls, path: Path) -> "DataIndex":
-        """Open a complete index, by which no file is read."""
+        """Open a complete index, to read no data files."""
         if not path.is_file():
             raise UserError(
                 f"{path}: no such index; name the file that `omnibal lengths --data-index` wrote"

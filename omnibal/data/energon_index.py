@@ -96,10 +96,7 @@ def _opened(database: Path) -> closing[sqlite3.Connection]:
 
 
 def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
-    """Energon's index per shard, None if it lists no files or the shard is remote.
-
-    Remote shards are read in blocks, which cover the bytes between records anyway.
-    """
+    """Energon's index per shard, None if it lists no files or the shard is remote."""
     nothing: list[EnergonIndex | None] = [None] * len(shards)
     database = folder / META / _DATABASE
     if isinstance(folder, RemotePath) or not database.is_file():

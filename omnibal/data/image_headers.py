@@ -1,5 +1,4 @@
-"""Read image sizes from headers and check completeness; pixels are decoded only if a file's end
-looks wrong."""
+"""Read image sizes from headers; pixels are decoded only if a file's end looks wrong."""
 
 from typing import BinaryIO
 
@@ -17,10 +16,8 @@ _LATE_BYTES = 2**17  # of a PNG's end, in which EXIF stands that is behind its p
 
 
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Width and height of a complete WebP (RFC 9649, section 2), None for other files.
-
-    Pillow reads a whole WebP for its size; it is the fallback for unusual or short files.
-    """
+    """Width and height of a complete WebP (RFC 9649, section 2), None to ask Pillow, which reads it
+    all."""
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
@@ -45,7 +42,7 @@ def webp_size(file: BinaryIO) -> tuple[int, int] | None:
 
 
 class BadImage(ValueError):
-    """Unusable image; the message has the remedy, the caller adds the sample."""
+    """Unusable image, with a remedy. The caller adds the sample."""
 
 
 def upright_size(file: BinaryIO) -> tuple[int, int]:
@@ -118,7 +115,7 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
 def _is_truncated(file: BinaryIO, end_marker: bytes) -> bool:
     """Whether an image lacks its format's end marker.
 
-    If the marker is not at the end, it may belong to an embedded preview, so the image is decoded.
+    A marker further in may belong to an embedded preview, so the image is decoded.
     """
     size = file.seek(0, 2)
     file.seek(max(0, size - _TAIL_BYTES))

@@ -1,7 +1,4 @@
-"""Tokens of native-resolution images and videos, by sample.
-
-Tokens of an image, or of a time of a video, attend together; these pieces can be divided.
-"""
+"""Tokens of images and videos by sample. An image, or a time of a video, attends together."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,8 +41,7 @@ class ImageSizes:
         )
 
     def pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens of every image or video time, concatenated over samples, and their number per
-        sample; int64."""
+        """Tokens per image or video time, concatenated, and their number per sample, int64."""
         own = self.take(rows)
         times = own.images["times"].astype(np.int64)
         return np.repeat(own.images["tokens"].astype(np.int64), times), own._sums(times)

@@ -1,5 +1,4 @@
-"""Render Jinja chat templates as Transformers does, without importing it (and torch); `{%
-generation %}` blocks are put between marks."""
+"""Render Jinja chat templates as Transformers does, without importing it (and torch)."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ def render_chat(
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Render messages; templates may raise any exception.
+    """Render messages, any exception possible.
 
     Args:
         prompt: append the beginning of an answer.

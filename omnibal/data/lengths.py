@@ -79,7 +79,7 @@ class LengthsOrigin(Frozen):
     image_size: int | None
     tokens_per_tile: int | None
     tiling: TilingConfig | None
-    """Tiling; None, like the two fields above, if the model takes no images."""
+    """Tiling. None, like the two fields above, if the model takes no images."""
     clips: ClipSizes | None = written_unless(None)
     """None if the model takes no recordings."""
     images: ImageRule | None = written_unless(None)
@@ -195,12 +195,9 @@ class Lengths:
         return _IMAGE_TOKENS in self.items and self.image_sizes is None
 
     def pieces_of_images(self, samples: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Indivisible pieces of native-resolution images: an image, or a time of a video.
+        """Tokens and squared tokens per indivisible piece, and pieces per sample, int64.
 
-        A whole sample is a single piece if its images were not counted separately.
-
-        Returns:
-            Tokens and squared tokens per piece, pieces per sample; int64.
+        A piece is an image or a time of a video, or a whole sample if not counted separately.
         """
         if self.image_sizes is not None:
             tokens, counts = self.image_sizes.pieces(samples)
@@ -244,8 +241,7 @@ def draw_samples(lengths: Lengths, samples: int, seed: int) -> Lengths:
 
 
 def check_positions(tokens: int, model: ModelConfig, what: str, remedy: str = _SHORTER) -> None:
-    """Raise if a sample exceeds the model's RoPE range; length-dependent RoPE scaling is
-    unsupported.
+    """Raise if a sample exceeds the model's RoPE range (no length-dependent scaling).
 
     Positions restart at each sample of a pack, so only samples are limited.
     """

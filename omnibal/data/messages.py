@@ -20,7 +20,7 @@ MARK_OF: dict[Medium, str] = {"image": IMAGE, "video": VIDEO, "audio": AUDIO}
 
 
 class InvalidRecordError(ValueError):
-    """Malformed record; the caller adds file and number."""
+    """Malformed record. The caller adds file and number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

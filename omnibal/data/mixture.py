@@ -36,7 +36,7 @@ class SourceRule(Frozen):
 
     weight: _Times | None = None
     epochs: Annotated[float, Field(ge=0, allow_inf_nan=False, le=1e6)] | None = None
-    """Passes over the source; 0 drops it."""
+    """Passes over the source, 0 to drop it."""
 
     @model_validator(mode="after")
     def _is_one_of_both(self) -> "SourceRule":
@@ -48,7 +48,7 @@ class SourceRule(Frozen):
 class Mixture(Frozen):
     samples: Count | None = None
     most_epochs: _Times | None = None
-    """Max passes over a weighted source; the excess goes to other weighted sources."""
+    """Max passes over a weighted source. The excess goes to other weighted sources."""
     sources: dict[str, SourceRule]
 
 
@@ -58,11 +58,7 @@ def read_mixture(path: Path) -> Mixture:
 
 
 def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> np.ndarray:
-    """Samples drawn per source, int64 [sources].
-
-    Args:
-        available: samples per source, int64 [sources].
-    """
+    """Samples drawn per source, int64 [sources], given the number available."""
     _check_names(mixture, names)
     rules = [mixture.sources[name] for name in names]
     seen = np.zeros(len(names))

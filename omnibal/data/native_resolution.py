@@ -20,11 +20,11 @@ MAX_ASPECT_RATIO = 200
 
 
 class OddImage(ValueError):
-    """Image unsupported by every processor; the caller adds its name."""
+    """Image unsupported by every processor. The caller adds its name."""
 
 
 class Grid(NamedTuple):
-    """Patches of an image or video; a cell's patches are adjacent."""
+    """Patches of an image or video. Patches of a cell are adjacent."""
 
     times: int
     """Groups of frames that share patches, 1 for an image."""
@@ -150,7 +150,7 @@ def _smart(
 
 
 def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
-    """Scale both sides up to at least a cell."""
+    """Scale both sides up to one cell or more."""
     if min(width, height) >= cell:
         return width, height
     scale = max(cell / height, cell / width)

@@ -2,7 +2,7 @@
 
 Token ids equal Transformers' `apply_chat_template`. Text in `{% generation %}` carries loss.
 Without
-it, loss covers the text that an answer adds after its prompt, up to the closing piece; the prompt
+it, loss covers the text that an answer adds after its prompt, up to the closing piece. The prompt
 must then be a prefix of the conversation, which is checked.
 """
 
@@ -101,11 +101,7 @@ class OwnTemplate:
 
 @lru_cache(maxsize=16)
 def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
-    """Return the tokenizer's chat template.
-
-    Args:
-        rule: native-resolution rule of the model, if any.
-    """
+    """Return the tokenizer's chat template; `rule` is the model's for native-resolution images."""
     text = tokenizer.template
     if text is None:
         raise UserError(
@@ -210,11 +206,7 @@ def _counts(
 def write_conversation(
     sample: Sample, system: str | None, template: OwnTemplate
 ) -> WrittenConversation:
-    """Write a conversation and find its learned spans.
-
-    Args:
-        system: default system message of the model's config.
-    """
+    """Write a conversation, with default system message `system`, and find its learned spans."""
     conversation = _conversation(sample, system, template)
     messages, learned = conversation.messages, conversation.learned
     marked = conversation.rendered(messages)
@@ -266,8 +258,7 @@ class _Conversation:
         return self._found(place, asked, text)
 
     def _found(self, place: int, asked: str, text: str) -> tuple[int, int]:
-        """Span of an answer that is rendered differently once a question follows, as in Qwen3,
-        which drops earlier reasoning."""
+        """Span of an answer rendered differently before a question (Qwen3 drops reasoning)."""
         message, path = self.messages[place], self.template.tokenizer.path
         if "reasoning_content" in message or _REASONED in message["content"]:
             raise UserError(

@@ -184,7 +184,7 @@ def _holds(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Value without null keys, which Arrow adds to lists of structs; a file not stored becomes its
+    """Value without the null keys that Arrow adds to lists of structs. A named file becomes its
     path."""
     if isinstance(value, list):
         return [_plain(each) for each in value]

@@ -25,16 +25,15 @@ SAMPLES_PER_FRAME = 160
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
 _LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64  # what recorders make, and no more
 _UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
-"""WAV header sizes of files written to a pipe or over 4 GiB; data extends to the end of the file.
-"""
+"""WAV data sizes of piped files or above 4 GiB: data extends to the end of the file."""
 _UNKNOWN_SAMPLES = 2**63 - 1
 """libsndfile's length of a FLAC without a stated length."""
 _FILTER_REACH = 10
-"""Half-width of scipy's filter, in input or output samples, whichever are further apart."""
+"""Half-width of scipy's filter, in input or output samples, in the coarser of both."""
 
 
 class BadRecording(ValueError):
-    """Unusable recording; the message has the remedy."""
+    """Unusable recording, with a remedy."""
 
     def __init__(self, wrong: str, remedy: str = "replace the file or remove the sample") -> None:
         super().__init__(wrong, remedy)
@@ -97,8 +96,8 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
     """Samples from `start` on at 16 kHz, fewer at the end of the recording, float32.
 
-    Equal to a slice of the whole resampled recording: decoding covers the filter's reach and begins
-    at an input sample that coincides with an output sample.
+    Equal to a slice of the resampled recording: decoding starts on an output sample and covers the
+    filter.
     """
     # Imported here, as scans read only headers and would wait for it in each process.
     from scipy.signal import resample_poly

@@ -32,10 +32,7 @@ class Video:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Question and reference answer.
-
-    `<image>`, `<video>` and `<audio>` in the question each mark an item.
-    """
+    """Question, with `<image>`, `<video>` and `<audio>` per item, and reference answer."""
 
     question: str
     answer: str
@@ -83,8 +80,7 @@ class Sample:
     """The meta's max tiles per image, None for the model's."""
 
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
-        """Tiling of each image, as in InternVL: images share the max tiles, a frame is a single
-        tile."""
+        """Tiling per image as in InternVL: images share the max tiles, a frame is 1 tile."""
         most = self.max_dynamic_patch or tiling.max_dynamic_patch
         return _limited(tiling, 1 if self.of_frames else max(1, most // max(1, len(self.images))))
 

@@ -1,7 +1,6 @@
-"""Journal of a scan on disk, for resumption.
+"""Resumable journal of a scan, a log keyed by the settings.
 
-A log keyed by the settings. Records group samples by file: a changed file loses only its own
-counts, repeats are free.
+Records group samples by file: a changed file loses only its own counts, repeats are free.
 """
 
 import struct
@@ -59,7 +58,7 @@ _KEY_BYTES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScanJournal:
-    """Samples finished by an earlier scan; the file exists from first `append` to `remove`."""
+    """Samples finished by an earlier scan. The file exists from first `append` to `remove`."""
 
     log: RecordLog
     data: Annotations

@@ -72,8 +72,7 @@ def _seen(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
 
 
 def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Shown]:
-    """Patches of images and videos in token order; without a rule for videos, each frame is an
-    image."""
+    """Patches of images and videos in token order. Videos without a rule are images per frame."""
     seen = iter(seen_videos(sample, rule))
     found: list[Shown] = []
     for item in sample.shown_in_order:

@@ -113,8 +113,7 @@ class ShardSample(Media):
         return Video(file=self._file(VideoFile, self._named(name, "video")))
 
     def unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """Members of a medium in numeric order (2.jpg before 10.jpg); no videos if there is an
-        image."""
+        """Members of a medium, 2.jpg before 10.jpg, without videos if there is an image."""
         if medium == "video":
             videos = [] if self._all_of(IMAGE_SUFFIXES) else self._all_of(VIDEO_SUFFIXES)
             return tuple(Video(file=self._file(VideoFile, member)) for member in videos)
@@ -210,8 +209,7 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
 
 
 def index_shard(shard: Shard) -> RecordIndex:
-    """Index a shard, with a SHA-256 per sample of its record and its other members' names and
-    sizes."""
+    """Index a shard, with a SHA-256 per sample of its record and other members' names and sizes."""
     found = _finder(shard)
     start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()

@@ -1,5 +1,5 @@
-"""Tokenizers: SentencePiece `tokenizer.model` (split at added tokens as in Hugging Face's slow
-tokenizers, which InternVL trains with) or fast `tokenizer.json`."""
+"""Tokenizers: SentencePiece `tokenizer.model` (like Hugging Face's slow, as InternVL) or
+`tokenizer.json`."""
 
 import hashlib
 import json
@@ -188,7 +188,7 @@ class _Settings(BaseModel):
 
     @property
     def special_tokens(self) -> list[AddedToken]:
-        """Special tokens in Hugging Face's order, in which new tokens get ids: roles first."""
+        """Special tokens in Hugging Face's order of new ids: roles first."""
         others = self.extra_special_tokens or self.additional_special_tokens or []
         others = list(others.values()) if isinstance(others, dict) else others
         given = (*(vars(self)[role] for role in _ROLES), *others)
@@ -270,11 +270,7 @@ def _read_settings(path: Path) -> _Settings | None:
 
 
 class _SentencePiece(Tokenizer):
-    """SentencePiece model with the checkpoint's added tokens.
-
-    Text is split at added tokens and each run between them is encoded alone. Added ids override the
-    model's own.
-    """
+    """SentencePiece model; text is split at added tokens, which take precedence over its pieces."""
 
     def __init__(self, path: Path, content: bytes, settings: _Settings | None) -> None:
         self.path = path

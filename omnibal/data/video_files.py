@@ -18,12 +18,12 @@ from omnibal.data.stored_files import VideoFile
 
 _REMEDY = "replace the file or remove the sample"
 _RIFF, _UNKNOWN = struct.Struct("<4sI"), 0xFFFFFFFF
-"""AVI's first chunk name and size; the size of a non-seekable output."""
+"""AVI's first chunk name, and the size in a non-seekable output."""
 _HEADERS = 4_096  # that are remembered: of a pack's samples, and of a part of a scan
 
 
 class BadVideo(ValueError):
-    """Unusable video; the message has reason and remedy, the caller adds its name."""
+    """Unusable video, with a remedy. The caller adds its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +39,7 @@ class VideoHeader:
 
 @lru_cache(maxsize=_HEADERS)
 def read_video_header(video: VideoFile) -> VideoHeader:
-    """Frames (or packets if unstated), rate and size of a video, without decoding.
-
-    Raises:
-        BadVideo: missing, broken, or without a video stream.
-    """
+    """Frames (or packets), rate and size of a video, without decoding; raises BadVideo."""
     with _opened(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
@@ -80,7 +76,7 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
 
 
 def _whole(file: IO[bytes]) -> IO[bytes]:
-    """Raise if an AVI ends before its first chunk does: its header counts all frames anyway."""
+    """Return the file, and raise if an AVI is truncated, as its header counts all frames anyway."""
     head = file.read(_RIFF.size)
     if len(head) == _RIFF.size:
         name, size = _RIFF.unpack(head)

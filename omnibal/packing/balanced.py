@@ -44,7 +44,7 @@ _UNMIXED_SAVING = 0.002
 _MAX_TRIED = 50_000
 """Max samples in trials of other methods."""
 _ISF_CLOSE = 0.005
-"""Share of packs by which ISF may be worse in a trial before it is run on all samples."""
+"""Max share of extra packs in a trial of ISF to run it on all samples."""
 MAX_TYPES = 176  # of sizes that samples are told apart by
 _FINE_TYPES, _SAMPLES_PER_FINE_TYPE = 500, 1000
 """Max finer types (ten seconds), and min samples per type, as half a pack per type is left over.
@@ -63,17 +63,17 @@ _SEVERAL_KINDS = 3
 _FEW_SIZES = 200
 """Max distinct sizes for the exact search: seconds of work."""
 _GOOD_ENOUGH = 0.005
-"""Share of packs above the lower bound at which finer types are not tried."""
+"""Share of packs above the lower bound that is good enough to skip finer types."""
 
 
 def pack_balanced(
     lengths: Lengths, caps: Caps, seed: Seed, *, most_types: int | None = None
 ) -> Packs:
-    """Pack all samples into close to the fewest packs, never more than `pack_isf`.
+    """Pack all samples into a near-minimal number of packs, never above `pack_isf`.
 
-    Time grows with the number of size types: a third of them take a tenth of the time, for 0.1 %
-    more
-    packs. Finer types are tried for many samples far from the bound unless `most_types` is given.
+    A third of the default size types take a tenth of the time, for 0.1 % more packs. Finer types
+    are
+    tried if many samples need far more packs than their sums, unless `most_types` is given.
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
@@ -114,7 +114,7 @@ def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Gen
 def _pack_level(
     sizes: np.ndarray, caps: np.ndarray, least: int, rng: np.random.Generator
 ) -> Packs | None:
-    """Level packs, about as few as the sums of sizes need, None if some overflow."""
+    """Level packs, close to the number by sums of sizes, None if some overflow."""
     for count in (least, int(np.ceil(least * (1 + _LEVEL_EXTRA)))):
         for leading in Leading:
             packs = deal_level(sizes, count, caps, leading, rng)
@@ -199,10 +199,7 @@ def _random_patterns(
 
 
 def _without_excess(patterns: np.ndarray, tokens: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Drop samples that only fit by rounding to the grid, from patterns [patterns, types].
-
-    Smallest samples first; at least 1 stays.
-    """
+    """Drop smallest samples, but not all, from patterns [patterns, types] above the token cap."""
     patterns = patterns.copy()
     for type_ in np.argsort(tokens, kind="stable"):
         excess = patterns @ tokens - max_tokens

@@ -1,11 +1,11 @@
 """Best fit decreasing on exact sizes.
 
-For samples that patterns leave over, and for packs of two or three samples, where size types are
-too
-coarse. Shelves hold samples of equal items, sorted by tokens. The largest sample that fits is found
-by
-bisection, skipping used samples by union-find: a few microseconds per placement. Item counts are
-compared at once, as bit fields of an integer (`_Fields`).
+Used if size types are too coarse: packs of two or three samples, or samples left by patterns.
+Shelves
+hold samples of equal items, sorted by tokens. The largest fitting sample is found by bisection,
+skipping used samples by union-find: microseconds per placement. Item counts are compared at once,
+as
+bit fields of an integer (`_Fields`).
 """
 
 from bisect import bisect_right
@@ -23,12 +23,12 @@ _TRIES = 12
 def pack_best_fit(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> list[list[int]]:
-    """Packs as lists of indices into the arguments; every sample fits alone.
+    """Packs as lists of indices into the arguments. Every sample fits alone.
 
     Args:
-        values: float64 [samples], positive; the most valuable fitting sample is taken, within a
-            shelf the one with most tokens.
-        first: float64 [samples]; the sample with the highest opens the next pack.
+        values: float64 [samples], positive. The most valuable fitting sample is taken (per shelf,
+            by tokens).
+        first: float64 [samples], the highest opens the next pack.
     """
     samples = sizes.shape[1]
     if not samples:
@@ -61,7 +61,7 @@ def pack_best_fit(
 
 
 class _Fields:
-    """Item counts packed into an integer, a bit field per feature with a spare bit above.
+    """Item counts as an integer, a bit field per feature with a spare bit above.
 
     A sample fits if subtracting its number from the free capacity borrows from no spare bit.
     """
@@ -83,9 +83,7 @@ class _Fields:
 def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> list[list[int]]:
     """First fit decreasing: place each sample in the first pack that fits, or open a pack.
 
-    Args:
-        sizes: int64 [features, samples]; every sample fits alone.
-        first: float64 [samples]; placed in decreasing order.
+    Sizes are int64 [features, samples], each fits alone; `first` float64 [samples] sets the order.
     """
     packs: list[list[int]] = []
     room = np.zeros_like(sizes)
@@ -102,14 +100,11 @@ def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> li
 
 
 def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
-    """Fill packs with the sample nearest to the free capacity.
+    """Fill packs with the sample nearest to the free capacity, sizes int64 [features, samples].
 
     Norm-based greedy (Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing,
     2011):
     squared distances in shares of the caps, weighted by total demand.
-
-    Args:
-        sizes: int64 [features, samples]; every sample fits alone.
     """
     shares = sizes / caps[:, None]
     weights = shares.sum(axis=1, keepdims=True)
@@ -143,7 +138,7 @@ class _Shelf:
     tokens: list[int]
     values: list[float]
     below: list[int]
-    """Union-find: below[k] leads to the last remaining sample at or before k; 0 if none."""
+    """Union-find: below[k] leads to the last remaining sample at or before k, 0 if none."""
 
     def last_of(self, rank: int) -> int:
         """Rank of the last remaining sample at or before `rank`."""

@@ -58,9 +58,9 @@ def pack_by_level(
     """Pack every sample at its level, or into free capacity of a longer level's pack.
 
     Args:
-        levels: by rising caps; the last holds every sample.
-        may_fill: whether a sample may join a longer level, bool [levels, samples]; default: all
-            may, as in the paper.
+        levels: by rising caps. All samples fit the last.
+        may_fill: bool [levels, samples], which samples may join a longer level; default all
+            (paper).
     """
     own_level = levels_of_samples(lengths, levels)
     order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
@@ -87,14 +87,12 @@ def fill_packs(
     sizes: np.ndarray,
     allowed: np.ndarray | None,
 ) -> tuple[Packs, list[np.ndarray]]:
-    """Fill packs with the first fitting samples, longest level first.
+    """Fill packs with the first fitting samples, longest level first, and return the remaining
+    queues.
 
     Args:
         queues: samples per shorter level, in the order tried.
-        allowed: whether a sample may be taken, bool [samples]; default: all.
-
-    Returns:
-        Packs and the remaining queues.
+        allowed: whether a sample may be taken, bool [samples], default all.
     """
     waiting = [_Queue(queue, sizes, allowed) for queue in queues]
     room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])

@@ -1,7 +1,8 @@
-"""Level packing for packs of many samples, whose number is set by the sums of sizes.
+"""Level packing for many samples per pack, with the number of packs set by the sums of sizes.
 
-Samples are dealt to a given number of packs longest first (Graham, SIAM Journal on Applied
-Mathematics 17, 1969), then exchanges even out the rest. All packs are mixtures of the same lengths.
+Samples are dealt longest first (Graham, SIAM Journal on Applied Mathematics 17, 1969), then
+exchanges
+even out the rest. All packs are mixtures of the same lengths.
 """
 
 import heapq
@@ -35,11 +36,7 @@ class Leading(StrEnum):
 def deal_level(
     sizes: np.ndarray, packs: int, caps: np.ndarray, leading: Leading, rng: np.random.Generator
 ) -> Packs:
-    """Deal all samples to `packs` packs, level in all features; a few may exceed a cap.
-
-    Args:
-        packs: at most the number of samples.
-    """
+    """Deal all samples to `packs` non-empty packs, level in all features. A few may exceed a cap."""
     samples = sizes.shape[1]
     shares = sizes / caps[:, None]
     shuffled = rng.permutation(samples)
@@ -69,8 +66,7 @@ def _deal_longest_first(
     heap: list[_Load],
     pack_of: np.ndarray,
 ) -> list[_Load]:
-    """Add each sample to the least loaded pack in `pack_of` and return the new loads, where a load
-    is the max share over `features`."""
+    """Add samples to the least loaded packs (max share of `features`) and return the loads."""
     dealt = shares.take(samples, axis=1)
     longest_first = np.lexsort((-dealt.sum(axis=0), -dealt[features].max(axis=0)))
     load = _largest_of(features, len(shares))
@@ -97,14 +93,10 @@ def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], f
 def even_out(
     packs: Packs, kind: np.ndarray, tokens: np.ndarray, max_tokens: int, rng: np.random.Generator
 ) -> Packs:
-    """Exchange samples of equal kind until hardly any pack exceeds the token cap.
+    """Exchange samples of equal kind, int64 [samples], until hardly any pack exceeds the token cap.
 
-    In each round every pack offers a sample of a kind; the largest offer goes to the pack with the
+    In each round every pack offers a sample of a kind. The largest offer goes to the pack with the
     smallest remainder, which minimizes the maximum. Only the 256 most frequent kinds are exchanged.
-
-    Args:
-        packs: of indices into `kind` and `tokens`.
-        kind: int64 [samples].
     """
     if not len(packs):
         return packs
@@ -134,7 +126,7 @@ def even_out(
 
 
 class _Offers:
-    """Slots of a kind; each pack that has any offers a random slot."""
+    """Slots of a kind. Each pack with any offers a random slot."""
 
     def __init__(self, slots: np.ndarray, pack_of_slot: np.ndarray):
         packs = pack_of_slot[slots]

@@ -1,6 +1,6 @@
 """Packs of few distinct sizes by a linear program over exact sizes, rounded down.
 
-With caps on several kinds of items the pattern grid is coarse; here it only guides the search.
+With caps on several kinds of items the pattern grid is coarse and only guides the search.
 """
 
 import numpy as np
@@ -57,7 +57,7 @@ def _valuable_patterns(
 ) -> tuple[float, np.ndarray]:
     """Return an upper bound on the value of a pack, and packs worth more than 1, [packs, sizes].
 
-    Packs are built size by size; a table of rounded-down sizes bounds the value of partial packs.
+    Packs are built size by size, bounded by a table of rounded-down sizes.
     """
     grid = Grid.of(caps, _MAX_CELLS)
     units = distinct.amounts // grid.units[:, None]

@@ -1,7 +1,4 @@
-"""Fill packs in turn with the most valuable samples, for up to some hundred packs.
-
-By a knapsack over rounded-up sizes, or by exact sizes over all pairs of samples.
-"""
+"""Fill up to some hundred packs in turn with the most valuable samples, by knapsack or by pairs."""
 
 from collections.abc import Iterator
 
@@ -12,7 +9,7 @@ from omnibal.packing.patterns import Grid, no_more_items
 
 _MAX_CELLS = 1 << 14  # most of a knapsack table
 _MAX_PAIRED = 160
-"""Max samples whose pairs are all tried: half the largest, half the smallest."""
+"""Max samples to try all pairs of: half the largest, half the smallest."""
 
 
 def fill_one_by_one(
@@ -21,9 +18,9 @@ def fill_one_by_one(
     """Yield packs [samples] of indices into the arguments, each of maximal value.
 
     Args:
-        first: float64 [samples]; the sample with the highest opens the next pack (Gupta and Ho,
-            Production Planning & Control 10, 1999, as modified by Fleszar and Hindi, Computers &
-            Operations Research 29, 2002). None requires no sample.
+        first: float64 [samples], the highest opens the next pack (Gupta and Ho, Production Planning
+            & Control 10, 1999, as modified by Fleszar and Hindi, Computers & Operations Research
+            29, 2002). None requires no sample.
     """
     grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])
@@ -54,12 +51,9 @@ def fill_one_by_one(
 def fill_by_pairs(
     sizes: np.ndarray, values: np.ndarray, first: np.ndarray, caps: np.ndarray
 ) -> Iterator[np.ndarray]:
-    """Yield packs [samples] of indices, each opened by a sample and filled with the best pairs.
+    """Yield packs [samples] of indices, each opened by the sample highest in `first`.
 
-    Optimal completion of the first sample if packs hold two or three samples.
-
-    Args:
-        first: float64 [samples]; the sample with the highest opens the next pack.
+    Best pairs fill it, which is optimal for packs of two or three samples.
     """
     left = np.argsort(-first, kind="stable")
     while len(left):
@@ -79,7 +73,7 @@ def fill_by_pairs(
 
 
 def _best_pair(sizes: np.ndarray, values: np.ndarray, room: np.ndarray) -> list[int]:
-    """Most valuable single sample or pair within `room`; each fits alone."""
+    """Most valuable single sample or pair within `room`. Each fits alone."""
     alone = np.eye(len(values), dtype=bool)
 
     def pairs(sizes: np.ndarray) -> np.ndarray:

@@ -34,9 +34,9 @@ def check_samples_fit(lengths: Lengths, caps: Caps) -> None:
 
 
 def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarray]:
-    """Sizes int64 [features, samples] and caps int64 [features], each divided by its feature's GCD.
+    """Sizes int64 [features, samples] and caps int64 [features], in units of each feature's GCD.
 
-    Features are in the caps' order; the last, `tokens`, is the finest. Caps are rounded down.
+    Features are in the caps' order with `tokens` last. Caps are rounded down.
     """
     sizes = lengths.sizes(caps.names)
     units = np.maximum(np.gcd.reduce(sizes, axis=1), 1)
@@ -44,11 +44,7 @@ def in_common_units(lengths: Lengths, caps: Caps) -> tuple[np.ndarray, np.ndarra
 
 
 def size_keys(sizes: np.ndarray) -> np.ndarray:
-    """Scalar keys with the lexicographic order of sizes, int64 [samples].
-
-    Args:
-        sizes: int64 [features, samples], not negative; features may be empty.
-    """
+    """Keys int64 [samples] in lexicographic order of sizes, int64 [features, samples] >= 0."""
     keys = np.zeros(sizes.shape[1], np.int64)
     for row in sizes:
         span = int(row.max(initial=0)) + 1

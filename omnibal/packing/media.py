@@ -10,7 +10,7 @@ from omnibal.packing.packs import Packs
 
 
 def media_of(lengths: Lengths) -> np.ndarray:
-    """Medium id per sample, int64 [samples], equal for samples of the same encoders; 0 for text."""
+    """Medium id per sample, int64 [samples], equal for samples of the same encoders, 0 for text."""
     has_items = [lengths.items[name] > 0 for name in lengths.item_names]
     keys = size_keys(np.array(has_items, np.int64).reshape(len(has_items), len(lengths)))
     return np.unique(keys, return_inverse=True)[1]

@@ -1,10 +1,8 @@
 """Proven lower bound on the number of packs under the caps, for any packing.
 
-If no pack can be worth more than 1, there are at least as many packs as the samples' total value.
-Values are duals of column generation, made fast and tight by two means:
-
-- Values are piecewise linear in tokens, so the master problem has a row per knot and not per size.
-- They are fitted to the knots, then to all sizes in a coarse grid, then in a fine grid.
+If no pack is worth more than 1, the total value of samples bounds the number of packs. Values are
+duals of column generation, piecewise linear in tokens so that the master has a row per knot and not
+per size, fitted to the knots, then to all sizes in a coarse and a fine grid.
 
 The bound is valid because values are divided by the max worth of a pack over all distinct sizes,
 rounded down to the grid, which can only overstate it (Farley 1990). Several kinds of items are
@@ -45,7 +43,7 @@ _FINE_WORK = 1.5e9
 _MAX_CELLS = 1 << 19  # most of a table
 _TOLERANCE = 2e-4  # relative gap at which column generation ends
 _CLOSE = 1e-3
-"""Relative distance to the fit on the knots at which refinement stops."""
+"""Relative distance to the fit on the knots to stop refinement."""
 _NEW_COLUMNS = 128  # most in a round
 _ROUNDING = 1e-9
 """Relative error bound of float sums."""
@@ -54,22 +52,19 @@ _MAX_GROUPED = 1_000_000
 
 
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
-    """Lower bound on packs: max of the naive bound and column generation's.
+    """Max of the naive lower bound and column generation's.
 
-    Args:
-        found: number of packs of a known packing; stops early if proven optimal, refines if the gap
-            is large.
+    `found` packs of a known packing stop early if optimal, and refine the bound if the gap is
+    large.
     """
     check_samples_fit(lengths, caps)
     return bound_of_counts(SizeCounts.of(lengths.sizes(caps.names)), caps, found=found)
 
 
 def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None) -> int:
-    """Lower bound on the packs of samples counted by size.
+    """Lower bound on the packs of samples counted by size, in the caps' features and order.
 
-    Args:
-        counted: in the features and order of the caps; no size exceeds them.
-        found: number of packs of a known packing; refines if the gap is large.
+    If it is far below `found` packs of a known packing, a finer bound is tried.
     """
     counted, units = counted.in_common_units(caps.values)
     naive = int((-(-counted.sums // units)).max())
@@ -159,17 +154,12 @@ class _Knots:
 
     @classmethod
     def of(cls, types: SizeTypes, sizes: np.ndarray) -> "_Knots":
-        """Knots at min and max tokens of every type, from sizes [features, samples]; values may
-        jump between types."""
+        """Knots at min and max tokens of each type, from sizes [features, samples]."""
         ends = types.members[np.concatenate([types.bounds[:-1], types.bounds[1:] - 1])]
         return cls(points=np.unique(sizes[:, ends], axis=1))
 
     def weights(self, sizes: np.ndarray) -> sparse.csr_array:
-        """Interpolation weights, float64 [sizes, knots]; rows sum to 1, over two knots.
-
-        Args:
-            sizes: int64 [features, sizes], with items equal to some knot's.
-        """
+        """Weights float64 [sizes, knots] to interpolate sizes [features, sizes]. Rows sum to 1."""
         # The largest size with equal items is a knot.
         keys = size_keys(np.concatenate([self.points, sizes], axis=1))
         upper = np.searchsorted(keys[: len(self)], keys[len(self) :])
@@ -192,10 +182,7 @@ class _Knots:
 def _all_items(
     distinct: SizeCounts, cover: sparse.csr_array, caps: np.ndarray, work: float
 ) -> tuple[Items, np.ndarray]:
-    """All sizes rounded down to a grid, and their demand [rows].
-
-    Equal sizes get their mean value; sizes rounded to 0 are dropped.
-    """
+    """All sizes rounded down to a grid (at their mean value, without zeros), and demand [rows]."""
     cells = min(max(work / len(distinct), work**0.5), _MAX_CELLS)
     grid = Grid.of(caps, int(cells))
     rounded = distinct.amounts // grid.units[:, None]

@@ -22,11 +22,7 @@ def pack_samples(
     *,
     most_types: int | None = None,
 ) -> Packs:
-    """Pack every sample by `method` with its default settings.
-
-    Args:
-        most_types: size types of `balanced`; fewer are faster, with slightly more packs.
-    """
+    """Pack every sample by `method`. Fewer `most_types` make `balanced` faster, with more packs."""
     # Imported here: scipy is slow to import for commands that only name a method.
     from omnibal.packing.balanced import pack_balanced
 

@@ -128,7 +128,7 @@ class ScheduledPacks:
         )
 
     def column(self, name: str) -> np.ndarray:
-        """`tokens` or items per pack, int32 [packs]; 0 if not counted."""
+        """`tokens` or items per pack, int32 [packs], 0 if not counted."""
         columns = {**self.items, "tokens": self.tokens}
         return columns[name] if name in columns else no_items(len(self))
 

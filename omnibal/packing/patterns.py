@@ -1,15 +1,13 @@
 """Patterns of sample sizes in a pack, by column generation.
 
-A pattern is a number of samples per size. The master problem covers all samples with the fewest
-packs;
-the knapsack prices new patterns (Gilmore and Gomory, Operations Research 9, 1961, and 11, 1963;
+A pattern is a number of samples per size. The master problem covers all samples with minimal packs,
+the knapsack prices new patterns (Gilmore and Gomory, Operations Research 9, 1961, and 11, 1963,
 here
 with several capacities). Any row values prove a bound (Farley, Operations Research 38, 1990). Cost
 depends on the number of sizes, not samples.
 
-Items make up patterns, rows are covered by the master; an item may count for several rows in parts.
-Features are coarse items such as tiles, and last the tokens. A knapsack table has an axis per
-feature.
+Items make up patterns and cover rows of the master, perhaps several in parts. Features are coarse
+items such as tiles, and last the tokens. A knapsack table has an axis per feature.
 """
 
 import heapq
@@ -100,7 +98,7 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
 
     The type with the largest token spread, count * std ** 1.5, is split at its mean, repeatedly.
     The
-    exponent balances many samples (1) and a few long ones (2).
+    exponent balances many samples (1) and a few long samples (2).
     """
     order = np.argsort(size_keys(sizes), kind="stable")
     *items, sorted_tokens = sizes.take(order, axis=1)
@@ -133,8 +131,7 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
 
 
 def item_levels(items: np.ndarray) -> np.ndarray:
-    """Item counts rounded up to a limited number of levels, fewer with several features. int64
-    [features - 1, samples]"""
+    """Item counts rounded up to few levels, int64 [features - 1, samples]."""
     most = _MAX_ITEM_LEVELS
     leveled = _rounded_up(items, most)
     while len(items) > 1 and len(np.unique(size_keys(leveled))) > 2 * _MAX_ITEM_LEVELS:
@@ -153,14 +150,11 @@ def _rounded_up(items: np.ndarray, most: int) -> np.ndarray:
 
 
 def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndarray:
-    """Max value within every combination of capacities.
+    """Max value within every combination of capacities, float64 [cells + 1 per feature].
 
     Args:
-        values: float64 [items]; items without value are never taken.
-        sizes: int64 [features, items] in grid units; no item may be 0 in all features.
-
-    Returns:
-        float64, with an axis of cells + 1 per feature.
+        values: float64 [items]. Items without value are never taken.
+        sizes: int64 [features, items] in grid units, without all-zero items.
     """
     table = np.zeros(grid.cells + 1)
     columns = (values, sizes.T, most_copies(sizes, grid))
@@ -195,12 +189,8 @@ class Items:
 
     @classmethod
     def with_own_rows(cls, grid: Grid, items: np.ndarray, tokens: np.ndarray) -> "Items":
-        """Items with a row each.
-
-        Args:
-            items: int64 [features - 1, items], rounded up to units.
-            tokens: float64 or int64 [items], rounded to the nearest unit.
-        """
+        """Items with a row each, int64 [features - 1, items] rounded up, and tokens rounded to
+        nearest."""
         coarse = -(-items // grid.units[:-1, None])
         fine = np.rint(tokens / grid.units[-1]).astype(np.int64)
         sizes = np.minimum(np.vstack([coarse, np.maximum(fine, 1)]), grid.cells[:, None])
@@ -217,7 +207,7 @@ class Mix:
     times: np.ndarray
     """Uses of each column, float64 [columns]."""
     values: np.ndarray
-    """Value of each row in packs, float64 [rows]; no pack is worth more than 1."""
+    """Value of each row in packs, float64 [rows], such that no pack is worth more than 1."""
     packs: float
     """Sum of `times`."""
     bound: float
@@ -235,14 +225,14 @@ def generate_mix(
     max_new_columns: int,
     tolerance: float,
 ) -> Mix:
-    """Cover a demand with the fewest packs, by column generation.
+    """Cover a demand with the minimal number of packs, by column generation.
 
     Args:
         columns: float64 [columns, rows] that can cover the demand.
         guesses: float64 [guesses, rows], initial values.
         trim: restricts new patterns [patterns, items] to packs.
         max_rounds: of pricing, after the guesses.
-        tolerance: relative gap of packs and bound at which to stop.
+        tolerance: relative gap of packs and bound to stop at.
     """
     bound, best_values = 0.0, np.zeros(len(demand))
 
@@ -312,8 +302,7 @@ def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
 
 
 def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, np.ndarray]:
-    """Max worth of a pack, and the best patterns for the most valuable rows, int64 [patterns,
-    items]."""
+    """Max worth of a pack and the best patterns of valuable rows, int64 [patterns, items]."""
     item_values = items.cover @ values
     table = knapsack_table(item_values, items.sizes, items.grid)
     left = items.grid.cells[:, None] - items.sizes
@@ -330,8 +319,7 @@ def best_patterns(
 ) -> np.ndarray:
     """Most valuable pattern that contains item forced[i], int64 [forced, items].
 
-    Args:
-        table: `knapsack_table` of the same values and items.
+    `table` is `knapsack_table` of the same values and items.
     """
     counts = np.zeros((len(forced), len(values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
@@ -358,10 +346,9 @@ def best_patterns(
 def _copies(
     best: np.ndarray, values: np.ndarray, items: Items, item: np.ndarray, room: np.ndarray
 ) -> np.ndarray:
-    """Copies of item[i] to take at once, a power of two, int64 [rows].
+    """Copies of item[i] to take at once, int64 [rows]: the max power of two without loss of value.
 
-    Max number without loss of value, since single steps would be slow for packs of thousands of
-    samples.
+    Single steps would be slow for packs of thousands of samples.
     """
     all_of_it = best[items.grid.places(room)]
     size = items.sizes[:, item]
@@ -404,7 +391,7 @@ def solve_master(columns: np.ndarray, demand: np.ndarray) -> Master:
 
 
 def first_guesses(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
-    """Initial values [guesses, sizes], blends of each size's shares of the caps [features, sizes].
+    """Initial values [guesses, sizes] from shares of the caps, of sizes [features, sizes].
 
     Tokens dominate the first, shares are equal in the second, then each other feature dominates.
     """

@@ -28,7 +28,7 @@ class Rest:
         return Rest(self.sizes[:, samples], self.caps)
 
     def best_fit(self, rng: np.random.Generator) -> list[np.ndarray]:
-        """Fewest packs by best fit (three size measures), first fit and nearest."""
+        """Minimal packs by best fit (three size measures), first fit and nearest."""
         noise = self._noise(rng)
         total, larger = self.total * noise, self.larger * noise
         ways = [

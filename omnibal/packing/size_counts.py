@@ -1,7 +1,4 @@
-"""Distinct sizes with sample counts, the input of the pack bound.
-
-At most some hundred thousand sizes, so parts of large data can be counted separately and joined.
-"""
+"""Distinct sizes (at most some 100,000) with sample counts, the input of the pack bound."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
