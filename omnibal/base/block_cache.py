@@ -11,9 +11,9 @@ from pathlib import Path
 from omnibal.base.errors import UserError
 
 _LEDGER = "bytes"
-_FOLDERS = 2  # digits of a name that are its folder: 256 folders, as one of a million files is slow
-_DIGITS = 20  # of the ledger's number, in bytes
-_KEPT = 0.9  # of the size, after blocks were removed: the next ones come without a search
+_FOLDERS = 2  # name digits per folder: 256 folders, as a million files in a folder are slow
+_DIGITS = 20  # of the ledger's number
+_KEPT = 0.9  # share of the size left after eviction, so that it runs rarely
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class BlockCache:
         with suppress(OSError):
             content = path.read_bytes()
             os.utime(path)  # used now
-            if len(content) == size:  # else the machine went down before all was on disk
+            if len(content) == size:  # otherwise the machine crashed during the write
                 return content
         content = fetch()
         # A full disk or removed folder only costs time.

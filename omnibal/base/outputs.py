@@ -11,8 +11,7 @@ from omnibal.base.files import is_stream, real_path
 
 
 def check_files(outputs: Mapping[str, Path | None], inputs: Iterable[Path]) -> None:
-    """Raise if outputs (by option name) cannot be written, or would overwrite an input or each
-    other."""
+    """Raise if outputs (by option) cannot be written, or would overwrite an input or each other."""
     given = {option: path for option, path in outputs.items() if path is not None}
     for option, path in given.items():
         _check_place(option, path)

@@ -14,13 +14,11 @@ from omnibal import __version__
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import Failure, Pool, Result, Task, outcome
 
-_PER_CORE = 2  # tasks that are handed out: one is worked on while the next is on its way
-_RETRIES = (
-    20  # of a task whose worker died; one that always ends its worker must not go on for ever
-)
-_POLL_S = 1.0  # until cores are counted again, as nodes come and go
-_CONNECT_S = 10.0  # within which a cluster's port must answer; Ray itself tries for minutes
-_HEAD_S = 20.0  # that a head may take to start again; Ray ends its processes after 60 s, silently
+_PER_CORE = 2  # tasks: one runs while the next is sent
+_RETRIES = 20  # if workers die. A task that always kills its worker must end
+_POLL_S = 1.0  # between core counts, as nodes come and go
+_CONNECT_S = 10.0  # for a port to answer; Ray tries for minutes
+_HEAD_S = 20.0  # for a head to restart; Ray silently kills its processes after 60 s
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
 """gRPC's HTTP/2 preface with empty settings, for Ray's ports."""
 
@@ -59,12 +57,12 @@ def _check_reachable(address: str) -> None:
     """Raise if host and port do not answer as Ray."""
     host, colon, port = address.rpartition("://")[2].rpartition(":")
     if not colon or not port.isdecimal():
-        return  # one of Ray's words, such as auto
+        return  # a keyword such as auto
     try:
         with _connected(host, port) as answering:
             answering.sendall(_GREETING)
             answering.settimeout(_CONNECT_S)
-            is_text = answering.recv(1) > b" "  # as of a dashboard; HTTP/2 and TLS begin otherwise
+            is_text = answering.recv(1) > b" "  # such as a dashboard, not HTTP/2 or TLS
     except TimeoutError:
         is_text = False
     except (OSError, OverflowError) as error:

@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
-_URL_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/(.*)")  # in which one slash is lost
-_BLOCK_BYTES = 1 << 21  # time to ask and time to receive are about the same at 100 MB/s and 20 ms
-_BLOCKS_IN_MEMORY = 8  # of a process: what is read next mostly stands where the last was
+_URL_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/(.*)")  # PosixPath drops a slash
+_BLOCK_BYTES = 1 << 21  # latency equals transfer at 100 MB/s and 20 ms
+_BLOCKS_IN_MEMORY = 8  # per process: reads are mostly sequential
 _KNOWN_FILES, _REMEMBERED_S = 4096, 60
 """Max remembered files per process, and for how many seconds."""
-_ASKED_TOGETHER = 8  # files of one folder, from which on listing it is quicker than asking for each
+_ASKED_TOGETHER = 8  # min files of a folder for a listing to be quicker
 _VERSIONS = ("ETag", "etag", "mtime", "LastModified", "created")
 """Version fields in fsspec's file info, best first."""
 
@@ -134,7 +134,7 @@ def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path
         return folder / name
     if name.startswith("/"):
         return Path(name)
-    scheme, _, place = str(folder / name).partition("://")  # where .. is no folder's name
+    scheme, _, place = str(folder / name).partition("://")  # keeps .. in URLs
     return location(f"{scheme}://{posixpath.normpath(place)}", cache)
 
 
@@ -250,7 +250,7 @@ def _answering(path: RemotePath) -> Iterator[tuple[Any, str]]:
             f"{path}: may not be read ({_why(error)}); give these credentials the right to read "
             "it, then run the same command again"
         ) from error
-    except Exception as error:  # backends have errors of their own
+    except Exception as error:  # backends raise their own errors
         raise StorageError(
             f"{path}: cannot be read ({_why(error)}); see to the URL, the network and the "
             "credentials (of S3 as for the AWS command line), then run the same command again"

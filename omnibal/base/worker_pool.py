@@ -64,8 +64,7 @@ def map_unordered(
     """Yield results as tasks finish. Close the iterator to end the processes.
 
     Tasks are consumed when a process is free. Runs in the calling process if `processes` is 1 or
-    child
-    processes are forbidden.
+    child processes are forbidden.
     """
     if processes == 1 or multiprocessing.current_process().daemon:
         yield from map(work, tasks)
@@ -181,7 +180,7 @@ def outcome(work: Callable[[Task], Result], task: Task) -> Result | Failure:
 @contextmanager
 def _interrupt_held() -> Iterator[None]:
     """Keep SIGINT from children. The parent handles it once they are started."""
-    resource_tracker.ensure_running()  # it would let Ctrl-C through again when it starts
+    resource_tracker.ensure_running()  # its start would unblock Ctrl-C
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         yield

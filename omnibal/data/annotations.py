@@ -7,8 +7,7 @@
     {source: {"shards": "train-{000..003}.tar"}}    webdataset's notation
     {source: {"energon": folder, "split": "train"}}
 
-The meta is InternVL's. Relative paths start at its folder. Only record positions stay in
-memory.
+The meta is InternVL's. Relative paths start at its folder. Only record positions stay in memory.
 """
 
 import hashlib
@@ -45,7 +44,7 @@ from omnibal.data.tar_shards import energon_shards, read_shard_sample, webdatase
 
 _UNITS: dict[Holds, str] = {"lines": "line", "array": "sample", "rows": "row", "shard": "sample"}
 """Noun for a record in messages."""
-_MOST_REPEATS = 10_000  # more is a slip of the pen, and would fill the memory with indices
+_MOST_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
 
 
 class _SourceMeta(Frozen):
@@ -141,7 +140,7 @@ def video_at(path: Path) -> Video:
         if is_video_file(path.name) or path.is_file():
             return Video(file=VideoFile(path))
         found = list(path.iterdir()) if path.is_dir() else []
-    except OSError:  # of which the reader of the bad image tells
+    except OSError:  # reported when the image is read
         found = []
     # macOS writes hidden metadata files next to frames.
     frames = [
@@ -329,7 +328,7 @@ class Annotations:
             raise UserError(f"{where} cannot be read ({error}); restore the file") from error
         except InvalidRecordError as error:
             raise UserError(f"{where} {error}") from None
-        except (ValueError, RecursionError) as error:  # also too long a number, too deep a nesting
+        except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
             raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
 
     def stored(self, index: int) -> StoredRecord:

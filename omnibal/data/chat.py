@@ -5,10 +5,10 @@
     internvl2_5, qwen2.5       like the first, with a newline after each <|im_end|>
     llama3                     <|start_header_id|>user<|end_header_id|>\\n\\n{question}<|eot_id|>...
 
-Answers and their closing piece carry loss. The first three templates tokenize the conversation as
-a single string. Its mask begins after the tokens of `assistant\\n` alone, even if a token
-straddles that border (InternVL drops the loss of some samples). Other templates tokenize each
-message alone, keep an empty system message, and learn a greeting before the first question.
+Answers and their closing piece carry loss. The first three templates tokenize the conversation as a
+single string. Its mask begins after the tokens of `assistant\\n` alone, even if a token straddles
+that border (InternVL drops the loss of some samples). Other templates tokenize each message alone,
+keep an empty system message, and learn a greeting before the first question.
 """
 
 import hashlib

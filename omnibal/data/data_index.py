@@ -119,7 +119,7 @@ class DataIndex:
         try:
             versions = versions_of([file.path for file in files])
         except OSError:
-            return {}  # whoever reads the files says which one is missing
+            return {}  # reading the files reports the missing file
         keys = [file.key(version) for file, version in zip(files, versions, strict=True)]
         return {
             number: _read(self.known[key], files[number].path, versions[number])

@@ -105,7 +105,7 @@ def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | 
         counts = json.loads((folder / META / _INFO).read_text())["shard_counts"]
         with _opened(database) as opened:
             opened.execute(f"{_FILES} LIMIT 1", (0,))
-    except (OSError, ValueError, KeyError, sqlite3.Error):  # as earlier versions have it
+    except (OSError, ValueError, KeyError, sqlite3.Error):  # earlier versions
         return nothing
     numbers = {name: number for number, name in enumerate(counts)}
     return [

@@ -1,6 +1,6 @@
 """Lengths from ms-swift's cached datasets (4.6.0: swift/pipelines/export/cached_dataset.py).
 
-Token counts are kept; image items are counted from headers. Loss tokens are unknown and set to all.
+Token counts are kept; image items are counted from headers. All tokens count as loss tokens.
 """
 
 import json

@@ -8,16 +8,18 @@ from omnibal.base.errors import StorageError
 from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
-_TAIL_BYTES = 1024  # of a file, in which its end marker must be
-_WEBP_HEADER_BYTES = 30  # up to the sides of an extended file, the farthest of all
-_WEBP_METADATA = 0x0C  # flags of an extended file that has EXIF or XMP
-_TURNED = (5, 6, 7, 8)  # orientations of EXIF that exchange width and height
-_LATE_BYTES = 2**17  # of a PNG's end, in which EXIF stands that is behind its pixels
+_TAIL_BYTES = 1024  # file tail with the end marker
+_WEBP_HEADER_BYTES = 30  # up to the size in extended files
+_WEBP_METADATA = 0x0C  # EXIF and XMP flags of extended files
+_TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
+_LATE_BYTES = 2**17  # PNG tail with EXIF after the pixels
 
 
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
-    """Width and height of a complete WebP (RFC 9649, section 2), None to ask Pillow, which reads it
-    all."""
+    """Width and height of a complete WebP (RFC 9649, section 2), otherwise None.
+
+    Pillow would read the whole file.
+    """
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
     is_webp = head[:4] == b"RIFF" and head[8:12] == b"WEBP"
@@ -64,11 +66,11 @@ def _has_metadata(file: BinaryIO) -> bool:
 def _is_turned(header: Image.Image, file: BinaryIO) -> bool:
     """Whether EXIF swaps rows and columns."""
     if header.format == "TIFF":
-        return False  # Pillow has turned its size already
+        return False  # Pillow already rotated its size
     if header.format != "PNG" or "exif" in header.info or _has_late_exif(file):
         exif = header.getexif()
     else:
-        exif = Image.Image.getexif(header)  # a PNG's own decodes the image first
+        exif = Image.Image.getexif(header)  # PNG's own getexif decodes the image
     return exif.get(ExifTags.Base.Orientation) in _TURNED
 
 
@@ -102,7 +104,7 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
         ) from error
     except (IsADirectoryError, StorageError):
         raise
-    except Exception as error:  # what Pillow raises for a broken file has no common type
+    except Exception as error:  # Pillow's errors have no common type
         raise BadImage(
             f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
             "the sample"

@@ -14,7 +14,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from omnibal.base.errors import UserError
 
-# Private-plane characters, absent from honest text.
+# Private-use characters, absent from ordinary text.
 BEGIN, END = "\U000f0000", "\U000f0001"
 
 
@@ -26,7 +26,7 @@ def render_chat(
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Render messages, any exception possible.
+    """Render messages. Templates may raise any exception.
 
     Args:
         prompt: append the beginning of an answer.

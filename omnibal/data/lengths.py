@@ -169,8 +169,7 @@ class Lengths:
     def column(self, name: str) -> np.ndarray:
         """Count of a feature per sample, int32 [samples], or int64 for squares.
 
-        `name` is `tokens`, `loss_tokens`, an item or its squares; items that were not counted are
-        0.
+        `name` is `tokens`, `loss_tokens`, an item or its squares, 0 if not counted.
         """
         if name in SQUARED_FEATURES:
             return self._squares(name)

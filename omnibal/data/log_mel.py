@@ -1,8 +1,7 @@
 """Whisper's log-mel features of a clip (Radford et al. 2022, arXiv 2212.04356, 2.2).
 
 25 ms windows every 10 ms. Values are floored 8 decades below the clip's maximum, then scaled to
-about
--1 to 1. Shapes: S samples, F frames, W samples of a window, Q frequencies, B mel bins.
+about -1 to 1. Shapes: S samples, F frames, W samples of a window, Q frequencies, B mel bins.
 """
 
 from functools import lru_cache
@@ -13,7 +12,7 @@ from omnibal.data.recordings import RATE_HZ, SAMPLES_PER_FRAME
 
 _WINDOW = 400  # samples, 25 ms, as Whisper has them
 _LEAST_POWER = 1e-10  # Whisper's floor
-_DECADES = 8.0  # below the loudest, at which Whisper cuts off
+_DECADES = 8.0  # Whisper's dynamic range
 # Slaney's scale: linear up to 1 kHz, then 27 steps per factor of 6.4.
 _HZ_PER_MEL, _LINEAR_HZ, _MELS_PER_NATURAL = 200 / 3, 1_000.0, 27 / np.log(6.4)
 

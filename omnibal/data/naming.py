@@ -56,7 +56,7 @@ class Naming(Frozen):
         speaker = self.tags.get("role_tag", "from")
         text = self.tags.get("content_tag", "value")
         if speaker not in message and not self.tags:
-            return message  # in another of the forms that are read
+            return message  # another supported format
         roles = {self.tags.get(tag, usual): role for tag, (usual, role) in _ROLES.items()}
         rest = {key: value for key, value in message.items() if key not in (speaker, text)}
         role = message.get(speaker)

@@ -200,8 +200,7 @@ def check_frames(frames: int, rule: ImageRule) -> None:
 def sampled_frames(
     frames: int, frames_per_second: float, video: VideoConfig, rule: ImageRule
 ) -> list[int]:
-    """Sample `video.frames_per_second` frames per second from a video file, as Qwen's processors
-    do.
+    """Sample `video.frames_per_second` frames per second of a video file, as Qwen's processors do.
 
     Equal steps from the first frame (Qwen2-VL), or even from first to last (Qwen3-VL); raises
     OddImage if the video has fewer frames than a patch.

@@ -1,9 +1,8 @@
 """Write conversations by the tokenizer's own Jinja chat template.
 
 Token ids equal Transformers' `apply_chat_template`. Text in `{% generation %}` carries loss.
-Without
-it, loss covers the text that an answer adds after its prompt, up to the closing piece. The prompt
-must then be a prefix of the conversation, which is checked.
+Without it, loss covers the text that an answer adds after its prompt, up to the closing piece. The
+prompt must then be a prefix of the conversation, which is checked.
 """
 
 import json
@@ -22,7 +21,7 @@ from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.encoders import ImageRule
 
-_STAND_IN = "\U000f0002"  # as the marks, of a private plane of Unicode
+_STAND_IN = "\U000f0002"  # private-use character, like the marks
 _ITEM = re.compile(f"({IMAGE}|{VIDEO})")
 _IMAGE = re.compile(f"({IMAGE})")
 _REASONED = "</think>"
@@ -303,7 +302,7 @@ def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> 
     if rule is not None and rule.video is not None:
         videos = tuple(video.text(rule) for video in seen)
     elif seen:
-        left = iter(seen)  # an image for every frame that is seen of a video
+        left = iter(seen)  # an image per shown frame
         questions = [
             re.sub(VIDEO, lambda mark: IMAGE * len(next(left).frames), text) for text in questions
         ]
@@ -420,7 +419,7 @@ def _rendered(
         return render_chat(
             template, messages, tools=tools, prompt=prompt, pieces=tokenizer.named_pieces
         )
-    except Exception as error:  # templates fail in ways of their own
+    except Exception as error:  # templates may raise anything
         raise UserError(
             f"{where}: the chat template of {tokenizer.path} cannot write it ({error}); change the "
             "sample, or the template"

@@ -1,8 +1,7 @@
 """Samples that are Parquet rows, as in Hugging Face datasets.
 
 Images and recordings are named as in any record, or stored as bytes or `{"bytes", "path"}`, alone
-or
-in a list, in the columns `image(s)` and `audio(s)`. Random access reads a whole row group.
+or in a list, in the columns `image(s)` and `audio(s)`. Random access reads a whole row group.
 """
 
 import hashlib
@@ -31,8 +30,8 @@ _INSIDE: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
 }
 """File types and columns with stored bytes, by medium."""
 _CHUNK_BYTES = 1 << 24
-_GROUPS = 2  # kept: samples that are read in order cross from one to the next
-_FILES = 256  # whose row groups' places are kept
+_GROUPS = 2  # cached row groups: ordered reads cross from a group to the next
+_FILES = 256  # with cached row-group offsets
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,8 +183,7 @@ def _holds(value: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """Value without the null keys that Arrow adds to lists of structs. A named file becomes its
-    path."""
+    """Value without the null keys Arrow adds to lists of structs. A named file becomes its path."""
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):

@@ -14,7 +14,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import version_of
 
-_CHUNK_BYTES = 1 << 24  # read at once: large enough that reading is what takes the time
+_CHUNK_BYTES = 1 << 24  # large enough that reading dominates
 _OPENING_BYTES = 80  # of a line, enough to see an array begin
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -154,7 +154,7 @@ def _end_of_value(text: str, place: int) -> int:
         return _DECODER.raw_decode(text, place)[1]
     except json.JSONDecodeError:
         raise
-    except (ValueError, RecursionError) as error:  # too long a number, too deep a nesting
+    except (ValueError, RecursionError) as error:  # huge numbers, deep nesting
         raise json.JSONDecodeError(str(error), text, place) from None
 
 

@@ -1,8 +1,7 @@
 """Read recordings: duration from the header, and samples of clips.
 
 A recording is cut into equal clips at 16 kHz, the last padded with silence. Each clip is decoded
-and
-resampled on its own. Shapes: C clips, S samples of a clip.
+and resampled on its own. Shapes: C clips, S samples of a clip.
 """
 
 import struct
@@ -23,13 +22,13 @@ SAMPLES_PER_FRAME = 160
 """Samples between log-mel frames: 10 ms."""
 
 _FORMATS = ("WAV", "WAVEX", "RF64", "FLAC")
-_LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64  # what recorders make, and no more
+_LEAST_HZ, _MOST_HZ, _MOST_CHANNELS = 1_000, 384_000, 64  # range of recorders
 _UNKNOWN_SIZES = (2**32 - 1, 2**31 - 1, 2**31 - 4096)
 """WAV data sizes of piped files or above 4 GiB: data extends to the end of the file."""
 _UNKNOWN_SAMPLES = 2**63 - 1
 """libsndfile's length of a FLAC without a stated length."""
 _FILTER_REACH = 10
-"""Half-width of scipy's filter, in input or output samples, in the coarser of both."""
+"""Half-width of scipy's filter, in samples at the lower rate."""
 
 
 class BadRecording(ValueError):
@@ -205,7 +204,7 @@ def _wav_data(file: BinaryIO) -> _WavData | None:
             return _WavData(
                 start=file.tell(), stated=length, stated_of_file=stated_of_file, file=size
             )
-        file.seek(length + length % 2, 1)  # chunks begin at even places
+        file.seek(length + length % 2, 1)  # chunks are 2-byte aligned
     return None
 
 

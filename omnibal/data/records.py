@@ -332,7 +332,7 @@ def _next_turn(rest: list[Message], messages: Messages) -> Turn:
         raise _not_alternating(messages)
     answer = rest.pop(0)
     while rest and rest[0].role == "assistant" and rest[0].calls and not rest[0].text:
-        more = rest.pop(0)  # calls that are messages of their own
+        more = rest.pop(0)  # calls as separate messages
         if more.learned != answer.learned:
             raise InvalidRecordError(
                 f'has in "{messages.key}" an answer and its call with different "loss"; give both '

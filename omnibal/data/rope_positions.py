@@ -1,9 +1,8 @@
 """Time, row and column position of every token for the multimodal RoPE of Qwen2-VL and later.
 
 As Transformers 5.23 `get_rope_index` (Qwen2-VL, arXiv 2409.12191, 2.1; Qwen2.5-VL, arXiv
-2502.13923,
-2.1.2; Qwen3-VL, arXiv 2511.21631). Text advances all three equally; text after an image continues
-from its longer side. Shapes: S tokens.
+2502.13923, 2.1.2; Qwen3-VL, arXiv 2511.21631). Text advances all three equally; text after an image
+continues from its longer side. Shapes: S tokens.
 """
 
 from collections.abc import Iterator, Sequence

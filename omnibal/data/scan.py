@@ -54,8 +54,8 @@ After = TypeVar("After")
 OnError = Literal["stop", "skip"]
 """Treatment of bad samples: raise with the first few, or skip all."""
 
-_SAMPLES_PER_TASK = 256  # handed to a process at a time
-_MAX_MISTAKES = 5  # that an error names
+_SAMPLES_PER_TASK = 256  # per process at a time
+_MAX_MISTAKES = 5  # listed in an error
 _Task = tuple[np.ndarray, Annotations]
 """Sample indices in the annotations, int64, and annotations of these samples."""
 

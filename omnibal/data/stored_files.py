@@ -115,7 +115,7 @@ class AudioFile(StoredFile):
         file = StoredFile.open(self)
         if not isinstance(self.path, RemotePath):
             return file
-        with file:  # libsndfile takes any error of a storage for a broken recording
+        with file:  # libsndfile reports storage errors as broken recordings
             return io.BytesIO(file.read())
 
 

@@ -151,7 +151,7 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
         raise _missing("webdataset", error) from error
     try:
         names = expand_urls(notation)
-    except (ValueError, AssertionError) as error:  # also an environment variable that is not set
+    except (ValueError, AssertionError) as error:  # including unset environment variables
         raise UserError(
             f'"shards": {notation!r} is not what webdataset expands ({error}); write it as in '
             "train-{000..003}.tar"
@@ -171,7 +171,7 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
             meta = WebdatasetMeta.from_config(EPath(local), split_part=split)
     except UserError:
         raise
-    except Exception as error:  # what its readers of JSON and YAML raise has no common type
+    except Exception as error:  # JSON and YAML errors have no common type
         raise UserError(
             f"{folder}: Energon finds no split {split!r} there ({type(error).__name__}: {error}); "
             "prepare the dataset with `energon prepare`, or correct the path or the split"

@@ -25,10 +25,10 @@ FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
 _TEMPLATE_FILE, _OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # how SentencePiece writes a space
+_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
-_NEVER = "(?!)"  # a pattern that matches nowhere
+_NEVER = "(?!)"  # never matches
 _FATAL = 3  # SentencePiece's level of logging
 
 
@@ -360,7 +360,7 @@ class _SentencePiece(Tokenizer):
 
 
 def _load(path: Path, content: bytes) -> SentencePieceProcessor:
-    SetMinLogLevel(_FATAL)  # the library would log what is raised here as one error
+    SetMinLogLevel(_FATAL)  # otherwise the library logs the error too
     model = SentencePieceProcessor()
     try:
         model.LoadFromSerializedProto(content)
@@ -380,7 +380,7 @@ class _Fast(Tokenizer):
         self.sha256 = _sha256(content, settings)
         try:
             self._model = FastModel.from_str(content.decode())
-        except Exception as error:  # the library raises nothing more special
+        except Exception as error:  # the library raises plain Exception
             raise UserError(
                 f"{path}: not a Hugging Face tokenizer ({error}); pass the {FAST_FILE} of the "
                 f"language model, or a SentencePiece {_SENTENCEPIECE_FILE}"

@@ -19,7 +19,7 @@ from omnibal.data.stored_files import VideoFile
 _REMEDY = "replace the file or remove the sample"
 _RIFF, _UNKNOWN = struct.Struct("<4sI"), 0xFFFFFFFF
 """AVI's first chunk name, and the size in a non-seekable output."""
-_HEADERS = 4_096  # that are remembered: of a pack's samples, and of a part of a scan
+_HEADERS = 4_096  # cached: a pack's samples, and part of a scan
 
 
 class BadVideo(ValueError):

@@ -36,7 +36,7 @@ from omnibal.packing.patterns import (
 )
 from omnibal.packing.rest import Rest
 
-_MANY_SAMPLES_PER_PACK = 12  # from which on packs are dealt by length first
+_MANY_SAMPLES_PER_PACK = 12  # min to deal packs by length first
 _LEVEL_EXTRA = 0.001
 """Max share of packs above the sums of sizes for level packs."""
 _UNMIXED_SAVING = 0.002
@@ -45,7 +45,7 @@ _MAX_TRIED = 50_000
 """Max samples in trials of other methods."""
 _ISF_CLOSE = 0.005
 """Max share of extra packs in a trial of ISF to run it on all samples."""
-MAX_TYPES = 176  # of sizes that samples are told apart by
+MAX_TYPES = 176  # of sizes
 _FINE_TYPES, _SAMPLES_PER_FINE_TYPE = 500, 1000
 """Max finer types (ten seconds), and min samples per type, as half a pack per type is left over.
 Saves 1 % of packs if tiles and tokens are uncorrelated."""
@@ -72,8 +72,7 @@ def pack_balanced(
     """Pack all samples into a near-minimal number of packs, never above `pack_isf`.
 
     A third of the default size types take a tenth of the time, for 0.1 % more packs. Finer types
-    are
-    tried if many samples need far more packs than their sums, unless `most_types` is given.
+    are tried if many samples need far more packs than their sums, unless `most_types` is given.
     """
     check_samples_fit(lengths, caps)
     rng = np.random.default_rng(seed)
@@ -146,7 +145,7 @@ def _pack_by_patterns(
     types = group_sizes(leveled, min(most_types, len(tokens) // _MIN_SAMPLES_PER_TYPE))
     reduced = caps.copy()
     first, last = types.members[types.bounds[:-1]], types.members[types.bounds[1:] - 1]
-    if (tokens[first] < tokens[last]).any():  # samples of one type differ in tokens
+    if (tokens[first] < tokens[last]).any():  # samples of a type differ in tokens
         reduced[-1] -= max_tokens // _SPARE_SHARE
     mix = _mix_types(types, leveled, reduced, rng)
     dealt, left = _deal(types, mix, rng)

@@ -1,11 +1,9 @@
 """Best fit decreasing on exact sizes.
 
 Used if size types are too coarse: packs of two or three samples, or samples left by patterns.
-Shelves
-hold samples of equal items, sorted by tokens. The largest fitting sample is found by bisection,
-skipping used samples by union-find: microseconds per placement. Item counts are compared at once,
-as
-bit fields of an integer (`_Fields`).
+Shelves hold samples of equal items, sorted by tokens. The largest fitting sample is found by
+bisection, skipping used samples by union-find: microseconds per placement. Item counts are compared
+at once, as bit fields of an integer (`_Fields`).
 """
 
 from bisect import bisect_right
@@ -15,7 +13,7 @@ import numpy as np
 
 from omnibal.packing.fit import size_keys
 
-_MAX_SHELVES = 32  # that open packs are sorted on by their room for items
+_MAX_SHELVES = 32  # of open packs by free items
 _TRIES = 12
 """Max samples tried on a shelf of several item counts."""
 
@@ -46,12 +44,12 @@ def pack_best_fit(
     for sample in np.argsort(-first, kind="stable").tolist():
         shelf = shelves[shelf_of[sample]]
         if shelf.below[rank_of[sample]] != rank_of[sample]:
-            continue  # it is in a pack already
+            continue  # already packed
         pack: list[int] = []
         items_left, tokens_left = whole, int(caps[-1])
         chosen: int | None = sample
         while chosen is not None:
-            shelves[shelf_of[chosen]].below[rank_of[chosen]] = rank_of[chosen] - 1  # it is gone
+            shelves[shelf_of[chosen]].below[rank_of[chosen]] = rank_of[chosen] - 1  # removed
             pack.append(chosen)
             items_left -= items[chosen]
             tokens_left -= tokens[chosen]
@@ -169,7 +167,7 @@ def _most_valuable(
     most, chosen = 0.0, None
     for shelf in shelves:
         if shelf.first > items_left:
-            break  # All that follow have more items of some feature than are left.
+            break  # later shelves have more items of a feature than are left
         rank = shelf.best(items_left, tokens_left, spare)
         if rank and shelf.values[rank - 1] > most:
             most, chosen = shelf.values[rank - 1], shelf.samples[rank - 1]

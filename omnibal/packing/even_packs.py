@@ -1,8 +1,7 @@
 """Level packing for many samples per pack, with the number of packs set by the sums of sizes.
 
 Samples are dealt longest first (Graham, SIAM Journal on Applied Mathematics 17, 1969), then
-exchanges
-even out the rest. All packs are mixtures of the same lengths.
+exchanges even out the rest. All packs are mixtures of the same lengths.
 """
 
 import heapq
@@ -15,8 +14,8 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.packs import Packs
 
-_MIN_ROUNDS = 5  # least, of samples trading places
-_MAX_ROUNDS = 15  # most, while some pack is above its cap
+_MIN_ROUNDS = 5  # of exchanges
+_MAX_ROUNDS = 15  # while a pack exceeds its cap
 _MOST_KINDS = 256
 """Max kinds of samples that are exchanged; with more, as with image tokens, most kinds are rare."""
 
@@ -36,7 +35,7 @@ class Leading(StrEnum):
 def deal_level(
     sizes: np.ndarray, packs: int, caps: np.ndarray, leading: Leading, rng: np.random.Generator
 ) -> Packs:
-    """Deal all samples to `packs` non-empty packs, level in all features. A few may exceed a cap."""
+    """Deal samples to `packs` non-empty packs, level in all features. A few may exceed a cap."""
     samples = sizes.shape[1]
     shares = sizes / caps[:, None]
     shuffled = rng.permutation(samples)

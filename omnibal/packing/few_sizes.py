@@ -11,7 +11,7 @@ from omnibal.packing.patterns import Grid, knapsack_table, solve_master
 from omnibal.packing.rest import Rest
 from omnibal.packing.size_counts import SizeCounts
 
-_MAX_CELLS = 1 << 16  # of the table that guides the search
+_MAX_CELLS = 1 << 16  # of the guiding table
 _MAX_ROUNDS = 100
 _MAX_PARTIAL = 1000
 """Max partial packs extended at a time."""

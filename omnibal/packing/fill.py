@@ -7,7 +7,7 @@ import numpy as np
 from omnibal.packing.fit import size_keys
 from omnibal.packing.patterns import Grid, no_more_items
 
-_MAX_CELLS = 1 << 14  # most of a knapsack table
+_MAX_CELLS = 1 << 14  # of a knapsack table
 _MAX_PAIRED = 160
 """Max samples to try all pairs of: half the largest, half the smallest."""
 

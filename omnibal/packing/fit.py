@@ -8,8 +8,8 @@ from omnibal.model.limits import Caps, words
 
 Seed = int | np.random.SeedSequence
 
-_LISTED_SAMPLES = 5  # of those that fit no pack; a message with more is not read
-_MAX_KEY = 1 << 62  # of int64, with room for a sum of two
+_LISTED_SAMPLES = 5  # samples that fit no pack, in the message
+_MAX_KEY = 1 << 62  # int64 without overflow of a sum of two
 
 
 def check_samples_fit(lengths: Lengths, caps: Caps) -> None:

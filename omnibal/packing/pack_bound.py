@@ -6,8 +6,7 @@ per size, fitted to the knots, then to all sizes in a coarse and a fine grid.
 
 The bound is valid because values are divided by the max worth of a pack over all distinct sizes,
 rounded down to the grid, which can only overstate it (Farley 1990). Several kinds of items are
-bounded
-separately, each with tokens: dropping caps can only need fewer packs.
+bounded separately, each with tokens: dropping caps can only need fewer packs.
 """
 
 from dataclasses import dataclass
@@ -37,14 +36,14 @@ _GAP = 0.005
 _KNOT_ROUNDS = 40  # with values at the knots alone
 _COARSE_ROUNDS = 30  # on a coarse grid
 _FINE_ROUNDS = 3  # on the fine grid
-_COARSE_WORK = 1.5e8  # as below, on the coarse grid
+_COARSE_WORK = 1.5e8  # see _FINE_WORK, on the coarse grid
 _FINE_WORK = 1.5e9
 """Table cells times sizes per pricing round, which sets the grid."""
-_MAX_CELLS = 1 << 19  # most of a table
+_MAX_CELLS = 1 << 19  # of a table
 _TOLERANCE = 2e-4  # relative gap at which column generation ends
 _CLOSE = 1e-3
 """Relative distance to the fit on the knots to stop refinement."""
-_NEW_COLUMNS = 128  # most in a round
+_NEW_COLUMNS = 128  # per round
 _ROUNDING = 1e-9
 """Relative error bound of float sums."""
 _MAX_GROUPED = 1_000_000
@@ -54,8 +53,7 @@ _MAX_GROUPED = 1_000_000
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:
     """Max of the naive lower bound and column generation's.
 
-    `found` packs of a known packing stop early if optimal, and refine the bound if the gap is
-    large.
+    `found` packs of a known packing end the search if optimal, and refine it if the gap is large.
     """
     check_samples_fit(lengths, caps)
     return bound_of_counts(SizeCounts.of(lengths.sizes(caps.names)), caps, found=found)

@@ -2,9 +2,8 @@
 
 A pattern is a number of samples per size. The master problem covers all samples with minimal packs,
 the knapsack prices new patterns (Gilmore and Gomory, Operations Research 9, 1961, and 11, 1963,
-here
-with several capacities). Any row values prove a bound (Farley, Operations Research 38, 1990). Cost
-depends on the number of sizes, not samples.
+here with several capacities). Any row values prove a bound (Farley, Operations Research 38, 1990).
+Cost depends on the number of sizes, not samples.
 
 Items make up patterns and cover rows of the master, perhaps several in parts. Features are coarse
 items such as tiles, and last the tokens. A knapsack table has an axis per feature.
@@ -25,13 +24,13 @@ _MAX_CELLS = 1 << 17
 """Max cells of a knapsack table: fits in the L2 cache as float64."""
 _MAX_ITEM_CELLS = 512
 """Max units of all items together."""
-_MAX_ITEM_LEVELS = 40  # of item counts that are told apart
+_MAX_ITEM_LEVELS = 40  # of distinct item counts
 _MIN_IMPROVEMENT = 1e-7  # relative; less is rounding
-_EMPTY = 1e-12  # below it a share of a pattern, or a value, is rounding of zero
+_EMPTY = 1e-12  # smaller shares and values are rounding errors
 _UNLIMITED = np.iinfo(np.int64).max
 _MORE_PACKS = 2e-4
 """Max share of packs spent on mixing."""
-_MAX_RANDOM = 1200  # packs of random samples that mixtures are made of besides
+_MAX_RANDOM = 1200  # random packs added to mixtures
 _FOLLOWING = 0.1
 """Share of all but one feature in most first guesses of values."""
 
@@ -97,8 +96,7 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
     """Group samples into at most `max_types` types, or more if there are more item counts.
 
     The type with the largest token spread, count * std ** 1.5, is split at its mean, repeatedly.
-    The
-    exponent balances many samples (1) and a few long samples (2).
+    The exponent balances many samples (1) and a few long samples (2).
     """
     order = np.argsort(size_keys(sizes), kind="stable")
     *items, sorted_tokens = sizes.take(order, axis=1)
@@ -189,8 +187,7 @@ class Items:
 
     @classmethod
     def with_own_rows(cls, grid: Grid, items: np.ndarray, tokens: np.ndarray) -> "Items":
-        """Items with a row each, int64 [features - 1, items] rounded up, and tokens rounded to
-        nearest."""
+        """Items with a row each: `items` [features - 1, items] rounded up, tokens to nearest."""
         coarse = -(-items // grid.units[:-1, None])
         fine = np.rint(tokens / grid.units[-1]).astype(np.int64)
         sizes = np.minimum(np.vstack([coarse, np.maximum(fine, 1)]), grid.cells[:, None])
@@ -270,8 +267,7 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
     """Replace patterns by more mixed ones, for hardly more packs.
 
     Solutions of the master are extreme: some packs hold a single kind. Of patterns worth a whole
-    pack,
-    this picks the least deviation from the mean of all packs (chi-squared over the kinds).
+    pack, this picks the least deviation from the mean of all packs (chi-squared over the kinds).
 
     Args:
         random: float64 [columns, rows], extra columns from random packs.
@@ -287,7 +283,7 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
         b_ub=np.append(-demand, mix.packs * (1 + _MORE_PACKS)),
         method="highs-ds",
     )
-    if not solution.success:  # the mix itself is a solution, but tolerances may hide it
+    if not solution.success:  # the mix itself is feasible up to tolerances
         return mix
     used = solution.x > _EMPTY
     return replace(mix, columns=columns[used], times=solution.x[used])
