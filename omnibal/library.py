@@ -42,7 +42,7 @@ from omnibal.search.goal import Free, Goal, Samples
 
 
 def read_lengths(*paths: Path | str) -> Lengths:
-    """Read and join length files, as `omnibal lengths` writes them."""
+    """Read and join files of `omnibal lengths`."""
     return _read_lengths([Path(path) for path in paths])
 
 
@@ -113,7 +113,7 @@ def save_plan(planned: Planned | PlanResult, directory: Path | str) -> None:
 
 
 def open_plan(directory: Path | str) -> PlanFiles:
-    """Open a plan directory: the plan, its job, its packs and its lengths."""
+    """Open a plan directory: plan, job, packs and lengths."""
     return _open_plan(Path(directory))
 
 
@@ -190,7 +190,7 @@ def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None)
 def report_plan(
     directory: Path | str, output: Path | str, *, run: Path | str | None = None
 ) -> Path:
-    """Write the page of a plan, and of the run that was trained from it."""
+    """Write the report page of a plan and its run."""
     from omnibal.report.page import write_report  # it draws, for which others need not wait
 
     page = Path(output)

@@ -29,7 +29,7 @@ from omnibal.steps.pack_settings import PackSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SearchOptions:
-    """Options for the rule and the data that caps are compared by."""
+    """Options for the rule and data to compare caps."""
 
     samples_per_step: Annotated[
         int | None,

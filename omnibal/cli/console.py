@@ -14,13 +14,13 @@ from omnibal.report.table import Facts, Table
 
 
 def print_notes(notes: Iterable[str], prefix: str = "note: ") -> None:
-    """Write sentences to stderr, a line each."""
+    """Write sentences to stderr, one per line."""
     for note in notes:
         sys.stderr.write(f"{prefix}{note}\n")
 
 
 def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts | str) -> None:
-    """Print a result as one JSON object, or else as tables and sentences."""
+    """Print a result as a JSON object, or as tables and sentences."""
     if as_json:
         sys.stdout.write(json.dumps(result) + "\n")
         return
@@ -86,11 +86,8 @@ def status(what: str) -> Iterator[None]:
 
 
 class ConsoleListener:
-    """Notes and progress of a search on stderr."""
-
     progress = staticmethod(progress)
     status = staticmethod(status)
 
     def note(self, text: str) -> None:
-        """Print a note."""
         print_notes([text])

@@ -16,7 +16,7 @@ from omnibal.report.table import Facts
 
 _MOST_WORKERS = 256  # loader processes of a rank; more than a node has cores
 _PARQUET = b"PAR1"
-"""How every Parquet file begins."""
+"""Magic of Parquet files."""
 
 
 def export(
@@ -89,7 +89,7 @@ def export(
 
 
 def _check_data(data: Path, *, is_counted: bool) -> None:
-    """Refuse what holds lengths of samples, and not the samples themselves."""
+    """Raise for files of lengths in place of samples."""
     wanted = "give the annotation file, or meta JSON, that the lengths were scanned from"
     if is_counted:
         raise UserError(

@@ -37,8 +37,6 @@ _PARQUET_MAGIC = b"PAR1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ImageSizeOptions:
-    """Options for how images become tokens."""
-
     max_dynamic_patch: Annotated[
         int | None,
         count_option("tiles of one image, in place of the model's", most=MAX_TILES_OF_IMAGE),
@@ -51,7 +49,6 @@ class ImageSizeOptions:
     ] = None
 
     def applied(self, model: ModelConfig) -> ModelConfig:
-        """The model with these sizes."""
         most_tiles = self.max_dynamic_patch
         if most_tiles is not None:
             tiling = model.vision.tiling
@@ -69,8 +66,6 @@ class ImageSizeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolOptions:
-    """Options for where the work is done."""
-
     processes: Annotated[
         int | None,
         count_option("that scan at the same time (default: usable cores)", most=MOST_PROCESSES),
@@ -86,7 +81,6 @@ class PoolOptions:
 
     @contextmanager
     def opened(self) -> Iterator[Pool]:
-        """Open the worker pool as a context."""
         if self.engine == "local":
             if self.address is not None:
                 raise UserError("--address is of a Ray cluster: give --engine ray with it")
@@ -177,7 +171,7 @@ def lengths(
 
 
 def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
-    """Read and write the lengths of a dataset that another program has counted."""
+    """Read and write lengths counted by another program."""
     from omnibal.data.external_lengths import counted_files, counted_lengths, counted_tokens
 
     check_files({"-o": output}, [*counted_files(meta), named_model_file(model)])
@@ -243,7 +237,7 @@ def _scanned(
 
 
 def _check_earlier_lengths(output: Path) -> None:
-    """Refuse to write lengths over a file that no scan wrote, as it may be an image of the data."""
+    """Raise if the output exists and is not from a scan, as it may be data."""
     if not output.is_file() or is_stream(output):
         return
     with output.open("rb") as file:

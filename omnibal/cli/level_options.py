@@ -23,7 +23,7 @@ _UNEVEN = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelOptions:
-    """Options for how many sizes packs have, and when the long ones begin."""
+    """Options for context-parallel levels, and the start of long packs."""
 
     levels: Annotated[
         str,

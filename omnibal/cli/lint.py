@@ -16,7 +16,7 @@ from omnibal.lint.launch import Launcher
 from omnibal.model.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
-"""Largest script that is read: launch scripts have some KiB, and data is none."""
+"""Max size of a script; larger files are data."""
 
 
 def lint(
@@ -107,7 +107,7 @@ def lint(
 
 
 def _text_of(line: str) -> str:
-    """The line, or the text of the script that it is the path of."""
+    """Return the line, or the text of a script's path."""
     if not line.strip():
         raise UserError("the launch line is empty; give a command in quotes, or a script's path")
     if re.search(r"\s", line.strip()) or line.startswith("-") or "=" in line:
@@ -125,7 +125,7 @@ def _text_of(line: str) -> str:
 
 
 def _given(variables: Sequence[str]) -> dict[str, str]:
-    """Values by name, of `--set`."""
+    """Parse `--set` values by name."""
     for text in variables:
         if not re.match(r"\w+=", text):
             raise UserError(f"--set {text}: must be a variable and its value, such as NNODES=4")

@@ -28,7 +28,6 @@ class LineCost:
     """Printed costs of a line."""
 
     result: dict[str, Any]
-    """Keys of the JSON object."""
     findings: tuple[Finding, ...] = ()
     shown: tuple[Table | Facts | str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -41,7 +40,7 @@ NO_COST = LineCost(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CostOptions:
-    """Options for the devices and the samples that a line's cost is predicted of."""
+    """Options for devices and samples to predict a line's cost."""
 
     cluster: ClusterOption = DEFAULT_CLUSTER
     memory_gib: MemoryOption = None
@@ -150,7 +149,7 @@ def _accuracy(verdict: "Verdict") -> Accuracy | None:
 
 
 def _stages_table(verdict: "Verdict") -> Table:
-    """Units of every stage, its memory and its times per micro-batch."""
+    """Units, memory and times per micro-batch by stage."""
     towers, line = verdict.launched.job.model.towers, verdict.line
     rows = [
         (

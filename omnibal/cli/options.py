@@ -40,16 +40,16 @@ if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait fo
 
 MOST_PROCESSES = 1_024  # more is a mistake in a number
 _MOST_GIB = 1e9
-"""Largest memory in GiB, and largest network rate in GB/s."""
+"""Max memory in GiB, and network rate in GB/s."""
 
 
 def preset_help(kind: str) -> str:
-    """Help of an option that names a preset, or a TOML file."""
+    """Return help for a preset or TOML file."""
     return f"{kind} preset (`omnibal presets` lists them) or TOML file"
 
 
 def count_option(help_text: str, *names: str, least: int = 1, most: int = MAX_COUNT) -> Any:
-    """An option of a whole number, of these names or the parameter's own."""
+    """Make an integer option."""
     return typer.Option(*names, min=least, max=most, help=help_text)
 
 
@@ -102,7 +102,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object 
 def changed_cluster(
     name: str, memory_gib: float | None, network_gb_per_s: float | None = None
 ) -> ClusterConfig:
-    """A cluster by its preset or file, with its figures replaced by those given."""
+    """Read a cluster, overriding figures if given."""
     given = {"memory_gib": memory_gib, "inter_node_gb_per_s": network_gb_per_s}
     changes = {field: value for field, value in given.items() if value is not None}
     for field, value in changes.items():
@@ -117,8 +117,6 @@ def changed_cluster(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobOptions:
-    """Options for the model, the devices and the source of costs."""
-
     model: ModelOption
     cluster: ClusterOption
     freeze: Annotated[
@@ -184,7 +182,6 @@ class JobOptions:
     ] = None
 
     def files(self) -> list[Path]:
-        """List the files that the job is read from."""
         own = [] if self.profile is None else [self.profile]
         return [named_model_file(self.model), config_file("clusters", self.cluster), *own]
 
@@ -194,7 +191,7 @@ class JobOptions:
         placement: EncoderPlacement = EncoderPlacement.PIPELINE,
         trainer: TrainerConstraints = OWN,
     ) -> "JobSpec":
-        """Make the job with these parallel sizes, or with the smallest that its costs are of."""
+        """Make the job with parallel sizes, by default the smallest with costs."""
         from omnibal.cost.profile import Measured, read_profile
         from omnibal.cost.source import ANALYTIC
         from omnibal.job.job import JobSpec
@@ -224,7 +221,7 @@ class JobOptions:
         )
 
     def _frozen(self, model: ModelConfig) -> tuple[str, ...]:
-        """The parts given, each once, in model order; with adapters alone, all that have none."""
+        """Return frozen parts in model order; with only adapters, all parts without."""
         parts = model_parts(model)
         if self.lora_rank is not None and self.freeze is None:
             return tuple(part for part in parts if part not in (self.lora_part or [LANGUAGE]))
@@ -243,7 +240,6 @@ class JobOptions:
         return frozen
 
     def _adapters(self) -> AdapterConfig | None:
-        """The adapters given, if any."""
         if self.lora_rank is None:
             more = {
                 "--lora-alpha": self.lora_alpha,
@@ -265,8 +261,6 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeOptions:
-    """Tensor-, pipeline-, data- and expert-parallel sizes."""
-
     tp: Annotated[
         int | None, count_option("tensor-parallel size (default: 1)", "--tp", most=MAX_DEVICES)
     ] = None
@@ -296,7 +290,7 @@ class SizeOptions:
     ] = None
 
     def parallel(self) -> Parallel:
-        """Return the parallel sizes, 1 where none is given."""
+        """Return the parallel sizes, by default 1."""
         tensor, data, expert = self.tp or 1, self.dp or 1, self.ep or 1
         if self.sequence_parallel and tensor == 1:
             raise UserError(
@@ -319,7 +313,7 @@ class SizeOptions:
         )
 
     def free(self, gpus: int) -> "FreeSizes":
-        """Return the devices to share out, and the sizes that were given."""
+        """Return the number of devices, and given sizes."""
         from omnibal.search.strategy import FreeSizes
 
         return FreeSizes(
@@ -335,7 +329,7 @@ class SizeOptions:
 def limits_given(
     limits: Sequence[str] | None, max_tiles: int | None = None, max_tokens: int | None = None
 ) -> dict[str, int]:
-    """Caps by feature, of --limit, --max-tiles and --max-tokens."""
+    """Return caps by feature, from --limit, --max-tiles and --max-tokens."""
     given = [("tiles", max_tiles), ("tokens", max_tokens), *map(_parsed_limit, limits or ())]
     caps: dict[str, int] = {}
     for name, cap in given:

@@ -44,14 +44,13 @@ from omnibal.steps.pack_settings import PackSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LimitOptions:
-    """The caps of a pack, of all features that the samples have."""
+    """Caps of a pack, for all features of the samples."""
 
     max_tiles: NeededMaxTilesOption = None
     max_tokens: Annotated[int | None, count_option("language tokens that a pack may hold")] = None
     limit: LimitOption = None
 
     def caps(self, lengths: Lengths) -> Caps:
-        """Return the caps of packs of these samples."""
         given = limits_given(self.limit, self.max_tiles, self.max_tokens)
         counted = [name for name in lengths.item_names if lengths.items[name].any()]
         check_limits(given, counted, "samples", others=ITEM_FEATURES)
@@ -75,7 +74,7 @@ class StepOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadOptions:
-    """Options for the predicted time that is balanced."""
+    """Options for the predicted time to balance."""
 
     model: Annotated[
         str, typer.Option(help=f"whose predicted time is balanced: {preset_help('model')}")

@@ -59,7 +59,6 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.goal import Goal, GoalData
 
 DEFAULT_IMAGE_SHARE = 0.5
-"""Image share of the tokens of a pack of shapes."""
 _FEATURES = {
     "gpus": Feature.SIZES,
     "micro_batches": Feature.MICRO_BATCHES,
@@ -84,12 +83,12 @@ _FEATURES = {
     "made_for": Feature.TRAINER,
     "compare": Feature.COMPARE,
 }
-"""Features by the option that was given."""
+"""Features by option."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions(LevelOptions):
-    """Options for the samples, their packing and the number of epochs."""
+    """Options for samples, packing and epochs."""
 
     max_tiles: Annotated[
         int | None, count_option("image tiles that a pack may hold (default: searched for)")
@@ -153,7 +152,6 @@ class DataOptions(LevelOptions):
     ] = None
 
     def files(self) -> list[Path]:
-        """List the files that the data is read from."""
         earlier = [] if self.steps_of is None else [self.steps_of]
         mixture = [] if self.mixture is None else [self.mixture]
         return [*earlier, *mixture, *length_files(self.lengths or [])]
@@ -202,7 +200,6 @@ class DataOptions(LevelOptions):
     def of_goal(
         self, model: ModelConfig, samples_per_step: int | None, *, packed_by_tokens: bool
     ) -> "GoalData":
-        """Describe the data of a goal."""
         from omnibal.job.check import check_and_open
         from omnibal.search.goal import Earlier, Samples, ShapesAlone, Stream
 
@@ -264,7 +261,7 @@ class StrategyOptions(TrainerOptions):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions:
-    """Options for where units run: encoders, weights, the split and recomputation."""
+    """Options for encoder placement, sharding, split and recomputation."""
 
     method: Annotated[PartitionMethod, typer.Option(help="how the model is split over stages")] = (
         PartitionMethod.OMNIBAL
@@ -355,7 +352,7 @@ def plan(
 
 
 def _check_options(context: typer.Context, data: DataOptions, partition: PlacementOptions) -> None:
-    """Refuse options that do not go together."""
+    """Raise for conflicting options."""
     given: dict[Feature, str] = {}
     options = {one.name: one.opts[0] for one in context.command.params}
     for name, feature in _FEATURES.items():
@@ -385,7 +382,6 @@ def _goal(
     sizes: SizeOptions,
     partition: PlacementOptions,
 ) -> "Goal":
-    """The goal that the options say."""
     from omnibal.search.goal import Free, Goal
 
     free_sizes = None if strategy.gpus is None else sizes.free(strategy.gpus)

@@ -47,7 +47,7 @@ _MOST_REPETITIONS = 10_000  # hours of timing; a larger number is a slip
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureOptions:
-    """Options for the micro-batches to measure, layers, repetitions and processes."""
+    """Options for micro-batches, layers, repetitions and processes."""
 
     tokens_per_sample: Annotated[
         int | None, count_option("of a typical sample [default: the mean of --lengths]")
@@ -73,7 +73,7 @@ class MeasureOptions:
     ] = 1
 
     def typical_tokens(self) -> int:
-        """Find the tokens of a typical sample: as given, or the mean of the lengths."""
+        """Return tokens of a typical sample: as given, or the lengths' mean."""
         if self.tokens_per_sample is not None:
             return self.tokens_per_sample
         if not self.lengths:
@@ -84,7 +84,7 @@ class MeasureOptions:
         return round(read_lengths(self.lengths).tokens.mean())
 
     def check_data(self) -> list[Path]:
-        """List the files of data and tokenizer, if they are given; refuse missing ones."""
+        """List data and tokenizer files, if given; raise for missing files."""
         from omnibal.data.annotations import Annotations
         from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 
@@ -112,8 +112,6 @@ def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredCaps:
-    """Options for the largest micro-batch to measure."""
-
     max_tokens: Annotated[int, count_option("language tokens that a pack may hold")]
     max_tiles: NeededMaxTilesOption = None
     limit: LimitOption = None
@@ -121,7 +119,7 @@ class MeasuredCaps:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuredClusterOptions:
-    """Options for a cluster file with the measured rates, to plan other models with."""
+    """Options for a cluster file with measured rates, to plan other models."""
 
     cluster: Annotated[
         str | None, typer.Option(help=f"{preset_help('cluster')}, to which rates are added")
@@ -141,7 +139,7 @@ class MeasuredClusterOptions:
         return None if self.cluster is None else load_cluster(self.cluster)
 
     def outputs(self) -> dict[str, Path]:
-        """List the file that is written, if any, by its option."""
+        """List the output file, if any, by option."""
         return {} if self.cluster_output is None else {"--cluster-output": self.cluster_output}
 
     def write(self, base: ClusterConfig | None, measured: "Profile") -> None:

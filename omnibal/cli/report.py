@@ -70,7 +70,7 @@ def report(
 
 
 def _run_directory(run: Path | None) -> Path | None:
-    """Directory of the run that --run names, itself or by its run.jsonl."""
+    """Return the run's directory, from itself or its run.jsonl."""
     if run is None or not run.is_file():
         return run
     if run.name != RUN_FILE:

@@ -20,21 +20,19 @@ from omnibal.model.parallel import MAX_DEVICES
 from omnibal.model.targets import TargetName
 
 _ROOT = Path(__file__).resolve().parents[2]
-"""Root of the repository, with pretrain_vlm.py."""
 _DONE = "commands.txt"
 """File of finished commands, to resume a stopped run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Step:
-    """A command, and the file or folder that it makes."""
+    """A command with its output."""
 
     words: tuple[str, ...]
     makes: Path | None = None
 
     @property
     def text(self) -> str:
-        """The command as a user would type it."""
         return shlex.join(("omnibal", *self.words))
 
 
@@ -58,7 +56,7 @@ class RunOptions:
     ] = None
 
     def steps(self, gpus: int) -> list[_Step]:
-        """Commands from the data to a checked plan, and to its export if asked for."""
+        """Commands from data to a checked plan, and its export if asked for."""
         lengths, plan, export = (
             self.output / name for name in ("lengths.parquet", "plan", "export")
         )
@@ -79,7 +77,7 @@ class RunOptions:
         return steps
 
     def launch(self, cluster: ClusterConfig, gpus: int, more: Sequence[str]) -> str:
-        """The command that trains the plan: torchrun on one node, sbatch for several."""
+        """Return the training command: torchrun on one node, sbatch for several."""
         root, per_node = _ROOT / "scripts", min(gpus, cluster.gpus_per_node)
         files = (self.output / "plan", self.data, self.tokenizer_model, self.output / "run")
         job = ["" if each is None else str(each.absolute()) for each in files]
@@ -153,5 +151,5 @@ def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
 
 
 def _devices_here() -> int:
-    """NVIDIA GPUs of this machine."""
+    """Number of NVIDIA GPUs of this machine."""
     return len(list(Path("/dev").glob("nvidia[0-9]*")))

@@ -24,8 +24,6 @@ _IMAGES_LOST = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainerOptions:
-    """Options for the trainer that a plan is for."""
-
     made_for: Annotated[
         TargetName | None,
         typer.Option(
@@ -44,7 +42,6 @@ class TrainerOptions:
 
     @property
     def target(self) -> TrainerConstraints | None:
-        """The trainer, or None for this project's."""
         return None if self.made_for is None else TARGETS[self.made_for]
 
 

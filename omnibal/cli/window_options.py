@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 
 class Dispatch(StrEnum):
-    """Whether the ranks' shares of a window are made equal."""
+    """Whether a window is balanced over ranks."""
 
     ON = "on"
     OFF = "off"
@@ -27,7 +27,6 @@ class WindowFacts:
 
     @property
     def note(self) -> str:
-        """One sentence on both."""
         as_read = f"; as they are read, {self.imbalance_as_read:.3f} times"
         return (
             f"windows of {self.samples:,} samples: the busiest rank takes {self.imbalance:.3f} "

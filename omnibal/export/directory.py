@@ -28,12 +28,11 @@ class Export:
 
     @property
     def files(self) -> list[str]:
-        """Names of all files of the folder, sorted."""
         order = [] if self.given.order is None else [ORDER_FILE]
         return sorted([*self.exported.files, *order, RUN_PAGE])
 
     def write(self) -> None:
-        """Write the folder whole or not at all."""
+        """Write the folder atomically."""
         given = self.given
         with atomic_directory(given.folder) as folder:
             for name, write in self.exported.files.items():
@@ -47,7 +46,7 @@ class Export:
 
 
 def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -> Export:
-    """Make a trainer's files of a plan, which are not yet written."""
+    """Make a trainer's files of a plan, not yet written."""
     exported = export(given)
     expected = Expected.of(given)
     shared = [*_unlike_predicted(given), *_left_out(expected)]
@@ -66,7 +65,6 @@ def export_input(
     folder: Path,
     workers: int,
 ) -> ExportInput:
-    """Collect the inputs of a plan's export."""
     check_expressible(files, target)
     plan = files.plan
     order = None

@@ -22,9 +22,9 @@ from omnibal.export.reading_order import ReadingOrder
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
 _MADE = "samples"
-"""Name of the dataset that `make_shards.py` makes, and of its folder."""
+"""Dataset and folder made by `make_shards.py`."""
 _OF_SHARDS = "source"
-"""First part of the names of datasets that are shards already, before the source's number."""
+"""Name of datasets already in shards, before the source's number."""
 _META = ".nv-meta"
 
 
@@ -109,7 +109,7 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
 
 
 def _datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
-    """Folders of the datasets that hold the samples, by their names; one is still to be made."""
+    """Return dataset folders by name, including that still to be made."""
     datasets = {}
     for source in np.unique(annotations.source[numbers]):
         index = int(numbers[np.argmax(annotations.source[numbers] == source)])
@@ -121,7 +121,7 @@ def _datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
 
 
 def _prepared(annotations: Annotations, source: int) -> Path:
-    """Folder of a dataset that was prepared: that of its shards, or one above it."""
+    """Return a prepared dataset's folder: the shards' or a parent."""
     root = annotations.roots[source].absolute()
     for folder in (root, *root.parents):
         if (folder / _META).is_dir():

@@ -14,22 +14,22 @@ class Expected(Frozen):
     """Simulated figures of a run, or None without samples."""
 
     steps: int | None = None
-    """Steps that the trainer runs, all of them full."""
+    """Full steps."""
     packs_per_step: int
     micro_batches: int
     packs: int | None = None
     samples: int | None = None
-    """Samples of these packs, each counted once an epoch."""
+    """Samples in these steps, counted once per epoch."""
     samples_per_step: float | None = None
     dropped_packs: int
-    """Packs of a last step that is not full, which the trainer leaves out."""
+    """Packs of a dropped incomplete last step."""
     dropped_samples: int
     """Samples dropped, including those in no step of the plan."""
     step_ms: float
     samples_per_second: float | None
     samples_per_second_per_gpu: float | None
     bubble: float
-    """Idle share of device time for any cause."""
+    """Idle share of device time."""
     peak_gib: tuple[float, ...]
     usable_gib: float
     """Usable memory of a device."""
@@ -38,7 +38,7 @@ class Expected(Frozen):
 
     @classmethod
     def of(cls, given: ExportInput) -> Self:
-        """Count what is trained, and take time and memory from the plan's prediction."""
+        """Count trained samples, and copy the plan's predicted time and memory."""
         plan, job, prediction = given.files.plan, given.files.job, given.files.plan.prediction
         if prediction is None:  # as it was removed
             packs, lengths = given.files.steps
@@ -61,7 +61,7 @@ class Expected(Frozen):
 
 
 def _trained(given: ExportInput) -> dict[str, Any]:
-    """Fields about what a trainer takes of a plan's packs: all full steps."""
+    """Return the fields on full steps."""
     order, data, full = given.order, given.files.plan.data, given.packs_per_step
     if order is None or data is None:
         return {"dropped_packs": 0, "dropped_samples": 0}

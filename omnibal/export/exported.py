@@ -19,7 +19,6 @@ from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints
 
 Writer = Callable[[Path], object]
-"""Writes one file at a path that it is given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -38,7 +37,7 @@ class ExportInput:
 
     @property
     def packs_per_step(self) -> int:
-        """Packs of all data-parallel ranks in a full step."""
+        """Packs of a full step over all ranks."""
         plan = self.files.plan
         if plan.data is not None:
             return packs_per_step(plan.data, plan.parallel.data)
@@ -47,7 +46,7 @@ class ExportInput:
 
     @property
     def longest_pack(self) -> int:
-        """Tokens of the longest pack; of a plan of shapes only, of every one."""
+        """Tokens of the longest pack."""
         if self.order is None:
             assert self.files.plan.shapes is not None  # as an export is of a plan with either
             return self.files.plan.shapes.caps["tokens"]
@@ -56,31 +55,28 @@ class ExportInput:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Exported:
-    """The files and words of one export."""
+    """Files and texts of an export."""
 
     files: Mapping[str, Writer]
-    """By their paths within the folder, such as `packs/boundaries.npy`."""
+    """By path within the folder, such as `packs/boundaries.npy`."""
     command: str
-    """What trains: one or several lines of shell, with every flag that the plan decides."""
+    """Training command in shell, with all flags set by the plan."""
     settings: str = ""
-    """Settings that are no command line, such as Python or JSON to put into a config."""
+    """Settings outside the command line, such as Python or JSON for a config."""
     given_up: tuple[str, ...] = ()
     """Sentences on parts of the plan or data that the trainer cannot follow."""
     notes: tuple[str, ...] = ()
 
 
 def text_file(text: str) -> Writer:
-    """Writes text as UTF-8."""
     return lambda path: path.write_text(text, encoding="utf-8")
 
 
 def json_file(value: Any) -> Writer:
-    """Writes a value as JSON."""
     return text_file(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def array_file(array: np.ndarray) -> Writer:
-    """Writes an array as NumPy's `.npy`."""
     return lambda path: np.save(path, array, allow_pickle=False)
 
 

@@ -93,7 +93,6 @@ def _of_schedule(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 
 def _place(plan: Plan, part: int) -> str:
-    """Describe the location of a part of the model."""
     place, stages = plan.schedule.placement, plan.parallel.pipeline
     stage = f"stage {place.stage_of(part, stages)}"
     return stage if plan.schedule.chunks == 1 else f"chunk {part // stages} of {stage}"
@@ -151,7 +150,7 @@ def _of_sharding(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
 
 
 def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
-    """Steps that are not full: a trainer reads on into the next one."""
+    """Yield incomplete steps: a trainer would read on into the next step."""
     assert plan.data is not None
     ranks = plan.parallel.data
     full = packs_per_step(plan.data, ranks)
@@ -181,7 +180,7 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
 
 
 def _merged(order: ReadingOrder, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
-    """Packs that are not what next-fit makes of the samples in reading order."""
+    """Yield packs that differ from next-fit in reading order."""
     order = order.largest_first(lengths)
     tokens = lengths.tokens[order.packs.samples].astype(np.int64)
     length = int(order.packs.sums(lengths.tokens).max())

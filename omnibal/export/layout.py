@@ -20,11 +20,11 @@ _WORDS = {"E": EMBEDDING, "t": DECODER, "m": PREDICTION, "L": LOSS}
 _LETTERS = {word: letter for letter, word in _WORDS.items()}
 _GROUP, _ONE = re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)")
 _MOST_LETTERS, _MOST_UNITS = 4_000, 100_000
-"""Most letters of a layout as it is given and written out; far more than any model has layers."""
+"""Max letters of a layout as given and expanded, far above any model's layers."""
 _SPLIT = "decoder-{}-pipeline-num-layers"
 
 Chunk = tuple[str, ...]
-"""Words of one chunk, in model order."""
+"""Letters or words of a chunk, in model order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,12 +37,10 @@ class Layout:
 
     @property
     def virtual(self) -> int:
-        """Chunks of every stage."""
         return len(self.chunks) // self.pipeline
 
     @property
     def units(self) -> Chunk:
-        """Words of all chunks, in model order."""
         return tuple(word for chunk in self.chunks for word in chunk)
 
     def of_stage(self, stage: int) -> tuple[Chunk, ...]:
@@ -51,23 +49,22 @@ class Layout:
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Layers of the language model on every stage, [stages]."""
+        """Language model layers by stage, [stages]."""
         stages = range(self.pipeline)
         return tuple(sum(c.count(DECODER) for c in self.of_stage(stage)) for stage in stages)
 
     def place(self, chunk: int) -> str:
-        """Describe a chunk's location."""
         stage, virtual = chunk % self.pipeline, chunk // self.pipeline
         return f"stage {stage}" if self.virtual == 1 else f"chunk {virtual} of stage {stage}"
 
     @property
     def text(self) -> str:
-        """The layout as a string, every layer a letter."""
+        """Layout string with a letter per layer."""
         return "|".join("".join(_LETTERS[word] for word in chunk) for chunk in self.chunks)
 
     @property
     def short_text(self) -> str:
-        """The layout as a string, with equal layers counted, such as `Et*17|t*23mL`."""
+        """Layout string with repeats, such as `Et*17|t*23mL`."""
         return "|".join(
             "".join(
                 f"{letter}*{count}" if count > 2 else letter * count
@@ -88,7 +85,7 @@ class Layout:
 
     @property
     def is_even(self) -> bool:
-        """Whether all stages have equally many layers, as they have without any flag."""
+        """Whether all stages have equal numbers of layers."""
         return self.virtual == 1 and len(set(self.layers)) == 1
 
 
@@ -131,7 +128,7 @@ def split_flags(layout: Layout) -> dict[str, str]:
 
 
 def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
-    """Read a layout as Megatron-core does: its form alone, and not whether a model fits it."""
+    """Parse a layout as Megatron-core does, without checks against a model."""
     chunks = _letters_of(given) if isinstance(given, str) else _words_of(given)
     if len(chunks) % pipeline:
         raise UserError(

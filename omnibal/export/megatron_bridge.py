@@ -37,7 +37,7 @@ _FP8 = {
 
 
 def export(given: ExportInput) -> Exported:
-    """Write a plan as overrides of a recipe of Megatron-Bridge, and its packs for Energon."""
+    """Write a plan as Megatron-Bridge recipe overrides, and packs for Energon."""
     plan, batch = given.files.plan, Batch.of(given)
     layout, files = plan_layout(plan), energon_files(given)
     values = overrides(plan, batch, layout)
@@ -52,7 +52,7 @@ def export(given: ExportInput) -> Exported:
 
 
 def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
-    """Every field of the recipe that the plan decides."""
+    """Recipe fields set by the plan."""
     number, overlaps = language_recompute(plan), plan.parallel.data > 1
     return {
         **_sizes(plan),
@@ -74,7 +74,7 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Overrides of the split and of recomputed layers alone."""
+    """Return overrides of the split and recomputation."""
     return _lines({**_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
 
 
@@ -119,7 +119,7 @@ def _split(layout: Layout) -> Mapping[str, Any]:
 
 
 def _hydra(value: Any) -> str:
-    """A value as an override of the command line has it."""
+    """Format a value as a command line override."""
     if value is None:
         return "null"
     # A shell needs quotes around a layout, and Hydra takes its letters and signs without any.
@@ -127,7 +127,7 @@ def _hydra(value: Any) -> str:
 
 
 def _settings(values: Mapping[str, Any], layout: Layout) -> str:
-    """Values as statements of a recipe, with the layout as lists."""
+    """Format values as recipe statements, with the layout as lists."""
     lines = [f"cfg.{name} = {value!r}" for name, value in values.items()]
     lists = [f"    {list(chunk)!r}," for chunk in layout.chunks]
     return "\n".join(["# in a recipe, whose ConfigContainer is cfg", *lines]) + (

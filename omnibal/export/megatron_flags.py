@@ -22,7 +22,7 @@ Flags = Mapping[str, str | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Sizes of a micro-batch, a pack, and of a step."""
+    """Sizes of a micro-batch (a pack) and a step."""
 
     sequence_length: int
     """Tokens of the longest pack, rounded up to multiples for tensor parallelism and FP8."""
@@ -30,11 +30,11 @@ class Batch:
     steps: int | None
     """Full steps, or None for a plan of shapes only."""
     fullness: float
-    """Tokens of packs on the mean, of the sequence length."""
+    """Mean tokens of packs over the sequence length."""
 
     @classmethod
     def of(cls, given: ExportInput) -> Self:
-        """Count them of the packs of all full steps, or take them from a plan of shapes only."""
+        """Count over full steps, or read from a plan of shapes only."""
         order, multiple = whole_steps(given), given.files.plan.token_multiple
         tokens = np.array([given.longest_pack])
         if order is not None:
@@ -79,7 +79,7 @@ def fp8_flags(plan: Plan) -> Flags:
 
 
 def language_recompute(plan: Plan) -> int:
-    """Layers of the language model that every chunk recomputes, or all where it holds fewer."""
+    """Return recomputed language model layers per chunk (all, if it has fewer)."""
     number = one_number(plan.stages_at(0), LANGUAGE)
     assert number is not None  # as the plan was found expressible
     return number
@@ -106,7 +106,7 @@ def recompute_flags(number: int) -> Flags:
 
 
 def flag_lines(*groups: Flags) -> list[str]:
-    """A line for every flag, with its value quoted where a shell needs it."""
+    """Return a line per flag, with shell quoting."""
     return [
         f"--{name}" if value is None else f"--{name} {shlex.quote(value)}"
         for flags in groups
@@ -115,13 +115,13 @@ def flag_lines(*groups: Flags) -> list[str]:
 
 
 def devices_and_nodes(plan: Plan) -> tuple[int, int]:
-    """Devices of a node that run the plan, and nodes."""
+    """Return devices per node, and nodes."""
     per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
     return per_node, -(-plan.parallel.world_size // per_node)
 
 
 def torchrun(plan: Plan, program: str) -> str:
-    """The beginning of a command that starts the program on every device."""
+    """Return a torchrun command without the program's flags."""
     per_node, nodes = devices_and_nodes(plan)
     line = f"torchrun --nproc_per_node {per_node}"
     if nodes > 1:
@@ -135,7 +135,7 @@ def torchrun(plan: Plan, program: str) -> str:
 
 
 def command(lines: Iterable[str]) -> str:
-    """Lines of one command of shell."""
+    """Join lines of a shell command."""
     return " \\\n  ".join(lines)
 
 

@@ -62,7 +62,7 @@ def export(given: ExportInput) -> Exported:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Flags of the split and of recomputed layers alone."""
+    """Return flags of the split and recomputation."""
     flags = {**split_flags(plan_layout(plan)), **recompute_flags(language_recompute(plan))}
     return flag_lines(flags, _encoder_flags(plan))
 

@@ -32,7 +32,7 @@ from omnibal.model.units import LANGUAGE
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
 Flags = Mapping[str, str]
-"""Values of flags by their names without dashes."""
+"""Values of flags by name without dashes."""
 
 
 def export(given: ExportInput) -> Exported:
@@ -130,7 +130,7 @@ def _data_flags(given: ExportInput) -> Flags:
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Flags of the split and of recomputed layers alone."""
+    """Return flags of the split and recomputation."""
     flags = {**_as_ms_swifts(_split(plan)), **_recompute_flags(plan)}
     return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
 
@@ -140,7 +140,7 @@ def _split(plan: Plan) -> Flags:
 
 
 def _recompute_flags(plan: Plan) -> Flags:
-    """One number for all stages; without any, the trainer's own default would recompute some."""
+    """Always set a number, as the trainer's default recomputes some layers."""
     flags = _as_ms_swifts(recompute_flags(language_recompute(plan)))
     return {
         **(flags or {"recompute_granularity": "none"}),
@@ -179,7 +179,7 @@ def _frozen_flags(plan: Plan) -> Flags:
 
 
 def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
-    """Adapters of the language model; names are ends of its modules' alone."""
+    """Return language model adapters, with module name suffixes."""
     flags = {
         "tuner_type": "lora",
         "lora_rank": str(adapters.rank),
@@ -196,7 +196,7 @@ def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
 
 
 def _alike(parts: Mapping[str, bool], verb: str) -> bool:
-    """What holds of all the parts alike."""
+    """Return the parts' common value, or raise."""
     if len(set(parts.values())) > 1:
         some = [name for name, holds in parts.items() if holds]
         others = [name for name, holds in parts.items() if not holds]

@@ -50,7 +50,7 @@ def _write_row(
     *,
     of_tiles: bool,
 ) -> None:
-    """Write one row, and note where keys first occur that not every row has."""
+    """Write a row, and record the offset where optional keys first occur."""
     stored = annotations.stored(sample)
     row = _plain_row(stored)
     if row is None:

@@ -24,11 +24,10 @@ COLUMNS = {
     "file": "file of the record, with --data",
     "tokens": "language tokens; behind it, columns of the items that encoders take",
 }
-"""Columns of the file, with descriptions."""
 
 
 def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
-    """Number of every row's sample in the data, as `Annotations` counts them. int64 [rows]"""
+    """Return every row's sample number in `Annotations`. int64 [rows]"""
     rows = order.packs.samples
     return rows if lengths.sample is None else lengths.sample[rows]
 
@@ -56,7 +55,6 @@ def record_numbers(
 def write_order(
     order: ReadingOrder, lengths: Lengths, annotations: Annotations | None, path: Path
 ) -> None:
-    """Write the order of all samples."""
     rows, pack = order.packs.samples, order.pack_of_rows
     sample = sample_numbers(order, lengths)
     columns = {

@@ -16,13 +16,13 @@ class ReadingOrder:
     """All packs of a run in reading order, with an array entry per pack."""
 
     packs: Packs
-    """Indices into the lengths, of every pack."""
+    """Indices into the lengths."""
     step: np.ndarray
-    """Step of every pack, int64, counted through all epochs."""
+    """int64, counted through all epochs."""
     rank: np.ndarray
-    """Data-parallel rank that trains it, int32."""
+    """Data-parallel rank, int32."""
     slot: np.ndarray
-    """Position among that rank's micro-batches of the step, int32."""
+    """Index of the rank's micro-batch in the step, int32."""
 
     @classmethod
     def of(cls, scheduled: ScheduledPacks) -> Self:
@@ -40,11 +40,10 @@ class ReadingOrder:
 
     @property
     def pack_of_rows(self) -> np.ndarray:
-        """Pack of every row, a sample of a pack, in reading order, int64 [rows]."""
+        """Pack of every sample in reading order, int64 [rows]."""
         return np.repeat(np.arange(len(self)), np.diff(self.packs.offsets))
 
     def take(self, packs: np.ndarray) -> Self:
-        """Select these packs, in that order."""
         return replace(
             self,
             packs=self.packs.take(packs),

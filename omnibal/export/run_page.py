@@ -12,7 +12,6 @@ RUN_PAGE = "RUN.md"
 
 
 def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
-    """The page as Markdown."""
     sections = [
         _opening(given),
         _section("Command", f"```\n{exported.command}\n```"),

@@ -31,11 +31,10 @@ from omnibal.model.units import LANGUAGE
 
 _ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
 _PLAIN = -1
-"""Characters of a row that is no part of a long text."""
+"""Characters of rows outside long texts."""
 
 
 def export(given: ExportInput) -> Exported:
-    """Make the packs, their order and the settings."""
     plan = given.files.plan
     if given.annotations is not None:
         _check_readable(given.annotations)
@@ -86,7 +85,7 @@ def _files(given: ExportInput) -> dict[str, Writer]:
 
 
 def _paths(annotations: Annotations) -> list[Path]:
-    """Annotation files as XTuner is given them: absolute."""
+    """Absolute paths of annotation files."""
     return [path.absolute() for path in annotations.files]
 
 
@@ -137,7 +136,7 @@ def _datasets(given: ExportInput) -> Iterator[str]:
 
 
 def _roots(annotations: Annotations) -> dict[Path, Path]:
-    """Folder that names of images start from, of every annotation file: a dataset of XTuner's."""
+    """Return each annotation file's image root; a file is an XTuner dataset."""
     pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
     roots: dict[Path, Path] = {}
     paths = _paths(annotations)

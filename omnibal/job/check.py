@@ -32,7 +32,7 @@ from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import most_slots, steps_of
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
-"""Kinds of the encoders that the trainer builds, by name."""
+"""Encoder kinds that the trainer builds, by name."""
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
 """Relative tolerance when comparing sums from two machines."""
@@ -87,7 +87,7 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
 def _check_portions(
     plan: Plan, data: DataPlan, job: JobSpec, directory: Path, *, to_train: bool
 ) -> tuple[PlanFiles, list[str]]:
-    """Check portions one at a time; of a plan to train the first, and others as they begin."""
+    """Check portions one at a time. A plan to train checks each as it begins."""
     files = PlanFiles(plan=plan, job=job, data=None, directory=directory)
     first, passed = _check_portion(files, data, 0, to_train=to_train)
     if not to_train:
@@ -128,7 +128,7 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
 def _check_portion(
     files: PlanFiles, data: DataPlan, index: int, *, to_train: bool
 ) -> tuple[tuple[ScheduledPacks, Lengths], list[str]]:
-    """Read and check one portion as a plan of its own."""
+    """Read and check one portion as a separate plan."""
     assert files.directory is not None, "portions are read from files"
     epoch, number = divmod(index, data.portions_per_epoch)
     plan, own_data = files.plan.of_portion(index), data.of_portion(index)
@@ -147,7 +147,7 @@ def _check_portion(
 
 
 def _check_fewest(data: DataPlan) -> list[str]:
-    """Refuse fewer packs than any packing needs; says how far they are above that."""
+    """Raise if packs are fewer than the lower bound, or return the gap above it."""
     least = data.fewest_packs
     if least is None:
         return []
@@ -294,7 +294,7 @@ def model_obstacle(model: ModelConfig) -> str | None:
 
 
 def _foreign_layers(model: ModelConfig) -> list[str]:
-    """Kinds of language layers that the trainer does not have, in words."""
+    """Return unsupported kinds of language layers, in words."""
     kinds = list(dict.fromkeys(model.language.kinds))
     foreign = [
         f"layers of kind {kind.name}{_foreign_experts(kind.experts)}"
@@ -347,7 +347,7 @@ def _check_partition(plan: Plan) -> str:
 
 
 def _check_settings(plan: Plan) -> list[str]:
-    """Refuse settings that change training and none of the figures that are checked before."""
+    """Raise for settings that change training but no figure checked before."""
     hashes = plan.settings_sha256
     if hashes is None:
         return []
@@ -400,7 +400,7 @@ def _check_costs(
 
 
 def _check_prediction(stored: Prediction, anew: Prediction) -> None:
-    """Refuse any figure that is not what the plan's own costs and packs give."""
+    """Raise for figures that differ from a prediction by the plan's costs and packs."""
     given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
     for name, value in found.items():
         stored_value = given.get(name)
@@ -581,7 +581,7 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
 
 
 def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
-    """Refuse shared packs that the ranks of a (step, slot) would not run together."""
+    """Raise for shared packs that ranks of a (step, slot) would not run together."""
     if not plan.levels:
         return
     context = _contexts(plan, packs)
@@ -600,7 +600,7 @@ def _check_blocks(plan: Plan, packs: ScheduledPacks) -> None:
 
 
 def _contexts(plan: Plan, packs: ScheduledPacks) -> np.ndarray:
-    """Ranks that share every pack, int64 [packs]."""
+    """Return the context-parallel size of every pack, int64 [packs]."""
     return np.array([level.context for level in plan.pack_levels])[packs.level]
 
 
@@ -619,7 +619,7 @@ def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]
 
 
 def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
-    """Refuse steps that are not the stream's windows in its order."""
+    """Raise unless steps are the stream's windows in order."""
     for name, given, found in (
         ("packs_per_step", data.packs_per_step, int(np.bincount(packs.step).max())),
         ("micro_batches_per_step", data.micro_batches_per_step, int(packs.slot.max()) + 1),

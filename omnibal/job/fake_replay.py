@@ -32,17 +32,12 @@ OperationKind = Literal["matrix product", "attention", "communication", "element
 
 
 class FakeReplayInfo(ReplayIdentity):
-    """Identity of the code counted; equal for all stages."""
-
     torch: str
     """torch version of the operations counted."""
     trainer_sha256: str
-    """SHA-256 of the trainer's code."""
 
 
 class OperationCount(Frozen):
-    """Launches of one operation in one phase of a step, over all its micro-batches."""
-
     phase: str
     operation: str
     kind: OperationKind
@@ -53,7 +48,7 @@ class OperationCount(Frozen):
 
 
 class PeakContent(Frozen):
-    """Storages that one operation made and that are there at the peak; layers of a tower as one."""
+    """Storages of one operation alive at the peak, merged over a tower's layers."""
 
     where: str
     """Path of the module, with * for the layer's number; empty outside the stage's modules."""
@@ -64,12 +59,11 @@ class PeakContent(Frozen):
 
 
 class HostRead(Frozen):
-    """A value of the device that the host waits for, within a step."""
+    """A device-to-host read within a step."""
 
     phase: str
     operation: str
     where: str
-    """File and line that reads it."""
     count: NonNegativeInt
 
 
@@ -77,6 +71,7 @@ class UnalignedProduct(Frozen):
     """16-bit matrix product with rows not aligned to 16 bytes."""
 
     where: str
+    """File and line."""
     operation: str
     sizes: tuple[NonNegativeInt, ...]
     """Rows, inner size and columns."""
@@ -96,7 +91,7 @@ class Roofline(Frozen):
 
     @classmethod
     def of_cluster(cls, cluster: ClusterConfig, precision: Precision) -> "Roofline":
-        """The rates that the plan's cluster is counted with; attention at that of products."""
+        """Return the cluster's rates, with attention at the matrix product rate."""
         reached = cluster.tflops(precision) * cluster.matmul_efficiency
         return cls(
             name=cluster.name,
@@ -120,7 +115,6 @@ class Roofline(Frozen):
 def step_ms_by_kind(
     operations: Iterable[OperationCount], rates: Roofline
 ) -> dict[OperationKind, float]:
-    """Time of forward and backward by kind of operation, at these rates."""
     times: dict[OperationKind, float] = dict.fromkeys(
         ("matrix product", "attention", "element-wise"), 0.0
     )
@@ -138,42 +132,41 @@ class FakeStage(FoundOfStage):
     allocated_gib: NonNegativeFloat
     """Peak allocated, in blocks of the caching allocator."""
     state_gib: NonNegativeFloat
-    """Memory of weights, gradients and optimizer state."""
+    """Weights, gradients and optimizer state."""
     activations_gib: NonNegativeFloat
     """Everything else at the peak."""
     peak_phase: str
-    """Phase of the peak: forward, backward or update."""
+    """"forward", "backward" or "update"."""
     peak_at: str
-    """Module and operation that reach it."""
     rows: tuple[NonNegativeInt, ...]
-    """Rows of the packs of that step of one rank."""
+    """Rows of the rank's packs in that step."""
     micro_batches: NonNegativeInt
     kernels: NonNegativeInt
-    """Kernels launched in forward and backward of the step, communication left out."""
+    """Kernels of forward and backward, without communication."""
     tflop: NonNegativeFloat
     gigabytes: NonNegativeFloat
     contents: tuple[PeakContent, ...]
-    """What fills the peak, largest first; adds up to `allocated_gib`."""
+    """Storages at the peak, largest first, with sum `allocated_gib`."""
     operations: tuple[OperationCount, ...]
     host_reads: tuple[HostRead, ...]
-    """Reads within the step's forward and backward, and within the update."""
+    """Reads in forward, backward and update."""
     unaligned: tuple[UnalignedProduct, ...]
 
     @property
     def deviation(self) -> float | None:
-        """Predicted peak relative to the allocated one: negative where the plan says too little."""
+        """Relative error of the predicted peak, negative if too low."""
         if self.predicted_gib is None:
             return None
         return self.predicted_gib / self.allocated_gib - 1
 
     def element_wise_share(self, rates: Roofline) -> float:
-        """Share of the stage's computing that is neither matrix product nor attention."""
+        """Share of compute time outside matrix products and attention."""
         times = step_ms_by_kind(self.operations, rates)
         total = sum(times.values())
         return times["element-wise"] / total if total else 0.0
 
     def figures(self, rates: Roofline) -> dict[str, Any]:
-        """All that was counted as plain values, with times at these rates."""
+        """All counts as plain values, with times at these rates."""
         return self.model_dump(mode="json") | {
             "roofline_ms": step_ms_by_kind(self.operations, rates),
             "element_wise_share": self.element_wise_share(rates),
@@ -191,7 +184,6 @@ FAKE_REPLAY_FILES = StageFiles(
 
 
 def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
-    """Read the stages that have been counted so far, in order, with the plan's prediction."""
     return tuple(
         one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
         for one in FAKE_REPLAY_FILES.read(directory, plan.parallel.pipeline)
@@ -210,7 +202,6 @@ def predicted_peak_gib(plan: Plan, stage: int) -> float | None:
 
 
 def is_fake_replay(directory: Path) -> bool:
-    """Whether a directory holds a fake-device replay."""
     return (directory / FAKE_REPLAY_FILES.info_file).exists()
 
 
@@ -221,7 +212,7 @@ class Window:
     rows: np.ndarray
     """Rows of the packs in flight, plus one before and one after if present."""
     predicted_gib: float
-    """Predicted memory beyond the state at that moment."""
+    """Predicted memory beyond the state."""
 
 
 _KEPT_STEPS = 64

@@ -64,9 +64,8 @@ class JobSpec:
     encoder_shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
     """Encoder shardings to search if unset."""
     trainer: TrainerConstraints = OWN
-    """Constraints of the trainer planned for."""
     cost: CostModel = field(init=False, repr=False)
-    """Costs of the units that stages hold, made once from the fields above."""
+    """Costs of the stages' units."""
     encoders_costs: Mapping[int, EncodersCost] = field(init=False, repr=False)
     """Data-parallel encoders' costs by sharding size, for every allowed sharding, or empty if
     absent."""
@@ -104,7 +103,7 @@ class JobSpec:
         object.__setattr__(self, "exchange", exchange)
 
     def _encoder_shards(self) -> list[int]:
-        """Numbers of ranks that may divide the weights of data-parallel encoders."""
+        """Return sharding sizes of data-parallel encoders."""
         if self.beside is not None:
             found = [self.beside.sharded]
         else:
@@ -126,7 +125,7 @@ class JobSpec:
         return [1] if self.precision == "fp8" else found
 
     def _unit_costs(self) -> CostModel:
-        """Costs of all units with whole weights, of encoders as the trainer divides them."""
+        """Return unsharded costs of all units, with encoders as the trainer splits them."""
         costs = partial(
             self.cost_source.costs,
             precision=self.precision,
@@ -160,7 +159,7 @@ class JobSpec:
             )
 
     def check_sizes(self, parallel: Parallel) -> None:
-        """Refuse parallel sizes that the model, the cluster or the trainer does not allow."""
+        """Raise for parallel sizes unsupported by model, cluster or trainer."""
         self.trainer.check_sizes(parallel)
         check_parallel(self.pipeline_model, parallel, self.cluster)
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
@@ -179,17 +178,15 @@ class JobSpec:
 
     @property
     def has_data_parallel_encoders(self) -> bool:
-        """Whether encoders are data-parallel."""
         return self.placement is EncoderPlacement.DATA_PARALLEL
 
     @property
     def pipeline_model(self) -> ModelConfig:
-        """The part of the model that stages are cut from."""
         return self.model.without_encoders() if self.has_data_parallel_encoders else self.model
 
     @property
     def lockstep_ranks(self) -> int:
-        """Neighbouring data-parallel ranks that run their micro-batches in lockstep."""
+        """Number of neighbouring data-parallel ranks in lockstep."""
         return self.parallel.lockstep_ranks
 
     @property
@@ -212,7 +209,7 @@ class JobSpec:
         return features
 
     def _with_exchange(self, workload: Workload) -> Workload:
-        """The workload with the exchange of weights that its micro-batches do not hide."""
+        """Add sharded collectives not hidden by compute to the workload."""
         columns = exposed_columns(self.cost.features)
         features = self.with_exposed(workload.features)
         if workload.unpadded is None:
@@ -222,7 +219,7 @@ class JobSpec:
         return replace(workload, features=features, unpadded=unpadded)
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
-        """Costs of units on packs of every level, with exchanges at rates of the source if any."""
+        """Return unit costs per level, with exchanges at measured rates if any."""
         cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
         trained = trained_kinds(self.model, self.frozen, self.adapters)
         sizes = self.model, cluster, self.parallel, self.precision, trained
@@ -237,13 +234,13 @@ class JobSpec:
         )
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
-        """Costs of units at every level side by side, as a plan is predicted and checked with."""
+        """Return unit costs of all levels side by side, for predictions and checks."""
         return side_by_side(self.costs_at(levels))
 
     def workload(
         self, packs: ScheduledPacks, lengths: Lengths, levels: Sequence[Level]
     ) -> Workload:
-        """Count what every rank computes in each micro-batch, and its waits for encoders."""
+        """Count features of every micro-batch, and its waits for encoders."""
         shares = shares_of(packs, levels)
         names = feature_names_at(self.cost.features, levels)
         features = share_features(packs, lengths, levels, names, shares)
@@ -266,7 +263,7 @@ class JobSpec:
 
     @classmethod
     def of_plan(cls, plan: Plan, cost_source: CostSource = ANALYTIC) -> Self:
-        """Make the job that a plan is for, with the source of costs that it was made with."""
+        """Make a plan's job with its source of costs."""
         return cls(
             model=plan.model,
             cluster=plan.cluster,
@@ -281,13 +278,12 @@ class JobSpec:
         )
 
     def plan(self, **rest: Any) -> Plan:
-        """Make a plan of this job with these values of the remaining fields."""
         names = ("model", "precision", "parallel", "frozen", "adapters", "beside", "cluster")
         own = {name: getattr(self, name) for name in names}
         return Plan(**own | {"made_for": self.trainer.name} | rest)
 
     def allows(self, parallel: Parallel) -> bool:
-        """Whether it could have these parallel sizes, and its source costs of them."""
+        """Whether the job and its costs support these parallel sizes."""
         if self.cost_source.tensor not in (None, parallel.tensor):
             return False
         try:
@@ -297,16 +293,15 @@ class JobSpec:
         return True
 
     def sized(self, parallel: Parallel) -> Self:
-        """Return the same job with other parallel sizes."""
         return replace(self, parallel=parallel)
 
     @property
     def memory_cap_gib(self) -> float:
-        """Memory that a stage may fill of one device, in GiB."""
+        """Usable memory per device, in GiB."""
         return memory_cap_gib(self.cluster)
 
     def load_ms(self, packs: Packs, lengths: Lengths) -> np.ndarray:
-        """Predict the ms of every pack on all stages, each on one rank. [packs]"""
+        """Predict ms of every pack on all stages, each on one rank. [packs]"""
         features = pack_features(packs, lengths, self.cost.features)
         return model_ms(self.cost, self.pipeline_model, features)
 
@@ -325,7 +320,7 @@ class JobSpec:
         return load
 
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Find which samples may fill packs of a level above their own. bool [levels, samples]"""
+        """Find samples that may fill packs of higher levels. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
 
 

@@ -36,12 +36,12 @@ LENGTHS_FILE = "lengths.parquet"
 PORTIONS_FOLDER = "portions"
 """Folder with one subfolder of lengths and packs per portion."""
 PROFILE_FILE = "profile.json"
-"""File of the measured costs that the plan was made with; absent where costs were counted."""
+"""File of the plan's measured costs; absent if costs were counted."""
 REFIT_FILE = "refit.json"
-"""File of how a run has changed the costs; absent where no run has."""
+"""File of the costs' refit by a run, if any."""
 PLAN_FILES = PLAN_FILE, PACKS_FILE, LENGTHS_FILE, PROFILE_FILE, REFIT_FILE
 MAX_EPOCHS = 1_000
-"""Most epochs, as all are packed before the first is trained."""
+"""Max epochs, as all are packed before training."""
 MAX_SEED = 2**63 - 1  # of an int64 column
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
@@ -66,7 +66,7 @@ class SourceSeen(Frozen):
     name: str
     samples: Annotated[int, Field(ge=0)]
     seen: tuple[Annotated[int, Field(ge=0)], ...]
-    """Samples that were trained by every step of `by_step`, repeats counted each time."""
+    """Samples trained up to each step of `by_step`, with repeats."""
 
 
 class MixtureSeen(Frozen):
@@ -77,7 +77,7 @@ class MixtureSeen(Frozen):
     sources: tuple[SourceSeen, ...]
 
     def sentences(self) -> list[str]:
-        """What was seen by every step, a sentence each."""
+        """Return a sentence for each step of `by_step`."""
         return [
             f"by step {step:,}: "
             + ", ".join(
@@ -91,7 +91,7 @@ class MixtureSeen(Frozen):
 
 
 class DataPortion(Frozen):
-    """A portion of a plan's data in one epoch: packs and steps of some of its samples."""
+    """Packs and steps of some samples in one epoch."""
 
     samples: Count
     left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
@@ -109,14 +109,14 @@ class DataPlan(Shapes):
     seed: Annotated[int, Field(ge=0, le=MAX_SEED)]
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count
-    """Packs of all ranks in every step of an epoch but one, a shared one once for each rank."""
+    """Packs per step over all ranks, shared packs counted per rank; one step may differ."""
     samples: Count
     left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
     """Samples of all epochs in no pack, as the target trainer runs only full steps."""
     packs: Count
     steps: Count
     curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
-    """First steps that are made of packs of the shortest level alone."""
+    """First steps with packs of the shortest level only."""
     window: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = None
     """Consecutive stream samples per step; then packs and micro-batches per step are maxima. None
     if packs are matched into steps."""
@@ -137,12 +137,10 @@ class DataPlan(Shapes):
 
     @property
     def portions_per_epoch(self) -> int:
-        """Number of portions that all samples are in."""
         return len(self.portions) // self.epochs
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        """First step of every portion, and the number of all steps."""
         return tuple(accumulate((each.steps for each in self.portions), initial=0))
 
     @property
@@ -151,7 +149,7 @@ class DataPlan(Shapes):
         return self.epochs * self.samples / self.portions[0].samples
 
     def of_portion(self, index: int) -> "DataPlan":
-        """The data of one portion alone, as if there were no others."""
+        """Return the data of one portion as a plan's whole data."""
         own = dict(self.portions[index])
         own |= {"epochs": 1, "portions": (), "fewest_packs": None, "mixture": None}
         return self.model_copy(update=own | ({"curriculum_steps": 0} if index else {}))
@@ -202,19 +200,18 @@ class DataPlan(Shapes):
 
 
 class PlannedLevel(Level):
-    """A level of the plan's packs, and the layers that every stage recomputes on them."""
+    """A level with the recomputed layers of every stage."""
 
     recompute: tuple[tuple[Words, ...], ...]
     """Layers of each stage recomputed in the backward for this level's packs."""
 
     @property
     def unplanned(self) -> Level:
-        """The level without its recomputed layers."""
         return Level(**{name: getattr(self, name) for name in Level.model_fields})
 
 
 class SettingsHashes(Frozen):
-    """SHA-256 of settings that a plan was made with, so that an edit of one is noticed."""
+    """SHA-256 of a plan's settings, to detect edits."""
 
     model: str
     data: str | None
@@ -252,7 +249,6 @@ class Plan(Frozen):
     precision: Precision
     parallel: Parallel
     frozen: tuple[str, ...] = ()
-    """Parts of the model that are not trained."""
     adapters: Annotated[AdapterConfig | None, Field(exclude_if=lambda given: given is None)] = None
     """Adapters trained with frozen base matrices, or None if absent."""
     made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
@@ -306,12 +302,12 @@ class Plan(Frozen):
 
     @property
     def token_multiple(self) -> int:
-        """Padded tokens of a micro-batch are a multiple of it, for sequence parallelism and FP8."""
+        """Micro-batches are padded to a multiple of this, for sequence parallelism and FP8."""
         parts = self.parallel.tensor if self.parallel.sequence_parallel else 1
         return parts * (FP8_MULTIPLE if self.precision == "fp8" else 1)
 
     def stages_at(self, level: int) -> tuple[Stage, ...]:
-        """Stages with the layers that they recompute on packs of a level."""
+        """Stages with recomputed layers at a level."""
         if not self.levels:
             return self.stages
         again = self.levels[level].recompute
@@ -322,16 +318,15 @@ class Plan(Frozen):
 
     @property
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
-        """Stages with the layers that they recompute, of every level."""
         return tuple(self.stages_at(level) for level in range(len(self.levels) or 1))
 
     def parts_of(self, stage: int) -> tuple[int, ...]:
-        """Indices into `stages` of the chunks that a stage of the pipeline holds."""
+        """Indices into `stages` of a pipeline stage's chunks."""
         place, size = self.schedule.placement, self.parallel.pipeline
         return tuple(place.part(stage, chunk, size) for chunk in range(self.schedule.chunks))
 
     def held(self, stages: Sequence[Stage]) -> tuple[Stage, ...]:
-        """Parts of every stage of the pipeline as one, with its recomputed layers, of `stages`."""
+        """Merge the chunks of every pipeline stage."""
         return tuple(
             Stage(
                 units=tuple(span for part in parts for span in stages[part].units),
@@ -341,30 +336,30 @@ class Plan(Frozen):
         )
 
     def units_of(self, stage: int) -> Stage:
-        """All units that a stage of the pipeline holds, of its parts in model order."""
+        """Merge a pipeline stage's chunks in model order."""
         parts = (self.stages[part] for part in self.parts_of(stage))
         return Stage(units=tuple(span for part in parts for span in part.units))
 
     def of_portion(self, index: int) -> "Plan":
-        """The plan of one portion of its data alone; only the first has the prediction."""
+        """Return the plan of one portion; only the first has the prediction."""
         assert self.data is not None, "the plan has data"
         update: dict[str, object] = {"data": self.data.of_portion(index)}
         return self.model_copy(update=update | ({"prediction": None} if index else {}))
 
     @property
     def pipeline_model(self) -> ModelConfig:
-        """The part of the model that the stages are cut from: without data-parallel encoders."""
+        """The model without data-parallel encoders."""
         return self.model if self.beside is None else self.model.without_encoders()
 
     @property
     def predicted(self) -> Prediction:
-        """The prediction of a plan that has one."""
+        """The prediction; raises if absent."""
         assert self.prediction is not None, "what is planned is predicted"
         return self.prediction
 
     @property
     def pack_levels(self) -> tuple[Level, ...]:
-        """Levels of the packs, one at least."""
+        """Levels of the packs, at least one."""
         if self.levels:
             return tuple(level.unplanned for level in self.levels)
         shapes = self.data or self.shapes
@@ -373,7 +368,7 @@ class Plan(Frozen):
 
     @property
     def has_shared_packs(self) -> bool:
-        """Whether ranks share packs of any level."""
+        """Whether any level is context-parallel."""
         return any(level.context > 1 for level in self.levels)
 
     @model_validator(mode="after")
@@ -454,17 +449,15 @@ class Plan(Frozen):
 
 
 def portion_folder(directory: Path, number: int) -> Path:
-    """Folder of a portion, which has its lengths, and its packs of every epoch."""
     return directory / PORTIONS_FOLDER / f"{number:05}"
 
 
 def portion_packs_file(epoch: int) -> str:
-    """Name of a portion's packs in an epoch."""
     return f"packs-{epoch:03}.parquet"
 
 
 def plan_sha256(plan: Plan) -> str:
-    """Hash of all of a plan but its prediction."""
+    """Hash a plan without its prediction."""
     return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
 
 
@@ -480,6 +473,5 @@ def write_plan(plan: Plan, directory: Path) -> None:
 
 
 def read_plan(directory: Path) -> Plan:
-    """Read `plan.json` of a plan directory."""
     remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
     return read_json_model(Plan, directory / PLAN_FILE, remedy)

@@ -45,7 +45,6 @@ from omnibal.steps.steps import (
 )
 
 _IMAGE_TOKENS = "image_tokens"
-"""Items of encoders of images at their native resolution."""
 MAX_TRAINED_SAMPLES = 200_000_000
 """Max samples over several epochs, as a plan lists each in memory."""
 
@@ -57,9 +56,9 @@ class SampleData:
     lengths: Lengths
     settings: PackSettings = field(default_factory=PackSettings)
     levels: tuple[Level, ...]
-    """Levels of the packs, one at least, of rising caps."""
+    """Levels of the packs, at least one, by rising caps."""
     packs_per_step: int
-    """Packs per step, of all data-parallel ranks together."""
+    """Packs per step over all data-parallel ranks."""
     steps: Steps | None = None
     """Steps of an earlier plan with equal levels and settings, or None to draw them."""
     rules: PackRules = ANY_PACKS
@@ -69,7 +68,7 @@ class SampleData:
 
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
-        """Take over an earlier plan's steps, whatever their packing rules."""
+        """Reuse an earlier plan's steps under any packing rules."""
         if plan.data is None or data is None:
             raise UserError(
                 "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
@@ -105,11 +104,10 @@ class SampleData:
 
     @property
     def caps(self) -> Caps:
-        """Caps of the longest packs."""
         return largest_caps(self.levels)
 
     def capped(self, caps: Caps) -> Self:
-        """Change the caps of packs, which are of one level."""
+        """Change the caps of single-level packs."""
         (level,) = self.levels
         return replace(self, levels=(level.model_copy(update={"caps": caps}),))
 
@@ -132,7 +130,7 @@ class SampleData:
         return model_of_lengths(model, self.lengths)
 
     def micro_batches(self, job: JobSpec) -> int:
-        """Count the micro-batches of one data-parallel rank in a full step, at most."""
+        """Max micro-batches of a data-parallel rank in a full step."""
         return -(-self.packs_per_step // job.parallel.data)
 
     def packed(self, job: JobSpec) -> list[Packs]:
@@ -148,7 +146,7 @@ class SampleData:
         return pack_epochs(self.lengths, self.settings, self.levels, may_fill, rules=self.rules)
 
     def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Draw the steps unless they are given, from `packed` or from packs made here."""
+        """Draw the steps unless given, from `packed` or new packs."""
         if self.steps is not None:
             return self
         packs = self.packed(job) if packed is None else packed
@@ -168,7 +166,7 @@ class SampleData:
         return lambda packs: job.load_at_ms(packs, self.lengths, self.levels)
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
-        """Keep the micro-batches per rank for another job, or the steps where they are given."""
+        """Keep micro-batches per rank for another job, or given steps."""
         if self.steps is not None:
             return self
         return replace(self, packs_per_step=self.micro_batches(old) * new.parallel.data)
@@ -209,7 +207,6 @@ class SampleData:
         return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
-        """Describe the packs for plan.json."""
         settings = self.settings
         by_rule: PackedBy = "next_fit" if self.rules.next_fit else settings.packing.value
         return describe_data(
@@ -227,68 +224,60 @@ class SampleData:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _UnderCaps:
-    """Packs under the same caps, each one rank's, that no earlier plan gives the steps of."""
+    """Packs under equal caps, each on one rank, without steps of an earlier plan."""
 
     caps: Caps
 
     @property
     def levels(self) -> tuple[Level, ...]:
-        """One level, at the caps."""
         return (Level(caps=self.caps),)
 
     def capped(self, caps: Caps) -> Self:
-        """Change the caps of packs."""
         return replace(self, caps=caps)
 
     @property
     def steps(self) -> None:
-        """None: mock data has no other steps, and windows no packs before the ranks are known."""
+        """None: mock data and windows have no steps to reuse."""
 
     def packed(self, job: JobSpec) -> list[Packs]:
-        """Return no packs: mock data has no samples, and windows are packed for the ranks."""
+        """Return no packs: windows are packed later, for the ranks."""
         return []
 
     def drawn(self, job: JobSpec, packed: Sequence[Packs] | None = None) -> Self:
-        """Return the same data: nothing of its steps is drawn."""
         return self
 
     def for_ranks(self, old: JobSpec, new: JobSpec) -> Self:
-        """Return the same data: its steps are of any number of ranks."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MockData(_UnderCaps):
-    """One step of mock samples that each fill a pack: the data of a plan of shapes only."""
+    """A step of mock samples that each fill a pack, for plans of shapes only."""
 
     micro_batches_per_step: int
-    """Packs of one data-parallel rank."""
     image_tokens: int | None = None
     """Tokens of an image at native resolution, or None if each pack has a single image."""
 
     def check(self, job: JobSpec) -> None:
-        """Refuse a step of too many packs, and limits that do not suit the model."""
+        """Raise for too many packs per step, or limits unsuitable for the model."""
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
 
     def trained_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model as it is: no lengths say how images are cut into tiles."""
         return model
 
     def sampled(self, most: int) -> Self:
-        """Return the same data: there are no samples to draw from."""
         return self
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Schedule the only step: packs at the caps, equally many on every rank."""
+        """Schedule the only step: equal numbers of full packs on every rank."""
         return data_at_caps(self.described(), job.parallel.data)
 
     def least_caps(self) -> Caps:
-        """Return the smallest caps there are, as mock samples fit any."""
+        """Return minimal caps, as mock samples fit any."""
         return Caps.of(**dict.fromkeys(self.caps.names, 1))
 
     def described(self, packs: object = None, job: object = None) -> Shapes:
-        """Describe the micro-batches for plan.json."""
         return Shapes(
             caps=self.caps,
             micro_batches_per_step=self.micro_batches_per_step,
@@ -302,9 +291,8 @@ class StreamData(_UnderCaps):
 
     lengths: Lengths
     window: int
-    """Samples of a step."""
     is_dispatched: bool
-    """Whether ranks get equal shares of a window, or its packs as they are read."""
+    """Whether a window is balanced over ranks, or dealt in reading order."""
     epochs: int
 
     @classmethod
@@ -339,13 +327,12 @@ class StreamData(_UnderCaps):
         return model_of_lengths(model, self.lengths)
 
     def sampled(self, most: int) -> Self:
-        """Keep the windows that the stream begins with, of at most `most` samples, or the first."""
+        """Keep the first windows, up to `most` samples but at least one window."""
         count = max(most // self.window, 1) * self.window
         first = np.arange(min(count, len(self.lengths)))
         return replace(self, lengths=self.lengths.take(first))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        """Pack all windows for the job's ranks."""
         request = WindowRequest(
             caps=self.caps,
             samples=self.window,
@@ -365,7 +352,6 @@ class StreamData(_UnderCaps):
         return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
-        """Describe the packs for plan.json."""
         return describe_data(
             packs,
             self.lengths,
@@ -392,7 +378,7 @@ def _check_epochs(epochs: int, samples: int) -> None:
 
 
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
-    """Names of the features that packs for a model must limit."""
+    """Return features that a model's packs must limit."""
     return tuple(in_canonical_order([*model.item_features, "tokens"]))
 
 
@@ -410,7 +396,7 @@ def shape_caps(model: ModelConfig, given: Mapping[str, int], image_share: float)
 
 
 def least_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
-    """Find the smallest caps of these features that every sample fits."""
+    """Return the smallest caps that every sample fits."""
     return Caps.of(**{name: max(int(lengths.column(name).max()), 1) for name in names})
 
 
@@ -466,7 +452,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """Return the model with the tiling, or limits of pixels, that its lengths were scanned with."""
+    """Return the model with the tiling or pixel limits of the scan."""
     if lengths is None:
         return model
     taken = model.item_features

@@ -57,7 +57,6 @@ class PlanFiles:
 
     plan: Plan
     job: JobSpec
-    """Job with the costs that the plan was made with."""
     data: tuple[ScheduledPacks, Lengths] | None
     """Packs and lengths: mock at the caps for shapes only, the first portion's if in portions, or
     None."""
@@ -85,7 +84,7 @@ def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
 
 
 def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] | None:
-    """Read packs and lengths; made up at the caps for a plan of shapes, None without either."""
+    """Read packs and lengths, mock for a plan of shapes, or None."""
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     if plan.data.portions:
@@ -150,7 +149,7 @@ def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequen
 
 
 def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[ScheduledPacks, Lengths]]:
-    """Read packs, with steps counted through the run, and lengths, a portion at a time."""
+    """Yield packs (steps counted through the run) and lengths by portion."""
     if not data.portions:
         yield _read_data(data, directory)
     for index in range(len(data.portions)):
@@ -159,7 +158,7 @@ def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[Schedule
 
 
 def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
-    """Pack and write all portions as the first is planned; returns the plan of them all."""
+    """Pack and write all portions like the first; return the joint plan."""
     plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
     assert plan.data is not None and result.data is not None
     first, planned, levels = result.data[0], plan.data, plan.pack_levels
@@ -200,7 +199,7 @@ def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) ->
 
 
 def check_replaceable(directory: Path) -> None:
-    """Refuse a place for a plan that holds something else."""
+    """Raise if the directory holds anything but a plan."""
     if Path.cwd().is_relative_to(directory.resolve()):
         raise UserError(
             f"{directory}: is the current directory or above it, and a plan replaces its "

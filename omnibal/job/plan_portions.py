@@ -31,7 +31,6 @@ from omnibal.steps.steps import steps_of
 
 Data = tuple[ScheduledPacks, Lengths]
 Schedule = Callable[[Lengths, PortionPlace], ScheduledPacks]
-"""Packs the samples of a portion into steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,24 +44,19 @@ class EarlierPortions:
 
     @property
     def count(self) -> int:
-        """Number of portions."""
         return self.data.portions_per_epoch
 
     @property
     def epochs(self) -> int:
-        """Times that every sample is trained."""
         return self.data.epochs
 
     def samples(self, number: int) -> Lengths:
-        """The samples of a portion."""
         return _read_lengths(self.data, number, self.directory)
 
     def packs(self, place: PortionPlace) -> ScheduledPacks:
-        """The packs of a portion on the earlier plan's ranks."""
         return _read_packs(self.data, place.epoch * self.count + place.number, self.directory)
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
-        """Settings of a portion's packs, which are there already."""
         return PackSettings()
 
 
@@ -73,7 +67,7 @@ AllPortions = PortionedSamples | EarlierPortions
 def write_portions(
     samples: AllPortions, schedule: Schedule, directory: Path
 ) -> tuple[DataPortion, ...]:
-    """Pack and write every portion of every epoch; memory is of one at a time."""
+    """Pack and write every portion of every epoch, one in memory at a time."""
     written = []
     for place in all_places(samples.epochs, samples.count):
         folder = portion_folder(directory, place.number)
@@ -106,7 +100,6 @@ def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
 
 
 def read_portion(data: DataPlan, index: int, directory: Path) -> Data:
-    """Read the packs and lengths of one portion of one epoch, as its files have them."""
     lengths = _read_lengths(data, index % data.portions_per_epoch, directory)
     return _read_packs(data, index, directory), lengths
 
@@ -127,7 +120,7 @@ def _read_lengths(data: DataPlan, number: int, directory: Path) -> Lengths:
 
 
 def check_hash(file: Path | str, found: str, planned: str) -> None:
-    """Refuse a file of other contents than the plan says."""
+    """Raise if a file's hash differs from the plan's."""
     if found != planned:
         raise UserError(
             f"{file} has the content hash {found[:12]}, but plan.json says {planned[:12]}; "
@@ -137,12 +130,12 @@ def check_hash(file: Path | str, found: str, planned: str) -> None:
 
 
 def portion_of_step(data: DataPlan, step: int) -> int:
-    """Index of the portion that a step of the run is in."""
+    """Index of a step's portion."""
     return int(np.searchsorted(data.first_steps, step, side="right")) - 1
 
 
 def in_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
-    """A portion's packs with their steps and epoch counted through the run."""
+    """Count a portion's steps and epoch through the run."""
     epoch = np.full_like(packs.epoch, index // data.portions_per_epoch)
     return replace(packs, step=packs.step + data.first_steps[index], epoch=epoch)
 
@@ -205,7 +198,6 @@ def _joined_packs(parts: Sequence[ScheduledPacks], rows: Sequence[np.ndarray]) -
 
 
 def _joined(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    """Columns of tables one after another."""
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 

@@ -32,19 +32,19 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 Dealt = tuple[ScheduledPacks, Lengths]
-"""Packs, dealt to ranks, and the lengths of all samples."""
+"""Packs dealt to ranks, and all lengths."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRequest:
-    """A job and its data, and the method that divides the model over stages."""
+    """A job, its data, and the partition method."""
 
     job: JobSpec
     data: PlanData
     method: PartitionMethod = PartitionMethod.OMNIBAL
     recompute: RecomputeRule = RecomputeRule.CHEAPEST
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
-    """Schedule that the model is cut for; of another than 1F1B by the joint search alone."""
+    """Schedule; other than 1F1B only with the joint search."""
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
@@ -64,7 +64,7 @@ class PlanRequest:
 
     @property
     def is_joint(self) -> bool:
-        """Whether split and recomputed layers are searched for together."""
+        """Whether split and recomputation are searched jointly."""
         joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
         return (self.method, self.recompute) == joint
 
@@ -89,11 +89,9 @@ class PlanRequest:
         return replace(self, job=job, data=self.data.for_ranks(self.job, job))
 
     def on_cluster(self, cluster: ClusterConfig) -> Self:
-        """Change the devices."""
         return replace(self, job=replace(self.job, cluster=cluster))
 
     def capped(self, caps: Caps) -> Self:
-        """Change the caps of packs."""
         return replace(self, data=self.data.capped(caps))
 
     def packed(self) -> list[Packs]:
@@ -101,21 +99,19 @@ class PlanRequest:
         return self.data.packed(self.job)
 
     def drawn(self, packed: Sequence[Packs]) -> Self:
-        """Draw the steps from packs of `packed`."""
         return replace(self, data=self.data.drawn(self.job, packed))
 
     def workload(self) -> Workload:
-        """Schedule the micro-batches, which the stages are searched for."""
+        """Schedule the micro-batches for the stage search."""
         return self.job.workload(*self.data.schedule(self.job), self.data.levels)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanResult:
-    """A plan with its packs, and the result of the search for its stages."""
+    """A plan with its packs and search result."""
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
-    """Packs and lengths, or None for a plan of shapes only."""
     dealt: Dealt | None = None
     """Packs as dealt, before ordering within ranks, or None if unknown."""
     search: SearchResult | None
@@ -128,7 +124,7 @@ class PlanResult:
 
     @property
     def micro_batches(self) -> int:
-        """Micro-batches of a rank in a step; of several numbers the largest."""
+        """Max micro-batches of a rank in a step."""
         if self.data is not None:
             return int(self.data[0].slot.max()) + 1
         assert self.plan.shapes is not None  # as a plan is of either
@@ -200,7 +196,7 @@ def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> S
 
 
 def make_ordered_plan(request: PlanRequest) -> PlanResult:
-    """Plan a job on its data, as `make_plan` does, in the order of `ordered_plan`."""
+    """Run `make_plan`, then `ordered_plan`."""
     return ordered_plan(request, make_plan(request))
 
 
@@ -248,7 +244,7 @@ def in_best_order(
 
 
 def _stage_keys(levels: Sequence[Level], stages_at: Sequence[Sequence[Stage]]) -> dict[str, object]:
-    """The keys of a plan that say what its stages hold and recompute."""
+    """Return the plan's keys for stages and recomputation."""
     if are_plain(levels):
         return {"stages": tuple(stages_at[0]), "levels": ()}
     planned = (
@@ -283,7 +279,7 @@ def prediction_of(
 def check_memory(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
 ) -> None:
-    """Refuse packs that need more memory than the plan's stages have."""
+    """Raise if packs exceed the stages' memory."""
     levels = plan.pack_levels
     memories = schedule_memories(
         job.cost_of_all(levels),
@@ -333,7 +329,7 @@ def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
 def placement_problem(
     job: JobSpec, workload: Workload, levels: Sequence[Level]
 ) -> PlacementProblem:
-    """The search for how a job's data-parallel encoders run, for packs of these levels."""
+    """Return the placement search for data-parallel encoders."""
     return PlacementProblem(
         cost=job.cost_of_all(levels),
         features=feature_names_at(job.cost.features, levels),
@@ -347,7 +343,6 @@ def placement_problem(
 def _stages(
     request: PlanRequest, workload: Workload, effort: float
 ) -> tuple[tuple[tuple[Stage, ...], ...], SearchResult | None]:
-    """Stages with the layers that they recompute at every level."""
     job = request.job
     cost, model = job.cost_of_all(request.data.levels), job.model
     pipeline = job.parallel.pipeline

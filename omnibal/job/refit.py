@@ -37,7 +37,7 @@ _SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
 """Prior standard deviations of log factors: counted rates are off by up to a half
 (`docs/results.md`), mostly alike for a kind's features; equal devices differ little."""
 _LEAST_NOISE = 0.01
-"""Least relative error of a time that is believed in."""
+"""Min relative error assumed for a time."""
 _HUBER = 1.5
 """Residual in standard deviations up to which a time has full weight (Huber)."""
 _MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
@@ -55,15 +55,15 @@ class Terms:
     """Predicted costs of measured passes, term by term."""
 
     ms: np.ndarray
-    """Time of every term of every pass, [n, c]."""
+    """[n, c]"""
     measured_ms: np.ndarray
-    """Time that it took, [n]."""
+    """[n]"""
     stage: np.ndarray
-    """Stage that ran it, [n]."""
+    """[n]"""
     dp_rank: np.ndarray
-    """Data-parallel rank that ran it, [n]."""
+    """[n]"""
     names: tuple[tuple[str, str, str], ...]
-    """Kind of unit, "forward" or "backward", and feature of every term, [c]."""
+    """Kind of unit, "forward" or "backward", and feature, [c]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -72,12 +72,12 @@ class KindFit:
 
     name: str
     predicted_ms: float
-    """Time of forwards and backwards together; this and the next are means over passes' steps."""
+    """Forwards plus backwards; this and the next are means over steps."""
     fitted_ms: float
 
     @property
     def factor(self) -> float:
-        """Fitted time over predicted one; 1 where nothing was predicted."""
+        """Fitted over predicted time, 1 without prediction."""
         return self.fitted_ms / self.predicted_ms if self.predicted_ms else 1.0
 
 
@@ -90,11 +90,10 @@ class StageFit:
     slowness: float
     """Slowness of its slowest rank's devices relative to the fastest stage."""
     slow_ranks: dict[int, float]
-    """Data-parallel ranks that take longer than others, by at least `SLOW`."""
+    """Slowness of data-parallel ranks, if at least `SLOW`."""
 
     @property
     def factor(self) -> float:
-        """Measured time over predicted one."""
         return self.measured_ms / self.predicted_ms
 
 
@@ -106,9 +105,9 @@ class RunFit:
     kinds: tuple[KindFit, ...]
     stages: tuple[StageFit, ...]
     step_ms: float
-    """Median time of the measured steps."""
+    """Median of measured steps."""
     noise: float
-    """Relative error of a single pass's time by the fit, a robust standard deviation."""
+    """Robust standard deviation of a pass's relative error."""
 
 
 def root_of(plan: Plan, job: JobSpec) -> str:
@@ -192,7 +191,7 @@ def fit_run(
 
 
 def refitted_job(job: JobSpec, refit: Refit) -> JobSpec:
-    """The job with the costs of a refit, in place of an earlier one."""
+    """Replace the job's refit."""
     source = job.cost_source
     first = source.source if isinstance(source, Refitted) else source
     return replace(job, cost_source=Refitted(first, refit))
@@ -262,7 +261,7 @@ def measured_terms(
 def _row_terms(
     plan: Plan, cost: CostModel, workload: Workload
 ) -> tuple[np.ndarray, list[tuple[str, str, str]]]:
-    """Times of all terms in forwards and backwards, [2, parts, rows, c], and their names."""
+    """Return times of all terms, [2 (forward, backward), parts, rows, c], and their names."""
     levels, slowness = cost.levels, cost.slowness_of(len(plan.stages))
     base = cost.features[: len(cost.features) // levels]
     features = features_of(workload, cost).reshape(len(workload), levels, -1)
@@ -276,7 +275,7 @@ def _row_terms(
     )  # [levels, parts, kinds]
 
     def of(coefficients: np.ndarray, counts: np.ndarray) -> np.ndarray:
-        """Times [parts, rows, kinds, features]."""
+        """Return times, [parts, rows, kinds, features]."""
         each = coefficients.reshape(len(coefficients), levels, -1)
         return np.einsum("rlf,klf,lpk,p->prkf", features, each, counts, slowness)
 
@@ -305,17 +304,17 @@ class _Fit:
     """MAP factors, with a given set of stages that may differ."""
 
     factors: np.ndarray
-    """Factors of terms, [c]."""
+    """By term, [c]."""
     slowness: np.ndarray
     """Stage factors, [s], or 1 if fixed."""
     error: np.ndarray
-    """Logarithm of measured over fitted time of every pass, [n]."""
+    """Log of measured over fitted time, [n]."""
     prior: float
     """Half the sum of squared standardised logarithms: the negative log prior."""
 
     @property
     def noise(self) -> float:
-        """Relative error of a time, a robust standard deviation."""
+        """Robust standard deviation of the relative error."""
         return max(1.4826 * float(np.median(np.abs(self.error))), _LEAST_NOISE)
 
     def unlikeliness(self, noise: float) -> float:
@@ -355,7 +354,7 @@ def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
 
 
 def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _Fit:
-    """The fit where only some stages may differ."""
+    """Fit with only the stages in `free` differing."""
     of_groups = np.eye(int(groups.max()) + 1)[groups]  # [c, g]
     of_stages = np.eye(stages)[terms.stage][:, list(free)]  # [n, free]
     kinds, features = of_groups.shape[1], len(groups)

@@ -31,13 +31,10 @@ _REMEDY = "replay the plan anew with tools/replay.py, into another directory"
 
 
 class ReplayInfo(ReplayIdentity):
-    """Settings of a replay, equal for all stages."""
-
     steps: tuple[NonNegativeInt, ...]
-    """Replayed steps of the run, each with all ranks' micro-batches."""
     repetitions: PositiveInt
     content: Literal["data", "random"]
-    """Content of the micro-batches; their sizes are the plan's."""
+    """Content of micro-batches with the plan's sizes."""
     device: str
     processes: PositiveInt
     provider: Provider = "local"
@@ -50,16 +47,16 @@ class StageReplay(FoundOfStage):
     """Rows of the packs, ascending. Times are per row, and within a row per chunk of the stage."""
     forward_ms: tuple[NonNegativeFloat, ...]
     backward_ms: tuple[NonNegativeFloat, ...]
-    """Backward time, of both parts if it has two, recomputation included."""
+    """Backward time, including recomputation and weight gradients."""
     weight_ms: tuple[NonNegativeFloat, ...] = ()
     """Time of weight gradients, or empty if backwards are not split."""
     recompute_ms: tuple[NonNegativeFloat, ...]
     update_ms: NonNegativeFloat
-    """Time to zero gradients, compute their norm, clip and update the weights, once a step."""
+    """Zeroing, norm, clipping and weight update, once a step."""
     state_gib: NonNegativeFloat
-    """Memory of weights, gradients and optimizer state."""
+    """Weights, gradients and optimizer state."""
     activations_gib: NonNegativeFloat
-    """Activation memory at the peak of the run's steps that are predicted to need most."""
+    """Peak activation memory of the predicted heaviest steps."""
     with_working_memory: bool
     """Whether `activations_gib` is all memory beyond the state (CUDA), or only activations kept for
     the backward (CPU)."""
@@ -76,11 +73,10 @@ class StageReplay(FoundOfStage):
 
     @property
     def peak_gib(self) -> float:
-        """Measured memory of the device."""
         return self.state_gib + self.activations_gib
 
     def predicted_gib(self, memory: StageMemory) -> float:
-        """Predicted value of `peak_gib`: without working memory where that is not measured."""
+        """Prediction of `peak_gib`, without working memory if not measured."""
         left_out = 0.0 if self.with_working_memory else memory.transient_gib
         return memory.peak_gib - left_out
 
@@ -102,7 +98,7 @@ class ReplaySummary:
     info: ReplayInfo
     stages: tuple[StageReplay, ...]
     each_step_ms: np.ndarray
-    """Time of every replayed step, [steps]."""
+    """[steps]"""
     predicted_each_step_ms: np.ndarray
     forward_ms: np.ndarray
     """Forward time per step over all chunks, [stages]; likewise the next two fields."""
@@ -114,22 +110,21 @@ class ReplaySummary:
 
     @property
     def step_ms(self) -> float:
-        """Mean time of the replayed steps."""
         return float(self.each_step_ms.mean())
 
     @property
     def predicted_step_ms(self) -> float:
-        """Mean predicted time of the same steps, which are some of the plan's."""
+        """Mean predicted time of the replayed steps."""
         return float(self.predicted_each_step_ms.mean())
 
     @property
     def idle_fraction(self) -> float:
-        """Idle share of the step, for any cause, mean over stages."""
+        """Idle share of the step, mean over stages."""
         return float(self.wait_fractions.mean())
 
     @property
     def recompute_fraction(self) -> float:
-        """Share of all computing that is done for the second time."""
+        """Recomputation's share of compute time."""
         return float(self.recompute_ms.sum() / (self.forward_ms + self.backward_ms).sum())
 
 
@@ -148,7 +143,6 @@ def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
 
 
 def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
-    """Rows of all ranks' packs in these steps, ascending."""
     return np.flatnonzero(np.isin(packs.step, steps))
 
 
@@ -257,11 +251,10 @@ def measured_causes(
 
 
 _MEASURED = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
-"""Times of a stage's replay and of `StageTimes`."""
 
 
 def _of_parts(replays: Sequence[StageReplay], name: str, schedule: PipelineSchedule) -> np.ndarray:
-    """Measured times of every micro-batch on every part of the model, [packs, parts]."""
+    """Return measured times, [packs, parts]."""
     packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
     found = np.zeros((packs, parts))
     for replay, held in zip(replays, schedule.parts_of(parts), strict=True):

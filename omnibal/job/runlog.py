@@ -27,21 +27,21 @@ VALIDATION_FILE = "validation.jsonl"
 EVALUATION_FILE = "evaluation.json"
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
-"""Number that may be NaN or infinite, as in a diverged step."""
+"""May be NaN or infinite, as in a diverged step."""
 _OfDataParallelEncoders = Annotated[NonNegativeFloat, Field(exclude_if=lambda ms: not ms)]
 """Time, written only if encoders are data-parallel."""
 
 
 _OfTimedSteps = Annotated[tuple[NonNegativeFloat, ...], Field(exclude_if=lambda times: not times)]
-"""Times that are written in some steps only."""
+"""Times written in some steps only."""
 
 
 class RunInfo(Frozen):
-    """Identity of a run, written when it starts, so that a report can match it to its plan."""
+    """Identity of a run, to match it to its plan."""
 
     model: str
     packs_sha256: str
-    """SHA-256 of the plan's packs: the data, its order and the step boundaries."""
+    """SHA-256 of the packs: data, order and step boundaries."""
     provider: Provider | None = None
     """Provider of the layers since the last start or resume, or None if not recorded."""
     plan_sha256: str | None = None
@@ -51,21 +51,21 @@ class RunInfo(Frozen):
 
 
 class StageRecord(Frozen):
-    """Record of one pipeline stage in one step; times are means over its data-parallel ranks."""
+    """A pipeline stage in one step, mean over its data-parallel ranks."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat
-    """Backward time, recomputation included."""
+    """Includes recomputation."""
     wait_ms: NonNegativeFloat
-    """Idle time: waiting for the neighbours' tensors, and for other stages at the step's end."""
+    """Idle time: P2P waits, and waiting at the step's end."""
     data_ms: NonNegativeFloat
-    """Time spent waiting for the next micro-batch to be loaded."""
+    """Wait for the data loader."""
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
     encoder_ms: _OfDataParallelEncoders = 0.0
-    """Forward and backward of data-parallel encoders, what runs again included."""
+    """Forward and backward of data-parallel encoders, with recomputation."""
     exchange_ms: _OfDataParallelEncoders = 0.0
-    """Exchange of their features and gradients, and the wait for the ranks that encode longer."""
+    """Exchange of their features and gradients, and waits for slower ranks."""
     ranks_ms: _OfTimedSteps = ()
     """Forward plus backward of each data-parallel rank, in steps with `PassTimes`, if several."""
     peak_gib: NonNegativeFloat
@@ -84,7 +84,7 @@ class ExpertBalance(Frozen):
     """
 
     fullest_expert: NonNegativeFloat
-    """Tokens of a layer's fullest expert over the mean of its experts."""
+    """Tokens of the fullest expert over the mean."""
     fullest_rank: NonNegativeFloat
     """Tokens of the fullest expert-parallel rank over the mean, over all groups; planned as
     `imbalance`."""
@@ -98,16 +98,14 @@ class PassTimes(Frozen):
     forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
     """Time per part and slot, mean over tensor-parallel ranks. [parts][micro-batches]"""
     backward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
-    """Time of every backward, likewise, recomputation included."""
+    """Includes recomputation."""
 
 
 _Items = Annotated[NonNegativeInt, Field(exclude_if=lambda number: number == 0)]
-"""Items of an encoder, which the log leaves out where there are none."""
+"""Items of an encoder, omitted if 0."""
 
 
 class StepRecord(Frozen):
-    """One trained step."""
-
     # Otherwise NaN would be written as null, which is no number to read back.
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
@@ -125,38 +123,38 @@ class StepRecord(Frozen):
     ranks. Empty in earlier logs."""
     step_ms: NonNegativeFloat
     between_ms: NonNegativeFloat = 0.0
-    """Time of logging, checkpoints and validation since the step before, on the writing rank."""
+    """Logging, checkpoints and validation since the last step, on the writing rank."""
     mfu: NonNegativeFloat = 0.0
-    """Model FLOPs utilization: needed operations over what all devices could do in the step."""
+    """Model FLOPs utilization."""
     skipped: bool = False
-    """Whether the update was skipped, as the loss or a gradient was not finite."""
+    """Whether the update was skipped: non-finite loss or gradient."""
     spike: bool = False
-    """Whether the loss is far above those before it."""
+    """Whether the loss is far above earlier steps'."""
     replaced_samples: NonNegativeInt = 0
-    """Samples that were replaced, as their images could not be read."""
+    """Samples replaced because of unreadable images."""
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
     experts: ExpertBalance | None = Field(default=None, exclude_if=lambda balance: balance is None)
     """Expert load, or None without experts."""
     stages: tuple[StageRecord, ...]
     passes: PassTimes | None = Field(default=None, exclude_if=lambda passes: passes is None)
-    """Times of single passes; None in most steps (`is_timed`)."""
+    """Times of single passes, or None in most steps (`is_timed`)."""
 
 
 class ValidationRecord(Frozen):
-    """The loss on held-out data after some steps."""
+    """Loss on held-out data."""
 
     model_config = ConfigDict(ser_json_inf_nan="constants")
 
     step: NonNegativeInt
-    """Steps trained before the validation."""
+    """Steps trained so far."""
     loss: _MaybeDiverged
     loss_tokens: NonNegativeInt
     seconds: NonNegativeFloat
 
 
 class KindAccuracy(Frozen):
-    """Exact-match accuracy over the questions of one kind."""
+    """Exact-match accuracy on one kind of questions."""
 
     kind: str
     questions: NonNegativeInt
@@ -171,8 +169,6 @@ class KindAccuracy(Frozen):
 
 
 class EvaluatedAnswer(Frozen):
-    """One held-out question and the model's answer."""
-
     sample: str
     question: str
     expected: str
@@ -185,7 +181,7 @@ class Evaluation(Frozen):
 
     step: NonNegativeInt
     kinds: tuple[KindAccuracy, ...]
-    """Accuracy by kind, the kind with the most questions first."""
+    """By falling number of questions."""
     examples: tuple[EvaluatedAnswer, ...]
 
 
@@ -209,12 +205,10 @@ R = TypeVar("R", StepRecord, ValidationRecord)
 
 
 def write_run_info(info: RunInfo, directory: Path) -> None:
-    """Write `run.json` into the run's directory."""
     write_json_model(info, directory / RUN_INFO_FILE)
 
 
 def read_run_info(directory: Path) -> RunInfo:
-    """Read `run.json` of a run's directory."""
     remedy = "pretrain_vlm.py writes it into --save when it starts; give that directory"
     return read_json_model(RunInfo, directory / RUN_INFO_FILE, remedy)
 
@@ -232,8 +226,6 @@ def read_run(path: Path) -> list[StepRecord]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunLog:
-    """Logged steps of a run."""
-
     info: RunInfo
     records: tuple[StepRecord, ...]
 
@@ -245,7 +237,7 @@ def read_validations(directory: Path) -> list[ValidationRecord]:
 
 
 def _read_lines(kind: type[R], path: Path) -> list[R]:
-    """Records of a log in the order of their steps; of a step written twice, the last line."""
+    """Return records by step; the last line wins."""
     text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -286,7 +278,6 @@ def drop_records(path: Path, first_step: int) -> None:
 
 
 def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:
-    """Write `evaluation.json` into the run's directory and return its path."""
     path = directory / EVALUATION_FILE
     write_json_model(evaluation, path)
     return path

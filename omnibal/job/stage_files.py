@@ -15,11 +15,10 @@ class ReplayIdentity(Frozen):
     """Identity of a replay, written before the first stage."""
 
     plan_sha256: str
-    """SHA-256 of the plan without its prediction."""
 
 
 class FoundOfStage(Frozen):
-    """What was found of one stage."""
+    """Results of one stage."""
 
     stage: NonNegativeInt
 
@@ -30,27 +29,26 @@ Found = TypeVar("Found", bound=FoundOfStage)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageFiles(Generic[Identity, Found]):
-    """Names and reads a replay's files; all methods take its directory."""
+    """Files of a replay, in the directory that all methods take."""
 
     what: str
     identity: type[Identity]
     found: type[Found]
     info_file: str
     prefix: str
-    """Beginning of the names of stages' files, before the stage's number."""
+    """Name of stages' files, before the stage's number."""
     remedy: str
-    """Ends the message about a bad file."""
+    """End of the error message about a bad file."""
 
     def file_of(self, directory: Path, stage: int) -> Path:
-        """File of a stage."""
         return directory / f"{self.prefix}_{stage}.json"
 
     def all_files(self, directory: Path) -> list[Path]:
-        """List every file of a replay, its first one whether it exists or not."""
+        """List a replay's files, the first even if absent."""
         return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
 
     def open(self, directory: Path, identity: Identity) -> None:
-        """Begin a replay in a directory, or go on with the same one."""
+        """Begin a replay, or continue an identical one."""
         if not (directory / self.info_file).exists():
             directory.mkdir(parents=True, exist_ok=True)
             write_json_model(identity, directory / self.info_file)
@@ -64,7 +62,6 @@ class StageFiles(Generic[Identity, Found]):
             )
 
     def identity_of(self, directory: Path, plan_sha256: str) -> Identity:
-        """Read the replay's identity."""
         kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
         if kept.plan_sha256 != plan_sha256:
             raise UserError(
@@ -75,7 +72,6 @@ class StageFiles(Generic[Identity, Found]):
         return kept
 
     def write(self, found: Found, directory: Path) -> None:
-        """Write what was found of a stage."""
         write_json_model(found, self.file_of(directory, found.stage))
 
     def read(self, directory: Path, stages: int) -> tuple[Found, ...]:

@@ -26,7 +26,7 @@ _ORDER = ("refused", "refused-at-first-step", "ignored", "warning")
 
 
 def findings_of(launch: Launch, model: ModelConfig) -> list[Finding]:
-    """Find all that is wrong, or worth knowing, of a launch; refusals come first."""
+    """Return a launch's findings, refusals first."""
     line = line_of(launch, model)
     found = (rule.finding(line) for group in GROUPS for rule in group.rules)
     told = [finding for finding in found if finding is not None]

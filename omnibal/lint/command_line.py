@@ -30,7 +30,7 @@ from omnibal.model.parallel import MAX_DEVICES
 _BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
 _DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
 _SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
-"""Programs of ms-swift, which have defaults for all sizes."""
+"""ms-swift's programs, with defaults for all sizes."""
 _SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
 _OF_LOONGFORGE = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
 _MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
@@ -81,7 +81,7 @@ def read_launch(
 
 
 def _launch_command(commands: Sequence[Command], line_number: int | None) -> Command:
-    """The one command of a script that has flags of a Megatron trainer."""
+    """Return the script's only command with Megatron flags."""
     for command in commands[1:]:
         if re.match(r"--?[A-Za-z]", command.words[0]):
             raise UserError(
@@ -120,7 +120,7 @@ def _is_launch(command: Command) -> bool:
 
 
 def _check_known(by_name: Mapping[str, str | None]) -> None:
-    """Refuse variables that are not known and that sizes or switches depend on."""
+    """Raise for unknown variables in sizes or switches."""
     asked: dict[str, str] = {}
     for name, text in by_name.items():
         is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
@@ -138,7 +138,7 @@ def _check_known(by_name: Mapping[str, str | None]) -> None:
 def _launcher_of(
     words: Sequence[str], flags: Mapping[str, str | None], by_name: Mapping[str, str | None]
 ) -> Launcher:
-    """The trainer that a command starts, by its program, then by how its flags are written."""
+    """Infer the trainer from the program, then the style of flags."""
     program = " ".join(word for word in words if not word.startswith("-"))
     if _DEEPSPEED.search(program):
         raise UserError(
@@ -165,7 +165,6 @@ def _count(text: str | None) -> int | None:
 
 
 def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
-    """Fields of a launch that flags give."""
     given = {name: text for name, text in settings.items() if not is_nothing(text)}
     fields = {
         FIELDS[name][0]: FIELDS[name][1](f"--{name}", text)

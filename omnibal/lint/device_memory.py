@@ -34,26 +34,26 @@ _CONTEXT_GIB = 0.5
 _PAIR_MIB, _GROUP_MIB = 544, 688
 """NCCL buffers per group of two and of more ranks, NVIDIA/nccl#964."""
 _COPIES = 5
-"""Copies of its rows that a layer with experts makes and does not keep."""
+"""Transient copies of routed rows per MoE layer."""
 
 
 class DeviceMemory(Frozen):
     """Peak memory of one device of a stage."""
 
     allocated_gib: float
-    """Memory of tensors, as `torch.cuda.max_memory_allocated` counts it."""
+    """As `torch.cuda.max_memory_allocated`."""
     reserved_gib: float
-    """Memory of tensors and blocks for them, as `torch.cuda.max_memory_reserved` counts it."""
+    """As `torch.cuda.max_memory_reserved`."""
     device_gib: float
-    """All memory in use, as a monitor of the device counts it."""
+    """Total memory in use, as in nvidia-smi."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceOverhead:
-    """Memory of a device of a stage that holds no tensors."""
+    """Memory without tensors of a stage's device."""
 
     peers_gib: float
-    """Part of the predicted peak that is NCCL's, for ranks that share out experts."""
+    """NCCL's part of the predicted peak, for expert-parallel peers."""
     idle_gib: float
     """Idle blocks of torch's allocator at the peak, excluding a share of the passes' memory."""
     outside_gib: float

@@ -25,7 +25,7 @@ SHORT = {
     "sl": "seq_length",
     "ng": "num_gpus",
 }
-"""Short flags of Megatron-Bridge's runner of recipes, without their dash, and their long names."""
+"""Short flags of Megatron-Bridge's recipe runner, and long names."""
 _SECTIONS = (
     *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
     *("mixed_precision", "comm_overlap"),
@@ -37,7 +37,7 @@ _NOTHING = ("none", "null", "")
 
 
 def canonical(name: str) -> str:
-    """A flag's name as all trainers' are compared."""
+    """Normalise a flag's name."""
     section, _, rest = name.partition(".")
     if section in _SECTIONS and rest and "." not in rest:
         name = rest
@@ -65,7 +65,7 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
 
 
 def is_override(name: str) -> bool:
-    """Whether a flag's name is that of an override of a Bridge recipe, such as `model.x`."""
+    """Whether the name is a Bridge recipe override, such as `model.x`."""
     return name.partition(".")[0] in _SECTIONS and "." in name
 
 
@@ -107,7 +107,7 @@ def _one_of(*words: str) -> Callable[[str, str | None], str | None]:
 
 
 def words_of(text: str | None) -> tuple[str, ...]:
-    """Words of a value that is a list: `a b`, `a,b` or `[a,b]`."""
+    """Split a list value: `a b`, `a,b` or `[a,b]`."""
     return tuple(re.findall(r"[^\s,\[\]'\"]+", text or ""))
 
 
@@ -147,7 +147,7 @@ FIELDS: Mapping[str, tuple[str, Read]] = {
     "global-batch-size": ("global_batch", _positive),
     "mtp-num-layers": ("prediction_layers", _whole),
 }
-"""Field of `Launch` that a flag gives, and how its value is read."""
+"""Field of `Launch` and reader of each flag."""
 SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _switch)
 """Flags that need no value."""
 LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
@@ -165,7 +165,7 @@ FROZEN = {
     "model.image-encoder.freeze": "vision",
     "model.image-projector.freeze": "projector",
 }
-"""Part of the model that a switch freezes."""
+"""Part frozen by a switch."""
 DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
     Launcher.MS_SWIFT: {
         "micro-batch-size": "1",
@@ -179,5 +179,5 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
 
 
 def is_nothing(text: str | None) -> bool:
-    """Whether a value says that there is none, as overrides may."""
+    """Whether a value means None, as in overrides."""
     return text is not None and text.strip().lower() in _NOTHING

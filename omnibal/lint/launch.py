@@ -8,7 +8,7 @@ from pydantic import Field
 from omnibal.base.frozen import Frozen
 
 Severity = Literal["refused", "refused-at-first-step", "ignored", "warning"]
-"""Whether the trainer ends before its first step, or at it, drops the flag silently, or runs."""
+"""The trainer fails at start, fails at the first step, drops the flag silently, or runs."""
 
 
 class Launcher(StrEnum):
@@ -27,7 +27,7 @@ class Launch(Frozen):
     flags: dict[str, str | None]
     """Every flag as written, by name without dashes, or None for a switch without a value."""
     gpus: int | None = None
-    """Processes of the job, by torchrun's flags, the script's variables or --gpus."""
+    """Processes, by torchrun's flags, the script's variables or --gpus."""
     tensor: int = 1
     pipeline: int = 1
     context: int = 1
@@ -41,7 +41,7 @@ class Launch(Frozen):
     first_layers: int | None = None
     last_layers: int | None = None
     layout: str | tuple[tuple[str, ...], ...] | None = None
-    """Layers by stage and chunk, as Megatron's string or as lists of words."""
+    """Layers by stage and chunk, as a string or lists of words."""
     layers_by_stage: tuple[int, ...] | None = None
     """Layers by stage of `--custom-pipeline-layers`; by chunk, chunk-major, if `is_by_chunk`."""
     is_by_chunk: bool = False
@@ -54,11 +54,11 @@ class Launch(Frozen):
     recompute_modules: tuple[str, ...] = ()
     recompute_encoders: bool = False
     micro_batch: int | None = None
-    """Samples, or packs, of a micro-batch."""
+    """Samples or packs per micro-batch."""
     global_batch: int | None = None
-    """Samples, or packs, of a step."""
+    """Samples or packs per step."""
     sequence_length: int | None = None
-    """Tokens of a micro-batch's sample, or of a pack."""
+    """Tokens per sample or pack."""
     prediction_layers: int | None = None
     frozen: tuple[str, ...] = ()
     environment: dict[str, str] = Field(default={})
@@ -68,10 +68,10 @@ class Launch(Frozen):
 
 
 class Finding(Frozen):
-    """One thing that is wrong or worth knowing about a launch line."""
+    """A problem of a launch line, or a remark."""
 
     rule: str
-    """Short name that does not change, such as `layers-divide-stages`."""
+    """Stable short name, such as `layers-divide-stages`."""
     severity: Severity
     message: str
     """Problem, requirement and fix."""
@@ -80,5 +80,4 @@ class Finding(Frozen):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the line cannot be trained with."""
         return self.severity in ("refused", "refused-at-first-step")

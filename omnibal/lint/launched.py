@@ -56,14 +56,14 @@ class Samples:
     lengths: Lengths | None
     """A dataset's lengths, or None for samples all of the sequence length."""
     image_share: float
-    """Share of a made-up sample's tokens that are images'."""
+    """Image share of a mock sample's tokens."""
     image_tokens: int
-    """Tokens of one image at its native resolution, of a made-up sample."""
+    """Tokens per native-resolution image of a mock sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Launched:
-    """A line's job with its micro-batches and its stages."""
+    """A line's job, micro-batches and stages."""
 
     line: Line
     job: JobSpec
@@ -74,12 +74,12 @@ class Launched:
     has_samples: bool
     workload: Workload
     layers: tuple[tuple[int, ...], ...]
-    """Layers of the language model on every chunk of every stage."""
+    """Language model layers by stage and chunk."""
     parts: tuple[Stage, ...]
     """Every chunk of every stage in model order with its recomputation, or each stage as one run if
     the line's chunks cannot be simulated."""
     schedule: PipelineSchedule
-    """Interleaved 1F1B where stages have several chunks that can be simulated."""
+    """Interleaved 1F1B if stages have several chunks that can be simulated."""
     notes: tuple[str, ...]
     """Parts of the line that are not counted, or approximated."""
 
@@ -89,12 +89,12 @@ class Launched:
         return self.schedule.chunks == len(self.layers[0])
 
     def plan_of(self, parts: Sequence[Stage], schedule: PipelineSchedule) -> Plan:
-        """The line's job with other stages, of the parts that a schedule places on them."""
+        """Return the line's job with other parts and schedule."""
         return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
 def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
-    """Make the job of a line that breaks no rule."""
+    """Make the job of a valid line."""
     _check_predictable(line)
     parallel, expert_notes = _parallel(line, model)
     precision, fp8 = precision_of(line)
@@ -199,7 +199,7 @@ def _notes_on_job(line: Line, samples: Samples, job: JobSpec) -> Iterator[str]:
 
 
 def _check_predictable(line: Line) -> None:
-    """Refuse a line that does not say what a prediction needs, or builds another model."""
+    """Raise if the line lacks settings for a prediction, or builds another model."""
     launch, other = line.launch, line.other_sizes
     if other:
         name, (built, known) = next(iter(other.items()))
@@ -234,7 +234,7 @@ def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelCon
 
 
 def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
-    """Parts of the model that the line freezes; with adapters all but the language model's."""
+    """Return frozen parts; with adapters all but the language model."""
     others = [part for part in model_parts(model) if part != LANGUAGE]
     if is_adapter(line):
         return tuple(others)
@@ -245,7 +245,7 @@ def _frozen(line: Line, model: ModelConfig) -> tuple[str, ...]:
 
 
 def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
-    """Parallel sizes, context-parallel ranks among the data-parallel ones, and notes on them."""
+    """Return parallel sizes, with CP counted in DP, and notes."""
     launch, notes = line.launch, []
     assert line.data is not None
     data, expert = line.data * launch.context, 1
@@ -279,7 +279,7 @@ def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
 
 
 def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
-    """Limits of a made-up sample, or of a dataset's micro-batch."""
+    """Return caps of a mock sample, or of a dataset's micro-batch."""
     assert line.launch.sequence_length is not None
     assert line.launch.micro_batch is not None
     tokens = line.launch.sequence_length // (line.launch.context if cuts_samples(line) else 1)
@@ -303,7 +303,7 @@ def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
 def _micro_batches(
     line: Line, job: JobSpec, samples: Samples, caps: Caps, levels: tuple[Level, ...]
 ) -> tuple[ScheduledPacks, Lengths]:
-    """Micro-batches of all steps on a dataset, or of one step of made-up samples."""
+    """Return micro-batches of a dataset's steps, or of a mock step."""
     micro_batches, ranks = line.micro_batches, job.parallel.data
     assert micro_batches is not None
     if samples.lengths is not None:
@@ -376,11 +376,11 @@ def _parts(
 
 
 EVERY = 10**6
-"""More layers than any stage has: all of them."""
+"""All layers: more than any stage has."""
 
 
 def _number(line: Line, stage: int) -> int:
-    """Layers that every chunk of a stage recomputes, or all where it holds fewer."""
+    """Return recomputed layers per chunk of a stage."""
     launch = line.launch
     if launch.recompute != "full":
         return 0
@@ -390,7 +390,7 @@ def _number(line: Line, stage: int) -> int:
 
 
 def _encoder_number(line: Line, number: int) -> int:
-    """Layers of an encoder that its stage recomputes."""
+    """Return an encoder's recomputed layers."""
     launch = line.launch
     if launch.launcher is Launcher.LOONGFORGE:
         return number  # its configuration of an encoder has the same fields

@@ -43,7 +43,7 @@ SIZE_FLAGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """Sizes of a language model in Megatron's words."""
+    """Language model sizes by Megatron's names."""
 
     layers: int
     hidden: int
@@ -54,13 +54,13 @@ class Sizes:
     """Routed experts of a layer, or 0."""
     is_latent: bool
     linear: LinearAttention | None
-    """Gated delta net of layers that have one."""
+    """Gated delta net, if any."""
     prediction_layers: int
-    """Layers of multi-token prediction that the released model has."""
+    """Multi-token prediction layers of the released model."""
 
 
 def sizes_of(model: ModelConfig) -> Sizes:
-    """Read the sizes that rules need of a model."""
+    """Return the model's sizes."""
     language = model.language
     mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
     linear = [kind.linear for kind in language.kinds if kind.linear is not None]
@@ -86,7 +86,7 @@ class Line:
 
     @cached_property
     def flags(self) -> dict[str, str | None]:
-        """Flags by names that all trainers share."""
+        """Flags by normalised name."""
         return {canonical(name): text for name, text in self.launch.flags.items()}
 
     @property
@@ -119,13 +119,13 @@ class Line:
 
     @property
     def other_sizes(self) -> dict[str, tuple[int, int]]:
-        """Sizes that flags give otherwise than the model has them: the flags', the model's."""
+        """Sizes with different values in flags and model, in this order."""
         built, model = asdict(self.sizes), asdict(self.model_sizes)
         return {size: (built[size], model[size]) for size in built if built[size] != model[size]}
 
     @property
     def grid(self) -> int:
-        """Ranks of one copy of the model: tensor x pipeline x context."""
+        """Ranks per model replica: tensor x pipeline x context."""
         return self.launch.tensor * self.launch.pipeline * self.launch.context
 
     @property
@@ -135,24 +135,24 @@ class Line:
 
     @property
     def exchange(self) -> ContextExchange:
-        """What context ranks exchange: heads if every layer does, else keys and values."""
+        """CP exchange: heads if every layer does, else keys and values."""
         is_heads = set(self.exchanges) == {"a2a"}
         return ContextExchange.HEADS if is_heads else ContextExchange.GATHER
 
     @property
     def is_ring(self) -> bool:
-        """Whether keys and values go round the context ranks in every layer."""
+        """Whether every layer uses ring attention."""
         return {"p2p", "a2a+p2p"}.issuperset(self.exchanges)
 
     @property
     def expert_tensor(self) -> int:
-        """Expert tensor size, by the trainer's default where it is not given."""
+        """Expert tensor size, by default the trainer's."""
         default = 1 if self.launch.launcher is Launcher.MS_SWIFT else self.launch.tensor
         return self.launch.expert_tensor or default
 
     @property
     def expert_grid(self) -> int:
-        """Ranks of one copy of the experts: expert tensor x expert x pipeline."""
+        """Ranks per copy of the experts: expert tensor x expert x pipeline."""
         return self.expert_tensor * self.launch.expert * self.launch.pipeline
 
     @property
@@ -185,13 +185,13 @@ class Line:
 
     @property
     def layers_to_split(self) -> int:
-        """Layers that stages share evenly, with embedding and loss if the line counts them."""
+        """Layers split evenly over stages, with embedding and loss if counted."""
         launch = self.launch
         return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
 
     @property
     def is_plain(self) -> bool:
-        """Whether stages have equally many layers, as far as flags say."""
+        """Whether no flag asks for an uneven split."""
         launch = self.launch
         ends = launch.first_layers is None and launch.last_layers is None
         return ends and launch.layout is None and launch.layers_by_stage is None
@@ -209,7 +209,7 @@ class Line:
 
     @property
     def chunk_group(self) -> int:
-        """Micro-batches that a chunk runs one after another."""
+        """Micro-batch group size per virtual stage."""
         names = (
             "microbatch-group-size-per-virtual-pipeline-stage",
             "microbatch-group-size-per-vp-stage",

@@ -22,7 +22,7 @@ LOONGFORGE = _MEGATRON_LM.model_copy(
 
 
 def layer_flags(plan: Plan) -> list[str]:
-    """Flags of the split and of recomputed layers."""
+    """Return flags of the split and recomputation."""
     return flag_lines(_split_flags(plan), _recompute_flags(plan))
 
 

@@ -22,7 +22,7 @@ class _Named(NamedTuple):
     recipe: Fp8Recipe
     keeps_bf16_weights: bool
     bf16_ends: int = 0
-    """Layers that stay in bf16 at each end."""
+    """bf16 layers at each end of the model."""
 
 
 _BRIDGE_NAMES: dict[str, _Named] = {
@@ -33,7 +33,7 @@ _BRIDGE_NAMES: dict[str, _Named] = {
     "nanov2_bf16_with_fp8_current_scaling_mixed": _Named("blockwise", False, 2),
     "bf16_with_fp8_subchannel_scaling_mixed": _Named("blockwise", True),
 }
-"""Configurations that Megatron-Bridge knows by name."""
+"""Megatron-Bridge's named configurations."""
 _BRIDGE_TYPES = {
     "fp8_ds": "bf16_with_fp8_delayed_scaling_mixed",
     "fp8_mx": "bf16_with_mxfp8_mixed",
@@ -78,7 +78,7 @@ def precision_of(line: Line) -> tuple[Precision, Fp8]:
 
 
 def notes_on_precision(line: Line) -> Iterator[str]:
-    """Say what of a line's low precision is counted as something else, or not at all."""
+    """Yield notes on FP8 settings approximated or not counted."""
     if any(line.text(name) for name in ("fp4", "fp4-format")):
         yield "fp4 is not counted: products are predicted in bf16, as are activations"
     name = _given_name(line)
@@ -104,7 +104,7 @@ def notes_on_precision(line: Line) -> Iterator[str]:
 
 
 def _bf16_layers(line: Line) -> int:
-    """Layers at both ends of the model that stay in bf16; core's default is one at each."""
+    """Return bf16 layers at both ends; core's default is 1 at each end."""
     named = _named(line)
     usual = named.bf16_ends if named is not None else 0
     if "first-last-layers-bf16" in line.flags:

@@ -26,11 +26,11 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 
 _WORTH_TELLING = 0.005
-"""Least share of a step that a better split must save to be worth new flags."""
+"""Min share of a step saved to suggest other flags."""
 _EFFORT = Effort(share=0.2, most_cuts=2_000)
-"""Effort of the search for chunks, of each number of them: about a second."""
+"""Search effort per number of chunks, about a second."""
 _BELOW = 1 - 1e-6
-"""Share of a peak that it does not fit any more."""
+"""Factor just below 1, to exclude a peak."""
 _MOST_SEARCHES = 3
 """Max searches for a split that fits; each lowers the cap by the last one's excess."""
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
@@ -46,19 +46,18 @@ class Costed:
     """Stages of a job, with predicted time and memory."""
 
     parts: tuple[Stage, ...]
-    """Every chunk of every stage, in model order."""
+    """All chunks in model order."""
     schedule: PipelineSchedule
     stages: tuple[Stage, ...]
-    """All chunks of a stage as one."""
+    """Stages with chunks merged."""
     prediction: Prediction
     flags: tuple[str, ...] = ()
     """Flags for the split and recomputation, or empty for the line's own."""
     overheads: tuple[DeviceOverhead, ...]
-    """Memory without tensors of a device of every stage."""
+    """Memory without tensors by stage."""
 
     @property
     def step_ms(self) -> float:
-        """Time of a step."""
         return self.prediction.step_ms
 
     @property
@@ -87,7 +86,6 @@ def predicted(
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
     flags: Sequence[str] = (),
 ) -> Costed:
-    """Predict stages of a line's job on its micro-batches."""
     job = launched.job
     prediction = predict(
         job.cost_of_all(launched.levels),
@@ -114,7 +112,7 @@ def predicted(
 
 
 def predicted_line(launched: Launched) -> Costed:
-    """Predict the line's own stages, with their chunks where these can be simulated."""
+    """Predict the line's own stages, with chunks if they can be simulated."""
     return predicted(launched, launched.parts, launched.schedule)
 
 
@@ -245,7 +243,7 @@ def _with_numbers(
 
 
 def _fit(launched: Launched, parts: Sequence[Stage]) -> np.ndarray:
-    """Whether every stage of the line's schedule fits its devices. bool [stages]"""
+    """Whether each stage fits its devices. bool [stages]"""
     job, schedule = launched.job, launched.schedule
     cost = job.cost_of_all(launched.levels)
     memories = schedule_memories(cost, (parts,), launched.workload, schedule)
@@ -259,7 +257,7 @@ def _fit(launched: Launched, parts: Sequence[Stage]) -> np.ndarray:
 
 
 def memory_finding(launched: Launched, line: Costed) -> Finding | None:
-    """A warning where a stage is predicted to take more memory than a device has."""
+    """Return a warning if a stage's predicted memory exceeds the device's."""
     cluster, memory = launched.job.cluster, line.memory
     of_device = [each.device_gib for each in memory]
     heaviest = int(np.argmax(of_device))
@@ -296,7 +294,7 @@ class Verdict:
 
     @classmethod
     def of(cls, launched: Launched) -> "Verdict":
-        """Predict a line, and look for better stages of the same sizes."""
+        """Predict a line, and search for better stages of equal sizes."""
         line = predicted_line(launched)
         finding = memory_finding(launched, line)
         return cls(
@@ -315,7 +313,7 @@ class Verdict:
 
     @property
     def tokens_per_second_per_gpu(self) -> float:
-        """Tokens that a GPU trains in a second, mean over the steps."""
+        """Mean over steps."""
         launched = self.launched
         samples = launched.packs.packs.samples
         tokens = int(launched.lengths.tokens[samples].sum()) / launched.packs.steps

@@ -23,7 +23,7 @@ Check = Callable[[Line], Problems]
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """One thing that must hold for a launch line to start."""
+    """A requirement on launch lines."""
 
     source: str
     """File, line and version of the trainer's own check."""
@@ -35,7 +35,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Short name that does not change, such as `layers-divide-stages`."""
+        """Stable short name, such as `layers-divide-stages`."""
         return self.check.__name__.replace("_", "-")
 
     @property
@@ -69,7 +69,7 @@ class RuleGroup:
         severity: Severity = "refused",
         launchers: frozenset[Launcher] = frozenset(Launcher),
     ) -> Callable[[Check], Check]:
-        """Make the decorated function a rule of the group, by its name and its docstring."""
+        """Decorator: add a rule, from the function's name and docstring."""
 
         def add(check: Check) -> Check:
             self.rules.append(Rule(source, check, severity, launchers))
@@ -78,8 +78,8 @@ class RuleGroup:
         return add
 
     def core_config(self, lines: str, **more: Any) -> Callable[[Check], Check]:
-        """Make the decorated function a rule that core's configuration has."""
+        """Decorator: add a rule of core's configuration."""
         return self.rule(f"core/transformer/transformer_config.py:{lines}, {CORE}", **more)
 
     validate_args = partialmethod(rule, VALIDATE_ARGS, launchers=ARGPARSE)
-    """Make the decorated function a rule that Megatron-LM's `validate_args` has."""
+    """Decorator: add a rule of Megatron-LM's `validate_args`."""

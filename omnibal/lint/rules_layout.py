@@ -12,7 +12,7 @@ _OF_SWIFT = frozenset((Launcher.MS_SWIFT,))
 
 
 def _whole(line: Line) -> Layout | None:
-    """The layout, if it can be read and has equally many chunks for every stage."""
+    """Return the layout if valid with equal numbers of chunks per stage."""
     layout = line.layout
     is_whole = isinstance(layout, Layout) and layout.pipeline == line.launch.pipeline
     return layout if isinstance(layout, Layout) and is_whole else None

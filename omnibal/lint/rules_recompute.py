@@ -76,7 +76,7 @@ def selective_without_method(line: Line) -> Problems:
 
 
 def _modules(line: Line, *names: str) -> list[str]:
-    """Modules that are recomputed selectively, of those named, or all."""
+    """Return selectively recomputed modules, filtered by `names` if given."""
     modules = line.launch.recompute_modules if line.launch.recompute == "selective" else ()
     return [module for module in modules if not names or module in names]
 

@@ -14,7 +14,7 @@ _COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
 
 def _other_ends(line: Line) -> str:
-    """Layers of first and last stages that would be whole, in words."""
+    """Describe valid sizes of first and last stages."""
     ends = even_ends(line.sizes.layers, line.launch.pipeline, line.virtual or 1)
     if ends is None or line.launch.account_for_embedding or line.launch.account_for_loss:
         return "choose another PP, or give a layout"
@@ -24,7 +24,7 @@ def _other_ends(line: Line) -> str:
 
 
 def _counted(line: Line) -> str:
-    """Layers that stages share, in words."""
+    """Describe the layers shared by stages."""
     extra = line.layers_to_split - line.sizes.layers
     return f"{line.sizes.layers} layers" + (f" and {extra} for embedding and loss" if extra else "")
 
@@ -61,7 +61,7 @@ def layers_divide_chunks(line: Line) -> Problems:
 
 
 def _ends(line: Line) -> dict[str, int]:
-    """Layers of the first and the last stage, as far as they are given."""
+    """Layers of the first and last stage, if given."""
     given = {"first": line.launch.first_layers, "last": line.launch.last_layers}
     return {end: count for end, count in given.items() if count is not None}
 
@@ -102,7 +102,7 @@ def _middle(line: Line) -> tuple[int, int]:
 
 
 def _left(line: Line, layers: int, stages: int) -> str:
-    """What given ends leave of a model, in words."""
+    """Describe the layers left by given ends."""
     ends = ", ".join(f"{end} {count}" for end, count in _ends(line).items())
     return (
         f"{line.sizes.layers} layers on {line.launch.pipeline} stages, {ends}: {layers} layers are "

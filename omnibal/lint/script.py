@@ -50,7 +50,7 @@ class Command:
 
 
 def show_unknown(text: str) -> str:
-    """Write variables that are not known as a shell does, such as `$TP`."""
+    """Show unknown variables as in a shell, such as `$TP`."""
     return UNKNOWN.sub(r"$\1", text)
 
 
@@ -66,22 +66,21 @@ def read_script(text: str, given: Mapping[str, str]) -> list[Command]:
 
 
 def _without_comments(text: str) -> str:
-    """Drop comments and ends of lines that go on."""
+    """Drop comments and line continuations."""
     return _KEPT.sub(lambda match: (match[1] or "").replace("\\\n", ""), text)
 
 
 class _Reader:
-    """Variables of a script up to a line."""
+    """Variables of a script so far."""
 
     def __init__(self, given: Mapping[str, str]) -> None:
         self.given = given
         self.values: dict[str, tuple[str, ...]] = {}
-        """Words of an array, or one value."""
         self.exported: set[str] = set()
         self.line = 1
 
     def read_line(self, text: str, line: int) -> Iterator[Command]:
-        """Take a line's assignments, or yield its command."""
+        """Apply a line's assignments, or yield its command."""
         self.line, raw = line, _WORD.findall(text)
         is_export = raw[:1] == ["export"]
         if is_export:
@@ -120,7 +119,7 @@ class _Reader:
         return value
 
     def _words(self, raw: str, splits: bool = True) -> list[str]:
-        """Words that a word becomes."""
+        """Expand a word."""
 
         def expanded(match: re.Match[str]) -> str:
             if match["shell"]:
@@ -146,7 +145,7 @@ class _Reader:
             ) from error
 
     def _in_double(self, text: str) -> str:
-        """Text of a double quote with its variables, quoted; several words for an array."""
+        """Expand and quote a double-quoted text; arrays give several words."""
 
         def expanded(match: re.Match[str]) -> str:
             if match["shell"]:

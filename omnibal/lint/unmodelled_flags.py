@@ -11,7 +11,7 @@ from omnibal.model.config import ModelConfig
 
 _ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
 _NAMES_OF_ADAPTERS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", "peft")
-"""Flags that say what is trained: of ms-swift, of recipes and of their performance scripts."""
+"""Flags for adapters: of ms-swift, recipes and their performance scripts."""
 _NAMES_OF_RANK = ("lora-rank", "peft.dim", "lora-dim")
 _NAMES_OF_TARGETS = ("target-modules", "peft.target_modules", "lora-target-modules")
 _NAME = re.compile(r"[\w.-]+")
@@ -22,7 +22,7 @@ Megatron-Bridge."""
 
 
 def is_adapter(line: Line) -> bool:
-    """Whether the line trains adapters of a model that is frozen itself."""
+    """Whether the line trains adapters of a frozen model."""
     given = (line.text(name) for name in _NAMES_OF_ADAPTERS)
     is_named = any(text is not None and text.lower() in _ADAPTERS for text in given)
     return is_named or any(name.startswith("peft.") for name in line.flags)
@@ -57,18 +57,18 @@ def cuts_samples(line: Line) -> bool:
 
 
 def has_engine(line: Line) -> bool:
-    """Whether language layers are Transformer Engine's, the default of trainers."""
+    """Whether language layers use Transformer Engine, trainers' default."""
     return line.text("transformer-impl") != "local"
 
 
 def accumulates_in_products(line: Line) -> bool:
-    """Whether products of weights' gradients accumulate them, the default of trainers."""
+    """Whether weight gradient accumulation is fused, trainers' default."""
     fusion = "gradient-accumulation-fusion"
     return has_engine(line) and line.on(fusion, default=True) and not line.on(f"no-{fusion}")
 
 
 def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
-    """Say what of a line is counted as something else, or not at all."""
+    """Yield notes on flags approximated or not counted."""
     if line.virtual is not None and not chunks_are_simulated:
         yield (
             f"{line.virtual} chunks a stage are predicted as one run of layers, by 1F1B: with "

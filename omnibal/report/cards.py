@@ -37,7 +37,6 @@ def headline_cards(
     replay: ReplaySummary | None,
     records: Sequence[StepRecord],
 ) -> list[Card]:
-    """Return the page's cards in order."""
     prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
     rates = {name: figures.samples_per_second_per_gpu for name, figures in sources.items()}

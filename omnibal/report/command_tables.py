@@ -24,7 +24,7 @@ _SHOWN_CANDIDATES = 10  # as many as a terminal shows beside the rest of what a 
 
 
 def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:
-    """The model presets: parameters, and layers x hidden size of every tower."""
+    """Model presets: parameters, and layers x hidden size per tower."""
     return Table.of_records(
         "Models, with billions of parameters",
         models,
@@ -48,7 +48,7 @@ def _size(tower: EncoderLayers | LanguageConfig) -> str:
 
 
 def hub_ids_table(ids: Mapping[str, Sequence[str]]) -> Table:
-    """Ids on a hub that name a model preset, by preset."""
+    """Hub ids by model preset."""
     rows = [(name, "\n".join(ids[name])) for name in sorted(ids)]
     columns = [Column(title="name"), Column(title="id on Hugging Face's hub", style="left")]
     return Table(title="Models by their ids on a hub", columns=columns, sections=[rows])
@@ -62,7 +62,6 @@ def _billions(parameters: int) -> str:
 
 
 def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
-    """The cluster presets."""
     return Table.of_records(
         "Clusters",
         clusters,
@@ -81,7 +80,7 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
 
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
-    """Table of the best caps that were tried, the chosen ones first."""
+    """Table of the best caps tried, the chosen first."""
     best = search.candidates[0]
     titles = ("per pack", "per step", "per rank", "recom- puted", f"GiB of {cap_gib:.2f}")
     rows = [
@@ -157,7 +156,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
 
 
 def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> Table:
-    """Errors of the fitted costs against the measurements of a provider's layers."""
+    """Errors of fitted costs against a provider's measurements."""
     return Table.of_records(
         f"Fit of the costs, provider {provider}",
         residuals,
@@ -172,7 +171,6 @@ def residuals_table(residuals: Sequence["FitResidual"], provider: Provider) -> T
 
 
 def simulation_facts(result: dict[str, Any]) -> Facts:
-    """The simulated steps of a plan."""
     entries = [("steps", f"{result['steps']:,}")]
     for name in ("mean", "median", "min", "max"):
         entries.append((f"step, {name}", milliseconds(result[f"step_ms_{name}"], 4)))
@@ -185,7 +183,7 @@ def simulation_facts(result: dict[str, Any]) -> Facts:
 
 
 def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table:
-    """Measurements of the replayed stages, times per micro-batch."""
+    """Replayed stages, times per micro-batch."""
     columns: dict[str | Column, Callable[[StageReplay], Cell]] = {
         "stage": lambda replay: f"{replay.stage}",
         "packs": lambda replay: f"{len(replay.rows):,}",

@@ -36,18 +36,18 @@ style = partial(rc_context, fname=_FOLDER / "omnibal.mplstyle")
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """Return an empty figure of this size in pixels."""
+    """Return an empty figure, sizes in pixels."""
     return Figure(figsize=(width / 72, height / 72))
 
 
 def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure of this size in pixels with empty axes."""
+    """Return a figure with empty axes, sizes in pixels."""
     figure = new_figure(width, height)
     return figure, figure.subplots()
 
 
 def printable(text: str) -> str:
-    """Text with a question mark in place of every character that XML cannot hold."""
+    """Replace characters invalid in XML by question marks."""
     return _NOT_XML.sub("?", text)
 
 
@@ -96,14 +96,14 @@ def stack_bars(
 
 
 def add_legend(figure: Figure, columns: int) -> None:
-    """Add one legend above all axes, with every label once."""
+    """Add a joint legend above all axes."""
     found = [axes.get_legend_handles_labels() for axes in figure.axes]
     handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
     figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=columns)
 
 
 def label_rows(axes: Axes, names: Sequence[str]) -> None:
-    """Name rows from the top down: all, or the first and the last of more than 24."""
+    """Label rows top down: all, or first and last if more than 24."""
     shown = range(len(names)) if len(names) <= 24 else (0, len(names) - 1)
     axes.set_yticks(list(shown), [names[row] for row in shown])
     axes.set_ylim(len(names) - 0.5, -0.5)
@@ -111,7 +111,7 @@ def label_rows(axes: Axes, names: Sequence[str]) -> None:
 
 
 def make_logarithmic(axes: Axes) -> None:
-    """Give the horizontal axis a logarithmic scale with ticks at 1, 2 and 5 times powers of 10."""
+    """Make the horizontal axis logarithmic, with ticks at 1, 2 and 5 times powers of 10."""
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.xaxis.set_major_formatter("{x:g}")

@@ -12,7 +12,7 @@ _SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller ones add 
 
 
 def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
-    """Predicted and allocated peak of every stage that was counted, and their difference."""
+    """Predicted and allocated peak by stage, and their difference."""
     cap_gib = memory_cap_gib(plan.cluster)
     return Table.of_records(
         f"Allocated on fake devices, GiB of {cap_gib:.2f}",
@@ -37,7 +37,7 @@ def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
 
 
 def fake_device_launches_table(stages: Sequence[FakeStage], rates: Roofline) -> Table:
-    """Kernels, arithmetic and bytes per micro-batch, and the share of element-wise work."""
+    """Kernels, FLOPs and bytes per micro-batch, and the element-wise share."""
     rows = []
     for one in stages:
         times, count = step_ms_by_kind(one.operations, rates), one.micro_batches
@@ -64,7 +64,7 @@ def fake_device_launches_table(stages: Sequence[FakeStage], rates: Roofline) -> 
 
 
 def contents_table(one: FakeStage) -> Table:
-    """What fills the peak of a stage, largest first."""
+    """Storages at a stage's peak, largest first."""
     rows = [
         [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
         for part in one.contents[:_SHOWN_CONTENTS]

@@ -43,24 +43,20 @@ _TIME_COLOURS = {
     "encoder": "teal",
     "exchange": "blue",
 }
-"""Colours of the parts of `StageTime`, in its order."""
 _MEMORY_COLOURS = ("blue", "teal", "grey", "rose", "yellow")
-"""Colours of the parts of `memory_parts`."""
 _LOST_COLOURS = "green pale yellow orange purple grey blue teal rose red ink".split()
-"""Colours of the ideal time and of the causes that lose time."""
 _POINTS = 200
-"""Intervals of a curve with two points each, however long the run."""
+"""Intervals of a curve, with two points each."""
 _CELLS = 64
-"""Cells of the density of packs along each axis."""
+"""Cells per axis of the density of packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PageFigure:
-    """A figure with its heading above and its caption below."""
+    """A figure with heading and caption."""
 
     title: str
     drawn: Figure | None
-    """None if there is nothing to draw."""
     caption: str
     wide: bool = False
 
@@ -72,7 +68,7 @@ class PageFigure:
 
 @style()
 def split_figure(plan: Plan) -> PageFigure:
-    """Draw every unit of the model as a block in the row of its stage."""
+    """Draw units as blocks in rows of stages."""
     colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
     colours |= {LANGUAGE: "orange"}
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
@@ -108,7 +104,7 @@ def split_figure(plan: Plan) -> PageFigure:
 
 @style()
 def memory_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | None:
-    """Draw the memory of a device of each stage, if predicted: parts, peaks and the limit."""
+    """Draw predicted memory per stage, if any: parts, peaks and limit."""
     if plan.prediction is None:
         return None
     memories = [memory_parts(stage.memory) for stage in plan.prediction.stages]
@@ -134,7 +130,7 @@ def memory_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure 
 
 @style()
 def time_figure(plan: Plan, sources: Mapping[str, StepFigures]) -> PageFigure | None:
-    """Draw forward, backward, wait, data and update of every stage by source, if any is known."""
+    """Draw forward, backward, wait, data and update by stage and source, if known."""
     series = {name: figures.stages for name, figures in sources.items() if figures.stages}
     if not series:
         return None
@@ -214,7 +210,7 @@ def curve_figure(
 
 
 def extremes(values: np.ndarray, intervals: int) -> np.ndarray:
-    """Indices of the smallest and largest value of every interval: fewer points, same outline."""
+    """Return indices of min and max of every interval: fewer points, same outline."""
     if len(values) <= 2 * intervals:
         return np.arange(len(values))
     bounds = np.linspace(0, len(values), intervals + 1).astype(int)
@@ -224,7 +220,7 @@ def extremes(values: np.ndarray, intervals: int) -> np.ndarray:
 
 
 def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
-    """Mean over up to `radius` neighbours on each side, fewer at the ends."""
+    """Return the mean over up to `radius` neighbours on each side."""
     total = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
     index = np.arange(len(values))
     low, high = np.maximum(index - radius, 0), np.minimum(index + radius + 1, len(values))
@@ -233,7 +229,7 @@ def moving_mean(values: np.ndarray, radius: int) -> np.ndarray:
 
 @style()
 def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
-    """Draw the density of packs over tokens and limited items, or samples if none are limited."""
+    """Draw the density of packs over tokens and limited items, or samples without limits."""
     name, counted = "samples", np.diff(packs.packs.offsets)
     limited = [item for item in caps.names if item in packs.items]
     if limited:
@@ -263,7 +259,7 @@ def packs_figure(packs: ScheduledPacks, caps: Caps) -> PageFigure:
 
 @style()
 def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
-    """Draw the step as ideal computation and time lost to each cause, as far as it is known."""
+    """Draw ideal computation and time lost by cause, if known."""
     steps = lost_by_source(plan, replay)
     if not steps:
         return None
@@ -289,7 +285,7 @@ def waste_figure(plan: Plan, replay: ReplaySummary | None) -> PageFigure | None:
 
 @style()
 def lengths_figure(lengths: Lengths, most: int) -> PageFigure:
-    """Draw the spread of items and tokens in the samples of each source."""
+    """Draw the distribution of items and tokens by source."""
     groups = largest_sources(lengths, most)
     features = (*lengths.item_names, "tokens")
     figure = new_figure(WIDE, 80 + 26 * len(groups))

@@ -13,7 +13,7 @@ ARROW = "\N{RIGHTWARDS ARROW}"
 
 
 def escape(value: object) -> str:
-    """Text from the user or the data, safe in element content and in quoted attributes."""
+    """Escape text for HTML content and quoted attributes."""
     return html.escape(str(value), quote=True)
 
 
@@ -42,19 +42,18 @@ def percent(fraction: float) -> str:
 
 
 def change(value: float, base: float) -> str:
-    """Format how far a value is above a base, with its sign."""
+    """Format a relative change, with sign."""
     # Without the sign of a difference that rounds to nothing.
     return f"{round(100 * (value / base - 1), 1) + 0.0:+.1f} %"
 
 
 def milliseconds(value: float, digits: int = 3) -> str:
-    """Format a time in ms, or in s from a second on."""
+    """Format a time in ms, or in s from 1 s."""
     unit, of = ("s", value / 1000) if value >= 1000 else ("ms", value)
     return f"{number(of, digits)} {unit}"
 
 
 def gib_or_mib(gib: float) -> str:
-    """Format memory with at least three digits."""
     mib = 1024 * gib
     return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
 
@@ -77,7 +76,7 @@ def duration(seconds: float) -> str:
 
 
 def deviation(predicted: float, measured: float) -> str:
-    """Deviation of a prediction from the measurement, in words."""
+    """Describe a prediction's relative error."""
     if measured <= 0:
         return "no measured time"
     error = predicted / measured - 1
@@ -85,7 +84,7 @@ def deviation(predicted: float, measured: float) -> str:
 
 
 def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:
-    """Cells of one table column, all with the same number of decimals, `at_least` or more."""
+    """Format a column with equal decimals, `at_least` or more."""
     finite = [abs(value) for value in values if math.isfinite(value)]
     largest = max(finite, default=0.0)
     decimals = max(0, 2 - math.floor(math.log10(largest))) if largest else 0
@@ -101,7 +100,7 @@ def write_ascii(page: str, path: Path) -> None:
 
 
 def held_encoders(parallel: Parallel, sharded: int) -> str:
-    """Say how ranks hold the weights of data-parallel encoders, which `sharded` of them divide."""
+    """Describe the sharding of data-parallel encoders over `sharded` ranks."""
     if sharded == 1:
         return "whole on every rank"
     copies = parallel.world_size // sharded

@@ -19,7 +19,6 @@ def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | N
 
 
 def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
-    """`length_statistics` of every source, with its name."""
     return [
         {"source": name, **length_statistics(lengths, lengths.source == code)}
         for code, name in enumerate(lengths.source_names)
@@ -38,7 +37,7 @@ def largest_sources(lengths: Lengths, most: int | None = None) -> list[tuple[str
 
 
 def sources_table(lengths: Lengths, most: int | None = None) -> Table:
-    """Samples, items and tokens of every source (`largest_sources`), and of all."""
+    """Samples, items and tokens by source (`largest_sources`), and in total."""
     features = (*lengths.item_names, "tokens")
 
     def row(name: str, codes: np.ndarray) -> list[str]:

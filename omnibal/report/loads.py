@@ -23,7 +23,7 @@ from omnibal.steps.metrics import rank_sums, straggler_factor
 
 _STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # as many bars as can be told apart in the width
 _QUANTILES = 200
-"""Drawn points of a distribution, however long the epoch."""
+"""Drawn points of a distribution."""
 _NAME_LIMIT = 28  # characters: both names then fit into the title's line
 _LINE = 145  # characters in the figure's width
 _COLOURS = {"before": "orange", "after": "blue"}
@@ -31,27 +31,26 @@ _COLOURS = {"before": "orange", "after": "blue"}
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RankLoads:
-    """Steps of an epoch: the compute time of every rank in each, and the samples trained."""
+    """Compute times of an epoch's steps by rank, and its samples."""
 
     compute_ms: np.ndarray
     """Compute time, [steps, ranks]. A step ends with its slowest rank."""
     samples: int
     pad_ratio: float
-    """Share of the tokens computed that are padding, mean over micro-batches."""
+    """Padding share of tokens, mean over micro-batches."""
 
     @property
     def step_ms(self) -> np.ndarray:
-        """Time of every step, that of its slowest rank. [steps]"""
+        """Time of each step's slowest rank, [steps]."""
         return self.compute_ms.max(axis=1)
 
     @property
     def wait_fraction(self) -> float:
-        """Share of all ranks' time that they wait for the slowest."""
+        """Idle share of all ranks' time."""
         return float(1 - self.compute_ms.mean(axis=1).sum() / self.step_ms.sum())
 
     @property
     def ms_per_sample(self) -> float:
-        """Time of all steps per sample trained."""
         return float(self.step_ms.sum() / self.samples)
 
 
@@ -92,7 +91,7 @@ def common_practice(
 def compare_loads(
     job: JobSpec, data: SampleData, scheduled: ScheduledPacks
 ) -> dict[str, RankLoads]:
-    """Return the loads of a schedule, `after`, and, if it has a step, common practice, `before`."""
+    """Return the schedule's loads (`after`) and common practice (`before`), if it has a step."""
     dp, lengths = job.parallel.data, data.lengths
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
     # Packed samples share a row without padding.
@@ -111,7 +110,7 @@ def _mean_samples(scheduled: ScheduledPacks) -> int:
 
 @style()
 def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Figure:
-    """Draw steps end to end with a bar for every rank, and distributions over the whole epoch."""
+    """Draw steps with a bar per rank, and distributions over the epoch."""
     sides = compare_loads(job, data, scheduled)
     figure = new_figure(WIDE, 330 + 220 * len(sides))
     model, cluster = (shorten(printable(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
@@ -153,7 +152,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
 
 
 def key_figures(loads: RankLoads, first: RankLoads) -> str:
-    """Figures of the whole epoch in words; time per sample also as a share of the first side's."""
+    """Describe the epoch; time per sample also relative to `first`."""
     step_ms = milliseconds(float(loads.step_ms.mean()))
     said = (
         f"straggler factor {straggler_factor(loads.compute_ms):.4f}; "
@@ -171,12 +170,12 @@ def _counted(count: int, what: str) -> str:
 
 
 def evenly(count: int, at_most: int) -> np.ndarray:
-    """Up to `at_most` of the numbers below `count`, evenly spread from the first to the last."""
+    """Return up to `at_most` evenly spaced integers from 0 to `count` - 1."""
     return np.linspace(0, count - 1, min(count, at_most)).round().astype(np.int64)
 
 
 def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) -> None:
-    """Draw the compute time of each rank in each step, and after it the time that it waits."""
+    """Draw compute and idle time by rank and step."""
     all_steps, all_ranks = loads.compute_ms.shape
     ranks = evenly(all_ranks, _RANKS_SHOWN)
     ends_ms = np.cumsum(loads.step_ms[steps])
@@ -203,7 +202,7 @@ def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) ->
 
 
 def _draw_distributions(all_axes: np.ndarray, sides: Mapping[str, RankLoads]) -> None:
-    """Draw distributions over the whole epoch: imbalance of steps, and load of ranks."""
+    """Draw the epoch's distributions of step imbalance and rank load."""
     shares = np.linspace(0, 1, _QUANTILES + 1)
     for side, loads in sides.items():
         straggler = loads.step_ms / loads.compute_ms.mean(axis=1)

@@ -63,7 +63,7 @@ _ABOUT_WAITS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportInput:
-    """Everything the page shows, read and found to belong together."""
+    """Everything the page shows, checked to belong together."""
 
     plan: Plan
     job: JobSpec
@@ -133,7 +133,7 @@ def _read(
 
 
 def _run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
-    """The run and its steps, if it was trained from the plan."""
+    """Read the run and its steps; raises if it had another plan."""
     if plan.data is None:
         raise UserError(
             "a plan without data cannot have been trained; give the plan that the run "
@@ -156,7 +156,6 @@ def _run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]
 
 
 def render(report: ReportInput) -> str:
-    """The whole page."""
     pages = Environment(
         loader=PackageLoader("omnibal", "report"),
         autoescape=True,
@@ -212,7 +211,7 @@ def _shown(report: ReportInput) -> dict[str, Any]:
 
 
 def _about(replay: ReplaySummary) -> str:
-    """Explanation of how the replayed figures were measured, and of their limits."""
+    """Explain how replayed figures were measured."""
     info = replay.info
     steps, repetitions = len(info.steps), info.repetitions
     several = f" ({info.processes:,} processes shared them)" if info.processes > 1 else ""
@@ -228,7 +227,7 @@ def _about(replay: ReplaySummary) -> str:
 
 
 def _curves(report: ReportInput) -> list[PageFigure]:
-    """Loss, step time, learning rate and gradient norm over the steps of the run."""
+    """Curves of loss, step time, learning rate and gradient norm."""
     records, prediction = report.records, report.plan.prediction
     held_out = [(one.step - 1, one.loss) for one in report.validations]
     losses, step_ms = [one.loss for one in records], [one.step_ms for one in records]

@@ -44,7 +44,6 @@ _TEXT_LIMIT = 160  # characters: about three lines of a cell
 
 
 Filled = tuple[Column, Sequence[Cell]]
-"""A column and its cells."""
 
 
 def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "") -> Filled:
@@ -179,7 +178,7 @@ def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | 
 
 
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
-    """Both placements of encoders, and how data-parallel ones run."""
+    """Facts on both encoder placements, and data-parallel encoders."""
     planned, encoders, world_size = choice.predicted, plan.beside, plan.parallel.world_size
     beside = None if plan.prediction is None else plan.prediction.beside
     if beside is None and len(planned) < 2:
@@ -241,7 +240,7 @@ def plan_facts(
     sharding: ShardingChoice | None = None,
     schedule: ScheduleChoice | None = None,
 ) -> Facts:
-    """The prediction of the whole job, and why its weights and its schedule are as they are."""
+    """Facts on the job's prediction, and the choices of sharding and schedule."""
     parallel, exchange = plan.parallel, prediction.exchange
     entries = [
         ("devices", f"{parallel.world_size} = {parallel.text}, {plan.cluster.device}"),
@@ -381,7 +380,7 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
 
 
 def mixture_table(mixture: MixtureSeen) -> Table:
-    """Epochs of every source of a mixture that were seen by some steps of the run."""
+    """Epochs of every source seen up to some steps."""
     rows: list[list[Cell]] = [
         [
             each.name,
@@ -401,7 +400,6 @@ def provenance_facts(
     run: RunSummary | None,
     records: Sequence[StepRecord],
 ) -> Facts:
-    """Facts about the page's inputs."""
     entries: dict[str, str | Marked] = {
         "Plan schema": f"version {plan.schema_version}",
         "Cluster": f"{plan.cluster.name}, {plan.cluster.memory_gib:g} GiB a device",

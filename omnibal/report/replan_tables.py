@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 
 def misprediction_table(fit: "RunFit") -> Table:
-    """Predicted and measured time of a step's passes, by kind of unit and by stage."""
+    """Predicted and measured time of passes by unit kind and stage."""
     kinds = [_row(one.name, one.predicted_ms, one.fitted_ms) for one in fit.kinds]
     stages = [
         _row(f"stage {number}", one.predicted_ms, one.measured_ms)
@@ -44,7 +44,6 @@ def _row(name: str, predicted_ms: float, measured_ms: float) -> Row:
 
 
 def replan_facts(planned: "Replanned") -> Facts:
-    """The steps before and after."""
     entries = [("step, new plan", milliseconds(planned.step_ms))]
     if planned.before_ms is not None:
         entries.insert(0, ("step, earlier plan by the same costs", milliseconds(planned.before_ms)))
@@ -60,7 +59,6 @@ def replan_facts(planned: "Replanned") -> Facts:
 
 
 def replan_summary(planned: "Replanned") -> dict[str, Any]:
-    """All of it as plain values."""
     fit = planned.fit
     summary: dict[str, Any] = {
         "step_ms": planned.step_ms,

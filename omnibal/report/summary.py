@@ -23,18 +23,18 @@ class StageTime(NamedTuple):
 
     forward_ms: float
     backward_ms: float
-    """Backward time, recomputation included."""
+    """Includes recomputation."""
     wait_ms: float
     data_ms: float
     optimizer_ms: float
     encoder_ms: float
-    """Forward and backward of data-parallel encoders, which every rank runs."""
+    """Forward and backward of data-parallel encoders."""
     exchange_ms: float
-    """Exchange of their features and gradients; measured, with the wait for other ranks."""
+    """Exchange of their features and gradients, if measured with waits."""
 
 
 class SlowRank(NamedTuple):
-    """A data-parallel rank of a stage that is slower than others."""
+    """A slow data-parallel rank of a stage."""
 
     stage: int
     rank: int
@@ -47,11 +47,11 @@ class SlowRank(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepFigures:
-    """A step as one source has it: predicted, replayed or measured."""
+    """A step from one source: predicted, replayed or measured."""
 
     step_ms: float
     bubble_fraction: float
-    """Idle share of the step, for any cause, mean over stages."""
+    """Idle share of the step, mean over stages."""
     samples_per_second_per_gpu: float | None
     """Throughput including slow steps and gaps between steps, or None if unknown."""
     stages: tuple[StageTime, ...]
@@ -62,8 +62,6 @@ class StepFigures:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary(StepFigures):
-    """Measurements of a run."""
-
     provider: Provider | None
     mfu: float
     first_loss: float
@@ -124,7 +122,7 @@ def summarise_run(
 
 
 def _slow_ranks(records: Sequence[StepRecord], stage: int) -> Iterator[SlowRank]:
-    """Slow ranks of a stage, of the steps that have every rank's time."""
+    """Yield slow ranks of a stage, by steps with every rank's time."""
     timed = [record.stages[stage].ranks_ms for record in records if record.stages[stage].ranks_ms]
     if not timed:
         return
@@ -142,7 +140,6 @@ def micro_batches_per_step(plan: Plan) -> float | None:
 
 
 def memory_parts(memory: StageMemory) -> dict[str, float]:
-    """GiB by kind."""
     return {
         "weights": memory.weights_gib,
         "gradients": memory.gradients_gib,
@@ -155,7 +152,7 @@ def memory_parts(memory: StageMemory) -> dict[str, float]:
 def lost_by_source(
     plan: Plan, replay: ReplaySummary | None
 ) -> dict[str, tuple[dict[str, float], float]]:
-    """Return the ms lost to each cause and the ms of the step, predicted and replayed."""
+    """Return ms lost by cause and ms of the step, predicted and replayed."""
     steps: dict[str, tuple[dict[str, float], float]] = {}
     if plan.prediction is not None:
         steps["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
@@ -167,7 +164,7 @@ def lost_by_source(
 def figures_by_source(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 ) -> dict[str, StepFigures]:
-    """A step of the plan as predicted, replayed and measured, as far as given, in this order."""
+    """Return a step as predicted, replayed and measured, if given."""
     sources = {
         "predicted": _predicted_figures(plan),
         "replayed": _replayed_figures(replay) if replay else None,
@@ -239,7 +236,6 @@ def replayed_peaks_as_predicted(plan: Plan, replay: ReplaySummary) -> list[float
 
 
 def replay_figures(plan: Plan, replay: ReplaySummary) -> dict[str, Any]:
-    """Figures of a replay as plain values."""
     return replay.info.model_dump(mode="json", exclude={"plan_sha256"}) | {
         "step_ms": replay.step_ms,
         "predicted_step_ms": replay.predicted_step_ms,
@@ -269,7 +265,7 @@ def is_right(answer: EvaluatedAnswer) -> bool:
 
 
 def telling_examples(evaluation: Evaluation, limit: int) -> list[EvaluatedAnswer]:
-    """Choose at most `limit` answers, taking turns over kinds, and over right and wrong in each."""
+    """Choose up to `limit` answers, alternating kinds, and right and wrong."""
     groups: dict[tuple[str, bool], list[EvaluatedAnswer]] = {}
     for answer in evaluation.examples:
         groups.setdefault((answer.kind, is_right(answer)), []).append(answer)

@@ -38,18 +38,18 @@ Row = Sequence[Cell]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """Heading and style of a column; neighbours of one non-empty group share a heading above."""
+    """Heading and style of a column; neighbours of a group share a heading."""
 
     title: str
     group: str = ""
     style: Style = ""
     least_width: int = 0
-    """Least characters on a terminal."""
+    """Min characters on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
-    """Rows of cells in sections, with a title for a terminal and a caption for the page."""
+    """Rows in sections, with a title (terminal) and a caption (page)."""
 
     title: str
     columns: Sequence[Column]
@@ -57,13 +57,13 @@ class Table:
     """Rows per section. A terminal draws a rule between sections."""
     caption: str = ""
     tight: bool = False
-    """Whether a terminal shows no space at the edges, so that 80 characters hold the table."""
+    """Whether to omit edge padding on terminals, to fit 80 characters."""
 
     @classmethod
     def of_columns(
         cls, title: str, columns: Iterable[tuple[Column, Sequence[Cell]]], caption: str = ""
     ) -> "Table":
-        """A table of one section, by its columns and their cells."""
+        """Make a single-section table from columns and cells."""
         heads, cells = zip(*columns, strict=True)
         rows = list(zip(*cells, strict=True))
         return cls(title=title, columns=heads, sections=[rows], caption=caption, tight=True)
@@ -76,7 +76,7 @@ class Table:
         *sections: Sequence[Row],
         caption: str = "",
     ) -> "Table":
-        """A table of these sections; columns of numbers are given by their titles."""
+        """Make a table of sections; a title alone is a column of numbers."""
         columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, tight=True)
 
@@ -122,8 +122,6 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """Names and values."""
-
     title: str
     entries: Sequence[tuple[str, str | Marked]]
 

@@ -33,14 +33,13 @@ _NUMBER: dict[str, Any] = {
     "fontsize": 10,
     "in_layout": False,
 }
-"""Style of a bar's number."""
 
 
 @style()
 def timeline_figure(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths
 ) -> PageFigure:
-    """Draw the simulated schedule of one representative step of the first data-parallel rank."""
+    """Draw a representative step of the first data-parallel rank."""
     cost = job.cost_of_all(plan.pack_levels)
     workload = job.workload(packs, lengths, plan.pack_levels)
     times = workload_times(cost, plan.stages_at_levels, workload)
@@ -109,7 +108,7 @@ def draw_step(
 
 
 def representative_step(workload: Workload, load_ms: np.ndarray) -> int:
-    """The step of median load of the first rank, among its longest steps."""
+    """Return the first rank's step of median load, among steps with the most micro-batches."""
     first = np.flatnonzero(workload.dp_rank == 0)
     counts = np.bincount(workload.step[first])
     loads = np.bincount(workload.step[first], weights=load_ms[first])

@@ -56,7 +56,6 @@ def _name(kind: str, name: str, rank: int, stage: int) -> dict[str, Any]:
 def _block(
     name: str, kind: str, place: tuple[int, int], start_ms: float, took_ms: float, **args: int
 ) -> dict[str, Any]:
-    """Return a complete event at (rank, stage)."""
     rank, stage = place
     times = {"ts": _US_PER_MS * start_ms, "dur": _US_PER_MS * took_ms}
     named = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stage}

@@ -16,11 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 SHOWN = 3
-"""Rows of other lengths that are named."""
+"""Max rows listed."""
 
 
 def counted_lengths(folder: Path) -> list[int]:
-    """Tokens of every row of a cached dataset, in its order."""
+    """Read the tokens of every row of a cached dataset."""
     files = [
         entry["filename"]
         for entry in json.loads((folder / "state.json").read_text())["_data_files"]
@@ -35,7 +35,7 @@ def counted_lengths(folder: Path) -> list[int]:
 
 
 def packs_of(lengths: list[int], packing_length: int) -> list[int]:
-    """First row of every pack, if rows are packed one after another."""
+    """Return the first row of every pack by next fit."""
     begins: list[int] = []
     held = packing_length
     for row, length in enumerate(lengths):

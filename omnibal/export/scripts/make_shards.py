@@ -21,7 +21,7 @@ FOLDER = Path(__file__).parent
 
 
 def main() -> None:
-    """Write all shards, or none if there are any."""
+    """Write all shards, unless some exist."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else None)
     parser.add_argument("--samples-per-shard", type=int, default=10_000)
     most = parser.parse_args().samples_per_shard
@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def write_shard(path: Path, first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> None:
-    """Write a sample and those behind it as one shard."""
+    """Write a sample and `rest` as one shard."""
     with tarfile.open(path, "w", format=tarfile.USTAR_FORMAT) as shard:
         for sample in (first, *rest):
             add(shard, f"{sample['key']}.json", sample["record"].encode())
@@ -49,7 +49,6 @@ def write_shard(path: Path, first: dict[str, Any], rest: Iterator[dict[str, Any]
 
 
 def add(shard: tarfile.TarFile, name: str, content: bytes) -> None:
-    """Add a member of these bytes."""
     member = tarfile.TarInfo(name)
     member.size = len(content)
     shard.addfile(member, io.BytesIO(content))

@@ -45,7 +45,7 @@ IN_ORDER: dict[str, Any] = {
 
 @edataclass
 class Pack(Sample):
-    """A pack of the plan, with the decoded members of every sample."""
+    """A pack, with the decoded members of every sample."""
 
     number: int
     """Number of the pack in reading order, from 0; -1 for untrained padding of the last round."""
@@ -56,7 +56,6 @@ class Pack(Sample):
 @stateless
 @cooker(need_cache=False)
 def cook_pack(line: dict[str, Any], **stores: Any) -> Pack:
-    """Read the members of a pack's samples from the datasets of meta.yaml."""
     described = line["json"]
     samples = [
         {"__key__": key} | {part: stores[store].get(f"{key}.{part}", line) for part in parts}
@@ -66,13 +65,13 @@ def cook_pack(line: dict[str, Any], **stores: Any) -> Pack:
 
 
 class PlannedPacks:
-    """Makes one encoded sample of a pack, by the methods of the TaskEncoder behind it."""
+    """Mixin for a TaskEncoder, to encode a pack as one sample."""
 
     cookers = [Cooker(cook_pack)]  # noqa: RUF012, as Energon declares them
 
     @stateless
     def sample_of(self, members: dict[str, Any]) -> Any:
-        """Make what `encode_sample` of the TaskEncoder takes, of one sample's members."""
+        """Convert a sample's members to the input of your `encode_sample`."""
         raise NotImplementedError("say how a sample is made of its members")
 
     @stateless

@@ -13,13 +13,12 @@ from xtuner.v1.datasets.preset_pack import PresetPackDataset
 
 
 class WholeSamplePacks(PresetPackDataset):
-    """Packs of whole samples, with all that a sample has."""
+    """Packs of whole samples with all their fields."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{**kwargs, "short_pack_strategy": "padding"})
 
     def __getitem__(self, pack: int) -> list[dict[str, Any]]:
-        """Return the samples of a pack; the collator pads them."""
         rows = self._samples[int(self._boundaries[pack]) : int(self._boundaries[pack + 1])]
         return [self._whole(pack, [int(number) for number in row]) for row in rows]
 
