@@ -2,8 +2,8 @@
 
     python tools/chat.py --load run --image page.png --prompt "What does the page say?"
 
-One process holds the whole model. The answer is greedy and printed as it comes. Every token reads
-the whole text again, so this is to try a checkpoint, not to serve it.
+One process holds the whole model and recomputes the text for every token of the greedy answer, so
+this is to try a checkpoint, not to serve it.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass
 class Shown:
-    """What the question is about."""
+    """The question's files."""
 
     image: Annotated[list[Path] | None, typer.Option(help="image file, as often as needed")] = None
     video: Annotated[
@@ -71,9 +71,9 @@ def chat(
     tokenizer = open_tokenizer(tokenizer_model or load / TOKENIZER_FOLDER)
     check_tokenizer(checkpoint.model, tokenizer)
     sample = _sample(prompt, shown, system)
-    # Generation asks the reader about samples that it is given, never for its own.
+    # Generation never reads the reader's own samples.
     reader = SampleReader(cast(Annotations, [sample]), tokenizer, checkpoint.model)
-    # Which finds missing files and too long a text before the model is loaded.
+    # Raises for missing files and too long a text before the model is loaded.
     reader.prompt(sample, 0, max_new_tokens, chatting=True)
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:
@@ -88,7 +88,7 @@ def _print_as_it_comes(ids: Iterator[int], tokenizer: Tokenizer) -> None:
     shown = ""
     for token in ids:
         answer.append(token)
-        # A character may be of several tokens: what is not whole yet is not shown.
+        # A character may take several tokens: incomplete characters are not shown yet.
         text = tokenizer.decode(answer).rstrip("\N{REPLACEMENT CHARACTER}")
         print(text[len(shown) :], end="", flush=True)
         shown = text
@@ -114,7 +114,7 @@ def _sample(prompt: str, shown: Shown, system: str | None) -> Sample:
 
 
 def _placed(prompt: str, mark: str, option: str, files: list[Path]) -> str:
-    """The prompt with a mark for each file, first where it has none."""
+    """Prepend a mark for each file unless the prompt has marks."""
     placed = prompt.count(mark)
     if placed not in (0, len(files)):
         raise UserError(
@@ -126,7 +126,7 @@ def _placed(prompt: str, mark: str, option: str, files: list[Path]) -> str:
         raise UserError(f"--{option} {missing[0]}: is not a file; give the path of one")
     if placed or not files:
         return prompt
-    # As InternVL is asked about one image and about several.
+    # InternVL's wording for one image and for several.
     noun = option.capitalize()
     names = [f"{noun}-{k}: " for k in range(1, len(files) + 1)] if len(files) > 1 else [""]
     return "".join(f"{name}{mark}\n" for name in names) + prompt

@@ -65,7 +65,7 @@ app = typer.Typer(
 
 @contextmanager
 def _progress(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """A bar on stderr of bytes done, their rate and the time left."""
+    """Progress bar on stderr: bytes done, rate and time left."""
     columns = (*Progress.get_default_columns()[:2], DownloadColumn(), TransferSpeedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as progress:
         task = progress.add_task(what, total=total)
@@ -179,7 +179,7 @@ def export(
     if like is not None:
         planned = plan_export_like(stored, open_released(like), wanted_dtype)
     else:
-        assert layout is not None  # where --like is
+        assert layout is not None  # checked with --like
         folder = run / TOKENIZER_FOLDER
         given = tokenizer_model or (folder if folder.is_dir() else None)
         tokenizer = None if given is None else open_tokenizer(given)
@@ -201,7 +201,7 @@ def _export_adapter(
     opened = None if like is None else open_released(like)
     if opened is not None:
         layout = opened.layout
-    assert layout is not None  # where --like is
+    assert layout is not None  # checked with --like
     modules = export_adapter(stored, layout, output, None if like is None else str(like))
     print(
         f"wrote {output}: the adapters of step {stored.step} of {stored.path.parent}, beside "
@@ -238,7 +238,7 @@ def _bytes(text: str) -> int:
 
 @contextmanager
 def _cleaning_up_when_terminated() -> Iterator[None]:
-    """SIGTERM is an exception as Ctrl-C is, so that nothing stays that is there by half."""
+    """Raise on SIGTERM as on Ctrl-C, so that partial output is removed."""
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         yield
@@ -247,7 +247,7 @@ def _cleaning_up_when_terminated() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second one would end the cleaning up
+    signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the cleanup
     sys.exit(128 + number)
 
 

@@ -2,23 +2,20 @@
 
     python tools/import_rates.py kernels.json --base b200-180g -o b200-180g.toml
 
-The tables are those of SimuMax's system files (MooreThreads/SimuMax, configs/system) as JSON:
-`operations` of matmul, group_matmul, sdp_fwd and sdp_bwd, `memory` and `networks`. The cluster file
-is the base's text up to its first table of rates, and then the imported ones.
-
-What the fields mean, by how SimuMax computes with them (simumax/core/config.py):
+The tables are SimuMax's system files (MooreThreads/SimuMax, configs/system) as JSON: `operations`
+matmul, group_matmul, sdp_fwd and sdp_bwd, `memory` and `networks`. The output is the base's text up
+to its first table of rates, and the imported rates. Semantics, from simumax/core/config.py:
 
 * Layouts: TN is forward (m tokens, k in, n out), NN the input's gradient (m tokens, k out, n in),
-  NT the weights' gradient (m out, k tokens, n in), added to what is there in `out_dtype`. Groups
-  have M rows each, K in and N out in all three stages.
+  NT the weights' gradient (m out, k tokens, n in), accumulated in `out_dtype`. Groups have M rows
+  each, K in and N out in all three stages.
 * Shares of attention count the full square, 2 products in forward and 5 in backward.
-* A collective takes its latency, a fixed one where given (by ranks, where given so), and bytes x
-  scale x (ranks + offset) / ranks over gbps x efficient_factor. That is what a rank sends, so that
-  gbps x efficient_factor, in GiB/s, is the rate of bytes sent. A line that is faster than the
-  base's link is left out, as is what has no factor of its own: it was not measured.
+* A collective takes its latency (fixed, or by number of ranks), and bytes x scale x
+  (ranks + offset) / ranks over gbps x efficient_factor, the rate in GiB/s of bytes sent by a rank.
+  Unmeasured entries, without a factor or faster than the base's link, are left out.
 * A copy takes its latency, and bytes over gbps x efficient_factor.
 
-Shapes that were measured several times are given once, with the mean of their times.
+Repeated shapes get their mean time.
 """
 
 import json
@@ -142,13 +139,13 @@ def _attention(row: dict[str, Any], of: Any) -> AttentionTime:
 
 
 def _once(given: Iterable[_Kernel]) -> tuple[_Kernel, ...]:
-    """Measurements with the mean of the times of those that are of one shape."""
+    """Merge measurements of equal shapes by mean time."""
     shapes: dict[_Kernel, list[float]] = {}
     for one in given:
         assert one.share is not None
         shapes.setdefault(one.model_copy(update={"share": None}), []).append(one.share)
     return tuple(
-        # Of shares the harmonic mean.
+        # Harmonic mean of shares.
         shape.model_copy(update={"share": _digits(len(all_of) / sum(1 / one for one in all_of))})
         for shape, all_of in shapes.items()
     )
@@ -187,8 +184,7 @@ def _gb_per_s(bandwidth: dict[str, Any], line: dict[str, Any]) -> float:
 
 
 def cluster_text(base: str, rates: Rates, source: str) -> str:
-    """Text of a cluster file: the base's without its tables of rates and how far predictions by
-    these were off, and the imported ones in their place."""
+    """Text of a cluster file: the base's, with its rates and prediction errors replaced."""
     lines = _ACCURACY.sub("", base).splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("[rates")] or [len(lines)]
     while starts[0] and (not lines[starts[0] - 1] or lines[starts[0] - 1].startswith("#")):
@@ -209,7 +205,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the cluster file; returns the exit status."""
+    """Write the cluster file; return the exit status."""
     with one_line_errors():
         _run(sys.argv[1:] if arguments is None else list(arguments))
     return 0

@@ -1,7 +1,4 @@
-"""Mixtures of training data whose lengths `make_lengths.py` makes: what is known and assumed.
-
-No length here was measured: sizes of sources are the published ones, lengths are distributions.
-"""
+"""Mixtures of `make_lengths.py`: published sizes of sources, assumed distributions of lengths."""
 
 import math
 from collections.abc import Mapping
@@ -12,18 +9,16 @@ from omnibal.data.tiling import tile_count
 from omnibal.model.encoders import TilingConfig
 
 TILING = TilingConfig(max_dynamic_patch=4)
-"""At most 4 tiles and a thumbnail: the real files hold vit_num 1, 3, 4 and 5 only."""
+"""At most 4 tiles and a thumbnail: the real files have vit_num 1, 3, 4 and 5 only."""
 IMAGE_SIZE = 448
 TOKENS_PER_TILE = 256
 SHORTEST_TEXT = 30
 """Tokens of a template around a question and an answer of a few words."""
 Weights = tuple[tuple[int, float], ...]
-"""Values with their weights, which need not sum to 1."""
+"""Values with weights, not normalized."""
 
 
 class MixtureName(StrEnum):
-    """Mixtures that can be made."""
-
     INTERNVL = "internvl"
     UNCORRELATED = "uncorrelated"
     TULU3_LONGCITE = "tulu3-longcite"
@@ -31,24 +26,24 @@ class MixtureName(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Text:
-    """Tokens of a sample beside those of its tiles: lognormal, rounded, moved into the bounds."""
+    """Text tokens of a sample: lognormal, rounded, clipped."""
 
     median: float
     sigma: float
     """Standard deviation of the logarithm."""
     shortest: int = SHORTEST_TEXT
     longest: float = math.inf
-    """The mixture's cap on a sample's tokens holds besides."""
+    """Maximum. The mixture's cap on a sample's tokens also applies."""
     answers: float
     """Share of the tokens that the loss counts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Part:
-    """Samples of one source that look alike."""
+    """Similar samples of one source."""
 
     weight: float
-    """Relative to the other parts of the source."""
+    """Relative to the source's other parts."""
     tiles: Weights
     text: Text
     tokens_per_tile: int = TOKENS_PER_TILE
@@ -57,7 +52,7 @@ class Part:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     count: int
-    """Samples when the mixture has its own size."""
+    """Samples at the mixture's own size."""
     parts: tuple[Part, ...]
 
 
@@ -65,34 +60,32 @@ class Source:
 class Mixture:
     sources: Mapping[str, Source]
     max_tiles: int
-    """Of a sample."""
+    """Per sample."""
     max_tokens: int
-    """Of a sample, image tokens included."""
+    """Per sample, image tokens included."""
 
 
 def tiles_of(*sizes: tuple[int, int, float]) -> Weights:
-    """Tile counts of images, from (width, height, weight) of typical ones."""
+    """Tile counts of images, from (width, height, weight) of typical images."""
     return tuple((tile_count(w, h, TILING, IMAGE_SIZE), weight) for w, h, weight in sizes)
 
 
 def one_part(count: int, tiles: Weights, text: Text) -> Source:
-    """A source whose samples are all alike."""
+    """A source of one part."""
     return Source(count=count, parts=(Part(weight=1, tiles=tiles, text=text),))
 
 
-# What is assumed, and why. Known are: the sizes of the sources; that mix665k has the parts of
-# LLaVA-1.5's mixture (arXiv 2310.03744, Table 7; the weights are thousands of samples); the mean
-# tiles and tokens of ai2d (2.49; 691), chartqa (4.75; 1,305), docvqa (4.62; 1,465) and synthdog_en
-# (3.84; 1,103), which come out; and the rule that makes tile counts of image sizes. Typical image
-# sizes, tokens of text (the template's included) and shares of answers are assumptions from what
-# each dataset is.
+# Known: the sizes of the sources. The parts of mix665k, from LLaVA-1.5's mixture (arXiv 2310.03744,
+# Table 7; weights are thousands of samples). The mean tiles and tokens of ai2d (2.49; 691), chartqa
+# (4.75; 1,305), docvqa (4.62; 1,465) and synthdog_en (3.84; 1,103), which are reproduced. The
+# tiling rule. Assumed from each dataset's content: image sizes, text tokens with the template, and
+# shares of answers.
 #
-# Tuned, within what is plausible, until Table 3 came out: the weights of image sizes that give 3
-# and 5 tiles, and the medians of all texts but those of the four sources with known means and of
-# TextCaps; of the sigmas, ShareGPT's only.
+# Tuned to reproduce Table 3, within plausible limits: the weights of image sizes with 3 and 5
+# tiles, the medians of all texts except TextCaps and the four sources above, and ShareGPT's sigma.
 
-# Mostly 640 pixels on the long side. 4:3 and 3:2 give one tile; upright pictures, and those wider
-# than 3:2, give two and a thumbnail.
+# Mostly 640 pixels on the long side. 4:3 and 3:2 give one tile; portraits and panoramas two and a
+# thumbnail.
 _COCO = tiles_of(
     (640, 480, 0.42), (640, 427, 0.20), (500, 375, 0.05), (480, 640, 0.12), (427, 640, 0.09),
     (640, 426, 0.09), (640, 360, 0.02), (640, 640, 0.01),
@@ -104,7 +97,7 @@ _VISUAL_GENOME = tiles_of(
 )  # fmt: skip
 _BOOK_COVERS = tiles_of((333, 500, 0.78), (388, 500, 0.22))
 _OPEN_IMAGES = tiles_of((1024, 768, 0.50), (1024, 683, 0.30), (683, 1024, 0.20))
-# Half of them COCO, a fifth small pictures of the web, the rest SAM's of several megapixels.
+# Half COCO, a fifth small web pictures, the rest SAM's of several megapixels.
 _CAPTIONED = tiles_of(
     (640, 480, 0.30), (640, 426, 0.10), (480, 640, 0.12), (336, 336, 0.20), (2250, 1500, 0.18),
     (1500, 2250, 0.10),
@@ -119,7 +112,7 @@ _MIX665K = (
         tiles=((0, 1),),
         text=Text(median=780, sigma=0.6, longest=2048, answers=0.75),
     ),
-    # VQAv2: five questions or so on an image, answered in a word.
+    # VQAv2: about five questions on an image, answered in a word.
     Part(weight=83, tiles=_COCO, text=Text(median=165, sigma=0.45, answers=0.1)),
     # GQA: a dozen short questions, answered in a word.
     Part(weight=72, tiles=_VISUAL_GENOME, text=Text(median=220, sigma=0.35, answers=0.1)),
@@ -129,7 +122,7 @@ _MIX665K = (
     Part(weight=80, tiles=_BOOK_COVERS, text=Text(median=115, sigma=0.2, answers=0.2)),
     # TextCaps: one short caption.
     Part(weight=22, tiles=_OPEN_IMAGES, text=Text(median=60, sigma=0.2, answers=0.25)),
-    # RefCOCO: several phrases or boxes; a box takes some 20 tokens.
+    # RefCOCO: several phrases or boxes. A box takes about 20 tokens.
     Part(weight=48, tiles=_COCO, text=Text(median=250, sigma=0.4, answers=0.4)),
     # Visual Genome: up to ten regions and boxes.
     Part(weight=86, tiles=_VISUAL_GENOME, text=Text(median=330, sigma=0.4, answers=0.4)),
@@ -139,7 +132,7 @@ INTERNVL = Mixture(
     max_tiles=5,
     max_tokens=4096,
     sources={
-        # One description of some 160 words.
+        # One description of about 160 words.
         "sharegpt4v-100k": one_part(102_025, _CAPTIONED, Text(median=210, sigma=0.3, answers=0.75)),
         # LLaVA-Instruct in Chinese: conversations, descriptions, reasoning.
         "llava_zh": Source(
@@ -188,13 +181,13 @@ INTERNVL = Mixture(
     },
 )
 
-# Free inventions, with extremes in both directions at once: much text without tiles, many tiles
-# with little text. Shares and medians are set so that the correlation of tiles and tokens is 0.
+# Invented, with both extremes: much text without tiles, many tiles with little text. Shares and
+# medians are set for zero correlation of tiles and tokens.
 UNCORRELATED = Mixture(
     max_tiles=40,
     max_tokens=16_000,
     sources={
-        # Heavy tailed, and cut to 4,000 tokens.
+        # Heavy tailed, cut to 4,000 tokens.
         "text": one_part(
             250_000, ((0, 1),), Text(median=1500, sigma=1.2, longest=4000, answers=0.75)
         ),
@@ -210,7 +203,7 @@ UNCORRELATED = Mixture(
             tuple((tiles, 1) for tiles in range(5, 14)),
             Text(median=80, sigma=0.5, longest=400, answers=0.1),
         ),
-        # A frame is a tile, pooled to the fewer tokens the more there are; some have transcripts.
+        # A frame is a tile, pooled to fewer tokens the more there are; some have transcripts.
         "video": Source(
             count=200_000,
             parts=(
@@ -231,17 +224,15 @@ UNCORRELATED = Mixture(
     },
 )
 
-# Texts of HBP (arXiv 2503.07680, section 5): Tulu3, up to 32K tokens, and some 2,000 samples of
-# LongCite, up to 128K. Known are: the size of Tulu3's mixture; of its samples as they come, one a
-# device, the mean tokens (table 3: .8K and .9K at two caps, three samples 2.4K at 4K) and how
-# unequal they are. Assumed, until these came out: one lognormal for all of Tulu3; three samples a
-# device at 4K on 32 devices, and one on 8 at 32K (4 ranks share a sequence; the paper does not
-# say); and that samples above a cap are left out.
+# Texts of HBP (arXiv 2503.07680, section 5): Tulu3, up to 32K tokens, and about 2,000 samples of
+# LongCite, up to 128K. Known: Tulu3's size. Its mean tokens, one sample per device (table 3: .8K
+# and .9K at two caps, three samples 2.4K at 4K), and their imbalance. Assumed to reproduce them:
+# one lognormal for Tulu3; three samples per device at 4K on 32 devices, one on 8 at 32K
+# (context-parallel size 4, unstated in the paper); samples above a cap are left out.
 #
-# Of LongCite's lengths the paper gives the maximum alone. Assumed is a mean of some 70K, since 168
-# minutes (table 20) at 2.75 s (table 14) are 3,665 iterations of 512K tokens, which are two epochs
-# of Tulu3 and 2,000 samples of this mean. Shares of answers are assumptions too: LongCite's are a
-# few hundred tokens on a whole document.
+# LongCite: the paper gives only the maximum. A mean of about 70K is assumed, since 168 minutes
+# (table 20) at 2.75 s (table 14) are 3,665 iterations of 512K tokens, two epochs of Tulu3 and 2,000
+# such samples. Shares of answers are assumed: LongCite's are a few hundred tokens per document.
 TULU3_LONGCITE = Mixture(
     max_tiles=0,
     max_tokens=131_072,

@@ -1,13 +1,12 @@
 """Compose scikit-learn's 1,797 scanned digits into a small vision-language dataset.
 
-Writes InternVL meta JSON and JSONL with PNG images, for training and held out (which share no
-scan), and a SentencePiece tokenizer of the text:
+Writes InternVL meta JSON and JSONL with PNG images, for training and held out (no shared scans),
+and a SentencePiece tokenizer (text and tokenizer are deterministic):
 
     OUTPUT/dataset.json  OUTPUT/tokenizer.model
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
 
-With tiles of 32 px, at most 6 of them and a thumbnail, a cell of the picture falls on one tile, and
-samples take 0 to 7 tiles. The same arguments give the same text and tokenizer, byte for byte.
+With 32 px tiles, at most 6 and a thumbnail, a digit's cell is one tile; samples have 0 to 7 tiles.
 """
 
 import io
@@ -33,13 +32,13 @@ from omnibal.base.outputs import check_folder
 from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
 
 FORMAT = 2
-"""Raised whenever the same arguments give another dataset than before."""
+"""Incremented when equal arguments give a different dataset."""
 DESCRIPTION_FILE = "dataset.json"
 MAX_SEED = 2**32 - 1
 MIN_SAMPLES = 10
 SAMPLE_RATE = 16_000
 MAX_SAMPLES = 1_000_000
-"""Images are files of one folder."""
+"""Limited, as images are files of one folder."""
 HELDOUT_SCANS = 360
 VOCABULARY = 256
 SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
@@ -51,7 +50,7 @@ SHARES = {
     "digits_page": 0.06,
     "arithmetic": 0.08,
 }
-"""Share of the samples by source. Singles are the cheapest lessons: one tile, one digit."""
+"""Share of the samples by source. Singles, one tile and one digit, are the cheapest to learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Composition:
-    """What one sample shows and says: its images, the scans in them, and its conversation."""
+    """One sample: images, their scans, and conversation."""
 
     images: list[Image.Image]
     scans: list[int]
@@ -80,14 +79,13 @@ class Composition:
     recordings: Sequence[np.ndarray] = ()
     """Sounds at `SAMPLE_RATE`, float32 from -1 to 1."""
     voices: Sequence[str] = ()
-    """Of the recordings."""
 
 
 class Composer:
     """Draws random samples of every source from one set of scans."""
 
     cell_pixels = (30, 35)
-    """Least side of a digit's cell, and one more than the largest."""
+    """Range of the side of a digit's cell, end exclusive."""
 
     def __init__(self, scans: Scans, rng: np.random.Generator) -> None:
         self.scans = scans
@@ -149,7 +147,7 @@ class Composer:
     def _about_many(
         self, chosen: np.ndarray, columns: int, read: str, positions: list[Turn]
     ) -> Composition:
-        """One to three of the questions about several digits, in any order."""
+        """One to three questions about several digits, in random order."""
         digits = self.scans.digits[chosen]
         turns = [
             *positions,
@@ -167,7 +165,7 @@ class Composer:
         return Composition(images, self.scans.identities[chosen].tolist(), turns, *spoken)
 
     def choose(self, count: int) -> np.ndarray:
-        """Positions of `count` scans; every digit is equally likely."""
+        """Positions of `count` scans, uniform over digits."""
         digits = self.rng.integers(0, 10, size=count)
         return np.array([self.rng.choice(self.by_digit[digit]) for digit in digits])
 
@@ -175,7 +173,7 @@ class Composer:
         return phrasings[self.rng.integers(len(phrasings))]
 
     def draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
-        """The scans row by row on a grid of square cells, white on black, with noise."""
+        """Draw the scans row by row on a grid of square cells, white on black, with noise."""
         cell = int(self.rng.integers(*self.cell_pixels))
         rows = len(chosen) // columns
         canvas = np.zeros((rows * cell, columns * cell), np.float32)
@@ -194,7 +192,7 @@ class Composer:
 
 
 def split_scans(seed: int) -> tuple[Scans, Scans]:
-    """Training and held-out scans: disjoint, with every digit in proportion."""
+    """Training and held-out scans: disjoint, with equal digit distributions."""
     bunch = load_digits()
     identities = np.arange(len(bunch.target))
     parts = train_test_split(
@@ -206,7 +204,7 @@ def split_scans(seed: int) -> tuple[Scans, Scans]:
 
 
 def sources(composer: Composer) -> dict[str, Callable[[], Composition]]:
-    """How a sample of every source is drawn."""
+    """Functions that draw a sample of each source."""
     return {
         "digits_single": composer.single,
         "digits_pair": composer.pair,
@@ -219,7 +217,7 @@ def sources(composer: Composer) -> dict[str, Callable[[], Composition]]:
 def write_split(
     directory: Path, compose: Mapping[str, Callable[[], Composition]], counts: Mapping[str, int]
 ) -> None:
-    """One JSONL file for each source, their media, and the meta that names them."""
+    """Write a JSONL file per source, media, and the meta JSON."""
     (directory / "images").mkdir(parents=True)
     meta = {}
     for source, count in counts.items():
@@ -238,15 +236,15 @@ def write_split(
 
 
 def sample_counts(samples: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Samples by source: its share, at least one; the first takes what rounding leaves."""
+    """Samples by source: its share, at least one. The first source absorbs rounding."""
     counts = {source: max(1, int(share * samples)) for source, share in shares.items()}
     counts[next(iter(shares))] += samples - sum(counts.values())
     return counts
 
 
 def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
-    """Save images and recordings and return the annotation line; its scans and voices show that
-    splits are disjoint."""
+    """Save images and recordings; return the annotation line, with scans and voices for split
+    checks."""
     images, recordings = [], []
     for k, image in enumerate(composed.images):
         images.append(f"images/{identity}-{k}.png")
@@ -280,7 +278,7 @@ def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
 
 
 def train_tokenizer(texts: Iterator[str], pieces: Sequence[str] = SPECIAL_PIECES) -> bytes:
-    """A SentencePiece model in which text round-trips and each digit is a token of its own."""
+    """Train a SentencePiece model in which text round-trips and each digit is a token."""
     SetMinLogLevel(2)
     model = io.BytesIO()
     SentencePieceTrainer.train(
@@ -301,7 +299,7 @@ def train_tokenizer(texts: Iterator[str], pieces: Sequence[str] = SPECIAL_PIECES
 
 
 def training_lines(train: Path) -> Iterator[str]:
-    """Every line of text of the training conversations, and the speakers of the template."""
+    """All text of the training conversations, and the speakers of the template."""
     for path in sorted(train.glob("*.jsonl")):
         for line in path.read_text(encoding="utf-8").splitlines():
             for message in json.loads(line)["conversations"]:
@@ -310,7 +308,7 @@ def training_lines(train: Path) -> Iterator[str]:
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
-    """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
+    """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             compose = sources(Composer(scans, rng))
@@ -321,7 +319,7 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
 def splits(
     samples: int, heldout_samples: int, seed: int
 ) -> Iterator[tuple[str, Scans, int, np.random.Generator]]:
-    """Yield the name, the scans, the number of samples and the random numbers of each split."""
+    """Yield name, scans, number of samples and random generator of each split."""
     train, heldout = split_scans(seed)
     yield "train", train, samples, np.random.default_rng([seed, 0])
     yield "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1])
@@ -331,7 +329,7 @@ def splits(
 def dataset_folder(
     output: Path, version: int, samples: int, heldout_samples: int, seed: int
 ) -> Iterator[Path]:
-    """Yield a folder that becomes `output` when it is finished and says what it was made with."""
+    """Yield a folder to fill, which then becomes `output` with its description."""
     with atomic_directory(output) as part:
         yield part
         description = made_with(version, samples, heldout_samples, seed)
@@ -339,13 +337,13 @@ def dataset_folder(
 
 
 def made_with(version: int, samples: int, heldout_samples: int, seed: int) -> dict:
-    """Return what decides the content of a dataset; written into it to know it again."""
+    """Arguments that determine a dataset's content, written into it."""
     sizes = {"samples": samples, "heldout_samples": heldout_samples}
     return {"made_with": {"format": version, **sizes, "seed": seed}}
 
 
 def is_described_by(output: Path, description: dict) -> bool:
-    """Return whether `output` is a finished dataset of this description."""
+    """Return whether `output` is a complete dataset of this description."""
     try:
         return json.loads((output / DESCRIPTION_FILE).read_text(encoding="utf-8")) == description
     except (OSError, ValueError):
@@ -358,7 +356,7 @@ def run_maker(
     version: int,
     make: Callable[[Path, int, int, int], None],
 ) -> int:
-    """Make the dataset that a command line asks for, unless it is there; return the exit status."""
+    """Make the dataset of a command line unless it exists; return the exit status."""
     with one_line_errors():
         options = dataset_options(sys.argv[1:] if arguments is None else arguments, description)
         output, sizes = options.output, (options.samples, options.heldout_samples)
@@ -377,7 +375,7 @@ def run_maker(
 
 
 def dataset_options(arguments: list[str], description: str | None) -> Namespace:
-    """Return where to make a dataset, its sizes and its seed."""
+    """Parse the output path, sizes and seed of a dataset."""
     check_arguments(arguments)
     parser = ArgumentParser(description=(description or "").split("\n\n")[0])
     parser.add_argument("--output", type=Path, required=True, help="folder to make")

@@ -34,15 +34,15 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.length_mixtures import MIXTURES, MixtureName, Part, Source
 
 MAX_SAMPLES = 100_000_000
-"""Some 4 GiB of memory."""
+"""About 4 GiB of memory."""
 
 
 def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
-    """Return synthetic lengths of `samples` samples, sources one after the other.
+    """Return synthetic lengths of `samples` samples, source by source.
 
     Args:
-        samples: of all sources together; their shares stay those of the mixture.
-        seed: each source is drawn from (seed, its name), so that none depends on the others.
+        samples: of all sources together, in the mixture's proportions.
+        seed: sources are seeded independently, by (seed, name).
     """
     made_of = MIXTURES[MixtureName(mixture)]
     if not 1 <= samples <= MAX_SAMPLES:
@@ -67,7 +67,7 @@ def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
 
 
 def apportion(total: int, weights: Sequence[float]) -> list[int]:
-    """Whole numbers that sum to `total`, each within 1 of its share: by largest remainder."""
+    """Integers that sum to `total`, each within 1 of its share: largest remainder method."""
     shares = np.array(weights, np.float64) * total / sum(weights)
     counts = np.floor(shares).astype(np.int64)
     largest_first = np.argsort(counts - shares, kind="stable")
@@ -88,7 +88,7 @@ def _draw_source(
 
 
 def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator) -> np.ndarray:
-    """Rows tiles, tokens, loss_tokens of `count` samples; no sample exceeds `max_tokens`. int32"""
+    """Rows tiles, tokens, loss_tokens of `count` samples of at most `max_tokens`; int32."""
     values, weights = np.array(part.tiles).T
     tiles = rng.choice(values.astype(np.int32), size=count, p=weights / weights.sum())
     image_tokens = tiles * part.tokens_per_tile

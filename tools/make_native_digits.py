@@ -1,15 +1,12 @@
 """Compose scanned digits into a small dataset of images of many sizes, for a Qwen3-VL.
 
-Samples are those of tools/make_digits_dataset.py, with digits from 26 to 36 pixels wide, and
-written as it writes them; beside them is a tokenizer as Qwen3-VL has one: byte-level, with its chat
-template and the pieces of images and videos. For adapters there is another task: which digit comes
-after the one that is shown.
+Samples as in tools/make_digits_dataset.py, with digits from 26 to 36 pixels wide, and a tokenizer
+like Qwen3-VL's: byte-level, with chat template, image and video tokens. A second task, for
+adapters, asks for the next digit. Text and tokenizer are deterministic.
 
     OUTPUT/dataset.json  OUTPUT/tokenizer/{tokenizer.json,tokenizer_config.json,chat_template.jinja}
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png}
     OUTPUT/next/{train,heldout}/{meta.json,digits_next.jsonl,images/*.png}
-
-The same arguments give the same text and tokenizer, byte for byte.
 """
 
 import json
@@ -35,11 +32,11 @@ from tools.make_digits_dataset import (
 )
 
 FORMAT = 2
-"""Raised whenever the same arguments give another dataset than before."""
+"""Incremented when equal arguments give a different dataset."""
 _SAMPLES_OF_ANOTHER_TASK = 4
-"""How many times fewer samples there are of the other task."""
+"""Ratio of samples of the main task to samples of the adapters' task."""
 WORDS = 384
-"""All bytes, the pieces below, and what is left for syllables of the questions."""
+"""Vocabulary: all bytes, the pieces below, and syllables of the questions."""
 PIECES = (
     *("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>"),
     *("<|image_pad|>", "<|video_pad|>"),
@@ -54,16 +51,16 @@ TEMPLATE = (
     "{{- '<|im_start|>' + message.role + '\\n' + written(message.content) + '<|im_end|>\\n' }}"
     "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
 )
-"""What Qwen3-VL's own writes of conversations without tools."""
+"""Equal to Qwen3-VL's own for conversations without tools."""
 
 
 class NativeComposer(Composer):
-    """Draws the same samples with digits of more sizes."""
+    """Draws samples with digits of more sizes."""
 
     cell_pixels = (26, 37)
 
     def following(self) -> Composition:
-        """The digit after one that is shown, and 0 after 9."""
+        """Ask for the successor of a digit, 0 after 9."""
         chosen = self.choose(1)
         after = (int(self.scans.digits[chosen[0]]) + 1) % 10
         turns = [Turn("Which digit comes next?", str(after), "next")]
@@ -71,7 +68,7 @@ class NativeComposer(Composer):
 
 
 def byte_tokenizer(texts: Iterator[str]) -> Tokenizer:
-    """A tokenizer in which any text round-trips and each digit is a token of its own."""
+    """Train a tokenizer in which any text round-trips and each digit is a token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -105,7 +102,7 @@ def write_tokenizer(folder: Path, texts: Iterator[str]) -> None:
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
-    """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
+    """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             composer = NativeComposer(scans, rng)

@@ -1,15 +1,14 @@
 """Compose scanned digits and digits that eSpeak NG says into a small dataset of three modalities.
 
-Samples show scanned digits, say digits, or do both and ask whether they are the same; some are text
-alone. Held-out samples share neither scans nor voices with training. Written as
-tools/make_digits_dataset.py writes its own, with 16 kHz recordings beside the images:
+Samples show digits, say digits, or do both and ask whether they are equal; some are only text.
+Held-out samples share neither scans nor voices with training. Files as in
+tools/make_digits_dataset.py, with 16 kHz recordings:
 
     OUTPUT/dataset.json  OUTPUT/tokenizer.model
     OUTPUT/{train,heldout}/{meta.json,SOURCE.jsonl,images/*.png,audio/*.wav}
 
-eSpeak NG and its data come in the package `espeakng-loader`, so nothing is installed in the system.
-The same arguments give the same text and tokenizer, byte for byte, and on one machine the same
-sounds.
+eSpeak NG is from the package `espeakng-loader`, without system installation. Text and tokenizer are
+deterministic, sounds on one machine.
 """
 
 import ctypes
@@ -45,7 +44,7 @@ from tools.make_digits_dataset import (
 )
 
 FORMAT = 1
-"""Raised whenever the same arguments give another dataset than before."""
+"""Incremented when equal arguments give a different dataset."""
 VOICES = tuple(
     f"{accent}+{voice}"
     for accent, voices in (
@@ -55,9 +54,9 @@ VOICES = tuple(
     for voice in voices.split()
 )
 HELDOUT_VOICES = ("en+m8", "en+Annie", "en+Michael", "en-us+linda", "en-us+Andy", "en-us+max")
-"""Some others, such as f2, sound different every time."""
+"""Other voices, such as f2, are not deterministic."""
 STYLES = 6
-"""Speeds and pitches that every voice says all digits in."""
+"""Speeds and pitches per voice."""
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SHARES = {
     "spoken_single": 0.36,
@@ -84,8 +83,7 @@ class Utterance:
 def say_all(utterances: Sequence[Utterance]) -> list[np.ndarray]:
     """Sounds at `SAMPLE_RATE`, float32 from -1 to 1.
 
-    What eSpeak NG says depends a little on what it said before, so it starts in a process of its
-    own: the same utterances then sound the same.
+    In a new process: eSpeak NG's output depends on its history, so this makes it deterministic.
     """
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as process:
         return process.submit(_say_all, utterances).result()
@@ -112,13 +110,13 @@ class _Speaker:
         self._rate = self._library.espeak_Initialize(self._SYNCHRONOUS, 0, data, 0)
         if self._rate <= 0:
             raise RuntimeError(f"eSpeak NG cannot start with its data in {data.decode()}")
-        # Its breath is noise of the C library, which it seeds with the process's number.
+        # eSpeak's breath noise is from the C library's generator, seeded with the process id.
         ctypes.CDLL(None).srand(1)
         self._parts: list[np.ndarray] = []
         kind = ctypes.CFUNCTYPE(
             ctypes.c_int, ctypes.POINTER(ctypes.c_short), ctypes.c_int, ctypes.c_void_p
         )
-        self._callback = kind(self._take)  # kept, as C does not
+        self._callback = kind(self._take)  # keeps a reference, as C does not
         self._library.espeak_SetSynthCallback(self._callback)
 
     def _take(self, samples: "ctypes._Pointer[ctypes.c_short]", count: int, _: int | None) -> int:
@@ -150,11 +148,11 @@ class Speech:
 
     voices: Sequence[str]
     sounds: dict[tuple[str, int], list[np.ndarray]]
-    """Of every voice and digit, one for each style."""
+    """By voice and digit, a sound per style."""
 
     @classmethod
     def of(cls, voices: Sequence[str], rng: np.random.Generator) -> "Speech":
-        """Every voice says every digit in `STYLES` speeds and pitches."""
+        """Say every digit in `STYLES` speeds and pitches with every voice."""
         utterances = [
             Utterance(voice, int(speed), int(pitch), digit)
             for voice in voices
@@ -200,7 +198,7 @@ class SpokenComposer(Composer):
         return self._spoken(digits, [Turn("Write what you hear.", _listed(digits), "said line")])
 
     def shown_and_said(self) -> Composition:
-        """One digit shown and one said, in every other sample the same."""
+        """One digit shown and one said, equal in every other sample."""
         chosen = self.choose(1)
         shown = int(self.scans.digits[chosen[0]])
         said = shown if next(self._same) else (shown + int(self.rng.integers(1, 10))) % 10
@@ -222,7 +220,7 @@ class SpokenComposer(Composer):
         return Composition([], [], turns, [self._say(voice, digits)], [voice])
 
     def _say(self, voice: str, digits: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Digits by one voice in one style, with pauses, as loud as may be, with noise."""
+        """Join digits by one voice in one style, with pauses and noise, at full volume."""
         style = int(self.rng.integers(STYLES))
         parts = [self._pause()]
         for digit in digits:
@@ -240,7 +238,7 @@ def _listed(digits: np.ndarray) -> str:
 
 
 def sources(composer: SpokenComposer) -> dict[str, Callable[[], Composition]]:
-    """How a sample of every source is drawn."""
+    """Functions that draw a sample of each source."""
     return {
         "spoken_single": composer.said,
         "shown_single": composer.shown,
@@ -252,7 +250,7 @@ def sources(composer: SpokenComposer) -> dict[str, Callable[[], Composition]]:
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
-    """Write the whole dataset beside `output`, then rename it: `output` is never partial."""
+    """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             voices = VOICES if name == "train" else HELDOUT_VOICES

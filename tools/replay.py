@@ -4,15 +4,13 @@
     torchrun --nproc-per-node 8 tools/replay.py PLAN -o REPLAY
     python tools/replay.py PLAN --fake-device -o DIR [--json]
 
-Each stage has the shapes, the micro-batches in flight and, on CUDA, the memory cap that it would
-have in the job; what its neighbours would send is made up. Measured times are put together in the
-plan's schedule, and stand beside the prediction here and in `omnibal report PLAN --replay REPLAY`.
-Several processes replay several stages at a time, one a device. What is finished is kept: the same
-command goes on where it was stopped.
+Each stage has the job's shapes, micro-batches in flight and, on CUDA, memory cap; received tensors
+are random. Measured times are combined in the plan's schedule and compared with the prediction here
+and in `omnibal report PLAN --replay REPLAY`. Processes replay stages in parallel. Finished stages
+are kept, so the command can be resumed.
 
-With --fake-device no device is needed: the trainer's own step runs with tensors that have no data,
-on a CUDA device that is only counted with. What it would allocate, launch and read is real; times
-are not measured.
+--fake-device needs no device: the trainer's step runs with fake CUDA tensors. Allocations, kernel
+launches and reads are real; times are not measured.
 """
 
 from collections.abc import Sequence
@@ -55,14 +53,14 @@ from omnibal.report.fake_device_tables import (
 )
 from omnibal.report.plan_tables import run_table
 
-_STEPS, _REPETITIONS = 10, 3  # the defaults
+_STEPS, _REPETITIONS = 10, 3  # defaults
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOptions:
-    """Samples to replay in place of random content."""
+    """Samples to replay instead of random content."""
 
     data: Annotated[
         Path | None,
@@ -75,7 +73,7 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeOptions:
-    """How much of the run is timed."""
+    """Selection of timed steps."""
 
     steps: Annotated[
         int | None,
@@ -94,7 +92,7 @@ class TimeOptions:
     provider: ProviderOption = "local"
 
     def options(self) -> ReplayOptions:
-        """As given, or the defaults."""
+        """Return the given options, or the defaults."""
         return ReplayOptions(
             steps=self.steps or _STEPS,
             repetitions=self.repetitions or _REPETITIONS,
@@ -104,21 +102,21 @@ class TimeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeDeviceOptions:
-    """Counting without a device."""
+    """Options of runs on a fake device."""
 
     fake_device: Annotated[
         bool,
         typer.Option("--fake-device", help="count memory and kernels without a device; no times"),
     ] = False
     pretend: Annotated[bool, typer.Option("--pretend", hidden=True)] = False
-    """The earlier name of `--fake-device`."""
+    """Deprecated name of `--fake-device`."""
     as_json: Annotated[
         bool, typer.Option("--json", help="print what --fake-device counted as JSON")
     ] = False
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether stages run on a fake device, by either name of the option."""
+        """Whether to use a fake device, by either name of the option."""
         return self.fake_device or self.pretend
 
 
