@@ -75,9 +75,9 @@ def one_part(count: int, tiles: Weights, text: Text) -> Source:
     return Source(count=count, parts=(Part(weight=1, tiles=tiles, text=text),))
 
 
-# Known: the sizes of the sources. The parts of mix665k, from LLaVA-1.5's mixture (arXiv 2310.03744,
-# Table 7; weights are thousands of samples). The mean tiles and tokens of ai2d (2.49; 691), chartqa
-# (4.75; 1,305), docvqa (4.62; 1,465) and synthdog_en (3.84; 1,103), which are reproduced. The
+# Known: the sizes of the sources; the parts of mix665k, from LLaVA-1.5's mixture (arXiv 2310.03744,
+# Table 7; weights are thousands of samples); the mean tiles and tokens of ai2d (2.49; 691), chartqa
+# (4.75; 1,305), docvqa (4.62; 1,465) and synthdog_en (3.84; 1,103), which are reproduced; the
 # tiling rule. Assumed from each dataset's content: image sizes, text tokens with the template, and
 # shares of answers.
 #
@@ -225,7 +225,7 @@ UNCORRELATED = Mixture(
 )
 
 # Texts of HBP (arXiv 2503.07680, section 5): Tulu3, up to 32K tokens, and about 2,000 samples of
-# LongCite, up to 128K. Known: Tulu3's size. Its mean tokens, one sample per device (table 3: .8K
+# LongCite, up to 128K. Known: Tulu3's size; its mean tokens, one sample per device (table 3: .8K
 # and .9K at two caps, three samples 2.4K at 4K), and their imbalance. Assumed to reproduce them:
 # one lognormal for Tulu3; three samples per device at 4K on 32 devices, one on 8 at 32K
 # (context-parallel size 4, unstated in the paper); samples above a cap are left out.

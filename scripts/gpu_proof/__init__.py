@@ -1,1 +1,1 @@
-"""What one GPU says of this project: `scripts/gpu_proof.sh OUT`."""
+"""Tests and measurements of this project on one GPU: `scripts/gpu_proof.sh OUT`."""

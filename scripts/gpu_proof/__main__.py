@@ -3,12 +3,9 @@
     scripts/gpu_proof.sh OUT [--fake-device] [--minutes 9] [--only PART ...]
 
 Runs the tests for devices, measures rates and layers, replays stages of a 26B plan, trains a small
-model and compares the providers of layers. A part that fails or takes too long ends, and the next
-begins. OUT/proof.json and OUT/proof.html have each part's status, time and figures, predicted ones
-beside measured ones, and are written anew after each part; OUT/logs has what the programs printed.
-
-With --fake-device nothing needs a GPU: stages run on fake devices and the rest on the CPU, with
-the same commands. No figure of that is of a GPU.
+model and compares the providers of layers. A failed part does not stop the next. OUT/proof.json and
+OUT/proof.html, updated after each part, have status, time, and predicted and measured figures;
+OUT/logs has the programs' output. With --fake-device, parts run on fake devices or the CPU.
 """
 
 import importlib.util
@@ -19,24 +16,24 @@ _NEEDED = (
     *("pydantic", "rich", "safetensors", "scipy", "sentencepiece", "tokenizers", "typer"),
 )
 _PACKAGES = {"megatron.core": "megatron-core", "PIL": "pillow"}
-"""Names under which modules are installed, where they differ."""
+"""Names of packages that differ from their modules."""
 _EXIT_USER_ERROR = 2
 
 
 def missing_modules() -> list[str]:
-    """Those of the needed modules that this Python does not have."""
+    """Required modules that are not installed."""
     return [name for name in _NEEDED if not _is_installed(name)]
 
 
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # of the parent package
+    except ModuleNotFoundError:  # the parent package is missing
         return False
 
 
 def refuse(missing: list[str]) -> None:
-    """End with one line that says what this Python lacks."""
+    """Exit with one line on missing modules."""
     packages = ", ".join(_PACKAGES.get(name, name) for name in missing)
     print(
         f"error: {sys.executable} has no {packages}; put the wheels of that, and of what it needs "
@@ -48,12 +45,12 @@ def refuse(missing: list[str]) -> None:
 
 
 def main() -> None:
-    """Run all parts, unless a module that they need is missing."""
+    """Run all parts, unless a required module is missing."""
     missing = missing_modules()
     if missing:
         refuse(missing)
     try:
-        # Not before: it imports them.
+        # Imported late: it needs the modules.
         from scripts.gpu_proof.prove import main as prove
     except ModuleNotFoundError as error:
         refuse([str(error.name)])

@@ -1,4 +1,4 @@
-"""The page of a proof, and the same tables for the terminal."""
+"""The page of a proof, and its tables for the terminal."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,7 +12,7 @@ from scripts.gpu_proof.result import PartResult, Proof
 
 
 def write_page(proof: Proof, path: Path) -> None:
-    """Write the page, which loads nothing."""
+    """Write the self-contained page."""
     folder = Path(__file__).parent
     loader = ChoiceLoader([FileSystemLoader(folder), PackageLoader("omnibal", "report")])
     pages = Environment(
@@ -27,7 +27,7 @@ def write_page(proof: Proof, path: Path) -> None:
 
 
 def machine_facts(proof: Proof) -> Facts:
-    """What the parts ran on."""
+    """The parts' hardware and software."""
     machine = proof.machine
     device = "fake device: no figure is of a GPU" if proof.pretended else str(machine.device)
     entries = [("Device", device), ("Python", machine.python), *machine.versions.items()]
@@ -39,7 +39,7 @@ def machine_facts(proof: Proof) -> Facts:
 
 
 def tables_of(proof: Proof) -> list[Table]:
-    """All tables, of what has run so far."""
+    """All tables so far."""
     found = [_parts_table(proof)]
     for part in {part.name: part for part in proof.parts}.values():
         figures = part.figures.items()
@@ -80,7 +80,7 @@ def _figures_table(title: str, figures: dict[str, JsonValue]) -> Table:
 
 
 def _list_table(part: PartResult, name: str, entries: Sequence[JsonValue]) -> Table:
-    """A table of entries of equal fields, with how far predicted figures are off."""
+    """A table of entries with equal fields, with errors of predictions."""
     records = [entry for entry in entries if isinstance(entry, dict)]
     fields = list(dict.fromkeys(field for record in records for field in record))
     rows = [[_shown(field, record.get(field)) for field in fields] for record in records]
@@ -90,7 +90,7 @@ def _list_table(part: PartResult, name: str, entries: Sequence[JsonValue]) -> Ta
 
 def _words(field: str) -> str:
     units = {"gib": "GiB", "ms": "ms", "mfu": "MFU", "tflops": "TFLOP/s"}
-    # A terminal takes brackets for colours.
+    # The terminal parses brackets as markup.
     text = field.replace("gb_per_s", "GB/s").replace("[", " (").replace("]", ")")
     return " ".join(units.get(word, word) for word in text.split("_"))
 

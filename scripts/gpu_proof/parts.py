@@ -1,4 +1,4 @@
-"""The parts of a proof, in their order. Each leaves its figures in the context as it finds them."""
+"""The parts of a proof, in order. Each adds figures to the context as it finds them."""
 
 import importlib.util
 import re
@@ -29,13 +29,13 @@ _TESTED = re.compile(
 _SMALL_MODEL = "internvl-digits"
 _SMALL_CAPS = ("--max-tiles", 12, "--max-tokens", 448)
 _WARM_UP = 3
-"""First steps of a training that are not timed: kernels are compiled and chosen in them."""
+"""Untimed first steps of a training, which compile and choose kernels."""
 _ROUNDING = 0.02
-"""Relative difference of two providers' losses in bf16 that is rounding."""
+"""Relative difference of two providers' bf16 losses that counts as rounding."""
 
 
 def tests(context: Context) -> None:
-    """Run the tests for devices: the trainer, and every fused operation beside plain torch."""
+    """Run the tests for devices: the trainer, and fused operations against plain torch."""
     workers = ["-n", "4"] if importlib.util.find_spec("xdist") and not context.pretended else []
     if importlib.util.find_spec("pytest") is None:
         raise PartEndedError("skipped", "pytest is not installed")
@@ -50,7 +50,7 @@ def tests(context: Context) -> None:
 
 
 def tested(printed: str) -> dict[str, JsonValue]:
-    """Result of every test that pytest -v has told of, by its name."""
+    """Results in the output of pytest -v, by test name."""
     found = {}
     for first, name, other_name, second in _TESTED.findall(printed):
         found[name or other_name] = (first or second).lower()
@@ -91,7 +91,7 @@ def profile(context: Context) -> None:
 
 
 def replay(context: Context) -> None:
-    """Replay stages of a plan for many devices, those first that tell most."""
+    """Replay stages of a plan for many devices, most informative first."""
     settings, output = context.settings, context.output
     lengths: tuple[object, ...] = ()
     if settings.samples:
@@ -120,7 +120,7 @@ def replay(context: Context) -> None:
 
 
 def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonValue]:
-    """What was measured or counted of a stage, beside what was predicted."""
+    """Measured or counted figures of a stage with predictions."""
     folder, plan = context.output / "replay", files.plan
     if context.pretended:
         [counted] = [one for one in read_fake_stages(folder, plan) if one.stage == stage]
@@ -151,8 +151,7 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
 
 
 def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float:
-    """Forward and backward of a stage on the replayed packs, by a job's costs; without the
-    exchange of tensor-parallel ranks, as there was one."""
+    """Predicted forward and backward of the replayed packs, without tensor-parallel links."""
     alone = _without_collectives(job)
     features = _features(files, measured)
     times = stage_times(alone.cost, files.plan.stages, features)
@@ -171,8 +170,7 @@ def _without_collectives(job: JobSpec) -> JobSpec:
 
 
 def stage_mfu(files: PlanFiles, measured: StageReplay) -> float:
-    """Model FLOPs utilization of a stage while it computes: needed operations of one
-    tensor-parallel rank over what the device could do; recomputation is not needed."""
+    """MFU of a stage while it computes, per tensor-parallel rank, without recomputation."""
     plan = files.plan
     flops = stage_flops(files, measured.stage, _features(files, measured)) / plan.parallel.tensor
     seconds = 1e-3 * (sum(measured.forward_ms) + sum(measured.backward_ms))
@@ -180,7 +178,7 @@ def stage_mfu(files: PlanFiles, measured: StageReplay) -> float:
 
 
 def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
-    """Operations that a stage's packs need, on all tensor-parallel ranks together."""
+    """FLOPs of a stage's packs over all tensor-parallel ranks."""
     job = files.job
     each = unit_flops(job.model, job.cluster, job.frozen, job.adapters)
     counts = unit_counts(job.cost.kinds, files.plan.stages[stage])

@@ -1,4 +1,4 @@
-"""All parts of a proof, one after another, under one time limit."""
+"""All parts of a proof in order, under one time limit."""
 
 import sys
 import time
@@ -21,7 +21,7 @@ _MOST_MINUTES = 600.0
 
 
 def main(description: str) -> None:
-    """Run the parts that the command line asks for; exit status 1 if one did not succeed."""
+    """Run the requested parts; exit status 1 if any failed."""
     with one_line_errors():
         check_arguments(sys.argv[1:])
         given = _parser(description).parse_args()
@@ -61,7 +61,7 @@ def _settings(given: Namespace) -> Settings:
 
 
 def prove(given: Namespace, settings: Settings) -> Proof:
-    """Run the parts; the result is written after each."""
+    """Run the parts; write the result after each."""
     check_folder("OUT", given.output, [])
     minutes = given.minutes or (_MOST_MINUTES if given.fake_device else 9.0)
     last_s = time.monotonic() + 60 * minutes

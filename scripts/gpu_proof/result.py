@@ -1,4 +1,4 @@
-"""What a proof finds: types of proof.json."""
+"""Types of proof.json."""
 
 import importlib.metadata
 import json
@@ -27,28 +27,24 @@ _VERSIONS = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", 
 
 
 class Machine(Frozen):
-    """What the parts run on."""
-
     device: str | None
-    """Name of the first CUDA device; None without one, or where it is a fake one."""
+    """Name of the first CUDA device. None if absent or fake."""
     memory_gib: float | None
     cuda: str | None
-    """CUDA version of torch's build."""
     python: str
     versions: dict[str, str]
-    """Installed packages."""
 
 
 class PartResult(Frozen):
-    """One part: what came of it, and what it measured."""
+    """Outcome and measurements of one part."""
 
     name: str
     status: Status
     reason: str = ""
-    """Why it failed or was skipped."""
+    """Reason of a failure or skip."""
     seconds: float
     figures: dict[str, JsonValue]
-    """Also of a part that did not end: what it had found until then."""
+    """Figures, partial if the part did not finish."""
 
 
 class Proof(Frozen):
@@ -56,16 +52,16 @@ class Proof(Frozen):
 
     machine: Machine
     pretended: bool
-    """Whether no GPU was asked: nothing in it is a figure of one."""
+    """Whether it ran without a GPU."""
     parts: tuple[PartResult, ...]
 
     def with_part(self, part: PartResult) -> "Proof":
-        """Return the proof with one part more."""
+        """Return the proof with another part."""
         return self.model_copy(update={"parts": (*self.parts, part)})
 
 
 def describe_machine(pretended: bool) -> Machine:
-    """Ask torch in a process of its own, so that this one holds no device memory."""
+    """Ask torch in a separate process, so that this one holds no device memory."""
     about = {"device": None, "memory_gib": None, "cuda": None}
     if not pretended:
         asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)

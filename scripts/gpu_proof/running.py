@@ -1,4 +1,4 @@
-"""Programs of a part: run under what is left of the part's time, with their output in a log."""
+"""A part's programs, run within the part's time limit, with output in a log."""
 
 import os
 import signal
@@ -21,7 +21,7 @@ _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
 
 
 class PartEndedError(Exception):
-    """A part that ends early: with this status, for this reason."""
+    """Ends a part early with a status and a reason."""
 
     def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
@@ -30,18 +30,18 @@ class PartEndedError(Exception):
 
 @dataclass(kw_only=True, slots=True)
 class Context:
-    """What a part is given, and what it has found so far."""
+    """Input and results of a part."""
 
     output: Path
     settings: Settings
     machine: Machine
     pretended: bool
     end_s: float
-    """On the monotonic clock."""
+    """Deadline on the monotonic clock."""
     figures: dict[str, JsonValue] = field(default_factory=dict)
 
     def run(self, name: str, *arguments: object, **environment: str) -> Path:
-        """Run a program of this project by the name of its log, which is returned."""
+        """Run a program of this project; return its log."""
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, *map(str, arguments)]
@@ -68,7 +68,7 @@ Part = Callable[[Context], None]
 
 
 def run_part(name: str, part: Part, context: Context) -> PartResult:
-    """Run a part to its end, whatever that is."""
+    """Run a part; exceptions become its result."""
     start_s = time.monotonic()
     status: Status = "ok"
     reason = ""
@@ -78,7 +78,7 @@ def run_part(name: str, part: Part, context: Context) -> PartResult:
         part(context)
     except PartEndedError as ended:
         status, reason = ended.status, ended.reason
-    except Exception as error:  # whatever a part does wrong, the next must run
+    except Exception as error:  # later parts must run after any failure
         status, reason = "failed", f"{type(error).__name__}: {error}"
     return PartResult(
         name=name,
@@ -92,7 +92,7 @@ def run_part(name: str, part: Part, context: Context) -> PartResult:
 def run_within(
     command: list[str], log: IO[str], limit_s: float, environment: Mapping[str, str]
 ) -> int | None:
-    """Run a program and all that it starts; its exit status, or None if its time was over."""
+    """Run a program with its children; return its exit status, or None on time-out."""
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -102,7 +102,7 @@ def run_within(
     except subprocess.TimeoutExpired:
         return None
     finally:
-        # Also what a program that ended has left behind.
+        # Kill remaining children too.
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

@@ -1,4 +1,4 @@
-"""Sizes of the jobs that a proof runs, and how long each part may take."""
+"""Sizes and time limits of a proof's jobs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -10,25 +10,23 @@ class Settings:
 
     limits_s: Mapping[str, float]
     tests: tuple[str, ...]
-    """Arguments of pytest."""
     model: str
     """Model whose stages are replayed and whose layers are profiled."""
     precision: str
     cluster: str
-    """Preset that is planned with; --cluster-output adds measured rates to it."""
+    """Preset to plan with; --cluster-output adds measured rates to it."""
     sizes: tuple[str, ...]
     """Parallel sizes of the replayed plan."""
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int
     samples: int
-    """Synthetic samples of the replayed plan; 0: every micro-batch is at the caps."""
+    """Synthetic samples of the replayed plan. 0 fills every micro-batch to the caps."""
     micro_batches: int
     profile_layers: int
     profile_repetitions: int
     replayed: tuple[int, ...]
-    """Stages in the order of what they tell: vision in front, the language model with the head,
-    then those between."""
+    """Stages, most informative first: first vision stage, stage with the head, middle stages."""
     trained_samples: int
     trained_steps: int
 
@@ -51,7 +49,7 @@ REAL = Settings(
     trained_samples=600,
     trained_steps=30,
 )
-"""InternViT-6B with InternLM2-20B on two tensor-parallel ranks, of which one is there."""
+"""InternViT-6B with InternLM2-20B, on the first of two tensor-parallel ranks."""
 
 _ON_A_CPU = ("tests/training/test_fused_compiled.py", "tests/training/test_fake_device.py")
 
@@ -62,7 +60,7 @@ FAKE_DEVICE = replace(
     replayed=(0, 3),
     trained_steps=10,
 )
-"""The same plan on fake devices; what must be computed is computed for a small model."""
+"""This plan on fake devices. Parts that need computation use a small model."""
 
 TINY = replace(
     FAKE_DEVICE,
@@ -78,4 +76,4 @@ TINY = replace(
     trained_samples=60,
     trained_steps=2,
 )
-"""Of the smallest sizes, to test the proof itself."""
+"""Minimal sizes, to test the proof itself."""

@@ -1,10 +1,9 @@
-"""Encoders in the pipeline beside data-parallel encoders, on 32 H100s.
+"""Encoders in the pipeline compared with data-parallel encoders, on 32 H100s.
 
     python scripts/reproduce/encoder_placement.py
 
-Simulated, with costs counted at the fitted rates of `h100-80g`. Each placement has its best tensor,
-pipeline and data-parallel sizes; data-parallel encoders are sharded over the best number of ranks;
-caps, packs per step and samples are the same. Texts are log-normal, with a median of 300 tokens.
+Simulated at the fitted rates of `h100-80g`. Each placement has its best parallel sizes and encoder
+sharding; caps, packs per step and samples are equal. Texts are log-normal, median 300 tokens.
 """
 
 from collections.abc import Iterator, Sequence
@@ -44,7 +43,7 @@ class Mixture:
     text_share: float
     """Share of samples without images."""
     tiles: tuple[int, int]
-    """Fewest and most tiles of the others."""
+    """Min and max tiles of samples with images."""
 
 
 MIXTURES = (
@@ -56,9 +55,9 @@ MIXTURES = (
 
 
 def models() -> Iterator[tuple[str, ModelConfig]]:
-    """The models, by what they are called in the table."""
+    """The models, by name in the table."""
     small = load_model("internvl3-8b")
-    # Qwen3-8B's sizes, without its norms of queries and keys.
+    # Qwen3-8B's sizes, without q and k norms.
     sizes = {"layers": 36, "hidden_size": 4096, "heads": 32, "kv_heads": 8}
     sizes |= {"ffn_hidden_size": 12_288, "vocab_size": 151_936, "qkv_bias": False}
     yield "300M + 8B", small.with_tower("language", **sizes)
@@ -83,7 +82,7 @@ def drawn(mixture: Mixture, model: ModelConfig) -> Lengths:
 
 
 def possible_sizes() -> list[Parallel]:
-    """Return parallel sizes of all devices."""
+    """Return all parallel sizes of the devices."""
     return [
         Parallel(
             tensor=tensor,
@@ -124,7 +123,7 @@ def _step_ms(plan: Plan) -> float:
 
 
 def row(name: str, mixture: Mixture, model: ModelConfig) -> list[str]:
-    """Return a row of both placements of a model on a mixture."""
+    """Return a row with both placements of a model on a mixture."""
     lengths = drawn(mixture, model)
     data = SampleData(
         settings=PackSettings(seed=0),

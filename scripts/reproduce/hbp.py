@@ -2,23 +2,18 @@
 
     python scripts/reproduce/hbp.py
 
-The published system ran on 32 H100 with DeepSpeed and Ulysses: no tensor or pipeline parallelism,
-one pack a rank (or a group of ranks) and iteration, 512K tokens an iteration, logits of all tokens.
-Its costs are this project's counts of operations. Products and attention reach a share of the
-preset's rates that is calibrated on the paper's Table 4 (`calibrated_share`), the same of every
-shape; all other rates are the preset's. What gathers
-sharded weights is taken to be hidden, and attention to exchange all of a pack that ranks share.
-Table 6 is not used for it.
+Published system: 32 H100, DeepSpeed and Ulysses without TP or PP, one pack per rank or group of
+ranks, 512K tokens per iteration, logits of all tokens. Costs are counted operations; products and
+attention run at one share of the preset's rates, calibrated on Table 4 (`calibrated_share`), not on
+Table 6. Gathers of sharded weights count as hidden; attention exchanges all of a shared pack.
 
-GPU days are compared as ratios to the first row's, since the paper's own tables give different
-seconds for equal settings. Attention is balanced over the packs of an iteration, or ("by block")
-over four groups of eight ranks, whatever shares a pack: the paper does not say which, and its
-figure for levels without balanced batches is that of groups.
+GPU days are ratios to the first row's, since the paper's tables disagree on seconds. Attention is
+balanced over an iteration's packs or ("by block") over four groups of eight ranks: the paper does
+not say which, but its figure for levels without balanced batches matches groups.
 
-Then HBP's rule is given Table 19, and its levels are simulated beside those of this project's
-search, in this project's trainer on the same costs: with greedy filling as in the paper, packs in
-balanced rows, and for both the least recomputation that the memory of the H100 allows. Steps are
-long, so that the exchange of gradients, which both have, counts little.
+Then HBP's rule is given Table 19, and its levels are compared with this project's search on the
+same costs in this trainer: greedy filling as in the paper, packs in balanced rows, least
+recomputation that fits. Steps are long, so that the gradient exchange counts little.
 
 Data are a synthetic mixture like the paper's (`tools/make_lengths.py --mixture tulu3-longcite`).
 """
@@ -69,26 +64,24 @@ K = 1024
 _BLOCKS = 4
 """Groups of ranks that share packs of 128K."""
 ITERATION_TOKENS = 512 * K
-"""Inferred: 4 packs of 128K or 32 of 16K, for which the times of Table 19 are alike."""
+"""Inferred: 4 packs of 128K or 32 of 16K, which take equal times in Table 19."""
 SHARE_OF_RATES = 0.577
-"""Share of the preset's products and attention that Table 4 gives: the one constant that is
-calibrated."""
+"""Share of the preset's rates of products and attention, calibrated on Table 4."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """A packing length of the paper with its setting: a level of packs."""
+    """A packing length of the paper with its setting: a context-parallel size."""
 
     kilotokens: int
     """Packing length, in units of 1,024 tokens."""
     context: int
-    """Ranks that share a pack (the paper's SP)."""
+    """Ranks per pack (the paper's SP)."""
     recomputed: int
-    """Recomputed layers."""
 
     @property
     def level(self) -> Level:
-        """The same as a level."""
+        """Convert to a level."""
         return Level(
             caps=Caps.of(tokens=self.kilotokens * K),
             context=self.context,
@@ -109,8 +102,8 @@ TABLE_4 = {
     _group(128, 8, 29): 10.2,
     _group(128, 16, 23): 10.5,
 }
-"""Seconds an iteration of Llama3.1-8B. They rise linearly with the length at equal tokens, so that
-packs are taken to be one sample each."""
+"""Seconds per iteration of Llama3.1-8B. Linear in the length at equal tokens, so packs are assumed
+to be one sample each."""
 
 
 TABLE_19 = {
@@ -120,12 +113,12 @@ TABLE_19 = {
     _group(64, 4, 28): 3.01,
     _group(128, 8, 28): 3.05,
 }
-"""Seconds an iteration of the fastest setting of every length, on the paper's data."""
+"""Seconds per iteration of the fastest setting per length, on the paper's data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Published:
-    """What the paper reports of one way to pack and batch."""
+    """The paper's figures for one way to pack and batch."""
 
     groups: tuple[Group, ...]
     balanced: bool
@@ -136,7 +129,7 @@ class Published:
 
 
 _SHORT, _LONG = _group(16, 1, 28), _group(128, 8, 28)
-"""Recomputed layers of Table 19."""
+"""Settings with recomputed layers of Table 19."""
 
 
 def _rows(
@@ -160,16 +153,16 @@ def _rows(
 
 TABLE_6_8B = _rows((_SHORT, _LONG), (5.22, 4.51, 3.73), (0.506, 0.288, 0.002))
 TABLE_6_70B = (44.4, 33.3, 31.1)
-"""GPU days of the same for Llama3.1-70B."""
+"""GPU days of Table 6 for Llama3.1-70B."""
 LAYERS_70B = 80
 CONTEXTS_70B = (8, 16)
-"""The paper does not say how many ranks share 128K tokens of the 70B model. Eight, as for 8B,
-leave little room: with all layers recomputed and all state sharded, 16K tokens a rank take 66 GiB
-by this project's count, which for 8B is 50 GB less than the paper's own figures."""
+"""Candidates, as the paper gives no context-parallel size for 70B at 128K. Eight, as for 8B, hardly
+fits: fully recomputed and sharded, 16K tokens per rank take 66 GiB by this project's count, which
+for 8B is 50 GB below the paper's figures."""
 
 
 def table_6_70b(context: int) -> tuple[Published, ...]:
-    """Table 6 of Llama3.1-70B, with all layers recomputed and so many ranks to a pack of 128K."""
+    """Table 6 of Llama3.1-70B, fully recomputed, with `context` ranks per 128K pack."""
     groups = _group(16, 1, LAYERS_70B), _group(128, context, LAYERS_70B)
     return _rows(groups, TABLE_6_70B, (None,) * 3)
 
@@ -181,7 +174,7 @@ class System:
         self.model, self.cluster = load_model(model), cluster
 
     def cost(self, group: Group) -> CostModel:
-        """Costs of a group's packs; with more ranks than key-value heads, each has a copy."""
+        """Costs of a group's packs; with more ranks than KV heads, the heads are replicated."""
         kv_heads = max(self.model.language.kv_heads, group.context)
         language = self.model.language.model_copy(update={"kv_heads": kv_heads})
         model = self.model.model_copy(update={"language": language})
@@ -190,7 +183,7 @@ class System:
         return job.costs_at([group.level])[0]
 
     def pack_ms(self, group: Group, tokens: np.ndarray, squared: np.ndarray) -> np.ndarray:
-        """Forward and backward of packs of so many (squared) tokens on a rank. [packs]"""
+        """Forward and backward of packs of these (squared) tokens on a rank. [packs]"""
         cost = self.cost(group)
         columns = {
             "fixed": np.ones(len(tokens)),
@@ -205,14 +198,14 @@ class System:
         return (times.forward_ms + times.backward_ms)[:, 0]
 
     def iteration_s(self, group: Group) -> float:
-        """Seconds of an iteration of packs of one sample of full length."""
+        """Seconds of an iteration of full-length single-sample packs."""
         tokens = np.array([float(group.kilotokens * K)])
         per_rank = ITERATION_TOKENS * group.context / RANKS / tokens[0]
         return float(self.pack_ms(group, tokens, tokens**2)[0] * per_rank / 1e3)
 
 
 def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
-    """The H100 as the published system uses it, with that share of the preset's rates."""
+    """The H100 as the published system uses it, at this share of the preset's rates."""
     preset = load_cluster(CLUSTER)
     peak = preset.tflops(PRECISION)
     rates = preset.rates[PRECISION].of_peak(
@@ -222,7 +215,7 @@ def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
 
 
 def calibrated_share() -> float:
-    """Share of the rates at which the times of Table 4 are right on average (geometric mean)."""
+    """Share of the rates that gives Table 4's times on average (geometric mean)."""
 
     def difference(share: float) -> float:
         system = System("llama3.1-8b", cluster_at(share))
@@ -234,24 +227,23 @@ def calibrated_share() -> float:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulated:
-    """An epoch as simulated: one iteration after the other, each as long as its longest pack."""
+    """A simulated epoch; the longest pack sets an iteration's time."""
 
     seconds: float
     iterations: int
     attention_balance_ratio: float
     """Over the packs of an iteration."""
     block_balance_ratio: float
-    """The same over four groups of eight ranks, each with all of its packs, whatever shares one."""
+    """Over four groups of eight ranks, with all packs of each group."""
     communication_ratio: float
-    """Share of tokens in packs that ranks share."""
+    """Share of tokens in context-parallel packs."""
     fill: float
-    """Share of the packs' room that holds tokens."""
+    """Share of the packs' capacity filled with tokens."""
 
 
 class Data:
-    """The made mixture, packed in the paper's ways.
-
-    `made` counts loss tokens as this project's head does, `lengths` as the paper's system."""
+    """The synthetic mixture, packed in the paper's ways. `made` counts the loss tokens of this
+    project's head, `lengths` of the paper's system."""
 
     def __init__(self, samples: int, seed: int) -> None:
         self.made = make_lengths(MIXTURE, samples, seed)
@@ -260,14 +252,14 @@ class Data:
         self.packed = cache(self._packed)
 
     def _packed(self, groups: tuple[Group, ...]) -> tuple[Packs, np.ndarray]:
-        """Packs by iterative sampling, long ones filled greedily, and their levels."""
+        """Packs by iterative sampling, long packs filled greedily, and their levels."""
         levels = [group.level for group in groups]
         seed = np.random.SeedSequence(self.seed)
         packs = pack_by_level(self.lengths, levels, PackingMethod.ISF, seed)
         return packs, levels_of_packs(packs, self.lengths, levels)
 
     def simulated(self, system: System, way: Published) -> Simulated:
-        """Simulate an epoch; what fills no iteration is left out."""
+        """Simulate an epoch without its incomplete iteration."""
         packs, level = self.packed(way.groups)
         tokens = packs.sums(self.lengths.tokens).astype(np.float64)
         squared = packs.sums(self.lengths.tokens.astype(np.float64) ** 2)
@@ -299,13 +291,13 @@ class Data:
 
 
 def _block_ratio(squared: np.ndarray) -> float:
-    """The dist ratio over four groups of equally many packs of an iteration [iterations, packs]."""
+    """Dist ratio over four groups of equally many packs of an iteration [iterations, packs]."""
     blocks = min(_BLOCKS, squared.shape[1])
     return dist_ratio(squared.reshape(len(squared), blocks, -1).sum(axis=2))
 
 
 def print_calibration(system: System) -> None:
-    """Table 4, which the share of the rates is calibrated on."""
+    """Print Table 4, the calibration of the rates."""
     rows = []
     for group, known in TABLE_4.items():
         predicted = system.iteration_s(group)
@@ -317,7 +309,7 @@ def print_calibration(system: System) -> None:
 
 
 def print_ways(title: str, data: Data, system: System, ways: Sequence[Published]) -> None:
-    """Ways to pack and batch, as ratios to the first."""
+    """Print ways to pack and batch, as ratios to the first."""
     simulated = [data.simulated(system, way) for way in ways]
     rows = []
     for way, one in zip(ways, simulated, strict=True):
@@ -351,18 +343,18 @@ _SIMULATED_SAMPLES = 60_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Comparison:
-    """HBP's levels and those of the search, simulated on the same samples."""
+    """HBP's levels and the search's levels, simulated on equal samples."""
 
     published: tuple[tuple[int, int], ...]
-    """Thousands of tokens and ranks that HBP's rule gives for Table 19."""
+    """Kilotokens and ranks by HBP's rule for Table 19."""
     hbp: LevelTrial
     searched: LevelTrial
     least_ms_per_sample: float
-    """Lower bound over all sets of levels, context sizes and recomputed layers."""
+    """Lower bound over all levels, context-parallel sizes and recomputed layers."""
 
 
 def level_search(lengths: Lengths, seed: int) -> Comparison:
-    """Search for levels of Llama3.1-8B on 32 H100, and simulate HBP's beside them."""
+    """Search for levels of Llama3.1-8B on 32 H100, and simulate HBP's on the same samples."""
     job = JobSpec(
         model=load_model("llama3.1-8b"),
         cluster=cluster_at(),
@@ -399,7 +391,7 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
 
 
 def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
-    """Thousands of tokens and ranks of the levels that HBP's rule takes from its own figures."""
+    """Kilotokens and ranks of the levels that HBP's rule takes from its own figures."""
     return hbp_levels(
         [
             ProfiledLength(tokens=group.kilotokens, context=group.context, ms=1e3 * seconds)
@@ -409,7 +401,7 @@ def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
 
 
 def print_search(compared: Comparison) -> None:
-    """HBP's levels beside those of the search."""
+    """Print HBP's levels and the search's."""
     words = " + ".join(f"{length}K/{context}" for length, context in compared.published)
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
     rows = []

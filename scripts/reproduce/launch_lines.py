@@ -1,7 +1,7 @@
-"""Launch lines of ms-swift's examples: memory and time that they note, and what lint predicts.
+"""Launch lines of ms-swift's examples: noted memory and time, and predictions of lint.
 
-An example's first line notes the memory of each GPU and the time of an iteration, without the kind
-of GPU. Flags of these scripts that `omnibal lint` reads stand here as they stand there.
+Notes are per GPU and iteration, without the kind of GPU. Only flags that `omnibal lint` reads are
+kept.
 """
 
 from collections.abc import Iterator
@@ -28,10 +28,10 @@ _IMAGES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """A launch line of an example and what the example notes."""
+    """A launch line of an example, with its notes."""
 
     name: str
-    """Its path in modelscope/ms-swift's examples/megatron, and the commit."""
+    """Path in modelscope/ms-swift's examples/megatron, and commit."""
     model: str
     line: str
     noted_gib: int
@@ -86,7 +86,7 @@ CLUSTERS = ("a100-80g", "h100-80g")
 
 
 def of_example(example: Example, cluster: str) -> Launched:
-    """The example's job on devices of a preset; half of a sample's tokens are images'."""
+    """The example's job on a preset's devices; half of the tokens are image tokens."""
     model = named_model(example.model)
     line = line_of(read_launch(example.line, {}), model)
     samples = Samples(lengths=None, image_share=0.5, image_tokens=1024)
@@ -94,7 +94,7 @@ def of_example(example: Example, cluster: str) -> Launched:
 
 
 def row(example: Example) -> Iterator[str]:
-    """One line of the table."""
+    """A row of the table."""
     yield example.name
     for cluster in CLUSTERS:
         job = of_example(example, cluster)

@@ -32,7 +32,7 @@ _SWITCHES = {
     "h100": "--cross-entropy-loss-fusion --ddp-average-in-collective --overlap-grad-reduce "
     "--overlap-param-gather",
 }
-"""Of the sources: SimuMax hides nothing, NeMo's recipes hide all that they can."""
+"""SimuMax overlaps nothing, NeMo's recipes the maximum."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,13 @@ class Measured:
 
     @property
     def model(self) -> ModelConfig:
-        """The row's model, with as many layers as it has there."""
+        """The row's model, with its number of layers."""
         model = named_model(self.row["model"])
         return model.with_layers(language=self.row["layers"])
 
     @property
     def launch_line(self) -> str:
-        """The row as Megatron-LM is launched."""
+        """The row as a Megatron-LM launch line."""
         row = self.row
         line = (
             f"torchrun --nnodes {row['gpus'] // 8} --nproc-per-node 8 pretrain_gpt.py "
@@ -74,7 +74,7 @@ class Measured:
 
     @property
     def job(self) -> Launched:
-        """The job that the line starts, on samples of its sequence length."""
+        """The line's job, on samples of its sequence length."""
         model, cluster = self.model, load_cluster(CLUSTERS[self.row["device"]])
         samples = Samples(lengths=None, image_share=0.0, image_tokens=1024)
         return launched(line_of(read_launch(self.launch_line, {}), model), model, cluster, samples)
@@ -89,22 +89,22 @@ class Compared:
 
     @property
     def error(self) -> float:
-        """Predicted over measured step, less 1."""
+        """Predicted over measured step, minus 1."""
         return self.costed.step_ms / float(self.row["step_ms"]) - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured allocated peak, less 1; None where none was measured."""
+        """Predicted over measured peak allocated memory, minus 1. None if not measured."""
         measured = self.row.get("allocated_gib")
         return max(self.costed.peaks_gib) / measured - 1 if measured else None
 
     @property
     def calibrates(self) -> str:
-        """What of its preset the row calibrates; empty for a row that is only predicted."""
+        """Constants of the preset calibrated on the row. Empty if only predicted."""
         return str(self.row.get("calibrates", ""))
 
     def cells(self) -> Iterator[str]:
-        """The row's line of the table."""
+        """Cells of the row in the table."""
         row, lost = self.row, self.costed.prediction.lost
         sizes = "x".join(str(row[name]) for name in ("tp", "pp", "cp", "ep"))
         batches = row["global_batch"] * row["tp"] * row["pp"] * row["cp"] // row["gpus"]
@@ -116,7 +116,7 @@ class Compared:
         yield f"{row['step_ms']:,.0f}"
         yield f"{self.costed.step_ms:,.0f}"
         yield f"{self.error:+.1%}"
-        # Of one chunk a stage; with several, the bubble is what is left.
+        # With one chunk per stage; with several, the rest is the bubble.
         other = lost.communication_ms + lost.context_exchange_ms + lost.expert_wait_ms
         idle = self.costed.step_ms - lost.ideal_ms - other - lost.weight_update_ms
         for part_ms in (lost.ideal_ms, other, lost.weight_update_ms, idle):
@@ -133,7 +133,7 @@ COLUMNS = (
 
 
 def compared() -> list[Compared]:
-    """All rows with their predictions; jobs that differ in their tag alone are predicted once."""
+    """All rows with predictions; jobs that differ only in tag are predicted once."""
     known: dict[str, Costed] = {}
     found = []
     for row in json.loads(ROWS.read_text())["rows"]:
@@ -146,7 +146,7 @@ def compared() -> list[Compared]:
 
 
 def summary(rows: Sequence[Compared]) -> list[str]:
-    """Errors of the rows that calibrated nothing, by device and precision."""
+    """Errors of rows not used for calibration, by device and precision."""
     lines = []
     for kind in sorted({(one.row["device"], one.row["precision"]) for one in rows}):
         chosen = [
@@ -165,7 +165,7 @@ def summary(rows: Sequence[Compared]) -> list[str]:
 
 
 def chunks_summary(rows: Sequence[Compared]) -> Iterator[str]:
-    """Errors of rows with several chunks a stage, beside those with one, by precision."""
+    """Errors of rows with several chunks per stage and with one, by precision."""
     chosen = [one for one in rows if one.row["device"] == "h100" and not one.calibrates]
     for precision in sorted({one.row["precision"] for one in chosen}):
         of_precision = [one for one in chosen if one.row["precision"] == precision]
@@ -182,12 +182,12 @@ _KINDS = {
     ("h100", "bf16"): ("H100, bf16", "rose"),
     ("h100", "fp8"): ("H100, fp8", "yellow"),
 }
-"""Words and colour of every device and precision."""
+"""Label and colour of every device and precision."""
 
 
 @style()
 def picture(rows: Sequence[Compared]) -> Figure:
-    """Draw predicted over measured step time of every row, hollow if it calibrates a preset."""
+    """Draw predicted over measured step time of every row, hollow if calibrated on."""
     figure = new_figure(760, 330)
     axes = figure.subplots()
     for kind, (words, colour) in _KINDS.items():
@@ -215,7 +215,7 @@ def picture(rows: Sequence[Compared]) -> Figure:
 
 
 def main() -> None:
-    """Print every row, and the errors of those that calibrated nothing."""
+    """Print every row, and the errors of rows not used for calibration."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--picture", type=Path, help="also write an SVG file of all rows")
     arguments = parser.parse_args()

@@ -2,20 +2,18 @@
 
     python scripts/reproduce/orch_plan.py
 
-All times are simulated, and nothing is fitted. The paper gives 84B parameters, a ViT, a
-Whisper-like encoder and a Qwen2 language model, 2,560 H100 and an MFU of 41.6 %. Assumed are:
+Simulated, nothing fitted. The paper gives 84B parameters, a ViT, a Whisper-like encoder and a Qwen2
+language model, 2,560 H100 and an MFU of 41.6 %. Assumed are:
 
 - language model: Qwen2-72B (80 layers of 8,192); vision: 48 layers of 4,096; audio: Whisper large's
   32 layers, widened from 1,280 to 1,920; two-layer projectors
-- 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, of assumed
-  lengths (`mixture`); text and audio correlate in speech recognition alone
-- 256 tokens of a tile and 25 of a second of sound; clips of 10 s, to which the last clip of a
-  recording is padded
+- 30 % speech recognition, 25 % spoken question answering, 30 % images, 15 % text, with assumed
+  lengths (`mixture`); text and audio correlate only in speech recognition
+- 256 tokens per tile, 25 per second of sound; clips of 10 s, with padding of the last clip
 
-In the first table 8 GPUs are tensor-parallel, with 4 stages and 80 data-parallel ranks. Encoders
-are in the stages, or data-parallel: replicated on every rank, which 80 GB do not hold, or sharded
-over the best number of ranks. The second table has steps of a pack a GPU: that pipeline beside one
-stage whose data-parallel ranks shard all weights of the language model, as OrchMLLM does.
+First table: TP 8, PP 4, DP 80. Encoders are in the stages, or data-parallel: replicated, which does
+not fit 80 GB, or sharded over the best number of ranks. Second table, a pack per GPU and step: that
+pipeline, and one stage with fully sharded weights as in OrchMLLM.
 """
 
 import argparse
@@ -51,24 +49,24 @@ CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
 MICRO_BATCHES = 8
 PACKS_PER_STEP = 2_560
 STEPS = 2.02
-"""Steps whose tokens are drawn; packs are 99 % full, so that both are full."""
+"""Sampled steps; packs are 99 % full, so this fills two."""
 WAYS = {
     "in the stages": None,
     "data-parallel, whole": (WeightSharding.REPLICATED,),
     "data-parallel": tuple(WeightSharding),
 }
-"""Placements of encoders, by the ways to hold weights of data-parallel ones."""
+"""Placements of encoders: weight shardings of data-parallel encoders."""
 SIZES = (
     PARALLEL,
     Parallel(pipeline=1, data=2_560, sharded=2_560),
     Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True),
 )
-"""Sizes in steps of a pack a GPU."""
+"""Parallel sizes in steps of a pack per GPU."""
 PLAN_COLUMNS = ("divided over", "step s", "MFU", "peak GiB", "lost most")
 
 
 def the_model(frames: int) -> ModelConfig:
-    """The assumed model, with clips of so many frames."""
+    """The assumed model, with clips of `frames` frames."""
     base = load_model("internvl2.5-78b").with_tower(
         "vision", layers=48, hidden_size=4_096, heads=32, ffn_hidden_size=16_384
     )
@@ -90,22 +88,21 @@ def the_model(frames: int) -> ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Samples:
-    """What every sample holds, [n]."""
+    """Contents of every sample, [n]."""
 
     tiles: np.ndarray
     seconds: np.ndarray
-    """Length of its recording, 0 where it has none."""
+    """Length of the recording, 0 without one."""
     text: np.ndarray
-    """Tokens of text."""
 
     @property
     def audio_tokens(self) -> np.ndarray:
-        """Tokens of its recording. [n]"""
+        """Tokens of the recording. [n]"""
         return np.ceil(TOKENS_PER_SECOND * self.seconds).astype(np.int64)
 
     @property
     def tokens(self) -> np.ndarray:
-        """Tokens that the language model sees. [n]"""
+        """Tokens of the language model. [n]"""
         return self.text + TOKENS_PER_TILE * self.tiles + self.audio_tokens
 
 
@@ -139,7 +136,7 @@ def mixture(samples: int, seed: int) -> Samples:
 
 
 def rows_of_sizes() -> Iterator[list[str]]:
-    """Every way to divide the model, in steps of equally many packs."""
+    """Rows of all parallel sizes, in steps of equally many packs."""
     mean = float(lengths_of(mixture(PACKS_PER_STEP, seed=0)).tokens.mean())
     samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
     lengths = lengths_of(mixture(samples, seed=0))
@@ -151,7 +148,7 @@ def rows_of_sizes() -> Iterator[list[str]]:
 
 
 def lengths_of(samples: Samples) -> Lengths:
-    """The mixture as this project counts samples."""
+    """Lengths of the mixture's samples."""
     audio = the_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
     assert isinstance(audio, ClipsEncoder)
     clips = np.ceil(samples.seconds / CLIP_S).astype(np.int32)
@@ -173,13 +170,13 @@ def planned(
     parallel: Parallel = PARALLEL,
     micro_batches: int = MICRO_BATCHES,
 ) -> tuple[str, ...]:
-    """A plan's time, share of the peak, memory, and where its time goes, for `PLAN_COLUMNS`.
+    """A plan's time, MFU, memory and time breakdown, for `PLAN_COLUMNS`.
 
     Args:
-        ways: to hold weights of data-parallel encoders; None for encoders in the stages.
+        ways: weight shardings of data-parallel encoders. None for encoders in the stages.
 
     Raises:
-        DoesNotFit: no stages fit beside the encoders, or with them.
+        DoesNotFit: no stages fit with the encoders.
     """
     job = JobSpec(
         model=the_model(CLIP_S * FRAMES_PER_SECOND),

@@ -2,15 +2,14 @@
 
     python scripts/reproduce/paper.py [--samples 60000] [--cluster mine.toml]
 
-All times are simulated. One constant is calibrated, on Figure 2: the share of the memory's rate
-that the published system reaches, as its element-wise work is not fused. Everything else follows
-from data sheets, counted operations, and the shares that products and transfers usually reach (0.65
-and 0.5, assumed and not fitted).
+Simulated. One constant is calibrated, on Figure 2: the share of memory bandwidth that the published
+system's unfused element-wise kernels reach. The rest is from data sheets, counted operations, and
+usual efficiencies of products and transfers (0.65 and 0.5, assumed).
 
-Data are a synthetic mixture like InternVL-Chat 1.2's (`tools/make_lengths.py`, whose pad ratio,
-dist ratios and samples per pack agree with the paper's), in steps of 128 micro-batches, the global
-batch of the paper's published configuration. As in that system, the head computes logits for all
-tokens, and text is padded to the longest sample of a micro-batch unless samples are packed.
+Data are a synthetic mixture like InternVL-Chat 1.2's (`tools/make_lengths.py`; pad ratio, dist
+ratios and samples per pack agree with the paper's), in steps of 128 micro-batches, the paper's
+published global batch. As in that system, the head computes logits for all tokens, and text is
+padded to a micro-batch's longest sample unless samples are packed.
 """
 
 import argparse
@@ -52,12 +51,12 @@ from tools.make_lengths import make_lengths
 CAPS = Caps.of(tiles=9, tokens=4096)
 SAMPLES_PER_EPOCH = 1_267_819
 SAMPLES_PER_BATCH = 4
-"""Of a micro-batch that is not packed."""
+"""Samples of an unpacked micro-batch."""
 MICRO_BATCHES_PER_STEP = 128
 CLUSTER = str(Path(__file__).with_name("a100.toml"))
 UNFUSED_MEMORY_EFFICIENCY = 0.141
-"""Share of the memory's rate at which the published system would move what this project's fused
-kernels move: the one constant that is calibrated on a published figure (`calibrated_share`)."""
+"""Memory efficiency of the published system, relative to this project's fused kernels: the only
+constant calibrated on a published figure (`calibrated_share`)."""
 _SIMULATED_STEPS = 400
 
 
@@ -66,13 +65,12 @@ class Job:
     """A row of the paper's Table 9."""
 
     model: str
-    """Preset."""
     parallel: Parallel
-    """As listed, but for `ABLATION_JOB`."""
+    """As listed, except `ABLATION_JOB`."""
     stage_layers: tuple[int, ...]
-    """Vision plus language layers of every stage."""
+    """Vision plus language layers per stage."""
     recomputed: tuple[int, ...]
-    """Layers that every stage recomputes, counted from its front."""
+    """First layers recomputed per stage."""
     baseline_gpu_days: float
     gpu_days: float
 
@@ -121,11 +119,11 @@ TABLE_9 = (
     ),
 )
 ABLATION_JOB = TABLE_9[1]
-"""Listed with tensor 2 and data 4, but the released configuration has tensor 4, and only that, with
-the optimizer's state whole on every rank, explains the memory of Table 5. Times do not depend on
-it; it is sharded here, without which the first job of Table 9 does not fit."""
+"""Listed with TP 2 and DP 4, but the released configuration has TP 4, and only that, with
+replicated optimizer state, explains Table 5's memory. Here the state is sharded, without effect on
+times, as Table 9's first job does not fit otherwise."""
 TABLE_7 = {"none": 61.8, "data": 51.9, "data + model": 29.0, "data + model + memory": 21.3}
-"""GPU days with so much balanced."""
+"""GPU days per balanced part."""
 _FEATURES = feature_names(load_model("internvl-chat-1.5-6b-20b"))
 TABLE_3_MODEL_ONLY = 42.2
 """GPU days of random data on a balanced model."""
@@ -139,16 +137,16 @@ SAMPLES_PER_PACK = 4.6
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Epoch:
-    """Micro-batches in the order they are trained, and how many samples each stands for."""
+    """Micro-batches in training order, and the number of samples each represents."""
 
     features: np.ndarray
     """[packs, 5]."""
     samples: int
     matched: Workload | None = None
-    """Steps and ranks of the micro-batches, where they are not as they come."""
+    """Steps and ranks of the micro-batches, if matched."""
 
     def workload(self, data_parallel: int) -> Workload:
-        """Full steps, dealt to ranks in the order given unless they are matched."""
+        """Full steps, dealt to ranks in order unless matched."""
         if self.matched is not None:
             return self.matched
         per_rank = MICRO_BATCHES_PER_STEP // data_parallel
@@ -177,7 +175,7 @@ class Data:
 
     @cached_property
     def random(self) -> Epoch:
-        """Four samples at a time in random order, their text padded to the longest of them."""
+        """Four samples at a time in random order, padded to the longest text."""
         order = np.random.default_rng(self.seed).permutation(len(self.lengths))
         batches = order[: len(order) // SAMPLES_PER_BATCH * SAMPLES_PER_BATCH]
         batches = batches.reshape(-1, SAMPLES_PER_BATCH)
@@ -219,7 +217,7 @@ class Data:
         )
         packs = deal_steps(steps, self.lengths, load, data_parallel, levels)
         features = pack_features(packs.packs, self.lengths, _FEATURES)
-        # One step of the epoch, anywhere in it, takes what is over.
+        # One step of the epoch, at any position, is incomplete.
         full = np.bincount(packs.step)[packs.step] == MICRO_BATCHES_PER_STEP
         matched = Workload(
             features=features[full],
@@ -241,7 +239,7 @@ class Predicted:
         self.cap_bytes = memory_cap_gib(cluster) * GIB
 
     def paper_stages(self, recomputed: Sequence[int]) -> tuple[Stage, ...]:
-        """The paper's split, with so many layers recomputed from the front of every stage."""
+        """The paper's split, with the first layers of every stage recomputed."""
         sequence = unit_names(self.model)
         layers = ("vision_layer", "language_layer")
         positions = [at for at, unit in enumerate(sequence) if unit in layers]
@@ -253,7 +251,7 @@ class Predicted:
     def stages(
         self, method: PartitionMethod, rule: RecomputeRule, epoch: Epoch, capped: bool = True
     ) -> tuple[Stage, ...]:
-        """By a method and a rule; memory that the paper had in fact need not fit this model's."""
+        """Stages by a method and a rule. `capped=False` allows memory above this model's limit."""
         workload = epoch.workload(self.job.parallel.data)
         cap_bytes = self.cap_bytes if capped else np.inf
         pipeline = self.job.parallel.pipeline
@@ -267,14 +265,14 @@ class Predicted:
         return float(simulate_run(self.cost, stages, workload).step_ms.mean())
 
     def gpu_days(self, stages: Sequence[Stage], epoch: Epoch) -> float:
-        """Of an epoch of the paper's data."""
+        """GPU days of an epoch of the paper's data."""
         samples_per_step = MICRO_BATCHES_PER_STEP * epoch.samples_per_pack
         steps = SAMPLES_PER_EPOCH / samples_per_step
         return steps * self.step_ms(stages, epoch) / 86.4e6 * self.job.parallel.world_size
 
 
 def described(stages: Sequence[Stage]) -> str:
-    """Vision+language layers of every stage, recomputed ones in parentheses."""
+    """Vision+language layers per stage, recomputed layers in parentheses."""
     parts = []
     for stage in stages:
         recomputed = f" ({stage.recomputed_layers})" if stage.recomputed_layers else ""
@@ -284,12 +282,12 @@ def described(stages: Sequence[Stage]) -> str:
 
 
 def published_system(cluster: ClusterConfig) -> ClusterConfig:
-    """The cluster as the published system ran on it, with its unfused element-wise work."""
+    """The cluster with the published system's unfused element-wise kernels."""
     return cluster.model_copy(update={"memory_efficiency": UNFUSED_MEMORY_EFFICIENCY})
 
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Wide rather than folded, also where the output is a file."""
+    """Print a wide table without folding, even to a file."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     for name in columns:
         table.add_column(name, justify="right", no_wrap=True)
@@ -308,7 +306,7 @@ def figure_2_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
 
 
 def calibrated_share(cluster: ClusterConfig) -> float:
-    """Share of the memory's rate at which the first stage takes its share of Figure 2's times."""
+    """Memory efficiency that gives the first stage its share of Figure 2's times."""
     share = FIGURE_2_STAGE_MS[0] / sum(FIGURE_2_STAGE_MS)
 
     def difference(memory_efficiency: float) -> float:
@@ -319,14 +317,14 @@ def calibrated_share(cluster: ClusterConfig) -> float:
 
 
 def print_table_7(data: Data, cluster: ClusterConfig) -> None:
-    """What balancing data, model and memory gains, one after the other.
+    """Print the gains of balancing data, model and memory.
 
-    "none" is random data, the parameter partition and full recomputation; then come ISF, BMP and
-    recomputation from the front of each stage, and at last this project's packs and joint search.
+    "none" is random data, the parameter partition and full recomputation; then ISF, BMP and front
+    recomputation; finally this project's packs and joint search.
     """
     job = Predicted(ABLATION_JOB, cluster)
     full, front = RecomputeRule.FULL, RecomputeRule.FRONT
-    # The paper ran these: they fit its memory, whether or not they do by this model.
+    # The paper ran these, so they fit, even if not by this model.
     parameter = job.stages(PartitionMethod.PARAMETER, full, data.isf, capped=False)
     bmp = job.stages(PartitionMethod.BMP, full, data.isf, capped=False)
     balanced = data.balanced(job.cost, job.model, job.job.parallel.data)

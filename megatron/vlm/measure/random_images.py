@@ -1,4 +1,4 @@
-"""Random images at their native resolution, of given numbers of tokens, for what is measured.
+"""Random native-resolution images of given token counts, for measurements.
 
 Shapes: Y patches of X values, S tokens, M image tokens.
 """
@@ -19,11 +19,11 @@ from omnibal.pipeline.stage import Stage
 
 _FEATURE = ImagesEncoder.feature
 _LEAST_TOKENS = 16
-"""Least tokens of an image among several of a pack: smaller ones are rare."""
+"""Minimum tokens of an image among several of a pack: smaller images are rare."""
 
 
 def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
-    """Tokens of images that samples may have: for each as many alike as its tokens' squares say."""
+    """Tokens of possible images: per sample, equal images that match its sum of squared tokens."""
     names = (_FEATURE, squares_of(_FEATURE))
     tokens, squares = (lengths.column(name)[samples] for name in names)
     sizes = []
@@ -35,27 +35,26 @@ def image_sizes(lengths: Lengths, samples: np.ndarray) -> list[int]:
 
 
 def grid_of(tokens: int, merge: int) -> Grid:
-    """Grid of an image of so many tokens, as near to a square as there is."""
+    """Grid of an image of `tokens` tokens, as near to a square as possible."""
     rows = max(each for each in range(1, math.isqrt(tokens) + 1) if tokens % each == 0)
     return Grid(1, rows * merge, tokens // rows * merge)
 
 
 def equal_images(tokens: int, most: int) -> list[int]:
-    """Tokens of up to so many images alike, near to squares, of not much less than `tokens`."""
+    """Tokens of up to `most` equal, nearly square images, slightly less than `tokens` in total."""
     images = max(min(most, tokens // _LEAST_TOKENS), 1)
     rows = math.isqrt(tokens // images)
     return [rows * (tokens // images // rows)] * images
 
 
 def squared_tokens(grids: Sequence[Grid], tower: ImagesEncoder) -> int:
-    """Sum of the squares of the tokens of images and of each time of videos."""
+    """Sum of squared tokens over images and video frames."""
     each = ((grid.times, grid.rows * grid.columns // tower.positions_per_item) for grid in grids)
     return sum(times * tokens**2 for times, tokens in each)
 
 
 def with_every_kind(model: ModelConfig, layers: int) -> ModelConfig:
-    """The model as one whose first `layers` encoder layers are of every kind that it has: one with
-    a deepstack projector, and one that attends fully, where others do not."""
+    """Give the first `layers` encoder layers every kind: deepstack projector, full attention."""
     for name, tower in model.encoders.items():
         if isinstance(tower, ImagesEncoder):
             deepstack = (0,) if tower.deepstack_layers else ()
@@ -71,9 +70,7 @@ def image_fields(
     stage: Stage | None,
     generator: torch.Generator,
 ) -> dict[str, Any]:
-    """Fields of a micro-batch of these images, whose tokens come first in it; none of a model that
-    takes no such images.
-    """
+    """Micro-batch fields of these images, at the first tokens. Empty without an image encoder."""
     tower, fields = model.images, dict[str, Any]()
     if tower is not None:
         fields["image_tokens"] = sum(sizes)
@@ -81,7 +78,7 @@ def image_fields(
         if stage is None or stage.holds("vision embed"):
             shape = (sum(sizes) * tower.positions_per_item, tower.values_per_patch)
             fields["patches_YX"] = torch.randn(shape, generator=generator)
-        # Of stages that put image features, or add deepstack features, in their places.
+        # Only on stages that insert image features or add deepstack features.
         deep = range(len(deepstack_of(model)))
         if (
             stage is None

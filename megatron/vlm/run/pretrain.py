@@ -338,9 +338,8 @@ def train_plan(
     """Train until the next replanning step or the end.
 
     Args:
-        sinks: metrics outputs; failing sinks are removed. is_first: whether this is the first
-            training since the start: prepares the run's directory and
-            opens the sinks.
+        sinks: metrics outputs; failing sinks are removed.
+        is_first: whether to prepare the run's directory and open the sinks.
     """
     arguments, evaluation = run.arguments, run.arguments.evaluation
     first_step, last_step = done.steps, run.last_step

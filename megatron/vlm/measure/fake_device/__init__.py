@@ -1,1 +1,1 @@
-"""CUDA devices that hold no memory and run nothing, for trying stages at their real size."""
+"""CUDA devices without memory or computation, to try stages at their real size."""

@@ -1,4 +1,4 @@
-"""Kernels that a stage launches, with their operations and bytes, and what a device waits for."""
+"""Kernels that a stage launches, with their FLOPs and bytes, and host synchronizations."""
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ _NO_KERNEL = {
     *("aten::_local_scalar_dense", "aten::lift", "aten::_has_compatible_shallow_copy_type"),
 }
 _GATHERS = {"aten::embedding": 0, "aten::index_select": 0, "aten::index": 0, "aten::gather": 0}
-"""Operations that read few rows of the argument at that place: as many as they write."""
+"""Operations that read only some rows of the argument at that index: as many as they write."""
 
 
 def kind_of(operation: str) -> OperationKind:
@@ -48,7 +48,7 @@ def kind_of(operation: str) -> OperationKind:
 
 
 def launches(func: Any) -> bool:
-    """Whether an operation launches a kernel, rather than looking at memory in another way."""
+    """Whether an operation launches a kernel and is not a view."""
     return not (func.is_view or func.name().partition(".")[0] in _NO_KERNEL)
 
 
@@ -58,13 +58,13 @@ def moved_bytes(operation: str, args: Sequence[Any], results: Any) -> int:
     if operation in _WRITE_ONLY:
         read = read[1:]
     elif operation in _GATHERS:
-        read[_GATHERS[operation]] = None  # as much as is written, which is counted twice below
+        read[_GATHERS[operation]] = None  # equal to the bytes written, which count twice below
     twice = 2 if operation in _GATHERS else 1
     return sum(map(_bytes, tensors_in(read))) + twice * sum(map(_bytes, tensors_in(results)))
 
 
 def _bytes(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor on the device, where expanded dimensions are one."""
+    """Bytes of a tensor on the device; expanded dimensions count as 1."""
     if tensor.device.type != "cuda":
         return 0
     elements = 1
@@ -74,7 +74,7 @@ def _bytes(tensor: torch.Tensor) -> int:
 
 
 def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: Any) -> float:
-    """Floating-point operations of a product or attention; 0 of all else."""
+    """FLOPs of a matrix product or attention. 0 for other operations."""
     operation = func.name().partition(".")[0]
     if operation in PRODUCTS:
         left, right = factors(args)
@@ -86,16 +86,15 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: An
 
 
 class _Attention(NamedTuple):
-    """An attention's operation: its matrix products, and the places of its arguments."""
+    """An attention operation: number of matrix products, and positions of its arguments."""
 
     products: int
     query: int
-    """Place of the query, [B, N, S, D] or packed [T, N, D]; the key is behind it, [B, G, K, D]."""
+    """Position of the query, [B, N, S, D] or packed [T, N, D]. The key follows, [B, G, K, D]."""
     is_causal: int
-    """Place of whether it is causal, and has half of the pairs."""
+    """Position of the causal flag, which halves the pairs."""
     borders: int | None = None
-    """Place of the borders of packed samples, whose values are on the device: they are counted as
-    equally long."""
+    """Position of the packed samples' borders; on the device, so samples count as equally long."""
 
 
 _ATTENTIONS = {
@@ -109,10 +108,7 @@ _ATTENTIONS = {
 
 
 def _attention_flops(kind: _Attention, args: Sequence[Any]) -> float:
-    """FLOPs of products of all pairs of positions within samples.
-
-    torch's own count knows no heads that share keys in every release.
-    """
+    """FLOPs over all pairs of positions within samples; torch's count may lack GQA."""
     query = args[kind.query]
     if kind.borders is None:
         pairs = query.numel() * args[kind.query + 1].shape[2]
@@ -123,7 +119,7 @@ def _attention_flops(kind: _Attention, args: Sequence[Any]) -> float:
 
 
 class LaunchCounts:
-    """Sums of what is launched, by phase and operation."""
+    """Sums of launches, by phase and operation."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[str, str], list[float]] = defaultdict(lambda: [0, 0.0, 0.0])
@@ -131,7 +127,7 @@ class LaunchCounts:
         self._unaligned: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Reset."""
         for sums in (self._sums, self._reads, self._unaligned):
             sums.clear()
 
@@ -145,7 +141,7 @@ class LaunchCounts:
     def add_product(
         self, where: str, operation: str, args: Sequence[Any], output: torch.Tensor, flops: float
     ) -> None:
-        """Note a product of 16 bit matrices whose rows do not begin at multiples of 16 bytes."""
+        """Record a 16-bit matrix product with rows not aligned to 16 bytes."""
         steps = leading_dimensions(args, output)
         if output.element_size() == 2 and any(step % ALIGNED_ELEMENTS for step in steps):
             left, right = factors(args)
@@ -173,14 +169,14 @@ class LaunchCounts:
         )
 
     def host_reads(self) -> tuple[HostRead, ...]:
-        """Where the host waited for a value of the device."""
+        """Places where the host waited for a device value."""
         return tuple(
             HostRead(phase=phase, operation=operation, where=where, count=count)
             for (phase, operation, where), count in sorted(self._reads.items())
         )
 
     def unaligned(self) -> tuple[UnalignedProduct, ...]:
-        """Products with rows that are not aligned, those of most operations first."""
+        """Products with unaligned rows, largest FLOPs first."""
         ordered = sorted(self._unaligned.items(), key=lambda item: -item[1][1])
         return tuple(
             UnalignedProduct(

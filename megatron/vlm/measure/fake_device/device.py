@@ -1,8 +1,7 @@
-"""A process's fake CUDA device: what torch asks of one is answered without any.
+"""A process's fake CUDA device: torch's calls are answered without one.
 
-`fake_calls` is the only place that points calls of `torch.cuda` elsewhere, and takes them back
-when it ends. The compiled part, by which autograd accepts such tensors, stays until the process
-ends: use a process of its own.
+Only `fake_calls` patches `torch.cuda`, and restores it at the end. The compiled part, which makes
+autograd accept such tensors, stays: use a separate process.
 """
 
 import contextlib
@@ -37,13 +36,13 @@ DEVICE_NAME = "fake CUDA device"
 _SOURCE = Path(__file__).with_name("device.cpp")
 _MULTI_TENSOR_TYPES = optimizer._foreach_supported_types
 _SMALL_ON_HOST = 1 << 16
-"""Most elements of host tensors whose values are known, such as borders of samples."""
+"""Maximum elements of host tensors with known values, such as borders of samples."""
 
 
 @functools.cache
 def install_device() -> None:
-    """Compile the device and make it this process's, once."""
-    # Anew in every process, in a second: a file kept where others may write could be anyone's.
+    """Compile and install the device in this process, once."""
+    # Compiled in every process, in a second: a shared cache could be tampered with.
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "fake_device.so"
         _compile(library)
@@ -72,7 +71,7 @@ def _compile(library: Path) -> None:
 
 
 class _FakeEvent:
-    """CUDA event of a device on which nothing takes time."""
+    """CUDA event of a device where nothing takes time."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         pass
@@ -93,7 +92,7 @@ class _FakeEvent:
 def fake_calls(
     memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
 ) -> Iterator[None]:
-    """Answer calls of `torch.cuda`, and what builds on them, as on a device with this memory."""
+    """Patch `torch.cuda` and its users to answer as a device with this memory."""
     if is_core_on_cpu():
         raise RuntimeError(
             "Megatron-core has been prepared for the CPU in this process; make a fake device in a "
@@ -110,9 +109,9 @@ def fake_calls(
             (core_random.CudaRNGStatesTracker, ("fork",)),
         ):
             replaced.enter_context(_replaced(owner, {name: vars(owner)[name] for name in names}))
-        # What core would compile runs as it is written.
+        # Run functions uncompiled that core would compile.
         replaced.enter_context(torch._dynamo.config.patch(disable=True))
-        route_random_state_to_cpu()  # what it replaces is put back with the rest
+        route_random_state_to_cpu()  # its patches are undone with the others
         yield
 
 
@@ -127,7 +126,7 @@ def _replacements(
         return storage
 
     def nothing() -> Callable[..., None]:
-        # Another one each time: torch's compiler keys its rules by the function object.
+        # A new function each time: torch's compiler keys its rules by function object.
         return lambda *_, **__: None
 
     def gather_object(every: list[Any], own: Any, group: object = None) -> None:
@@ -165,7 +164,7 @@ def _replacements(
         (torch.cuda.nvtx, {"range_push": nothing(), "range_pop": nothing()}),
         (torch.nn.Module, {"to": _moved_module, "cuda": _moved_module}),
         (dist, {"all_gather_object": gather_object, "barrier": nothing()}),
-        # Else Adam takes one tensor after another, which needs less memory than all at once.
+        # Otherwise Adam updates tensor by tensor, which needs less memory than multi-tensor.
         (optimizer, {"_foreach_supported_types": [*_MULTI_TENSOR_TYPES, FakeTensor]}),
         (fake_tensor, {"CONSTANT_NUMEL_LIMIT": _SMALL_ON_HOST, "init_gpu_context": nothing()}),
     ]
@@ -173,7 +172,7 @@ def _replacements(
 
 @contextlib.contextmanager
 def _replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
-    """Set attributes, and what was there before when this ends."""
+    """Patch attributes, and restore them at the end."""
     before = {name: vars(owner)[name] for name in new if name in vars(owner)}
     for name, value in new.items():
         setattr(owner, name, value)
@@ -190,8 +189,8 @@ def _replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
 def _moved_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
     """Move a module of fake tensors to the device.
 
-    torch's own `Module.to` exchanges what is inside of fake parameters, which their weak references
-    forbid. Here those on the host are replaced.
+    torch's `Module.to` swaps the contents of fake parameters, which their weak references forbid;
+    here host parameters are replaced.
     """
     for part in module.modules():
         for name, parameter in part._parameters.items():
@@ -204,7 +203,7 @@ def _moved_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn
 
 
 def _on_device(parameter: torch.nn.Parameter) -> torch.nn.Parameter:
-    """The parameter on the device, with the attributes that core has given it."""
+    """The parameter on the device, with core's attributes."""
     moved = torch.nn.Parameter(parameter.detach().to("cuda"), parameter.requires_grad)
     for name, value in vars(parameter).items():
         if not name.startswith("_") and name not in ("fake_device", "fake_mode", "constant"):

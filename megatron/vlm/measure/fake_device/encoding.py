@@ -1,6 +1,5 @@
-"""What a rank of data-parallel encoders does on a fake device: the most that any rank encodes in a
-step of the run, and the most features that any pipeline takes, beside micro-batches of its own.
-"""
+"""Data-parallel encoders on a fake device: the largest encoding of any rank and step, and the most
+features received by any pipeline, with its own micro-batches."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -35,18 +34,18 @@ from omnibal.pipeline.workload import Workload
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeaviestShares:
-    """What stands where a step has its `StepShares`, of which it has what a step asks for."""
+    """Replaces a step's `StepShares`, with the parts that a step uses."""
 
     encoding: StepShares
-    """Shares of the step and rank whose passes run."""
+    """Shares of the encoding step and rank."""
     receiving: StepShares
-    """Shares of the step and rank whose features arrive."""
+    """Shares of the receiving step and rank."""
     window: Mapping[str, np.ndarray]
-    """Items of the micro-batches that run, by encoder."""
+    """Items of the micro-batches, by encoder."""
 
     @property
     def ranks(self) -> EncodingRanks:
-        """The encoding group, with the place of a rank of the stage."""
+        """The encoding group, with the position of a rank of the stage."""
         return self.receiving.ranks
 
     @property
@@ -56,12 +55,12 @@ class HeaviestShares:
 
     @property
     def passes(self) -> Sequence[EncoderPass]:
-        """What runs, in order."""
+        """Encoder passes, in order."""
         return self.encoding.passes
 
     @property
     def route(self) -> FeatureRoute:
-        """What leaves of the passes, and what arrives of the pipeline's features."""
+        """Features sent by the passes, and received by the pipeline."""
         arriving = self.receiving.route
         return replace(
             self.encoding.route,
@@ -71,22 +70,22 @@ class HeaviestShares:
         )
 
     def only(self, names: Collection[str]) -> "HeaviestShares":
-        """The shares of some of the encoders."""
+        """The shares of some encoders."""
         window = {name: items for name, items in self.window.items() if name in names}
         encoding, receiving = self.encoding.only(names), self.receiving.only(names)
         return HeaviestShares(encoding=encoding, receiving=receiving, window=window)
 
     def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
-        """The passes of an encoder, those that are kept or the others."""
+        """Passes of an encoder with or without kept activations."""
         return self.encoding.passes_of(name, is_kept)
 
     def lockstep_passes(self, name: str, is_kept: bool) -> int:
-        """How many such passes all ranks that divide the encoder's weights make."""
+        """Number of such passes on every rank that shards the encoder's weights."""
         return self.encoding.lockstep_passes(name, is_kept)
 
     def slices(self, micro_batches: int) -> list[dict[str, slice]]:
-        """Where the features of each of the micro-batches are: the first of all that arrive; and
-        all others, for which there is room as in a whole step."""
+        """Slices of micro-batches' features: consecutive at first, then the rest of the step's
+        buffer."""
         start, found = 0, []
         for place in range(micro_batches):
             of_pack = {}
@@ -108,9 +107,9 @@ class HeaviestEncoding:
     packs: ScheduledPacks
     lengths: Lengths
     encodes: tuple[int, int]
-    """Step, and global rank, that encode most."""
+    """Step and global rank with most encoding."""
     receives: tuple[int, int]
-    """Step, and data-parallel rank, whose pipeline takes most features."""
+    """Step and data-parallel rank whose pipeline receives most features."""
 
     @classmethod
     def of(
@@ -121,8 +120,7 @@ class HeaviestEncoding:
         lengths: Lengths,
         workload: Workload,
     ) -> "HeaviestEncoding | None":
-        """Find them in all steps, by the bytes that items keep and features take; None where
-        encoders are not data-parallel."""
+        """Find the maxima by kept and received bytes. None without data-parallel encoders."""
         cost, beside = job.encoders_cost, plan.beside
         if cost is None or beside is None:
             return None
@@ -158,8 +156,7 @@ class HeaviestEncoding:
         )
 
     def of_stage(self, stage: int, rows: np.ndarray) -> EncodingWork:
-        """What a rank of a stage encodes that runs these rows of the packs, and its passes, on the
-        host."""
+        """Encoding of a stage's rank with these rows of the packs, and its passes, on the host."""
         sizes = self.plan.parallel
         step, data_rank = self.receives
         shares = HeaviestShares(

@@ -28,7 +28,7 @@ from omnibal.job.plan import Plan
 
 _GIB = 2**30
 _MOST_SPREAD = 0.05
-"""Share by which one window may be further from its prediction than another of the same stage."""
+"""Share by which a prediction may be too low relative to another window's."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
@@ -40,15 +40,14 @@ def run_fake_stage(
     on_run: Callable[[], None],
     encoding: HeaviestEncoding | None = None,
 ) -> FakeStage:
-    """Build a stage of the plan on a fake device and run it through its heaviest moments.
+    """Build a stage of the plan on a fake device and run its heaviest windows.
 
     Args:
-        heaviest: micro-batches to run, those first that are predicted to need most; the one of them
-            that allocates most counts. None is run that would have to be further from its
-            prediction, relative to the one that allocates most, than `_MOST_SPREAD`.
-        load: of their micro-batches, on the host.
-        on_run: called after the stage is built, and for each of `heaviest`.
-        encoding: what encoders do meanwhile, where they are data-parallel.
+        heaviest: windows by falling prediction. The largest allocation counts; windows predicted
+            `_MOST_SPREAD` below it are skipped.
+        load: loads their micro-batches, on the host.
+        on_run: called after building the stage, and per window.
+        encoding: of data-parallel encoders, if any.
 
     Raises:
         UserError: there is no compiler.
@@ -84,13 +83,13 @@ def run_fake_stage(
 
 
 def _without_data(batch: MicroBatch, fake_device: FakeCuda) -> MicroBatch:
-    """The micro-batch with its sizes alone, also of what stays on the host."""
+    """Replace the micro-batch's tensors by fake ones, host tensors too."""
     tensors = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
     return replace(batch, **{name: fake_device.fake(value) for name, value in tensors.items()})
 
 
 def _describe_state(device: FakeDevice, trainer: Trainer) -> None:
-    """Label what is there after building, and name the modules."""
+    """Label allocations after building, and name the modules."""
     device.places.name(*trainer.stages)
     device.memory.relabel_rest(Label("", "optimizer state", "state"))
     for held in trainer.held:
@@ -106,7 +105,7 @@ def _run(
     plan: Plan,
     stage: int,
 ) -> FakeStage:
-    """Run one rank's step and the update after it, and say what was counted."""
+    """Run one rank's step and the update after it; return the counts."""
     memory, counts = device.memory, device.counts
     counts.clear()
     memory.watch()
@@ -138,7 +137,7 @@ def _run(
 
 
 def _contents(by_label: dict[Label, tuple[int, int]]) -> tuple[PeakContent, ...]:
-    """What fills the peak, with all layers of a tower together, largest first."""
+    """Contents of the peak, layers of a tower merged, largest first."""
     tensors: Counter[Label] = Counter()
     sizes: Counter[Label] = Counter()
     for label, (count, size) in by_label.items():

@@ -1,4 +1,4 @@
-"""A run of `tools/replay.py --fake-device`: distributes stages, writes counts as they come."""
+"""A run of `tools/replay.py --fake-device`: distributes stages, writes counts as they finish."""
 
 import hashlib
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _SOURCES = (".py", ".cpp")
 
 
 def fake_replay_info(plan: Plan) -> FakeReplayInfo:
-    """Describe what distinguishes this fake-device replay from others."""
+    """Describe the settings that identify this fake-device replay."""
     digest = hashlib.sha256()
     for path in sorted(_TRAINER.rglob("*")):
         if path.suffix in _SOURCES:
@@ -39,7 +39,7 @@ def fake_replay_info(plan: Plan) -> FakeReplayInfo:
 
 
 def check_fake_device_provider(provider: Provider) -> None:
-    """Refuse a provider whose kernels a fake device cannot count."""
+    """Raise UserError if a fake device cannot count the provider's kernels."""
     if provider == "te":
         raise UserError(
             "--provider te: Transformer Engine launches its kernels past torch, where a fake "
@@ -48,7 +48,7 @@ def check_fake_device_provider(provider: Provider) -> None:
 
 
 def check_fake_device_precision(precision: Precision) -> None:
-    """Refuse a precision that a fake device cannot count."""
+    """Raise UserError if a fake device cannot count the precision."""
     if precision == "fp8":
         raise UserError(
             "the plan is in fp8, whose products Transformer Engine launches past torch, where a "
@@ -59,13 +59,13 @@ def check_fake_device_precision(precision: Precision) -> None:
 def run_fake_stages(
     job: ReplayJob, stages: Sequence[int], output: Path, launch: Launch, store: dist.Store
 ) -> None:
-    """Count those stages that are not kept yet, each in one process; returns when all are done.
+    """Count unfinished stages, each in one process; return when all are done.
 
     Raises:
         UserError: `output` holds another fake-device replay, or there is no compiler.
         RefusedByDeviceError: a real device would refuse an operation of a stage.
     """
-    install_device()  # before there is an output that nothing could be written to
+    install_device()  # before an output is created, as it may fail
     torch.set_num_threads(1)
     info = fake_replay_info(job.plan)
     left = stages_left(FAKE_REPLAY_FILES, info, job, stages, output, launch, store)

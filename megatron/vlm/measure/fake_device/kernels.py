@@ -1,4 +1,4 @@
-"""What CUDA's kernels return, keep and demand, where a CPU build of torch says it otherwise.
+"""Results, memory and requirements of CUDA kernels that differ from a CPU build of torch.
 
 Shapes: B batch, N heads, G key/value heads, S query positions, K key positions, D head size,
 T packed tokens, M, K and N rows, inner and columns of a matrix product.
@@ -14,10 +14,10 @@ import torch.nn.functional as F
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_SIZE = 256  # of FlashAttention-2's kernels
-_ROWS_OF_FLASH_BLOCK = 128  # to which its backward rounds up
-FP32_BYTES = 4  # of a number
+_ROWS_OF_FLASH_BLOCK = 128  # its backward rounds up to this
+FP32_BYTES = 4
 ALIGNED_ELEMENTS = 8
-"""Leading dimensions of 16 bit matrices must be multiples of this for the fastest kernels."""
+"""Leading dimensions of 16-bit matrices must be multiples of this for the fastest kernels."""
 
 
 class RefusedByDeviceError(RuntimeError):
@@ -33,7 +33,7 @@ def _refuse(operation: str, why: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def tensors_in(values: Any) -> Iterator[torch.Tensor]:
-    """All tensors in arguments or results, also in lists of them."""
+    """All tensors in arguments or results, including lists."""
     if isinstance(values, torch.Tensor):
         yield values
     elif isinstance(values, list | tuple):
@@ -45,16 +45,15 @@ def tensors_in(values: Any) -> Iterator[torch.Tensor]:
 
 
 def factors(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """The two matrices of a product, which some add to a third that comes first."""
+    """The two factors of a product, without the addend, which comes first."""
     first, second, *rest = tensors_in(args)
     return (second, rest[0]) if rest else (first, second)
 
 
 def check_product(operation: str, args: Sequence[Any]) -> None:
-    """Refuse a matrix product of different types or devices.
+    """Raise unless the factors have one type and device, as only fake tensors promote types.
 
-    Fake tensors promote types here, and a device does not. What is added to may have the type that
-    the product is asked for.
+    The addend may have the output's type.
     """
     tensors = list(tensors_in(args))
     asked = next((one for one in args if isinstance(one, torch.dtype)), tensors[-1].dtype)
@@ -65,18 +64,18 @@ def check_product(operation: str, args: Sequence[Any]) -> None:
 
 
 def _check_one_device(operation: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Refuse tensors on the host beside those on the device, but for single numbers."""
+    """Raise if host and device tensors are mixed, except host scalars."""
     if len({one.device for one in tensors if one.dim()}) > 1:
         _refuse(operation, "all tensors must be on the device", tensors)
 
 
 def check_own_device(operation: str, args: Sequence[Any]) -> None:
-    """Refuse a kernel written for this device that is given tensors on the host."""
+    """Raise if a kernel of this project gets host tensors."""
     _check_one_device(operation, list(tensors_in(args)))
 
 
 def check_attention(operation: str, args: Sequence[Any]) -> None:
-    """Refuse what flash attention does: its types, head sizes, strides and borders."""
+    """Raise for types, head sizes, strides and borders that flash attention refuses."""
     query, key, value = args[:3]
     tensors = [query, key, value]
     _check_one_device(operation, list(tensors_in(args)))
@@ -92,10 +91,10 @@ def check_attention(operation: str, args: Sequence[Any]) -> None:
 
 
 def attention_backward_bytes(args: Sequence[Any]) -> int:
-    """Working memory of flash attention's backward for inputs [B, N, S, D].
+    """Workspace of flash attention's backward for inputs [B, N, S, D].
 
-    As `mha_bwd` of FlashAttention-2 allocates it: the query's gradient summed in float32, a number
-    a row in float32, and where heads share keys the gradients of keys and values of every head.
+    As in FlashAttention-2's `mha_bwd`: float32 query gradient, a float32 per row, and with GQA the
+    key and value gradients per head.
     """
     _, query, key = args[:3]
     batch, heads, rows, size = query.shape
@@ -108,7 +107,7 @@ def attention_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def packed_attention_backward_bytes(args: Sequence[Any]) -> int:
-    """Working memory of flash attention's backward for packed inputs [T, N, D], in whole blocks."""
+    """Workspace of flash attention's backward for packed inputs [T, N, D], in whole blocks."""
     _, query, key, _, _, _, borders = args[:7]
     tokens, heads, size = query.shape
     rows = tokens + _ROWS_OF_FLASH_BLOCK * (borders.shape[0] - 1)
@@ -126,7 +125,7 @@ def _rounded(size: int, multiple: int) -> int:
 
 
 def copied_operand_bytes(args: Sequence[Any]) -> int:
-    """Bytes of the copies that cuBLAS is given of matrices whose layout it does not take."""
+    """Bytes of copies made for cuBLAS of matrices with unsupported layouts."""
     return sum(
         one.numel() * one.element_size()
         for one in tensors_in(args)
@@ -135,7 +134,7 @@ def copied_operand_bytes(args: Sequence[Any]) -> int:
 
 
 def leading_dimensions(args: Sequence[Any], output: torch.Tensor) -> tuple[int, ...]:
-    """Elements from one row, or column, of each matrix of a product to the next."""
+    """Leading dimensions of a product's matrices."""
     matrices = [one for one in tensors_in((*args, output)) if one.dim() >= 2]
     return tuple(max(one.stride()[-2:]) for one in matrices)
 
@@ -151,10 +150,9 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` by the kernel that a device chooses for [B, N, S, D].
+    """`scaled_dot_product_attention` with the device's kernel for [B, N, S, D].
 
-    Flash attention for 16 bit, the memory-efficient kernel for 32 bit; the one of single operations
-    where neither takes the inputs.
+    Flash for 16 bit, memory-efficient for 32 bit, else unfused.
     """
     if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_HEAD_SIZE:
         size = query.shape[-1]
@@ -178,7 +176,7 @@ def _sdpa(
 def _fused_rms_norm(
     hidden: torch.Tensor, shape: Sequence[int], weight: torch.Tensor | None, eps: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The normed tensor, and a float32 number a row for the backward."""
+    """The normed tensor, and a float32 per row for the backward."""
     rows = hidden.shape[: hidden.dim() - len(shape)]
     numbers = hidden.new_empty((*rows, *[1] * len(shape)), dtype=torch.float32)
     return _like(hidden), numbers
@@ -192,7 +190,7 @@ def _fused_rms_norm_backward(
     weight: torch.Tensor | None,
     wanted: Sequence[bool],
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Gradients of input and weight, as far as they are wanted."""
+    """Gradients of input and weight, if wanted."""
     has_weight = wanted[1] and weight is not None
     return _like(hidden) if wanted[0] else None, _like(weight) if has_weight else None
 
@@ -211,17 +209,17 @@ RESULTS: dict[Any, Callable[..., Any]] = {
     aten._fused_rms_norm.default: _fused_rms_norm,
     aten._fused_rms_norm_backward.default: _fused_rms_norm_backward,
 }
-"""Results of kernels that a CPU build has none of, or of which torch knows no shapes."""
+"""Results of kernels that a CPU build lacks, or without shape functions in torch."""
 
 
 @contextlib.contextmanager
 def device_kernels(read: Callable[[Any], float | int]) -> Iterator[None]:
-    """Have torch choose the kernels that it chooses on a device, for tensors that say `cuda`.
+    """Make torch choose CUDA kernels for tensors that claim to be on `cuda`.
 
-    A CPU build takes attention and RMSNorm apart into single operations, which keep more.
+    A CPU build decomposes attention and RMSNorm into operations that save more.
 
     Args:
-        read: gives the host the value of a scalar, where `torch.tensor` looks below all modes.
+        read: returns a scalar's value to the host, for `torch.tensor`, which bypasses modes.
     """
 
     def never_run(*_: object) -> None:
@@ -234,7 +232,7 @@ def device_kernels(read: Callable[[Any], float | int]) -> Iterator[None]:
         for operation in RESULTS:
             name = operation.name()
             if not torch._C._dispatch_has_kernel_for_dispatch_key(name, "CUDA"):
-                # Where there is one, RMSNorm of one type goes to it, with its own derivative.
+                # If it exists, RMSNorm of one type uses it, with its own derivative.
                 library.impl(name.removeprefix("aten::"), never_run, "CUDA")
         yield
     finally:

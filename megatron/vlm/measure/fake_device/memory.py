@@ -1,4 +1,4 @@
-"""Bytes that a device gives out, counted as torch's caching allocator counts them."""
+"""Device memory counted as by torch's caching allocator."""
 
 import weakref
 from collections import Counter
@@ -12,13 +12,13 @@ BLOCK_BYTES = 512
 
 
 def block_bytes(size: int) -> int:
-    """Bytes of the block that the allocator gives out for `size` bytes."""
+    """Bytes of the allocator's block for `size` bytes."""
     return size + -size % BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
 class Label:
-    """What made an allocation: a module's path, an operation and the phase of the step."""
+    """Origin of an allocation: module path, operation and phase of the step."""
 
     where: str
     operation: str
@@ -27,7 +27,7 @@ class Label:
 
 @dataclass(slots=True, eq=False)
 class _Allocation:
-    """One storage on the device, from its birth to its end on the tracker's own count of both."""
+    """Lifetime of a storage, in the tracker's count of allocations and frees."""
 
     size: int
     label: Label
@@ -36,33 +36,33 @@ class _Allocation:
 
 
 class MemoryTracker:
-    """Counts each storage from when it is made until nothing refers to it."""
+    """Counts each storage from creation until it is freed."""
 
     def __init__(self) -> None:
         self.now_bytes = 0
         self.peak_bytes = 0
-        """Most bytes since `reset_peak`."""
+        """Maximum bytes since `reset_peak`."""
         self._live: dict[int, tuple[weakref.ref, _Allocation]] = {}
         self._made: list[_Allocation] = []
         self._moment = 0
         self.highest_bytes = 0
-        """Bytes at the highest moment since `watch`."""
+        """Maximum bytes since `watch`."""
         self._highest_moment = 0
         self._highest_working: tuple[Label, int] | None = None
         self.highest_label: Label | None = None
-        """What was running at the highest moment since `watch`."""
+        """What was running at the maximum since `watch`."""
 
     def reset_peak(self) -> None:
-        """Begin to look for the peak anew, as `torch.cuda.reset_peak_memory_stats` does."""
+        """Reset the peak, as `torch.cuda.reset_peak_memory_stats` does."""
         self.peak_bytes = self.now_bytes
 
     def watch(self) -> None:
-        """Begin to look for the highest moment anew; `contents` is of the one since then."""
+        """Reset the maximum that `contents` describes."""
         self._made = [allocation for _, allocation in self._live.values()]
         self.highest_bytes = 0
 
     def hold(self, storage: torch.UntypedStorage, label: Label) -> None:
-        """Count a storage, unless it is counted already, for as long as it exists."""
+        """Count a storage until it is freed, unless counted already."""
         key = storage._cdata
         if key in self._live:
             return
@@ -77,7 +77,7 @@ class MemoryTracker:
         self.now_bytes += allocation.size
 
     def resized(self, storage: torch.UntypedStorage, label: Label) -> None:
-        """Count a storage by its new size, if it is counted: an allocation in place of another."""
+        """Count a tracked storage by its new size, as a new allocation."""
         key = storage._cdata
         if key not in self._live:
             return
@@ -92,11 +92,7 @@ class MemoryTracker:
         self.now_bytes -= allocation.size
 
     def settle(self, label: Label, working_bytes: int = 0) -> None:
-        """Compare what is allocated with the peaks, after an operation.
-
-        Args:
-            working_bytes: that the operation had besides its outputs until it ended.
-        """
+        """Update the peaks after an operation with `working_bytes` of workspace."""
         most = self.now_bytes + working_bytes
         if most > self.peak_bytes:
             self.peak_bytes = most
@@ -106,27 +102,25 @@ class MemoryTracker:
             self.highest_label = label
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
-        """Say what the storages of some tensors are."""
+        """Change the label of some tensors' storages."""
         for tensor in tensors:
             found = self._live.get(tensor.untyped_storage()._cdata)
             if found is not None:
                 found[1].label = label
 
     def relabel_rest(self, label: Label) -> None:
-        """Say what all storages are that have been made before now, unless `relabel` has."""
+        """Change the label of all storages made so far, except relabelled storages."""
         for _, allocation in self._live.values():
             if allocation.label.phase != label.phase:
                 allocation.label = label
 
     def live(self) -> dict[Label, tuple[int, int]]:
-        """Number of storages and bytes by what made them, now."""
+        """Current number of storages and bytes by label."""
         return _by_label(allocation for _, allocation in self._live.values())
 
     def contents(self) -> dict[Label, tuple[int, int]]:
-        """Number of storages and bytes by what made them, at the highest moment since `watch`.
-
-        The bytes add up to `highest_bytes`.
-        """
+        """Number of storages and bytes by label at the maximum since `watch`; sums to
+        `highest_bytes`."""
         there = _by_label(
             one
             for one in self._made

@@ -1,4 +1,4 @@
-"""A fake device as a context: what runs inside allocates, and computes nothing."""
+"""A fake device as a context: operations allocate and do not compute."""
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -74,12 +74,12 @@ def _rule_of(func: Any) -> _Rule:
 
 
 def _begun_work(*_: object, **__: object) -> Any:
-    """What coalesced collectives give, of which torch knows no shapes."""
+    """Handle of coalesced collectives, which have no shape function in torch."""
     return FakeWork().boxed()
 
 
 class FakeDevice(TorchDispatchMode):
-    """Counts what every operation allocates, launches and reads; refuses what a device refuses."""
+    """Counts allocations, launches and reads of every operation; raises what a device would."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class FakeDevice(TorchDispatchMode):
         self.counts = LaunchCounts()
         self.places = Places()
         self.phase = "build"
-        """Part of the step that runs; of labels and counts."""
+        """Current part of the step, for labels and counts."""
         self._is_in_body = False
 
     def __torch_dispatch__(
@@ -109,7 +109,7 @@ class FakeDevice(TorchDispatchMode):
         return results
 
     def count_body(self, name: str, body: Body) -> Body:
-        """Return a fused operation's body as one launch, which makes its results and no more."""
+        """Return a fused operation's body as one launch that only allocates its results."""
         rule = _Rule(f"omnibal::{name}")
 
         def run(*arguments: Any) -> Any:
@@ -125,7 +125,7 @@ class FakeDevice(TorchDispatchMode):
         return run
 
     def read(self, tensor: Any) -> float | int:
-        """Value of a scalar: none is known. On the host it counts something, from one up."""
+        """Return a placeholder for a scalar; on the host a counter from 1."""
         on_device = tensor.device.type == "cuda"
         if on_device:
             self.counts.add_read(self.phase, "item", _calling_line())
@@ -133,11 +133,11 @@ class FakeDevice(TorchDispatchMode):
         return float(value) if tensor.dtype.is_floating_point else value
 
     def read_of_routing(self) -> None:
-        """Count the host's wait for where tokens go."""
+        """Count the host's wait for the routing of tokens."""
         self.counts.add_read(self.phase, "copy", _calling_line())
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Count the memory of a storage that has come or gone, which is no operation of torch's."""
+        """Count a storage resized outside torch's operations."""
         label = Label(self.places.current(), "resize_", self.phase)
         self.memory.resized(storage, label)
 
@@ -181,7 +181,7 @@ class _FakeTensors(FakeTensorMode):
 
 
 def _calling_line() -> str:
-    """File and line of the caller that is not torch's own."""
+    """File and line of the first caller outside torch."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename.replace("\\", "/")
@@ -193,22 +193,22 @@ def _calling_line() -> str:
 
 @dataclass(frozen=True, slots=True)
 class FakeCuda:
-    """A fake CUDA device, and the way of host tensors into it."""
+    """A fake CUDA device, and the conversion of host tensors."""
 
     device: FakeDevice
     fake: Callable[[torch.Tensor], torch.Tensor]
-    """Makes a host tensor one without data, of the same size and type."""
+    """Convert a host tensor to a fake tensor of its size and type."""
 
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeCuda]:
-    """Run what is inside on a fake CUDA device; tensors have sizes and no data.
+    """Run the body on a fake CUDA device: tensors have sizes and no data.
 
-    Megatron-core and torch find a device, and whatever they would allocate on it is counted. Use it
-    in a process of its own: the part that is compiled stays.
+    Megatron-core and torch find a device, and allocations on it are counted. Use a separate
+    process, as the compiled part stays.
 
     Raises:
-        UserError: it cannot be compiled here.
+        UserError: the device cannot be compiled here.
         RuntimeError: Megatron-core already runs on the CPU in this process.
     """
     install_device()

@@ -1,4 +1,4 @@
-"""Modules of a stage that operations belong to, in forward and in backward."""
+"""Modules of operations, in forward and in backward."""
 
 import sys
 import threading
@@ -17,14 +17,14 @@ from torch.nn.modules.module import (
 
 
 class _Numbered:
-    """Modules by the number of the first node that a thread made in them."""
+    """Modules by the number of a thread's first node in them."""
 
     def __init__(self) -> None:
         self.numbers = [0]
         self.places = [""]
 
     def note(self, number: int, place: str) -> None:
-        """Say where nodes from this number on are made."""
+        """Set the module of nodes from this number on."""
         if number == self.numbers[-1]:
             self.places[-1] = place
         elif number > self.numbers[-1]:
@@ -32,16 +32,15 @@ class _Numbered:
             self.places.append(place)
 
     def of(self, number: int) -> str:
-        """Where the node of this number was made."""
+        """Module of the node with this number."""
         return self.places[bisect_right(self.numbers, number) - 1]
 
 
 class Places:
-    """Names modules by their path, and follows them through both passes.
+    """Names modules by path, and follows them through both passes.
 
-    Autograd numbers the nodes that a thread makes, so a node's number says in which module it was
-    made. A device's backward has a thread of its own, which also makes the nodes of what is
-    recomputed.
+    Autograd numbers nodes per thread, so numbers identify modules. A device's backward has its own
+    thread, which also makes the recomputed nodes.
     """
 
     def __init__(self) -> None:
@@ -51,11 +50,11 @@ class Places:
         self._made: dict[int, _Numbered] = defaultdict(_Numbered)
 
     def name(self, *modules: torch.nn.Module) -> None:
-        """Take the names of the modules' parts as paths."""
+        """Take the names of submodules as paths."""
         self._names = {id(p): path for one in modules for path, p in one.named_modules()}
 
     def current(self) -> str:
-        """Path of the module whose operation runs; empty outside of all."""
+        """Path of the running module. Empty outside modules."""
         if self._inside:
             return self._inside[-1]
         node = torch._C._current_autograd_node()
@@ -66,7 +65,7 @@ class Places:
 
     @contextmanager
     def followed(self) -> Iterator[None]:
-        """Watch which modules run."""
+        """Track the running module."""
         before = register_module_forward_pre_hook(self._enter)
         after = register_module_forward_hook(self._leave, always_call=True)
         try:
@@ -90,7 +89,7 @@ class Places:
 
 
 def _in_inner_backward() -> bool:
-    """Whether this is the backward of recomputed operations, inside of the whole one's."""
+    """Whether this is the inner backward of recomputed operations."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is torch.autograd.backward.__code__:

@@ -1,8 +1,6 @@
-"""Tokens of a mixture of experts on a device that computes nothing: spread evenly over experts.
+"""Tokens of a mixture of experts on a fake device: spread evenly over experts.
 
-Where tokens go is data, which a fake device has none of. Megatron-core's dispatcher is told so
-many of each expert here; all else is its own, with what it allocates.
-
+Routing is data, which a fake device lacks. Megatron-core's own dispatcher is given equal counts.
 Shapes: S tokens, E experts, R copies of tokens (rows), H hidden size.
 """
 
@@ -54,26 +52,26 @@ def _sort_chunks(
     probs: torch.Tensor | None = None,
     **_: object,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Copy rows in another order of their chunks, whose sizes alone matter."""
+    """Reorder chunks of rows; only their sizes matter."""
     sizes = split_sizes.tolist()
     weights = None if probs is None else torch.cat(probs.split(sizes))
     return torch.cat(rows.split(sizes)), weights
 
 
 def _even(total: int, parts: int) -> np.ndarray:
-    """Shares of a number that differ by one at most, int64 [parts]."""
+    """Split a number into parts that differ by at most one, int64 [parts]."""
     bounds = np.arange(parts + 1) * total // parts
     return np.diff(bounds)
 
 
 def _spread(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
-    """Say how many tokens go where, as core's `preprocess`; returns those of own experts."""
+    """Set token counts, as core's `preprocess`; return the counts of this rank's experts."""
     ranks, experts = dispatcher.ep_size, dispatcher.num_local_experts
     dispatcher.num_out_tokens = len(routing_map_SE) * dispatcher.config.moe_router_topk
     sent = _even(dispatcher.num_out_tokens, dispatcher.num_experts).reshape(ranks, experts)
     if ranks > 1:
         dispatcher.input_splits = dispatcher.output_splits = sent.sum(1)
-    # Each rank sends as many as this one to itself, so that all of them are as full.
+    # Other ranks send equal counts, so that all ranks are equally full.
     own = np.stack([_even(int(rows), experts) for rows in sent.sum(1)])
     dispatcher.num_global_tokens_per_local_expert = own
     return own.sum(0)
@@ -81,7 +79,7 @@ def _spread(dispatcher: Any, routing_map_SE: torch.Tensor) -> np.ndarray:
 
 @contextlib.contextmanager
 def evenly_routed(read: Callable[[], None]) -> Iterator[None]:
-    """Have core's dispatcher spread tokens evenly in a process with a fake device."""
+    """Make core's dispatcher spread tokens evenly in a process with a fake device."""
     from megatron.core.transformer.moe import token_dispatcher
 
     def bring_to_host(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
