@@ -1,9 +1,7 @@
-"""Planning anew from a run: costs fitted on what it measured, and a plan that goes on with it.
+"""Replanning from a run: fit costs on its measurements and plan the rest.
 
-The steps stay those of the earlier plan, with the same samples, so that a checkpoint of the run
-says under the new plan too which of them were trained. What is searched for again are stages and
-recomputed layers, ranks and slots of every step's packs, and where the number of devices has
-changed the parallel sizes.
+Steps and samples are kept, so checkpoints stay valid. Stages, recomputed layers, ranks and slots
+are searched again, and parallel sizes too if the number of devices changes.
 """
 
 from dataclasses import dataclass, replace
@@ -28,28 +26,26 @@ from omnibal.search.strategy import FreeSizes
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Replanned:
-    """A plan made from another one and its run."""
+    """Plan made from an earlier plan and its run."""
 
     result: PlanResult
     fit: RunFit | None
-    """Costs fitted on the run; None where no run was given."""
+    """Costs fitted on the run. None without a run."""
     before_ms: float | None
-    """Predicted step of the earlier plan by the fitted costs; None where it was for other
-    sizes."""
+    """Predicted step time of the earlier plan with fitted costs. None if sizes changed."""
 
     @property
     def plan(self) -> Plan:
-        """The new plan."""
         return self.result.plan
 
     @property
     def step_ms(self) -> float:
-        """Predicted step of the new plan."""
+        """Predicted step time of the new plan."""
         return _step_ms(self.result)
 
     @property
     def gain(self) -> float:
-        """Share of a step's time that it saves, by the fitted costs."""
+        """Share of the step time saved, by the fitted costs."""
         return 0.0 if not self.before_ms else 1 - self.step_ms / self.before_ms
 
 
@@ -60,12 +56,12 @@ def replan(
     after: int | None = None,
     listener: Listener | None = None,
 ) -> Replanned:
-    """Plan anew from a run, for the same devices or for others.
+    """Replan from a run, for the same or other devices.
 
     Args:
-        run: its log; None to keep the costs, where the number of devices changes.
-        gpus: devices of the new plan; None for those of the earlier one.
-        after: steps that are trained; None for those of the log.
+        run: its log. None to keep costs if the number of devices changes.
+        gpus: devices of the new plan. None to keep them.
+        after: trained steps. None for the log's.
     """
     plan, job = files.plan, files.job
     if plan.data is None or plan.made_for is not None:
@@ -117,7 +113,7 @@ def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
 
 
 def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
-    """Plan fewer layers for a stage with a slow rank, in place of fewer packs for the rank."""
+    """Plan fewer layers for stages with a slow rank, instead of fewer packs for the rank."""
     source = job.cost_source
     assert isinstance(source, Refitted), "a run has told which ranks are slow"
     as_stages = refitted_job(job, source.refit.with_slow_stages())
@@ -127,7 +123,7 @@ def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None)
 
 
 def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
-    """The plan of these packs and lengths, with the prediction of other costs."""
+    """Predict a plan of these packs and lengths with other costs."""
     packs, lengths = data
     workload = job.workload(packs, lengths, plan.pack_levels)
     prediction = prediction_of(plan, job, packs, workload)
@@ -145,26 +141,24 @@ def _goal(
     sizes: FreeSizes | None = None,
     schedule: ScheduleName | None = None,
 ) -> Goal:
-    """The goal of the plan's steps on the job, in the plan's placement, and in its schedule unless
-    another is given."""
+    """Goal for the plan's steps and placement, and its schedule unless given."""
     plan = files.plan
     data = Earlier(plan=plan, data=files.data, directory=files.directory)
     schedule = schedule or plan.schedule.name
     free = Free(sizes=sizes, placements=(job.placement,), schedule=schedule)
-    # How encoders run beside the pipeline is searched for with the stages.
+    # Data-parallel encoders are searched together with the stages.
     return Goal(job=replace(job, beside=None), data=data, free=free)
 
 
 def _at_other_sizes(
     files: PlanFiles, job: JobSpec, gpus: int, listener: Listener | None
 ) -> PlanResult:
-    """The plan on other devices: with more or fewer data-parallel ranks where that can be, else of
-    the best sizes."""
+    """Plan for other devices: change the data-parallel size if possible, else all sizes."""
     for parallel in _with_other_data(files.plan.parallel, gpus):
         if job.allows(parallel):
             try:
                 return plan_goal(_goal(files, job.sized(parallel)), listener).result
-            except UserError:  # other sizes are left, of which what is wrong is told
+            except UserError:  # try other sizes, which report their own errors
                 continue
     sizes, usual = FreeSizes(gpus=gpus), ONE_FORWARD_ONE_BACKWARD.name
     try:
@@ -172,12 +166,12 @@ def _at_other_sizes(
     except UserError:
         if files.plan.schedule.name == usual:
             raise
-    # So few devices may have no room for its chunks, and a run goes on in any schedule.
+    # Few devices may not fit its chunks, and a run can continue in any schedule.
     return plan_goal(_goal(files, job, sizes, usual), listener).result
 
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
-    """Sizes whose data-parallel ranks use all devices, if there are any."""
+    """Sizes that use all devices by changing the data-parallel size. Empty if impossible."""
     data, rest = divmod(gpus, parallel.tensor * parallel.pipeline)
     if rest or not data:
         return []

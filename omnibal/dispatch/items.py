@@ -1,22 +1,15 @@
-"""Items shared: which rank of an encoding group encodes which tiles and clips of a step's packs.
+"""Items shared: the rank of an encoding group that encodes each tile or clip of a step's packs.
 
 Shapes: P packs, G groups (steps, and blocks of pipelines), L pipelines of a group, R ranks of a
 pipeline, N = L x R ranks of a group.
 
-Items of one encoder take equal time, so a share is a number of items, and shares are settled before
-what they hold. Encoders come in the order of their items' time, longest first, and each deals its
-items to the ranks with the least load so far. With two encoders the busiest rank is then at most
-one item of the shorter kind above what is least; every rank has about equally many of each kind,
-which keeps memory even too. What is left open, which of equal ranks have one more, goes to
-pipelines that hold more than their share, so that few features cross from one to another.
+Item counts per rank are settled first: encoders by descending item time, each deals its items to
+the ranks with minimal load. With two encoders the busiest rank is at most one shorter item above
+the optimum. Then items are assigned as runs, preferably to ranks on the node of the pipeline's
+first stage, which embeds tokens (`omnibal.dispatch.near_home`).
 
-Ranks on the node of a pipeline's first stage, which embeds tokens, first take what its packs hold,
-in the order of packs: those of the pipeline, then others there. Only what is over goes to another
-node (`omnibal.dispatch.near_home`). Shares are runs, so that a pack is split only where a share
-ends.
-
-Encoders whose items attend to each other take whole samples, which `omnibal.dispatch.whole_samples`
-deals before all other items.
+Encoders with attention between items take whole samples, which `omnibal.dispatch.whole_samples`
+deals first.
 """
 
 from collections.abc import Mapping
@@ -29,20 +22,20 @@ from omnibal.dispatch.near_home import NO_LOAD, Homes, nearest_first
 from omnibal.dispatch.whole_samples import HEAVIEST
 
 _LONGEST = 1 << 20
-"""Units of time of the item that takes longest: whole numbers, so that all machines agree."""
+"""Units of time of the longest item. Integers make all machines agree."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ItemRuns:
-    """Runs of packs' items of one encoder, each encoded by one rank; arrays are int64 [runs].
+    """Runs of packs' items of one encoder, each encoded by one rank, int64 [runs].
 
-    They are ordered by rank, then pack, then first item.
+    Sorted by rank, then pack, then first item.
     """
 
     pack: np.ndarray
-    """Place of the pack among those given."""
+    """Index of the pack."""
     first: np.ndarray
-    """Number of the run's first item within the pack's items of this encoder, in sample order."""
+    """First item of the run within the pack's items of this encoder, in sample order."""
     count: np.ndarray
     """Items of the run, at least 1."""
     rank: np.ndarray
@@ -53,8 +46,8 @@ class ItemRuns:
 
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
-    """Time that dealing counts as one: a part of that of the longest item, of encoders that take
-    whole samples, and have a time of squares, if there are any; 0 where nothing takes any time."""
+    """Time unit for dealing, relative to the longest item, of whole-sample encoders if any (with a
+    time of squares). 0 if nothing takes time."""
     whole = [item_ms[name] + each for name, each in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST
 
@@ -72,16 +65,16 @@ def share_items(
 ) -> dict[str, ItemRuns]:
     """Deal the items of one step's packs to the ranks of an encoding group.
 
-    A function of its arguments alone, so that planner and all ranks agree without a word.
+    Deterministic, so planner and ranks agree without communication.
 
     Args:
-        items: of every pack by encoder, int [P]; packs without items, or no packs, are fine.
+        items: of every pack by encoder, int [P], possibly 0 or empty.
         pipeline_of_pack: 0 to `pipelines` - 1, int [P].
-        ranks_of_pipeline: R; rank r of the group is of pipeline r // R.
-        item_ms: time of an item by encoder, at least 0; encoders without items may be named.
-        load: of every rank before, int64 [1, N], in units of `unit_ms`.
-        unit_ms: `unit_of_time`, where there are other encoders before.
-        node: of every rank, int64 [N]; None where all are on one.
+        ranks_of_pipeline: R. Rank r of the group belongs to pipeline r // R.
+        item_ms: time of an item by encoder, at least 0. May name further encoders.
+        load: initial load of every rank, int64 [1, N], in units of `unit_ms`.
+        unit_ms: `unit_of_time`, if other encoders were dealt before.
+        node: of every rank, int64 [N]. None if all are on one node.
 
     Returns:
         Runs of every encoder of `items`. Every item is in one run.
@@ -111,8 +104,8 @@ def shares_of_ranks(
     load: np.ndarray = NO_LOAD,
     unit_ms: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """How many items `share_items` gives to every rank by encoder, int64 [G, N], for many groups or
-    steps at once, from those that all packs of every pipeline hold, int64 [G, L]."""
+    """Item counts per rank and encoder as `share_items` assigns them, int64 [G, N], for many
+    groups, from items per pipeline, int64 [G, L]."""
     if unit_ms is None:
         unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
     found: dict[str, np.ndarray] = {}
@@ -127,20 +120,20 @@ def shares_of_ranks(
 
 
 def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: int) -> np.ndarray:
-    """Deal every group's items [G, L], each to the rank with the least load so far. int64 [G, N]
+    """Deal every group's items [G, L] to the ranks with minimal load so far, int64 [G, N].
 
-    Items fill loads [G, N] as water does: a level of which all ranks below have what is missing,
-    in whole items of these units, and then one more for the lowest ranks while there are any.
+    Water filling: all ranks are filled to a level in whole items, and the lowest ranks get one
+    more.
     """
     groups, pipelines = held.shape
     ranks = pipelines * ranks_of_pipeline
     load = np.broadcast_to(load, (groups, ranks))
     total = held.sum(axis=1, keepdims=True)
-    # Level at which the k lowest ranks alone would hold everything; the lowest of them is true.
+    # Level if the k lowest ranks hold everything. The minimum over k is right.
     levels = (np.cumsum(np.sort(load, axis=1), axis=1) + total * units) // np.arange(1, ranks + 1)
     counts = np.maximum((levels.min(axis=1, keepdims=True) - load) // units, 0)
     missing = total - counts.sum(axis=1, keepdims=True)
-    # Of equal ranks, those first whose pipeline still has items of its own without a rank.
+    # Ties prefer ranks of pipelines with unassigned items of their own.
     height = (load + counts * units).reshape(groups, pipelines, ranks_of_pipeline)
     place = np.argsort(np.argsort(height, axis=2, kind="stable"), axis=2)
     over = held[..., None] - counts.reshape(height.shape).sum(axis=2, keepdims=True)
@@ -154,11 +147,11 @@ def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: in
 def items_at_home(
     held: np.ndarray, share: np.ndarray, homes: Homes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Items that `share_items` leaves on the node of the first stage that needs them, from those
-    of every pipeline and the share of every rank of all groups.
+    """Items that `share_items` assigns to the node of their first stage, from the items per
+    pipeline and the shares of all ranks.
 
     Returns:
-        Of every rank, those of its own pipeline and all of them; all of every pipeline.
+        Per rank, items of its own pipeline and all items. Per pipeline, all items.
     """
     pipeline = np.arange(len(held))
     (here, own, _), (more, others, _) = islice(nearest_first(held, pipeline, share, homes), 2)
@@ -168,7 +161,7 @@ def items_at_home(
 def _runs(
     items: np.ndarray, pipeline_of_pack: np.ndarray, share: np.ndarray, homes: Homes
 ) -> ItemRuns:
-    """Lay the items of packs [P] on ranks with these shares [N], nearest ranks first."""
+    """Assign the items of packs [P] to ranks with these shares [N], nearest ranks first."""
     packs = np.argsort(pipeline_of_pack, kind="stable")
     items, start, parts = items[packs], np.zeros(len(packs), np.int64), []
     for here, taken, order in nearest_first(items, pipeline_of_pack[packs], share, homes):
@@ -183,8 +176,7 @@ def _runs(
 
 
 def _laid(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
-    """Lay packs' items on the ranks' room, both in order and of equal sum. A pack's items begin
-    with number `start`.
+    """Match packs' items, numbered from `start`, with ranks' room in order. Both have equal sums.
 
     Returns:
         Pack, first item, count and rank of every run, int64 [4, runs].

@@ -1,8 +1,7 @@
 """Balance of a step's phases: each encoder and the language model, over the ranks that run it.
 
-OrchMLLM (arXiv 2503.23830) calls a phase what one modality's module computes of a batch. Packs can
-be equal in one phase only at the cost of another, so each has its own balance: the busiest rank's
-load as a multiple of the mean, before and after items are dealt anew, and the least it can be.
+A phase is one modality's computation of a batch (OrchMLLM, arXiv 2503.23830). Its imbalance is the
+max over mean load of ranks, before and after dispatch, with a lower bound.
 
 Shapes: S steps, D data-parallel ranks (pipelines), R ranks of a pipeline.
 """
@@ -23,17 +22,16 @@ LANGUAGE_PHASE = "language"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PhaseBalance:
-    """The busiest rank's load over the mean of all ranks; both are sums over steps."""
+    """Max over mean load of ranks, both summed over steps."""
 
     phase: str
-    """Name of the encoder, "encoders" for all of them together, or "language"."""
+    """Name of the encoder, "encoders" for all together, or "language"."""
     imbalance_before: float
-    """Each pipeline has what its own packs hold."""
+    """Imbalance if each pipeline encodes its own packs."""
     imbalance_after: float | None
-    """As the plan deals it; None where each pipeline keeps its own."""
+    """Imbalance as planned. None if each pipeline encodes its own packs."""
     bound: float
-    """No assignment is below, of items in an encoder's phase and of packs in the language model's.
-    """
+    """Lower bound over assignments of items (encoders) or packs (language model)."""
 
 
 def encoder_balances(
@@ -43,15 +41,13 @@ def encoder_balances(
     whole: Mapping[str, SampleItems],
     pipeline: np.ndarray,
 ) -> list[PhaseBalance]:
-    """Balance of every encoder, and of all together where several are data-parallel.
+    """Balance of every encoder, and of all together if several are data-parallel.
 
     Args:
-        held: items by encoder that packs of every pipeline hold, int64 [S, D].
-        beside: how encoders are data-parallel; None where each pipeline runs its own, and
-            balance is that of pipelines.
-        whole: samples of data-parallel encoders that take whole ones, by encoder, whose balance is
-            of time.
-        pipeline: place of every row of these among all steps' pipelines, step x D + rank, int64.
+        held: items by encoder of every pipeline's packs, int64 [S, D].
+        beside: data-parallel placement. None if pipelines run their own, to balance pipelines.
+        whole: samples of data-parallel encoders that take whole samples, to balance time.
+        pipeline: pipeline of every row of these among all steps' pipelines, step x D + rank, int64.
     """
     if beside is None:
         return [
@@ -64,16 +60,16 @@ def encoder_balances(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Loads:
-    """Loads of every rank by encoder, [S, D * R]: items, or units of time of whole samples."""
+    """Loads of every rank by encoder, [S, D * R], in items, or units of time for whole samples."""
 
     before: dict[str, np.ndarray]
-    """Each pipeline's ranks share what its packs hold."""
+    """Loads if each pipeline's ranks share its own items."""
     after: dict[str, np.ndarray]
-    """As the plan deals them."""
+    """Loads as planned."""
     least: dict[str, np.ndarray]
-    """No assignment's busiest rank has less, [S]."""
+    """Lower bound on the max load, [S]."""
     ms: dict[str, float]
-    """Time of one."""
+    """Time of a unit of load."""
 
     @classmethod
     def of(
@@ -84,7 +80,7 @@ class _Loads:
         whole: Mapping[str, SampleItems],
         pipeline: np.ndarray,
     ) -> "_Loads":
-        """Share and deal what pipelines hold."""
+        """Share and deal the items of pipelines."""
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
         before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
         load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
@@ -121,12 +117,11 @@ class _Loads:
         return cls(before=before, after=after, least=least, ms=ms)
 
     def balance_of(self, name: str) -> PhaseBalance:
-        """Balance of one encoder."""
         least = float(self.least[name].sum())
         return _balance(name, self.before[name], self.after[name], least)
 
     def together(self) -> PhaseBalance:
-        """Balance of all encoders, in time."""
+        """Balance of all encoders in time."""
         before, after = (
             sum((self.ms[name] * each for name, each in loads.items()), np.zeros(1))
             for loads in (self.before, self.after)
@@ -139,8 +134,8 @@ class _Loads:
 def language_balance(
     step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
 ) -> PhaseBalance:
-    """Balance of the language model over data-parallel ranks, D. The plan deals its packs: the
-    step of every pack ascends, and the language model takes it `load_ms`, [packs] each."""
+    """Balance of the language model over D data-parallel ranks, for packs [packs] with ascending
+    steps and times `load_ms`."""
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
     least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))
@@ -148,7 +143,7 @@ def language_balance(
 
 
 def _own_shares(held: np.ndarray, ranks_of_pipeline: int) -> np.ndarray:
-    """Items of every rank where each pipeline's ranks share what its packs hold. [S, D * R]"""
+    """Items of every rank if each pipeline's ranks share its own items, [S, D * R]."""
     each, more = np.divmod(held[..., None], ranks_of_pipeline)
     shares = each + (np.arange(ranks_of_pipeline) < more)
     return shares.reshape(len(held), -1)
@@ -157,8 +152,7 @@ def _own_shares(held: np.ndarray, ranks_of_pipeline: int) -> np.ndarray:
 def _balance(
     phase: str, before: np.ndarray, after: np.ndarray | None, least: float
 ) -> PhaseBalance:
-    """Balance of loads [S, ranks] before and after, of which no assignment has less than `least`
-    on its busiest ranks, summed over steps."""
+    """Balance of loads [S, ranks] before and after, with a lower bound summed over steps."""
     return PhaseBalance(
         phase=phase,
         imbalance_before=_imbalance(before),
@@ -168,17 +162,17 @@ def _balance(
 
 
 def _imbalance(loads: np.ndarray) -> float:
-    """Busiest over mean of loads [S, ranks]; 1 where there is no load."""
+    """Max over mean of loads [S, ranks]. 1 without load."""
     return _over_mean(float(loads.max(axis=1).sum()), loads)
 
 
 def _fewest(items: np.ndarray) -> np.ndarray:
-    """Items that some rank has at least, of items [S, ranks], [S]."""
+    """Lower bound on max items per rank, for items [S, ranks], [S]."""
     fewest: np.ndarray = -(-items.sum(axis=1) // items.shape[1])
     return fewest
 
 
 def _over_mean(busiest: float, loads: np.ndarray) -> float:
     mean = float(loads.mean(axis=1).sum())
-    # Not below 1 by rounding.
+    # Prevent values below 1 by rounding.
     return max(busiest / mean, 1.0) if mean else 1.0

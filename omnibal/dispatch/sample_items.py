@@ -1,7 +1,7 @@
-"""Items of samples that stay together: what shares hold for encoders that take whole samples.
+"""Items of whole samples, for encoders that take whole samples.
 
-Of a pack that ranks share, a share has the part of a sample that it would encode itself
-(`omnibal.steps.item_shares`), so that the items of a share are a run of the pack's.
+A share of a shared pack has the parts of samples that it encodes (`omnibal.steps.item_shares`), so
+its items are a run of the pack's.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,17 +29,16 @@ from omnibal.steps.shares import Shares, shares_of
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleItems:
-    """Samples with items, or parts of them, of every row: a share of a pack, as `shares_of` lists
-    them."""
+    """Samples with items, or their parts, by row. A row is a share, in the order of `shares_of`."""
 
     rows: Packs
-    """Samples of every row, as indices into the next two; a row may have none."""
+    """Samples of every row, as indices into `items` and `squares`. Rows may be empty."""
     items: np.ndarray
-    """Items of every sample of the lengths, and of every part of one that ranks share, int64."""
+    """Items of every sample, and of every part of a divided sample, int64."""
     squares: np.ndarray
-    """Sum over its images and frames of their items squared, int64."""
+    """Sum of squared items per image and frame, int64."""
     _dealt: dict[object, DealtSamples] = field(default_factory=dict, repr=False)
-    """What was dealt, as a search asks for the same often."""
+    """Cache of dealt samples, for repeated queries of a search."""
 
     @classmethod
     def of(
@@ -50,7 +49,7 @@ class SampleItems:
         feature: str,
         shares: Shares | None = None,
     ) -> Self:
-        """Find the samples with items of a feature of every share of the packs."""
+        """Find the samples with items of a feature in every share."""
         shares = shares_of(packs, levels) if shares is None else shares
         context = np.array([level.context for level in levels])[packs.level]
         first = np.cumsum(context) - context
@@ -80,12 +79,12 @@ class SampleItems:
         return cls(rows=rows, items=items, squares=squares)
 
     def take(self, rows: np.ndarray) -> Self:
-        """Select rows by a mask or by their indices."""
+        """Select rows by mask or indices."""
         indices = np.flatnonzero(rows) if rows.dtype == bool else rows
         return replace(self, rows=self.rows.take(indices), _dealt={})
 
     def with_empty(self, rows: int) -> Self:
-        """The rows, and so many without samples behind them."""
+        """Append empty rows."""
         offsets = np.append(self.rows.offsets, np.full(rows, self.rows.offsets[-1]))
         return replace(self, rows=replace(self.rows, offsets=offsets), _dealt={})
 
@@ -108,8 +107,8 @@ class SampleItems:
         times: SampleTimes,
         unit_ms: float,
     ) -> DealtSamples:
-        """Deal the samples to the ranks of their groups (`deal_samples`). The pipeline of every
-        row, int64 [rows], is the same in every call."""
+        """Deal the samples to the ranks of their groups (`deal_samples`). `pipeline` of rows, int64
+        [rows], must be equal in all calls."""
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = (each[self.rows.samples] for each in (self.items, self.squares))
@@ -132,15 +131,15 @@ def deal_whole_samples(
     ranks_of_pipeline: int,
     groups: int,
 ) -> tuple[dict[str, DealtSamples], np.ndarray]:
-    """Deal samples of every encoder that takes whole ones to the ranks of their groups.
+    """Deal samples of every whole-sample encoder to the ranks of their groups.
 
     Args:
         samples: by encoder.
-        pipeline: that holds each row of them, among those of all groups, int64 [rows].
+        pipeline: of each row, among the pipelines of all groups, int64 [rows].
 
     Returns:
         Dealt samples by encoder, and the load of every rank in units of `unit_of_time`, int64
-        [groups, ranks of a group]; `NO_LOAD` without such encoders.
+        [groups, ranks of a group]. `NO_LOAD` without such encoders.
     """
     dealt, load = dict[str, DealtSamples](), NO_LOAD
     size = beside.pipelines * ranks_of_pipeline
@@ -164,14 +163,14 @@ def samples_of_shares(
     levels: Sequence[Level],
     shares: Shares,
 ) -> dict[str, SampleItems]:
-    """Samples of every share by the feature of the encoders that take whole ones."""
+    """Samples of every share, by feature of whole-sample encoders."""
     whole = {model.encoders[name].feature for name in takes_whole_samples(model)}
     return {name: SampleItems.of(packs, lengths, levels, name, shares) for name in whole}
 
 
 def _parts(pieces: ImagePieces, level: Level) -> np.ndarray:
-    """Parts of samples that ranks encode of packs that they share: pack, rank among those that
-    share it, items, and their squares; int64 [4, parts]."""
+    """Parts of samples per rank of shared packs: pack, rank within its block, items, squares, int64
+    [4, parts]."""
     bounds = pieces.bounds(level)
     pack, part = np.indices(np.diff(bounds).shape).reshape(2, -1)
     pack, part = (np.repeat(each, np.diff(bounds).ravel()) for each in (pack, part))

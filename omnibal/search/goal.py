@@ -1,7 +1,6 @@
-"""A goal: what is to be planned, of which some is given and the rest is to be found.
+"""Goal: job, data and free choices for `omnibal.planning.plan`.
 
-`Goal(job, data, free)` says all that `omnibal.planning.plan` needs to know. What the job and the
-data say stays as it is; limits of packs that are None, and all that `free` names, are searched for.
+Pack limits that are None, and everything in `free`, are searched for.
 """
 
 from collections.abc import Callable
@@ -29,7 +28,7 @@ from omnibal.steps.pack_settings import PackSettings
 
 
 def _check_counts(least: int, **counts: int | None) -> None:
-    """Refuse counts that are no whole numbers from the least on; None stands for none given."""
+    """Raise unless counts are None or integers >= `least`."""
     for name, count in counts.items():
         if count is not None and (not isinstance(count, int) or count < least):
             raise UserError(
@@ -39,18 +38,17 @@ def _check_counts(least: int, **counts: int | None) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Samples(PackSettings):
-    """A dataset's samples, shuffled and packed."""
+    """Samples of a dataset, shuffled and packed."""
 
     lengths: Lengths
     caps: Caps | None = None
-    """Caps of the longest packs; None to search for them."""
+    """Caps of the longest packs. None to search for them."""
     micro_batches: int | None = None
-    """Packs of one rank in a step, were all of them full ones of the longest level."""
+    """Micro-batches per rank and step, as full packs of the longest level."""
     samples_per_step: int | None = None
-    """Samples of all ranks in a step, in place of micro-batches; None of both for the usual."""
+    """Samples of all ranks per step, instead of micro-batches. If both are None, the default."""
     available: tuple[int, ...] = ()
-    """Samples that each source has, where the lengths are a mixture (`omnibal.data.mixture`): the
-    plan then says what is seen of each."""
+    """Samples available per source of a mixture (`omnibal.data.mixture`), for reporting repeats."""
 
     def __post_init__(self) -> None:
         steps = {"micro_batches": self.micro_batches, "samples_per_step": self.samples_per_step}
@@ -64,7 +62,7 @@ class Samples(PackSettings):
 
     @property
     def settings(self) -> PackSettings:
-        """The settings of the packs alone."""
+        """Pack settings alone."""
         return PackSettings(
             **{each.name: getattr(self, each.name) for each in fields(PackSettings)}
         )
@@ -72,7 +70,7 @@ class Samples(PackSettings):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Stream:
-    """Samples that are trained in their order, a window of them in a step."""
+    """Samples trained in order, a window per step."""
 
     lengths: Lengths
     window: int
@@ -87,12 +85,10 @@ class Stream:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ShapesAlone:
-    """Packs at the caps, without samples."""
-
     caps: Caps
     micro_batches: int | None = None
     packs_per_step: int | None = None
-    """Packs of all ranks in a step, where sizes are free; a pack a device without."""
+    """Packs of all ranks per step if sizes are free. None for a pack per device."""
 
     def __post_init__(self) -> None:
         packs = {"micro_batches": self.micro_batches, "packs_per_step": self.packs_per_step}
@@ -101,12 +97,12 @@ class ShapesAlone:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Earlier:
-    """The data of an earlier plan, step by step."""
+    """Data of an earlier plan, step by step."""
 
     plan: Plan
     data: tuple[ScheduledPacks, Lengths] | None
     directory: Path | None = None
-    """Where the plan is; needed of one whose data is in portions, which are read from there."""
+    """Directory of the plan. Required if its data is in portions."""
 
 
 GoalData = Samples | Stream | ShapesAlone | Earlier
@@ -114,23 +110,19 @@ GoalData = Samples | Stream | ShapesAlone | Earlier
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Free:
-    """What is searched for besides limits of packs that are not given.
-
-    Recomputed layers and the split over stages are searched for together unless `split` says how
-    they are chosen.
-    """
+    """Free choices in addition to pack limits. The split and recomputation are free by default."""
 
     sizes: FreeSizes | None = None
-    """Devices, and which parallel sizes are fixed; None to keep the job's sizes."""
+    """Devices and fixed parallel sizes. None to keep the job's sizes."""
     levels: LevelRule = ANY_LEVELS
     """Sets of levels to choose from."""
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
-    """Placements of encoders to choose from."""
+    """Encoder placements to choose from."""
     shardings: tuple[WeightSharding, ...] | None = None
-    """Ways to hold weights to choose from, as far as the trainer has them; None for the job's."""
+    """Weight shardings to choose from, if the trainer supports them. None for the job's."""
     split: SplitRule = JOINT
     schedule: ScheduleName | None = ONE_FORWARD_ONE_BACKWARD.name
-    """Pipeline schedule; None for the fastest of those that the trainer runs."""
+    """Pipeline schedule. None for the fastest that the trainer supports."""
 
     def __post_init__(self) -> None:
         if self.shardings == ():
@@ -143,8 +135,7 @@ class Free:
 
     @classmethod
     def everything(cls, gpus: int) -> "Free":
-        """All that can be: sizes, levels, placement of encoders and sharding of weights, on so many
-        devices."""
+        """All choices free: sizes, levels, encoder placement and weight sharding."""
         return cls(
             sizes=FreeSizes(gpus=gpus),
             placements=tuple(EncoderPlacement),
@@ -154,15 +145,15 @@ class Free:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Goal:
-    """A job, its data, and what is free.
+    """Job, its data, and free choices.
 
     Raises:
-        UserError: two features do not go together (`omnibal.search.conflicts.CONFLICTS`), or
-            another trainer holds weights in none of the ways or does not run the schedule.
+        UserError: features conflict (`omnibal.search.conflicts.CONFLICTS`), or another trainer does
+            not support the shardings or the schedule.
     """
 
     job: JobSpec
-    """The job, with its parallel sizes where they are not free."""
+    """Job, with its parallel sizes if they are not free."""
     data: GoalData
     free: Free = field(default_factory=Free)
 
@@ -179,14 +170,14 @@ class Goal:
 
     @property
     def shardings(self) -> tuple[WeightSharding, ...]:
-        """Ways to hold weights to choose from, which the trainer has."""
+        """Weight shardings of the trainer to choose from."""
         asked = self.free.shardings or (self.job.parallel.sharding,)
         has = self.job.trainer.shardings
         return tuple(way for way in asked if way in has) or has
 
     @property
     def features(self) -> set[Feature]:
-        """Features that do not go with everything."""
+        """Features in use that may conflict."""
         data, free = self.data, self.free
         has = {
             Feature.SIZES: free.sizes is not None,
@@ -210,22 +201,22 @@ class Goal:
 
 
 class Listener(Protocol):
-    """What is told of a search while it runs."""
+    """Receiver of notes and progress of a search."""
 
     def note(self, text: str) -> None:
-        """Take a sentence that the user should read."""
+        """Receive a sentence for the user."""
 
     def progress(self, title: str, total: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Begin work of so many parts; the context is what to call with what is newly done."""
+        """Begin work of `total` parts. Call the context's value with the number newly done."""
         return nullcontext(lambda done: None)
 
     def status(self, what: str) -> AbstractContextManager[None]:
-        """Begin work whose length is not known."""
+        """Begin work of unknown length."""
         return nullcontext()
 
 
 class Silence(Listener):
-    """A listener that tells nobody."""
+    """Listener that ignores everything."""
 
     def note(self, text: str) -> None:
-        """Drop a note."""
+        """Ignore a note."""

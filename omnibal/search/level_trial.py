@@ -1,4 +1,4 @@
-"""Trial of a set of levels: its packs, its steps, and what these take when simulated."""
+"""Trial of a set of levels: pack, draw steps and simulate."""
 
 import math
 from collections.abc import Sequence
@@ -24,51 +24,48 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
 
 _SEARCHED_STEPS = 8
-"""Steps that stages are searched for in a trial; all are simulated."""
+"""Steps for searching stages in a trial. All steps are simulated."""
 _BESIDE_EFFORT = 0.1
-"""Share of the usual search for how encoders run beside the pipeline, in a trial."""
+"""Effort of the search for data-parallel encoders in a trial."""
 _LEAST_ROWS = 4
-"""Rows of full packs, each on one rank, that the samples of a trial make, if there are so many."""
+"""Min rows of full unshared packs from a trial's samples, if available."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelTrial:
-    """A set of levels, simulated."""
+    """Simulated set of levels."""
 
     levels: tuple[Level, ...]
-    """Levels that have packs, one at least."""
+    """Levels with packs."""
     ms_per_sample: float
-    """Time per sample of all ranks together."""
+    """Time per sample of all ranks."""
     packs: tuple[int, ...]
     """Packs of every level."""
     recomputed_layers: tuple[int, ...]
     """Recomputed layers of all stages, by level."""
     micro_batches: int
-    """Micro-batches of one rank in a step, so that a step has as many tokens as in other trials."""
+    """Micro-batches per rank and step, for equal tokens per step in all trials."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelTrials:
-    """A job and samples that sets of levels are tried on; can be sent to another process."""
+    """Picklable job and samples for trials of sets of levels."""
 
     job: JobSpec
     data: SampleData
     """Samples, at one level of the longest packs."""
     tokens_per_step: float
-    """Tokens of one rank in a step, about equally many in all trials: larger packs are not taken
-    for making fewer steps of more samples."""
+    """Tokens per rank and step, similar in all trials, so larger packs gain nothing from larger
+    steps."""
     longest: Caps
-    """Least caps that hold every sample of the plan, of which there are not all in a trial."""
+    """Min caps that fit every sample of the plan, including samples not in the trial."""
     least_rows: float = 0.0
-    """Rows of packs that a step of so many tokens must have; larger steps are refused."""
+    """Min rows of packs per step. Larger steps are rejected."""
     curriculum_steps: float = 0
-    """First steps of packs of the shortest level alone, as a part of them where samples are."""
+    """First steps with packs of the shortest level, scaled to the sampled share."""
 
     def drawn(self, samples: int) -> "LevelTrials":
-        """Take so many of the samples, drawn at random, and pack them by ISF, which is fast.
-
-        More are taken where these make too few packs for all ranks.
-        """
+        """Draw samples, more if needed for packs on all ranks, and pack by ISF, which is fast."""
         row_tokens = self.job.parallel.data * self.data.caps["tokens"]
         least = math.ceil(_LEAST_ROWS * row_tokens / float(self.data.lengths.tokens.mean()))
         settings = self.data.settings
@@ -81,8 +78,7 @@ class LevelTrials:
     def __call__(
         self, levels: tuple[Level, ...]
     ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
-        """Try a set of levels, of which those without packs are left out, or say why it cannot be
-        used."""
+        """Try a set of levels, without levels that get no packs, or return the error."""
         try:
             return levels, self._tried(levels)
         except UserError as error:
@@ -116,7 +112,7 @@ class LevelTrials:
         samples_per_step = job.parallel.data * self.tokens_per_step / mean_tokens
         return LevelTrial(
             levels=levels,
-            # Rows are whole numbers, so that steps differ a little: this is at equal ones.
+            # Steps differ slightly due to whole rows, so normalize to equal steps.
             ms_per_sample=float(compute_ms.sum()) / len(lengths) + once_ms / samples_per_step,
             micro_batches=micro_batches,
             packs=tuple(np.bincount(of_packs, minlength=len(levels)).tolist()),
@@ -128,7 +124,7 @@ class LevelTrials:
     def _check_curriculum(
         self, levels: tuple[Level, ...], shortest: int, micro_batches: int
     ) -> None:
-        """Refuse levels whose shortest has too few packs for the curriculum."""
+        """Raise if the shortest level has too few packs for the curriculum."""
         if not self.curriculum_steps:
             return
         if len(levels) < 2:
@@ -148,7 +144,7 @@ class LevelTrials:
 def _searched(
     job: JobSpec, packs: ScheduledPacks, lengths: Lengths, levels: tuple[Level, ...]
 ) -> tuple[Workload, SearchResult]:
-    """The workload of all packs, and stages that are searched for on some of their steps."""
+    """Workload of all packs, and stages searched on some of its steps."""
     workload = job.workload(packs, lengths, levels)
     some = workload.some_steps(_SEARCHED_STEPS)
     if job.has_data_parallel_encoders:
@@ -169,7 +165,7 @@ def _searched(
 def levels_in_use(
     levels: tuple[Level, ...], of_packs: np.ndarray, longest: Caps
 ) -> tuple[Level, ...]:
-    """The levels that have packs, of which the last holds every sample."""
+    """Return levels with packs. The last level fits every sample."""
     counts = np.bincount(of_packs, minlength=len(levels)).tolist()
     used = [level for level, packs in zip(levels, counts, strict=True) if packs]
     if len(levels) == 1 or (used and holds(used[-1].caps, longest)):
@@ -179,15 +175,15 @@ def levels_in_use(
 
 
 def holds(caps: Caps, other: Caps) -> bool:
-    """Whether caps are at least as large as others in everything."""
+    """Whether caps are at least `other` for every feature."""
     return all(caps[name] >= other[name] for name in other.names)
 
 
 def shorter_first(
     trials: Sequence[LevelTrial], least_gain: float, rival: LevelTrial | None = None
 ) -> list[LevelTrial]:
-    """Sort trials by time; the first has the fewest levels of those within a gain of the best, and
-    is no slower than a rival."""
+    """Sort trials by time, but put the fewest levels within a gain of the best first, if no slower
+    than a rival."""
     ranked = sorted(trials, key=lambda trial: trial.ms_per_sample)
     limit_ms = ranked[0].ms_per_sample * (1 + least_gain)
     if rival is not None:

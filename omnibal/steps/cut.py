@@ -1,8 +1,7 @@
-"""Cut of shared packs: which tokens of which sample every rank of a pack computes.
+"""Cut of shared packs: the tokens of each sample that every rank of a pack computes.
 
-Planner and trainer both cut here, so that what was planned is what is trained. A pack of context
-size c is cut into the shares of c ranks; a share is a list of pieces, each a run of tokens of one
-sample. All rules are a function of the samples' token counts alone, in pack order.
+Used by planner and trainer. A pack of context size c is cut into shares of c ranks, each a list of
+pieces (runs of tokens of one sample), as a function of the samples' token counts in pack order.
 """
 
 import heapq
@@ -15,27 +14,27 @@ from omnibal.base.arrays import rows_of
 from omnibal.model.levels import CutRule, Level
 
 SHORT_SHARE = 0.25
-"""Share of a rank's mean cost up to which `whole` leaves a sample whole: no rank then has over a
-quarter more than the mean."""
+"""Max share of a rank's mean cost for `whole` to keep a sample whole. Limits the excess over the
+mean."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Pieces:
-    """Pieces of samples, sorted by pack, rank, sample and first token; arrays are int64 [pieces].
+    """Pieces of samples, sorted by pack, rank, sample and first token, int64 [pieces].
 
     Every token of every pack is in exactly one piece.
     """
 
     pack: np.ndarray
-    """Pack, as an index into those that were cut."""
+    """Index of the pack."""
     rank: np.ndarray
-    """Rank within the block that shares the pack, from 0."""
+    """Rank within the pack's ranks."""
     sample: np.ndarray
-    """Position of the sample within its pack, from 0."""
+    """Position of the sample within its pack."""
     first: np.ndarray
     """First token within the sample."""
     stop: np.ndarray
-    """Token of the sample after the last one."""
+    """End token (exclusive) within the sample."""
 
     def __len__(self) -> int:
         return len(self.pack)
@@ -56,7 +55,7 @@ class Pieces:
         return (highest > lowest)[key]
 
     def take(self, chosen: np.ndarray) -> "Pieces":
-        """Select some of the pieces, by a mask or by their indices."""
+        """Select pieces by mask or indices."""
         return rows_of(self, chosen)
 
     @classmethod
@@ -68,7 +67,7 @@ class Pieces:
         first: np.ndarray,
         stop: np.ndarray,
     ) -> "Pieces":
-        """Sort pieces, and leave out those without tokens. All int64 [pieces]"""
+        """Sort pieces and drop empty pieces. All int64 [pieces]."""
         order = np.lexsort((first, sample, rank, pack))
         order = order[(stop > first)[order]]
         return cls(pack=pack, rank=rank, sample=sample, first=first, stop=stop).take(order)
@@ -84,8 +83,8 @@ def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> P
     """Cut packs of one level.
 
     Args:
-        sample_tokens: at least 1 each, pack after pack. [samples]
-        offsets: bounds of the packs in them, from 0 to their number. [packs + 1]
+        sample_tokens: token counts >= 1, pack after pack, [samples].
+        offsets: bounds of the packs in them, [packs + 1].
         level: context size, rule and weight of attention.
     """
     samples = _Samples(np.asarray(sample_tokens, np.int64), np.asarray(offsets, np.int64))
@@ -101,20 +100,20 @@ def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> P
 
 
 def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
-    """Leave every sample of one pack whole, on its one rank."""
+    """Keep every sample of an unshared pack whole."""
     tokens = np.asarray(sample_tokens, np.int64)
     zeros = np.zeros(len(tokens), np.int64)
     return Pieces(pack=zeros, rank=zeros, sample=np.arange(len(tokens)), first=zeros, stop=tokens)
 
 
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
-    """Bounds of the items of a pack that each of its ranks encodes: rank r has from entry r to
-    entry r + 1. int64 [..., context + 1]"""
+    """Bounds of a pack's items by rank: rank r encodes entry r to entry r + 1, int64 [..., context
+    + 1]."""
     return first_item(np.asarray(items, np.int64)[..., None], np.arange(context + 1), context)
 
 
 def first_item(items: np.ndarray, part: np.ndarray, context: np.ndarray | int) -> np.ndarray:
-    """First item of a pack that its rank number `part` encodes, of so many that share the pack."""
+    """First item of a pack that rank `part` of `context` encodes."""
     first: np.ndarray = items * part // context
     return first
 
@@ -130,28 +129,25 @@ class _Samples:
 
     @property
     def pack(self) -> np.ndarray:
-        """Pack of every sample."""
         return np.repeat(np.arange(self.packs), np.diff(self.offsets))
 
     @property
     def position(self) -> np.ndarray:
-        """Position of every sample within its pack."""
         return np.arange(len(self.tokens)) - self.offsets[self.pack]
 
     def cost(self, attention_weight: float) -> np.ndarray:
-        """Cost of every sample, in tokens."""
         return self.tokens + attention_weight * self.tokens.astype(np.float64) ** 2
 
 
 def _cut_in_order(samples: _Samples, context: int, attention_weight: float) -> Pieces:
-    """Cut packs where equal parts of their cost end, without changing the order of tokens."""
+    """Cut packs into parts of equal cost, keeping the order of tokens."""
     ends = np.concatenate([[0], np.cumsum(samples.tokens)])
     cuts = _equal_cuts(samples, context, attention_weight)  # [packs, context + 1]
     borders = np.union1d(ends, cuts.ravel())
     first, stop = borders[:-1], borders[1:]
     sample = np.searchsorted(ends, first, "right") - 1
     pack = samples.pack[sample]
-    # The last of equal cuts, as the shares before it are empty.
+    # The last of equal cuts, because the shares before it are empty.
     flat = cuts[:, :-1].ravel()
     rank = np.searchsorted(flat, first, "right") - 1 - pack * context
     return Pieces.in_order(
@@ -160,7 +156,7 @@ def _cut_in_order(samples: _Samples, context: int, attention_weight: float) -> P
 
 
 def _equal_cuts(samples: _Samples, context: int, attention_weight: float) -> np.ndarray:
-    """Places in all packs' tokens at which each pack is cut, int64 [packs, context + 1]."""
+    """Cuts of each pack in the tokens of all packs, int64 [packs, context + 1]."""
     ends = np.concatenate([[0], np.cumsum(samples.tokens)])
     bounds = ends[samples.offsets]
     if not attention_weight:
@@ -172,7 +168,7 @@ def _equal_cuts(samples: _Samples, context: int, attention_weight: float) -> np.
     sample = np.searchsorted(costs, target.ravel(), "right").reshape(target.shape) - 1
     sample = np.clip(sample, samples.offsets[:-1, None], last)
     rest = np.maximum(target - costs[sample], 0)
-    # Tokens x of a sample that cost x + w x^2 = rest.
+    # Solve x + w x^2 = rest for x tokens.
     within = 2 * rest / (1 + np.sqrt(1 + 4 * attention_weight * rest))
     cuts = ends[sample] + np.minimum(np.rint(within).astype(np.int64), samples.tokens[sample])
     cuts[:, 0], cuts[:, -1] = bounds[:-1], bounds[1:]
@@ -180,12 +176,12 @@ def _equal_cuts(samples: _Samples, context: int, attention_weight: float) -> np.
 
 
 def _cut_zigzag(samples: _Samples, chosen: np.ndarray, context: int) -> Pieces:
-    """Cut the chosen samples into 2 c pieces each, of which rank r has the r-th from both ends."""
+    """Cut the chosen samples into 2 c pieces: rank r gets the r-th from both ends."""
     parts = 2 * context
     borders = item_bounds(samples.tokens[chosen], parts)
     place = np.arange(parts)
     rank = np.minimum(place, parts - 1 - place)
-    # The two in the middle are one piece of the last rank.
+    # The two middle pieces are one piece of the last rank.
     borders = np.delete(borders, context, axis=1)
     rank = np.delete(rank, context)
     shape = (len(chosen), parts - 1)
@@ -199,8 +195,8 @@ def _cut_zigzag(samples: _Samples, chosen: np.ndarray, context: int) -> Pieces:
 
 
 def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Pieces:
-    """Leave samples whole that cost little beside a rank's mean, on the rank of least cost so far;
-    cut the others by zigzag."""
+    """Keep short samples whole, on the rank of minimal cost so far, and cut long samples by
+    zigzag."""
     cost = samples.cost(attention_weight)
     mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
     is_short = cost <= SHORT_SHARE * mean[samples.pack]

@@ -1,32 +1,30 @@
-"""Dealing: which rank and slot every pack of a step runs in.
-
-Steps of equally many packs are dealt side by side.
-"""
+"""Dealing: the rank and slot of every pack of a step. Steps of equal size are vectorized."""
 
 import numpy as np
 
 _MOST_EXCHANGES = 400
-"""Exchanges of a step's packs: some for each of a hundred ranks."""
+"""Max exchanges per step."""
 _MOST_WORK = 600_000_000
-"""Possible exchanges that are compared in all: about ten seconds of one core. Of runs of so many
-steps that each has less than it needs, every step has fewer exchanges."""
+"""Max comparisons in total, about ten seconds on one core. Long runs get fewer exchanges per
+step."""
 _ENTRIES_AT_ONCE = 2_000_000
-"""Possible exchanges that are compared at a time: bounds memory to a hundred MB."""
+"""Comparisons at once, to bound memory to 100 MB."""
 _TOLERANCE = 1e-9
-"""Relative time by which an exchange must help."""
+"""Min relative gain in time of an exchange."""
 
 
 def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Deal packs of steps to ranks that wait for each other only when a step ends.
+    """Deal packs of steps to ranks that synchronize only at the end of a step.
 
-    In rounds of one per rank, of most items and load first, each round's heaviest pack to the rank
-    with the least load so far; a rank runs its lightest packs first and last.
+    Deals in rounds of one pack per rank, in descending items and load, each round's heaviest pack
+    to the rank with minimal load so far. Ranks run their lightest packs first and last.
 
     Args:
-        rows: packs of steps of equal size, [steps, packs]; the other two are of all packs, [packs].
+        rows: packs of steps of equal size, [steps, packs]. Items and load are of all packs,
+        [packs].
 
     Returns:
-        Packs of every rank, [steps, dp, slots]; -1 behind a rank's last one.
+        Packs of every rank, [steps, dp, slots], padded with -1.
     """
     rounds = _rounds(rows, items, load, dp)
     slots, steps, _ = rounds.shape
@@ -45,8 +43,8 @@ def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -
 
 
 def _rounds(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Packs of steps in rounds of one per rank, of most items and load first, [slots, steps, dp];
-    -1 where the last round has none."""
+    """Packs of steps in rounds of one per rank, by descending items and load, [slots, steps, dp],
+    padded with -1."""
     steps, size = rows.shape
     slots = -(-size // dp)
     most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
@@ -58,20 +56,20 @@ def _rounds(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> n
 def deal_by_speed(
     rows: np.ndarray, load: np.ndarray, slowness: np.ndarray, most: int
 ) -> np.ndarray:
-    """Deal packs of steps to ranks of unequal speed that wait for each other only when a step ends.
+    """Deal packs of steps to ranks of unequal speed that synchronize only at the end of a step.
 
-    Heaviest first, each to the rank that then is done first: longest processing time first on
-    uniform machines (Gonzalez et al. 1977, SIAM J. Comput. 6, 155-166), but every rank has one at
-    least. Then the last rank to be done exchanges packs, or gives one away, while that helps.
+    Longest processing time first on uniform machines (Gonzalez et al. 1977, SIAM J. Comput. 6,
+    155-166), with at least one pack per rank. Then the slowest rank swaps or gives away packs while
+    that helps.
 
     Args:
-        rows: packs of steps of equal size, at least one a rank, [steps, packs].
+        rows: packs of steps of equal size, at least one per rank, [steps, packs].
         load: of all packs, [packs].
-        slowness: time of a load on every rank, over that of the fastest, [dp].
-        most: packs of a rank.
+        slowness: time per load of every rank, relative to the fastest, [dp].
+        most: max packs per rank.
 
     Returns:
-        As `deal_apart`.
+        Packs of every rank, [steps, dp, slots], padded with -1.
     """
     order = np.argsort(-load[rows], axis=1, kind="stable")
     rows = np.take_along_axis(rows, order, axis=1)
@@ -95,7 +93,7 @@ def deal_by_speed(
 
 
 def _longest_first(load: np.ndarray, slowness: np.ndarray, most: int) -> np.ndarray:
-    """Rank of every pack, [steps, packs], given their loads from heavy to light."""
+    """Rank of every pack, [steps, packs], for loads in descending order."""
     steps, size = load.shape
     rank, each = np.empty((steps, size), np.int64), np.arange(steps)
     counts, rank_load = np.zeros((steps, len(slowness)), np.int64), np.zeros((steps, len(slowness)))
@@ -113,14 +111,13 @@ def _longest_first(load: np.ndarray, slowness: np.ndarray, most: int) -> np.ndar
 def _exchanged(
     rank: np.ndarray, load: np.ndarray, slowness: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Exchange a pack of the last rank to be done with one of another, or with none, in every step
-    where that rank and the other are then done earlier.
+    """Swap or give away a pack of the slowest rank in every step if that reduces the time.
 
     Args:
-        rank: of every pack; this and the next are [steps, packs].
+        rank: of every pack, like `load` [steps, packs].
 
     Returns:
-        The ranks after it, and in which steps it helps, [steps].
+        New ranks, and whether a step improved, [steps].
     """
     steps, size = rank.shape
     dp, each = len(slowness), np.arange(steps)
@@ -130,7 +127,7 @@ def _exchanged(
     last = (rank_load * slowness).argmax(axis=1)
     last_load, last_slow = rank_load[each, last], slowness[last]
     given = np.argsort(rank != last[:, None], axis=1, kind="stable")[:, :most]
-    # Behind the packs stands nothing, once for every rank.
+    # Append an empty pack per rank, so that giving away is a swap.
     with_none = np.concatenate([load, np.zeros((steps, dp))], axis=1)
     holder = np.concatenate([rank, np.broadcast_to(np.arange(dp), (steps, dp))], axis=1)
     more = np.take_along_axis(load, given, axis=1)[:, :, None] - with_none[:, None, :]
@@ -153,9 +150,8 @@ def _exchanged(
 
 
 def _lightest_first_and_last(by_rank: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """The packs of every rank, [steps, dp, slots], in the order in which it runs them; -1 behind
-    its last one."""
-    # Empty places are the lightest here, and then come last in the order too.
+    """Sort the packs of every rank, [steps, dp, slots], in running order, padded with -1."""
+    # Empty places count as lightest, and are moved to the end below.
     weight = np.where(by_rank < 0, -np.inf, load[by_rank])
     by_rank = np.take_along_axis(by_rank, np.argsort(-weight, axis=2, kind="stable"), axis=2)
     ordered = by_rank[:, :, lightest_at_the_ends(by_rank.shape[2])]
@@ -165,19 +161,19 @@ def _lightest_first_and_last(by_rank: np.ndarray, load: np.ndarray) -> np.ndarra
 def deal_in_lockstep(
     rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int, lockstep_ranks: int
 ) -> np.ndarray:
-    """Deal packs of steps to ranks of which neighbours run every slot in lockstep.
+    """Deal packs of steps to ranks that run slots in lockstep with their neighbours.
 
-    A slot takes as long as the slowest rank of its group. So in rounds of one per rank, of most
-    items and load first, packs of equal load go to a group together, the heaviest to the group with
-    the least load so far. Rounds are slots, light ones first and last; the one that is not full is
-    the last, and in as few groups as it can be.
+    The slowest rank of a group determines the time of a slot. Deals in rounds of one pack per rank,
+    in descending items and load. Packs of similar load go to the same group, the heaviest to the
+    group with minimal load so far. Rounds become slots, light rounds first and last, an incomplete
+    round last and in a minimal number of groups.
 
     Args:
-        rows: packs of steps of equal size, [steps, packs]; the next two are of all packs, [packs].
-        lockstep_ranks: neighbouring ranks that run in lockstep, a divisor of `dp`.
+        rows: packs of steps of equal size, [steps, packs]. Items and load are of all packs,
+        [packs]. lockstep_ranks: neighbouring ranks in lockstep, a divisor of `dp`.
 
     Returns:
-        Packs of every rank, [steps, dp, slots]; -1 behind a rank's last one.
+        Packs of every rank, [steps, dp, slots], padded with -1.
     """
     rounds, groups = _rounds(rows, items, load, dp), dp // lockstep_ranks
     slots, (steps, size) = len(rounds), rows.shape
@@ -204,7 +200,7 @@ def deal_in_lockstep(
 
 
 def lightest_at_the_ends(count: int) -> np.ndarray:
-    """Order of `count` things, given from heavy to light, that rises in weight and then falls.
+    """Order of `count` elements, sorted heaviest first, with ascending and then descending weight.
 
     Example:
         >>> lightest_at_the_ends(5).tolist()

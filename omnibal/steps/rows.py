@@ -1,13 +1,10 @@
 """Rows: packs of one context size that all data-parallel ranks run at the same time.
 
-A row is a slot of a step. With context size c, each of its packs is shared by an aligned block of c
-ranks, so that a full row over n ranks has n / c packs. Packs of a row are of one level and of
-similar predicted time. Which rows share a step is random, and so is the order of steps: HBP (arXiv
-2503.07680, section 4, balance batching) cuts sorted packs in their order, by which the length of
-what is trained depends on the step.
-
-Rows that have not packs for all ranks come last in their step, the widest first, on its first
-ranks: then no rank has a gap between its micro-batches, which shared packs need to run at all.
+A row is a slot of a step. With context size c, an aligned block of c ranks shares a pack, so a full
+row over n ranks has n / c packs, of one level and similar predicted time. Rows are shuffled into
+steps, unlike in HBP (arXiv 2503.07680, section 4, balance batching), where lengths depend on the
+step. Incomplete rows come last in their step, widest first and on its first ranks, so that no rank
+has a gap between micro-batches, which shared packs require.
 """
 
 from collections.abc import Sequence
@@ -20,14 +17,14 @@ from omnibal.base.errors import UserError
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RowRequest:
-    """Sizes by which the packs of an epoch become rows, and rows become steps."""
+    """Sizes for forming rows from packs, and steps from rows."""
 
     contexts: Sequence[int]
-    """Ranks that share a pack, by level; each divides `ranks`."""
+    """Context size by level, a divisor of `ranks`."""
     ranks: int
     rows_per_step: int
     curriculum_steps: int = 0
-    """First steps that are made of rows of the first level alone."""
+    """First steps with rows of the first level only."""
 
 
 def match_rows(
@@ -37,15 +34,15 @@ def match_rows(
     request: RowRequest,
     rng: np.random.Generator,
 ) -> np.ndarray:
-    """The step of every pack of an epoch, int64 [packs], counted from 0.
+    """Step of every pack of an epoch, int64 [packs], counted from 0.
 
-    Every step but one has equally many rows. That one, anywhere in the epoch, takes what is over:
-    of each level the packs that fill no row, which are its lightest, and the lightest rows.
+    All steps but one have the same number of rows. The exception, at a random position, gets the
+    incomplete rows, with the lightest packs of each level, and the lightest rows.
 
     Args:
         level: of every pack, int32 [packs].
-        order: int64 [packs], a permutation in which neighbours of one level make good rows.
-        load: of every pack, as a rank of it has, float64 [packs].
+        order: int64 [packs], a permutation with similar packs of a level adjacent.
+        load: of every pack per rank, float64 [packs].
     """
     row, rows = _rows(level, order, load, request)
     count, partial = len(rows.load), np.flatnonzero(~rows.full)
@@ -77,7 +74,7 @@ class _Rows:
 def _rows(
     level: np.ndarray, order: np.ndarray, load: np.ndarray, request: RowRequest
 ) -> tuple[np.ndarray, _Rows]:
-    """Row of every pack, and the rows; what fills no row of a level is its lightest packs."""
+    """Row of every pack, and the rows. The lightest packs of a level form its incomplete row."""
     row = np.empty(len(level), np.int64)
     levels: list[int] = []
     full: list[bool] = []
@@ -100,7 +97,7 @@ def _rows(
 def _step_numbers(
     steps: int, request: RowRequest, rng: np.random.Generator
 ) -> tuple[np.ndarray, int]:
-    """Numbers of the usual steps, those of the curriculum first, and of the one of another size."""
+    """Step numbers of regular steps, curriculum first, and of the irregular step."""
     first = min(request.curriculum_steps, steps - 1)
     later = first + rng.permutation(steps - first)
     return np.concatenate([np.arange(first), later[:-1]]), int(later[-1])
@@ -109,7 +106,7 @@ def _step_numbers(
 def _curriculum_rows(
     rows: np.ndarray, request: RowRequest, steps: int, rng: np.random.Generator
 ) -> np.ndarray:
-    """Rows of the first level that make the first steps."""
+    """Rows of the first level for the first steps."""
     wanted = request.curriculum_steps * request.rows_per_step
     if wanted > len(rows) or request.curriculum_steps > steps - 1:
         raise UserError(
@@ -123,21 +120,21 @@ def _curriculum_rows(
 def deal_rows(
     context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Deal the packs of steps of equal contexts out to data-parallel ranks.
+    """Deal the packs of steps with equal contexts to data-parallel ranks.
 
-    Packs of one context size are dealt in rows of most items and load first, each row's heaviest
-    pack to the block with the least load so far. Rows of the widest context come first: until a
-    rank has run a pack of its own, no block waits for it. The first and last rows are light ones,
-    since all stages but one idle while the pipeline fills and drains on them.
+    Packs of one context size are dealt in rows by descending items and load, each row's heaviest
+    pack to the block with minimal load so far. Rows with the widest context come first, so that no
+    block waits for a rank's unshared pack. The first and last rows are light, as other stages idle
+    during pipeline fill and drain.
 
     Args:
-        context: of every pack, int32 [packs]; the same in all steps.
+        context: of every pack, int32 [packs], equal in all steps.
         items: of every pack, int64 [steps, packs], as in `match_packs`.
-        load: of every pack, as a rank of it has, float64 [steps, packs].
+        load: of every pack per rank, float64 [steps, packs].
         ranks: a multiple of every context.
 
     Returns:
-        First data-parallel rank of the block that shares every pack, and slot, [steps, packs].
+        First data-parallel rank of every pack's block, and its slot, [steps, packs].
     """
     rank, slot = np.empty_like(items), np.empty_like(items)
     rank_load = np.zeros((len(load), ranks))
@@ -163,8 +160,7 @@ def deal_rows(
 
 
 def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
-    """Rows in the order of their groups, each of which is given from heavy to light, with the
-    first group rising and the last one falling."""
+    """Concatenate groups of rows sorted by descending load, with the first group reversed."""
     groups = [group for group in groups if group]
     if len(groups) == 1:
         lightest_first = groups[0][::-1]
@@ -175,7 +171,8 @@ def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray
 
 
 def _assign(row: np.ndarray, load: np.ndarray, rank_load: np.ndarray, context: int) -> np.ndarray:
-    """Block of every pack of a row [steps, packs], heaviest to least loaded; adds its load."""
+    """Block of every pack of a row [steps, packs], heaviest to minimal load. Adds to
+    `rank_load`."""
     steps, count = row.shape
     own = np.take_along_axis(load, row, axis=1)
     blocks = rank_load[:, : count * context].reshape(steps, count, context)
@@ -185,7 +182,7 @@ def _assign(row: np.ndarray, load: np.ndarray, rank_load: np.ndarray, context: i
     np.put_along_axis(block, heaviest_first, least_first, axis=1)
     given = np.zeros((steps, count))
     np.put_along_axis(given, block, own, axis=1)
-    # A block goes on together: its ranks wait for the last of them.
+    # Ranks of a block advance together, with the slowest.
     together = blocks.max(axis=2, keepdims=True) + given[:, :, None]
     rank_load[:, : count * context] = np.broadcast_to(together, blocks.shape).reshape(steps, -1)
     return block
