@@ -1,8 +1,7 @@
-"""Assignment of items to ranks that makes the busiest rank's sum of weights small.
+"""Assignment of items to ranks with a small max load.
 
-Items are dealt longest first (LPT: Graham, SIAM Journal on Applied Mathematics 17, 1969) and by
-largest differencing, which is better where a rank has few items; exchanges lower both, and the
-better one is taken.
+The better of longest processing time first (LPT: Graham, SIAM Journal on Applied Mathematics 17,
+1969) and largest differencing, both improved by exchanges.
 """
 
 import heapq
@@ -14,13 +13,12 @@ from omnibal.dispatch.even_out import evened_out
 from omnibal.dispatch.load_bounds import load_bound
 
 _FEW = 1 << 21
-"""Items times ranks up to which slower ways are tried too."""
+"""Max items x ranks for slower methods."""
 _ROUNDING = 1e-12  # relative, of sums of weights
 
 
 def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
-    """Assign items so that the largest sum of weights is small: at most 4/3 - 1/(3 ranks) of least.
-    Returns the rank of every item, int64 [items]."""
+    """Assign items with max load at most 4/3 - 1/(3 ranks) of the optimum, int64 [items]."""
     weight = np.asarray(weight, np.float64)
     bound, best_load, best = load_bound(weight, ranks), np.inf, np.zeros(len(weight), np.int64)
     is_few = len(weight) * ranks <= _FEW
@@ -36,7 +34,7 @@ def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def longest_first(weight: np.ndarray, ranks: int) -> np.ndarray:
-    """Every item to the rank with the least load, heaviest item first. int64 [items]"""
+    """Every item to the rank with minimal load, heaviest item first, int64 [items]."""
     order = np.argsort(-weight, kind="stable")
     heap = [(0.0, rank) for rank in range(ranks)]
     given = np.empty(len(weight), np.int64)

@@ -1,10 +1,9 @@
-"""Largest differencing: items joined to sets by making the largest differences small.
+"""Largest differencing method (Karmarkar and Karp, The differencing method of set partitioning,
+1982).
 
-A partial assignment is one set a rank, sorted by weight, whose ranks are not settled yet. The two
-partial assignments with the widest spread are joined, heaviest set with lightest, until one is left
-(Karmarkar and Karp, The differencing method of set partitioning, 1982). Beginning with a partial
-assignment for every d items in a row, instead of one an item, gives numbers of items that differ by
-at most one (Michiels, Korst, Aarts and van Leeuwen, STACS 2003), and takes a d-th of the joins.
+Partial assignments (a weight-sorted set per rank) with the widest spread are joined, heaviest set
+with lightest. Starting with d items per assignment gives item counts that differ by at most one
+(Michiels, Korst, Aarts and van Leeuwen, STACS 2003).
 """
 
 import heapq
@@ -13,17 +12,17 @@ import numpy as np
 
 
 def differenced(weight: np.ndarray, ranks: int, *, equal_counts: bool) -> np.ndarray:
-    """The rank of every item by largest differencing, with numbers of items that differ by one at
-    most (`equal_counts`), or any. int64 [items]
+    """Return the rank of every item by largest differencing, int64 [items].
 
-    Time and memory are of order items x ranks, and of order items if counts are equal.
+    With `equal_counts`, item counts differ by at most one. Time and memory are O(items x ranks), or
+    O(items) with `equal_counts`.
     """
     items = len(weight)
     rank = np.zeros(items, np.int64)
     if not items:
         return rank
     heaviest_first = np.argsort(-weight, kind="stable")
-    # Sets of every partial assignment, heaviest first: weights are negative, empty sets have none.
+    # Sets of every partial assignment, heaviest first. Weights are negative, empty sets 0.
     together = ranks if equal_counts else 1
     number = -(-items // together)
     given, sets = np.zeros(number * together), np.zeros((number, ranks))
@@ -41,7 +40,7 @@ def differenced(weight: np.ndarray, ranks: int, *, equal_counts: bool) -> np.nda
         rows[narrow] = joined = total[order]
         joins.append((wide, narrow, order))
         heapq.heapreplace(heap, (joined.item(0) - joined.item(-1), narrow))
-    # The rank of each set of a partial assignment, from the last to the first ones.
+    # Assign ranks to sets by undoing joins, last first.
     ranks_of = np.empty((number, ranks), np.int64)
     ranks_of[heap[0][1]] = np.arange(ranks)
     for wide, narrow, order in reversed(joins):

@@ -1,24 +1,23 @@
-"""Exchanges that lower the busiest rank: an item moved, or two that trade places."""
+"""Exchanges that lower the busiest rank: moves and swaps of items."""
 
 from itertools import pairwise
 
 import numpy as np
 
 _PARTNERS = 4
-"""Least loaded ranks that the busiest one exchanges with, before others are looked at."""
+"""Ranks with minimal load that the busiest rank exchanges with first."""
 _OTHERS_PAIRS = 1 << 17
-"""Pairs of items that are then looked at, of the ranks with the next least loads."""
+"""Max pairs of items to compare with further ranks."""
 _MAX_WORK = 1 << 24
-"""Pairs of items that are looked at in all."""
+"""Max pairs of items to compare in total."""
 _ROUNDING = 1e-12  # relative, of sums of weights
 
 
 def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
-    """Exchange items of the busiest rank until no exchange lowers it. int64 [items]
+    """Exchange items of the busiest rank until no exchange lowers its load, int64 [items].
 
-    Of all exchanges with the least loaded ranks the one is made that leaves the busier of the two
-    with least. Loads, sorted, fall with every exchange, so that there is an end; it ends at
-    `enough` too, a lower bound.
+    Picks the exchange with the smallest max load of both ranks. Sorted loads decrease strictly, so
+    it terminates; it also stops at the lower bound `enough`.
     """
     rank = rank.copy()
     exchanges = _Exchanges(weight, rank, ranks)
@@ -39,11 +38,11 @@ def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) 
 
 
 class _Exchanges:
-    """Items of every rank, and the loads of all."""
+    """Items and loads of all ranks."""
 
     def __init__(self, weight: np.ndarray, rank: np.ndarray, ranks: int) -> None:
         self.load = np.bincount(rank, weight, ranks)
-        # A move is an exchange for nothing: the item behind the last, which weighs nothing.
+        # A move is an exchange for the sentinel item of weight 0.
         self._nothing = len(weight)
         self._weight = np.append(weight, 0.0)
         self._rank = rank
@@ -51,28 +50,28 @@ class _Exchanges:
         ends = np.cumsum(np.bincount(rank, minlength=ranks)).tolist()
         held = (by_rank[first:end] for first, end in pairwise([0, *ends]))
         self._offered = [np.append(items, self._nothing) for items in held]
-        """What every rank offers: its items, and nothing."""
+        """Items of every rank, and the sentinel."""
 
     def least_loaded(self, busiest: int) -> np.ndarray:
-        """The other ranks with the least load, [at most `_PARTNERS`]."""
-        # A stable order, which is the same on all machines.
+        """Ranks with minimal load, without the busiest, [<= `_PARTNERS`]."""
+        # A stable sort, to agree on all machines.
         found = np.argsort(self.load, kind="stable")[:_PARTNERS]
         return found[found != busiest]
 
     def next_least_loaded(self, busiest: int) -> np.ndarray:
-        """The ranks with the next least load, as many as there is time for."""
+        """Ranks with the next smallest loads, within the time limit."""
         found = np.argsort(self.load, kind="stable")[_PARTNERS:]
         found = found[found != busiest]
         each = (len(self._offered[busiest]) - 1) * (len(self._rank) / len(self.load) + 1)
         return found[: int(_OTHERS_PAIRS / max(each, 1)) + 1]
 
     def pairs(self, busiest: int, others: np.ndarray) -> int:
-        """Number of pairs of an item of the busiest rank and one of the others."""
+        """Number of pairs of items of the busiest rank and other ranks."""
         offered = sum(len(self._offered[rank]) for rank in others.tolist())
         return (len(self._offered[busiest]) - 1) * offered
 
     def exchange(self, busiest: int, others: np.ndarray) -> bool:
-        """Make the best exchange of the busiest rank with one of the others, if any lowers it."""
+        """Make the best exchange of the busiest rank, if any lowers its load."""
         given = self._offered[busiest][:-1]
         if not len(given) or not len(others):
             return False

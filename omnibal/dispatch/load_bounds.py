@@ -1,18 +1,17 @@
-"""Lower bounds on the busiest rank: no assignment of the items to so many ranks can be below."""
+"""Lower bounds on the max load of ranks."""
 
 import numpy as np
 
 _ROUNDING = 1e-12
-"""Relative; what summing up may add is taken off, so that a bound is one."""
+"""Relative tolerance of sums, subtracted to keep the bound valid."""
 
 
 def load_bound(weight: np.ndarray, ranks: int) -> float:
-    """Largest of three bounds on the busiest rank's sum of weights; whole where all weights are.
+    """Max of three lower bounds on the max load. Integral if all weights are.
 
-    The mean; the heaviest item; and for every k at least 1, of the k d + 1 heaviest items some rank
-    of d has k + 1, which weigh at least what the k + 1 lightest of them do. (The last is Graham's
-    argument, SIAM Journal on Applied Mathematics 17, 1969, with sums for the multiples of the
-    lightest.)
+    The mean, the heaviest item, and for k >= 1: of the k d + 1 heaviest items some rank of d has k
+    + 1, with at least the weight of the k + 1 lightest of them. (Graham's argument, SIAM Journal on
+    Applied Mathematics 17, 1969, with sums instead of multiples of the lightest.)
     """
     if not len(weight):
         return 0.0

@@ -1,8 +1,8 @@
-"""Nodes of an encoding group's ranks, and items kept on the node whose ranks embed their tokens.
+"""Nodes of an encoding group's ranks, and encoding of items near the stage that embeds their
+tokens.
 
-The features of an item go to the first stage of the pipeline that holds it, which is its *home*. A
-node's links are many times as fast as the network, so that what is encoded on the home's node costs
-next to nothing to send. No rank's load grows for that: ranks have their shares before.
+The *home* of an item is the node of its pipeline's first stage. Features encoded there need no
+network. Loads are settled before, so they do not change.
 
 Shapes: L pipelines of a group, R ranks of a pipeline, N = L x R.
 """
@@ -14,26 +14,24 @@ from typing import Self
 import numpy as np
 
 NO_LOAD = np.zeros((), np.int64)
-"""Load of ranks that encode nothing yet."""
+"""Load of ranks without items."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Homes:
-    """Where the ranks of some groups are, and the homes of what their pipelines hold.
-
-    Ranks, pipelines and nodes are numbered over all groups; arrays are int64.
-    """
+    """Nodes of some groups' ranks, and homes of their pipelines, numbered over all groups,
+    int64."""
 
     pipeline: np.ndarray
-    """The pipeline of every rank."""
+    """Pipeline of every rank."""
     node: np.ndarray
-    """The node of every rank."""
+    """Node of every rank."""
     home: np.ndarray
-    """Node of every pipeline's first rank; these ascend."""
+    """Node of every pipeline's first rank, ascending."""
 
     @classmethod
     def of(cls, node: np.ndarray, ranks_of_pipeline: int) -> Self:
-        """From the nodes of every group's ranks, [groups, N]."""
+        """Build from the nodes of every group's ranks, [groups, N]."""
         groups, ranks = node.shape
         inside = node - node.min(axis=1, keepdims=True)
         of_group = int(inside.max(initial=0)) + 1
@@ -53,20 +51,18 @@ class Homes:
 def nearest_first(
     items: np.ndarray, pipeline: np.ndarray, room: np.ndarray, homes: Homes
 ) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
-    """Match items with room on ranks in four rounds, as many as may be in each.
+    """Match items with ranks in four rounds, each maximal.
 
-    First with room of their own pipeline's ranks on its home, then of others' there, then of their
-    own pipeline's elsewhere, then anywhere, which is of one group alone. No matching leaves fewer
-    for the last two rounds: what is left for them has no room on its home.
+    Rounds: own pipeline's ranks at home, other ranks at home, own pipeline's ranks elsewhere, any
+    rank (within one group only). No matching leaves fewer items away from home.
 
     Args:
         items: of every entry.
         pipeline: of every entry, ascending.
-        room: of every rank, of all rounds as much as there are items.
+        room: capacity of every rank, with the same sum as items.
 
     Yields:
-        Items of every entry that are matched, room of every rank that is, and the ranks in the
-        order in which they are.
+        Matched items of every entry, matched capacity of every rank, and the order of ranks.
     """
     nowhere = len(homes.home)
     own_at_home = np.where(homes.is_home, homes.pipeline, nowhere)
@@ -88,7 +84,7 @@ def nearest_first(
 
 
 def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
-    """How many of each entry's counts are among the first `limit` of its group; groups ascend."""
+    """Part of each entry's counts within the first `limit` of its group. Groups ascend."""
     before = np.cumsum(counts) - counts
     of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
     before_in_group = before - (np.cumsum(of_group) - of_group)[group]

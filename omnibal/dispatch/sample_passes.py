@@ -1,8 +1,7 @@
-"""Passes of whole samples: what a rank runs through an encoder at once.
+"""Encoder passes over whole samples.
 
-A pass has samples in the order in which they were dealt, as many as hold no more items than a pass
-may have, or one sample that has more. Of a rank's first samples the activations are kept, of as
-many as hold no more items than may be kept; no pass has kept samples and others.
+A pass has consecutive samples within an item limit, or one larger sample. Activations of a rank's
+first samples are kept within another limit, and no pass mixes kept and other samples.
 """
 
 from dataclasses import dataclass
@@ -14,31 +13,31 @@ from omnibal.dispatch.whole_samples import DealtSamples
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SamplePasses:
-    """Passes of all ranks, by rank and in the order in which they run; arrays are [passes]."""
+    """Passes of all ranks, by rank and in running order, [passes]."""
 
     rank: np.ndarray
-    """Place of the rank, as samples were dealt, int64; the next four are int64 too."""
+    """Index of the rank as dealt, int64, like the next four."""
     first: np.ndarray
-    """First of the dealt samples in the pass."""
+    """First dealt sample of the pass."""
     stop: np.ndarray
-    """The one after the last."""
+    """End (exclusive) of its samples."""
     items: np.ndarray
     squares: np.ndarray
     is_kept: np.ndarray
-    """Whether the activations are kept for the backward, bool."""
+    """Whether activations are kept for the backward, bool."""
 
     def __len__(self) -> int:
         return len(self.rank)
 
     @property
     def number(self) -> np.ndarray:
-        """Number of every pass among its rank's that are kept as it is, or are not."""
+        """Index of every pass among its rank's kept or not kept passes."""
         begins = _begins(2 * self.rank + ~self.is_kept)
         return np.arange(len(self)) - _of_run(np.flatnonzero(begins), begins)
 
 
 def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int) -> SamplePasses:
-    """The passes of dealt samples. A rank keeps activations of at most `kept_items` items."""
+    """Passes of dealt samples. A rank keeps activations of at most `kept_items` items."""
     ends, items = np.cumsum(dealt.items), dealt.items
     begins = _begins(dealt.rank)
     before_rank = _of_run((ends - items)[begins], begins)
@@ -48,7 +47,7 @@ def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int)
     run_stop = _of_run(np.append(run_firsts[1:], len(items)), begins_run)
     firsts, stops = [], []
     at = run_firsts
-    # One more pass of every run that has samples left.
+    # One more pass for every run with samples left.
     while len(at):
         stop = np.searchsorted(ends, (ends - items)[at] + items_per_pass, "right")
         stop = np.minimum(np.maximum(stop, at + 1), run_stop[at])
@@ -68,10 +67,10 @@ def passes_of_samples(dealt: DealtSamples, items_per_pass: int, kept_items: int)
 
 
 def _begins(key: np.ndarray) -> np.ndarray:
-    """Whether a run of equal keys begins at each, bool."""
+    """Whether a run of equal keys begins, bool."""
     return np.diff(key, prepend=-1) != 0
 
 
 def _of_run(values: np.ndarray, begins: np.ndarray) -> np.ndarray:
-    """The value of the run that each is in."""
+    """Value of each element's run."""
     return values[np.cumsum(begins) - 1]

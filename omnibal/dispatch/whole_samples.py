@@ -1,13 +1,9 @@
-"""Whole samples dealt: which rank of an encoding group encodes all images of which sample.
+"""Whole samples dealt: the rank of an encoding group that encodes each sample's images.
 
-Positions of an image attend to each other, so that a rank encodes images whole; and lengths count
-them by sample, so that all images of a sample are one rank's. Samples are dealt by predicted time.
-
-A pipeline's ranks take its own samples, longest first, up to what the busiest rank has at least;
-what is over goes to the rank with the least load of all, and exchanges lower the busiest one.
-
-Weights are whole numbers, and nothing depends on how a library orders what is equal, so that all
-machines agree.
+Attention within an image keeps it on one rank, and lengths count images per sample, so samples are
+dealt whole by predicted time. A pipeline's ranks first take its own samples, longest first, up to
+the lower bound of the max load. The remainder goes to the ranks with minimal load, and exchanges
+then lower the maximum. Integer weights and stable sorts make all machines agree.
 """
 
 import heapq
@@ -21,35 +17,34 @@ from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.near_home import Homes
 
 _NEAR = 1e-3
-"""Share by which the busiest rank may be above the bound: a pipeline's own samples are worth as
-much, as the features of a cell take so much of its encoding's time to send."""
+"""Max excess of the busiest rank over the bound, to keep samples in their pipeline: sending their
+features would cost a similar time."""
 HEAVIEST = 1 << 40
-"""Most units that a sample or an item weighs, so that sums of them are whole numbers of 64 bits."""
+"""Max units of a sample or item, so that sums fit 64-bit integers."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DealtSamples:
-    """Samples that ranks encode, by rank and as they were given; arrays are int64 [samples]."""
+    """Samples by rank, int64 [samples]."""
 
     rank: np.ndarray
-    """Place of the rank among those of all groups."""
+    """Index of the rank among all groups."""
     place: np.ndarray
-    """Place of the sample among those given."""
+    """Index of the input sample."""
     items: np.ndarray
     squares: np.ndarray
     weight: np.ndarray
-    """Units of time."""
     pipeline: np.ndarray
-    """Place of the pipeline that holds the sample among those of all groups."""
+    """Index of the sample's pipeline among all groups."""
 
     def of_ranks(self, of_sample: np.ndarray, ranks: int) -> np.ndarray:
         """Sum over samples of every rank, int64 [ranks]."""
-        # Of whole numbers, in order: no sum is rounded below 2^53.
+        # Integer sums are exact below 2^53.
         return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
 
     def at_home(self, homes: Homes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items on the node of the first stage that needs them: of every rank, those of its own
-        pipeline and all of them; all of every pipeline."""
+        """Items on the node of their first stage: per rank for its own pipeline and in total, and
+        per pipeline."""
         near = self.items * (homes.node[self.rank] == homes.home[self.pipeline])
         own = near * (homes.pipeline[self.rank] == self.pipeline)
         ranks = len(homes.node)
@@ -68,14 +63,13 @@ def deal_samples(
 ) -> DealtSamples:
     """Deal samples of many groups to their groups' ranks.
 
-    A function of its arguments alone, so that planner and all ranks agree without a word. A group's
-    samples are dealt alike beside whatever others.
+    Deterministic, so planner and ranks agree without communication. Groups are independent.
 
     Args:
-        pipeline: that holds the sample, among those of all groups, int64 [samples].
-        weight: of every sample, whole and at least 1, int64 [samples].
+        pipeline: of the sample, among all groups, int64 [samples].
+        weight: of every sample, at least 1, int64 [samples].
         pipelines: L, of a group.
-        ranks_of_pipeline: R; rank r of all is of pipeline r // R.
+        ranks_of_pipeline: R. Rank r of all belongs to pipeline r // R.
     """
     group, rank = pipeline // pipelines, np.zeros(len(items), np.int64)
     by_group = np.argsort(group, kind="stable")
@@ -96,15 +90,14 @@ def deal_samples(
 
 
 def weights_of(sample_ms: np.ndarray, unit_ms: float) -> np.ndarray:
-    """Times of samples in such units, at least 1, int64 [...]."""
+    """Convert times to units, at least 1, int64 [...]."""
     return np.clip(np.rint(sample_ms / unit_ms), 1, HEAVIEST).astype(np.int64)
 
 
 def deal_group(
     weight: np.ndarray, pipeline: np.ndarray, pipelines: int, ranks_of_pipeline: int
 ) -> np.ndarray:
-    """The rank of every sample of one group, from 0, by its weight and the pipeline that holds it.
-    int64 [samples]"""
+    """Rank of every sample of one group, from 0, int64 [samples]."""
     ranks, sizes = pipelines * ranks_of_pipeline, (pipelines, ranks_of_pipeline)
     if ranks == 1:
         return np.zeros(len(weight), np.int64)
@@ -116,8 +109,8 @@ def deal_group(
 def _own_first(
     weight: Sequence[int], pipeline: Sequence[int], sizes: tuple[int, int], enough: float
 ) -> np.ndarray:
-    """Every sample to the rank of its pipeline with the least load if that stays within `enough`,
-    else to the one with the least of all; longest samples first. int64 [samples]"""
+    """Deal samples, longest first, to the least loaded rank of their pipeline if that stays within
+    `enough`, else of the group, int64 [samples]."""
     pipelines, of_pipeline = sizes
     heaps = [[(0, rank) for rank in range(home * of_pipeline, (home + 1) * of_pipeline)]
              for home in range(pipelines)]  # fmt: skip

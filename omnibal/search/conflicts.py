@@ -1,7 +1,4 @@
-"""What does not go together in a plan, and why.
-
-One table, which the command line, `Goal` and the docs have in common (docs/planning.md prints it).
-"""
+"""Conflicts between features of a plan, for the command line, `Goal` and docs/planning.md."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +9,7 @@ from omnibal.model.limits import words
 
 
 class Feature(StrEnum):
-    """What a plan may have that does not go with everything, by its option; conflicts of the first
-    are told first."""
+    """Features that may conflict, by option. Conflicts are reported in this order."""
 
     EARLIER = "--steps-of"
     TRAINER = "--for"
@@ -39,7 +35,7 @@ class Feature(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """Two features that no plan has together."""
+    """Two features that exclude each other."""
 
     one: Feature
     other: Feature
@@ -115,14 +111,14 @@ CONFLICTS = (
         )
     ),
 )
-"""All pairs that are refused; every other combination is planned."""
+"""All rejected pairs. Every other combination is allowed."""
 
 
 def check_together(given: Mapping[Feature, str]) -> None:
-    """Refuse features that do not go together.
+    """Raise if features conflict.
 
     Args:
-        given: features, and the words that they were given in.
+        given: features, and how they were given, for the message.
     """
     for one in Feature:
         against = [each for each in CONFLICTS if each.one is one and each.other in given]
@@ -143,11 +139,11 @@ NEEDS = (
     (Feature.LEVELS, Feature.SAMPLES, "levels are of samples"),
     (Feature.CURRICULUM, Feature.SAMPLES, "levels are of samples"),
 )
-"""Features that need another one, and why."""
+"""Features that require another feature, with the reason."""
 
 
 def check_complete(given: Mapping[Feature, str]) -> None:
-    """Refuse features without those that they need; arguments are as of `check_together`."""
+    """Raise if features lack their required features. Takes arguments like `check_together`."""
     for one, needed, why in NEEDS:
         if one in given and needed not in given:
             raise UserError(

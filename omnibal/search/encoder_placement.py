@@ -1,4 +1,4 @@
-"""Both placements of a model's encoders compared: which is faster, by how much, and why."""
+"""Comparison of encoder placements: which is faster, by how much, and why."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -9,14 +9,14 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.pipeline.prediction import LostTime, Prediction
 from omnibal.search.strategy import Strategy
 
-_NAMED_CAUSES = 2  # a sentence with more is not read
+_NAMED_CAUSES = 2  # longer sentences are not read
 _LEAST_CAUSE = 0.002
-"""Share of the step below which a cause is not named."""
+"""Min share of the step for a cause to be named."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PredictedStep:
-    """A predicted step, as far as placements are compared by it."""
+    """Predicted step for comparing placements."""
 
     step_ms: float
     samples_per_second_per_gpu: float | None
@@ -24,7 +24,6 @@ class PredictedStep:
 
     @classmethod
     def of(cls, strategy: Strategy, samples_per_step: int) -> Self:
-        """The step of so many samples by a strategy."""
         lost = {name: samples_per_step * ms for name, ms in strategy.lost}
         return cls(
             step_ms=samples_per_step * strategy.ms_per_sample,
@@ -35,22 +34,22 @@ class PredictedStep:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlacementChoice:
-    """A placement of encoders, and what is predicted of it and of the other one."""
+    """Chosen placement of encoders and the alternatives."""
 
     chosen: EncoderPlacement
     predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
-    """What is predicted of the placements that were planned."""
+    """Predictions of planned placements."""
     refused: dict[EncoderPlacement, str]
-    """Why others cannot be."""
+    """Reasons against impossible placements."""
 
     def step_ms(self, placement: EncoderPlacement) -> float | None:
-        """Predicted step of a placement; None where it was not planned."""
+        """Predicted step time of a placement. None if not planned."""
         found = self.predicted.get(placement)
         return None if found is None else found.step_ms
 
     @property
     def reason(self) -> str:
-        """What speaks for and against the chosen placement, in a sentence."""
+        """Pros and cons of the chosen placement, in a sentence."""
         chosen = self.chosen
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
@@ -60,7 +59,7 @@ class PlacementChoice:
 
 
 def neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
-    """The error of a plan that cannot be made with either placement, with the reason of each."""
+    """Error with reasons for all placements if none can be planned."""
     reasons = {placement: str(error) for placement, error in refused.items()}
     if len(set(reasons.values())) == 1:
         return next(iter(refused.values()))
@@ -68,8 +67,7 @@ def neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
 
 
 def relative_ms(prediction: Prediction | PredictedStep) -> float:
-    """Time that placements are compared by: of a sample on one device, or of a step without
-    samples."""
+    """Time for comparing placements: device time per sample, or the step time without samples."""
     per_second = prediction.samples_per_second_per_gpu
     return prediction.step_ms if per_second is None else 1e3 / per_second
 
@@ -80,7 +78,7 @@ def _compared(
     other: Prediction | PredictedStep,
 ) -> str:
     change = relative_ms(own) / relative_ms(other) - 1
-    # Ideal times differ too: by what tensor-parallel ranks divide.
+    # Ideal times differ too, by work that tensor-parallel ranks divide.
     before, after = other.lost.named(), own.lost.named()
     changes = {name: after[name] - before.get(name, 0.0) for name in after}
     least_ms = _LEAST_CAUSE * own.step_ms
@@ -90,7 +88,7 @@ def _compared(
     parts += [f"{name} {-ms:,.1f} ms more" for ms, name in rises[:_NAMED_CAUSES]]
     verdict = f"{abs(change):.1%} {'slower' if change > 0 else 'faster'}"
     if own.samples_per_second_per_gpu is not None:
-        verdict += " per sample"  # as steps may differ, where caps are searched for
+        verdict += " per sample"  # steps may differ if caps are searched
     return f"{_NAMES[placement]} it is {verdict}: {', '.join(parts) or 'all parts alike'}"
 
 

@@ -1,9 +1,4 @@
-"""The engine of every search: choices are tried once each, in processes.
-
-A search of caps, of levels, or of sizes with either brings its choices, what a trial is, and its
-moves; the loop is here. Results depend on the choices alone, and on neither timing nor the number
-of processes.
-"""
+"""Search engine: every choice is tried once, in parallel, with deterministic results."""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -22,7 +17,7 @@ def try_all(
     processes: int,
     on_done: Callable[[int], None],
 ) -> dict[Choice, Found]:
-    """Try choices in as many processes as are of use; results are in the order of the choices."""
+    """Try choices in parallel. Results are in the order of choices."""
     found = {}
     for choice, result in map_unordered(work, choices, max(min(processes, len(choices)), 1)):
         found[choice] = result
@@ -32,22 +27,22 @@ def try_all(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Trials(Generic[Choice, Found]):
-    """Choices that were tried on the same samples."""
+    """Trials of choices on the same samples."""
 
     work: Callable[[Choice], tuple[Choice, Found | UserError]]
-    """A trial, which can be sent to another process: what is found, or why that cannot be used."""
+    """Picklable trial that returns a result or the error."""
     processes: int
     on_done: Callable[[int], None]
-    """Called with the trials that are newly done."""
+    """Called with the number of newly finished trials."""
     found: dict[Choice, Found] = field(default_factory=dict)
     failed: dict[Choice, UserError] = field(default_factory=dict)
 
     def known(self, choice: Choice) -> UserError | None:
-        """Why a choice fails untried; None where it is to be tried."""
+        """Return why a choice fails without a trial. None to try it."""
         return None
 
     def run(self, choices: Iterable[Choice]) -> None:
-        """Try choices that have not been tried."""
+        """Try new choices."""
         untried = []
         for choice in dict.fromkeys(choices):
             if choice in self.found or choice in self.failed:

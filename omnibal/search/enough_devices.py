@@ -1,9 +1,8 @@
-"""What would fit where no sizes on some devices do: the smallest change of each kind.
+"""Advice if no sizes fit some devices: the smallest change of each kind that fits.
 
-Tried are, each alone: smaller caps where caps were given, every size and way to hold weights that
-was given left free, more devices in whole nodes up to four times, and preset devices with more
-memory. Of every change the sizes of least state are looked at, as `omnibal plan` would pack for
-them, and the first that fit are told: a plan may take others, which are faster.
+Each change is tried alone: smaller caps, free sizes and shardings, up to four times the devices in
+whole nodes, and devices with more memory. Reports the first sizes that fit, by ascending state; a
+plan may choose faster sizes.
 """
 
 from collections.abc import Callable, Iterable
@@ -34,17 +33,16 @@ from omnibal.search.strategy import (
 )
 
 _MOST_SIZES = 12
-"""Sizes of a change that are looked at, those of least state first: of these, the least is nearly
-the state's."""
-_MOST_DEVICES = 4  # times the devices
-_EVERY_CAPS = 4  # of the caps that `smaller_caps` lists
+"""Max sizes to try per change, by ascending state, which dominates there."""
+_MOST_DEVICES = 4  # max factor on devices
+_EVERY_CAPS = 4  # stride in the caps of `smaller_caps`
 
 RequestOf = Callable[[Goal], StrategyRequest]
-"""Function that makes the search of a goal whose sizes are free."""
+"""Function that returns the strategy request of a goal with free sizes."""
 
 
 def message_with_what_fits(error: DoesNotFit, goal: Goal, request_of: RequestOf) -> str:
-    """Say that no sizes fit, and which changes of the goal would make some fit."""
+    """Format the error with changes of the goal that would fit."""
     changes, tried = list[str](), list[str]()
     for kind, candidates in _kinds(goal):
         for text, changed in candidates:
@@ -111,7 +109,7 @@ def _of_more_devices(goal: Goal) -> _Candidates:
     sizes, node = goal.free.sizes, goal.job.cluster.gpus_per_node
     assert sizes is not None
     gpus = sizes.gpus
-    # Whole nodes, in steps of a quarter of the devices at least.
+    # Whole nodes, in steps >= a quarter of the devices.
     unit = max(gpus // 4 // node, 1) * node
     first = gpus // unit * unit + unit
     for more in range(first, _MOST_DEVICES * max(gpus, node) + 1, unit):
@@ -120,7 +118,7 @@ def _of_more_devices(goal: Goal) -> _Candidates:
 
 
 def _fitting(request_of: RequestOf, goal: Goal) -> str | None:
-    """Sizes that fit and what they need; None where none does, or the goal cannot be."""
+    """Sizes that fit and their memory. None if nothing fits or the goal is invalid."""
     try:
         request = request_of(goal).drawn()
         sizings = possible_sizings(request)
@@ -135,7 +133,7 @@ def _fitting(request_of: RequestOf, goal: Goal) -> str | None:
 
 
 def _first_fit(setting: Setting, choices: list[Choice]) -> str | None:
-    """The first that fit of the sizes of least state, with encoders in the pipeline first."""
+    """First sizes that fit by ascending state, with pipeline encoders first."""
     cap_gib = setting.request.job.memory_cap_gib
     for placement in EncoderPlacement:
         placed = [choice for choice in choices if choice[0].placement is placement]

@@ -1,4 +1,4 @@
-"""Ways to hold weights compared: which is fastest, and why each other one is not."""
+"""Comparison of weight shardings: the fastest, and why the rest lost."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,26 +12,24 @@ from omnibal.search.parallel_sizes import StrategySearch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShardingChoice:
-    """How a plan's ranks hold weights, and what speaks against the other ways."""
+    """Weight sharding of a plan, and reasons against alternatives."""
 
     parallel: Parallel
-    """Sizes of the plan."""
     others: Mapping[WeightSharding, str]
-    """Why each other way that was looked at is slower or cannot be, with its best sizes."""
+    """Why each alternative is slower or impossible, with its best sizes."""
 
     @property
     def chosen(self) -> WeightSharding:
-        """How weights are held."""
         return self.parallel.sharding
 
     @property
     def reason(self) -> str:
-        """Every other way and what speaks against it; empty where there was no other."""
+        """Alternatives with reasons. Empty without alternatives."""
         return "; ".join(f"{way}: {why}" for way, why in self.others.items())
 
     @classmethod
     def of_strategies(cls, found: StrategySearch) -> Self:
-        """The way of the best strategy, beside the best strategy of every other one."""
+        """Compare the best strategies of all shardings."""
         best, others = found.best, dict[WeightSharding, str]()
         for each in found.ranking:
             slower = each.ms_per_sample / best.ms_per_sample - 1
@@ -49,7 +47,7 @@ class ShardingChoice:
         predicted: Mapping[Parallel, Prediction],
         refused: Mapping[Parallel, str],
     ) -> Self:
-        """The way of one plan, beside plans of the same sizes."""
+        """Compare plans of the same sizes."""
         best_ms = relative_ms(predicted[parallel])
         others = {
             each.sharding: f"{relative_ms(prediction) / best_ms - 1:+.1%} per sample"
@@ -60,7 +58,6 @@ class ShardingChoice:
         return cls(parallel=parallel, others=others)
 
     def as_dict(self) -> dict[str, object]:
-        """Values for JSON."""
         others = {way.value: why for way, why in self.others.items()}
         return {
             "sharding": self.chosen.value,

@@ -1,8 +1,8 @@
-"""Empty micro-batches: what a rank computes to join others that have a pack more in a step.
+"""Empty micro-batches of ranks with fewer packs than their lockstep neighbours.
 
-Ranks that share out experts exchange tokens in every pass, so that all of them must run as many
-micro-batches. Where a step's packs do not divide evenly, ranks with fewer run empty ones after
-their last. A plan does not list these: planner and trainer find them here.
+With expert parallelism, ranks exchange tokens in every pass and must run equal numbers of
+micro-batches. Ranks with fewer packs run empty ones last. Plans do not list them: planner and
+trainer derive them.
 """
 
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EmptySlots:
-    """Places of empty micro-batches, sorted by step, rank and slot; [empty ones] each."""
+    """Empty micro-batches, sorted by step, rank and slot, [empty slots]."""
 
     step: np.ndarray
     """Step, int64."""
@@ -31,10 +31,9 @@ def empty_slots(
     """Find the empty micro-batches of a schedule.
 
     Args:
-        step: of every micro-batch, [micro-batches], as is `dp_rank`.
+        step: of every micro-batch, [micro-batches], like `dp_rank`.
         ranks: data-parallel ranks, a multiple of `lockstep_ranks`.
-        lockstep_ranks: neighbouring ranks that run equally many
-        (`omnibal.model.parallel.Parallel.lockstep_ranks`).
+        lockstep_ranks: see `omnibal.model.parallel.Parallel.lockstep_ranks`.
 
     Example:
         >>> empty = empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)

@@ -1,8 +1,7 @@
-"""Full steps: as many packs as fill whole steps, for trainers whose steps all have equally many.
+"""Full steps, for trainers that require equal packs per step.
 
-Where packs are trained as they are given, the lightest ones are split until they fill a step. Where
-the trainer packs by next fit, parts of a pack would come together again: there all samples are
-dealt to so many packs more, which are smaller. What fills no step all the same is left out.
+The lightest packs are split until they fill a step. If the trainer packs by next fit, which would
+merge the parts, all samples are dealt to more and smaller packs instead. A remainder is dropped.
 """
 
 import heapq
@@ -17,22 +16,22 @@ from omnibal.packing.fit import Seed
 from omnibal.packing.packs import Packs, ScheduledPacks
 
 _MOST_MERGING = 0.02
-"""Share of packs that may come together with the next one before any trade places."""
+"""Max share of packs that may merge with the next pack before swaps."""
 
 
 def size_of_step(packs: int, packs_per_step: int, ranks: int) -> int:
-    """Packs of every step of so many packs: what a step should have, or, where there are fewer, as
-    many as ranks have equally many of; 0 where there are fewer than ranks."""
+    """Packs per step: `packs_per_step`, or fewer in a short run, equal for all ranks. 0 if fewer
+    than ranks."""
     return min(packs_per_step, packs // ranks * ranks)
 
 
 def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> ScheduledPacks:
-    """Leave out what no step of equally many packs has: what is over of every epoch.
+    """Drop the remainder of every epoch that fills no step.
 
     Args:
-        packs: of which every step but an epoch's last has `packs_per_step`.
-        packs_per_step: of all ranks together, a multiple of `ranks`.
-        ranks: data-parallel ones; their packs of a step differ by one at most.
+        packs: with `packs_per_step` packs in every step except an epoch's last.
+        packs_per_step: of all ranks, a multiple of `ranks`.
+        ranks: data-parallel ranks, with pack counts per step that differ by at most 1.
     """
     fewest = int(np.bincount(packs.epoch).min())
     size = size_of_step(fewest, packs_per_step, ranks)
@@ -48,11 +47,10 @@ def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> Sched
 
 
 def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.ndarray]) -> Packs:
-    """Split the lightest packs until the packs fill whole steps; as they are where these have too
-    few samples for that.
+    """Split the lightest packs until packs fill whole steps. Unchanged if samples are too few.
 
     Args:
-        load: gives the load of every pack; the heaviest of the lightest are split, in equal halves.
+        load: returns the load of every pack. The heaviest of the lightest packs are halved.
     """
     over = len(packs) % packs_per_step
     if not over:
@@ -60,7 +58,7 @@ def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.
     lightest_first = np.argsort(load(packs), kind="stable")
     samples = np.cumsum(np.diff(packs.offsets)[lightest_first])
     extra = packs_per_step - over
-    # One step of the lightest, or two of more of them where one would have too few samples.
+    # Use the lightest step, or more of the lightest packs if it has too few samples.
     sizes = np.arange(over, len(packs) + 1, packs_per_step)
     enough = sizes[samples[sizes - 1] >= sizes + extra]
     if not len(enough):
@@ -70,7 +68,7 @@ def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.
 
 
 def _split(packs: Packs, times: int, load: Callable[[Packs], np.ndarray]) -> Packs:
-    """Split the heaviest pack of two samples or more in halves, so many times."""
+    """Split the heaviest pack of at least two samples in halves, repeatedly."""
     alone = load(Packs(samples=packs.samples, offsets=np.arange(len(packs.samples) + 1)))
     weight = dict(zip(packs.samples.tolist(), alone.tolist(), strict=True))
     whole = [packs[pack].tolist() for pack in range(len(packs))]
@@ -88,7 +86,7 @@ def _split(packs: Packs, times: int, load: Callable[[Packs], np.ndarray]) -> Pac
 
 
 def _halves(pack: list[int], weight: dict[int, float]) -> tuple[list[int], list[int]]:
-    """Two parts of a pack of about equal weight, with its samples in their order."""
+    """Split a pack into parts of similar weight, keeping sample order."""
     held, first = [0.0, 0.0], set[int]()
     for sample in sorted(pack, key=weight.__getitem__, reverse=True):
         part = int(held[0] > held[1])
@@ -101,8 +99,8 @@ def _halves(pack: list[int], weight: dict[int, float]) -> tuple[list[int], list[
 def level_to_fill(
     packs: Packs, packs_per_step: int, tokens: np.ndarray, max_tokens: int, seed: Seed
 ) -> Packs:
-    """Deal all samples anew to as many packs as fill whole steps, level in tokens, if next fit
-    keeps these apart; packs as they are otherwise, and where they are good as they are."""
+    """Deal samples to packs of similar tokens that fill whole steps, if next fit keeps these apart.
+    Otherwise, or if already good, return packs unchanged."""
     wanted = -(-len(packs) // packs_per_step) * packs_per_step
     if wanted > len(tokens) or (wanted == len(packs) and _are_apart(packs, tokens)):
         return packs
@@ -113,7 +111,7 @@ def level_to_fill(
 
 
 def _are_apart(packs: Packs, tokens: np.ndarray) -> bool:
-    """Whether next fit would make nearly all of these packs as they are, in random order."""
+    """Whether next fit preserves nearly all of these packs in random order."""
     held = packs.sums(tokens)
     first = np.sort(np.maximum.reduceat(tokens[packs.samples], packs.offsets[:-1]))
     room = (held.max() - held)[held < held.max()]

@@ -1,4 +1,4 @@
-"""Settings by which samples become packs and steps, from the command line to the steps."""
+"""Settings for packing samples into steps."""
 
 from dataclasses import dataclass
 
@@ -6,21 +6,20 @@ from omnibal.model.levels import FillRule
 from omnibal.packing.packing import PackingMethod
 
 PORTION_SAMPLES = 2_000_000
-"""Most samples that are packed together, but for the chance of the deal. They take two GiB while
-they are packed, a tenth of that on a rank, and leave thousands of steps to shuffle."""
+"""Max samples packed together, approximately. Needs two GiB while packing, a tenth of that on a
+rank, and leaves thousands of steps to shuffle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackSettings:
-    """How samples become packs and steps, whatever limits packs have and ranks run them."""
+    """Settings for packing samples into steps, independent of caps and ranks."""
 
     packing: PackingMethod = PackingMethod.BALANCED
-    """Rule by which samples go together."""
     epochs: int = 1
     seed: int = 0
     curriculum_steps: int = 0
-    """First steps of the first epoch, made of packs of the shortest level alone."""
+    """First steps of the first epoch, with packs of the shortest level only."""
     fill: FillRule = FillRule.COST
-    """Rule for the short samples that fill the room of long packs, where there are levels."""
+    """Rule for short samples that fill up long packs with several levels."""
     portion_samples: int = PORTION_SAMPLES
-    """Samples that are packed together, of more (`omnibal.steps.portions`)."""
+    """Max samples packed together, else split (`omnibal.steps.portions`)."""

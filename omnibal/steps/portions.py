@@ -1,8 +1,7 @@
-"""Portions: samples that are too many are packed, stored and trained a few million at a time.
+"""Portions: pack, store and train large datasets a few million samples at a time.
 
-Every sample is dealt to a portion at random, so that each portion is like the whole. It is packed
-and put into steps by itself, and its steps follow those of the one before. Memory of everything but
-the dealing then goes by the portion and not by the data.
+Samples are dealt to portions at random. Portions are packed separately and trained in sequence, so
+memory is bounded by the portion.
 """
 
 from collections.abc import Iterator
@@ -15,26 +14,23 @@ from omnibal.data.lengths import Lengths
 from omnibal.steps.pack_settings import PackSettings
 
 _PLACE_TYPE = np.uint16
-_DEAL = 1  # its key beside the seed: epochs have keys of their own
+_DEAL = 1  # key of its seed, unlike any epoch
 _DEALT_AT_ONCE = 1 << 22
-"""Samples that portions are drawn for at once, so that 64-bit draws are never there of all."""
+"""Samples to draw portions for at once, to bound memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PortionPlace:
-    """A portion of the data in an epoch."""
-
     epoch: int
     number: int
-    """Portion of the data, the same samples in every epoch."""
+    """Portion of the data, with the same samples in every epoch."""
 
 
 FIRST_PORTION = PortionPlace(epoch=0, number=0)
-"""The portion that is trained first."""
 
 
 def all_places(epochs: int, count: int) -> Iterator[PortionPlace]:
-    """List `count` portions of every epoch in the order in which they are trained."""
+    """Yield `count` portions of every epoch in training order."""
     for epoch in range(epochs):
         for number in range(count):
             yield PortionPlace(epoch, number)
@@ -42,24 +38,20 @@ def all_places(epochs: int, count: int) -> Iterator[PortionPlace]:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PortionedSamples:
-    """All samples of a dataset, dealt to portions."""
-
     lengths: Lengths
     settings: PackSettings
     """Settings of the whole run."""
     portion: np.ndarray
     """Portion of every sample, uint16 [samples]."""
     count: int
-    """Number of portions."""
 
     @classmethod
     def of(cls, lengths: Lengths, settings: PackSettings) -> Self | None:
-        """Deal samples to as few portions of about the settings' size as there can be.
-
-        The first has the samples of most items and tokens.
+        """Deal samples to the min number of portions of about the settings' size.
 
         Returns:
-            The samples; None where one portion has all.
+            None if one portion has all samples. The first portion has the samples with max items
+            and tokens.
         """
         count = -(-len(lengths) // settings.portion_samples)
         if count < 2:
@@ -69,22 +61,21 @@ class PortionedSamples:
         for first in range(0, len(portion), _DEALT_AT_ONCE):
             some = portion[first : first + _DEALT_AT_ONCE]
             some[:] = rng.integers(count, size=len(some))
-        # Caps and levels are chosen for the first, and must do for all.
+        # Caps and levels are chosen on the first portion, and must fit all.
         for name in (*lengths.item_names, "tokens", "loss_tokens"):
             portion[int(lengths.column(name).argmax())] = 0
         return cls(lengths=lengths, settings=settings, portion=portion, count=count)
 
     @property
     def epochs(self) -> int:
-        """Times that every sample is trained."""
         return self.settings.epochs
 
     def samples(self, number: int) -> Lengths:
-        """The samples of a portion, in their order, with their rows in the data as `sample`."""
+        """Samples of a portion in order, with their rows in the data as `sample`."""
         return self.lengths.take(np.flatnonzero(self.portion == number))
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
-        """Settings by which a portion is packed: one epoch of it, with draws of its own."""
+        """Settings to pack a portion: one epoch with a separate seed."""
         if place == FIRST_PORTION:
             return replace(self.settings, epochs=1)
         key = [self.settings.seed, place.epoch, place.number]

@@ -1,4 +1,4 @@
-"""What is seen of every source by a step of the run."""
+"""Samples seen of every source by step."""
 
 from collections.abc import Sequence
 
@@ -7,20 +7,20 @@ import numpy as np
 from omnibal.data.lengths import Lengths
 from omnibal.packing.packs import ScheduledPacks
 
-_MILESTONES = 10  # parts of a run that a plan says it of: enough for a line of text each
+_MILESTONES = 10  # parts of a run to report, one line each
 
 
 def milestones(steps: int) -> tuple[int, ...]:
-    """Numbers of steps after which it is said what was seen, the last of them all `steps`."""
+    """Steps to report samples seen at, ending with `steps`."""
     return tuple(sorted({-(-steps * part // _MILESTONES) for part in range(1, _MILESTONES + 1)}))
 
 
 def seen_by_step(packs: ScheduledPacks, lengths: Lengths, by_step: Sequence[int]) -> np.ndarray:
-    """Samples of every source that were trained after so many steps, repeats counted each time.
+    """Count samples of every source trained after each number of steps, with repeats.
 
     Args:
-        packs: of the run or of a portion of it, with steps counted through the run.
-        by_step: numbers of steps, ascending, each from the start of the run.
+        packs: of the run or a portion, with steps counted through the run.
+        by_step: numbers of steps from the start of the run, ascending.
 
     Returns:
         int64 [numbers of steps, sources]

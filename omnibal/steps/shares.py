@@ -1,7 +1,7 @@
-"""Shares: what each data-parallel rank computes of the packs of a schedule.
+"""Shares: each data-parallel rank's part of the packs of a schedule.
 
-A pack of context size 1 is one share, its rank's. A shared pack has a share on each rank of its
-block. Times, memory and the simulation are of shares.
+An unshared pack is one share. A shared pack has a share on each rank of its block. Times, memory
+and the simulation use shares.
 """
 
 from collections.abc import Sequence
@@ -17,29 +17,25 @@ from omnibal.steps.cut import Pieces, cut_packs
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shares:
-    """Shares of a schedule, sorted by step, rank and slot; arrays have one entry a share."""
+    """Shares of a schedule, sorted by step, rank and slot, [shares]."""
 
     pack: np.ndarray
     """Row of the pack in the schedule, int64."""
     part: np.ndarray
-    """Rank within the block that shares the pack, from 0, int32."""
+    """Rank within the pack's block, from 0, int32."""
     context: np.ndarray
-    """Ranks that share the pack, int32."""
     step: np.ndarray
-    """Step of the pack, int64."""
     dp_rank: np.ndarray
-    """Data-parallel rank that computes the share, int32."""
     slot: np.ndarray
     """Position among that rank's micro-batches of the step, int32."""
     level: np.ndarray
-    """Level of the pack, int32."""
 
     def __len__(self) -> int:
         return len(self.pack)
 
 
 def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
-    """List the shares of all packs; each is one share, in the same order, where none is shared."""
+    """List the shares of all packs. If no pack is shared, in the order of packs."""
     contexts = np.array([level.context for level in levels], np.int32)
     context = contexts[packs.level]
     pack = np.repeat(np.arange(len(packs)), context)
@@ -59,6 +55,6 @@ def shares_of(packs: ScheduledPacks, levels: Sequence[Level]) -> Shares:
 
 
 def pieces_of(packs: ScheduledPacks, lengths: Lengths, rows: np.ndarray, level: Level) -> Pieces:
-    """Cut the packs of these rows, all of one level; `Pieces.pack` counts within the rows."""
+    """Cut the packs of these rows, all of one level. `Pieces.pack` indexes the rows."""
     chosen = packs.packs.take(rows)
     return cut_packs(lengths.tokens[chosen.samples], chosen.offsets, level)
