@@ -90,8 +90,7 @@ from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
 _SMALL_COPY = 0.05
 """Share of device memory below which a sizes search keeps encoders whole."""
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
-"""Max slowdown and max count of strategies that are planned on all data: samples err by about 1
-%."""
+"""Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
 """Max slowdown and max count of further pipelines that are planned in other schedules."""
 _ROOM_OF_CAPS = 1.25
@@ -265,7 +264,6 @@ class _RequestDoesNotFit(DoesNotFit):
 
 
 _Finalist = tuple[Strategy, PlanRequest, PlanResult]
-"""Strategy, its request on all data, and its plan."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -277,7 +275,6 @@ class _Search:
 
     @property
     def rules(self) -> PackRules:
-        """Pack rules of the trainer."""
         return self.goal.job.trainer.packs
 
     def note_uncounted(self) -> None:
@@ -296,8 +293,7 @@ class _Search:
                 )
 
     def note_undivided(self, plan: Plan) -> None:
-        """Note that one rank encodes a sample's images in shared packs if image sizes are
-        unknown."""
+        """Note that one rank encodes a sample's images in shared packs if sizes are unknown."""
         data = self.goal.data
         if not plan.has_shared_packs or not isinstance(data, Samples):
             return
@@ -560,7 +556,6 @@ class _Search:
     # Free sizes: one search over sizes, placements, caps and levels.
 
     def at_free_sizes(self, sizes: FreeSizes) -> Planned:
-        """Plan with the fastest sizes, placement and packs."""
         request = self.strategy_request(sizes)
         rule = self.goal.free.levels
         may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
@@ -581,7 +576,7 @@ class _Search:
         )
 
     def strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
-        """Strategy request of the goal on these devices."""
+        """Return the strategy request of the goal on these devices."""
         goal, data, job = self.goal, self.goal.data, self.goal.job
         given: StreamData | SampleData | None = None
         of_samples: Samples
@@ -690,7 +685,6 @@ class _Search:
         return scheduled
 
     def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
-        """Request that plans a strategy on all data."""
         data = self.goal.data
         job = replace(self.goal.job, parallel=best.parallel, placement=best.placement)
         planned: PlanData
@@ -793,7 +787,6 @@ def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy
 
 
 def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
-    """Plan all requests in parallel."""
     tasks = list(enumerate(requests))
     found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
     return [found[number] for number, _ in tasks]
@@ -835,7 +828,6 @@ def _placement_of(
 
 
 def _shapes(job: JobSpec, caps: Caps, micro_batches: int) -> MockData:
-    """Packs at the caps, without samples."""
     has_sizes = job.model.images is not None
     return MockData(
         caps=caps,

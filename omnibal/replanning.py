@@ -26,8 +26,6 @@ from omnibal.search.strategy import FreeSizes
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Replanned:
-    """Plan made from an earlier plan and its run."""
-
     result: PlanResult
     fit: RunFit | None
     """Costs fitted on the run. None without a run."""
@@ -40,7 +38,6 @@ class Replanned:
 
     @property
     def step_ms(self) -> float:
-        """Predicted step time of the new plan."""
         return _step_ms(self.result)
 
     @property

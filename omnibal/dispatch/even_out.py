@@ -38,8 +38,6 @@ def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) 
 
 
 class _Exchanges:
-    """Items and loads of all ranks."""
-
     def __init__(self, weight: np.ndarray, rank: np.ndarray, ranks: int) -> None:
         self.load = np.bincount(rank, weight, ranks)
         # A move is an exchange for the sentinel item of weight 0.

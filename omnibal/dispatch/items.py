@@ -46,8 +46,8 @@ class ItemRuns:
 
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
-    """Time unit for dealing, relative to the longest item, of whole-sample encoders if any (with a
-    time of squares). 0 if nothing takes time."""
+    """Return the unit of time for dealing, a fraction of the longest item. 0 if nothing takes
+    time."""
     whole = [item_ms[name] + each for name, each in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST
 
@@ -104,8 +104,8 @@ def shares_of_ranks(
     load: np.ndarray = NO_LOAD,
     unit_ms: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """Item counts per rank and encoder as `share_items` assigns them, int64 [G, N], for many
-    groups, from items per pipeline, int64 [G, L]."""
+    """Item counts per rank as `share_items` assigns them, int64 [G, N], from items held, int64 [G,
+    L]."""
     if unit_ms is None:
         unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
     found: dict[str, np.ndarray] = {}

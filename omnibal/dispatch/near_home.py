@@ -23,9 +23,7 @@ class Homes:
     int64."""
 
     pipeline: np.ndarray
-    """Pipeline of every rank."""
     node: np.ndarray
-    """Node of every rank."""
     home: np.ndarray
     """Node of every pipeline's first rank, ascending."""
 

@@ -69,7 +69,6 @@ class _Loads:
     least: dict[str, np.ndarray]
     """Lower bound on the max load, [S]."""
     ms: dict[str, float]
-    """Time of a unit of load."""
 
     @classmethod
     def of(
@@ -134,8 +133,8 @@ class _Loads:
 def language_balance(
     step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
 ) -> PhaseBalance:
-    """Balance of the language model over D data-parallel ranks, for packs [packs] with ascending
-    steps and times `load_ms`."""
+    """Balance over D data-parallel ranks of packs with ascending steps and times `load_ms`,
+    [packs]."""
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
     least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))

@@ -84,7 +84,6 @@ class SampleItems:
         return replace(self, rows=self.rows.take(indices), _dealt={})
 
     def with_empty(self, rows: int) -> Self:
-        """Append empty rows."""
         offsets = np.append(self.rows.offsets, np.full(rows, self.rows.offsets[-1]))
         return replace(self, rows=replace(self.rows, offsets=offsets), _dealt={})
 
@@ -107,8 +106,8 @@ class SampleItems:
         times: SampleTimes,
         unit_ms: float,
     ) -> DealtSamples:
-        """Deal the samples to the ranks of their groups (`deal_samples`). `pipeline` of rows, int64
-        [rows], must be equal in all calls."""
+        """Deal samples to their groups' ranks. `pipeline` of rows, int64 [rows], must equal prior
+        calls'."""
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = (each[self.rows.samples] for each in (self.items, self.squares))
@@ -169,8 +168,7 @@ def samples_of_shares(
 
 
 def _parts(pieces: ImagePieces, level: Level) -> np.ndarray:
-    """Parts of samples per rank of shared packs: pack, rank within its block, items, squares, int64
-    [4, parts]."""
+    """Parts of shared packs' samples: pack, rank in its block, items, squares, int64 [4, parts]."""
     bounds = pieces.bounds(level)
     pack, part = np.indices(np.diff(bounds).shape).reshape(2, -1)
     pack, part = (np.repeat(each, np.diff(bounds).ravel()) for each in (pack, part))

@@ -17,8 +17,7 @@ from omnibal.dispatch.load_bounds import load_bound
 from omnibal.dispatch.near_home import Homes
 
 _NEAR = 1e-3
-"""Max excess of the busiest rank over the bound, to keep samples in their pipeline: sending their
-features would cost a similar time."""
+"""Max excess of the busiest rank over the bound, worth it to keep samples in their pipeline."""
 HEAVIEST = 1 << 40
 """Max units of a sample or item, so that sums fit 64-bit integers."""
 
@@ -43,8 +42,8 @@ class DealtSamples:
         return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
 
     def at_home(self, homes: Homes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items on the node of their first stage: per rank for its own pipeline and in total, and
-        per pipeline."""
+        """Items near their first stage: per rank for its own pipeline and in total, and per
+        pipeline."""
         near = self.items * (homes.node[self.rank] == homes.home[self.pipeline])
         own = near * (homes.pipeline[self.rank] == self.pipeline)
         ranks = len(homes.node)
@@ -109,8 +108,7 @@ def deal_group(
 def _own_first(
     weight: Sequence[int], pipeline: Sequence[int], sizes: tuple[int, int], enough: float
 ) -> np.ndarray:
-    """Deal samples, longest first, to the least loaded rank of their pipeline if that stays within
-    `enough`, else of the group, int64 [samples]."""
+    """Deal samples to their pipeline's least loaded rank within `enough`, else to the group's."""
     pipelines, of_pipeline = sizes
     heaps = [[(0, rank) for rank in range(home * of_pipeline, (home + 1) * of_pipeline)]
              for home in range(pipelines)]  # fmt: skip

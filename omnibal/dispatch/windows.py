@@ -69,8 +69,7 @@ def schedule_windows(
 
 
 def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
-    """Return max over mean predicted time of ranks, summed over steps. Includes ranks without
-    packs."""
+    """Max over mean predicted time of ranks, summed over steps. Counts ranks without packs."""
     by_rank = np.bincount(packs.step * ranks + packs.dp_rank, load_ms, packs.steps * ranks)
     by_rank = by_rank.reshape(-1, ranks)
     return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
@@ -160,8 +159,8 @@ class _Samples:
         return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
 
     def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
-        """Return the fastest packs: separately optimized, or with an equal count for all ranks.
-        Shares are sorted longest first."""
+        """Return the faster of separately optimized packs and equal counts. Shares are longest
+        first."""
         best = self._alike_in_lockstep(packed)
         for count in sorted({len(packs) for packs in packed}):
             level = [self._level(share, count) for share in shares]

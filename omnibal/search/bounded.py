@@ -22,14 +22,12 @@ from omnibal.search.strategy import (
 )
 
 CLEARLY_WORSE = 1.15
-"""Factor over the best time per sample above which a choice's bound excludes it from the
-ranking."""
+"""Factor over the best time for a choice's bound to exclude it from the ranking."""
 
 _SHOWN = 8
 """Strategies to plan although their bounds rule them out."""
 _ESTIMATE_SLACK, _LIKELY = 1.02, 1.25
-"""Factors over the minimal estimate per group above which a choice's bound or likely time excludes
-it from estimation."""
+"""Factors over the group's minimal estimate that bounds and likely times must not exceed."""
 _KIND_SLACK = 1.04
 """Factor over the minimal estimate above which all choices of a kind are dropped."""
 _MOST_ESTIMATED = 48
@@ -194,8 +192,7 @@ class BoundedTrials:
         return min((each.ms_per_sample for each in self.planned.values()), default=math.inf)
 
     def estimate_beside(self, best: Choice, choices: Sequence[Choice]) -> float | None:
-        """Min estimate of unplanned choices, scaled to the best plan's time. None if not
-        estimated."""
+        """Min estimate of unplanned choices, scaled to the best plan. None if not estimated."""
         known = [self.estimated_ms[choice] for choice in choices if choice in self.estimated_ms]
         if not known or any(choice in self.planned for choice in choices):
             return None
@@ -240,8 +237,7 @@ class BoundedTrials:
 
 
 def _group(choice: Choice) -> Hashable:
-    """Key of choices that differ only in expert size and caps, and so have similar ratios to their
-    bounds."""
+    """Key of choices that differ only in expert size and caps, with similar ratios to bounds."""
     parallel = choice[0].parallel
     sizes = parallel.tensor, parallel.pipeline, parallel.data, parallel.sharded
     return *sizes, choice[0].placement

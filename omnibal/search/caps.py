@@ -53,8 +53,6 @@ _PAPER_CANDIDATES = 10  # shown with predicted times
 
 
 class CapRule(StrEnum):
-    """Rule that chooses caps."""
-
     TIME = "time"
     PAPER = "paper"
 
@@ -80,7 +78,6 @@ class CapSearchRequest(Comparison):
 
     @property
     def limited(self) -> list[str]:
-        """Names of the limited features."""
         return in_canonical_order({*limited_features(self.job.model), *self.fixed})
 
 
@@ -95,7 +92,6 @@ class Candidate:
     micro_batches: int
     """Micro-batches per rank and step; the next three fields are of the plan with this number."""
     recomputed_layers: int
-    """Recomputed layers of all stages."""
     peak_gib: float
     """Peak memory per device of the fullest stage."""
     bubble_fraction: float
@@ -127,8 +123,7 @@ class CapSearch:
 
 
 def max_candidates(request: CapSearchRequest) -> int:
-    """Max candidates of a search by time: with tiles and tokens 17 in the grid, 3 on more samples,
-    12 moves."""
+    """Max candidates by time: for tiles and tokens 17 in the grid, 3 on more samples, 12 moves."""
     grid = len(_LEVELS) * (len(_ITEM_SHARES) + 1) + 2
     return grid + _FINALISTS + len(_MOVES) * (2 * len(request.limited) + 2)
 
@@ -269,8 +264,8 @@ def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
 
 
 def _evaluated(request: CapSearchRequest, caps: Caps) -> tuple[Caps, Candidate | UserError]:
-    """Pack the drawn samples and predict the time at exactly the requested samples per step. Return
-    an error if caps do not fit or make fewer packs than ranks."""
+    """Predict time at the requested samples per step. An error if caps do not fit or packs are
+    few."""
     job, lengths = request.job, request.lengths
     try:
         data = request.sample_data((Level(caps=caps),))
@@ -348,7 +343,6 @@ class CapSpace:
 
     @property
     def least(self) -> Caps:
-        """Smallest caps of the space."""
         return self._caps({name: int(caps[0]) for name, caps in self._axes().items()})
 
     def level(self, factor: float) -> list[Caps]:

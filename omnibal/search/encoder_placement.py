@@ -38,7 +38,6 @@ class PlacementChoice:
 
     chosen: EncoderPlacement
     predicted: Mapping[EncoderPlacement, Prediction | PredictedStep]
-    """Predictions of planned placements."""
     refused: dict[EncoderPlacement, str]
     """Reasons against impossible placements."""
 

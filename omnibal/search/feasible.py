@@ -64,8 +64,7 @@ class Advice:
 
 
 def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
-    """Return the minimal peak memory over splits and recomputation, for a workload of packs of
-    these levels."""
+    """Return the minimal peak memory over splits and recomputation, for packs of these levels."""
     if job.has_data_parallel_encoders and job.beside is None:
         return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
     cost, stages = job.cost_of_all(levels), job.parallel.pipeline
@@ -75,8 +74,7 @@ def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) ->
 
 
 def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
-    """Return a peak memory that decides whether a job fits: an upper bound of some split that fits,
-    or a lower bound of all splits."""
+    """Return a peak that decides fitting: of some split if it fits, else a lower bound of all."""
     if not are_plain(levels) or (job.has_data_parallel_encoders and job.beside is None):
         return least_need_gib(job, workload, levels)
     model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB

@@ -33,8 +33,7 @@ from omnibal.search.encoder_placement import relative_ms
 _TRIAL_EFFORT = 0.1
 """Effort of the quick search. The fastest schedule is searched again in full."""
 LEAST_GAIN = 0.005
-"""Share of the step time that a schedule must save over 1F1B, which is simpler for trainers and
-links."""
+"""Min share of the step time saved over 1F1B, which is simpler for trainers and links."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -43,8 +42,7 @@ class ScheduleChoice:
 
     chosen: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     steps_ms: Mapping[PipelineSchedule, float] = field(default_factory=dict)
-    """Step times: as planned for the chosen schedule and 1F1B (scaled by the gain of reordering if
-    not reordered), from a quick search for the rest."""
+    """Step times, as planned if chosen or 1F1B (scaled by reordering), else of a quick search."""
     idle: Mapping[PipelineSchedule, float] = field(default_factory=dict)
     """Idle share of the step, of planned schedules."""
     refused: Mapping[PipelineSchedule, str] = field(default_factory=dict)
@@ -91,7 +89,6 @@ def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]
 
 
 def _layers(job: JobSpec) -> int:
-    """Layers of the model in the pipeline."""
     model = job.pipeline_model
     return model.language.layers + sum(each.layers for each in model.encoders.values())
 
@@ -226,8 +223,7 @@ def in_schedule(
 def in_order(
     request: PlanRequest, result: PlanResult, choice: ScheduleChoice
 ) -> tuple[PlanResult, ScheduleChoice]:
-    """Reorder the chosen plan's micro-batches, and scale step times of alternatives by the same
-    gain."""
+    """Reorder the chosen plan's micro-batches, and scale other schedules' step times alike."""
     ordered = ordered_plan(request, result)
     now, dealt = ordered.plan.predicted, result.plan.predicted
     steps_ms = {each: ms * now.step_ms / dealt.step_ms for each, ms in choice.steps_ms.items()}

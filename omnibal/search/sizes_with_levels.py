@@ -35,11 +35,9 @@ from omnibal.search.trial import encoders_ms_per_sample
 _MOST_OF_SIZING = 4
 """Max sets of levels to simulate per choice of sizes, before moves."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
-"""Max sets simulated from estimates, simulated per round of moves, and planned: 0.1 to 0.5 s each,
-so at most half a minute in total."""
+"""Max sets to simulate, in moves per round, and to plan: at most half a minute in total."""
 _NEAR = 1.2
-"""Max ratio to the minimal estimate for simulation. Stages divide the model less evenly than
-estimated."""
+"""Max ratio to the minimal estimate for simulation, as estimates assume even stages."""
 _LEAST_ROWS = 1.04
 """Min rows of packs in a step of a trial: plans make a few percent fewer packs than its ISF."""
 _SIZINGS_OF_BEST = 4
@@ -139,8 +137,6 @@ def _plan_set(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FoundLevels:
-    """Strategies with levels and a bound."""
-
     strategies: tuple[Strategy, ...]
     least_ms_per_sample: float
     """Lower bound over all sets of levels at all sizes."""

@@ -276,8 +276,7 @@ def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
 
 
 def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
-    """Plan a choice. `fits` says that it is known to fit with the nearest number of
-    micro-batches."""
+    """Plan a choice, known to fit with the nearest number of micro-batches if `fits`."""
     sizing = choice[0]
     try:
         if not fits:
@@ -307,8 +306,7 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
 
 
 def need_gib_of(sizes: Sequence[StepSize]) -> float:
-    """Peak memory that decides whether these steps fit: an upper bound of a fitting split, or a
-    lower bound of all splits."""
+    """Peak memory that decides fitting: of some split if these steps fit, else a lower bound."""
     return max(
         need_vs_budget_gib(size.request.job, size.request.workload(), size.request.data.levels)
         for size in sizes

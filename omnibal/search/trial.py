@@ -84,7 +84,6 @@ class Trial:
     job: JobSpec
     data: SampleData
     packed: Sequence[Packs]
-    """Packs of every epoch."""
     split: SplitRule = JOINT
 
     def micro_batches(self, samples_per_step: int) -> float:
@@ -95,8 +94,8 @@ class Trial:
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
-        """Steps of the next lower and higher numbers of micro-batches, weighted to give
-        `samples_per_step`. One size if both have the same samples."""
+        """Steps of the next lower and higher micro-batches, weighted to average
+        `samples_per_step`."""
         micro_batches = max(self.micro_batches(samples_per_step), 1.0)
         samples_of_all = len(self.data.lengths)
         wanted = min(samples_per_step, samples_of_all)
@@ -177,8 +176,7 @@ def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int
 
 
 def estimated_ms_per_sample(size: StepSize) -> float:
-    """Quickly estimate the time per sample in steps of one size, with initial stages on a few
-    steps."""
+    """Quickly estimate the time per sample, with initial stages on a few steps."""
     job, levels = size.request.job, size.request.data.levels
     some = size.request.workload().some_steps(_ESTIMATED_STEPS)
     if job.has_data_parallel_encoders:
@@ -224,7 +222,6 @@ class Timed:
 
     plan: Plan
     micro_batches: int
-    """Micro-batches per rank of the plan."""
     ms_per_sample: float
     lost: LostTime
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""

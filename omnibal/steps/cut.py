@@ -14,8 +14,7 @@ from omnibal.base.arrays import rows_of
 from omnibal.model.levels import CutRule, Level
 
 SHORT_SHARE = 0.25
-"""Max share of a rank's mean cost for `whole` to keep a sample whole. Limits the excess over the
-mean."""
+"""Max share of a rank's mean cost for `whole` to keep a sample whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -107,8 +106,7 @@ def whole_samples(sample_tokens: Sequence[int] | np.ndarray) -> Pieces:
 
 
 def item_bounds(items: np.ndarray | int, context: int) -> np.ndarray:
-    """Bounds of a pack's items by rank: rank r encodes entry r to entry r + 1, int64 [..., context
-    + 1]."""
+    """Bounds of a pack's items by rank: rank r has entry r to r + 1, int64 [..., context + 1]."""
     return first_item(np.asarray(items, np.int64)[..., None], np.arange(context + 1), context)
 
 
@@ -195,8 +193,7 @@ def _cut_zigzag(samples: _Samples, chosen: np.ndarray, context: int) -> Pieces:
 
 
 def _cut_long(samples: _Samples, context: int, attention_weight: float) -> Pieces:
-    """Keep short samples whole, on the rank of minimal cost so far, and cut long samples by
-    zigzag."""
+    """Keep short samples whole, on the rank of minimal cost, and cut long samples by zigzag."""
     cost = samples.cost(attention_weight)
     mean = np.add.reduceat(cost, samples.offsets[:-1]) / context
     is_short = cost <= SHORT_SHARE * mean[samples.pack]

@@ -5,8 +5,7 @@ import numpy as np
 _MOST_EXCHANGES = 400
 """Max exchanges per step."""
 _MOST_WORK = 600_000_000
-"""Max comparisons in total, about ten seconds on one core. Long runs get fewer exchanges per
-step."""
+"""Max comparisons in total, about ten seconds on one core, shared by all steps."""
 _ENTRIES_AT_ONCE = 2_000_000
 """Comparisons at once, to bound memory to 100 MB."""
 _TOLERANCE = 1e-9
@@ -43,8 +42,8 @@ def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -
 
 
 def _rounds(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Packs of steps in rounds of one per rank, by descending items and load, [slots, steps, dp],
-    padded with -1."""
+    """Rounds of one pack per rank, by descending items and load, [slots, steps, dp], padded with
+    -1."""
     steps, size = rows.shape
     slots = -(-size // dp)
     most_first = np.lexsort((-load[rows], -items[rows]), axis=1)

@@ -15,9 +15,7 @@ class EmptySlots:
     """Empty micro-batches, sorted by step, rank and slot, [empty slots]."""
 
     step: np.ndarray
-    """Step, int64."""
     dp_rank: np.ndarray
-    """Data-parallel rank, int32."""
     slot: np.ndarray
     """Position among that rank's micro-batches of the step, int32."""
 

@@ -20,8 +20,7 @@ _MOST_MERGING = 0.02
 
 
 def size_of_step(packs: int, packs_per_step: int, ranks: int) -> int:
-    """Packs per step: `packs_per_step`, or fewer in a short run, equal for all ranks. 0 if fewer
-    than ranks."""
+    """Packs per step, equal for all ranks, fewer in a short run. 0 if fewer than ranks."""
     return min(packs_per_step, packs // ranks * ranks)
 
 
@@ -99,8 +98,7 @@ def _halves(pack: list[int], weight: dict[int, float]) -> tuple[list[int], list[
 def level_to_fill(
     packs: Packs, packs_per_step: int, tokens: np.ndarray, max_tokens: int, seed: Seed
 ) -> Packs:
-    """Deal samples to packs of similar tokens that fill whole steps, if next fit keeps these apart.
-    Otherwise, or if already good, return packs unchanged."""
+    """Deal samples to similar packs that fill whole steps, unless next fit would merge them."""
     wanted = -(-len(packs) // packs_per_step) * packs_per_step
     if wanted > len(tokens) or (wanted == len(packs) and _are_apart(packs, tokens)):
         return packs

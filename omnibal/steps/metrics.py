@@ -41,8 +41,7 @@ class PackMetrics:
     attention_balance_ratio: float
     """Dist ratio of the sum of squared sample tokens, the cost of block-diagonal attention."""
     least_attention_balance_ratio: float
-    """Lower bound for any assignment of these packs to steps. 0 (unproven) with several packs per
-    rank."""
+    """Lower bound for any assignment to steps. 0 (unproven) with several packs per rank."""
     communication_ratio: float
     """Share of tokens in packs shared by ranks, mean over steps (CR)."""
     exchanged_ratio: float

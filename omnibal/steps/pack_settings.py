@@ -6,8 +6,7 @@ from omnibal.model.levels import FillRule
 from omnibal.packing.packing import PackingMethod
 
 PORTION_SAMPLES = 2_000_000
-"""Max samples packed together, approximately. Needs two GiB while packing, a tenth of that on a
-rank, and leaves thousands of steps to shuffle."""
+"""Max samples packed together, about: two GiB while packing, thousands of steps to shuffle."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

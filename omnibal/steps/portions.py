@@ -40,7 +40,6 @@ def all_places(epochs: int, count: int) -> Iterator[PortionPlace]:
 class PortionedSamples:
     lengths: Lengths
     settings: PackSettings
-    """Settings of the whole run."""
     portion: np.ndarray
     """Portion of every sample, uint16 [samples]."""
     count: int

@@ -171,8 +171,7 @@ def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray
 
 
 def _assign(row: np.ndarray, load: np.ndarray, rank_load: np.ndarray, context: int) -> np.ndarray:
-    """Block of every pack of a row [steps, packs], heaviest to minimal load. Adds to
-    `rank_load`."""
+    """Block of every pack of a row [steps, packs]. Adds the packs' load to `rank_load`."""
     steps, count = row.shape
     own = np.take_along_axis(load, row, axis=1)
     blocks = rank_load[:, : count * context].reshape(steps, count, context)

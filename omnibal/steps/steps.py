@@ -300,8 +300,7 @@ def most_slots(packs_per_step: int, dp: int) -> int:
 
 
 def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.ndarray]:
-    """Return pack indices of every step, sorted by context, as [steps, packs] for each combination
-    of pack counts by context."""
+    """Pack indices by step, sorted by context, as [steps, packs] per combination of contexts."""
     by_context = np.lexsort((context, step))
     values, code = np.unique(context, return_inverse=True)
     counts = np.bincount(step * len(values) + code, minlength=(int(step[-1]) + 1) * len(values))
