@@ -94,7 +94,7 @@ _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
 """Max slowdown and max count of further pipelines that are planned in other schedules."""
 _ROOM_OF_CAPS = 1.25
-"""Token caps compared in a search, as a multiple of the longest sample, at most."""
+"""Max tokens of the smallest compared packs, relative to the longest sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -700,7 +700,7 @@ class _Search:
             planned = given.for_ranks(request.job, job)
         return self._request(job, planned)
 
-    # Plans, and what would fit.
+    # Plans, and advice if they do not fit.
 
     def _make_plan(self, request: PlanRequest) -> PlanResult:
         """Make the plan, with an earlier plan's packs shared by ranks if they do not fit one."""

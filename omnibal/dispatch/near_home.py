@@ -19,8 +19,7 @@ NO_LOAD = np.zeros((), np.int64)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Homes:
-    """Nodes of some groups' ranks, and homes of their pipelines, numbered over all groups,
-    int64."""
+    """Pipelines and nodes of ranks, and homes of pipelines, numbered over all groups, int64."""
 
     pipeline: np.ndarray
     node: np.ndarray

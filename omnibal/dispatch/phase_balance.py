@@ -69,6 +69,7 @@ class _Loads:
     least: dict[str, np.ndarray]
     """Lower bound on the max load, [S]."""
     ms: dict[str, float]
+    """Time of a unit of load."""
 
     @classmethod
     def of(

@@ -1,1 +1,1 @@
-"""Choices around a plan: caps, parallel sizes, and what would make a job fit."""
+"""Searches around a plan: caps, parallel sizes, levels, and changes to make a job fit."""

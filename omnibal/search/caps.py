@@ -90,7 +90,7 @@ class Candidate:
     packs_per_step: int
     """Packs of all ranks: the multiple of the ranks nearest to the requested samples per step."""
     micro_batches: int
-    """Micro-batches per rank and step; the next three fields are of the plan with this number."""
+    """Micro-batches per rank and step. The next three fields are of the plan with this number."""
     recomputed_layers: int
     peak_gib: float
     """Peak memory per device of the fullest stage."""

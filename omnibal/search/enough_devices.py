@@ -1,7 +1,7 @@
 """Advice if no sizes fit some devices: the smallest change of each kind that fits.
 
 Each change is tried alone: smaller caps, free sizes and shardings, up to four times the devices in
-whole nodes, and devices with more memory. Reports the first sizes that fit, by ascending state; a
+whole nodes, and devices with more memory. Reports the first sizes that fit, by ascending state. A
 plan may choose faster sizes.
 """
 

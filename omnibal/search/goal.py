@@ -62,7 +62,7 @@ class Samples(PackSettings):
 
     @property
     def settings(self) -> PackSettings:
-        """Pack settings alone."""
+        """Settings of packs alone."""
         return PackSettings(
             **{each.name: getattr(self, each.name) for each in fields(PackSettings)}
         )

@@ -33,8 +33,8 @@ _FORMS = (
 _LEAST_SHARE_TOKENS = 1_024
 """Min tokens per rank of a full pack."""
 GOOD_SHARE_TOKENS = 4_096
-"""Min tokens per rank unless fewer are needed to fit, as fixed kernel times are underestimated. It
-is the smallest share in HBP's table 19."""
+"""Min tokens per rank unless needed to fit (smallest in HBP's table 19): kernels have fixed
+times."""
 _MOST_WORSE = 2
 """Consecutive slower context sizes that end the search."""
 
@@ -90,8 +90,8 @@ class WholeModel:
 
 
 def attention_weights(job: JobSpec) -> dict[str, float]:
-    """Time of a squared token relative to a token on the whole model, for language tokens and
-    images, keyed by fields of `Level`."""
+    """Times of squared tokens relative to a token, of text and images, keyed by fields of
+    `Level`."""
     whole = WholeModel.of(job, job.cost)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
     attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))

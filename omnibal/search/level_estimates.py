@@ -39,8 +39,7 @@ _ESTIMATED_SAMPLES = 3_000
 _NEAR = 1.15
 """Max ratio to the minimal estimate for a set to be tried."""
 _FORM_SLACK = 1.5
-"""Max ratio to a level's fastest form for a form to be combined: context parallelism is slower but
-makes more rows, hence less bubble."""
+"""Max ratio to a level's fastest form: context parallelism is slower but makes more rows."""
 _FORMS_OF_SET = 3
 """Max combinations of forms per set of caps."""
 _CAP_MOVES = (2**-0.5, 2**0.5)  # halfway to the next halved caps, either way
@@ -55,8 +54,7 @@ Packed = dict[Step, tuple[Packs, Lengths] | None]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelRule:
-    """Rule for the sets of levels to search: all up to `MAX_SEARCHED`, exactly `count`, or
-    HBP's."""
+    """Rule for sets of levels to search: up to `MAX_SEARCHED`, exactly `count`, or HBP's."""
 
     count: int | None = None
     """Number of levels. None for any."""
@@ -182,8 +180,8 @@ class LevelEstimates:
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
     def estimated(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
-        """Return estimated ms per sample and levels of feasible sets, in their best few forms,
-        fastest first."""
+        """Return estimated ms per sample and levels of feasible sets, fastest first, in a few
+        forms."""
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
         near = dict[Step, list[FormEstimate]]()
         for step in steps:
@@ -204,8 +202,7 @@ class LevelEstimates:
         return sorted(((ms / samples, levels) for ms, levels in found), key=lambda pair: pair[0])
 
     def near(self, exactly: int | None, most: int) -> list[tuple[Level, ...]]:
-        """Return sets with near-minimal estimates, and one unshared level. Empty if no set is
-        estimated to fit."""
+        """Return sets with near-minimal estimates, and one unshared level. Empty if none fits."""
         estimated = self.estimated(exactly)
         if not estimated:
             return []
@@ -401,8 +398,8 @@ def scaled(top: Caps, tokens: int) -> Caps:
 
 
 def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
-    """Return default caps of the longest packs: the longest sample's tokens rounded up to a power
-    of two, and items in proportion."""
+    """Return default caps of the longest packs: max tokens up to a power of two, items in
+    proportion."""
     tokens = 1 << int(lengths.tokens.max() - 1).bit_length()
     share = tokens / float(lengths.tokens.sum(dtype=np.int64))
     others = {

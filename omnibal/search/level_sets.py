@@ -82,13 +82,11 @@ class LevelSearch:
     least_ms_per_sample: float
     """Lower bound over all sets, context sizes, cuts and recomputed layers."""
     sets: int
-    """Number of sets of caps considered."""
     tokens_per_step: float
     """Tokens per rank and step in all trials."""
 
     @property
     def best(self) -> tuple[Level, ...]:
-        """Levels of the plan."""
         return self.ranking[0].levels
 
     @property
@@ -226,8 +224,7 @@ def max_trials() -> int:
 
 
 def _recomputed_share(job: JobSpec, data: SampleData) -> float:
-    """Share of layers to recompute for one rank to fit a pack at the caps. Infinite if it cannot
-    fit."""
+    """Share of layers to recompute for a full pack to fit one rank. Infinite if it cannot fit."""
     whole = WholeModel.of(job, job.cost)
     counts = {name: data.caps.get(name) or 0 for name in job.cost.features}
     full = np.array([[counts[name] for name in job.cost.features]], np.float64)
@@ -285,8 +282,7 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
 def _tried(
     trials: LevelTrials, count: int | None, levels: tuple[Level, ...]
 ) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
-    """Try a set of levels. An error if not exactly `count` levels have packs, unless `count` is
-    None."""
+    """Try a set of levels. An error if other than `count` levels have packs."""
     found = trials(levels)
     if isinstance(found[1], LevelTrial) and count not in (None, len(found[1].levels)):
         return levels, UserError(

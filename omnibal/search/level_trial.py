@@ -33,8 +33,6 @@ _LEAST_ROWS = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelTrial:
-    """Simulated set of levels."""
-
     levels: tuple[Level, ...]
     """Levels with packs."""
     ms_per_sample: float
@@ -55,8 +53,7 @@ class LevelTrials:
     data: SampleData
     """Samples, at one level of the longest packs."""
     tokens_per_step: float
-    """Tokens per rank and step, similar in all trials, so larger packs gain nothing from larger
-    steps."""
+    """Tokens per rank and step, similar in all trials, so that larger steps gain nothing."""
     longest: Caps
     """Min caps that fit every sample of the plan, including samples not in the trial."""
     least_rows: float = 0.0
@@ -182,8 +179,8 @@ def holds(caps: Caps, other: Caps) -> bool:
 def shorter_first(
     trials: Sequence[LevelTrial], least_gain: float, rival: LevelTrial | None = None
 ) -> list[LevelTrial]:
-    """Sort trials by time, but put the fewest levels within a gain of the best first, if no slower
-    than a rival."""
+    """Sort trials by time, but start with the fewest levels within a gain of the best and the
+    rival."""
     ranked = sorted(trials, key=lambda trial: trial.ms_per_sample)
     limit_ms = ranked[0].ms_per_sample * (1 + least_gain)
     if rival is not None:

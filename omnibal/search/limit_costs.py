@@ -115,8 +115,6 @@ def binding_limits(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cost:
-    """Cost of one limit alone."""
-
     limit: LimitName
     words: str
     slower: float

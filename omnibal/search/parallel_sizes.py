@@ -176,8 +176,7 @@ def search_strategies(
 
 
 def possible_sizings(request: StrategyRequest) -> list[Sizing]:
-    """Return all parallel sizes on these GPUs with their encoder placements, by tensor, pipeline
-    and expert size."""
+    """Return all parallel sizes on these GPUs with their encoder placements."""
     found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
@@ -325,7 +324,7 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
 
 
 def without_best(search: StrategySearch, why: str) -> StrategySearch:
-    """Return the search without its best strategy. Strategies ruled out before stay ruled out."""
+    """Return the search without its best strategy, which must not be the only one."""
     lost, *others = search.ranking
     out = RuledOut(sizing=lost.sizing, need_gib=None, most_samples_per_second=None, why=why)
     return replace(

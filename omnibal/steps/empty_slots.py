@@ -12,7 +12,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class EmptySlots:
-    """Empty micro-batches, sorted by step, rank and slot, [empty slots]."""
+    """Empty micro-batches by step, rank and slot, [empty slots], int32 except `step` (int64)."""
 
     step: np.ndarray
     dp_rank: np.ndarray

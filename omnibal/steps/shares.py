@@ -17,7 +17,7 @@ from omnibal.steps.cut import Pieces, cut_packs
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Shares:
-    """Shares of a schedule, sorted by step, rank and slot, [shares]."""
+    """Shares sorted by step, rank and slot, [shares], int32 except `pack` and `step` (int64)."""
 
     pack: np.ndarray
     """Row of the pack in the schedule, int64."""
