@@ -28,8 +28,7 @@ def ray_pool(address: str | None) -> Iterator[Pool]:
     """Join a Ray cluster, and leave it at the end.
 
     Args:
-        address: `ray.init` address, such as host and port of the head, None for the cluster Ray
-            finds, or a local one.
+        address: for `ray.init`, such as host:port. None finds a cluster or starts a local one.
     """
     if address is not None:
         _check_reachable(address)

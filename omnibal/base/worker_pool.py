@@ -1,5 +1,4 @@
-"""Worker processes that exit with their parent, and are noticed if killed, unlike the standard
-library's."""
+"""Pool of workers that exit with their parent and are noticed if killed, unlike the stdlib's."""
 
 import multiprocessing
 import os
@@ -63,8 +62,7 @@ def map_unordered(
 ) -> Generator[Result, None, None]:
     """Yield results as tasks finish. Close the iterator to end the processes.
 
-    Tasks are consumed when a process is free. Runs in the calling process if `processes` is 1 or
-    child processes are forbidden.
+    Tasks are consumed lazily. Runs in-process if `processes` is 1 or children are forbidden.
     """
     if processes == 1 or multiprocessing.current_process().daemon:
         yield from map(work, tasks)

@@ -267,8 +267,7 @@ class Annotations:
             indexes += found
             root = real_path(source.root)
             keys += [_key(each, source, root) for each in found]
-            # data_augment is excluded: it changes no length, so plans stay valid. `augmented` is
-            # for the trainer.
+            # Without data_augment: it changes no length. The trainer checks it by `augmented`.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())

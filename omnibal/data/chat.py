@@ -236,8 +236,7 @@ def encode_written(
 ) -> EncodedSample:
     """Encode a conversation, with each image repeated by its tiles and each recording by its clips.
 
-    For native-resolution images, `tiles_per_image` holds tokens per image or video segment, at
-    least 1.
+    At native resolution, `tiles_per_image` holds tokens per image or video segment, minimum 1.
     """
     sample = written.sample
     given = (len(tiles_per_image), len(clips_per_recording))

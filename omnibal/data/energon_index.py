@@ -3,8 +3,7 @@
     NAME.tar.idx            uint64: first byte of every sample, then the end of the last
     .nv-meta/index.sqlite   key of every sample; name, offset and size of its files
 
-From Energon 7.4.1: flavors/webdataset/itar.py, indexing.py, prepare.py. Older versions list no
-files.
+Read in Energon 7.4.1, flavors/webdataset: itar.py, indexing.py, prepare.py (older: no files).
 """
 
 import json
@@ -48,7 +47,7 @@ class Member:
 
     @property
     def suffix(self) -> str:
-        """Name after the key and its dot, such as json or 0.jpg; empty without a key."""
+        """Name after the key and its dot, such as json or 0.jpg, empty without a key."""
         stem, _, suffix = self.name.rpartition("/")[2].partition(".")
         return suffix.lower() if stem else ""
 

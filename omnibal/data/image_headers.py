@@ -18,7 +18,7 @@ _LATE_BYTES = 2**17  # PNG tail with EXIF after the pixels
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
     """Width and height of a complete WebP (RFC 9649, section 2), otherwise None.
 
-    Pillow would read the whole file.
+    Pillow is the fallback, as it reads a whole WebP for its size.
     """
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)

@@ -233,7 +233,7 @@ def video_text(
 
     Args:
         frames: indices of shown frames.
-        frames_per_second: default: the rate of a folder of frames.
+        frames_per_second: by default the rate of a folder of frames.
     """
     video, together = rule.video, rule.frames_per_patch
     if video is None:

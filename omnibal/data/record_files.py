@@ -59,7 +59,7 @@ def holds_records(path: Path) -> bool:
             )
         file.seek(0)
         first = file.readline().removeprefix(_BYTE_ORDER_MARK)
-    # A meta's values are objects; a record has a list of messages.
+    # A meta's values are objects. A record has a list of messages.
     try:
         record = json.loads(first)
     except (ValueError, RecursionError):

@@ -95,8 +95,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
     """Samples from `start` on at 16 kHz, fewer at the end of the recording, float32.
 
-    Equal to a slice of the resampled recording: decoding starts on an output sample and covers the
-    filter.
+    Equals a slice of the resampled recording: decoding starts on an output sample, with margins.
     """
     # Imported here, as scans read only headers and would wait for it in each process.
     from scipy.signal import resample_poly

@@ -1,7 +1,7 @@
 """Scan a dataset: items and tokens per sample, from headers and text alone.
 
-Pixels are decoded only if a file's end looks wrong, sound only at the end of a FLAC. Results do not
-depend on the pool or on resumption.
+Decodes pixels only if a file's end looks wrong, and sound only at the end of a FLAC. Results do not
+depend on the pool, its size or resumption.
 """
 
 import hashlib
@@ -281,8 +281,7 @@ class _Scanner:
 def _each(
     step: Callable[[Before], After], given: dict[int, Before], mistakes: dict[int, str]
 ) -> dict[int, After]:
-    """Apply a step to all good samples of a task, by position: cache locality saves a fifth of the
-    time."""
+    """Apply a step to all good samples of a task: cache locality saves a fifth of the time."""
     found = {}
     for place, value in given.items():
         try:

@@ -1,5 +1,4 @@
-"""Tokenizers: SentencePiece `tokenizer.model` (like Hugging Face's slow, as InternVL) or
-`tokenizer.json`."""
+"""Tokenizers from SentencePiece (InternVL, as Hugging Face's slow ones) or `tokenizer.json`."""
 
 import hashlib
 import json

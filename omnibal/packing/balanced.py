@@ -53,7 +53,7 @@ _MIN_SAMPLES_PER_TYPE = 12
 """Min mean samples per type; with fewer, every epoch would get the same packs."""
 _MAX_ROUNDS = 100
 """Max rounds of column generation, which converges in fewer."""
-_TOLERANCE = 2e-4  # relative gap at which column generation ends
+_TOLERANCE = 2e-4  # relative gap to end column generation
 _SPARE_SHARE = 4096
 """Inverse share of the token cap kept free for evening out."""
 _RANDOM_SAMPLES = 20_000

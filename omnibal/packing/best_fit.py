@@ -24,8 +24,7 @@ def pack_best_fit(
     """Packs as lists of indices into the arguments. Every sample fits alone.
 
     Args:
-        values: float64 [samples], positive. The most valuable fitting sample is taken (per shelf,
-            by tokens).
+        values: float64 [samples] > 0. Takes the highest among the largest samples of shelves.
         first: float64 [samples], the highest opens the next pack.
     """
     samples = sizes.shape[1]
@@ -65,7 +64,7 @@ class _Fields:
     """
 
     def __init__(self, caps: np.ndarray):
-        """Lay out fields for counts up to the caps, int64 [features]."""
+        """Create fields for counts up to the caps, int64 [features]."""
         self._widths = [int(cap).bit_length() + 1 for cap in caps]
         self.spare = sum(1 << sum(self._widths[i:]) - 1 for i in range(len(self._widths)))
 
@@ -100,9 +99,8 @@ def pack_first_fit(sizes: np.ndarray, first: np.ndarray, caps: np.ndarray) -> li
 def pack_nearest(sizes: np.ndarray, caps: np.ndarray) -> list[list[int]]:
     """Fill packs with the sample nearest to the free capacity, sizes int64 [features, samples].
 
-    Norm-based greedy (Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing,
-    2011):
-    squared distances in shares of the caps, weighted by total demand.
+    Norm-based greedy with squared distances in shares of the caps, weighted by total demand
+    (Panigrahy, Talwar, Uyeda and Wieder, Heuristics for vector bin packing, 2011).
     """
     shares = sizes / caps[:, None]
     weights = shares.sum(axis=1, keepdims=True)

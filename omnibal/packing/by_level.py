@@ -59,8 +59,7 @@ def pack_by_level(
 
     Args:
         levels: by rising caps. All samples fit the last.
-        may_fill: bool [levels, samples], which samples may join a longer level; default all
-            (paper).
+        may_fill: bool [levels, samples], samples that may join a longer level, default all.
     """
     own_level = levels_of_samples(lengths, levels)
     order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
@@ -87,8 +86,7 @@ def fill_packs(
     sizes: np.ndarray,
     allowed: np.ndarray | None,
 ) -> tuple[Packs, list[np.ndarray]]:
-    """Fill packs with the first fitting samples, longest level first, and return the remaining
-    queues.
+    """Fill packs with the first fitting samples, longest level first; returns remaining queues.
 
     Args:
         queues: samples per shorter level, in the order tried.

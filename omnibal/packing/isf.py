@@ -12,14 +12,13 @@ def pack_isf(lengths: Lengths, caps: Caps, seed: Seed, *, iterations: int = 10) 
     """Pack all samples by Algorithm 1 of the paper, with T = `iterations`.
 
     Each iteration shuffles the remaining samples, cuts them into groups up to the caps, and keeps
-    groups with a sum at its threshold: the cap, except for tokens Qt - 128 as in the paper (Qt - Qt
-    / 32 if Qt < 4096, as 128 tokens are a quarter of a cap of 512). Samples left after the last
-    iteration are grouped and kept, which the paper leaves open.
+    groups with a sum at its threshold: the cap, or for tokens Qt - 128 as in the paper (below Qt =
+    4096 in proportion, Qt - Qt / 32). Samples left after the last iteration are grouped and kept,
+    which the paper leaves open.
 
     The authors' code differs: it silently drops samples larger than a cap (here an error), and the
     open group if the last sample is one; it keeps a group only if its tiles equal the threshold
-    (here >=); it reuses the seed for the second shuffle; and it truncates packs to the token cap
-    when loading.
+    (here >=); it reuses the seed for the second shuffle; and it truncates packs to the token cap.
     """
     check_samples_fit(lengths, caps)
     full_from = caps.values

@@ -40,7 +40,7 @@ _COARSE_WORK = 1.5e8  # see _FINE_WORK, on the coarse grid
 _FINE_WORK = 1.5e9
 """Table cells times sizes per pricing round, which sets the grid."""
 _MAX_CELLS = 1 << 19  # of a table
-_TOLERANCE = 2e-4  # relative gap at which column generation ends
+_TOLERANCE = 2e-4  # relative gap to end column generation
 _CLOSE = 1e-3
 """Relative distance to the fit on the knots to stop refinement."""
 _NEW_COLUMNS = 128  # per round
