@@ -15,8 +15,7 @@ from omnibal.cost.feed_forward_counts import EXPERT_PRODUCTS
 from omnibal.model.adapters import AdapterConfig, Linear
 
 _KERNELS, _KERNELS_OF_A_PIECE = 2, 2
-"""Forward kernels of a linear's adapters: two products, and concatenation if it has several
-pieces."""
+"""Forward kernels of a linear's adapters: two products; concatenation if it has several pieces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -194,8 +194,7 @@ def _latent(
 def _latent_collectives(
     device: Device, latents_bytes: np.ndarray, block_bytes: np.ndarray
 ) -> Collectives:
-    """Collectives: latents are gathered under sequence parallelism; outputs are reduced as
-    usual."""
+    """Gathers of latents under sequence parallelism, and the usual reduction of outputs."""
     if not device.sequence_parallel:
         # All-reduces: the output; in backward gradients of the query latent, the key-value latent,
         # and the rotated key.
@@ -261,8 +260,8 @@ def _gated_delta_rule(
     made = mixed + values + 2 * linear.value_heads  # with gate, beta and decay
     convolved_flops = 2 * linear.convolution_width * mixed
     moved, back_moved = _rule_moved(linear, size)
-    # Transposed, convolved, split in three; norms of q and k; beta and decay in fp32; gated norm.
-    # Backward also reads inputs.
+    # Transposed, convolved, split; q and k norms; fp32 beta and decay; gated norm. Backward
+    # rereads.
     around = 2 * mixed + 2 * mixed + 2 * mixed + 4 * keys + 3 * values
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 6 * keys + 5 * values
     return Block(
@@ -274,8 +273,7 @@ def _gated_delta_rule(
         moved_bytes=tokens * (around * size + moved) / t,
         back_moved_bytes=tokens * (back_around * size + back_moved) / t,
         collectives=whole_inputs(device, tokens * h * size),
-        # Both products; eight copies, convolution, norms, beta and decay; seven kernels of the
-        # rule.
+        # Both products; eight copies, convolution, norms, beta, decay; seven kernels of the rule.
         kernels=2 + 8 + 1 + 3 + 5 + 7,
         kept=_rule_kept(linear, device, tokens),
         working=(_rule_working(linear, device, tokens, h),),
@@ -317,8 +315,7 @@ def _rule_moved(linear: LinearAttention, size: int) -> tuple[float, float]:
 
 
 def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> tuple[Kept, ...]:
-    """List activations kept by core's module with flash-linear-attention's kernels and fused
-    norms."""
+    """List activations kept by core's module with flash-linear-attention and fused norms."""
     t, size, heads = device.tensor, device.element_bytes, linear.value_heads
     keys, values = linear.key_heads * linear.key_head_size, heads * linear.value_head_size
     scales = 2 * linear.key_heads * FP32_BYTES
@@ -345,8 +342,7 @@ def _rule_kept(linear: LinearAttention, device: Device, tokens: np.ndarray) -> t
 def _rule_working(
     linear: LinearAttention, device: Device, tokens: np.ndarray, hidden_size: int
 ) -> Working:
-    """Working memory of the rule's backward: w, u, values and states recomputed, and all
-    gradients."""
+    """Working memory of the rule's backward: recomputed w, u, values, states, and all gradients."""
     heads, d, e = linear.value_heads, linear.key_head_size, linear.value_head_size
     each = (2 * d + 3 * e + 2 * d * e / CHUNK) + (d + 2 * e) + e
     own_bytes = tokens * hidden_size * device.element_bytes * device.whole

@@ -47,8 +47,7 @@ class ExchangeSource:
     costs: CostSource = ANALYTIC
     """Source of the job's costs, possibly with measured layers on shares."""
     ring_tokens: int | None = None
-    """Tokens per sample overlapped by ring attention (`RuntimeOptions`), or None if keys are
-    gathered."""
+    """Tokens per sample overlapped by ring attention, or None if keys are gathered."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -307,9 +306,8 @@ def _of_attention(
     turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
     exchange = _Pass(
         sent_bytes=turned_bytes * (context - 1) / context,
-        # Queries, keys and values are packed by rank, then by sample; the output by rank, then
-        # merged with undivided samples.
-        # is by rank, back, and beside that of whole samples.
+        # Queries, keys and values are packed by rank, then by sample. The output is packed by rank
+        # and merged with undivided samples.
         copied_bytes=exchanged * (10 * query_bytes + 6 * key_value_bytes)
         + 4 * features.one("tokens") * query_bytes,
         collectives=2,

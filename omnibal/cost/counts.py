@@ -119,8 +119,7 @@ class Device:
     """Measured latency of one ring pass of a collective, or 0 if not measured."""
     kernel_ms: float
     expert_bytes_per_ms: float = math.inf
-    """Rate per rank of an expert-parallel all-to-all, over all routed bytes including local
-    ones."""
+    """Rate per rank of an expert-parallel all-to-all, over all routed bytes."""
     expert_pass_ms: float = 0.0
     """Latency of an expert-parallel all-to-all."""
     tensor: int
@@ -175,13 +174,11 @@ class Working:
     bytes: np.ndarray
     """Bytes of the micro-batch's tensors, [features]."""
     weight: float = 0
-    """Elements of the weight gradient computed then, which core also allocates in the weight's
-    dtype."""
+    """Elements of the weight gradient computed then; core allocates it in the weight's dtype."""
     gone: tuple[str, ...] = ()
     """Names of kept lines freed by then."""
     after: int = 0
-    """Last products with output gradients freed by then, unless weight gradients are
-    deferred."""
+    """Last products with output gradients freed by then, unless weights are deferred."""
     of_words: bool = False
     """Whether the weight is an embedding's, not a product's."""
     beside_logits: bool = False
@@ -197,7 +194,7 @@ class Collectives:
     again_bytes: np.ndarray | float = 0.0
     """Extra backward bytes to gather inputs again for trained weights."""
     passes: int = 0
-    """Forward all-gathers and reduce-scatters. An all-reduce is one of each."""
+    """Forward all-gathers and reduce-scatters; two per all-reduce."""
     back_passes: int = 0
     passes_again: int = 0
     gathered_bytes: np.ndarray | float = 0.0

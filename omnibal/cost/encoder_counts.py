@@ -1,7 +1,4 @@
-"""Counts of tile and clip encoders: embeddings, layers and projectors.
-
-Letters: h hidden, f feed-forward, t tensor size, a padded width of the heads.
-"""
+"""Counts of tile and clip encoders (h hidden, f feed-forward, t tensor size, a head width)."""
 
 from dataclasses import dataclass
 
@@ -64,8 +61,7 @@ def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Coun
 
 
 def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Counts:
-    """Count the embedding of clips: two convolutions (width 3, the second of stride 2), each
-    with GELU."""
+    """Count the embedding of clips: convolutions (width 3, strides 1 and 2), each with GELU."""
     items = features.one(tower.feature)
     h, size, taps = tower.hidden_size, device.element_bytes, 3
     input_bytes = items * tower.frames * tower.mel_bins * size
@@ -77,8 +73,8 @@ def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Coun
             Product(items * tower.frames, taps * tower.mel_bins, h),
             Product(items * tower.positions_per_item, taps * h, h),
         ),
-        # Frames in the weights' dtype, activations, transposition, positions; backward reads
-        # activation inputs.
+        # Frames in the weights' dtype, activations, transposition, positions; backward rereads
+        # inputs.
         moved_bytes=read_bytes + input_bytes + 2 * middle_bytes + 6 * output_bytes,
         back_moved_bytes=3 * middle_bytes + 3 * output_bytes,
         kernels=7,

@@ -186,8 +186,7 @@ class EncodersCost:
         return line.fixed_ms * (ranks - 1) + slower_ms
 
     def item_ms(self, items_per_pass: Mapping[str, int]) -> dict[str, float]:
-        """Forward and backward time per item by encoder, with its part of a full pass if items
-        are equal."""
+        """Forward and backward time per item by encoder, including its part of a full pass."""
         return {
             name: float(
                 cost.item_ms[ITEM]
@@ -218,8 +217,7 @@ def encoders_cost(
     adapters: AdapterConfig | None = None,
     sharded: int = 1,
 ) -> EncodersCost:
-    """Cost of data-parallel encoders whose weights are sharded over `sharded` neighbouring
-    ranks."""
+    """Cost of data-parallel encoders with weights sharded over `sharded` ranks."""
     # Replicas on all ranks equal tensor size 1 with all ranks data-parallel.
     copies = Parallel(pipeline=1, data=parallel.world_size, sharded=sharded)
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)

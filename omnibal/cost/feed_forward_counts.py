@@ -31,11 +31,9 @@ EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
 """Names of the grouped expert products."""
 _INDEX_BYTES, _BOOL_BYTES = 8, 1  # torch int64, and bool
 _MAPS, _BACK_MAPS = 12, 10
-"""Reads and writes per token and expert, forward and backward: scores, auxiliary loss, routing
-map."""
+"""Reads and writes per token and expert, forward and backward: scores, auxiliary loss, maps."""
 _KERNELS_OF_EXPERTS = 32
-"""Kernels of router, dispatch and experts: 50 forward, 45 backward in core (a pass counts
-twice)."""
+"""Kernels of router, dispatch and experts: a third of core's 50 forward and 45 backward."""
 _FUSED_KERNELS_OF_EXPERTS = 14
 """Kernels with Transformer Engine's fused routing and permutation, and grouped products."""
 
@@ -203,8 +201,7 @@ def _mixture_working(
     experts = (*active, "gate and value")
     fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
     return (
-        # Sorted rows; gradients of the second product, of weights (fp32), SwiGLU, the first
-        # product; unsorted rows.
+        # Sorted rows; gradients of product two, fp32 weights, SwiGLU, product one; unsorted rows.
         Working(part_bytes + 2 * rows_bytes, after=others),
         Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
         Working(part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),

@@ -31,8 +31,7 @@ def fp8_rates(cluster: ClusterConfig, fp8: Fp8) -> Fp8Rates:
 
 
 def in_fp8(device: Device, products: Sequence[Product]) -> tuple[Product, ...]:
-    """Return a layer's products in FP8 if enabled, except fp32 routers and bf16 shared-expert
-    gates."""
+    """Return a layer's products, in FP8 if enabled, except routers and shared-expert gates."""
     if device.fp8 is None:
         return tuple(products)
     marked = [replace(one, is_fp8=not one.is_fp32 and one.outer > 1) for one in products]

@@ -255,8 +255,7 @@ def _pooled_projector(
 def _gated_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
 ) -> Counts:
-    """Folding product with bias and another, both replicated; LayerNorm, GELU; gated MLP
-    (GLM-4.5V)."""
+    """Two replicated products (one folds cells), LayerNorm, GELU; gated MLP (GLM-4.5V)."""
     t, size = device.tensor, device.element_bytes
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide

@@ -26,10 +26,8 @@ from omnibal.model.layers import LayerKind
 
 _TOKEN_ID_BYTES = 8  # torch int64
 _UNFUSED_LOSS_MOVED = (19, 7)
-"""Times that Megatron-core's unfused loss reads or writes the logits, forward and backward.
-
-In units of bf16; fp32 passes count twice (`tensor_parallel/cross_entropy.py`).
-"""
+"""Forward and backward reads and writes of the logits by Megatron-core's unfused loss, in bf16;
+fp32 passes count twice (`tensor_parallel/cross_entropy.py`)."""
 
 
 def language_embed(model: ModelConfig, device: Device, features: Features) -> Counts:

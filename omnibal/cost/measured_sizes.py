@@ -37,8 +37,7 @@ class MeasuredSizes:
 def measured_sizes(
     model: ModelConfig, cluster: ClusterConfig, caps: Caps, precision: Precision
 ) -> MeasuredSizes:
-    """Sizes spanning the model's linears at tensor sizes 1 to 8, for packs at the caps and an
-    eighth.
+    """Sizes spanning the model's linears at tensor sizes 1 to 8, at the caps and an eighth of them.
 
     Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
     """

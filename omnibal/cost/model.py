@@ -61,13 +61,11 @@ class UnitCost:
     output_gradient_bytes: np.ndarray
     """Gradient sent back over that cut, [features], or 0 if nothing up to here is trained."""
     transient_bytes: np.ndarray
-    """Working memory of backward (forward if there is none), [moments, features]. The maximum
-    counts."""
+    """Peak working memory in backward (forward if there is none), [moments, features]."""
     two_part_bytes: np.ndarray
     """`transient_bytes` with deferred weight gradients, [moments, features]."""
     late_bytes: np.ndarray
-    """Held for deferred weight gradients: inputs, output gradients, working memory, [3,
-    features]."""
+    """Inputs, output gradients, working memory of deferred weight gradients, [3, features]."""
     passing_bytes: np.ndarray
     """Memory held during forward through units without backward, [features], else 0."""
     shared_bytes: np.ndarray
@@ -150,10 +148,7 @@ class CostModel:
     """Time per byte of a send between neighbouring stages."""
     source: str
     bucket_parameters: float = math.inf
-    """Parameters per bucket of the first stage's overlapped exchange.
-
-    Other stages exchange all at once, as in Megatron-core; so does the first if infinite.
-    """
+    """Parameters per bucket of the first stage; later stages have one, as in Megatron-core."""
     tied_parameters: int = 0
     """Parameters of a tied embedding here; both units count it, a stage with both holds it once."""
     expert_rates: ParameterRates = ParameterRates()

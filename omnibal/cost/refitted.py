@@ -130,8 +130,7 @@ class Refitted(CostSource):
         adapters: AdapterConfig | None = None,
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
-        """Return corrected unit times; memory, sends and context-parallel exchange are
-        unchanged."""
+        """Return corrected unit times; memory, sends and context exchange are unchanged."""
         refit, sizes = self.refit, (model, cluster, parallel, precision, frozen)
         cost = self.source.costs(*sizes, adapters=adapters, runtime=runtime)
         none, is_measured = UnitFactors(), parallel.pipeline == refit.pipeline

@@ -216,8 +216,7 @@ def send_line(measured: Sequence[CollectiveTime], place: Place = "node") -> Line
 def fitted_line(
     x: np.ndarray, times_ms: np.ndarray, weights: np.ndarray, *, least_ms: float = 0.0
 ) -> Line:
-    """Non-negative line through times at `x` by weighted least squares, with slope >=
-    `least_ms`."""
+    """Non-negative least-squares line through times at `x`, with slope >= `least_ms`."""
     return _fit(np.ones_like(x), x, times_ms, weights, least_ms=least_ms)
 
 

@@ -38,8 +38,7 @@ class ReadingMeasurement(Frozen):
 
 
 class CostSource:
-    """Counted costs: operations and bytes at the cluster's rates; measured sources override
-    parts."""
+    """Counted operations and bytes at the cluster's rates; measured sources override parts."""
 
     def costs(
         self,
@@ -83,8 +82,7 @@ class CostSource:
     def exchange_ms(
         self, model: ModelConfig, unit: UnitKind, level: Level
     ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Time sharing packs adds to a layer, forward and backward [features at levels], None:
-        count it."""
+        """Extra time of shared packs, two of [features at levels], or None to count it."""
         return None
 
     def save(self, profile: Path, refit: Path) -> None:

@@ -19,8 +19,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.levels import ContextExchange, Level
 
 _WORKSPACE_BYTES = 32 * 2**20
-"""cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`); torch's is
-equal."""
+"""cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`), as in torch."""
 _GROUPED_STREAMS = 4
 """Streams of grouped products, each with a workspace."""
 

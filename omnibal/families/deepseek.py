@@ -1,5 +1,4 @@
-"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention, mixture of
-experts."""
+"""DeepSeek-V2 (arXiv 2405.04434) and V3 (arXiv 2412.19437): latent attention and experts."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal

@@ -1,7 +1,4 @@
-"""Kimi-VL (arXiv 2504.07491) and Kimi-K2.5: MoonViT and a DeepSeek-V3 language model.
-
-K2.5 has its authors' key names or Transformers'.
-"""
+"""Kimi-VL (arXiv 2504.07491) and Kimi-K2.5: MoonViT and a DeepSeek-V3 language model."""
 
 from collections.abc import Mapping
 from pathlib import Path

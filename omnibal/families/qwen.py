@@ -88,7 +88,7 @@ class Qwen2VLVision(DepthTable):
 
 
 class Qwen25VLVision(VisionTable):
-    """Tower of Qwen2.5-VL: windowed attention in most layers (paper, section 2.1.1)."""
+    """Tower of Qwen2.5-VL: mostly windowed attention (paper, section 2.1.1)."""
 
     older_names: ClassVar[Mapping[str, str]] = {
         "in_chans": "in_channels",
@@ -267,8 +267,7 @@ _SIZES = (
 
 
 def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
-    """Return the file's content with language keys in a table; in some 4.5x files the table
-    overrides."""
+    """Return the content with language keys in a table, which overrides outer keys (some 4.5x)."""
     outside = {key: value for key, value in given.items() if key not in _FLAT}
     flat = {key: value for key, value in given.items() if key in _FLAT}
     table = given.get("text_config")

@@ -32,8 +32,7 @@ class AdapterConfig(Frozen):
     rank: Annotated[Count, Field(le=2**16)]
     alpha: Annotated[float, Field(gt=0, le=1e9)]
     targets: Annotated[tuple[str, ...], Field(min_length=1)] = (ALL_LINEAR,)
-    """PEFT's `target_modules`: names or their ends (`q_proj`), `all-linear`, or one full-match
-    regex."""
+    """PEFT's `target_modules`: (ends of) names, `all-linear`, or one full-match regex."""
     parts: Annotated[tuple[str, ...], Field(min_length=1)] = (LANGUAGE,)
     """Parts of the model that are frozen except for adapters."""
     rank_stabilized: bool = written_unless(False)

@@ -41,8 +41,7 @@ Provider = Literal["local", "te"]
 ChatTemplate = Literal[
     "internlm2-chat", "Hermes-2", "phi3-chat", "internvl2_5", "llama3", "qwen2.5", "tokenizer"
 ]
-"""Chat templates: InternVL's (`template` in its configs), Llama 3.1, Qwen2.5, or the tokenizer's
-own."""
+"""Chat templates: InternVL's `template`, Llama 3.1, Qwen2.5, or the tokenizer's own."""
 T = TypeVar("T", bound="Frozen")
 _PRESETS = Path(__file__).parents[1] / "presets"
 
@@ -71,8 +70,7 @@ class RopeScaling(Frozen):
 
 
 class RopeSections(Frozen):
-    """Multimodal RoPE over time, row and column (Qwen2-VL, arXiv 2409.12191, 2.1); sums to half
-    a head."""
+    """Multimodal RoPE sections (Qwen2-VL, arXiv 2409.12191, 2.1) of half a head."""
 
     time: Width
     rows: Width

@@ -65,7 +65,7 @@ class DataParallelEncoders(Frozen):
     """Neighbouring ranks (Megatron's order) that shard encoder state: an aligned block; 1:
     replicated.
 
-    They run equal numbers of passes of each kind; some may be empty.
+    They run equal numbers of passes; some may be empty.
     """
 
     @property

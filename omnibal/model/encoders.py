@@ -285,8 +285,7 @@ class ImageRule(Frozen):
 
     @property
     def tokens_of_fixed_image(self) -> int | None:
-        """Tokens per image if all become squares of `max_pixels`, or None if not a whole number of
-        cells."""
+        """Tokens per image of `max_pixels` squares, or None if not a multiple of cells."""
         cells = math.isqrt(self.max_pixels) // self.cell_pixels
         return cells**2 if (cells * self.cell_pixels) ** 2 == self.max_pixels else None
 

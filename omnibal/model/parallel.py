@@ -39,11 +39,9 @@ class Parallel(Frozen):
     sequence_parallel: bool = False
     """Megatron sequence parallelism for the language model."""
     expert: Size = written_unless(1)
-    """Expert-parallel size over a stage's tensor and data ranks; expert tensor-parallel size is
-    1."""
+    """Expert-parallel size over tensor and data ranks; expert tensor-parallel size is 1."""
     sharded: Size = written_unless(1)
-    """Data-parallel ranks that shard weights (ZeRO-3): 1 replicated, all (FSDP), or between
-    (hybrid)."""
+    """Data-parallel ranks that shard weights (ZeRO-3): 1 (replicated), all, or between (hybrid)."""
 
     @model_validator(mode="after")
     def _sequence_needs_tensor(self) -> "Parallel":
@@ -100,8 +98,7 @@ class Parallel(Frozen):
 
     @property
     def lockstep_ranks(self) -> int:
-        """Neighbouring data-parallel ranks in lockstep due to expert parallelism or sharded
-        weights."""
+        """Data-parallel ranks in lockstep due to expert parallelism or sharded weights."""
         return max(self.routing_ranks, self.sharded)
 
     @property

@@ -218,8 +218,7 @@ class Rates(Frozen):
     def of_peak(
         self, own_tflops: float, tflops: float, *, products: float, grouped: float, attention: float
     ) -> Self:
-        """Return rates of a device with peak `tflops` and scaled shares, without copies and
-        collectives."""
+        """Return rates with peak `tflops` and scaled shares, without copies and collectives."""
         peak = self.tflops or own_tflops
         return self.model_copy(
             update={

@@ -1,5 +1,4 @@
-"""Step options of a trainer that affect time and memory; `omnibal lint` reads them from a launch
-line."""
+"""Step options of a trainer, which `omnibal lint` reads from a launch line."""
 
 from omnibal.base.frozen import Count, Frozen
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
@@ -21,8 +20,7 @@ class RuntimeOptions(Frozen):
     bf16_gradients: bool = False
     """Whether gradients are summed and reduced in bf16 (`--grad-reduce-in-bf16`)."""
     scatters_weights_precision: bool = False
-    """Whether sharded gradients are reduce-scattered in the weights' precision (FSDP, ZeRO-3
-    default)."""
+    """Whether sharded gradients are scattered in the weights' precision (FSDP, ZeRO-3 default)."""
     averages_gradients: bool = False
     """Whether gradients are scaled in a separate pass (no `--ddp-average-in-collective`)."""
     fused_loss: bool = True

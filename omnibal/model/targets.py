@@ -1,5 +1,4 @@
-"""Supported trainers and their constraints on plans; docs/trainers.md lists sources and
-versions."""
+"""Supported trainers and their constraints on plans; docs/trainers.md lists sources."""
 
 from collections.abc import Collection
 from enum import StrEnum
@@ -32,8 +31,7 @@ class RecomputeFreedom(StrEnum):
     STAGES = "stages"
     """One number n per stage: first min(n, held) layers of every tower."""
     LANGUAGE = "language"
-    """One n for the language model: first min(n, held) layers of every stage; encoders all or
-    none."""
+    """One n for the language model: first min(n, held) per stage; encoders all or none."""
     ALL = "all"
     """All language layers or none. All layers of an encoder or none."""
 

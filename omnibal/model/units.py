@@ -22,8 +22,7 @@ HEAD = "head"
 EXCHANGED = "exchanged_tokens"
 """Feature of a share: tokens exchanged by attention, the maximum over the pack's ranks."""
 ENCODER_WAITS_MS = ("beside_forward_ms", "beside_backward_ms")
-"""Features with data-parallel encoders: wait before the first forward and after the last
-backward."""
+"""Waits for data-parallel encoders before the first forward and after the last backward."""
 EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
 """Features with sharded weights: exposed exchange in forward and backward, as times."""
 TIMES = (*ENCODER_WAITS_MS, *EXPOSED_MS)
@@ -196,8 +195,7 @@ def _with_places(layers: Sequence[UnitKind], period: int | None = None) -> list[
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Deepstack:
-    """Features of a deepstack projector, from an encoder layer to one of the first language
-    layers."""
+    """Output of a deepstack projector, from an encoder layer to an early language layer."""
 
     name: str
     """Name of the features and of the projector: "vision_deepstack.0"."""
@@ -271,8 +269,7 @@ _SQUARED, _WINDOWED = "squared_tokens", "squared_tokens_window"
 
 
 def attended_feature(layer: LayerKind) -> str:
-    """Name of a layer's attention feature: twice the pairs, t^2 - max(t - window, 0)^2 per
-    sample."""
+    """Name of a layer's attention feature: t^2 - max(t - window, 0)^2 per sample."""
     return _SQUARED if layer.window is None else f"{_WINDOWED}{layer.window}"
 
 
