@@ -46,8 +46,7 @@ class ItemRuns:
 
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
-    """Return the unit of time for dealing, a fraction of the longest item. 0 if nothing takes
-    time."""
+    """Return the unit of time for dealing, a fraction of the longest item. 0 without times."""
     whole = [item_ms[name] + each for name, each in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST
 
@@ -104,8 +103,7 @@ def shares_of_ranks(
     load: np.ndarray = NO_LOAD,
     unit_ms: float | None = None,
 ) -> dict[str, np.ndarray]:
-    """Item counts per rank as `share_items` assigns them, int64 [G, N], from items held, int64 [G,
-    L]."""
+    """Item counts of `share_items` per rank, int64 [G, N], from items held, int64 [G, L]."""
     if unit_ms is None:
         unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
     found: dict[str, np.ndarray] = {}

@@ -134,8 +134,7 @@ class _Loads:
 def language_balance(
     step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
 ) -> PhaseBalance:
-    """Balance over D data-parallel ranks of packs with ascending steps and times `load_ms`,
-    [packs]."""
+    """Balance of the language model over D ranks, for packs [packs] with ascending steps."""
     _, first, number = np.unique(step, return_index=True, return_inverse=True)
     loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
     least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))

@@ -106,8 +106,7 @@ class SampleItems:
         times: SampleTimes,
         unit_ms: float,
     ) -> DealtSamples:
-        """Deal samples to their groups' ranks. `pipeline` of rows, int64 [rows], must equal prior
-        calls'."""
+        """Deal samples to their groups' ranks. `pipeline`, int64 [rows], is equal in all calls."""
         sizes = pipelines, ranks_of_pipeline, times, unit_ms
         if sizes not in self._dealt:
             items, squares = (each[self.rows.samples] for each in (self.items, self.squares))

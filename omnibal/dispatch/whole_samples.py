@@ -42,8 +42,7 @@ class DealtSamples:
         return np.bincount(self.rank, of_sample, ranks).astype(np.int64)
 
     def at_home(self, homes: Homes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Items near their first stage: per rank for its own pipeline and in total, and per
-        pipeline."""
+        """Items at home: per rank for its own pipeline, per rank in total, and per pipeline."""
         near = self.items * (homes.node[self.rank] == homes.home[self.pipeline])
         own = near * (homes.pipeline[self.rank] == self.pipeline)
         ranks = len(homes.node)

@@ -159,8 +159,7 @@ class _Samples:
         return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
 
     def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
-        """Return the faster of separately optimized packs and equal counts. Shares are longest
-        first."""
+        """Return the faster of separate packing and equal counts. Shares are longest first."""
         best = self._alike_in_lockstep(packed)
         for count in sorted({len(packs) for packs in packed}):
             level = [self._level(share, count) for share in shares]

@@ -264,8 +264,7 @@ def _unusable(infeasible: dict[Caps, str], least: Caps) -> str:
 
 
 def _evaluated(request: CapSearchRequest, caps: Caps) -> tuple[Caps, Candidate | UserError]:
-    """Predict time at the requested samples per step. An error if caps do not fit or packs are
-    few."""
+    """Predict the time at the requested samples per step, or return why caps do not fit."""
     job, lengths = request.job, request.lengths
     try:
         data = request.sample_data((Level(caps=caps),))

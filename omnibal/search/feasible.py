@@ -82,8 +82,7 @@ def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]
 
 
 def least_state_gib(job: JobSpec) -> float:
-    """Return a lower bound of the peak weights, gradients and optimizer state: that of equal
-    stages."""
+    """Return min weights, gradients and optimizer state of a device: the state of equal stages."""
     units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
     state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
     return (state_bytes - tied_state_bytes(job.cost)) / job.parallel.pipeline / GIB
@@ -365,8 +364,7 @@ def _roomier(request: PlanRequest) -> list[Candidate]:
 
 
 def roomier_devices(job: JobSpec) -> list[tuple[str, ClusterConfig]]:
-    """Return presets with more memory and their options, smallest first. Empty for a measured
-    profile."""
+    """Return presets with more memory by size, with options. Empty for a measured profile."""
     if job.cost_source.is_of_one_device:
         return []
     own = job.cluster

@@ -33,8 +33,7 @@ _FORMS = (
 _LEAST_SHARE_TOKENS = 1_024
 """Min tokens per rank of a full pack."""
 GOOD_SHARE_TOKENS = 4_096
-"""Min tokens per rank unless needed to fit (smallest in HBP's table 19): kernels have fixed
-times."""
+"""Min tokens per rank if memory allows: kernels have fixed times. Smallest in HBP's table 19."""
 _MOST_WORSE = 2
 """Consecutive slower context sizes that end the search."""
 
@@ -76,8 +75,7 @@ class WholeModel:
         )
 
     def recomputed_share(self, features: np.ndarray, job: JobSpec, micro_batches: float) -> float:
-        """Share of layers to recompute for shares [shares, features] to fit. Infinite if
-        impossible."""
+        """Share of layers to recompute to fit shares [shares, features]. Infinite if impossible."""
         stages = job.parallel.pipeline
         in_flight = min(stages, micro_batches) / stages
         room = job.memory_cap_gib * GIB - self.state_bytes / stages
@@ -90,8 +88,7 @@ class WholeModel:
 
 
 def attention_weights(job: JobSpec) -> dict[str, float]:
-    """Times of squared tokens relative to a token, of text and images, keyed by fields of
-    `Level`."""
+    """Times of squared text and image tokens relative to a token, keyed by fields of `Level`."""
     whole = WholeModel.of(job, job.cost)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
     attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))

@@ -180,8 +180,7 @@ class LevelEstimates:
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
     def estimated(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
-        """Return estimated ms per sample and levels of feasible sets, fastest first, in a few
-        forms."""
+        """Return estimated ms per sample and levels of feasible sets, fastest first."""
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
         near = dict[Step, list[FormEstimate]]()
         for step in steps:
@@ -398,8 +397,7 @@ def scaled(top: Caps, tokens: int) -> Caps:
 
 
 def top_caps(lengths: Lengths, names: Sequence[str]) -> Caps:
-    """Return default caps of the longest packs: max tokens up to a power of two, items in
-    proportion."""
+    """Return default top caps: max tokens rounded up to a power of two, and items in proportion."""
     tokens = 1 << int(lengths.tokens.max() - 1).bit_length()
     share = tokens / float(lengths.tokens.sum(dtype=np.int64))
     others = {

@@ -179,8 +179,7 @@ def holds(caps: Caps, other: Caps) -> bool:
 def shorter_first(
     trials: Sequence[LevelTrial], least_gain: float, rival: LevelTrial | None = None
 ) -> list[LevelTrial]:
-    """Sort trials by time, but start with the fewest levels within a gain of the best and the
-    rival."""
+    """Sort trials by time, but start with the fewest levels near the best, within the rival."""
     ranked = sorted(trials, key=lambda trial: trial.ms_per_sample)
     limit_ms = ranked[0].ms_per_sample * (1 + least_gain)
     if rival is not None:

@@ -210,8 +210,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     ]
     held = ((way, each.held(way, cluster)) for each in whole for way in ways)
     always = request.job.trainer.always_shards
-    # One rank has nothing to shard, so sharded and replicated are equal, unless the trainer always
-    # shards.
+    # On one rank sharded and replicated are equal, unless the trainer always shards.
     found = list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
     if len(ways) > 1:
         found = [each for each in found if _is_worth_a_try(each, cluster)]

@@ -94,8 +94,7 @@ class Trial:
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
     def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
-        """Steps of the next lower and higher micro-batches, weighted to average
-        `samples_per_step`."""
+        """Steps of next lower and higher micro-batches, weighted to `samples_per_step`."""
         micro_batches = max(self.micro_batches(samples_per_step), 1.0)
         samples_of_all = len(self.data.lengths)
         wanted = min(samples_per_step, samples_of_all)

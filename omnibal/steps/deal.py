@@ -19,8 +19,7 @@ def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -
     to the rank with minimal load so far. Ranks run their lightest packs first and last.
 
     Args:
-        rows: packs of steps of equal size, [steps, packs]. Items and load are of all packs,
-        [packs].
+        rows: packs of steps of equal size, [steps, packs]. Items and load are [all packs].
 
     Returns:
         Packs of every rank, [steps, dp, slots], padded with -1.
@@ -42,8 +41,7 @@ def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -
 
 
 def _rounds(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Rounds of one pack per rank, by descending items and load, [slots, steps, dp], padded with
-    -1."""
+    """Rounds of one pack per rank, by descending items and load, [slots, steps, dp], -1 if none."""
     steps, size = rows.shape
     slots = -(-size // dp)
     most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
@@ -168,8 +166,8 @@ def deal_in_lockstep(
     round last and in a minimal number of groups.
 
     Args:
-        rows: packs of steps of equal size, [steps, packs]. Items and load are of all packs,
-        [packs]. lockstep_ranks: neighbouring ranks in lockstep, a divisor of `dp`.
+        rows: packs of steps of equal size, [steps, packs]. Items and load are [all packs].
+        lockstep_ranks: neighbouring ranks in lockstep, a divisor of `dp`.
 
     Returns:
         Packs of every rank, [steps, dp, slots], padded with -1.

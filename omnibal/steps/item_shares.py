@@ -68,8 +68,7 @@ class ImagePieces:
         )
 
     def bounds(self, level: Level) -> np.ndarray:
-        """Bounds of ranks' pieces in packs, int64 [packs, context + 1], by bisecting the max
-        cost."""
+        """Bounds of ranks' pieces, int64 [packs, context + 1], by bisecting the max cost."""
         before = np.append(0, np.cumsum(self._cost(level.image_weight)))
         first, stop = self.offsets[:-1], self.offsets[1:]
         total = before[stop] - before[first]
