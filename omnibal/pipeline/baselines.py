@@ -10,11 +10,11 @@ within 3 units of the profile split; splits are ranked by Eq. 4 + Eq. 5 (varianc
 plus communication), and the fastest of the first 15 runs is kept. Choices here:
 
 * Eq. 4 is in ms^2 and Eq. 5 in elements. Here squares are divided by the mean stage's time and
-activations are priced by the link: both in ms.
+  activations are priced by the link: both in ms.
 * The mean stage is equal for all splits, so the best 15 of (2r + 1)^(p - 1) moves come from dynamic
-programming.
+  programming.
 * Runs are simulated on the plan's micro-batches with the given recompute rule, and include the
-anchor. A split that does not fit is skipped, as its run would fail.
+  anchor. A split that does not fit is skipped, as its run would fail.
 
 Recompute (section on adaptive re-computation): `front` recomputes from the stage's front, encoders
 before language, until the stage fits.
@@ -141,12 +141,8 @@ def unit_weights(
 
 
 def balanced_cuts(weights: np.ndarray, is_layer: np.ndarray, pipeline_size: int) -> Cuts:
-    """Return the split with min largest stage; ties by squares, then leftmost.
-
-    Args:
-        weights: [units], non-negative.
-        is_layer: [units]; every stage has at least one layer.
-    """
+    """Return the split with min largest stage, then min squares, then leftmost cuts, for `weights`
+    [units] and at least one layer (`is_layer` [units]) per stage."""
     runs = _run_weights(weights, is_layer)
     largest = np.full(len(runs), np.inf)
     largest[0] = 0.0
@@ -249,11 +245,7 @@ def _recomputed_split(
 def _recompute_options(
     rule: RecomputeRule, kinds: Sequence[UnitKind], stage: Stage, has_backward: np.ndarray
 ) -> np.ndarray:
-    """Return the rule's options of recomputed layers for a stage, fewest first. [options, kinds]
-
-    Args:
-        has_backward: [kinds]; frozen layers keep nothing to recompute.
-    """
+    """Return the rule's recompute options for a stage, fewest layers first. [options, kinds]"""
     can = {kind.name: kind.is_layer and has for kind, has in zip(kinds, has_backward, strict=True)}
     layers = [name for name in stage_units(kinds, stage) if can[name]]
     first = [[layers[:number].count(kind.name) for kind in kinds] for number in range(len(layers))]

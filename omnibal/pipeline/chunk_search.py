@@ -257,11 +257,7 @@ def _fitted(
 
 
 def _least_numbers(problem: PartProblem, stage: int, content: np.ndarray) -> np.ndarray:
-    """Return the cached min numbers for a stage's contents to fit, or -1 if none does. [n]
-
-    Args:
-        content: runs of the stage's chunks, and its order, [n, c + 1].
-    """
+    """Return cached min numbers for `content` (runs and order, [n, c + 1]) to fit, or -1. [n]"""
     known, keys = problem.known[stage], [row.tobytes() for row in content]
     new = {key: row for row, key in enumerate(keys) if key not in known}
     if new:

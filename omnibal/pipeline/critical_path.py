@@ -108,7 +108,7 @@ class SampledSteps:
     once, or equal blocks of rows if ranks share packs."""
 
     features: np.ndarray
-    """Features of every micro-batch, [rows, m, features], or 0 if missing."""
+    """Features of every micro-batch, [rows, m, features], zeros if missing."""
     counts: np.ndarray
     rows: np.ndarray
     """Row of each rank, [steps, ranks]."""
@@ -460,12 +460,8 @@ def _by_size(sizes: np.ndarray) -> dict[int, np.ndarray]:
 def _most_of_blocks(
     values_ms: np.ndarray, blocks: Mapping[int, np.ndarray], chosen: slice | np.ndarray
 ) -> np.ndarray:
-    """Return the block maximum on each row. [operations, n, rows]
-
-    Args:
-        values_ms: [chosen operations, n, rows].
-        blocks: masks by block size, [operations, rows].
-    """
+    """Return the block maximum of `values_ms` [chosen operations, n, rows] on each row; `blocks`
+    has masks by block size, [operations, rows]."""
     for size, of_size in blocks.items():
         is_block = of_size[chosen]
         if is_block.any():

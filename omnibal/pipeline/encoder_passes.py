@@ -106,7 +106,7 @@ class WholePasses:
         return _forward_and_backward(cost, kept_ms, again_ms)
 
     def in_lockstep(self, block: np.ndarray) -> "WholePasses":
-        """Return passes with each at the max over its block's ranks, int64 [...]."""
+        """Return passes, each as large as the largest in its `block`, int64 [...]."""
         own, blocks = self.passes, np.zeros(self.place.size, np.int64)
         blocks[self.place.ravel()] = block.ravel()
         number, runs = own.number, 2 * blocks[own.rank] + own.is_kept

@@ -133,11 +133,8 @@ class _Bound:
 
 
 def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
-    """Return the choice and stages with the min simulated step time, and the proven bound.
-
-    Args:
-        effort: share of the usual number of choices and of stage search work.
-    """
+    """Return the best choice and stages found, and the proven bound; `effort` is the share of the
+    usual number of choices and of stage search work."""
     choices = _choices(problem, effort)
     best: EncoderSearch | None = None
     of_all, simulated = _bound_of_all(problem, choices, effort), 0

@@ -81,8 +81,7 @@ class ItemShares:
         beside: DataParallelEncoders,
         ranks_of_pipeline: int,
     ) -> "ItemShares":
-        """Share the pipelines' items; `pipeline` is each sample row's pipeline over all groups,
-        int64 [rows]."""
+        """Share the pipelines' items. `pipeline` of each sample row, int64 [rows]."""
         groups = len(next(iter(held.values()), ()))
         dealt, load = deal_whole_samples(
             samples, pipeline, beside, ranks_of_pipeline=ranks_of_pipeline, groups=groups

@@ -42,8 +42,7 @@ class EncoderMemory:
 
     @property
     def evaluating(self) -> float:
-        """Evaluation memory on a device that embeds tokens, or 0 if weights are unsharded and a
-        step needs more."""
+        """Evaluation memory with token embed, or 0 if weights are never sharded."""
         return self.held - self.kept + self.whole if self.whole else 0.0
 
     @property

@@ -30,11 +30,7 @@ def lost_time(
     step_ms: float,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> LostTime:
-    """Return the time that the workload's mean step loses to each cause, in ms.
-
-    Args:
-        step_ms: mean step by `predict_steps` for the same workload.
-    """
+    """Return the time lost to each cause, in ms, given the mean step by `predict_steps`."""
     times = causes_of(cost, stages_at, workload)
     once = per_step_costs(cost, stages_at[0], schedule)
     return lost_time_of(times, workload, once, step_ms, schedule)
@@ -148,8 +144,7 @@ _CONTEXT, _COLLECTIVE, _PADDING = "context_ms", "collective_ms", "padding_ms"
 
 
 def _of_cause(unit: UnitCost, cause: str) -> np.ndarray:
-    """Return a cause's forward, backward and recompute time, [3, features]; recomputation exchanges
-    and pads again."""
+    """Return a cause's forward, backward and recompute (as forward) time, [3, features]."""
     each_ms: np.ndarray = getattr(unit, cause)
     return each_ms if cause == _CONTEXT else each_ms[[0, 1, 0]]
 

@@ -342,8 +342,7 @@ def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray
 
 
 def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return each operation's dependency depth, and a topological order with long runs of stages.
-    [operations] each"""
+    """Return dependency depths and a topological order with long runs of stages. [operations]"""
     count, sources = len(source), source.tolist()
     depth = [-1] * (count + 1)  # sentinel for operations without dependencies
     first: Sequence[int] = table.first.tolist()

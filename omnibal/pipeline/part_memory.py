@@ -56,11 +56,8 @@ class _ChunkTable:
     """Extra working memory of one product of a unit, [passes, K]."""
 
     def bytes(self, chunk: int, counts: np.ndarray, recomputed: np.ndarray) -> np.ndarray:
-        """Return a stage's memory in every pass, without shared buffers. [n, passes]
-
-        Args:
-            counts: [n, c, K], and `recomputed` [n, c, levels * K].
-        """
+        """Return a stage's memory in every pass, without shared buffers, for `counts` [n, c, K] and
+        `recomputed` [n, c, levels * K]. [n, passes]"""
         own = counts[:, chunk]
         needed = self.running.pass_bytes(own, recomputed[:, chunk])
         needed = needed - self.running.room_bytes(own)[:, None]
@@ -139,11 +136,7 @@ class PartMemory:
         return state + first.with_encoders(whole, np.concatenate(passes, axis=-1) + rooms[:, None])
 
     def least(self, contents: Contents, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the smallest number in an order for stages to fit, and whether they do. [n] each
-
-        Args:
-            order: index of each stage's order, [n].
-        """
+        """Return the min number in each stage's `order` [n], and whether it fits."""
 
         def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
             some = contents.some(rows)
@@ -159,11 +152,8 @@ class PartMemory:
 def _heavier(
     drawn: np.ndarray, most: list[tuple[float, ChunkPasses]], passes: ChunkPasses
 ) -> list[tuple[float, ChunkPasses]]:
-    """Return the heaviest pass for each drawn content over old and new passes, with its bytes.
-
-    Args:
-        drawn: bytes of kept, late and running micro-batches, [drawn, c + c + 1, f].
-    """
+    """Return the heaviest pass for each drawn content over old and new passes, with its bytes;
+    `drawn` has bytes of kept, late and running micro-batches, [drawn, c + c + 1, f]."""
     if not len(passes.own):
         return most
     held = np.concatenate([passes.kept, passes.late, passes.own[:, None]], axis=1)
@@ -189,9 +179,7 @@ def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPass
     is_weight, chunk = kind == Pass.BACKWARD_WEIGHT, passes[0].chunk
     largest = features_of(workload, cost).max(axis=0)
     links = np.zeros((len(own), len(LINKS)))
-    links[:, -1] = (
-        kind != Pass.FORWARD
-    ) & ~is_weight  # the output gradient at the start of a backward
+    links[:, -1] = (kind != Pass.FORWARD) & ~is_weight  # the output gradient
 
     def table(own: np.ndarray, others: np.ndarray) -> MemoryTable:
         passes = RunningPasses(own=own, others=others, links=links, largest=largest)

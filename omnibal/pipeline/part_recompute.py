@@ -56,11 +56,8 @@ class LayerOrders:
 
     @classmethod
     def of(cls, cost: CostModel, mean: np.ndarray, most: np.ndarray) -> Self:
-        """Return orders by saved bytes per time, by kind and by chunk.
-
-        Args:
-            most: max micro-batches held by each chunk, [c].
-        """
+        """Return orders by saved bytes per time, by kind and by chunk; `most` is the max number of
+        micro-batches in flight per chunk, [c]."""
         kinds = layer_kinds(cost.kinds)
         return cls(kinds=np.array(kinds), places=_orders(cost, kinds, mean, most))
 
@@ -73,7 +70,7 @@ class LayerOrders:
         return contents.counts[..., self.kinds].sum(axis=(1, 2))
 
     def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the first `number[i]` layers of order i. [n, c, K]"""
+        """Return the first `number` layers of every stage's order. [n, c, K]"""
         held, place = contents.counts[..., self.kinds], self.places[order]
         in_order = np.take_along_axis(held.reshape(place.shape), place, axis=1)
         before = in_order.cumsum(axis=1) - in_order
@@ -148,7 +145,7 @@ class LayerNumbers:
         return free.reshape(contents.start.shape).max(axis=1)
 
     def recomputed(self, contents: Contents, order: np.ndarray, number: np.ndarray) -> np.ndarray:
-        """Return the first `number[i]` layers of every chunk. [n, c, K]"""
+        """Return the first `number` layers of every chunk. [n, c, K]"""
         chunks = contents.start.shape[1]
         of_chunks = self.layers.recomputed(
             contents.start.ravel(),

@@ -16,8 +16,7 @@ class StageMemory(Frozen):
     activations_gib: NonNegativeFloat
     """Activations of all micro-batches in flight."""
     transient_gib: NonNegativeFloat
-    """Working memory of a unit at the peak, beyond the max activations, and library buffers that
-    stay allocated."""
+    """Working memory at the peak beyond the max activations, and library buffers."""
 
     @property
     def state_gib(self) -> float:
@@ -102,8 +101,7 @@ class ReadingPrediction(Frozen):
 
 
 class EncoderPhasePrediction(Frozen):
-    """Data-parallel encoders: mean times over steps of the busiest rank in the slowest encoding
-    group, and memory."""
+    """Data-parallel encoders: mean times of the slowest group's busiest rank, and memory."""
 
     forward_ms: NonNegativeFloat
     backward_ms: NonNegativeFloat

@@ -69,11 +69,8 @@ class StageReading:
     def applied(
         self, workload: Workload, cost: CostModel, simulated: StepTimes
     ) -> tuple[ReadingPrediction, StepTimes]:
-        """Return the reading of the workload, and its steps, none shorter than the cores allow.
-
-        Args:
-            simulated: steps of the workload without reading.
-        """
+        """Return the reading of the workload, and the steps `simulated` without reading, prolonged
+        if the cores are too slow."""
         steps, index = np.unique(workload.step, return_inverse=True)
         of_rows = features_of(workload, cost) @ np.tile(self.ms, (cost.levels, 1))
         read_ms = np.zeros((len(steps), self.ms.shape[1]))

@@ -130,12 +130,8 @@ def _peak_bytes(table: MemoryTable, counts: np.ndarray, recomputed: np.ndarray) 
 def fewest_that_fit(
     fit: Callable[[np.ndarray, np.ndarray], np.ndarray], low: np.ndarray, high: np.ndarray
 ) -> np.ndarray:
-    """Return the min number in [low, high] that fits, by bisection; `high` if no smaller number
-    does. [n]
-
-    Args:
-        fit: maps (indices, numbers) to whether they fit.
-    """
+    """Return the min number in [low, high] that fits, or `high` if none, by bisection; `fit` maps
+    (indices, numbers) to whether they fit. [n]"""
     low, high = low.copy(), high.copy()
     while len(rows := np.flatnonzero(low < high)):
         middle = (low[rows] + high[rows]) // 2
@@ -438,12 +434,8 @@ def _with_fewest(
 def least_below(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, first: np.ndarray
 ) -> np.ndarray:
-    """Return minimal sets [sets, columns] below fitting sets `layers` [sets, columns].
-
-    Args:
-        stage: [sets].
-        first: column to minimize first, [sets].
-    """
+    """Return minimal sets [sets, columns] below fitting sets `layers` [sets, columns] of stages
+    [sets], minimizing column `first` [sets] first."""
     layers, each = layers.copy(), np.arange(len(stage))
     none = np.zeros(len(stage), np.int64)
     columns = layers.shape[1]
@@ -456,8 +448,7 @@ def least_below(
 def _sorted(
     fit: LevelFit, stage: np.ndarray, layers: np.ndarray, extreme_ms: np.ndarray
 ) -> Recomputes:
-    """Sort sets [sets, columns], dropping sets that are as slow as another of their stage on every
-    micro-batch."""
+    """Sort sets [sets, columns], dropping dominated sets of each stage."""
     layers = fit.of_kinds(stage, layers)
     kept = undominated_sets(stage, layers @ extreme_ms.T)
     kept = kept[np.lexsort((*layers[kept].T[::-1], stage[kept]))]

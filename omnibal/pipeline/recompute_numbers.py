@@ -131,11 +131,8 @@ class LeastNumbers:
         return replace(self, tables=tables, known={})
 
     def find(self, stage: int, chosen: np.ndarray, fixed: tuple[int, ...]) -> np.ndarray:
-        """Return the min searched number for each chosen run to fit, or `NONE_FITS`. [chosen]
-
-        Args:
-            fixed: numbers of the towers; `LOOKED_FOR` for searched numbers.
-        """
+        """Return the min number for each chosen run to fit, or `NONE_FITS`; `fixed` has the towers'
+        numbers, `LOOKED_FOR` if searched. [chosen]"""
         table = self.tables[stage]
         known = self.known.setdefault((id(table), fixed), np.full(len(self.sequence), _UNKNOWN))
         first = self.sequence[chosen]
@@ -170,8 +167,7 @@ class StageNumbers:
     """The searched number shared by all stages, or None if each takes its smallest that fits."""
 
     def of_runs(self, stage: int, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the chosen runs that fit as a stage [fitting], and their recomputed layers
-        [fitting, layer kinds]."""
+        """Return chosen runs that fit [fitting] and their layers [fitting, layer kinds]."""
         least = self.least.find(stage, chosen, self.fixed)
         fits = least < NONE_FITS if self.shared is None else least <= self.shared
         chosen = chosen[fits]

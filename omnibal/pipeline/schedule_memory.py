@@ -71,11 +71,8 @@ class ChunkPasses:
 def schedule_passes(
     features: np.ndarray, workload: Workload, schedule: PipelineSchedule, stages: int, stage: int
 ) -> Iterator[ChunkPasses]:
-    """Yield every pass of a stage in a run, in batches.
-
-    Args:
-        features: of the workload's rows, sorted by step, rank and slot, [rows, F].
-    """
+    """Yield every pass of a stage in a run, in batches; `features` [rows, F] are sorted by step,
+    rank and slot."""
     total = running_sums(features)
     first = np.flatnonzero(workload.slot == 0)
     counts = np.diff(np.append(first, len(features)))
@@ -207,11 +204,8 @@ def link_rooms(schedule: PipelineSchedule, stages: int, stage: int) -> Rooms:
 def link_bytes(
     cost: CostModel, largest: np.ndarray, counts: np.ndarray, rooms: Rooms
 ) -> np.ndarray:
-    """Return P2P buffer bytes of stages with `counts` [..., chunks, kinds]. [...]
-
-    Args:
-        largest: max of each feature over micro-batches, [F].
-    """
+    """Return P2P buffer bytes of stages with `counts` [..., chunks, kinds]; `largest` has the max
+    of each feature over micro-batches, [F]. [...]"""
     tensors = cut_bytes(cost, largest, counts)
     return np.sum(
         [np.max([tensors[each][..., chunk] for each, chunk in room], axis=0) for room in rooms],
@@ -311,11 +305,8 @@ def bytes_of_passes(
     stage: int,
     features: np.ndarray,
 ) -> PassBytes:
-    """Return one stage's memory in all passes of a run.
-
-    Args:
-        features: [rows, F]; may differ from the workload's own.
-    """
+    """Return one stage's memory in all passes of a run with `features` [rows, F], which may differ
+    from the workload's own."""
     size = len(stages_at[0]) // schedule.chunks
     if schedule == ONE_FORWARD_ONE_BACKWARD:
         passes = running_passes(features, workload.slot, size, stage)

@@ -93,11 +93,8 @@ class NumberSearch:
     """Smallest fitting language number of each run at every stage, by the encoders' numbers."""
 
     def descend(self, most_work: float) -> bool:
-        """Find the best split over all numbers; return whether there is any.
-
-        Args:
-            most_work: total limit, but the first splits of each number are always tried.
-        """
+        """Find the best split over all numbers within `most_work`, trying each number's first
+        splits anyway; return whether there is any."""
         usable = runs_within(self.problem, self._ceiling_ms)
         if not all(map(len, usable)):
             return False

@@ -194,11 +194,7 @@ def _taken(duration: np.ndarray, blocks: Mapping[tuple[int, int], _Blocks]) -> n
 def _blocks_of_parts(
     context: np.ndarray | None, lockstep: Lockstep | None, shape: tuple[int, int, int]
 ) -> dict[tuple[int, int], _Blocks]:
-    """Return the row blocks of every micro-batch and part run by several rows.
-
-    Args:
-        shape: micro-batches, parts and rows.
-    """
+    """Return row blocks of every micro-batch and part; `shape` is (micro-batches, parts, rows)."""
     micro_batches, parts, rows = shape
     plain = grouped = _blocks(context)
     if lockstep is not None:
@@ -355,11 +351,8 @@ class EncoderBlock:
 def encoder_blocks(
     timeline: Timeline, times: StageTimes, workload: Workload
 ) -> Iterator[EncoderBlock]:
-    """Yield encoder times before the first forward and after the last backward.
-
-    Args:
-        timeline: result of `simulate_ranks` for `times` and `workload`.
-    """
+    """Yield encoder times before the first forward and after the last backward; `timeline` is from
+    `simulate_ranks`."""
     if times.waits_ms is None:
         return
     for rank, finish_ms in enumerate(timeline.finish_ms):
@@ -405,11 +398,7 @@ class SimulatedRows:
         step: np.ndarray,
         schedule: PipelineSchedule,
     ) -> "SimulatedRows":
-        """Arrange micro-batches `chosen` in rows; their last is of the last step.
-
-        Args:
-            step: step of every chosen micro-batch, from 0.
-        """
+        """Arrange `chosen` micro-batches, to the end of a step, in rows; `step` is from 0."""
         ranks, slot = workload.data_parallel_size, workload.slot[chosen]
         row = step * ranks + workload.dp_rank[chosen]
         shape = (int(step[-1]) + 1) * ranks, int(workload.slot.max()) + 1
@@ -562,7 +551,7 @@ class SimulatedRows:
 def _padded(
     values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
 ) -> np.ndarray:
-    """Arrange values [packs, ...] as [rows, m, ...], or 0 for missing micro-batches."""
+    """Arrange values [packs, ...] as [rows, m, ...], zeros if missing."""
     table = np.zeros((*shape, *values.shape[1:]), values.dtype)
     table[row, slot] = values
     return table

@@ -75,8 +75,7 @@ class _Partials:
 
 
 class SplitSearch:
-    """Options that a better split may use, the best split and known paths. A split is an option
-    index per stage [p]."""
+    """Options of a better split, the best split (an option index per stage [p]) and known paths."""
 
     def __init__(self, problem: SearchProblem, choices: Choices) -> None:
         self.problem = problem

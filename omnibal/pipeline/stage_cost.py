@@ -198,12 +198,8 @@ class PerStepCosts:
         return np.maximum(self.gather_ms / self.buckets, self.gather_ms - hidden_ms)
 
     def first_waits_ms(self, first_start_ms: np.ndarray) -> np.ndarray:
-        """Return the wait for weights if chunks are gathered in sequence. [..., stages]
-
-        Args:
-            first_start_ms: start of each chunk's first forward without waits, [..., chunks,
-                stages].
-        """
+        """Return the wait for weights if chunks are gathered in sequence, given the starts of their
+        first forwards without waits, [..., chunks, stages]. [..., stages]"""
         chunks = first_start_ms.shape[-2]
         if not self.overlaps:
             return np.broadcast_to(self.gather_ms, first_start_ms[..., 0, :].shape)
@@ -212,12 +208,8 @@ class PerStepCosts:
         return np.maximum((there_ms - first_start_ms).max(axis=-2), 0)
 
     def chunks_exposed_ms(self, last_end_ms: np.ndarray) -> np.ndarray:
-        """Return the exposed reduction if each chunk's gradients are reduced after its last
-        backward. [..., stages]
-
-        Args:
-            last_end_ms: end of the last backward of every chunk, [..., chunks, stages].
-        """
+        """Return the exposed reduction if chunks are reduced after their last backwards, given the
+        ends of these, [..., chunks, stages]. [..., stages]"""
         finish_ms, chunks = last_end_ms.max(axis=-2), last_end_ms.shape[-2]
         if not self.overlaps:
             return np.broadcast_to(self.reduction_ms, finish_ms.shape) + self.tied_ms

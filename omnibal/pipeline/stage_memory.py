@@ -54,7 +54,7 @@ _LOOKED_AT = 9
 _DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
 """Random stage contents drawn for a table of one level, and of several."""
 _RECOMPUTING_ALL = 4
-"""Every fourth drawn stage recomputes all layers."""
+"""Every n-th drawn stage recomputes all layers."""
 _MOST_LAYERS = (4, 24)
 """Max layers per kind in drawn stages: shallow and deep."""
 
@@ -206,11 +206,7 @@ class MemoryTable:
     def peak_bytes(
         self, counts: np.ndarray, recomputed: np.ndarray, running: np.ndarray | None = None
     ) -> np.ndarray:
-        """Return the peak memory of a stage, including its state. [...]
-
-        Args:
-            running: result of `running_bytes`, if known. [..., passes]
-        """
+        """Return the peak memory with state, given `running_bytes` if known. [...]"""
         state = counts @ self.state_bytes - self.tied_bytes * holds_both_ends(self.kinds, counts)
         if running is None:
             running = self.running_bytes(counts, recomputed)
@@ -279,11 +275,7 @@ class MemoryTable:
         return most
 
     def stage_bytes(self, runs: Sequence[UnitRun]) -> np.ndarray:
-        """Return the max memory per pass for any placement of recomputed layers. [passes]
-
-        Args:
-            runs: the stage's units, in order.
-        """
+        """Return the max memory per pass of a stage's runs, in order. [passes]"""
         counts, recomputed = counts_of_runs(len(self.kinds), runs)
         others, own, most = np.zeros((3, len(self.working_bytes)))
         own_gradient = self.own_gradient_bytes.T[_last_kind(counts)]
@@ -667,8 +659,7 @@ def tied_gradient_bytes(cost: CostModel) -> np.ndarray:
 
 
 def _cut_bytes(cost: CostModel, largest: np.ndarray) -> np.ndarray:
-    """Return the largest micro-batch's P2P tensors by kind: input, its gradient, output, its
-    gradient. [4, kinds]"""
+    """Return the largest P2P tensors: input, its gradient, output, its gradient. [4, kinds]"""
     units = cost.units.values()
     sent = np.array([_largest_bytes(cost, unit.output_bytes, largest) for unit in units])
     back = np.array([_largest_bytes(cost, unit.output_gradient_bytes, largest) for unit in units])

@@ -92,8 +92,7 @@ class SearchProblem:
     numbers: StageNumbers | None = None
     """Recompute numbers with one level, or None if any layers may be recomputed."""
     slowness: np.ndarray | None = None
-    """Slowdown of every stage's passes, at least 1 so that bounds over units hold, or None if all
-    are equal. [p]"""
+    """Slowdown of every stage, at least 1 so that bounds over units hold, or None if equal. [p]"""
 
     @property
     def stages(self) -> int:

@@ -12,12 +12,8 @@ from omnibal.model.units import LANGUAGE_EMBED, unit_names
 def allowed_runs(
     model: ModelConfig, rules: StageRules, start: np.ndarray, end: np.ndarray
 ) -> np.ndarray:
-    """Return whether runs of units may be stages (the first, if `start` is 0). bool [runs]
-
-    Args:
-        start: position of the first unit, [runs].
-        end: position after the last unit, [runs].
-    """
+    """Return whether runs of units may be stages (the first, if `start` is 0), given the positions
+    of their first unit and after their last unit, [runs]. bool [runs]"""
     units = len(unit_names(model))
     embed = unit_names(model).index(LANGUAGE_EMBED)
     allowed = np.ones(len(start), bool)

@@ -68,11 +68,7 @@ class UnitRun:
 
 
 def unit_runs(kinds: Sequence[UnitKind], stage_at: Sequence[Stage]) -> tuple[UnitRun, ...]:
-    """Return a stage's runs of equal units, in model order.
-
-    Args:
-        stage_at: the stage with its recomputed layers at each level; `[stage]` for one level.
-    """
+    """Return a stage's runs of equal units in model order, given the stage at each level."""
     names = [kind.name for kind in kinds]
     again = [{unit for span in stage.recompute for unit in span.units} for stage in stage_at]
     units = [unit for span in stage_at[0].units for unit in span.units]

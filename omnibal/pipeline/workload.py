@@ -42,8 +42,7 @@ class Workload:
     samples: Mapping[str, SampleItems] = field(default_factory=dict)
     """Samples of every row, by feature of whole-sample data-parallel encoders."""
     encoding: Encoding | None = None
-    """Data-parallel encoders, also in the waits of `features`, or None if stages hold encoders, or
-    not chosen yet."""
+    """Data-parallel encoders, or None if stages hold encoders, or not chosen yet."""
 
     def __post_init__(self) -> None:
         if not len(self.level):
