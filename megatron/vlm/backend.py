@@ -269,16 +269,15 @@ def _repair_distributed_optimizer_load() -> None:
 
 
 def _repair_checkpoint_results_queue() -> None:
-    """Use a queue of threads in saves: core's process takes 5 s a rank, and cannot start if
-    forked."""
+    """Use a thread queue in saves: core's process takes 5 s a rank, and cannot start if forked."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
 
 
 def _repair_router() -> None:
-    """Let the router work without Transformer Engine: core 0.16.1 uses a name undefined without
-    it."""
+    """Let the router work without Transformer Engine, which core 0.16.1 uses an undefined name
+    for."""
     from megatron.core.transformer.moe import moe_utils
 
     vars(moe_utils).setdefault("te_general_gemm", None)

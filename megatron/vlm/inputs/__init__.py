@@ -1,1 +1,1 @@
-"""Packs of the plan to micro-batches."""
+"""Loading of the plan's packs as micro-batches."""

@@ -171,8 +171,8 @@ class MicroBatch:
         return replace(self, **gone)
 
     def split_items(self, feature: str, most: int) -> "list[MicroBatch]":
-        """Split by `feature` into parts of at most `most` items, or one larger image; at least
-        one."""
+        """Split by `feature` into at least one part, of at most `most` items or one larger
+        image."""
         if feature == "image_tokens":
             return self._split_images(most)
         count = {"tiles": self.tiles, "clips": self.clips}[feature]

@@ -54,7 +54,7 @@ class LossWeighting(StrEnum):
     SQRT = "sqrt"
     """1 / sqrt(n), between `token` and `sample`."""
     MICRO_BATCH = "micro-batch"
-    """1 / n for a micro-batch with n loss tokens: the mean of micro-batch means, by packing."""
+    """1 / n in a micro-batch with n loss tokens: mean of micro-batch means, depends on packing."""
     SUM = "sum"
     """As `token`, but undivided: gradients grow with the global batch."""
 
@@ -166,8 +166,8 @@ class PackDataset(torch.utils.data.Dataset):
             return error
 
     def load_items(self, row: int, items: Mapping[str, range]) -> MicroBatch:
-        """Read items of a pack, by feature and number, without tokens, with all images of a
-        sample."""
+        """Read items of a pack by feature and number, without tokens; image tokens read whole
+        samples."""
         nothing = whole_samples(np.zeros(0, np.int64))
         every = {**dict.fromkeys(_FEATURES, range(0)), **items}
         return self._load(row, _OwnPart(pieces=nothing, share=None, items=every))
@@ -305,8 +305,7 @@ class PackDataset(torch.utils.data.Dataset):
         )
 
     def _tiles(self, sample: Sample, tiles: int, own_tiles: range) -> list[np.ndarray]:
-        """Read own tiles; raises UnreadableFile for them, or when skipping for any image of the
-        sample."""
+        """Read own tiles; raises UnreadableFile for these, or when skipping for any image."""
         embeds = self.stage.holds("vision embed")
         if embeds and len(own_tiles) == tiles:
             found = self.reader.tiles(sample)
@@ -394,8 +393,7 @@ class PackDataset(torch.utils.data.Dataset):
     def _position_fields(
         self, drafts: Mapping[int, _Draft], texts: Mapping[int, EncodedSample], pieces: Pieces
     ) -> dict[str, Any]:
-        """Return image token positions and RoPE positions; samples not read use sample
-        positions."""
+        """Return image token and RoPE positions; samples that are not read use sample positions."""
         places, positions, start = [np.zeros(0, np.int64)], [np.zeros((3, 0), np.int64)], 0
         for sample, first, stop in _runs(pieces):
             of_sample = np.broadcast_to(np.arange(stop), (3, stop))
@@ -491,8 +489,8 @@ def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
 def _loss_fields(
     texts: Mapping[int, EncodedSample], pieces: Pieces, weighting: LossWeighting
 ) -> dict[str, torch.Tensor]:
-    """Return labels with weights by whole sample. A piece's last token predicts the next piece's
-    first."""
+    """Return labels with weights by whole sample. A piece's last label is the next piece's
+    token."""
     counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
     weight_of = dict(zip(texts, sample_loss_weights(counts, weighting), strict=True))
     places, labels, weights = [], [], []
@@ -514,7 +512,7 @@ def _loss_fields(
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:
     """Return the loss weight per token of every sample, float32 [samples]."""
-    counts = np.maximum(loss_tokens, 1).astype(np.float64)  # 0 has no negative power
+    counts = np.maximum(loss_tokens, 1).astype(np.float64)  # avoids division by 0
     match weighting:
         case LossWeighting.TOKEN | LossWeighting.SUM:
             weights = np.ones(len(counts))
@@ -532,8 +530,7 @@ Batches = Generator[MicroBatch, None, None]
 
 
 def load_batches(dataset: PackDataset, num_workers: int, device: torch.device) -> Batches:
-    """Load all micro-batches in order on `device`, ahead of use, by `num_workers` processes or a
-    thread."""
+    """Load all micro-batches in order on `device`, ahead of use. 0 workers use a thread."""
     copies = _DeviceCopies(device) if device.type == "cuda" else None
     begin = (lambda item: item) if copies is None else copies.begin
     with closing(read_ahead(dataset, num_workers, begin)) as items:

@@ -208,7 +208,7 @@ class StepShares:
             )
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
-        """Return row slices of this pipeline's packs by encoder, and empty slices up to
+        """Return row slices of this pipeline's packs by encoder, then empty ones to
         `micro_batches`."""
         own = np.flatnonzero(self.pipeline == self.ranks.pipeline)
         starts = self._starts

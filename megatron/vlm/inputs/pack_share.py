@@ -82,7 +82,7 @@ class ShareLayout:
 
     @classmethod
     def of(cls, share: Share, padding: int) -> "ShareLayout":
-        """Lay out a share with `padding` tokens at the end."""
+        """Return the layout of a share, with `padding` tokens at the end."""
         divided = share.pieces.divided
         is_own = share.pieces.rank == share.part
         own = share.pieces.take(is_own)
@@ -116,8 +116,8 @@ class Sharing:
     levels: Sequence[Level]
 
     def rows(self, scheduled: ScheduledPacks, first_step: int, last_step: int) -> np.ndarray:
-        """Return the rank's pack rows from `first_step` to before `last_step`, in order of its
-        slots."""
+        """Return the rank's pack rows in steps `first_step` to `last_step` (exclusive), in slot
+        order."""
         shares = shares_of(scheduled, self.levels)
         inside = (first_step <= shares.step) & (shares.step < last_step)
         return shares.pack[inside & (shares.dp_rank == self.dp_rank)]

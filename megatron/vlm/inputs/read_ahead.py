@@ -26,8 +26,8 @@ from omnibal.base.errors import UserError
 
 _PREFETCH = 4
 """Items prefetched per worker."""
-_POLL_S = 0.5  # until it is seen that a worker has died
-_RETRY_S = 0.005  # until a full queue is tried again
+_POLL_S = 0.5  # between checks for dead workers
+_RETRY_S = 0.005  # between tries of a full queue
 _NICE = 10
 """Niceness of workers: they use idle cores, as of a stage that waits, and yield at once."""
 _TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
@@ -113,7 +113,7 @@ class _Reading:
             # The frames hold the loader, which ends its workers when freed.
             traceback.clear_frames(frames)
         for worker in self._workers:
-            worker.kill()  # only one that did not end: a program waits for its children at exit
+            worker.kill()  # if it did not end: a program waits for its children at exit
 
     def _read_all(self) -> None:
         others = set(multiprocessing.active_children())
@@ -142,8 +142,8 @@ class _Reading:
                 pass
 
     def _abandoned(self) -> bool:
-        # After an exception the interpreter waits for this thread, which must end while workers can
-        # still be stopped.
+        # The interpreter waits for this thread after an exception: end while workers can be
+        # stopped.
         return self.closed.is_set() or not threading.main_thread().is_alive()
 
 
@@ -159,8 +159,7 @@ def _begin_worker(trainer: int, worker: int) -> None:
 
 
 def _end_with(trainer: int) -> None:
-    """End this worker with the trainer; torch's watch misses a trainer killed before worker
-    start."""
+    """End this worker with the trainer; torch's watch misses a trainer killed before its start."""
     while os.getppid() == trainer:
         time.sleep(_POLL_S)
     os._exit(1)

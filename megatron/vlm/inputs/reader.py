@@ -96,15 +96,13 @@ class SampleReader:
         return [_clip_count(one, sample, self.model.audio.frames) for one in sample.recordings]
 
     def audio_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Return positions of audio tokens in a pack, int64 [N], or None without an audio
-        encoder."""
+        """Return positions of audio tokens in a pack, int64 [N], or None without audio."""
         if not self.model.takes_audio:
             return None
         return (token_ids_S == self.tokenizer.audio_context).nonzero().squeeze(1)
 
     def image_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
-        """Return positions of image and video tokens in a pack, int64 [M], or None without
-        images."""
+        """Return positions of image and video tokens, int64 [M], or None without images."""
         rule = self.model.images
         if rule is not None:
             return self._shown_kinds(token_ids_S.numpy(), rule).nonzero().squeeze(1)
@@ -151,7 +149,7 @@ class SampleReader:
 
         Args:
             shown: result of `shown`, or its beginning.
-            times: times to read of every image and video, or None reads all.
+            times: times to read of every image and video, or None for all.
         """
         encoder = self.model.images
         assert encoder is not None, "the model takes images at their native resolution"
@@ -286,7 +284,7 @@ class SampleReader:
 
 
 def normalized(tiles: Sequence[np.ndarray | None], size: int) -> np.ndarray:
-    """Normalize tiles, float32 [T, C, P, P], or None becomes zeros."""
+    """Normalize tiles, float32 [T, C, P, P], with zeros for None."""
     mean, std = np.array(PIXEL_MEAN, np.float32), np.array(PIXEL_STD, np.float32)
     pixels_TCPP = np.zeros((len(tiles), 3, size, size), np.float32)
     for pixels_CPP, tile in zip(pixels_TCPP, tiles, strict=True):

@@ -1,1 +1,1 @@
-"""The model: a stage, how tensor-parallel ranks divide it, its first weights."""
+"""The model: stages, tensor-parallel sharding, initial weights."""

@@ -8,7 +8,7 @@ row-parallel linears. The thin activations between them are exchanged; with sequ
 replicated matrices see this rank's part of the sequence, and their gradients are summed over ranks.
 
 Shapes: S sequence, B batch, I inputs and O outputs of a linear on this rank, P outputs of a piece,
-r rank of an adapter, R ranks of all adapters of the linear together.
+r rank of an adapter, R total rank of the linear's adapters.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -206,10 +206,10 @@ def _exchanged(low_SBR: torch.Tensor, base: Any, *, divides_inputs: bool) -> tor
 
 
 class _Down(torch.autograd.Function):
-    """A linear's input, and its product with all A's: [S, B, I] and [S, B, R].
+    """Return a linear's input, and its product with all A's: [S, B, I] and [S, B, R].
 
-    Backward adds the product's gradient to the linear's own, where that is. The input is kept, and
-    no joined matrix.
+    Backward adds the product's gradient to the linear's own, if any. Keeps the input, not the
+    joined A.
     """
 
     @staticmethod
@@ -230,7 +230,7 @@ class _Down(torch.autograd.Function):
         low = gradient_SBR.reshape(-1, gradient_SBR.shape[-1])
         of_hidden = None
         if ctx.needs_input_grad[0]:
-            # It is the linear's alone, which has just made it.
+            # Only the linear has this gradient, which it has just made.
             gradient_SBI.view(-1, gradient_SBI.shape[-1]).addmm_(low, _below(matrices))
             of_hidden = gradient_SBI
         of_matrices = low.t() @ hidden_SBI.reshape(-1, hidden_SBI.shape[-1])
@@ -242,7 +242,7 @@ def _below(matrices: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Up(torch.autograd.Function):
-    """A linear's output with that of its adapters added, [S, B, O]."""
+    """Add the adapters' output to a linear's, [S, B, O]."""
 
     @staticmethod
     def forward(

@@ -29,7 +29,7 @@ from megatron.vlm.model.fused.rotary import (
 from megatron.vlm.model.image_places import ImageBorders
 from megatron.vlm.model.shared_attention import SharedAttention
 
-_HEAD_SIZE_MULTIPLE = 8  # that the packed kernel takes
+_HEAD_SIZE_MULTIPLE = 8  # required by the packed kernel
 _QUERIES_OF_A_MASK = 256
 """Maximum queries per mask, for pieces attended one at a time."""
 
@@ -89,7 +89,7 @@ class ClipAttention(TileAttention):
     """Whisper's attention, without bias of keys.
 
     Core's joint bias has keys too, initially zero. Attention does not depend on it, but Adam would
-    turn the rounding errors of its gradient into steps. The gradient is zeroed.
+    turn the rounding errors of its gradient into steps, so it is zeroed.
     """
 
     def __init__(self, *of_attention: Any, **more: Any) -> None:

@@ -152,8 +152,7 @@ class PlannedBlock(TransformerBlock):
         **unused: object,
     ) -> torch.Tensor:
         """Run [S, B, H] through all layers; called by core's forward in training."""
-        # Core's forward does not pass these. Read now, as other micro-batches run before
-        # recomputation.
+        # Core's forward does not pass these; read now, as recomputation runs after other forwards.
         scales_L2B, again = self._branch_scales_L2B, self.recompute_layers[self._level]
         routing, beside = self._routing, self._beside
         self._beside = Beside()  # so that its tensors go with their micro-batch

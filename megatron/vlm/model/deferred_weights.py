@@ -144,8 +144,7 @@ class DeferredWeights:
 
     @torch.no_grad()
     def add(self, late: list[LateProduct], *, is_last: bool) -> None:
-        """Run and drop products in order; collective over tensor-parallel ranks that divide the
-        sequence."""
+        """Run and drop products in order; collective over ranks that divide the sequence."""
         late.reverse()  # as each goes from the end
         ahead = late.pop().begin() if late else None
         while ahead is not None:

@@ -111,6 +111,6 @@ def scatter_gradients(
         every[:, entry].index_add_(0, gathering.wanted_W, gradient_WX)
     sent = every.new_empty((most, *every.shape[1:]))
     dist.reduce_scatter_tensor(sent, every[own_rows:], group=gathering.group)
-    own = every[:own_rows].clone()  # of which the others would keep the whole memory
+    own = every[:own_rows].clone()  # a view would keep the whole memory
     own.index_add_(0, gathering.sent_S, sent[: len(gathering.sent_S)])
     return own

@@ -289,8 +289,7 @@ def _weight_gradients(
 
 
 def _has_kernel(rows_RI: torch.Tensor, outputs: int) -> bool:
-    """Return whether torch has one kernel for all groups: bf16 on CUDA, widths in runs of 16
-    bytes."""
+    """Return whether torch has one kernel for all groups: bf16 on CUDA, widths multiples of 8."""
     is_wide = rows_RI.shape[-1] % 8 == 0 and outputs % 8 == 0
     return rows_RI.is_cuda and rows_RI.dtype == torch.bfloat16 and len(rows_RI) > 0 and is_wide
 

@@ -148,7 +148,7 @@ class Layer(TransformerLayer):
         normed_SBH, residual_SBH = add_and_norm(
             residual_SBH, branch, self.pre_mlp_layernorm.weights
         )
-        del output_and_bias, branch  # whose memory only some backwards need
+        del output_and_bias, branch  # only some backwards need this memory
         branch = self.mlp_bda(*self._feed_forward(normed_SBH, routing), mlp_scale_B)
         return add(residual_SBH, branch), None
 

@@ -102,8 +102,7 @@ class _Units:
         self.units.append(unit)
 
     def _divided(self, parameters: Sequence[torch.nn.Parameter]) -> list[FlatWeights]:
-        """Shard a unit's parameters by type, by expert or dense ranks, by trained, and the tied
-        matrix alone."""
+        """Shard a unit's parameters by type, ranks and training, and the tied matrix separately."""
         alike: dict[tuple[bool, bool, torch.dtype, bool], list[torch.nn.Parameter]] = {}
         for parameter in parameters:
             # Core's marks of expert parameters, and of a tied matrix, which two stages shard alike.

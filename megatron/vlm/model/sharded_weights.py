@@ -168,7 +168,7 @@ class ShardedUnit:
     flats: tuple[FlatWeights, ...]
     """Weights used by the unit."""
     reduced: tuple[FlatWeights, ...]
-    """Trained weights with complete gradients after its backward; not if an earlier unit shares
+    """Trained weights with complete gradients after its backward, unless an earlier unit uses
     them."""
     gathers_again: bool
     """Whether its backward reads weights."""

@@ -295,11 +295,10 @@ class VLMStage(MegatronModule):
     def add_features(
         self, batch: MicroBatch, features_KE: torch.Tensor, hidden_S1E: torch.Tensor
     ) -> torch.Tensor:
-        """Add features to the hidden states of their tokens, of which there may be this rank's part
-        of the sequence alone: [S, 1, E]."""
+        """Add features to the hidden states of their tokens (this rank's part), [S, 1, E]."""
         places_M = batch.image_positions_M
         assert places_M is not None
-        # Put in their places as at the language embed, so that gradients come back whole.
+        # Placed as at the language embed, so that gradients come back whole.
         tokens = len(hidden_S1E) * self.sequence_parts
         whole_S1E = features_KE.new_zeros((tokens, 1, features_KE.shape[1]))
         whole_S1E.index_put_((places_M, torch.zeros_like(places_M)), features_KE)
@@ -308,8 +307,7 @@ class VLMStage(MegatronModule):
         return hidden_S1E + whole_S1E
 
     def packing(self, batch: MicroBatch, padding: int = 0) -> dict[str, Any]:
-        """What language layers need to know of the samples, and of padding after them as one more,
-        by core's names, for one micro-batch."""
+        """Return language layers' arguments about samples and trailing padding, by core's names."""
         device, share = current_device(), batch.share
         packed = batch.packed_seq_params(device, padding)
         first, shared = None, None
@@ -327,7 +325,7 @@ class VLMStage(MegatronModule):
         return {"rotary_pos_emb": turned_by, "packed_seq_params": shared or packed}
 
     def routing(self, batch: MicroBatch, padding: int = 0) -> Routing | None:
-        """What routers need to know of a micro-batch; None where no layer has experts."""
+        """Return the routers' inputs from a micro-batch, or None without experts."""
         if self.config.num_moe_experts is None:
             return None
         padding_S = None
@@ -539,7 +537,7 @@ def _freeze(stage: VLMStage, plan: Plan) -> None:
         modules[projector_name(stage.model_config, name)] = (units.projector,)
     adapted = () if plan.adapters is None else plan.adapters.parts
     for part in (*plan.frozen, *adapted):
-        for module in modules.get(part, ()):  # of data-parallel encoders, elsewhere
+        for module in modules.get(part, ()):  # empty for data-parallel encoders
             if module is not None:
                 module.requires_grad_(False)
     if plan.adapters is not None:

@@ -59,7 +59,7 @@ class VisionProjector(MegatronModule):
         self.linear_fc1, self.linear_fc2 = projector_linears(config, tp_group, wide, width, width)
 
     def forward(self, hidden_VTH: torch.Tensor) -> torch.Tensor:
-        """Project [V, T, H] to [K, E]; the class token is dropped, tiles stay in order."""
+        """Project [V, T, H] to [K, E], dropping the class token; tiles stay in order."""
         folded = rearrange(
             hidden_VTH[1:],
             "(row r column c) t h -> (t row column) (r c h)",

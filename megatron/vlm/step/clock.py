@@ -31,8 +31,7 @@ Interval = tuple[Phase, float]
 
 
 class PhaseClock:
-    """Clock of the milliseconds between phase switches; CUDA events are read at the end of a
-    step."""
+    """Clock of milliseconds between phase switches; CUDA events are read at the end of a step."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[Phase | None, Any]] = []

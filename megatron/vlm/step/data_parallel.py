@@ -19,8 +19,7 @@ from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
 
 RunMicroBatches = Callable[[Callable[[int], None] | None], list[torch.Tensor]]
-"""Function that runs a step's micro-batches, and calls its argument before each chunk's last
-backward."""
+"""Function that runs a step's micro-batches; calls its argument before a chunk's last backward."""
 
 
 PassKind = Literal["forward", "backward", "both"]
@@ -54,8 +53,7 @@ class DataParallel(ABC):
 
     @abstractmethod
     def grad_norm(self) -> float:
-        """Return the norm of all ranks' gradients, not finite if any gradient is not;
-        collective."""
+        """Return the norm of all ranks' gradients, not finite if any is not; collective."""
 
     @abstractmethod
     def step(self, clip_grad: float, grad_norm: float) -> None:

@@ -54,7 +54,7 @@ class Encoders:
 
     @contextmanager
     def whole(self, encodes: bool) -> Iterator[None]:
-        """Gather all weights if this rank encodes, as ranks validate with different item counts;
+        """Gather all weights if this rank encodes, as item counts differ in validation;
         collective."""
         if self.sharded is None:
             yield
@@ -64,7 +64,7 @@ class Encoders:
 
     @torch.no_grad()
     def encode(self, batch: MicroBatch) -> dict[str, torch.Tensor]:
-        """Return features of all items by encoder without an exchange, in passes as large as in
+        """Return features of all items by encoder, without an exchange, in passes as in
         training."""
         features = {}
         for name, encoder in self.stage.model_config.encoders.items():
@@ -222,7 +222,7 @@ class EncoderStep:
             self._features.put(micro_batch, message)
 
     def finish(self) -> None:
-        """Return gradients and run this rank's backward, after the stage's last operation."""
+        """Send gradients back and run this rank's backward, after the stage's last operation."""
         if self._encoders.trained:
             self._backward()
         self._clock.switch(Phase.EXCHANGE)
@@ -318,8 +318,7 @@ class EncoderStep:
         features = [made[name] for name in self._encoders.made[planned.encoder]]
         if len(features) == 1:
             return features[0]
-        # Rows of an item are adjacent; not a view, which would keep memory with a kept pass's
-        # graph.
+        # Rows of an item are adjacent. Not a view, which would keep memory in a kept graph.
         rows_SE = torch.stack(features, 1).flatten(0, 1)
         return make_viewless_tensor(rows_SE, requires_grad=rows_SE.requires_grad, keep_graph=True)
 
@@ -336,7 +335,7 @@ def _parts(rows_RE: torch.Tensor, features: int) -> Sequence[torch.Tensor]:
 
 
 def _sliced(rows_RE: torch.Tensor, slices: Sequence[slice]) -> torch.Tensor:
-    """Return the rows of these slices, concatenated. A permutation of all rows."""
+    """Return the rows of these slices, concatenated: all rows in another order."""
     return rows_RE if len(slices) < 2 else torch.cat([rows_RE[one] for one in slices])
 
 

@@ -97,8 +97,8 @@ def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Qu
 def _waves(
     questions: Sequence[_Question], caps: Caps, micro_batches: int, room: int
 ) -> Iterator[list[list[_Question]]]:
-    """Split questions into waves of a few pipelines of micro-batches within the caps, if they
-    fit."""
+    """Split questions into waves of a few pipelines of micro-batches, within the caps if
+    possible."""
     groups: list[list[_Question]] = []
     filled: Counter[str] = Counter()
     for question in questions:

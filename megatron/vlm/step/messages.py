@@ -7,17 +7,14 @@ gloo or NCCL:
 - A stage waits for a message until its sender reaches it. Earlier messages of the channel were sent
   before. `OperationGraph` has checked that the operation lists have no cycle of waits.
 - A send may wait until the channel's previous message has left, at the latest when its receiver
-  takes
-  it. `StepMessages.sends_wait` is set if the waits still have no cycle, as in all planned
-  schedules;
-  then a channel keeps one message in memory. Otherwise sends never wait.
-- Under NCCL a pending receive is a spinning kernel, which blocks device-wide waits: a kernel's
-  first
-  launch (loading), and memory returned to the driver. First launches are in every chunk's first
-  forward and backward. Pending messages must not depend on such a launch, so each is requested only
-  after `after`: the last first launch before its use that it depends on. It is never requested at
-  the first launch of the operation that took the previous message. Later, only two neighbours that
-  both wait for their devices could deadlock; scripts/job.sh's settings prevent that.
+  takes it. `StepMessages.sends_wait` is set if these waits add no cycle, as in all planned
+  schedules; then a channel keeps one message in memory. Otherwise sends never wait.
+- Under NCCL a pending receive is a spinning kernel, which blocks device-wide waits: loading a
+  kernel at its first launch, and returning memory to the driver. First launches are in every
+  chunk's first forward and backward. Pending messages must not depend on such a launch, so each is
+  requested only after `after`: the last first launch before its use that it depends on. It is never
+  requested at the first launch of the operation that took the previous message. Later, only two
+  neighbours that both wait for their devices could deadlock; scripts/job.sh's settings prevent it.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -50,8 +47,10 @@ class Message:
     """Cut between parts `cut` and `cut` + 1."""
     micro_batch: int
     after: int | None
-    """Operation of the receiver to launch before the receive, or -1, or None for the first
-    message."""
+    """Position of the receiver's operation to launch before the receive, or -1.
+
+    None for a channel's first message, which is requested on use.
+    """
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -146,8 +145,8 @@ class _Flows:
     def asked(self, waits: _Waits) -> dict[Channel, list[int | None]]:
         """Return the operation to launch before each receive, or None for first messages.
 
-        First launches that the message does not depend on, or that took the previous message, are
-        later.
+        It precedes first launches that the message does not depend on, except the launch of the
+        operation that took the previous message.
         """
         needs = self._launches_needed(waits)
 
@@ -191,7 +190,7 @@ class _Flows:
             for one in ones:
                 after[one].append(waiting)
         order = [number for number, count in enumerate(missing) if not count]
-        for number in order:  # which grows meanwhile
+        for number in order:  # grows in the loop
             for waiting in after[number]:
                 missing[waiting] -= 1
                 if not missing[waiting]:

@@ -21,8 +21,8 @@ class DataParallelOverlap:
     """Exchanges of one stage's gradients and weights with its data-parallel ranks.
 
     Args:
-        models: chunks in model order, with overlap and `align_param_gather`, and equal on all
-            ranks.
+        models: chunks in model order, with equal weights on all ranks, and made with
+            `overlap_grad_reduce`, `overlap_param_gather` and `align_param_gather`.
     """
 
     def __init__(self, models: Sequence[DistributedDataParallel]) -> None:
@@ -57,7 +57,7 @@ class DataParallelOverlap:
             if deferred is not None:
                 deferred.on_gradient = partial(self._on_gradient, chunk)
             for unit in _units(model.module):
-                # Core's hooks wait for the called module's parameters, but fused operations use
+                # Core's hooks wait for the called module's parameters; fused operations use
                 # uncalled norms.
                 own = {self._bucket_of[p] for p in unit.parameters() if p in self._bucket_of}
                 unit.register_forward_pre_hook(partial(self._wait_for, own))
@@ -65,8 +65,8 @@ class DataParallelOverlap:
 
     @contextmanager
     def reducing(self) -> Iterator[None]:
-        """Run a step's micro-batches inside and begin the remaining reductions; core's own
-        counts stay off."""
+        """Run a step's micro-batches inside and begin the remaining reductions; core does not
+        count."""
         self._missing = [set(bucket.params) for bucket in self._buckets]
         self._begun = 0
         with ExitStack() as without_sums:
@@ -78,7 +78,7 @@ class DataParallelOverlap:
         self._begin_up_to(len(self._buckets))
 
     def before_last_backward(self, chunk: int) -> None:
-        """Mark gradients of a chunk as ready once added to their bucket, for the last time if
+        """Mark a chunk's gradients as ready once added to their bucket, for the last time if
         deferred."""
         self._in_last.add(chunk)
 

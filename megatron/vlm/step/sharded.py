@@ -168,7 +168,7 @@ class ShardedStage(torch.nn.Module):
     def begin_pass(
         self, tower: str | None = None, *, forward: bool = True, backward: bool = True
     ) -> None:
-        """Begin a pass of a forward, a backward or both, of one tower or all; ends the previous
+        """Begin a pass of a forward, a backward or both, of one tower or all; end the previous
         pass."""
         self.finish_pass()
         kind = tower, forward, backward
@@ -185,8 +185,7 @@ class ShardedStage(torch.nn.Module):
 
     @contextmanager
     def whole(self, stays: bool) -> Iterator[None]:
-        """Gather all weights for forwards without gradients and keep them if `stays`;
-        collective."""
+        """Gather all weights for forwards without gradients, kept if `stays`; collective."""
         self.finish_pass()
         for flat in self.weights.flats:
             work = flat.begin_gather()
@@ -227,7 +226,7 @@ class ShardedStage(torch.nn.Module):
     def _before_forward(self, number: int, *_: Any) -> None:
         if self._is_whole:
             return
-        if self._goes_back:  # a layer that is recomputed
+        if self._goes_back:  # a recomputed layer
             self._before_backward(number)
         elif self._computing != number:
             self._enter(number, self._pass.first_gathers[number])

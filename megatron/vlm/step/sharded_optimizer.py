@@ -18,7 +18,7 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.model.sharded_weights import FlatWeights, MainRange
 from megatron.vlm.step.sharded import FlatGradients
 
-_CLIP_MARGIN = 1e-6  # core's, so that it clips alike
+_CLIP_MARGIN = 1e-6  # as core's
 
 
 class ShardedAdam:
@@ -61,7 +61,7 @@ class ShardedAdam:
         partial = [
             one.main.grad
             for one in self.ranges
-            # Core's mark of them.
+            # Core's mark of sequence-parallel parameters.
             if vars(one.own.parameter).get("sequence_parallel", False)
         ]
         if self._tensor_group.size() == 1 or not partial:

@@ -54,7 +54,7 @@ from omnibal.model.units import LANGUAGE, deepstack_of, unit_kinds
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import encoders_stage
 
-_SMALLEST_WEIGHT = 1e-12  # divides by no zero where no token carries loss
+_SMALLEST_WEIGHT = 1e-12  # avoids division by 0 without loss tokens
 _log = logging.getLogger(__name__)
 
 
@@ -251,8 +251,7 @@ def build_trainer(
     *,
     provider: Provider = "local",
 ) -> Trainer:
-    """Build this rank's stage with its initial weights, for a run of `steps`; collective over
-    all ranks."""
+    """Build this rank's stage with its initial weights, for a run of `steps`; collective."""
     links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     is_sharded = plan.parallel.sharded > 1
@@ -457,8 +456,7 @@ def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
 
 
 def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:
-    """Return this stage's copies of a tied matrix with their group, or None; collective over all
-    ranks."""
+    """Return this stage's copies of a tied matrix with their group, or None; collective."""
     stages = [links.stage_of(part) for part in tied_copies(plan)]
     if len(set(stages)) == 1:
         return TiedCopies(None) if links.rank in stages else None
@@ -515,8 +513,7 @@ def train_step(
     trainer.zero_gradients()
     seen = SeenBatches(reads_once=trainer.encoders is not None)
     losses = trainer.run_step(seen.count(batches), clock)
-    # Every stage needs the weight sum. Stages wait for each other here, not in the optimizer's
-    # time.
+    # Every stage needs the weight sum. Stages also wait here, outside the optimizer's phase.
     clock.switch(Phase.WAIT)
     sums = global_sums(trainer.links, losses, seen, stop_requested)
     clock.switch(Phase.OPTIMIZER)

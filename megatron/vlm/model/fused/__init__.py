@@ -1,1 +1,1 @@
-"""Element-wise operations of a layer, with backwards of their own, compiled on a CUDA device."""
+"""Element-wise operations of a layer with custom backwards, compiled on a CUDA device."""

@@ -24,8 +24,7 @@ class Gelu(Enum):
 
 
 def swiglu(inner_RI: torch.Tensor, bias_I: torch.Tensor | None = None) -> torch.Tensor:
-    """Return silu(gate) * value (Shazeer 2020, arXiv 2002.05202) after adding the bias: [...,
-    2F] to [..., F]."""
+    """Return silu(gate) * value (arXiv 2002.05202) of inner + bias: [..., 2F] to [..., F]."""
     if inner_RI.is_cuda:
         return Swiglu.apply(inner_RI, bias_I)
     return _eager_swiglu(inner_RI, bias_I)

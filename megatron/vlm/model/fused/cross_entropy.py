@@ -60,7 +60,7 @@ def _partial(
         zeros_L = own_LW.sum(1)
         return zeros_L - torch.inf, torch.stack((zeros_L, zeros_L))
     largest_L = own_LW.amax(1)
-    shift_L = largest_L.clamp_min(torch.finfo(torch.float32).min)  # where all are minus infinity
+    shift_L = largest_L.clamp_min(torch.finfo(torch.float32).min)  # if all are minus infinity
     sums_L = torch.exp(own_LW - shift_L.unsqueeze(1)).sum(1)
     own_labels_L = labels_L - first
     is_own_L = (own_labels_L >= 0) & (own_labels_L < count)

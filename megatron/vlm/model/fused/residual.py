@@ -40,8 +40,7 @@ def norm(hidden_SBH: torch.Tensor, weights: NormWeights) -> torch.Tensor:
 def norm_and_residual(
     hidden_SBH: torch.Tensor, weights: NormWeights
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normalise every position; also return the input as residual, so that backward adds
-    gradients."""
+    """Normalise every position; also return the input, so that backward fuses both gradients."""
     if hidden_SBH.is_cuda:
         return NormAndResidual.apply(hidden_SBH, *_parts(weights))
     return _eager_norm(hidden_SBH, weights), hidden_SBH
@@ -260,7 +259,7 @@ def _kept_of_branch(output_SBH, bias_H, scale_H, tile_scale_B):
 
 def _gradients_of_norm(gradient_SBH, passed_SBH, hidden_SBH, moments_MSB, weight_H):
     """Return the gradients of the norm's input, with `passed` added, and of its weights."""
-    if gradient_SBH is None:  # nothing that carries loss went through the norm
+    if gradient_SBH is None:  # no loss went through the norm
         return passed_SBH, None, None
     result_SBH, weights_MH = _norm_backward(
         gradient_SBH.contiguous(), _contiguous(passed_SBH), hidden_SBH, moments_MSB, weight_H
