@@ -1,7 +1,4 @@
-"""The Python interface: typed, silent functions equal to the commands (docs/python.md).
-
-Mistakes in arguments or files raise `UserError`.
-"""
+"""The Python interface: typed, silent functions equal to the commands (docs/python.md)."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -49,7 +46,7 @@ def read_lengths(*paths: Path | str) -> Lengths:
 def pack(
     lengths: Lengths, max_tokens: int, *, seed: int = 0, limits: Mapping[str, int] | None = None
 ) -> Packs:
-    """Pack all samples into about the fewest packs.
+    """Pack all samples into nearly the fewest possible packs.
 
     Args:
         max_tokens: max per pack.
@@ -77,11 +74,11 @@ def training_job(
     Args:
         model: a preset, a hub id, or a model's TOML file, config.json or folder.
         cluster: a preset or a TOML file.
-        parallel: parallel sizes; None for the smallest, before a search.
+        parallel: parallel sizes, by default the smallest, before a search.
         frozen: untrained parts of the model, such as "vision".
         adapters: trained with frozen base matrices, of parts not in `frozen`.
         profile: measured costs, in place of counted ones.
-        trainer: another trainer to plan for, such as "ms-swift"; None for this project's.
+        trainer: another trainer to plan for, such as "ms-swift".
     """
     if trainer is not None:
         _check_known("trainer", trainer, list(TargetName))
@@ -142,7 +139,6 @@ def export_plan(
     """Write a plan as the files, flags and command of another trainer.
 
     Args:
-        directory: of the plan.
         to: folder to make.
         trainer: defaults to the trainer that the plan was made for.
         data: annotation file, or meta JSON, from which the lengths were scanned.
@@ -191,7 +187,7 @@ def report_plan(
     directory: Path | str, output: Path | str, *, run: Path | str | None = None
 ) -> Path:
     """Write the report page of a plan and its run."""
-    from omnibal.report.page import write_report  # it draws, for which others need not wait
+    from omnibal.report.page import write_report  # slow import: matplotlib
 
     page = Path(output)
     check_files({"output": page}, plan_files(Path(directory)))

@@ -1,7 +1,6 @@
-"""The `omnibal` command: parse, call the library, print.
+"""The `omnibal` command: results on stdout (tables or `--json`), progress and errors on stderr.
 
-Results go to stdout (tables or `--json`), progress and errors to stderr. Imports for a single
-command are inside its function, to keep `omnibal --help` fast.
+Imports for a single command are inside its function, to keep `omnibal --help` fast.
 """
 
 import sys

@@ -29,7 +29,7 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
         console.print(part, markup=False, soft_wrap=isinstance(part, str))
 
 
-_SECONDS_BETWEEN_LINES = 30.0  # of progress, where no terminal shows a bar
+_SECONDS_BETWEEN_LINES = 30.0  # progress without a terminal
 
 
 class _RateColumn(bars.ProgressColumn):
@@ -39,10 +39,7 @@ class _RateColumn(bars.ProgressColumn):
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show progress on stderr, a bar on terminals and else a line about every 30 seconds.
-
-    Yields a function to call with the newly done amount.
-    """
+    """Yield a function to advance progress on stderr: a bar, or lines about every 30 seconds."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield progress_lines(title, total)

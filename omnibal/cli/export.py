@@ -108,5 +108,5 @@ def _is_parquet(path: Path) -> bool:
     try:
         with path.open("rb") as file:
             return file.read(len(_PARQUET)) == _PARQUET
-    except OSError:  # of which the reader of the data tells
+    except OSError:  # reported by the data's reader
         return False

@@ -72,7 +72,7 @@ def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
-    """Return every level of a plan for JSON; a plan without levels has one of context size 1.
+    """Return every level of a plan for JSON, by default of context size 1.
 
     Packs and samples are of all epochs, or None for a plan of shapes only.
     """

@@ -20,11 +20,7 @@ MixtureOption = Annotated[
 
 
 def mixed(lengths: Lengths, mixture: Path | None, seed: int) -> tuple[Lengths, tuple[int, ...]]:
-    """Draw a mixture and warn on stderr about unreachable shares.
-
-    Returns:
-        Lengths, unchanged without a mixture, and samples available per source.
-    """
+    """Draw a mixture, if given; return samples per source too, and warn of unreachable shares."""
     if mixture is None:
         return lengths, ()
     rules = read_mixture(mixture)

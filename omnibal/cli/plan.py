@@ -359,7 +359,7 @@ def _check_options(context: typer.Context, data: DataOptions, partition: Placeme
         source = context.get_parameter_source(name)
         if source is not None and source.name == "COMMANDLINE":
             text, value = options[name], context.params[name]
-            if value is False:  # the other name of the two that such an option has
+            if value is False:  # the option's negative name
                 text = text.replace("--", "--no-", 1)
             elif value is not True and not isinstance(value, list):
                 text = f"{text} {value}"

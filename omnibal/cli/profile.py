@@ -42,7 +42,7 @@ from omnibal.report import command_tables
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.cost.profile import Profile
 
-_MOST_REPETITIONS = 10_000  # hours of timing; a larger number is a slip
+_MOST_REPETITIONS = 10_000  # hours of timing; more is a typo
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class MeasureOptions:
 
 
 def _require_both_or_none(values: Mapping[str, object], reason: str) -> None:
-    """Raise if only one of two options is given."""
+    """Raise unless both or neither option is given."""
     given = [name for name, value in values.items() if value is not None]
     missing = [name for name, value in values.items() if value is None]
     if given and missing:

@@ -125,10 +125,8 @@ def run(
 
 
 def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
-    """Run the steps as processes, from the first that is not done.
-
-    A done step counts while the data and all earlier commands are unchanged.
-    """
+    """Run the steps as processes, skipping done steps while data and earlier commands are
+    unchanged."""
     about = data.stat() if data.exists() else None
     of_data = "# no data" if about is None else f"# data {about.st_size} {about.st_mtime_ns}"
     earlier = done.read_text().splitlines() if done.exists() else []

@@ -31,10 +31,8 @@ _META = ".nv-meta"
 def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     """Return the pack of every line, int64 [lines], so that rank r reads packs r, r + ranks, ...
 
-    A rank's last pack is repeated, to be read last, up to a multiple of its loader processes.
-
-    Args:
-        workers: loader processes per rank; 0 and 1 are equivalent.
+    A rank's last pack is repeated, to be read last, up to a multiple of its loader processes
+    (`workers`, 0 as 1).
     """
     each, workers = packs // ranks, max(workers, 1)
     rounds = -(-each // workers)
@@ -64,7 +62,7 @@ class _Stored:
     parts: tuple[str, ...]
     """Parts of member names behind the key, the record first."""
     files: tuple[Path, ...]
-    """Files to be stored under these parts, except the record; empty in a shard."""
+    """Files to be stored under these parts, except the record, or empty in a shard."""
 
 
 def _find_members(annotations: Annotations, index: int) -> _Stored:
@@ -81,7 +79,7 @@ def _find_members(annotations: Annotations, index: int) -> _Stored:
 
 
 def energon_files(given: ExportInput) -> Mapping[str, Writer]:
-    """Return the files by which Energon reads the plan's packs, or nothing without samples."""
+    """Return Energon's files for the plan's packs, or nothing without samples."""
     order, annotations = whole_steps(given), given.annotations
     if order is None or annotations is None:
         return {}

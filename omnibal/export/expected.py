@@ -24,7 +24,7 @@ class Expected(Frozen):
     dropped_packs: int
     """Packs of a dropped incomplete last step."""
     dropped_samples: int
-    """Samples dropped, including those in no step of the plan."""
+    """Samples dropped, including samples in no step of the plan."""
     step_ms: float
     samples_per_second: float | None
     samples_per_second_per_gpu: float | None

@@ -1,8 +1,4 @@
-"""The result of an export: files, training command and limitations.
-
-A trainer's module has `export(given: ExportInput) -> Exported`; `omnibal.export.directory` writes
-all files or none.
-"""
+"""The result of a trainer module's `export(given: ExportInput) -> Exported`."""
 
 import json
 from collections.abc import Callable, Mapping

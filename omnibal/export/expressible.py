@@ -1,4 +1,4 @@
-"""Parts of a plan that a trainer cannot express; none after `omnibal plan --for`."""
+"""Parts of a plan that a trainer cannot express (never after `omnibal plan --for`)."""
 
 from collections.abc import Iterator
 

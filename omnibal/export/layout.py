@@ -75,8 +75,7 @@ class Layout:
 
     @property
     def ends(self) -> tuple[int, int] | None:
-        """Layers of the first and last stage, or None if others differ or stages have several
-        chunks."""
+        """Layers of the first and last stage, or None if others differ or chunks are several."""
         layers = self.layers
         between = set(layers[1:-1])
         if self.pipeline < 2 or self.virtual > 1 or not all(layers) or len(between) > 1:
@@ -139,8 +138,7 @@ def parse_layout(given: str | Sequence[Sequence[str]], pipeline: int) -> Layout:
 
 
 def _letters_of(text: str) -> tuple[Chunk, ...]:
-    """Return the letters of a string's chunks, with repeats expanded by two substitutions, groups
-    first, so groups cannot nest."""
+    """Return the letters of a string's chunks. Groups expand first and cannot nest."""
     if len(text) > _MOST_LETTERS:
         raise UserError(
             f"the layout {_shown(text)} has {len(text):,} letters; write at most "

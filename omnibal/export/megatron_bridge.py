@@ -101,7 +101,7 @@ def _sizes(plan: Plan) -> Mapping[str, Any]:
 
 
 def _split(layout: Layout) -> Mapping[str, Any]:
-    """Return all split fields, resetting unused ones that a recipe may have set."""
+    """Return all split fields, resetting unused fields that a recipe may have set."""
     ends = None if layout.is_even else layout.ends
     in_full = ends is None and not layout.is_even
     has_chunks = layout.virtual > 1

@@ -140,7 +140,7 @@ def command(lines: Iterable[str]) -> str:
 
 
 def padding_sentences(batch: Batch, why: str) -> Iterator[str]:
-    """Yield the cost of padding every pack to the longest, or nothing if all are as long."""
+    """Yield the cost of padding every pack to the longest, or nothing if all are equal."""
     if batch.fullness == 1:
         return
     filled = f"{100 * batch.fullness:.1f} % of the {batch.sequence_length:,}"

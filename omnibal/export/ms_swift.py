@@ -112,7 +112,7 @@ def _steps(given: ExportInput, name: str) -> Flags:
 
 
 def _data_flags(given: ExportInput) -> Flags:
-    """Return flags for ordered rows packed in sequence; an unusable row aborts the run."""
+    """Return flags for ordered rows packed in sequence. An unusable row aborts the run."""
     length = str(given.longest_pack)  # next fit ends every pack of the plan where it ends there
     rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
     return {
@@ -216,7 +216,7 @@ def _truth(value: bool) -> str:
 
 
 def _command(plan: Plan, program: str, flags: Flags) -> str:
-    """Return shell lines; the user fills in the model's folder."""
+    """Return shell lines, with a placeholder for the model's folder."""
     per_node, nodes = devices_and_nodes(plan)
     environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
@@ -228,7 +228,7 @@ def _command(plan: Plan, program: str, flags: Flags) -> str:
 
 
 def _image_sizes(plan: Plan) -> Flags:
-    """Return variables by which ms-swift resizes images as counted."""
+    """Return ms-swift's image resize variables, as counted."""
     sizes: dict[str, str] = {}
     for tower in plan.model.encoders.values():
         if isinstance(tower, TilesEncoder):

@@ -19,7 +19,7 @@ from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Turn
 from omnibal.data.stored_files import StoredFile
 
 _TYPED_BYTES = 10 << 20
-"""Bytes of a file from which column types are inferred."""
+"""Bytes of a file read for column type inference."""
 _ROLES = frozenset(("system", "user", "assistant"))
 _LOSS = "loss"
 Row = dict[str, Any]
@@ -69,7 +69,7 @@ def _plain_row(stored: StoredRecord) -> Row | None:
     """Return a record that is already a valid row, or None if it must be rewritten."""
     try:
         record = json.loads(stored.content)
-    except (ValueError, RecursionError):  # which reading it as a sample tells of
+    except (ValueError, RecursionError):  # reported when read as a sample
         return None
     if not isinstance(record, dict) or not {"messages"} <= set(record) <= {"messages", "images"}:
         return None

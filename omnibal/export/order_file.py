@@ -35,9 +35,9 @@ def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
 def record_numbers(
     order: ReadingOrder, lengths: Lengths, annotations: Annotations | None
 ) -> np.ndarray | None:
-    """Return the record number in its file of every row, int64 [rows].
+    """Return every row's record number in its file, int64 [rows].
 
-    Without samples, the index within its source, or None if several sources had skipped records.
+    Without data, the index within its source, or None if several sources had skipped records.
     """
     numbers = sample_numbers(order, lengths)
     if annotations is not None:

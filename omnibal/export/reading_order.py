@@ -61,9 +61,6 @@ class ReadingOrder:
 
 
 def packs_per_step(data: DataPlan, ranks: int) -> int:
-    """Return a trainer's global batch in packs: all data-parallel ranks' in a full step.
-
-    Epochs of fewer packs are one step each, with equal numbers on all ranks.
-    """
+    """Return the global batch in packs. Short epochs are one step with equally loaded ranks."""
     packs = data.packs // data.epochs
     return size_of_step(packs, data.packs_per_step, ranks) or data.packs_per_step

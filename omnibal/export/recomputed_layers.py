@@ -1,7 +1,4 @@
-"""Recomputed layers as numbers for other trainers (Megatron's method `block`).
-
-First `n` layers of each stage or chunk, or all if it has fewer.
-"""
+"""Recomputed layers as numbers for Megatron's `block`: the first `n` of each stage or chunk."""
 
 from collections.abc import Sequence
 

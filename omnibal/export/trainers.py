@@ -35,7 +35,7 @@ def export_of(
     """Make a plan's files for a trainer, not yet written.
 
     Args:
-        data: annotation file or meta JSON; None to omit files that name samples.
+        data: annotation file or meta JSON. None omits files that name samples.
         folder: destination.
         workers: loader processes of every rank, if files depend on them.
     """

@@ -136,7 +136,7 @@ def _datasets(given: ExportInput) -> Iterator[str]:
 
 
 def _roots(annotations: Annotations) -> dict[Path, Path]:
-    """Return each annotation file's image root; a file is an XTuner dataset."""
+    """Return the image root of each annotation file (a dataset in XTuner)."""
     pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
     roots: dict[Path, Path] = {}
     paths = _paths(annotations)

@@ -161,11 +161,7 @@ def _check_fewest(data: DataPlan) -> list[str]:
 
 
 def open_portion(files: PlanFiles, step: int) -> tuple[range, ScheduledPacks, Lengths]:
-    """Read and check the portion trained from `step` on.
-
-    Returns:
-        Steps of its packs, the packs (steps counted through the run), lengths.
-    """
+    """Read and check the portion trained from `step` on; return its steps, packs and lengths."""
     data = files.plan.data
     if data is None or not data.portions:
         packs, lengths = files.steps

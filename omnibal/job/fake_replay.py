@@ -1,7 +1,6 @@
 """Stages run on a fake device: allocated bytes, launched operations and reads, without timing.
 
-`tools/replay.py --fake-device` runs the trainer's step at real size with tensors without data,
-one file per stage. Times are rooflines at the cluster's rates.
+`tools/replay.py --fake-device` writes a file per stage. Times are rooflines.
 """
 
 from collections.abc import Iterable
@@ -26,7 +25,7 @@ from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 
 COMPUTING = ("forward", "backward", "backward_weight")
-"""Phases of a step in which a stage computes."""
+"""Compute phases of a step."""
 
 OperationKind = Literal["matrix product", "attention", "communication", "element-wise"]
 
@@ -51,7 +50,7 @@ class PeakContent(Frozen):
     """Storages of one operation alive at the peak, merged over a tower's layers."""
 
     where: str
-    """Path of the module, with * for the layer's number; empty outside the stage's modules."""
+    """Path of the module, with * for the layer's number, or empty outside the stage's modules."""
     operation: str
     phase: str
     tensors: NonNegativeInt
@@ -250,8 +249,7 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
 
 
 def _fullest(passes: PassBytes) -> int:
-    """Return the heaviest pass; ties go to the first with most micro-batches in flight, also if
-    nothing is kept, as before the first trained unit."""
+    """Return the heaviest pass; ties go to the first with most micro-batches in flight."""
     equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
     return int(equal[passes.others[equal].argmax()])
 
@@ -259,8 +257,7 @@ def _fullest(passes: PassBytes) -> int:
 def _rows_about(
     plan: Plan, stage: int, workload: Workload, passes: PassBytes, one: int
 ) -> np.ndarray:
-    """Return the smallest run of rows that reproduces the stage's in-flight set of pass `one`, plus
-    one row before and after."""
+    """Return the fewest rows with pass `one`'s in-flight set, plus a row before and after."""
     row, kind, chunk = int(passes.row[one]), int(passes.kind[one]), int(passes.chunk[one])
     of_rank = (workload.step == workload.step[row]) & (workload.dp_rank == workload.dp_rank[row])
     own = np.flatnonzero(of_rank)
@@ -285,8 +282,7 @@ def _rows_about(
 def _held_in(
     schedule: PipelineSchedule, stages: int, stage: int, micro_batches: int
 ) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
-    """Return the stage's in-flight set by pass: (kind, chunk, micro-batch) -> (chunk, only the
-    weight gradient is pending, micro-batch)."""
+    """Map passes (kind, chunk, micro-batch) to in-flight (chunk, weight pending, micro-batch)."""
     passes = held_in_passes(schedule_graph(schedule, stages, micro_batches), stage)
     states = list(enumerate((passes.held, passes.late)))
     keys = zip(

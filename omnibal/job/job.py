@@ -1,7 +1,4 @@
-"""Job specification: model, devices, parallel sizes, and the costs of all units.
-
-A `JobSpec` is validated and costed on construction.
-"""
+"""Job specification, validated and costed: model, devices, parallel sizes, and unit costs."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,8 +64,7 @@ class JobSpec:
     cost: CostModel = field(init=False, repr=False)
     """Costs of the stages' units."""
     encoders_costs: Mapping[int, EncodersCost] = field(init=False, repr=False)
-    """Data-parallel encoders' costs by sharding size, for every allowed sharding, or empty if
-    absent."""
+    """Data-parallel encoders' costs by allowed sharding size, or empty if absent."""
     exchange: ShardedExchange | None = field(init=False, repr=False)
     """Collectives of sharded weights and gradients per pass, or None if replicated."""
 
@@ -136,8 +132,8 @@ class JobSpec:
         is_shared_out = self.model.encoders and self.parallel.tensor > 1
         if not (is_shared_out and self.trainer.stages.encoders_whole):
             return cost
-        # Every tensor-parallel rank computes all of them from equal inputs, so gradients need no
-        # all-reduce among them; data-parallel ranks reduce as usual.
+        # All tensor-parallel ranks compute these from equal inputs, so gradients need no
+        # all-reduce.
         whole = costs(self.model, self.cluster, Parallel(pipeline=1)).units
         encoders = {kind.name: whole[kind.name] for kind in cost.kinds if kind.tower != LANGUAGE}
         return replace(cost, units=cost.units | encoders)
@@ -191,15 +187,14 @@ class JobSpec:
 
     @property
     def rank_slowness(self) -> np.ndarray | None:
-        """Relative time of each data-parallel rank's slowest device, [ranks], for dealing packs, or
-        None if none is slow or ranks run in lockstep."""
+        """Relative time of ranks' slowest devices, [ranks], or None if all are equal or in
+        lockstep."""
         slow = np.array(self.cost.slow_ranks)
         waits = self.lockstep_ranks > 1 or self.has_data_parallel_encoders
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
 
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
-        """Add sharded collectives not hidden by compute to features [..., F]; unchanged if
-        replicated."""
+        """Add sharded collectives not hidden by compute to features [..., F], if any."""
         if self.exchange is None:
             return features
         columns = exposed_columns(self.cost.features)
@@ -306,8 +301,7 @@ class JobSpec:
         return model_ms(self.cost, self.pipeline_model, features)
 
     def load_at_ms(self, packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
-        """Predict ms of every pack on all stages, [packs], for balancing; max over context-parallel
-        ranks."""
+        """Predict ms of every pack on all stages, max over context-parallel ranks, [packs]."""
         if are_plain(levels):
             return self.load_ms(packs, lengths)
         of_packs, load = levels_of_packs(packs, lengths, levels), np.empty(len(packs))

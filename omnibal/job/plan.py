@@ -1,7 +1,4 @@
-"""The plan, searched or hand-written: `plan.json` and `packs.parquet`, read by training.
-
-`prediction` is for reports and may be absent.
-"""
+"""The plan, searched or hand-written, as read by training: `plan.json` and `packs.parquet`."""
 
 import hashlib
 import json
@@ -45,8 +42,7 @@ MAX_EPOCHS = 1_000
 MAX_SEED = 2**63 - 1  # of an int64 column
 
 PackedBy = Literal["balanced", "isf", "next_fit", "other"]
-"""Packing rule of `omnibal plan`, or "other"; next_fit packs streams, or samples that the trainer
-packs itself, in the order of the plan's packs."""
+"""Packing rule of `omnibal plan`, or "other"; next_fit is for streams and trainers that pack."""
 
 
 class Shapes(Frozen):
@@ -73,7 +69,7 @@ class MixtureSeen(Frozen):
     """Every source's samples in the course of the run."""
 
     by_step: tuple[Count, ...]
-    """Step counts from the start of the run; the last is the total."""
+    """Step counts from the start of the run, ending with the total."""
     sources: tuple[SourceSeen, ...]
 
     def sentences(self) -> list[str]:
@@ -131,8 +127,8 @@ class DataPlan(Shapes):
     lengths_sha256: str
     packs_sha256: str
     steps_sha256: str
-    """SHA-256 of the samples of every step, independent of ranks; plans with equal hashes can
-    resume each other's runs."""
+    """SHA-256 of the samples of every step, for any ranks; if equal, plans can resume each other.
+    """
     origin: LengthsOrigin | None
 
     @property

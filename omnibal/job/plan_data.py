@@ -85,7 +85,7 @@ class SampleData:
                 "one, and no directory was given to read them from: give it beside the plan"
             )
         packs, lengths = data
-        # `balanced` also represents rules by which other code grouped samples.
+        # `balanced` also represents other groupings of samples.
         known = plan.data.method in list(PackingMethod)
         settings = PackSettings(
             packing=PackingMethod(plan.data.method) if known else PackingMethod.BALANCED,

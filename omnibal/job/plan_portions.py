@@ -67,7 +67,7 @@ AllPortions = PortionedSamples | EarlierPortions
 def write_portions(
     samples: AllPortions, schedule: Schedule, directory: Path
 ) -> tuple[DataPortion, ...]:
-    """Pack and write every portion of every epoch, one in memory at a time."""
+    """Pack and write every portion of every epoch, with a single portion in memory."""
     written = []
     for place in all_places(samples.epochs, samples.count):
         folder = portion_folder(directory, place.number)

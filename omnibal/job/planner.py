@@ -201,10 +201,7 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
 
 
 def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
-    """Reorder every rank's micro-batches of a step (`omnibal.pipeline.slot_order`).
-
-    Order is kept for other trainers, given methods and ranks in lockstep.
-    """
+    """Reorder ranks' micro-batches if joint and for this trainer (see `pipeline.slot_order`)."""
     if result.data is None or not request.is_joint or request.job.trainer.name is not None:
         return result
     packs, lengths = result.data
@@ -225,10 +222,7 @@ def in_best_order(
     *,
     effort: float = 1.0,
 ) -> ScheduledPacks:
-    """Reorder every rank's micro-batches of a step for the planned stages.
-
-    Order is kept if ranks run in lockstep. `effort` is relative to the usual search.
-    """
+    """Reorder every rank's micro-batches for the planned stages, unless ranks run in lockstep."""
     workload = job.workload(packs, lengths, levels)
     if workload.runs_together:
         return packs
@@ -305,7 +299,7 @@ def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanR
 
 
 def for_all_portions(prediction: Prediction, runs: float) -> Prediction:
-    """Scale the first portion's prediction to a run `runs` times as long."""
+    """Scale the first portion's prediction by `runs`."""
     if prediction.gpu_days is None:
         return prediction
     return prediction.model_copy(update={"gpu_days": prediction.gpu_days * runs})

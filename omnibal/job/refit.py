@@ -1,12 +1,9 @@
-"""Costs fitted anew on what a run has measured.
+"""Costs refitted on a run's measured passes.
 
-The log has the time of every pass of some data-parallel rank, step after step. A pass is predicted
-as a sum over the units of its part of the model and the features of its micro-batch. Factors of
-these terms, one for every kind of unit and pass, one for every feature of each, and one for every
-stage's devices, are fitted to the times, all of them in logarithms: the most likely ones where
-factors are near 1 beforehand and a time may be far off now and then (ridge regression with Huber's
-weights, by Gauss-Newton steps). So what the run says nothing of keeps its cost, and what always
-runs together changes together.
+A pass is predicted as a sum over units and features. Factors per kind of unit and pass, per feature
+of each, and per stage's devices are fitted to logarithms of times: MAP with a prior at 1 and Huber
+weights, by Gauss-Newton steps. So unmeasured terms keep their cost, and confounded terms change
+together.
 
 Shapes: n passes, c terms (a kind of unit, forward or backward, and a feature), g kinds of units and
 passes, s stages.
@@ -34,18 +31,17 @@ LEAST_STEPS = 5
 _WARM_UP = 2
 """First steps after a start, with kernel selection and allocator growth."""
 _SPREAD_OF_KINDS, _SPREAD_OF_FEATURES, _SPREAD_OF_STAGES = 0.5, 0.2, 0.2
-"""Prior standard deviations of log factors: counted rates are off by up to a half
-(`docs/results.md`), mostly alike for a kind's features; equal devices differ little."""
+"""Prior standard deviations of log factors: counted rates are off by up to a half, mostly alike for
+a kind's features (`docs/results.md`); equal devices differ little."""
 _LEAST_NOISE = 0.01
 """Min relative error assumed for a time."""
 _HUBER = 1.5
-"""Residual in standard deviations up to which a time has full weight (Huber)."""
+"""Max residual in standard deviations with full weight (Huber)."""
 _MAX_ROUNDS, _CLOSE_ENOUGH = 30, 1e-4
 _TRIED_STAGES = 4
-"""Stages tried as the next slow one: beside a slow stage, stages with like units seem fast."""
+"""Candidates for the next slow stage: next to a slow stage, stages with like units seem fast."""
 _LEAST_EVIDENCE = 3.0
-"""Log-likelihood gain required for one more slow stage: chance alone gives up to 1 in simulated
-runs, a slow stage 5 and more."""
+"""Min log-likelihood gain per slow stage: up to 1 by chance in simulated runs, else 5 and more."""
 SLOW = 1.1
 """Slowness that counts as slow; equal devices differ by a few percent."""
 
@@ -325,7 +321,7 @@ class _Fit:
 
 
 def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
-    """Fit with as few differing stages as possible.
+    """Fit with a minimal set of differing stages.
 
     A stage is confounded with a kind of unit that it alone holds. So start with none, and greedily
     free stages with the worst fit or error while the likelihood gain suffices.
@@ -389,11 +385,7 @@ def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[i
 def _slow_ranks(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> np.ndarray:
-    """Return relative time of data-parallel ranks within their stage, [ranks, stages], or 1 if not
-    slow.
-
-    Ranks in lockstep within passes cannot be told apart.
-    """
+    """Return relative time of data-parallel ranks in their stage, 1 in lockstep. [ranks, stages]"""
     parts_of, ranks = plan.schedule.parts_of(len(plan.stages)), plan.parallel.data
     if workload.runs_together or not all(one.ranks_ms for r in records for one in r.stages):
         return np.ones((ranks, len(parts_of)))

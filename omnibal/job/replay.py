@@ -1,6 +1,6 @@
 """Replay of a plan: stages measured one by one on one device, combined into whole steps.
 
-`tools/replay.py` writes a file per stage. Links and reductions come from the cost model.
+Links and reductions come from the cost model.
 """
 
 from collections.abc import Sequence
@@ -58,8 +58,7 @@ class StageReplay(FoundOfStage):
     activations_gib: NonNegativeFloat
     """Peak activation memory of the predicted heaviest steps."""
     with_working_memory: bool
-    """Whether `activations_gib` is all memory beyond the state (CUDA), or only activations kept for
-    the backward (CPU)."""
+    """Whether `activations_gib` includes working memory (CUDA), not only kept activations (CPU)."""
 
     @model_validator(mode="after")
     def _as_many(self) -> "StageReplay":
@@ -129,10 +128,7 @@ class ReplaySummary:
 
 
 def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
-    """Choose at most `most` steps to replay: the middle ones of equal parts of the run.
-
-    Only steps with the most frequent number of packs, or else samples: left-over steps differ.
-    """
+    """Choose up to `most` steps of the most frequent size, evenly over the run."""
     sizes = np.diff(packs.packs.offsets)
     in_step = np.bincount(packs.step), np.bincount(packs.step, weights=sizes).astype(np.int64)
     usual = np.flatnonzero(
@@ -229,11 +225,7 @@ def summarise_replay(
 def measured_causes(
     replays: Sequence[StageReplay], predicted: CauseTimes, schedule: PipelineSchedule
 ) -> CauseTimes:
-    """Replace predicted times by measured ones.
-
-    Tensor-parallel communication is added as predicted, as one device has none. Padding keeps its
-    predicted share.
-    """
+    """Replace predicted times by measured ones, except tensor-parallel communication."""
     all_, silent, needed = predicted.all, predicted.silent, predicted.needed
     measured = {name: _of_parts(replays, name, schedule) for name in _MEASURED}
     exchanged = {name: getattr(all_, name) - getattr(silent, name) for name in _MEASURED}

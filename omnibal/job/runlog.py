@@ -69,30 +69,24 @@ class StageRecord(Frozen):
     ranks_ms: _OfTimedSteps = ()
     """Forward plus backward of each data-parallel rank, in steps with `PassTimes`, if several."""
     peak_gib: NonNegativeFloat
-    """Peak memory, max over ranks. CUDA: allocated since the last record; CPU: resident set so far.
-    """
+    """Peak memory, max over ranks. CUDA: allocated since the last record; CPU: resident set."""
     reserved_gib: NonNegativeFloat = 0.0
     """CUDA memory reserved since then, max over ranks; far above `peak_gib` means fragmentation."""
     allocation_retries: NonNegativeInt = 0
-    """CUDA allocation retries since then, max over ranks; each stalls the device. CPU: 0."""
+    """CUDA allocation retries since then, max over ranks. Each stalls the device. CPU: 0."""
 
 
 class ExpertBalance(Frozen):
-    """Expert load of a step relative to the mean, 1 if even; means over layers.
-
-    A single micro-batch's spread is wider.
-    """
+    """Expert load of a whole step relative to the mean, 1 if even; means over layers."""
 
     fullest_expert: NonNegativeFloat
     """Tokens of the fullest expert over the mean."""
     fullest_rank: NonNegativeFloat
-    """Tokens of the fullest expert-parallel rank over the mean, over all groups; planned as
-    `imbalance`."""
+    """Tokens of the fullest expert-parallel rank over the mean; planned as `imbalance`."""
 
 
 class PassTimes(Frozen):
-    """Time of every pass of one data-parallel rank in a step, for refitting costs
-    (`omnibal.job.refit`). Ranks take turns to keep the log small."""
+    """Times of a data-parallel rank's passes in a step, for refitting. Ranks take turns."""
 
     dp_rank: NonNegativeInt
     forward_ms: tuple[tuple[NonNegativeFloat, ...], ...]
@@ -186,8 +180,7 @@ class Evaluation(Frozen):
 
 
 _TIMED_FIRST, _TIMED_EVERY = 100, 10
-"""Steps after a start that are all timed pass by pass, and the interval afterwards: 10 bytes a
-pass."""
+"""First steps timed pass by pass, and the interval afterwards, at 10 bytes a pass."""
 
 
 def is_timed(step: int, first_step: int) -> bool:
@@ -214,10 +207,7 @@ def read_run_info(directory: Path) -> RunInfo:
 
 
 def read_run(path: Path) -> list[StepRecord]:
-    """Read `run.jsonl`; if a resumed run repeated a step, the last line counts.
-
-    An incomplete last line is still being written, and skipped.
-    """
+    """Read `run.jsonl`: the last line of each step counts, an incomplete last line is skipped."""
     records = _read_lines(StepRecord, path)
     if not records:
         raise UserError(f"{path}: holds no step yet; let the run finish at least one")
@@ -237,7 +227,7 @@ def read_validations(directory: Path) -> list[ValidationRecord]:
 
 
 def _read_lines(kind: type[R], path: Path) -> list[R]:
-    """Return records by step; the last line wins."""
+    """Return records by step, the last line per step."""
     text = read_text(path, "pretrain_vlm.py writes it into --save")
     records = {}
     for number, line in enumerate(text.split("\n")[:-1], start=1):
@@ -260,10 +250,7 @@ def append_record(record: StepRecord | ValidationRecord, path: Path) -> None:
 
 
 def drop_records(path: Path, first_step: int) -> None:
-    """Drop log records from `first_step` on, and incomplete lines.
-
-    A killed run has logged steps after its newest checkpoint.
-    """
+    """Drop log records from `first_step` on, as a run resumes there, and incomplete lines."""
     if not path.exists():
         return
     kept = []
@@ -272,7 +259,7 @@ def drop_records(path: Path, first_step: int) -> None:
             if json.loads(line)["step"] < first_step:
                 kept.append(line + b"\n")
         except (ValueError, KeyError, TypeError):
-            kept.append(line + b"\n")  # for whoever reads the log to complain about
+            kept.append(line + b"\n")  # readers of the log report it
     with atomic(path) as temporary:
         temporary.write_bytes(b"".join(kept))
 

@@ -1,1 +1,1 @@
-"""Launch lines of Megatron trainers: what cannot start, and what the rest will cost."""
+"""Launch lines of Megatron trainers: errors at start, and predicted cost."""

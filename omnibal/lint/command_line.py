@@ -1,7 +1,6 @@
 """The launch that a command starts, as its trainer reads the flags.
 
-Flags match by full name only, as in Megatron-LM (`allow_abbrev=False`); unknown ones are kept
-unchecked.
+Only full names match, as in Megatron-LM (`allow_abbrev=False`). Unknown flags are unchecked.
 """
 
 import re

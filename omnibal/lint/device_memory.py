@@ -3,10 +3,10 @@
 Blocks reserved by torch's allocator but idle at the peak (`torch.cuda.memory_reserved`):
 
 * the word embedding's gradient comes after all other memory of a micro-batch is freed, in pieces
-  too small for it: its block is used for nothing else;
-* routed rows of experts differ in number per layer and micro-batch, so blocks are poorly reused:
-  those of the copies in Megatron-core's `token_dispatcher.py` (sorted to ranks, received, sorted to
-  experts; output, sorted back, returned), of which a layer keeps one;
+  too small for it: its block has no other use;
+* numbers of routed rows differ by layer and micro-batch, so blocks are poorly reused, such as
+  the copies in Megatron-core's `token_dispatcher.py` (sorted to ranks, received, sorted to
+  experts; output, sorted back, returned), with one kept per layer;
 * fragmentation: a tenth of the passes' memory plus half a GiB, both set by eight-GPU jobs of
   Megatron-LM (SimuMax v1.2), which these rules meet within 1 % of reserved memory (docs/costs.md).
 

@@ -1,7 +1,6 @@
-"""Flags of Megatron trainers by name, and the launch fields they set.
+"""Flags of Megatron trainers by normalised name, and the launch fields they set.
 
-Names are normalised: `--micro-batch-size`, `--micro_batch_size` and `train.micro_batch_size=` are
-one flag.
+`--micro-batch-size`, `--micro_batch_size` and `train.micro_batch_size=` are one flag.
 """
 
 import re
@@ -45,10 +44,7 @@ def canonical(name: str) -> str:
 
 
 def read_flags(words: Sequence[str]) -> dict[str, str | None]:
-    """Return a command's flags and overrides by name without leading dashes.
-
-    An unknown word is taken as the value of a preceding flag without one.
-    """
+    """Return a command's flags and overrides by name; unknown words are values of a prior flag."""
     flags: dict[str, str | None] = {}
     last: str | None = None
     for word in words:

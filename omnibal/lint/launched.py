@@ -1,7 +1,4 @@
-"""The job that a launch line starts: stages, recomputed layers and micro-batches.
-
-Parts of a line without costs here are replaced and noted.
-"""
+"""The job of a launch line; parts without costs here are replaced and noted."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -51,7 +48,7 @@ from omnibal.steps.steps import Steps, deal_steps, size_load
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Samples:
-    """Content of micro-batches: a dataset's samples, or mock ones of the line's length."""
+    """Content of micro-batches: a dataset's samples, or mock samples of the line's length."""
 
     lengths: Lengths | None
     """A dataset's lengths, or None for samples all of the sequence length."""
@@ -76,8 +73,7 @@ class Launched:
     layers: tuple[tuple[int, ...], ...]
     """Language model layers by stage and chunk."""
     parts: tuple[Stage, ...]
-    """Every chunk of every stage in model order with its recomputation, or each stage as one run if
-    the line's chunks cannot be simulated."""
+    """All chunks in model order with recomputation, or stages if chunks cannot be simulated."""
     schedule: PipelineSchedule
     """Interleaved 1F1B if stages have several chunks that can be simulated."""
     notes: tuple[str, ...]
@@ -141,10 +137,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
 
 
 def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
-    """Set the sample lengths, which decide how much attention hides the ring exchange.
-
-    The sequence length for mock samples, and for a dataset the token-weighted mean length.
-    """
+    """Set the sample length, a token-weighted mean for datasets, which hides the ring exchange."""
     if samples.lengths is None:
         assert line.launch.sequence_length is not None
         # A kernel of attention has a whole sample, but in a ring a rank's part of one.
@@ -221,8 +214,7 @@ def _check_predictable(line: Line) -> None:
 def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelConfig:
     """Return the model with the line's multi-token prediction layers and routing.
 
-    Bridge recipes default to the released model's, others to no layers. Mock samples, and experts
-    padded to capacity, are routed evenly.
+    Bridge recipes default to the released model's, others to no layers.
     """
     layers = line.launch.prediction_layers
     if layers is None:
@@ -359,10 +351,7 @@ def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> 
 def _parts(
     line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]
 ) -> tuple[tuple[Stage, ...], PipelineSchedule]:
-    """Return all stages' chunks in model order with recomputation, and their schedule.
-
-    With an empty chunk, every stage is one run of layers.
-    """
+    """Return all chunks in model order and their schedule, or stages if a chunk is empty."""
     chunks = len(layers[0])
     if chunks > 1:
         in_order = [[of_stage[chunk]] for chunk in range(chunks) for of_stage in layers]

@@ -25,8 +25,7 @@ from omnibal.model.layers import LinearAttention
 from omnibal.model.levels import ContextExchange
 
 _NEAR = 0.9
-"""Min similarity, from 0 to 1, of an unknown flag to a known one to suggest it; no other flag of
-the published lines reaches it."""
+"""Min similarity of flag names, from 0 to 1, for a suggestion: none in the published lines."""
 ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
 """Trainers that run Megatron-LM's `validate_args`."""
 
@@ -130,7 +129,7 @@ class Line:
 
     @property
     def exchanges(self) -> tuple[str, ...]:
-        """Return words of `--cp-comm-type` or its default: one for all layers, or one per layer."""
+        """Return words of `--cp-comm-type` or its default: a word for all layers, or per layer."""
         return words_of(self.text("cp-comm-type")) or ("p2p",)
 
     @property

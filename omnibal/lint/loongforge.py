@@ -39,10 +39,7 @@ def _split_flags(plan: Plan) -> Flags:
 
 
 def _recompute_flags(plan: Plan) -> Flags:
-    """Return recomputed layers per chunk, a number for each stage, or empty without recomputation.
-
-    A list needs a comma, so a single stage has Megatron's own number.
-    """
+    """Return recomputed layers per chunk for each stage. A single stage needs Megatron's number."""
     parts = plan.stages_at(0)
     # Chunks of a stage share a number for all their towers.
     counts = [

@@ -49,7 +49,7 @@ _PLAIN_TYPES = ("bf16", "fp16", "fp32", "bf16_mixed", "fp16_mixed")
 def _given_name(line: Line) -> str | None:
     """Return the line's mixed precision name, or None."""
     kind, recipe = ((line.text(name) or "").lower() for name in ("compute-dtype", "fp8-recipe"))
-    if kind == "fp8":  # with one of the types' endings beside it
+    if kind == "fp8":  # with a suffix of a type
         kind = f"fp8_{recipe}" if f"fp8_{recipe}" in _BRIDGE_TYPES else "fp8_ds"
     name = line.text("mixed-precision") or _BRIDGE_TYPES.get(kind, kind)
     return name.lower().replace("-", "_") or None

@@ -32,7 +32,7 @@ _EFFORT = Effort(share=0.2, most_cuts=2_000)
 _BELOW = 1 - 1e-6
 """Factor just below 1, to exclude a peak."""
 _MOST_SEARCHES = 3
-"""Max searches for a split that fits; each lowers the cap by the last one's excess."""
+"""Max searches for a split that fits. Each lowers the cap by the last excess."""
 _LAYER_FLAGS: Mapping[Launcher, Callable[[Plan], list[str]]] = {
     Launcher.MEGATRON_LM: megatron_lm.layer_flags,
     Launcher.MEGATRON_BRIDGE: megatron_bridge.layer_flags,
@@ -136,10 +136,7 @@ def better_split(launched: Launched, line: Costed) -> Costed | None:
 
 
 def _fitting(launched: Launched, schedule: PipelineSchedule, limit_ms: float) -> Costed | None:
-    """Return the fastest fitting stages found for a schedule, if below `limit_ms`.
-
-    If devices exceed memory, search again with a lower cap; results only get slower.
-    """
+    """Search the fastest fitting stages below `limit_ms`, with lower caps if devices overflow."""
     memory_gib, cap_gib = launched.job.cluster.memory_gib, launched.job.memory_cap_gib
     for _ in range(_MOST_SEARCHES):
         try:

@@ -1,8 +1,8 @@
-"""Commands of a launch script with its variables substituted; nothing is executed.
+"""Commands of a launch script with its variables substituted, without execution.
 
 Reads lines of `NAME=value`, `export`, arrays (`NAME=( ... )`, `NAME+=( ... )`) and commands, whose
 words may have `$NAME`, `${NAME}`, `${NAME:-value}` and `"${NAME[@]}"`. Other shell syntax is an
-error. Unset variables remain in a word as `UNKNOWN`.
+error. Unset variables become `UNKNOWN`.
 """
 
 import re

@@ -5,7 +5,7 @@ from omnibal.lint.line import Line
 
 
 def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
-    """Language model layers on every chunk of every stage, [stages][chunks].
+    """Language model layers, [stages][chunks].
 
     As in megatron-core's `get_num_layers_to_build` and LoongForge's
     `convert_custom_pipeline_to_layout`.
@@ -42,8 +42,7 @@ def _stages(line: Line) -> list[int]:
 
 
 def even_ends(layers: int, stages: int, chunks: int) -> tuple[int, int, int] | None:
-    """Return layers of the first, middle and last stages for the most even split with whole chunks,
-    or None."""
+    """Return first, middle and last stages' layers, most even with whole chunks, or None."""
     if stages < 2:
         return None
     for middle in range(-(-layers // stages), 0, -1):

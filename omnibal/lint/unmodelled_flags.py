@@ -17,8 +17,7 @@ _NAMES_OF_TARGETS = ("target-modules", "peft.target_modules", "lora-target-modul
 _NAME = re.compile(r"[\w.-]+")
 _BRIDGES = (Launcher.MEGATRON_BRIDGE,)
 _DEFAULT_RANK = {False: 8, True: 32}
-"""Default LoRA ranks of ms-swift (`swift/arguments/tuner_args.py` of 4.6.0) and, under True,
-Megatron-Bridge."""
+"""LoRA rank by default: ms-swift 4.6.0 (`swift/arguments/tuner_args.py`), Bridge if True."""
 
 
 def is_adapter(line: Line) -> bool:
@@ -29,10 +28,7 @@ def is_adapter(line: Line) -> bool:
 
 
 def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
-    """Return the line's language model adapters, or None.
-
-    Modules absent from released checkpoints are taken for all linears.
-    """
+    """Return the line's language model adapters, or None; unknown modules mean all linears."""
     if not is_adapter(line):
         return None
     ranks = (number for number in map(line.number, _NAMES_OF_RANK) if number and number > 0)
@@ -48,10 +44,7 @@ def adapters_of_line(line: Line, model: ModelConfig) -> AdapterConfig | None:
 
 
 def cuts_samples(line: Line) -> bool:
-    """Whether context-parallel ranks are predicted as if each had shorter samples of its own.
-
-    Costs have no CP exchange for linear attention's state and for sizes that are no power of two.
-    """
+    """Whether CP is predicted as shorter samples: linear attention, or sizes no power of two."""
     context = line.launch.context
     return context > 1 and (line.sizes.linear is not None or bool(context & (context - 1)))
 

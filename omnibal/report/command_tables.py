@@ -1,4 +1,4 @@
-"""Results of commands as tables; `report/plan_tables.py` has those of plans and runs."""
+"""Results of commands as tables. `report/plan_tables.py` has tables of plans and runs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Sizing
 
-_SHOWN_CANDIDATES = 10  # as many as a terminal shows beside the rest of what a command says
+_SHOWN_CANDIDATES = 10  # fits a terminal
 
 
 def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Table:

@@ -1,7 +1,4 @@
-"""Figures drawn by matplotlib, as SVG for light and dark pages.
-
-Deterministic, and without pyplot's global state.
-"""
+"""Deterministic figures by matplotlib, without pyplot's state, as SVG for light and dark pages."""
 
 import re
 import warnings
@@ -19,7 +16,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 from omnibal.report.formatting import escape
 
 WIDE, NARROW = 1080, 520
-"""Widths of figures in pixels: of the page and of one of two columns."""
+"""Widths of figures in pixels: full page and half page."""
 _FOLDER = Path(__file__).parent
 _PALETTE = (_FOLDER / "palette.css").read_text()
 COLOURS: Mapping[str, str] = dict(re.findall(r"--(\w+): (#\w+);", _PALETTE.split("@media")[0]))

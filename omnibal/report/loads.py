@@ -21,7 +21,7 @@ from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, printa
 from omnibal.report.formatting import milliseconds, number, percent, shorten
 from omnibal.steps.metrics import rank_sums, straggler_factor
 
-_STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # as many bars as can be told apart in the width
+_STEPS_SHOWN, _RANKS_SHOWN = 24, 16  # distinguishable bars
 _QUANTILES = 200
 """Drawn points of a distribution."""
 _NAME_LIMIT = 28  # characters: both names then fit into the title's line

@@ -64,10 +64,7 @@ def _beside(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0
 def stages_table(
     plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table:
-    """Units of every stage, and times per micro-batch: predicted, replayed and measured.
-
-    Data-parallel encoders' times are per step, shown with a run or a replay.
-    """
+    """Units and times per micro-batch by stage; data-parallel encoders' times are per step."""
     towers, held = plan.pipeline_model.towers, plan.held(plan.stages)
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
     sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
@@ -116,10 +113,7 @@ def memory_table(
     run: RunSummary | None = None,
     replay: ReplaySummary | None = None,
 ) -> Table | None:
-    """Predicted memory by kind, the sum against the device's, and the peak by other sources.
-
-    The last row is data-parallel encoders, if any. None if there is nothing to show.
-    """
+    """Predicted memory by kind, sum, and peaks by source, with data-parallel encoders last."""
     cap_gib = memory_cap_gib(plan.cluster)
     beside = plan.prediction.beside if plan.prediction else None
     names = [str(stage) for stage in range(plan.parallel.pipeline)]
@@ -353,8 +347,7 @@ def answers_table(evaluation: Evaluation) -> Table | None:
 
 
 def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None) -> Facts:
-    """Fill, balance over ranks and communication of packs; `load` is the straggler factor's
-    measure."""
+    """Fill, balance over ranks and communication of packs; `load` names the straggler measure."""
     samples = f"{metrics.packed:,} of {metrics.samples:,}, {metrics.samples_per_pack:.3g} a pack"
     entries = [
         ("samples packed", samples),

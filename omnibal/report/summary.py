@@ -1,7 +1,4 @@
-"""Summaries of a run log and a replay, comparable with the plan's prediction.
-
-Medians over steps, so that slow steps (first, checkpoint) are not taken for prediction errors.
-"""
+"""Summaries of a run log and a replay, as medians, so that rare slow steps do not count."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -72,8 +69,7 @@ class RunSummary(StepFigures):
     allocation_retries: int
     """Allocation retries, max over ranks, summed over steps."""
     slow_ranks: tuple[SlowRank, ...] = ()
-    """Ranks with passes at least `SLOW` times the stage's median rank's, with packs about as large.
-    """
+    """Ranks at least `SLOW` times as slow as the stage's median rank, with packs about as large."""
 
     def incidents(self) -> dict[str, int]:
         """Return counts of incidents that happened, by name."""
@@ -214,7 +210,7 @@ def _replayed_figures(replay: ReplaySummary) -> StepFigures:
 def _simulated_time(
     step_ms: float, stage: Sequence[float], encoder_ms: float = 0.0, exchange_ms: float = 0.0
 ) -> StageTime:
-    """Split a simulated step in the run log's terms; the rest of the step is the update.
+    """Split a simulated step like the run log, with the rest of the step as update.
 
     Args:
         stage: forward and backward ms of a step, and the stage's idle share.

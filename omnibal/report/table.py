@@ -76,7 +76,7 @@ class Table:
         *sections: Sequence[Row],
         caption: str = "",
     ) -> "Table":
-        """Make a table of sections; a title alone is a column of numbers."""
+        """Make a table of sections. A title alone is a column of numbers."""
         columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, tight=True)
 

@@ -74,12 +74,12 @@ def draw_step(
     recompute_ms: np.ndarray | None = None,
     end_ms: float | None = None,
 ) -> None:
-    """Draw a row of passes for every stage; empty space is idle time.
+    """Draw a row of passes for every stage, with idle time as empty space.
 
     Args:
         micro_batches: number drawn; other ranks may have more.
         recompute_ms: recomputation in each backward, drawn separately. [micro-batches, parts]
-        end_ms: end of the axis; defaults to the end of the step.
+        end_ms: end of the axis, by default of the step.
     """
     schedule = timeline.schedule
     if end_ms is None:

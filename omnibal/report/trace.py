@@ -1,4 +1,4 @@
-"""A simulated step as a Chrome trace (Trace Event Format, complete events, microseconds).
+"""A simulated step in Chrome's Trace Event Format (complete events, microseconds).
 
 Process: data-parallel rank; thread: pipeline stage; block: a micro-batch's pass in a chunk.
 """
@@ -36,7 +36,7 @@ def chrome_trace(
     times = workload_times(cost, stages_at, of_step)
     timeline = simulate_ranks(times, of_step, schedule)
     stages = len(stages_at[0]) // schedule.chunks
-    sizes = cost.features[1 : cost.features.index("tokens") + 1]  # items of encoders, and tokens
+    sizes = cost.features[1 : cost.features.index("tokens") + 1]  # encoder items, tokens
     for rank in range(workload.data_parallel_size):
         own = of_step.rows(of_step.dp_rank == rank)
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
