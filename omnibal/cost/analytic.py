@@ -5,8 +5,10 @@ Forward time of a unit is the sum of four counts, without overlap:
 
 * matrix products, at `matmul_efficiency` of peak: 24 s h^2 + 4 s^2 h operations per layer and
   sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, appendix), generalised to
-  grouped-query attention, SwiGLU and any feed-forward size. Backward is twice forward; attention's
-  is 2.5 times, as it recomputes its scores (Dao 2023, FlashAttention-2, arXiv 2307.08691, 3.3).
+  grouped-query attention, SwiGLU and any feed-forward size. Causal attention does half of the
+  squared term. Backward is twice forward, or once if only the input's gradient is needed;
+  attention's is 2.5 times, as it recomputes scores (Dao 2023, FlashAttention-2, arXiv 2307.08691,
+  section 3.3).
 * element-wise passes, in bytes read and written by this project's fused kernels, at
   `memory_efficiency` of the memory's rate. Norms and residuals are not divided by tensor
   parallelism. A smaller share describes systems with fewer fused kernels.
@@ -523,7 +525,8 @@ def _collective_ms(device: Device, one: _Counted) -> np.ndarray:
     """Exposed time of a unit's collectives in forward and backward, [2, features].
 
     An exchange overlapped with its product is split into one part per tensor-parallel rank; only
-    the first or the last part is exposed (Transformer Engine's user buffers).
+    the first or the last part is exposed (Transformer Engine's user buffers), if products take
+    longer.
     """
     sent, nothing = one.counts.collectives, 0 * one.counts.moved_bytes
 

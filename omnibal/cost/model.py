@@ -148,7 +148,7 @@ class CostModel:
     """Time per byte of a send between neighbouring stages."""
     source: str
     bucket_parameters: float = math.inf
-    """Parameters per bucket of the first stage; later stages have one, as in Megatron-core."""
+    """Parameters per bucket of the first stage (inf: one bucket, as on later stages)."""
     tied_parameters: int = 0
     """Parameters of a tied embedding here; both units count it, a stage with both holds it once."""
     expert_rates: ParameterRates = ParameterRates()
