@@ -187,8 +187,7 @@ class JobSpec:
 
     @property
     def rank_slowness(self) -> np.ndarray | None:
-        """Relative time of ranks' slowest devices, [ranks], or None if all are equal or in
-        lockstep."""
+        """Relative time of ranks' slowest devices, [ranks], or None if equal or in lockstep."""
         slow = np.array(self.cost.slow_ranks)
         waits = self.lockstep_ranks > 1 or self.has_data_parallel_encoders
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)

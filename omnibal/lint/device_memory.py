@@ -74,7 +74,7 @@ class DeviceOverhead:
 def device_overheads(
     job: JobSpec, levels: Sequence[Level], stages: Sequence[Stage], workload: Workload
 ) -> list[DeviceOverhead]:
-    """Return memory without tensors per stage, or nothing for CPU clusters."""
+    """Return memory without tensors per stage, all 0 for CPU clusters."""
     if "CPU" in job.cluster.device:
         return [DeviceOverhead(peers_gib=0.0, idle_gib=0.0, outside_gib=0.0) for _ in stages]
     cost = job.cost_of_all(levels)
