@@ -23,11 +23,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def preset_texts(folder: Path) -> dict[str, str]:
-    """The text of every preset's file, by name.
-
-    Raises:
-        UserError: a file is missing, or is not understood.
-    """
+    """Text of every preset's file, by name; raises UserError for a missing or unreadable file."""
     remedy = f"give a folder with a {SOURCES_FILE}, ids of models by preset"
     sources = read_json_model(dict[str, str], folder / SOURCES_FILE, remedy)
     return {
@@ -42,7 +38,6 @@ def main(
     folder: Annotated[Path, typer.Argument(help="folder with sources.json")],
     output: Annotated[Path, typer.Argument(help="folder to write NAME.toml into")],
 ) -> None:
-    """Write the presets of a folder."""
     for name, text in preset_texts(folder).items():
         with atomic(output / f"{name}.toml") as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -30,7 +30,6 @@ class Text:
 
     median: float
     sigma: float
-    """Standard deviation of the logarithm."""
     shortest: int = SHORTEST_TEXT
     longest: float = math.inf
     """Maximum. The mixture's cap on a sample's tokens also applies."""

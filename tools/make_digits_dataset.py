@@ -243,8 +243,7 @@ def sample_counts(samples: int, shares: Mapping[str, float]) -> dict[str, int]:
 
 
 def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
-    """Save images and recordings; return the annotation line, with scans and voices for split
-    checks."""
+    """Save images and recordings; return the annotation line, with scans and voices."""
     images, recordings = [], []
     for k, image in enumerate(composed.images):
         images.append(f"images/{identity}-{k}.png")

@@ -66,7 +66,6 @@ SHARES = {
     "shown_line": 0.03,
     "arithmetic": 0.06,
 }
-"""Share of the samples by source."""
 
 
 @dataclass(frozen=True, slots=True)

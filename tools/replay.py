@@ -73,8 +73,6 @@ class DataOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeOptions:
-    """Selection of timed steps."""
-
     steps: Annotated[
         int | None,
         typer.Option(
@@ -92,7 +90,6 @@ class TimeOptions:
     provider: ProviderOption = "local"
 
     def options(self) -> ReplayOptions:
-        """Return the given options, or the defaults."""
         return ReplayOptions(
             steps=self.steps or _STEPS,
             repetitions=self.repetitions or _REPETITIONS,
@@ -102,8 +99,6 @@ class TimeOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeDeviceOptions:
-    """Options of runs on a fake device."""
-
     fake_device: Annotated[
         bool,
         typer.Option("--fake-device", help="count memory and kernels without a device; no times"),
@@ -116,7 +111,6 @@ class FakeDeviceOptions:
 
     @property
     def is_asked_for(self) -> bool:
-        """Whether to use a fake device, by either name of the option."""
         return self.fake_device or self.pretend
 
 

@@ -39,7 +39,6 @@ def machine_facts(proof: Proof) -> Facts:
 
 
 def tables_of(proof: Proof) -> list[Table]:
-    """All tables so far."""
     found = [_parts_table(proof)]
     for part in {part.name: part for part in proof.parts}.values():
         figures = part.figures.items()

@@ -41,22 +41,18 @@ class PartResult(Frozen):
     name: str
     status: Status
     reason: str = ""
-    """Reason of a failure or skip."""
     seconds: float
     figures: dict[str, JsonValue]
     """Figures, partial if the part did not finish."""
 
 
 class Proof(Frozen):
-    """Content of proof.json."""
-
     machine: Machine
     pretended: bool
     """Whether it ran without a GPU."""
     parts: tuple[PartResult, ...]
 
     def with_part(self, part: PartResult) -> "Proof":
-        """Return the proof with another part."""
         return self.model_copy(update={"parts": (*self.parts, part)})
 
 

@@ -60,7 +60,6 @@ class Context:
 
     @property
     def left_s(self) -> float:
-        """Seconds until the part must end."""
         return self.end_s - time.monotonic()
 
 

@@ -16,7 +16,6 @@ class Settings:
     cluster: str
     """Preset to plan with; --cluster-output adds measured rates to it."""
     sizes: tuple[str, ...]
-    """Parallel sizes of the replayed plan."""
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int

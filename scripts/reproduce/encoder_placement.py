@@ -41,7 +41,6 @@ class Mixture:
 
     name: str
     text_share: float
-    """Share of samples without images."""
     tiles: tuple[int, int]
     """Min and max tiles of samples with images."""
 
@@ -66,7 +65,6 @@ def models() -> Iterator[tuple[str, ModelConfig]]:
 
 
 def drawn(mixture: Mixture, model: ModelConfig) -> Lengths:
-    """Return samples of a mixture."""
     rng = np.random.default_rng(0)
     tiles = rng.integers(mixture.tiles[0], mixture.tiles[1] + 1, SAMPLES)
     tiles[rng.random(SAMPLES) < mixture.text_share] = 0
@@ -82,7 +80,6 @@ def drawn(mixture: Mixture, model: ModelConfig) -> Lengths:
 
 
 def possible_sizes() -> list[Parallel]:
-    """Return all parallel sizes of the devices."""
     return [
         Parallel(
             tensor=tensor,

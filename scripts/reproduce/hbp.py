@@ -74,14 +74,12 @@ class Group:
     """A packing length of the paper with its setting: a context-parallel size."""
 
     kilotokens: int
-    """Packing length, in units of 1,024 tokens."""
     context: int
     """Ranks per pack (the paper's SP)."""
     recomputed: int
 
     @property
     def level(self) -> Level:
-        """Convert to a level."""
         return Level(
             caps=Caps.of(tokens=self.kilotokens * K),
             context=self.context,
@@ -297,7 +295,6 @@ def _block_ratio(squared: np.ndarray) -> float:
 
 
 def print_calibration(system: System) -> None:
-    """Print Table 4, the calibration of the rates."""
     rows = []
     for group, known in TABLE_4.items():
         predicted = system.iteration_s(group)
@@ -401,7 +398,6 @@ def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
 
 
 def print_search(compared: Comparison) -> None:
-    """Print HBP's levels and the search's."""
     words = " + ".join(f"{length}K/{context}" for length, context in compared.published)
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
     rows = []

@@ -94,7 +94,6 @@ def of_example(example: Example, cluster: str) -> Launched:
 
 
 def row(example: Example) -> Iterator[str]:
-    """A row of the table."""
     yield example.name
     for cluster in CLUSTERS:
         job = of_example(example, cluster)

@@ -104,7 +104,6 @@ class Compared:
         return str(self.row.get("calibrates", ""))
 
     def cells(self) -> Iterator[str]:
-        """Cells of the row in the table."""
         row, lost = self.row, self.costed.prediction.lost
         sizes = "x".join(str(row[name]) for name in ("tp", "pp", "cp", "ep"))
         batches = row["global_batch"] * row["tp"] * row["pp"] * row["cp"] // row["gpus"]

@@ -148,7 +148,6 @@ def rows_of_sizes() -> Iterator[list[str]]:
 
 
 def lengths_of(samples: Samples) -> Lengths:
-    """Lengths of the mixture's samples."""
     audio = the_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
     assert isinstance(audio, ClipsEncoder)
     clips = np.ceil(samples.seconds / CLIP_S).astype(np.int32)

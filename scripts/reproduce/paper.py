@@ -123,7 +123,7 @@ ABLATION_JOB = TABLE_9[1]
 replicated optimizer state, explains Table 5's memory. Here the state is sharded, without effect on
 times, as Table 9's first job does not fit otherwise."""
 TABLE_7 = {"none": 61.8, "data": 51.9, "data + model": 29.0, "data + model + memory": 21.3}
-"""GPU days per balanced part."""
+"""GPU days by balanced parts."""
 _FEATURES = feature_names(load_model("internvl-chat-1.5-6b-20b"))
 TABLE_3_MODEL_ONLY = 42.2
 """GPU days of random data on a balanced model."""
@@ -265,7 +265,6 @@ class Predicted:
         return float(simulate_run(self.cost, stages, workload).step_ms.mean())
 
     def gpu_days(self, stages: Sequence[Stage], epoch: Epoch) -> float:
-        """GPU days of an epoch of the paper's data."""
         samples_per_step = MICRO_BATCHES_PER_STEP * epoch.samples_per_pack
         steps = SAMPLES_PER_EPOCH / samples_per_step
         return steps * self.step_ms(stages, epoch) / 86.4e6 * self.job.parallel.world_size

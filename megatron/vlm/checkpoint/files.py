@@ -60,10 +60,7 @@ def part_path(directory: Path, step: int) -> Path:
 
 
 def publish_checkpoint(directory: Path, step: int) -> Path:
-    """Publish a checkpoint that is on disk as the newest, and return its folder.
-
-    Atomic: the tracker file is replaced last.
-    """
+    """Publish a checkpoint that is on disk as the newest, atomically; return its folder."""
     part, path = part_path(directory, step), checkpoint_path(directory, step)
     force_to_disk(part)
     part.rename(path)

@@ -109,7 +109,6 @@ class CheckpointWriter:
         self._is_validated = False
         step = _agree_or_refuse(lambda: latest_step(directory), self._group)
         self.newest_step: int | None = _gather(step, self._group)[0]
-        """Step of the directory's newest complete checkpoint."""
         self.failures: list[str] = []
         """Reasons of the latest consecutive failed saves. Empty after a success."""
 
@@ -294,7 +293,6 @@ class _PendingSave:
     step: int
     layout: _Layout
     files: list[Future[list[WriteResult]]]
-    """This rank's files in progress."""
 
 
 class _RankError(Exception):
@@ -444,10 +442,7 @@ def load_checkpoint(
 
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
-    """Restore only weights from the newest checkpoint; collective. Returns its step.
-
-    Adapters missing in it keep their initial weights.
-    """
+    """Restore the newest weights, and adapters if stored; collective. Returns the step."""
     found = _agree_or_refuse(lambda: _open(directory, plan))
     state = state_of(stages, [None] * len(stages))
     has_adapters = plan.adapters is None or found.adapters is not None

@@ -65,12 +65,7 @@ class State:
         return (tensor for one in self._states.values() for tensor in one.changing())
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore all weights; return the checkpoint's common state.
-
-        Args:
-            adapters: whether the checkpoint has the stage's adapters. Else they keep their initial
-                weights.
-        """
+        """Restore weights, with adapters if `adapters`; return the checkpoint's common state."""
         loaded = [one.load_weights(path, adapters=adapters) for one in self._states.values()]
         return loaded[-1]
 
@@ -81,8 +76,7 @@ class State:
 
 
 class _WholeState:
-    """State of a replicated stage, and of core's distributed optimizer, possibly of other stages
-    too."""
+    """State of a replicated stage and of core's distributed optimizer, which stages may share."""
 
     def __init__(self, stage: VLMStage, optimizer: ChainedOptimizer | None) -> None:
         self._stage = stage
@@ -104,7 +98,6 @@ class _WholeState:
             yield from _optimizer_tensors(one.optimizer)
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore all weights of the stage."""
         entries = self._stage.sharded_state_dict()
         entries = {name: one for name, one in entries.items() if adapters or ADAPTERS not in name}
         with one_error(path):
@@ -114,7 +107,6 @@ class _WholeState:
         return loaded
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore this rank's shard of the optimizer's state."""
         for one in self._optimizers:
             _fill_empty_state(one.optimizer)
             one.load_state_dict(settings)
@@ -140,11 +132,7 @@ class _WholeState:
 
 
 def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOptimizer]:
-    """Optimizers of a stage with parameters to train.
-
-    Core makes an optimizer even for frozen stages, and another for trained experts, sharded over
-    other ranks.
-    """
+    """Optimizers with trained parameters. A frozen stage's is empty; experts have their own."""
     # Core's mark of expert-parallel parameters.
     of_experts = [
         not vars(parameter).get("allreduce", True)
@@ -159,8 +147,7 @@ def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOp
 
 
 class _PartState:
-    """State of a rank's weight shards of a stage, and of their optimizer, possibly of other stages
-    too."""
+    """State of a rank's weight shards and of their optimizer, which stages may share."""
 
     def __init__(
         self, stage: VLMStage, weights: ShardedWeights, optimizer: PartOptimizer | None
@@ -185,7 +172,6 @@ class _PartState:
         yield from _optimizer_tensors(self._optimizer.inner)
 
     def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore this rank's weight shards."""
         with one_error(path):
             loaded: dict[str, Any] = dist_checkpointing.load(
                 {"model": self._whole_entries()}, str(path)
@@ -196,7 +182,6 @@ class _PartState:
         return loaded
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore this rank's shards of the optimizer's state."""
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
         [step] = {float(group["step"]) for group in settings["optimizer"]["param_groups"]}

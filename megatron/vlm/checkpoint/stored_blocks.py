@@ -139,10 +139,7 @@ def _axes(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
 def _stored_parts(
     entry: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype
 ) -> list[ShardedTensor]:
-    """Tensors that a parameter is stored as, consecutive along its first axis.
-
-    A gated layer's first linear is two: gate and up projection.
-    """
+    """Stored tensors of a parameter along its first axis: gate and up of a gated linear_fc1."""
     if isinstance(entry, ShardedTensor):
         return [replace(entry, key=key, data=None, dtype=dtype)]
     shape_alone = torch.empty(entry.data.shape, dtype=dtype, device="meta")

@@ -106,11 +106,9 @@ class MergedWeights:
             self._beside.setdefault((one.base.key, one.base.layer), []).append(one)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type of the stored parameter."""
         return self._weights.dtype(parameter)
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Read the values of the parameters, in order."""
         return list(map(self._merged, parameters, self._weights.read(parameters)))
 
     def _merged(self, parameter: Parameter, values: torch.Tensor) -> torch.Tensor:

@@ -15,11 +15,7 @@ _FLAGS = ("lstrip", "normalized", "rstrip", "single_word")
 
 
 def add_pieces(folder: Path, pieces: Sequence[str]) -> None:
-    """Add special tokens, absent so far, to a folder's tokenizer, with the next ids.
-
-    Writes tokenizer.json, if any, and added tokens in tokenizer_config.json or else
-    added_tokens.json.
-    """
+    """Append absent special tokens to the vocabulary in a folder's tokenizer files."""
     first = open_tokenizer(folder).vocab_size
     ids = {piece: first + place for place, piece in enumerate(pieces)}
     config, fast = folder / CONFIG_FILE, folder / FAST_FILE

@@ -1,7 +1,4 @@
-"""Export of a run's weights as a released checkpoint.
-
-Files follow a given released checkpoint, or a layout with a config.json made from the model.
-"""
+"""Export of a run's weights in a released checkpoint's files or in a layout."""
 
 import math
 import shutil
@@ -98,10 +95,7 @@ class Export:
 def plan_export_like(
     stored: CheckpointIdentity, like: ReleasedCheckpoint, dtype: torch.dtype | None
 ) -> Export:
-    """Plan a copy of the released checkpoint `like` with the stored weights.
-
-    Files, names and, unless `dtype` is given, types stay equal.
-    """
+    """Plan a copy of `like` with the stored weights; files, names and default types are kept."""
     place = f"in {like.directory / CONFIG_FILE}"
     different = architecture_differences(_as_seen(stored.model, like.model), like.model, place)
     if different:

@@ -69,7 +69,6 @@ class ImportSource(ABC):
     directory: Path
     model: ModelConfig
     adapters: AdapterConfig | None = None
-    """Adapters, if any."""
 
     @property
     def bytes(self) -> int:
@@ -184,11 +183,7 @@ def _check_tensors(
 def import_checkpoint(
     source: ImportSource, run: Path, on_written: Callable[[int], None]
 ) -> list[str]:
-    """Write the run's directory; return notes for the user.
-
-    Args:
-        on_written: called after each parameter with its bytes.
-    """
+    """Write the run's directory; return user notes. `on_written` gets each parameter's bytes."""
     tokenizer = source.found_tokenizer()
     check_room(run, source.bytes)
 

@@ -1,7 +1,4 @@
-"""Reading and writing of this project's checkpoints one parameter at a time, without a model.
-
-Files are Megatron-core's dist_checkpointing format with weights only, loadable under any split.
-"""
+"""Read and write weights-only checkpoints a parameter at a time, loadable under any split."""
 
 import io
 from collections.abc import Callable, Mapping, Sequence
@@ -49,12 +46,7 @@ def write_weights(
     read: Callable[[Parameter], torch.Tensor],
     adapters: AdapterConfig | None = None,
 ) -> Path:
-    """Write a checkpoint with only weights, at step 0; return its folder, renamed when on disk.
-
-    Args:
-        dtypes: by checkpoint key.
-        read: returns a parameter's values; called once each, in order.
-    """
+    """Write a weights-only checkpoint at step 0, `dtypes` by checkpoint key; return its folder."""
     begin_checkpoint(directory, WEIGHTS_STEP)
     path = part_path(directory, WEIGHTS_STEP)
     # No copies ahead, on any device, so that only one parameter is in memory.
@@ -86,12 +78,10 @@ class StoredWeights:
         }
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
-        """Type of the stored parameter."""
         with one_error(self._path):
             return self._dtypes[parameter.key]
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
-        """Read the values of the parameters, in order."""
         values = [torch.empty(one.shape, dtype=self.dtype(one)) for one in parameters]
         reader = dcp.FileSystemReader(self._path)
         with one_error(self._path):

@@ -1,7 +1,4 @@
-"""Configuration files of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, for Transformers 4.57.3 and 5.23.
-
-Tables are named as in released files; both versions accept these names.
-"""
+"""Configuration files of Qwen2-VL, Qwen2.5-VL and Qwen3-VL, for Transformers 4.57.3 and 5.23."""
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass

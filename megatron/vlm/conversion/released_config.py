@@ -79,11 +79,7 @@ _LANGUAGES = {
 
 
 def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, Layout]:
-    """Read the model in a released checkpoint's folder, and the layout of its tensors.
-
-    Args:
-        names: of its tensors, to resolve prefix `model.`, stacked experts and tied heads.
-    """
+    """Read a released model and its layout; `names` show prefix, stacked experts and tied head."""
     path = directory / CONFIG_FILE
     given = read_config_file(path)
     if is_quantized(given):

@@ -93,7 +93,6 @@ class ReleasedFiles:
         return made_of.arrangement.join(list(map(self.read, made_of.names)), parameter.shape)
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
-        """Metadata in a file's header."""
         return self._opened(file).metadata()
 
     def _opened(self, file: str) -> safe_open:
@@ -159,10 +158,7 @@ def check_tensors(
 ) -> None:
     """Raise UserError unless the tensors are exactly a model's.
 
-    Args:
-        directory: folder of the tensors.
-        expected: by name, the part (of uniform type) and shape.
-        whose: owner of the tensors, for messages.
+    `expected` has the part (of uniform type) and shape by name; `whose` names the model in errors.
     """
     missing = sorted(expected.keys() - tensors.keys())
     unknown = sorted(tensors.keys() - expected.keys())

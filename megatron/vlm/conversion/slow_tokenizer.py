@@ -1,7 +1,4 @@
-"""Make tokenizer.json from vocab.json, merges.txt and added tokens of a Qwen2 tokenizer.
-
-As Transformers does for folders without one, such as InternVL2-1B's.
-"""
+"""Make tokenizer.json for Qwen2 tokenizers without it (InternVL2-1B's), as Transformers does."""
 
 from pathlib import Path
 

@@ -51,7 +51,6 @@ class Layout(StrEnum):
     QWEN3 = "qwen3"
     QWEN3_MOE = "qwen3-moe"
     QWEN3_MOE_STACKED = "qwen3-moe-stacked"
-    """With stacked experts."""
     QWEN2_VL = "qwen2-vl"
     QWEN2_VL_PREFIXED = "qwen2-vl-prefixed"
     QWEN2_5_VL = "qwen2.5-vl"
@@ -150,10 +149,7 @@ class Arrangement(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Parts(Arrangement):
-    """Concatenation of tensors of one shape: SwiGLU's gate and up, or each expert's matrices.
-
-    A single tensor is only reshaped.
-    """
+    """Concatenated tensors of one shape: SwiGLU's gate and up, or experts' matrices."""
 
     shape: Shape
     count: int = 1

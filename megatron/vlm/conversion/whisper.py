@@ -82,7 +82,6 @@ class ReleasedAudio:
         return whisper_tensors(parameter, self.encoder, self.prefix)
 
     def first_tensor(self, parameter: Parameter) -> TensorInfo | None:
-        """Header entry of the parameter's first tensor."""
         made_of = self.tensors_of(parameter)
         return None if made_of is None else self.files.tensors[made_of.names[0]]
 

@@ -115,13 +115,10 @@ OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
-"""Optimizer options of the measured stage."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProfileOptions:
-    """Options of the profiler."""
-
     max_tiles: int
     max_tokens: int
     tokens_per_sample: int
@@ -140,7 +137,6 @@ class ProfileOptions:
 
     @property
     def samples_of_pack(self) -> int:
-        """Samples of a full pack."""
         return max(round(self.max_tokens / self.tokens_per_sample), 1)
 
     def caps(self, model: ModelConfig) -> Caps:
@@ -205,10 +201,7 @@ Round = dict[Hashable, list[float]]
 
 
 class Profiler:
-    """Measures in rounds. Each round runs everything once.
-
-    Rounds spread the slow seconds of a machine over all units. All methods are collective.
-    """
+    """Measures everything once per round, to spread a machine's slow seconds; collective."""
 
     def __init__(
         self,
@@ -350,7 +343,6 @@ def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> flo
 
 
 def device_name() -> str:
-    """Name of this process's device."""
     if has_cuda():
         return torch.cuda.get_device_name()
     info = Path("/proc/cpuinfo")
@@ -360,10 +352,7 @@ def device_name() -> str:
 
 
 def _plan_of_whole_stages(job: JobSpec, processes: int, depth: int) -> Plan:
-    """Plan in which every process holds all kinds of unit and `depth` layers of each tower.
-
-    It is no valid pipeline; it only defines a complete stage per process.
-    """
+    """Plan, no valid pipeline, with all kinds of units and `depth` layers per tower everywhere."""
     towers, model = job.model.towers, with_every_kind(job.model, depth)
     whole = stages_from_cuts(model.with_layers(**dict.fromkeys(towers, depth)), ())
     return Plan(
@@ -574,10 +563,7 @@ def _times_ms(
     *,
     recompute: bool = False,
 ) -> Iterator[tuple[str, float, float]]:
-    """Time every unit's forward and backward in one pass over a pack, in model order.
-
-    A unit's backward starts when the gradient of its output arrives.
-    """
+    """Time units in one pass over a pack; backward starts when the output's gradient arrives."""
     dist.barrier()
     units: list[str] = []
     hidden: Any = first_input
@@ -633,10 +619,7 @@ def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
 
 
 class KeptActivations:
-    """Current and peak bytes that autograd saves for backward, without weights.
-
-    A tensor saved by several operations counts once, until the last one frees it.
-    """
+    """Current and peak bytes saved by autograd, without weights; shared tensors count once."""
 
     def __init__(self, *stages: VLMStage) -> None:
         self._weights = {_address(weight) for one in stages for weight in one.parameters()}
@@ -739,10 +722,7 @@ def _recorded(stage: Any, kept: KeptActivations) -> Iterator[None]:
 
 
 def kept_bytes_of_units(stage: VLMStage, batch: MicroBatch) -> dict[str, int]:
-    """Bytes that autograd saves per unit, mean over layers; they sum to the stage's total.
-
-    A unit's input counts if its backward needs it.
-    """
+    """Bytes saved by autograd per unit, inputs included, mean over layers; sums to the stage."""
     kept, graphs = KeptActivations(stage), []
     by_unit: dict[str, list[int]] = defaultdict(list)
     hidden: torch.Tensor | None = None
@@ -762,11 +742,7 @@ def _optimizer_measurement(trainer: Trainer, optimizer_ms: float) -> OptimizerMe
 
 
 class RepeatedUpdate:
-    """Work once a step: zeroing gradients, reducing sums, clipping, weight update.
-
-    Gradients are artificial, finite and large enough to be clipped. Weights are restored
-    afterwards.
-    """
+    """Zero, reduce and clip artificial gradients and update weights, then restore the weights."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer

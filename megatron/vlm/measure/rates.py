@@ -160,7 +160,6 @@ def _times_beside(kind: CollectiveKind, size: int, dtype: torch.dtype) -> list[f
 
 
 def _wait_for(begin: Callable[[], dist.Work]) -> None:
-    """Start a collective and wait for it."""
     begin().wait()
 
 

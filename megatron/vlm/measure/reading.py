@@ -38,10 +38,7 @@ class ReadSamples:
 
 
 class SampleDraws(torch.utils.data.Dataset):
-    """Endless draws without replacement from a dataset, repeated.
-
-    Item i is a `ReadSamples`, or the UserError raised while reading it.
-    """
+    """Endless random draws without replacement, as `ReadSamples` or the UserError of reading."""
 
     def __init__(self, reader: SampleReader, samples: int) -> None:
         self._reader, self._samples = reader, samples

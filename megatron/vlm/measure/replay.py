@@ -52,15 +52,10 @@ from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
 _UPDATES = 5
-"""Timed updates per stage."""
 
 
 class _RandomInbox(Inbox):
-    """Inbox of random tensors that arrive after their predicted waits.
-
-    Args:
-        waits_ms: before every operation of the stage. Empty for no waits.
-    """
+    """Inbox of random tensors that arrive after their predicted waits, if any."""
 
     def __init__(self, waits_ms: Sequence[float], *of_inbox: Any) -> None:
         self._waits_ms = waits_ms
@@ -179,7 +174,6 @@ class _RecomputeClock(PhaseClock):
             self._again.append([])
 
     def announce(self, phase: Phase) -> None:
-        """Report the start of a phase."""
         if self._on_phase is not None:
             self._on_phase(phase)
 

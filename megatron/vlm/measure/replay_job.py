@@ -50,8 +50,6 @@ _POLL_S = 0.2  # between two polls of the store
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """Options of a replay."""
-
     steps: int
     """Maximum number of replayed steps, spread evenly over the run."""
     repetitions: int

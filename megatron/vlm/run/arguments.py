@@ -23,14 +23,11 @@ DESCRIPTION = "Train a language model, with or without a vision encoder, as a pl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointArguments:
-    """Options for saving and keeping checkpoints."""
-
     save_interval: int
     keep_checkpoints: int | None
     """Number of newest checkpoints to keep. None for all."""
     async_save: bool
     exit_after_failed_saves: int
-    """Number of consecutive failed saves that ends the run."""
     replan_at: tuple[int, ...]
     """Steps after which to replan from measured times."""
     elastic: bool
@@ -39,8 +36,6 @@ class CheckpointArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReportArguments:
-    """Options for reporting outside the run's directory."""
-
     tensorboard_dir: Path | None
     wandb_project: str | None
     profile_steps: range
@@ -49,8 +44,6 @@ class ReportArguments:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StorageArguments:
-    """Options for opening data and caching remote data."""
-
     data_index: Path | None = None
     """Index of the training data from `omnibal lengths`. None to read all files."""
     data_cache: Path | None = None
@@ -75,11 +68,9 @@ class EvaluationArguments:
     eval_data: Path
     """Meta JSON of held-out samples."""
     eval_samples: int
-    """Maximum number of held-out samples."""
     eval_interval: int | None
     """Steps between validations. None for no validation."""
     max_new_tokens: int
-    """Maximum number of tokens in an answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,9 +95,7 @@ class RunArguments:
     max_skipped_steps: int
     """Maximum number of consecutive steps skipped for non-finite loss or gradients."""
     num_workers: int
-    """Loader processes per rank."""
     provider: Provider
-    """Provider of the layers' linears and attention."""
     samples: DataOptions
     storage: StorageArguments
     optimization: OptimizationOptions
@@ -279,7 +268,6 @@ def _add(
     about: str | None = None,
     **more: Any,
 ) -> None:
-    """Add an option with one value."""
     group.add_argument(name, type=kind, default=default, help=about, **more)
 
 

@@ -23,10 +23,7 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 def load_whole_model(
     directory: Path, checkpoint: CheckpointIdentity, precision: PlainPrecision
 ) -> VLMStage:
-    """Load the model of a run's newest checkpoint on this device in eval mode.
-
-    Megatron's parallel state must be initialized for one process.
-    """
+    """Load a run's newest checkpoint in eval mode; needs parallel state for one process."""
     plan = Plan(
         model=checkpoint.model,
         adapters=checkpoint.adapters,

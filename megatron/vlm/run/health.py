@@ -33,10 +33,7 @@ class RunHealth:
     def judge(
         self, step: int, loss: float, skipped: bool = False, replaced_share: float = 0.0
     ) -> bool:
-        """Record a step, log problems, and return whether its loss is a spike.
-
-        A spike is more than 6 standard deviations above the mean of the last 100 steps.
-        """
+        """Record a step, log problems, and return whether its loss is a spike."""
         if replaced_share > _BORNE_SHARE:
             raise UserError(
                 f"step {step}: the images of {replaced_share:.0%} of its samples cannot be read; "

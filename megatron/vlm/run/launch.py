@@ -127,6 +127,5 @@ def make_groups(parallel: Parallel, seed: int) -> None:
 
 
 def shut_down_distributed() -> None:
-    """Destroy Megatron-core's groups and the process group."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

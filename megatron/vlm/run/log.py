@@ -6,11 +6,7 @@ from typing import TextIO
 
 
 def show_log(rank: int) -> None:
-    """Print `megatron.vlm` log lines immediately.
-
-    Messages common to all ranks are INFO, printed by rank 0 on stdout. A single rank's messages are
-    WARNING, printed on stderr.
-    """
+    """Print INFO, common to all ranks, on rank 0's stdout, and any rank's WARNING on stderr."""
     of_the_run, of_this_rank = _lines(sys.stdout), _lines(sys.stderr)
     of_the_run.addFilter(lambda record: rank == 0 and record.levelno < logging.WARNING)
     of_this_rank.setLevel(logging.WARNING)
@@ -21,7 +17,7 @@ def show_log(rank: int) -> None:
 
 
 def _lines(stream: TextIO | None) -> logging.Handler:
-    """Handler that writes to a stream. None if a daemon has no stream."""
+    """Handler that writes to a stream, or a NullHandler for a daemon without a stream."""
     return logging.NullHandler() if stream is None else _Lines(stream)
 
 

@@ -41,8 +41,6 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options of a training loop."""
-
     save: Path
     save_interval: int
     """Steps between checkpoints. The last step is always saved."""
@@ -73,12 +71,10 @@ class RunData:
     lengths: Lengths
     sharing: Sharing
     batches: Iterator[MicroBatch]
-    """Micro-batches of this data-parallel rank. Each step's data-parallel encoder passes come
-    first."""
+    """Micro-batches of this data-parallel rank, each step's encoder passes first."""
     pack_flops: np.ndarray
     """FLOPs of training each pack, for MFU, float64 [packs]."""
     peak_flops_per_s: float
-    """Peak FLOP/s of all devices."""
     validation: Validation | None = None
     encoder_shares: EncoderShares | None = None
     """Shares of data-parallel encoders, if any."""
@@ -275,7 +271,6 @@ class _Tracer:
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Run a step inside."""
         if self._profiler is None and step in self._steps:
             self._profiler = torch.profiler.profile()
             self._profiler.start()

@@ -68,7 +68,6 @@ class WandbSink:
 
 
 MetricsSink: TypeAlias = TensorBoardSink | WandbSink
-"""Output for named numbers of a step."""
 
 
 def step_values(record: StepRecord) -> dict[str, float]:

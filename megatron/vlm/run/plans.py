@@ -49,11 +49,7 @@ class MadePlan:
 
 
 def newest_plan(given: Path, run: Path, step: int, world_size: int) -> MadePlan:
-    """Newest plan of the run derived from `given`: for `world_size`, else for others, else `given`.
-
-    Args:
-        step: steps trained; later plans belong to an abandoned branch.
-    """
+    """Newest plan derived from `given` up to `step`: for `world_size`, else others, else given."""
     first = MadePlan.of(given)
     folder = run / _FOLDER
     folders = sorted(folder.iterdir()) if folder.is_dir() else []

@@ -97,13 +97,11 @@ class Run:
 
     @property
     def directory(self) -> Path:
-        """Directory of the plan."""
         assert self.planned.directory is not None
         return self.planned.directory
 
     @property
     def last_step(self) -> int:
-        """Step of the plan to stop after."""
         return min(self.arguments.train_iters or self.data.steps, self.data.steps)
 
     @property
@@ -496,10 +494,7 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
 
 
 def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
-    """Prepare the run's directory and open the metrics outputs, on the writing rank.
-
-    Log entries of steps after the checkpoint are removed.
-    """
+    """Prepare the run's directory, without log entries after the checkpoint; open the sinks."""
     arguments, reports = run.arguments, run.arguments.reports
     _make_directory(arguments.save)
     sinks: list[MetricsSink] = []
@@ -568,8 +563,7 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
 
 
 def _caps_of_questions(run: Run) -> Caps:
-    """Caps of questions answered at once: a rank's largest share of any pack, as questions are not
-    context-parallel."""
+    """Caps of questions answered at once: a rank's largest share of any pack."""
     levels = run.plan.pack_levels
     shares = {
         name: [level.caps[name] // level.context for level in levels]

@@ -291,7 +291,6 @@ def _ranks(ranks: list[int]) -> str:
 
 
 def _summary(error: BaseException) -> str:
-    """An error in one line."""
     if isinstance(error, UserError):
         return str(error)
     lines = str(error).strip().splitlines()

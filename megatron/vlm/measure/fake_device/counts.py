@@ -127,12 +127,10 @@ class LaunchCounts:
         self._unaligned: dict[tuple, list[float]] = defaultdict(lambda: [0, 0.0])
 
     def clear(self) -> None:
-        """Reset."""
         for sums in (self._sums, self._reads, self._unaligned):
             sums.clear()
 
     def add(self, phase: str, operation: str, flops: float, moved: int) -> None:
-        """Count one launch."""
         sums = self._sums[phase, operation]
         sums[0] += 1
         sums[1] += flops

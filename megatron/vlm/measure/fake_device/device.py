@@ -1,8 +1,5 @@
-"""A process's fake CUDA device: torch's calls are answered without one.
-
-Only `fake_calls` patches `torch.cuda`, and restores it at the end. The compiled part, which makes
-autograd accept such tensors, stays: use a separate process.
-"""
+"""A process's fake CUDA device. Only `fake_calls` patches `torch.cuda`, and restores it at the end.
+The compiled part stays: use a separate process."""
 
 import contextlib
 import ctypes
@@ -187,11 +184,7 @@ def _replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
 
 
 def _moved_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
-    """Move a module of fake tensors to the device.
-
-    torch's `Module.to` swaps the contents of fake parameters, which their weak references forbid;
-    here host parameters are replaced.
-    """
+    """Move a module of fake tensors; `Module.to` swaps contents, which their weakrefs forbid."""
     for part in module.modules():
         for name, parameter in part._parameters.items():
             if parameter is not None and parameter.device.type == "cpu":

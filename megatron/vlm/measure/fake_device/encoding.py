@@ -50,12 +50,10 @@ class HeaviestShares:
 
     @property
     def items(self) -> Mapping[str, np.ndarray]:
-        """Items by encoder."""
         return self.encoding.items
 
     @property
     def passes(self) -> Sequence[EncoderPass]:
-        """Encoder passes, in order."""
         return self.encoding.passes
 
     @property

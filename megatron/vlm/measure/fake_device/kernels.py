@@ -51,10 +51,7 @@ def factors(args: Sequence[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def check_product(operation: str, args: Sequence[Any]) -> None:
-    """Raise unless the factors have one type and device, as only fake tensors promote types.
-
-    The addend may have the output's type.
-    """
+    """Raise unless the factors have one type and device; fake tensors would promote types."""
     tensors = list(tensors_in(args))
     asked = next((one for one in args if isinstance(one, torch.dtype)), tensors[-1].dtype)
     types = {one.dtype for one in factors(args)}
@@ -150,10 +147,7 @@ def _sdpa(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """`scaled_dot_product_attention` with the device's kernel for [B, N, S, D].
-
-    Flash for 16 bit, memory-efficient for 32 bit, else unfused.
-    """
+    """Device attention for [B, N, S, D]: flash (16 bit), memory-efficient (32 bit) or unfused."""
     if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_HEAD_SIZE:
         size = query.shape[-1]
         padding = -size % ALIGNED_ELEMENTS

@@ -102,7 +102,6 @@ class MemoryTracker:
             self.highest_label = label
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: Label) -> None:
-        """Change the label of some tensors' storages."""
         for tensor in tensors:
             found = self._live.get(tensor.untyped_storage()._cdata)
             if found is not None:

@@ -125,7 +125,7 @@ class FakeDevice(TorchDispatchMode):
         return run
 
     def read(self, tensor: Any) -> float | int:
-        """Return a placeholder for a scalar; on the host a counter from 1."""
+        """Return a placeholder scalar: 1 on the host, as host scalars are counts, else 0."""
         on_device = tensor.device.type == "cuda"
         if on_device:
             self.counts.add_read(self.phase, "item", _calling_line())
