@@ -113,7 +113,7 @@ def _described(model: ModelConfig, adapters: AdapterConfig) -> dict[str, Any]:
 def architecture_differences(
     there: ModelConfig, here: ModelConfig, place: str = "in the plan"
 ) -> list[str]:
-    """Reasons why one model's weights do not fit the other. Empty if they do."""
+    """Mismatches that prevent loading weights of one model into the other. Empty if none."""
     sizes, own_sizes = (model_sizes(model, without=_NOT_ARCHITECTURE) for model in (there, here))
     lines = differences(sizes, own_sizes, place)
     for name in there.encoders.keys() & here.encoders.keys():

@@ -511,7 +511,7 @@ def released(parameter: Parameter, model: ModelConfig, layout: Layout) -> Releas
 
 
 def whisper_tensors(parameter: Parameter, audio: ClipsEncoder, prefix: str) -> Released | None:
-    """Tensors of Whisper's encoder for an audio parameter. None for most of the projector."""
+    """Whisper tensors of an audio parameter. None for the projector, except its norm."""
     _, _, rest = parameter.key.partition(".layers.")
     own = rest or parameter.key
     module, _, part = own.rpartition(".")

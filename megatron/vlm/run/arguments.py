@@ -29,7 +29,7 @@ class CheckpointArguments:
     async_save: bool
     exit_after_failed_saves: int
     replan_at: tuple[int, ...]
-    """Steps after which to replan from measured times."""
+    """Steps that are followed by replanning from measured times."""
     elastic: bool
     """Whether to resume the newest checkpoint with a plan for the current number of processes."""
 
@@ -39,7 +39,7 @@ class ReportArguments:
     tensorboard_dir: Path | None
     wandb_project: str | None
     profile_steps: range
-    """Steps whose torch profiler traces are written."""
+    """Steps with torch profiler traces."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

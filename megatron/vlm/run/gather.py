@@ -72,7 +72,7 @@ def gather_pass_times(
 ) -> tuple[tuple[StageRecord, ...], PassTimes]:
     """Add times of data-parallel ranks, if several, to stages; gather one rank's pass times.
 
-    Collective. `turn` is the rank whose passes are gathered, `slots` its micro-batches.
+    Collective. `turn` is the gathered rank, `slots` its number of micro-batches.
     """
     own_2mc = torch.from_numpy(forward_and_backward_ms(links, intervals))
     wanted_2mc = torch.zeros(2, slots, links.schedule.chunks, dtype=torch.float64)

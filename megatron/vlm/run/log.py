@@ -23,5 +23,5 @@ def _lines(stream: TextIO | None) -> logging.Handler:
 
 class _Lines(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        # As `print` does: a run whose output is closed must end.
+        # As `print` does: a run must end if its output is closed.
         raise

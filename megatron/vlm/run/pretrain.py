@@ -80,7 +80,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Run:
-    """A training run whose arguments, plan and data are checked before processes join."""
+    """A training run with checked arguments, plan and data, before processes join."""
 
     arguments: RunArguments
     planned: PlanFiles
@@ -277,7 +277,7 @@ def _train(run: Run, links: PipelineLinks) -> tuple[Run, Trainer, RunOutcome]:
             is_due = is_due and MadePlan.of(run.directory).step != steps
             anew = planned_anew(run, steps) if is_due else None
             if anew is not None:
-                # Free its memory before the next trainer allocates as much.
+                # Free its memory before building the next trainer.
                 del trainer
                 gc.collect()
                 run, trainer = anew, _built(anew, links)

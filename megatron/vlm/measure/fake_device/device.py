@@ -108,7 +108,7 @@ def fake_calls(
             replaced.enter_context(_replaced(owner, {name: vars(owner)[name] for name in names}))
         # Run functions uncompiled that core would compile.
         replaced.enter_context(torch._dynamo.config.patch(disable=True))
-        route_random_state_to_cpu()  # its patches are undone with the others
+        route_random_state_to_cpu()  # its patches are undone, too
         yield
 
 

@@ -107,7 +107,7 @@ class HeaviestEncoding:
     encodes: tuple[int, int]
     """Step and global rank with most encoding."""
     receives: tuple[int, int]
-    """Step and data-parallel rank whose pipeline receives most features."""
+    """Step and data-parallel rank of the pipeline with most received features."""
 
     @classmethod
     def of(

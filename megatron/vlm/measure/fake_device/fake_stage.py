@@ -28,7 +28,7 @@ from omnibal.job.plan import Plan
 
 _GIB = 2**30
 _MOST_SPREAD = 0.05
-"""Share by which a prediction may be too low relative to another window's."""
+"""Tolerated error of one window's prediction relative to another's."""
 _LAYER_NUMBER = re.compile(r"\.\d+(?=\.|$)")
 
 
