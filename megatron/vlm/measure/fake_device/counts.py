@@ -32,7 +32,7 @@ _NO_KERNEL = {
     *("aten::_local_scalar_dense", "aten::lift", "aten::_has_compatible_shallow_copy_type"),
 }
 _GATHERS = {"aten::embedding": 0, "aten::index_select": 0, "aten::index": 0, "aten::gather": 0}
-"""Operations that read only some rows of the argument at this index: the written rows."""
+"""Operations that read only some rows of this argument, equal in number to the output rows."""
 
 
 def kind_of(operation: str) -> OperationKind:
