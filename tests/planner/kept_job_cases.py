@@ -23,7 +23,8 @@ from omnibal.data.lengths import Lengths, write_lengths
 
 KEPT = Path(__file__).with_name("kept_jobs.json")
 H100 = "--cluster h100-80g --samples-per-step 128"
-CHAT = f"--model internvl-chat-1.5-6b-20b --lengths tiles {H100} --max-tiles 12 --max-tokens 4096"
+TILES = f"--lengths tiles {H100} --max-tiles 12 --max-tokens 4096"
+CHAT = f"--model internvl-chat-1.5-6b-20b {TILES}"
 QWEN = "--model qwen3-vl-8b --lengths native --cluster h100-80g --samples-per-step 64"
 CAPPED = f"{QWEN} --limit image_tokens=12288 --max-tokens 16384"
 MOE = "--model qwen3-30b-a3b --lengths texts --cluster h100-80g --samples-per-step 128"
@@ -52,10 +53,10 @@ JOBS = {
         "--samples-per-step 128 ", ""
     ),
     "fp8": f"{CHAT} --tp 2 --pp 2 --dp 4 --precision fp8",
-    "free-caps": f"--model internvl3-8b --lengths tiles {H100} --tp 2 --pp 2 --dp 2",
-    "free-8": f"--model internvl3-8b --lengths tiles {H100} --gpus 8",
-    "free-64": f"--model internvl2.5-26b --lengths tiles {H100} --gpus 64 --pp 4"
-    " --encoder pipeline",
+    "free-caps": "--model internvl-digits --cluster laptop-cpu --lengths small --pp 2 --dp 2"
+    " --micro-batches 3",
+    "free-8": f"--model internvl3-8b {TILES} --gpus 8",
+    "free-64": f"--model internvl2.5-26b {TILES} --gpus 64 --pp 4 --encoder pipeline",
     "text": f"--model llama3.1-8b --lengths texts {H100} --tp 2 --pp 2 --dp 2 --max-tokens 8192",
     "text-levels": f"--model llama3.1-8b --lengths long {H100} --tp 1 --pp 1 --dp 8"
     " --packing-levels auto",
@@ -63,7 +64,7 @@ JOBS = {
     " --packing-levels hbp",
     "experts": f"{MOE} --tp 1 --pp 2 --dp 8 --ep 8 --max-tokens 8192",
     "experts-tp": f"{MOE} --tp 2 --pp 2 --dp 4 --ep 4 --max-tokens 8192 --expert-imbalance 1.5",
-    "experts-free": f"{MOE} --gpus 16",
+    "experts-free": f"{MOE} --gpus 16 --max-tokens 8192",
     "native": f"{CAPPED} --tp 2 --pp 2 --dp 2",
     "native-beside": f"{CAPPED} --tp 1 --pp 2 --dp 4 --encoder data-parallel",
     "native-adapters": f"{CAPPED} --tp 1 --pp 2 --dp 4 --lora-rank 8",
