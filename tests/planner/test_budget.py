@@ -1,0 +1,46 @@
+"""The house keeps its size: lines and words within the budget of pyproject.toml."""
+
+import tomllib
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.quick
+
+ROOT = Path(__file__).parents[2]
+BUDGET = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["omnibal"]["budget"]
+CODE = {".py", ".sh", ".sbatch"}
+PRODUCT = ("omnibal", "megatron", "tools", "scripts", "pretrain_vlm.py", "setup.py")
+FOLDERS = (*PRODUCT, "tests", "benchmarks")
+
+
+def sizes() -> Counter[str]:
+    """Lines of code by folder, by package of omnibal, and of the product; words of the pages."""
+    found: Counter[str] = Counter()
+    for folder in FOLDERS:
+        root = ROOT / folder
+        for path in [root] if root.is_file() else sorted(root.rglob("*")):
+            if path.suffix not in CODE:
+                continue
+            lines = path.read_text().count("\n")
+            package = "/".join(path.relative_to(ROOT).parts[:2])
+            counted = [folder] + ["product"] * (folder in PRODUCT)
+            counted += [package] * (folder == "omnibal")
+            found.update(dict.fromkeys(counted, lines))
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    found["words"] = sum(len(page.read_text().split()) for page in pages)
+    return found
+
+
+def test_lines_and_words_are_within_the_budget():
+    """Prevents a house that grows with every change: what needs room makes it."""
+    found = sizes()
+    limits = BUDGET["lines"] | {"words": BUDGET["words"]}
+    over = {name: (found[name], most) for name, most in limits.items() if found[name] > most}
+    assert not over, f"over the budget of pyproject.toml (found, budget), make room: {over}"
+
+
+def test_every_folder_has_a_budget():
+    """Prevents lines that move to a folder that nothing limits."""
+    assert sizes().keys() - {"words"} == BUDGET["lines"].keys()
