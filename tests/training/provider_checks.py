@@ -11,7 +11,7 @@ from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.measure.profiler import _whole_stage_trainer
+from megatron.vlm.measure.profiler import OPTIMIZATION, _plan_of_whole_stages
 from megatron.vlm.measure.replay import StageReplayer, standing_in
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
@@ -112,7 +112,8 @@ def profiled(links, provider):
     """A profile measures the layers of the provider that it is asked for."""
     sizes, cluster = Parallel(pipeline=1), load_cluster("laptop-cpu")
     job = JobSpec(model=MODELS[0], cluster=cluster, parallel=sizes, precision="fp32")
-    trainer = _whole_stage_trainer(job, links, depth=1, provider=provider)
+    plan = _plan_of_whole_stages(job, links.size, 1)
+    trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
     assert is_of_engine(trainer) == (provider == "te")
 
 
