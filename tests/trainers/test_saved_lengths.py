@@ -12,9 +12,7 @@ def test_lengths_of_a_saved_dataset_are_its_column(tmp_path):
     path.write_bytes(picture(0))
     images = [{"bytes": None, "path": str(path)}, {"bytes": picture_of(5), "path": None}]
     rows = [
-        record(
-            n, {"images": images[: n % 10 + 1] if shows_picture(n) else None, "lengths": [200 + n]}
-        )
+        record(n, images=images[: n % 10 + 1] if shows_picture(n) else None, lengths=[200 + n])
         for n in range(1_000)
     ]
     # Of several parts, of which the first is chosen from, as ms-swift's are after filtering.
