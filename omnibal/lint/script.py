@@ -177,6 +177,6 @@ class _Reader:
     def _refuse(self, text: str) -> NoReturn:
         raise UserError(
             f"line {self.line} of the launch line or script has {text}, and only NAME=value, "
-            "$NAME, ${NAME:-value}, arrays and plain commands are read: quote it if it is text, or "
-            "give the expanded command, which `bash -x SCRIPT` prints"
+            "$NAME, ${NAME}, ${NAME:-value}, arrays and plain commands are read: quote it if it is "
+            "text, or give the expanded command, which `bash -x SCRIPT` prints"
         )

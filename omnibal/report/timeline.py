@@ -60,7 +60,7 @@ def timeline_figure(
         drawn=figure,
         caption="The step of median load on the first data-parallel rank: "
         f"{micro_batches} micro-batches under {timeline.schedule.name}{of_chunks}. Numbers count "
-        "micro-batches. All ranks and their packs: `omnibal simulate PLAN --trace FILE`, for "
+        "micro-batches. omnibal simulate PLAN --trace FILE writes all ranks and packs for "
         "Perfetto.",
         wide=True,
     )
