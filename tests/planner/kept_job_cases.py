@@ -25,6 +25,7 @@ KEPT = Path(__file__).with_name("kept_jobs.json")
 H100 = "--cluster h100-80g --samples-per-step 128"
 TILES = f"--lengths tiles {H100} --max-tiles 12 --max-tokens 4096"
 CHAT = f"--model internvl-chat-1.5-6b-20b {TILES}"
+STREAM = CHAT.replace("--samples-per-step 128 ", "") + " --tp 2 --pp 2 --dp 4 --window 64"
 QWEN = "--model qwen3-vl-8b --lengths native --cluster h100-80g --samples-per-step 64"
 CAPPED = f"{QWEN} --limit image_tokens=12288 --max-tokens 16384"
 MOE = "--model qwen3-30b-a3b --lengths texts --cluster h100-80g --samples-per-step 128"
@@ -48,10 +49,8 @@ JOBS = {
     "interleaved": f"{CHAT} --tp 2 --pp 4 --dp 2 --schedule interleaved",
     "zb-h1": f"{CHAT} --tp 4 --pp 4 --dp 2 --schedule zb-h1",
     "zb-v": f"{CHAT} --tp 8 --pp 2 --dp 2 --schedule zb-v",
-    "window": f"{CHAT} --tp 2 --pp 2 --dp 4 --window 64".replace("--samples-per-step 128 ", ""),
-    "arrival": f"{CHAT} --tp 2 --pp 2 --dp 4 --window 64 --dispatch off".replace(
-        "--samples-per-step 128 ", ""
-    ),
+    "window": STREAM,
+    "arrival": f"{STREAM} --dispatch off",
     "fp8": f"{CHAT} --tp 2 --pp 2 --dp 4 --precision fp8",
     "free-caps": "--model internvl-digits --cluster laptop-cpu --lengths small --pp 2 --dp 2"
     " --micro-batches 3",
@@ -84,29 +83,24 @@ def write_data(folder: Path) -> None:
     rng = np.random.default_rng(47)
     text = np.clip(rng.lognormal(5.5, 1.0, 1300), 8, 3000).astype(int)
     tiles = rng.choice(np.array([0, 1, 2, 5, 7]), 1300)
-    _write(folder / "tiles.parquet", tokens=np.minimum(tiles * 256 + text, 4096), tiles=tiles)
-    _write(folder / "texts.parquet", tokens=np.clip(text * 4, 16, 8192))
-    _write(folder / "long.parquet", tokens=np.append(text, rng.integers(20_000, 65_537, 9)))
-    times, cells = rng.choice([1, 1, 1, 8], 1100), rng.integers(16, 1024, 1100)
+    _write(folder, "tiles", tokens=np.minimum(tiles * 256 + text, 4096), tiles=tiles)
+    _write(folder, "texts", tokens=np.clip(text * 4, 16, 8192))
+    _write(folder, "long", tokens=np.append(text, rng.integers(20_000, 65_537, 9)))
     images = np.zeros(1100, IMAGE)
-    images["times"], images["tokens"] = times, cells
+    images["times"] = rng.choice([1, 1, 1, 8], 1100)
+    images["tokens"] = rng.integers(16, 1024, 1100)
     sizes = ImageSizes(images=images, counts=np.ones(1100, np.int64))
-    _write(
-        folder / "native.parquet",
-        sizes,
-        tokens=sizes.tokens + text[:1100],
-        image_tokens=sizes.tokens,
-    )
+    shown = sizes.tokens
+    _write(folder, "native", sizes, tokens=shown + text[:1100], image_tokens=shown)
     tiles, clips = rng.integers(0, 4, 1200), rng.integers(0, 3, 1200)
-    said = tiles * 16 + clips * 25 + 30
-    _write(folder / "spoken.parquet", tokens=said, tiles=tiles, clips=clips)
-    _write(folder / "small.parquet", tokens=tiles * 16 + 40 + clips, tiles=tiles)
+    _write(folder, "spoken", tokens=tiles * 16 + clips * 25 + 30, tiles=tiles, clips=clips)
+    _write(folder, "small", tokens=tiles * 16 + 40 + clips, tiles=tiles)
 
 
-def _write(path: Path, images: ImageSizes | None = None, **columns: np.ndarray) -> None:
+def _write(folder: Path, name: str, images: ImageSizes | None = None, **columns: np.ndarray):
     tokens = columns.pop("tokens").astype(np.int32)
     lengths = Lengths(
-        items={name: column.astype(np.int32) for name, column in columns.items()},
+        items={item: column.astype(np.int32) for item, column in columns.items()},
         tokens=tokens,
         loss_tokens=np.maximum(tokens // 3, 1).astype(np.int32),
         source=0 * tokens,
@@ -115,7 +109,7 @@ def _write(path: Path, images: ImageSizes | None = None, **columns: np.ndarray) 
         squares={} if images is None else {"squared_image_tokens": images.squares},
         image_sizes=images,
     )
-    write_lengths(lengths, path)
+    write_lengths(lengths, folder / f"{name}.parquet")
 
 
 def plan_job(job: str, data: Path, plan: Path) -> dict[str, Any]:
