@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache, cached_property
+from itertools import cycle, islice
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
@@ -121,20 +123,32 @@ class Launcher:
 
 
 @cache
-def _held_port(use: str) -> tuple[int, IO[str]]:
-    for port in range(20_000, 30_000):
-        held = (Path(tempfile.gettempdir()) / f"omnibal-tests-port-{port}").open("w")
+def _held_ports() -> tuple[Iterator[int], IO[str]]:
+    """A hundred ports of this process alone, over and over, and the file whose lock keeps them."""
+    for first in range(20_000, 30_000, 100):
+        held = (Path(tempfile.gettempdir()) / f"omnibal-tests-ports-{first}").open("w")
         try:
             fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return port, held
+            return cycle(range(first, first + 100)), held
         except OSError:
             held.close()
     raise AssertionError("all ports of tests are held")
 
 
-def reserved_port(use: str) -> int:
-    """Port of this process's tests for one use, below those that the system hands out."""
-    return _held_port(use)[0]
+def reserved_port() -> int:
+    """Return another free port each time, below those that the system hands out.
+
+    A port is not used again at once: what a killed rank has forked may still listen on it.
+    """
+    for port in islice(_held_ports()[0], 100):
+        with socket.socket() as tried:
+            tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                tried.bind(("", port))
+            except OSError:
+                continue
+        return port
+    raise AssertionError("another program listens on all ports of tests")
 
 
 @cache

@@ -45,7 +45,7 @@ def pair_starts(*command: object) -> AbstractContextManager[Started]:
 
 
 def rank_environments(processes: int) -> Iterator[dict[str, str]]:
-    port = reserved_port("ranks")
+    port = reserved_port()
     for rank in range(processes):
         yield {
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),

@@ -58,7 +58,7 @@ class Server:
 @contextmanager
 def started_s3(folder: Path) -> Iterator[Server]:
     """Start a server with an empty bucket, which ends with the `with`."""
-    port = reserved_port("s3")
+    port = reserved_port()
     server = Server(f"http://127.0.0.1:{port}", folder / "moto.log")
     words = [sys.executable, "-c", _MAIN, "-H", "127.0.0.1", "-p", str(port)]
     with server.log.open("w") as log:

@@ -1,15 +1,22 @@
 """Bodies of fused operations, compiled for a CPU; test_cuda.py has them on a device."""
 
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 from programs import run_program
 
 
-def test_compiled_bodies_compute_what_is_written():
+def test_compiled_bodies_compute_what_is_written(tmp_path):
     """Prevents: a body that the compiler cannot take, or takes for another, which only a GPU would
     show."""
     assert shutil.which("g++"), "install g++, which compiles bodies for a CPU"
-    ended = run_program(Path(__file__).with_name("fused_checks.py"), "cpu")
+    # The compiler's command line does not quote torch's folder, whose path may have a space.
+    installed = tmp_path / "installed"
+    installed.symlink_to(Path(find_spec("torch").origin).parent.parent)
+    ended = run_program(
+        Path(__file__).with_name("fused_checks.py"), "cpu",
+        imports=(installed,), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"),
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "compiled 19 bodies" in ended.stdout
