@@ -19,7 +19,7 @@ from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_laye
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
-from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import unit_kinds
 
@@ -39,20 +39,15 @@ MICRO_BATCH = {
 FEATURES = Features(names=tuple(MICRO_BATCH))
 SIZES = np.array(list(MICRO_BATCH.values()))
 TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
+NOTHING = (0, [], set(), (0, 0), (0, 0, 0))
 
 
 def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
     """A device in bf16 whose rates do not matter."""
     rates = ("flops_per_ms", "fp32_flops_per_ms", "bytes_per_ms", "streamed_bytes_per_ms")
     rates += ("collective_bytes_per_ms", "pass_ms", "kernel_ms")
-    return Device(
-        **dict.fromkeys(rates, 1.0),
-        product_times=None,
-        tensor=tensor,
-        sequence_parallel=sequence_parallel,
-        element_bytes=2,
-        **changes,
-    )
+    sizes = {"tensor": tensor, "sequence_parallel": sequence_parallel, "element_bytes": 2}
+    return Device(**dict.fromkeys(rates, 1.0), **sizes, product_times=None, **changes)
 
 
 def of(value: np.ndarray | float) -> float:
@@ -61,8 +56,9 @@ def of(value: np.ndarray | float) -> float:
 
 
 def counted(counts: Counts) -> dict[str, Any]:
-    """All that is counted of the micro-batch; what is none is left out."""
-    found = {
+    """All that is counted of the micro-batch."""
+    sent = counts.collectives
+    return {
         "products": [
             (of(one.rows), one.inner, one.outer, *([one.groups] if one.groups > 1 else []))
             for one in counts.products
@@ -70,16 +66,12 @@ def counted(counts: Counts) -> dict[str, Any]:
         "attention": of(counts.attention_flops),
         "forward": of(counts.moved_bytes),
         "backward": of(counts.back_moved_bytes),
-        "sent": of(counts.collectives.forward_bytes),
-        "back sent": of(counts.collectives.backward_bytes),
-        "again sent": of(counts.collectives.again_bytes),
-        "passes": (
-            counts.collectives.passes,
-            counts.collectives.back_passes,
-            counts.collectives.passes_again,
-        ),
-        "exchanged": of(counts.collectives.exchanged_bytes),
-        "exchanges": (counts.collectives.exchanges, counts.collectives.back_exchanges),
+        "sent": of(sent.forward_bytes),
+        "back sent": of(sent.backward_bytes),
+        "again sent": of(sent.again_bytes),
+        "passes": (sent.passes, sent.back_passes, sent.passes_again),
+        "exchanged": of(sent.exchanged_bytes),
+        "exchanges": (sent.exchanges, sent.back_exchanges),
         "kernels": counts.kernels,
         "kept": {line.what: of(line.bytes) for line in counts.kept},
         "for weights": {line.what for line in counts.kept if line.for_weights},
@@ -90,24 +82,36 @@ def counted(counts: Counts) -> dict[str, Any]:
         ],
         "forward working": [of(each.bytes) for each in counts.forward_working],
         "passing": of(counts.passing_bytes),
-        "shared": of(counts.collectives.gathered_bytes),
+        "shared": of(sent.gathered_bytes),
         "parameters": counts.parameters,
         "of experts": counts.expert_parameters,
     }
-    nothing = (0, 0.0, [], (0, 0), (0, 0, 0), set())
-    return {name: value for name, value in found.items() if value not in nothing}
 
 
 def check(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Every number, to rounding."""
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        if isinstance(value, list):
-            assert len(found[name]) == len(value), name
-            for there, here in zip(found[name], value, strict=True):
-                assert there == pytest.approx(here), name
+    """Every number, to rounding; what is not expected is nothing."""
+    assert expected.keys() <= found.keys()
+    for name, value in found.items():
+        wanted = expected.get(name)
+        if wanted is None:
+            assert value in NOTHING, name
+        elif isinstance(value, list):
+            assert len(value) == len(wanted), name
+            for here, there in zip(value, wanted, strict=True):
+                assert here == pytest.approx(there), name
         else:
-            assert found[name] == (value if isinstance(value, set) else pytest.approx(value)), name
+            assert value == (wanted if isinstance(value, set) else pytest.approx(wanted)), name
+
+
+def check_added(
+    more: Mapping[str, Any], less: Mapping[str, Any], expected: Mapping[str, Any]
+) -> None:
+    """The numbers by which one unit has more than another, and what it keeps besides."""
+    for name, value in expected.items():
+        if name == "kept":
+            assert more[name] == pytest.approx({**less[name], **value})
+        else:
+            assert more[name] - less[name] == pytest.approx(value), name
 
 
 H, A, F = 40, 60, 70
@@ -124,6 +128,7 @@ ENCODER: dict[str, Any] = {
 PLAIN = {"normalization": "RMSNorm", "qkv_bias": False, "qk_norm": False}
 TILES_TOWER = TilesEncoder(**ENCODER, image_size=8, patch_size=2, layer_scale_init=0.1)
 CLIPS_TOWER = ClipsEncoder(**ENCODER | PLAIN, frames=14, mel_bins=9, positions_per_token=7)
+NORMED_CLIPS = ClipsEncoder(**ENCODER, frames=14, positions_per_token=7)
 WIDTH = 50
 """Of the language model."""
 LANGUAGE = LanguageConfig(
@@ -131,8 +136,25 @@ LANGUAGE = LanguageConfig(
 )
 
 
+def images_tower(**changes: Any) -> ImagesEncoder:
+    """Four patches of 5 x 5 pixels and 2 frames a cell."""
+    sizes = {"patch_size": 5, "frames_per_patch": 2, "learned_positions": 19}
+    return ImagesEncoder(**ENCODER | {"qk_norm": False} | sizes | changes)
+
+
+WINDOWED = images_tower(window_pixels=30)
+GATED = images_tower(
+    window_pixels=30, gated=True, qk_norm=True, bias=False, normalization="RMSNorm"
+)
+
+
 def model_with(**encoders: Any) -> ModelConfig:
     return ModelConfig(name="by hand", encoders=encoders, language=LANGUAGE)
+
+
+def round_up(number: int, parts: int) -> int:
+    """Of a number of parameters, those of the fullest part."""
+    return len(range(0, number, parts))
 
 
 def test_embedding_of_tiles() -> None:
@@ -188,169 +210,6 @@ def test_embedding_of_clips() -> None:
     check(counted(clips_embed(CLIPS_TOWER, device(), FEATURES)), expected)
 
 
-def test_layer_of_tiles_with_all_options() -> None:
-    """Prevents: padded heads, norms of q and k, or layer scales in some counts but not others."""
-    t, rows = 3, TILES * 17
-    kept = {
-        "input": 2 * H,
-        "first norm's output": 2 * H,
-        "first norm's moments": 4 * 2,
-        "q, k and v": 2 * 3 * A / t,
-        "attention's output and log-sum-exp": 2 * A / t + 4 * 6 / t,
-        "middle residual": 2 * H,
-        "second norm's output": 2 * H,
-        "second norm's moments": 4 * 2,
-        "into the activation": 2 * F / t,
-        "out of the activation": 2 * F / t,
-        "normed q and k": 2 * 2 * A / t + 4 * 2,
-        "attention's block, for its layer scale": 2 * H,
-        "feed-forward's, for its layer scale": 2 * H,
-    }
-    expected = {
-        "products": [
-            *((rows, H, 3 * A / t), (rows, A / t, H)),
-            *((rows, H, F / t), (rows, F / t, H)),
-        ],
-        "attention": 4 * TILES * 17**2 * A / t,
-        # A norm; the sum with the norm of it, which is kept beside the sum; the last sum. q and k
-        # normed, and read once more for their sums; GELU.
-        "forward": rows * 2 * ((2 + 4 + 3) * H + (4 + 2) * A / t + 2 * F / t),
-        # Twice a norm's input, its gradient, the residual's, and what comes of it; each scale's
-        # input, gradient and result. Norms of q and k read what each needs; GELU its input too.
-        "backward": rows * 2 * (2 * 4 * H + 2 * 3 * H + (8 + 4) * A / t + 3 * F / t),
-        # Two all-reduces, each two passes of two thirds.
-        "sent": 2 * 2 * rows * 2 * H * 2 / 3,
-        "back sent": 2 * 2 * rows * 2 * H * 2 / 3,
-        "passes": (4, 4, 0),
-        "kernels": 12,
-        "kept": {what: rows * each for what, each in kept.items()},
-        "for weights": {"first norm's output", "second norm's output", "out of the activation"},
-        "input": rows * 2 * H,
-        "output": rows * 2 * H,
-        "working": [
-            # Gradients of the residual and of the block before its scale, which keeps its input
-            # until then; then as each operation lets go of what it kept.
-            (rows * 2 * (H + H), 0),
-            (rows * 2 * (H + H + F / t - H), H * F / t),
-            (rows * 2 * (H + 2 * F / t - H - F / t), 0),
-            (rows * 2 * (2 * H + F / t - H - 2 * F / t), H * F / t),
-        ],
-        "forward working": [
-            rows * 2 * 6 * H,
-            rows * 2 * (3 * H + 2 * 3 * A / t),
-            rows * 2 * (5 * H + 2 * F / t),
-        ],
-        # Norms, scales and two biases whole; the rest divided.
-        "parameters": 2 * 2 * H
-        + 2 * H
-        + 2 * H
-        + round_up(3 * H * A + 3 * A + 2 * A + A * H + 2 * H * F + F, t),
-    }
-    check(counted(layer_of(TILES_TOWER, device())), expected)
-
-
-def layer_of(tower: TilesEncoder | ClipsEncoder, ranks: Device, *, padded: bool = True) -> Counts:
-    """A layer of an encoder; its model and its kind do not matter."""
-    return items_layer(None, tower, None, ranks, FEATURES, padded=padded)
-
-
-def round_up(number: int, parts: int) -> int:
-    """Of a number of parameters, those of the fullest part."""
-    return len(range(0, number, parts))
-
-
-def test_plain_layer_of_clips() -> None:
-    """Prevents: options that a tower does not have, counted all the same; heads that are padded
-    where that is not asked for; sums of q's and k's norms that one rank exchanges."""
-    rows = CLIPS * 7
-    kept = {
-        "input": 2 * H,
-        "first norm's output": 2 * H,
-        "first norm's moments": 4,
-        "q, k and v": 2 * 3 * H / 3,
-        "attention's output and log-sum-exp": 2 * H / 3 + 4 * 4 / 3,
-        "middle residual": 2 * H,
-        "second norm's output": 2 * H,
-        "second norm's moments": 4,
-        "into the activation": 2 * F / 3,
-        "out of the activation": 2 * F / 3,
-    }
-    found = counted(layer_of(CLIPS_TOWER, device(), padded=False))
-    expected = {
-        "kept": {what: rows * each for what, each in kept.items()},
-        "attention": 4 * CLIPS * 7**2 * H / 3,
-        "forward": rows * 2 * (9 * H + 2 * F / 3),
-        # Gradients of q, k and v are put together.
-        "backward": rows * 2 * ((8 + 2) * H + (6 * H + 3 * F) / 3),
-        # From the second product's gradients on: a residual alone is less than these.
-        "working": [
-            (rows * 2 * (H + F / 3), H * F / 3),
-            (rows * 2 * (H + (2 - 1) * F / 3), 0),
-            (rows * 2 * (2 * H + (1 - 2) * F / 3), H * F / 3),
-        ],
-        "parameters": 2 * H + 2 * H + round_up(4 * H * H + 2 * H * F + F, 3),
-    }
-    check({name: found[name] for name in expected}, expected)
-    normed = ClipsEncoder(**ENCODER | {"qk_norm": True}, frames=14, positions_per_token=7)
-    alone = counted(layer_of(normed, device(1)))
-    assert alone["forward"] == rows * 2 * (9 * H + 4 * H + 2 * F)
-    assert alone["backward"] == rows * 2 * (10 * H + 8 * H + 3 * F)
-    assert "sent" not in alone
-
-
-@pytest.mark.parametrize("of_clips", [False, True])
-def test_projectors_of_tiles_and_clips(of_clips: bool) -> None:
-    """Prevents: a projector's norm over the wrong positions, or gradients of it that take none."""
-    tower, items = (CLIPS_TOWER, CLIPS) if of_clips else (TILES_TOWER, TILES)
-    # 7 positions make a token; or of 17 the 16 patches 4 tokens, the class token none.
-    positions, tokens, wide = (7, 1, 7 * H) if of_clips else (17, 4, 4 * H)
-    t, rows, read, folded = 3, items * tokens, items * positions * H, items * tokens * wide
-    inner, out = rows * WIDTH / t, rows * WIDTH
-    if of_clips:
-        before = {
-            "last layer's output": 2 * folded,
-            "stacked positions": 2 * folded,
-            "norm's moments": items * positions * 4,
-        }
-        normed, norm = "stacked positions", H
-    else:
-        before = {
-            "shuffled input": 2 * folded,
-            "norm's output": 2 * folded,
-            "norm's moments": rows * 2 * 4,
-        }
-        normed, norm = "norm's output", 2 * wide
-    expected = {
-        "products": [(rows, wide, WIDTH / t), (rows, WIDTH / t, WIDTH)],
-        # Folded, normed; GELU; the bias.
-        "forward": 2 * (2 * read + 2 * read + 2 * inner + 2 * out),
-        "backward": 2 * (2 * read + 3 * read + 3 * inner + out),
-        "sent": 2 * 2 / 3 * 2 * out,
-        "back sent": 2 * 2 / 3 * 2 * folded,
-        "passes": (2, 2, 0),
-        "kernels": 8,
-        "kept": {**before, "into GELU": 2 * inner, "out of GELU": 2 * inner},
-        "for weights": {normed, "out of GELU"},
-        "input": 2 * read,
-        "output": 2 * out,
-        "working": [
-            (2 * (out + inner), WIDTH * WIDTH / t),
-            (2 * (folded + inner - 2 * inner), wide * WIDTH / t),
-            (2 * (folded + read - 2 * inner - folded), 0),
-        ],
-        "forward working": [2 * (2 * read + 2 * folded + inner)],
-        "parameters": norm + WIDTH + round_up(wide * WIDTH + WIDTH + WIDTH * WIDTH, t),
-    }
-    model = model_with(**{"audio" if of_clips else "vision": tower})
-    check(counted(encoder_projector(tower, model, device(), FEATURES)), expected)
-
-
-def images_tower(**changes: Any) -> ImagesEncoder:
-    """Four patches of 5 x 5 pixels and 2 frames a cell."""
-    sizes = {"patch_size": 5, "frames_per_patch": 2, "learned_positions": 19}
-    return ImagesEncoder(**ENCODER | {"qk_norm": False} | sizes | changes)
-
-
 @pytest.mark.parametrize("learned", [0, 19])
 @pytest.mark.parametrize("normed", [False, True])
 def test_embedding_of_images(learned: int, normed: bool) -> None:
@@ -387,155 +246,164 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
     check(counted(images_embed(tower, device(), FEATURES)), expected)
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_layer_of_images(gated: bool) -> None:
-    """Prevents: a gate, norms of q and k, or a window in some counts and not in others."""
-    options = {"gated": True, "qk_norm": True, "bias": False, "normalization": "RMSNorm"}
-    tower = images_tower(window_pixels=30, **(options if gated else {}))
-    kind = next(kind for kind in unit_kinds(model_with(vision=tower)) if kind.is_layer)
-    assert kind.is_windowed
-    t, rows, vectors = 3, CELLS * 4, 1 if gated else 2
-    into = (2 if gated else 1) * F
+Elements = tuple[int, int, int]
+"""That kernels read and write for a position: of the hidden size, of all heads, of feed-forward."""
+OF_TILES, OF_CLIPS, OF_CELLS = (TILES * 17, TILES * 17**2), (CLIPS * 7, CLIPS * 7**2), CELLS * 4
+"""Positions, and attended pairs of them."""
+
+
+@pytest.mark.parametrize(
+    ("tower", "t", "width", "rows", "pairs", "moved", "back"),
+    [
+        # A norm; the sum with the norm of it, which is kept beside the sum; the last sum: 2 + 4 + 3
+        # of H. GELU: 2 of F, and 3 backward, which reads its input too; SwiGLU: 3, and 5. Backward
+        # reads twice a norm's input, its gradient, the residual's, and writes what comes of it.
+        #
+        # Norms of q and k, 4, are read once more for their sums, 2; backward reads what each needs.
+        # Each scale's input, gradient and result.
+        (TILES_TOWER, 3, A, *OF_TILES, (9, 4 + 2, 2), (2 * 4 + 2 * 3, 8 + 4, 3)),
+        # Gradients of q, k and v are put together, 6; heads are not padded where nobody asks.
+        (CLIPS_TOWER, 3, H, *OF_CLIPS, (9, 0, 2), (8 + 2, 6, 3)),
+        # One rank exchanges no sums.
+        (NORMED_CLIPS, 1, H, *OF_CLIPS, (9, 4, 2), (8 + 2, 8, 3)),
+        # Rotation, and norms before it, read and write q and k; gradients of q, k and v are put
+        # together, 2 more. Windows are of 3 x 3 cells.
+        (WINDOWED, 3, A, OF_CELLS, OF_CELLS * 36, (9, 4, 2), (8, 4 + 2, 3)),
+        (GATED, 3, A, OF_CELLS, OF_CELLS * 36, (9, 8, 3), (8, 8 + 2, 5)),
+        # All 4 positions of each cell see those of all cells of the image.
+        (images_tower(), 3, H, OF_CELLS, 29 * 4**2, (9, 4, 2), (8, 4 + 2, 3)),
+    ],
+    ids=["tiles", "plain clips", "normed clips", "windows", "gated", "whole images"],
+)
+def test_layer_of_an_encoder(
+    tower: EncoderLayers, t: int, width: int, rows: int, pairs: int, moved: Elements, back: Elements
+) -> None:
+    """Prevents: padded heads, norms of q and k, layer scales, gates or windows that a tower has in
+    some counts but not in others, or that it does not have, counted all the same."""
+    images = isinstance(tower, ImagesEncoder)
+    vectors = 1 if tower.normalization == "RMSNorm" else 2
+    has_bias, into = not images or tower.bias, 2 * F if images and tower.gated else F
+    # A layer scale keeps its input until its gradient is there.
+    scaled = H if tower.layer_scale_init else 0
     kept = {
         "input": 2 * H,
         "first norm's output": 2 * H,
         "first norm's moments": 4 * vectors,
-        "rotated q and k, and v": 2 * 3 * A / t,
-        "attention's output and log-sum-exp": 2 * A / t + 4 * 6 / t,
+        "rotated q and k, and v" if images else "q, k and v": 2 * 3 * width / t,
+        "attention's output and log-sum-exp": 2 * width / t + 4 * (width / 10) / t,
         "middle residual": 2 * H,
         "second norm's output": 2 * H,
         "second norm's moments": 4 * vectors,
         "into the activation": 2 * into / t,
         "out of the activation": 2 * F / t,
     }
-    if gated:
-        kept["q and k before norms"] = 2 * 2 * A / t + 2 * 4
-    # Rotation, and norms before it, read and write q and k.
-    rotated = (8 if gated else 4) * A
+    if tower.qk_norm:
+        kept["q and k before norms" if images else "normed q and k"] = 2 * 2 * width / t + 2 * 4
+    if scaled:
+        kept["attention's block, for its layer scale"] = 2 * H
+        kept["feed-forward's, for its layer scale"] = 2 * H
+    # Two all-reduces, each two passes of two thirds.
+    sent = 2 * 2 * rows * 2 * H * (t - 1) / t
+    working = [
+        # Of the residual and of the block before its scale; as each operation lets go of its own.
+        *([(H + H, 0)] if scaled else []),
+        (H + scaled + F / t - scaled, H * F / t),
+        (H + F / t + into / t - scaled - F / t, 0),
+        (2 * H + into / t - scaled - F / t - into / t, H * into / t),
+    ]
+    weights = 4 * H * width + (into + F) * H + (into if has_bias else 0)
+    weights += (3 * width if tower.qkv_bias else 0) + (2 * width if tower.qk_norm else 0)
     expected = {
         "products": [
-            *((rows, H, 3 * A / t), (rows, A / t, H)),
+            *((rows, H, 3 * width / t), (rows, width / t, H)),
             *((rows, H, into / t), (rows, F / t, H)),
         ],
-        # Windows of 3 x 3 cells.
-        "attention": 4 * rows * 36 * A / t,
-        "forward": rows * 2 * (9 * H + (rotated + (into + F)) / t),
-        # Gradients of q, k and v are put together; those of what went into the activation and
-        # of what came out, beside what went in.
-        "backward": rows * 2 * (8 * H + (rotated + 2 * A + (2 * into + F)) / t),
-        "sent": 4 * rows * 2 * H * 2 / 3,
-        "back sent": 4 * rows * 2 * H * 2 / 3,
+        "attention": 4 * pairs * width / t,
+        "forward": rows * 2 * (moved[0] * H + (moved[1] * width + moved[2] * F) / t),
+        "backward": rows * 2 * (back[0] * H + (back[1] * width + back[2] * F) / t),
+        "sent": sent,
+        "back sent": sent,
         "passes": (4, 4, 0),
         "kernels": 12,
         "kept": {what: rows * each for what, each in kept.items()},
         "for weights": {"first norm's output", "second norm's output", "out of the activation"},
         "input": rows * 2 * H,
         "output": rows * 2 * H,
-        "working": [
-            (rows * 2 * (H + F / t), H * F / t),
-            (rows * 2 * (H + (F + into - F) / t), 0),
-            (rows * 2 * (2 * H + (into - F - into) / t), H * into / t),
-        ],
+        "working": [(rows * 2 * there, weight) for there, weight in working],
         "forward working": [
             rows * 2 * 6 * H,
-            rows * 2 * (3 * H + 6 * A / t),
+            rows * 2 * (3 * H + 2 * 3 * width / t),
             rows * 2 * (5 * H + (F + into) / t),
         ],
+        # Norms, scales and two biases whole; the rest divided.
         "parameters": 2 * vectors * H
-        + (0 if gated else 2 * H)
-        + round_up(
-            4 * H * A + (into + F) * H + (2 * A + 3 * A if gated else 3 * A + into),
-            t,
-        ),
+        + (2 * H if scaled else 0)
+        + (2 * H if has_bias else 0)
+        + round_up(weights, t),
     }
-    model = model_with(vision=tower)
-    check(counted(images_layer(model, tower, kind, device(), FEATURES)), expected)
-    whole = images_tower()
-    kind = next(kind for kind in unit_kinds(model_with(vision=whole)) if kind.is_layer)
-    unpadded = images_layer(model, whole, kind, device(), FEATURES, padded=False)
-    # All 4 positions of each cell see those of all cells of the image.
-    assert of(unpadded.attention_flops) == pytest.approx(4 * 29 * 4**2 * H / t)
+    model, own, padded = model_with(vision=tower), device(t), width == A
+    kind = next(kind for kind in unit_kinds(model) if kind.is_layer)
+    count = images_layer if images else items_layer
+    check(counted(count(model, tower, kind, own, FEATURES, padded=padded)), expected)
 
 
-def two_products(t: int, inner: int, norm: int, normed: int = 4) -> dict[str, Any]:
-    """A norm of positions, so many a cell, cells folded, two products."""
-    wide = 4 * H
-    read, into, out = CELLS * wide, CELLS * inner / t, CELLS * WIDTH
+def two_products(
+    rows: int, wide: int, inner: int, norm: int, before: dict[str, int], read: int | None = None
+) -> dict[str, Any]:
+    """A norm and two products on 3 ranks, with what is kept before them; `read` is folded first."""
+    t, folded, into, out = 3, rows * wide, rows * inner / 3, rows * WIDTH
+    own = folded if read is None else read
+    [normed] = {"norm's output", "stacked positions"} & before.keys()
     return {
-        "products": [(CELLS, wide, inner / t), (CELLS, inner / t, WIDTH)],
-        "forward": 2 * (2 * read + 2 * into + 2 * out),
-        "backward": 2 * (3 * read + 3 * into + out),
+        "products": [(rows, wide, inner / t), (rows, inner / t, WIDTH)],
+        # Folded, normed; GELU; the bias.
+        "forward": 2 * (2 * (read or 0) + 2 * own + 2 * into + 2 * out),
+        "backward": 2 * (2 * (read or 0) + 3 * own + 3 * into + out),
         "sent": 2 * 2 / 3 * 2 * out,
-        "back sent": 2 * 2 / 3 * 2 * read,
+        "back sent": 2 * 2 / 3 * 2 * folded,
         "passes": (2, 2, 0),
         "kernels": 8,
-        "kept": {
-            "last layer's output": 2 * read,
-            "norm's output": 2 * read,
-            "norm's moments": CELLS * normed * 2 * 4,
-            "into GELU": 2 * into,
-            "out of GELU": 2 * into,
-        },
-        "for weights": {"norm's output", "out of GELU"},
-        "input": 2 * read,
+        "kept": {**before, "into GELU": 2 * into, "out of GELU": 2 * into},
+        "for weights": {normed, "out of GELU"},
+        "input": 2 * own,
         "output": 2 * out,
         "working": [
             (2 * (out + into), inner * WIDTH / t),
-            (2 * (read + into - 2 * into), wide * inner / t),
-            (2 * (2 * read - 2 * into - read), 0),
+            (2 * (folded + into - 2 * into), wide * inner / t),
+            (2 * (folded + own - 2 * into - folded), 0),
         ],
-        "forward working": [2 * (2 * read + 2 * into)],
+        "forward working": [2 * (2 * own + (2 * into if read is None else 2 * folded + into))],
         "parameters": norm + WIDTH + round_up(wide * inner + inner + inner * WIDTH, t),
     }
 
 
-def test_projector_of_images() -> None:
-    """Prevents: a width inside the projector that is not the one given, and a norm's lost bytes."""
-    for given, inner in ((None, 4 * H), (17, 17)):
-        tower = images_tower(projector_hidden_size=given)
-        found = images_projector(tower, model_with(vision=tower), device(), FEATURES)
-        check(counted(found), two_products(3, inner, norm=2 * H))
+def of_cells(inner: int, norm: int, norms_of_a_cell: int = 4) -> dict[str, Any]:
+    """Two products of cells, whose positions lie in order."""
+    whole = 2 * CELLS * 4 * H
+    before = {"last layer's output": whole, "norm's output": whole}
+    before["norm's moments"] = CELLS * norms_of_a_cell * 2 * 4
+    return two_products(CELLS, 4 * H, inner, norm, before)
 
 
-def test_projector_of_windows() -> None:
-    """Prevents: features that are put in their own order for nothing."""
-    windowed, plain = images_tower(window_pixels=30), images_tower()
-    more, less = (
-        counted(images_projector(each, model_with(vision=each), device(), FEATURES))
-        for each in (windowed, plain)
-    )
-    out = 2 * CELLS * WIDTH
-    for name in ("forward", "backward"):
-        assert more[name] - less[name] == 2 * out
-    assert more["kept"] == less["kept"] | {"order of cells": CELLS * 8}
-    assert more["working"] == [(2 * out, 0), *less["working"]]
-    assert more["kernels"] - less["kernels"] == 1
+def of_tiles() -> dict[str, Any]:
+    """Of 17 positions the 16 patches make 4 tokens, the class token none."""
+    rows, wide = TILES * 4, 4 * H
+    before = {"shuffled input": 2 * rows * wide, "norm's output": 2 * rows * wide}
+    before["norm's moments"] = rows * 2 * 4
+    return two_products(rows, wide, WIDTH, 2 * wide, before, read=TILES * 17 * H)
 
 
-def test_last_norm_before_the_projector() -> None:
-    """Prevents: a norm after the last layer that costs no time, memory or parameters."""
-    tower = images_tower(final_norm=True)
-    without = images_tower()
-    more, less = (
-        counted(images_projector(each, model_with(vision=each), device(), FEATURES))
-        for each in (tower, without)
-    )
-    read = CELLS * 4 * H
-    assert more["forward"] - less["forward"] == 2 * 2 * read
-    assert more["backward"] - less["backward"] == 2 * 3 * read
-    assert more["kernels"] - less["kernels"] == 1
-    assert more["parameters"] - less["parameters"] == 2 * H
-    assert more["kept"] == less["kept"] | {
-        "input": 2 * read,
-        "last norm's moments": CELLS * 4 * 2 * 4,
-    }
+def of_clips() -> dict[str, Any]:
+    """7 positions make a token, each of which is normed alone."""
+    whole = 2 * CLIPS * 7 * H
+    before = {"last layer's output": whole, "stacked positions": whole}
+    before["norm's moments"] = CLIPS * 7 * 4
+    return two_products(CLIPS, 7 * H, WIDTH, H, before, read=CLIPS * 7 * H)
 
 
-def test_pooled_projector() -> None:
-    """Prevents: averaged cells that take the memory, or the time, of all their patches."""
-    tower = images_tower(projector="pooled")
+def pooled() -> dict[str, Any]:
     read, pooled, out = CELLS * 4 * H, CELLS * H, CELLS * WIDTH
-    expected = {
+    return {
         "products": [(CELLS, H, WIDTH)],
         # Averaged, normed.
         "forward": 2 * (read + pooled + 2 * pooled),
@@ -553,15 +421,13 @@ def test_pooled_projector() -> None:
         "forward working": [2 * (read + 2 * pooled)],
         "parameters": H + H * WIDTH,
     }
-    check(counted(images_projector(tower, model_with(vision=tower), device(), FEATURES)), expected)
 
 
-def test_gated_projector() -> None:
-    """Prevents: products that are divided where they are whole, and gradients that take none."""
-    tower = images_tower(projector="gated", projector_hidden_size=23)
+def gated() -> dict[str, Any]:
+    """The first product and the norm are whole on every rank, SwiGLU's two are divided."""
     t, wide, inner = 3, 4 * H, CELLS * 23 / 3
     read, out = CELLS * wide, CELLS * WIDTH
-    expected = {
+    return {
         "products": [
             *((CELLS, wide, WIDTH), (CELLS, WIDTH, WIDTH)),
             *((CELLS, WIDTH, 2 * 23 / t), (CELLS, 23 / t, WIDTH)),
@@ -595,20 +461,64 @@ def test_gated_projector() -> None:
         # A bias of the first; a norm of two vectors.
         "parameters": wide * WIDTH + WIDTH + WIDTH**2 + 2 * WIDTH + round_up(3 * 23 * WIDTH, t),
     }
-    check(counted(images_projector(tower, model_with(vision=tower), device(), FEATURES)), expected)
+
+
+def projector_of(tower: EncoderLayers) -> dict[str, Any]:
+    is_images = isinstance(tower, ImagesEncoder)
+    model = model_with(**{"audio" if isinstance(tower, ClipsEncoder) else "vision": tower})
+    count = images_projector if is_images else encoder_projector
+    return counted(count(tower, model, device(), FEATURES))
+
+
+@pytest.mark.parametrize(
+    ("tower", "expected"),
+    [
+        pytest.param(TILES_TOWER, of_tiles(), id="tiles"),
+        pytest.param(CLIPS_TOWER, of_clips(), id="clips"),
+        pytest.param(images_tower(), of_cells(4 * H, norm=2 * H), id="images"),
+        pytest.param(
+            images_tower(projector_hidden_size=17), of_cells(17, norm=2 * H), id="of a width"
+        ),
+        pytest.param(images_tower(projector="pooled"), pooled(), id="pooled"),
+        pytest.param(
+            images_tower(projector="gated", projector_hidden_size=23), gated(), id="gated"
+        ),
+    ],
+)
+def test_projectors(tower: EncoderLayers, expected: dict[str, Any]) -> None:
+    """Prevents: a norm over the wrong positions, a width that is not the one given, averaged cells
+    that take the memory of their patches, products that are divided where they are whole."""
+    check(projector_of(tower), expected)
+
+
+def test_what_stands_around_a_projector() -> None:
+    """Prevents: features of windows that are put in their own order for nothing, and a norm after
+    the last layer that costs no time, memory or parameters."""
+    plain, windowed = projector_of(images_tower()), projector_of(WINDOWED)
+    out, read = 2 * CELLS * WIDTH, 2 * CELLS * 4 * H
+    order = {"forward": 2 * out, "backward": 2 * out, "kernels": 1, "parameters": 0}
+    check_added(windowed, plain, order | {"kept": {"order of cells": CELLS * 8}})
+    assert windowed["working"] == [(2 * out, 0), *plain["working"]]
+    kept = {"input": read, "last norm's moments": CELLS * 4 * 2 * 4}
+    norm = {"forward": 2 * read, "backward": 3 * read, "kernels": 1, "parameters": 2 * H}
+    check_added(projector_of(images_tower(final_norm=True)), plain, norm | {"kept": kept})
 
 
 def test_layer_with_a_deepstack_projector() -> None:
     """Prevents: the projector of a layer's output, or the sum of both its gradients, left out."""
     tower = images_tower(deepstack_layers=(0,))
     model = model_with(vision=tower)
-    kinds = [kind for kind in unit_kinds(model) if kind.is_layer and kind.tower == "vision"]
-    (with_it,) = (kind for kind in kinds if kind.has_deepstack)
-    (plain,) = (kind for kind in kinds if not kind.has_deepstack)
-    layer = counted(images_layer(model, tower, plain, device(), FEATURES))
-    both = counted(images_layer(model, tower, with_it, device(), FEATURES))
+    kinds = {
+        kind.has_deepstack: kind
+        for kind in unit_kinds(model)
+        if kind.is_layer and kind.tower == "vision"
+    }
+    layer, both = (
+        counted(images_layer(model, tower, kinds[has_it], device(), FEATURES))
+        for has_it in (False, True)
+    )
     # Its norm is of folded cells, of 4 H.
-    projector = two_products(3, 4 * H, norm=2 * 4 * H, normed=1)
+    projector = of_cells(4 * H, norm=2 * 4 * H, norms_of_a_cell=1)
     output = CELLS * 4 * 2 * H
     # The layer keeps its output for it, as the next layer does, which is none of this unit's.
     of_projector = {
@@ -634,13 +544,10 @@ def test_layer_with_a_deepstack_projector() -> None:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_deepstack_features_on_their_way(sequence_parallel: bool) -> None:
     """Prevents: features of several towers that are counted once, and whole ones as parts."""
-    tower = images_tower(deepstack_layers=(0, 1))
-    model = model_with(vision=tower, plain=images_tower())
-    own = device(3, sequence_parallel)
+    model = model_with(vision=images_tower(deepstack_layers=(0, 1)), plain=images_tower())
     for kind in unit_kinds(model):
-        whole = kind.carried * CELLS * WIDTH * 2
-        found = of(deepstack_bytes(model, kind, own, FEATURES))
-        assert found == pytest.approx(whole), kind.name
+        found = of(deepstack_bytes(model, kind, device(3, sequence_parallel), FEATURES))
+        assert found == pytest.approx(kind.carried * CELLS * WIDTH * 2), kind.name
     assert {kind.carried for kind in unit_kinds(model)} == {0, 1, 2}
 
 
@@ -650,13 +557,12 @@ def test_embedding_of_words(sequence_parallel: bool) -> None:
     model = model_with(vision=TILES_TOWER, audio=CLIPS_TOWER)
     text, encoded = TOKENS * WIDTH, (TILES * 4 + CLIPS) * WIDTH
     # 1,000 words in parts of a multiple of 128.
-    words = 384
+    words, sent = 384, 2 / 3 * 2 * text
     expected = {
-        "products": [],
         "forward": 2 * 2 * (encoded + text),
         "backward": 2 * 3 * (encoded + text),
-        "sent": (1 if sequence_parallel else 2) * 2 / 3 * 2 * text,
-        "back sent": 2 / 3 * 2 * text,
+        "sent": sent if sequence_parallel else 2 * sent,
+        "back sent": sent if sequence_parallel else 0,
         "passes": (1, 1, 0) if sequence_parallel else (2, 0, 0),
         "kernels": 6,
         "kept": {"token ids": 8 * TOKENS},
@@ -665,9 +571,6 @@ def test_embedding_of_words(sequence_parallel: bool) -> None:
         "working": [(2 * (text + encoded), words * WIDTH)],
         "parameters": words * WIDTH,
     }
-    del expected["products"]
-    if not sequence_parallel:
-        del expected["back sent"]
     check(counted(language_embed(model, device(3, sequence_parallel), FEATURES)), expected)
 
 
@@ -678,15 +581,19 @@ def language(**changes: Any) -> LanguageConfig:
 
 
 def dense_layer(
-    sequence_parallel: bool, *, qk_norm: bool = False, gate: bool = False, post_norms: bool = False
+    sequence_parallel: bool,
+    *,
+    qk_norm: bool = False,
+    output_gate: bool = False,
+    post_norms: bool = False,
 ) -> dict[str, Any]:
     """A layer of grouped-query attention and a gated feed-forward on 3 ranks."""
     t, q, k = 3, 54, 18
     part = 1 / 3 if sequence_parallel else 1
     hidden = TOKENS * WIDTH * part
     block, inner = TOKENS * WIDTH, TOKENS * F / t
-    made = q + k + k + (q if gate else 0)
-    views = qk_norm or gate
+    made = q + k + k + (q if output_gate else 0)
+    views = qk_norm or output_gate
     kept = {
         "input": 2 * hidden,
         "first norm's output": 2 * hidden,
@@ -704,7 +611,7 @@ def dense_layer(
         kept["rotated q and k"] = TOKENS * (2 * (q + k) + scales) / t
     else:
         kept["rotated q and k, and v"] = TOKENS * 2 * (q + k + k) / t
-    if gate:
+    if output_gate:
         kept["gated output"] = TOKENS * 2 * q / t
     if post_norms:
         for name in ("self_attention", "mlp"):
@@ -713,8 +620,8 @@ def dense_layer(
     # q and k, and v where it gets a place of its own, read and written; attention's output, the
     # gate and their product. Backward: gradients of all three, and a norm's inputs; of a gate's
     # two inputs, these, and of its output.
-    attention = 2 * (q + k) + (0 if views else 2 * k) + (3 * q if gate else 0)
-    back_attention = 2 * (q + k + k) + (q + k if qk_norm else 0) + (5 * q if gate else 0)
+    attention = 2 * (q + k) + (0 if views else 2 * k) + (3 * q if output_gate else 0)
+    back_attention = 2 * (q + k + k) + (q + k if qk_norm else 0) + (5 * q if output_gate else 0)
     normed, back_normed = (9 + 2 * 2, 8 + 2 * 3) if post_norms else (9, 8)
     gathered = block if sequence_parallel else 0
     sent = 2 * 2 * 2 / 3 * 2 * block
@@ -728,13 +635,13 @@ def dense_layer(
         "backward": 2 * (back_normed * hidden + TOKENS * back_attention / t + 5 * inner),
         "sent": sent,
         "back sent": sent,
-        **({"again sent": sent / 2} if sequence_parallel else {}),
+        "again sent": sent / 2 if sequence_parallel else 0,
         "passes": (4, 4, 2 if sequence_parallel else 0),
-        "kernels": 3 + 4 + 3 + (1 if gate else 0) + (2 if post_norms else 0),
+        "kernels": 3 + 4 + 3 + (1 if output_gate else 0) + (2 if post_norms else 0),
         "kept": kept,
         "for weights": {
             *("first norm's output", "second norm's output", "their product"),
-            *(["gated output"] if gate else []),
+            *(["gated output"] if output_gate else []),
         },
         "input": 2 * hidden,
         "output": 2 * hidden,
@@ -743,7 +650,7 @@ def dense_layer(
             (2 * (hidden + 3 * inner - inner), 0),
             (2 * (hidden + 2 * inner + block + gathered * part - 3 * inner), 2 * WIDTH * F / t),
         ],
-        **({"shared": 2 * block} if sequence_parallel else {}),
+        "shared": 2 * gathered,
         "parameters": (4 if post_norms else 2) * WIDTH
         + (2 * 9 if qk_norm else 0)
         + round_up(WIDTH * made + q * WIDTH + 3 * WIDTH * F + made, t),
@@ -753,41 +660,39 @@ def dense_layer(
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     "options",
-    [{}, {"qk_norm": True}, {"gate": True}, {"qk_norm": True, "gate": True}, {"post_norms": True}],
-    ids="+".join,
+    ["", "qk_norm", "output_gate", "qk_norm output_gate", "post_norms"],
 )
-def test_language_layer(options: dict[str, bool], sequence_parallel: bool) -> None:
+def test_language_layer(options: str, sequence_parallel: bool) -> None:
     """Prevents: norms of heads, output gates or sequence parallelism in some counts and not in
     others."""
-    given = {{"gate": "output_gate"}.get(name, name): value for name, value in options.items()}
-    found = language_layer(
-        language(qkv_bias=True, **given), LayerKind(), device(3, sequence_parallel), FEATURES
-    )
-    check(counted(found), dense_layer(sequence_parallel, **options))
+    given, own = dict.fromkeys(options.split(), True), device(3, sequence_parallel)
+    found = counted(language_layer(language(qkv_bias=True, **given), LayerKind(), own, FEATURES))
+    check(found, dense_layer(sequence_parallel, **given))
 
 
-def of_attention_alone(found: dict[str, Any], sequence_parallel: bool) -> dict[str, Any]:
+def of_attention_alone(counts: Counts, sequence_parallel: bool) -> dict[str, Any]:
     """What a layer's attention adds to its feed-forward and norms."""
-    rest = dense_layer(sequence_parallel)
-    # Of those: attention's kernels and bytes as of grouped queries without anything.
+    found, rest = counted(counts), dense_layer(sequence_parallel)
     hidden, inner = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1), TOKENS * F / 3
     block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
+    others = {
+        "forward": 2 * (9 * hidden + 3 * inner),
+        "backward": 2 * (8 * hidden + 5 * inner),
+        "sent": block,
+        "back sent": block,
+        "again sent": block / 2 if sequence_parallel else 0,
+        "kernels": 3 + 3,
+    }
     names = ("rotated q and k, and v", "attention's output and log-sum-exp")
     between = [what for what in rest["kept"] if what not in names]
     return {
+        **{name: found[name] for name in ("attention", "shared")},
+        **{name: found[name] - each for name, each in others.items()},
         "products": found["products"][:-2],
-        "attention": found["attention"],
-        "forward": found["forward"] - 2 * (9 * hidden + 3 * inner),
-        "backward": found["backward"] - 2 * (8 * hidden + 5 * inner),
-        "sent": found["sent"] - block,
-        "back sent": found["back sent"] - block,
-        "again sent": found.get("again sent", 0) - (block / 2 if sequence_parallel else 0),
         "passes": tuple(np.subtract(found["passes"], (2, 2, int(sequence_parallel)))),
-        "kernels": found["kernels"] - 3 - 3,
         "kept": {what: each for what, each in found["kept"].items() if what not in between},
         "for weights": found["for weights"] - rest["for weights"],
         "working": found["working"][3:],
-        "shared": found.get("shared", 0),
     }
 
 
@@ -798,16 +703,13 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
     latent = LatentAttention(
         query_rank=query_rank, key_value_rank=17, head_size=8, rotary_head_size=4, value_head_size=7
     )
-    own = device(3, sequence_parallel)
-    counts = language_layer(language(), LayerKind(latent=latent), own, FEATURES)
+    kind = LayerKind(latent=latent)
+    counts = language_layer(language(), kind, device(3, sequence_parallel), FEATURES)
     t, part, q, v = 3, 1 / 3 if sequence_parallel else 1, 6 * (8 + 4), 6 * 7
     rows, ranks = TOKENS * part, 17 + (query_rank or 0)
     up_from = query_rank or WIDTH
     latents, block = TOKENS * (up_from + 17 + 4), TOKENS * WIDTH
-    down = [(rows, WIDTH, 17 + 4)]
-    if query_rank:
-        down = [(rows, WIDTH, 13), *down]
-    found = of_attention_alone(counted(counts), sequence_parallel)
+    down = [(rows, WIDTH, 13)] if query_rank else []
     copied = TOKENS * 2 * (q + q + v) / t
     if sequence_parallel:
         sent, back, again, passes = latents + block, latents + block, latents, (4, 4, 2)
@@ -815,10 +717,8 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
         sent, back, again, passes = 2 * block, 2 * latents, 0, (2, 6, 0)
     expected = {
         "products": [
-            *down,
-            (TOKENS, up_from, q / t),
-            (TOKENS, 17, 6 * (8 + 7) / t),
-            (TOKENS, v / t, WIDTH),
+            *(*down, (rows, WIDTH, 17 + 4), (TOKENS, up_from, q / t)),
+            *((TOKENS, 17, 6 * (8 + 7) / t), (TOKENS, v / t, WIDTH)),
         ],
         "attention": 61 / 2 * 2 * 6 * (8 + 4 + 7) / t,
         "forward": 2 * (2 * rows * ranks + copied),
@@ -832,14 +732,13 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
             "latents": 2 * rows * ranks,
             "latents' moments": 4 * rows * (2 if query_rank else 1),
             "normed latents": 2 * rows * ranks,
-            "q, k and v": TOKENS * 2 * (q + q + v) / t,
+            "q, k and v": copied,
             "attention's output and log-sum-exp": TOKENS * (2 * v + 4 * 6) / t,
         },
         "for weights": {"normed latents"},
-        "working": [],
         "shared": 2 * max(latents, block) if sequence_parallel else 0,
     }
-    check(found, expected)
+    check(of_attention_alone(counts, sequence_parallel), expected)
     weights = up_from * q + 17 * 6 * (8 + 7) + v * WIDTH + 3 * WIDTH * F
     whole = WIDTH * (17 + 4) + 17 + (WIDTH * 13 + 13 if query_rank else 0)
     assert counts.parameters == 2 * WIDTH + whole + round_up(weights, t)
@@ -854,8 +753,8 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     linear = LinearAttention(
         key_heads=key_heads, value_heads=6, key_head_size=d, value_head_size=e, convolution_width=3
     )
-    own = device(3, sequence_parallel)
-    counts = language_layer(language(), LayerKind(linear=linear), own, FEATURES)
+    kind = LayerKind(linear=linear)
+    counts = language_layer(language(), kind, device(3, sequence_parallel), FEATURES)
     t, keys, values = 3, key_heads * d, 6 * e
     mixed = keys + keys + values
     made = mixed + values + 6 + 6
@@ -868,14 +767,12 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     k, v, state, triangle = c * d, c * e, d * e, c * c
     made_again = (k + v + triangle) + (k + v) + (k + k + v) + (state + v)
     forward = k + triangle + made_again + (k + k + v + state + v)
-    backward = made_again
-    backward += 2 * k + 2 * v  # gradient of new values
-    backward += 3 * k + 3 * v + state  # of states
-    backward += 6 * k + 3 * v + 2 * state  # of q, k and w
-    backward += 6 * k + 3 * v + triangle  # of the inverse and what it is made of
+    # Gradients of new values; of states; of q, k and w; of the inverse and what it is made of.
+    backward = made_again + (2 * k + 2 * v) + (3 * k + 3 * v + state)
+    backward += (6 * k + 3 * v + 2 * state) + (6 * k + 3 * v + triangle)
     fp32 = triangle + triangle  # the triangle written and read
     per_token = TOKENS / c * 6
-    found = of_attention_alone(counted(counts), sequence_parallel)
+    found = of_attention_alone(counts, sequence_parallel)
     block = 2 * 2 / 3 * 2 * TOKENS * WIDTH
     hidden = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1)
     # Backward has q, k, v, w, u and new values, states twice, and gradients of all.
@@ -883,6 +780,17 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
     # Copied by channel, convolved, copied back; norms of q and k; the gated norm.
     around = 2 * mixed + 2 * mixed + 2 * mixed + 2 * 2 * keys + 3 * values
     back_around = 2 * mixed + 3 * mixed + 2 * mixed + 2 * 3 * keys + 5 * values
+    kept = {
+        "into the convolution": 2 * mixed,
+        "normed q and k, and their scales": 2 * 2 * keys + 4 * 2 * key_heads,
+        "q and k of every head": 0 if key_heads == 6 else 2 * 2 * 6 * d,
+        "v": 2 * values,
+        "beta and decay": 6 * (2 + 2 + 4 + 4 + 4),
+        "inverse of a chunk's triangle": 2 * 6 * c,
+        "rule's output and its norm's moments": 2 * values + 4 * 6,
+        "output's gate": 2 * values,
+        "gated output": 2 * values,
+    }
     expected = {
         "products": [(TOKENS, WIDTH, made / t), (TOKENS, values / t, WIDTH)],
         "attention": (per_token * chunk + TOKENS * 2 * 3 * mixed) / t,
@@ -893,20 +801,7 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
         "again sent": block / 2 if sequence_parallel else 0,
         "passes": (2, 2, int(sequence_parallel)),
         "kernels": 2 + 8 + 1 + 3 + 5 + 7,
-        "kept": {
-            what: TOKENS * each / t
-            for what, each in {
-                "into the convolution": 2 * mixed,
-                "normed q and k, and their scales": 2 * 2 * keys + 4 * 2 * key_heads,
-                "q and k of every head": 0 if key_heads == 6 else 2 * 2 * 6 * d,
-                "v": 2 * values,
-                "beta and decay": 6 * (2 + 2 + 4 + 4 + 4),
-                "inverse of a chunk's triangle": 2 * 6 * c,
-                "rule's output and its norm's moments": 2 * values + 4 * 6,
-                "output's gate": 2 * values,
-                "gated output": 2 * values,
-            }.items()
-        },
+        "kept": {what: TOKENS * each / t for what, each in kept.items()},
         "for weights": {"gated output"},
         "shared": 2 * TOKENS * WIDTH if sequence_parallel else 0,
     }
@@ -926,14 +821,12 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
     """Prevents: rows of the fullest rank, copies to experts and back, the router's fp32 or what all
     tokens pass, in some counts and not in others."""
     f = 21
-    experts = ExpertsConfig(
-        experts=5, experts_per_token=2, ffn_hidden_size=f, shared_ffn_hidden_size=shared,
-        shared_gate=shared is not None, imbalance=1.5, auxiliary_loss=0.1 if shared else 0,
-    )  # fmt: skip
+    experts = {"experts": 5, "experts_per_token": 2, "ffn_hidden_size": f, "imbalance": 1.5}
+    if shared:
+        experts |= {"shared_ffn_hidden_size": shared, "shared_gate": True, "auxiliary_loss": 0.1}
+    kind, dense = LayerKind(experts=ExpertsConfig(**experts)), dense_layer(sequence_parallel)
     own_device = device(3, sequence_parallel, expert=expert, permute_slowdown=1.25)
-    kind = LayerKind(experts=experts)
     found = counted(language_layer(language(), kind, own_device, FEATURES))
-    dense = dense_layer(sequence_parallel)
     t, part, held = 3, 1 / 3 if sequence_parallel else 1, 5 if expert == 1 else 3
     own = TOKENS * part
     sent = own * 2
@@ -957,6 +850,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         "weighted product": 2 * rows * f,
     }
     products = [(own, WIDTH, 5), (rows, WIDTH, 2 * f, held), (rows, f, WIDTH, held)]
+    del dense["kept"]["gate and value"], dense["kept"]["their product"]
     kernels, whole = 32, WIDTH * 5
     for_weights = {"routed tokens", "weighted product"}
     if shared:
@@ -973,22 +867,21 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         backward += 2 * (5 * shared_inner + 2 * 3 * hidden)
         kernels, whole = 32 + 4 + 3, WIDTH * 5 + WIDTH
         for_weights |= {"shared product"}
-    of_dense = {"gate and value": 0, "their product": 0}
-    let_go = [
-        *(0, 0, 2 * rows * f, 2 * rows * f + 4 * rows),
-        *(6 * rows * f + 4 * rows, 6 * rows * f + 4 * rows + 2 * rows * WIDTH),
+    # What is there, what was let go of by then, and the weight whose gradient is made.
+    working = [
+        (2 * hidden + 2 * 2 * rows * WIDTH, 0, 0),
+        (2 * hidden + 2 * rows * (WIDTH + f), 0, held * WIDTH * f),
+        (2 * hidden + 2 * rows * f + 2 * 4 * rows * f, 2 * rows * f, 0),
+        (2 * hidden + 4 * rows + 3 * 2 * rows * f, 2 * rows * f + 4 * rows, 0),
+        (
+            2 * hidden + 2 * 4 * rows + 2 * 2 * rows * f + 2 * rows * WIDTH,
+            6 * rows * f + 4 * rows,
+            held * 2 * WIDTH * f,
+        ),
+        (2 * hidden + 2 * 2 * rows * WIDTH, 6 * rows * f + 4 * rows + 2 * rows * WIDTH, 0),
     ]
-    there = [
-        2 * hidden + 2 * 2 * rows * WIDTH,
-        2 * hidden + 2 * rows * (WIDTH + f),
-        2 * hidden + 2 * rows * f + 2 * 4 * rows * f,
-        2 * hidden + 4 * rows + 3 * 2 * rows * f,
-        2 * hidden + 2 * 4 * rows + 2 * 2 * rows * f + 2 * rows * WIDTH,
-        2 * hidden + 2 * 2 * rows * WIDTH,
-    ]
-    weights = [0, held * WIDTH * f, 0, 0, held * 2 * WIDTH * f, 0]
     of_experts = held * 3 * WIDTH * f
-    attention = WIDTH * 90 + 54 * WIDTH
+    divided = WIDTH * 90 + 54 * WIDTH + 3 * WIDTH * (shared or 0)
     expected = dense | {
         "products": [*dense["products"][:2], *products],
         "forward": dense["forward"] - 2 * 3 * inner + forward,
@@ -996,24 +889,17 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         "exchanged": rows * (2 * 2 * WIDTH + 4),
         "exchanges": (4, 3),
         "kernels": dense["kernels"] - 3 + kernels,
-        "kept": {what: each for what, each in dense["kept"].items() if what not in of_dense} | kept,
+        "kept": dense["kept"] | kept,
         "for weights": dense["for weights"] - {"their product"} | for_weights,
-        "working": [
-            (moment - gone, weight)
-            for moment, gone, weight in zip(there, let_go, weights, strict=True)
-        ],
-        "parameters": 2 * WIDTH
-        + whole
-        + of_experts
-        + round_up(attention + 3 * WIDTH * (shared or 0), t),
+        "working": [(there - gone, weight) for there, gone, weight in working],
+        "parameters": 2 * WIDTH + whole + of_experts + round_up(divided, t),
         "of experts": of_experts,
     }
     if not shared:
         # Every rank has its own tokens, and sends none to tensor-parallel ones.
         expected |= {"sent": block, "back sent": block}
         expected["passes"] = (2, 2, 1 if sequence_parallel else 0)
-        if sequence_parallel:
-            expected["again sent"] = block / 2
+        expected["again sent"] = block / 2 if sequence_parallel else 0
     check(found, expected)
 
 
@@ -1049,13 +935,12 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
         ],
         "parameters": WIDTH + 384 * WIDTH,
     }
-    found = counted(head(language(), own_device, FEATURES))
     sent = 2 / 3 * 2 * whole
     if sequence_parallel:
         expected |= {"sent": sent, "back sent": sent, "again sent": sent, "passes": (1, 1, 1)}
     else:
         expected |= {"back sent": 2 * 2 / 3 * 2 * loss, "passes": (0, 2, 0)}
-    check(found, expected)
+    check(counted(head(language(), own_device, FEATURES)), expected)
     unpadded = counted(head(language(), own_device, FEATURES, padded=False))
     assert unpadded["products"] == [(LOSS, WIDTH, 334)]
 
@@ -1070,8 +955,7 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
     layer = counted(language_layer(language(qkv_bias=True), LayerKind(), own_device, FEATURES))
     last = counted(head(language(), own_device, FEATURES))
     model = language(prediction_layers=2, tied_head=tied, qkv_bias=True)
-    counts = head(model, own_device, FEATURES)
-    found = counted(counts)
+    found = counted(head(model, own_device, FEATURES))
     sent = 2 / 3 * 2 * block
     # Words are all-reduced or scattered; inputs of twice the width gathered, and the output.
     joined = {
@@ -1085,8 +969,8 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
         "attention": 0,
     }
     for name, value in joined.items():
-        of_layer, of_last = (np.array(each.get(name, 0)) for each in (layer, last))
-        assert found.get(name, 0) == pytest.approx(2 * (value + of_layer + of_last) + of_last), name
+        of_layer, of_last = (np.array(each[name]) for each in (layer, last))
+        assert found[name] == pytest.approx(2 * (value + of_layer + of_last) + of_last), name
     before = [(TOKENS, 2 * WIDTH, WIDTH / t)]
     products = 2 * (before + layer["products"] + last["products"]) + last["products"]
     check({"products": found["products"]}, {"products": products})
@@ -1101,24 +985,22 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
     }
     assert found["kept"] == pytest.approx(kept)
     # Backward from the last part: at each, all later ones have let go.
-    of_parts = [
-        [
-            (2 * (block + 2 * hidden), 2 * WIDTH * WIDTH / t),
-            (2 * hidden - of_joined["normed"] - of_joined["joined"], words),
-        ],
-        layer["working"],
-        last["working"],
+    of_first = [
+        (2 * (block + 2 * hidden), 2 * WIDTH * WIDTH / t),
+        (2 * hidden - of_joined["normed"] - of_joined["joined"], words),
     ]
     expected = []
-    for place, moments in enumerate(of_parts * 2 + [last["working"]]):
+    for place, moments in enumerate(
+        [of_first, layer["working"], last["working"]] * 2 + [last["working"]]
+    ):
         gone = sum(sum(part.values()) for part in parts[place + 1 :])
         expected += [(there - gone, weight) for there, weight in moments]
     check({"working": found["working"]}, {"working": expected})
     of_prediction = 2 * WIDTH + round_up(2 * WIDTH * WIDTH, t) + layer["parameters"] + WIDTH
     copy = 0 if tied else words
     assert found["parameters"] == 2 * of_prediction + last["parameters"] + copy
-    assert found["input"] == 2 * hidden and "output" not in found
-    assert found.get("shared", 0) == (2 * 2 * block if sequence_parallel else 0)
+    assert (found["input"], found["output"]) == (2 * hidden, 0)
+    assert found["shared"] == (2 * 2 * block if sequence_parallel else 0)
 
 
 IN_FP8 = Fp8Rates(flops_per_ms=2.0, cast_bytes=6, cast_kernels=2, weight_bytes=2)
@@ -1130,8 +1012,11 @@ def fp8_language(**changes: Any) -> LanguageConfig:
     return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
 
 
-SHARED_EXPERTS = ExpertsConfig(
-    experts=5, experts_per_token=2, ffn_hidden_size=32, shared_ffn_hidden_size=64
+OF_OUTPUT = {"attention's output": 64}
+OF_EXPERTS = LayerKind(
+    experts=ExpertsConfig(
+        experts=5, experts_per_token=2, ffn_hidden_size=32, shared_ffn_hidden_size=64
+    )
 )
 LATENT = LatentAttention(
     query_rank=16, key_value_rank=32, head_size=16, rotary_head_size=16, value_head_size=16
@@ -1142,19 +1027,12 @@ LATENT = LatentAttention(
     ("kind", "options", "kept_whole", "copied", "widest", "linears"),
     [
         # Of q, k and v 128 wide, the way back, the gate and value, and back.
-        (LayerKind(), {}, set(), {"attention's output": 64}, 160, 4),
+        (LayerKind(), {}, set(), OF_OUTPUT, 160, 4),
         (LayerKind(), {"output_gate": True}, set(), {}, 192, 4),
         # Down twice, up twice and back; two linears take the first norm's output.
-        (LayerKind(latent=LATENT), {}, {"first norm's output"}, {"attention's output": 64}, 160, 7),
+        (LayerKind(latent=LATENT), {}, {"first norm's output"}, OF_OUTPUT, 160, 7),
         # Routed rows and what all tokens pass; the router takes the second norm's output.
-        (
-            LayerKind(experts=SHARED_EXPERTS),
-            {},
-            {"second norm's output"},
-            {"attention's output": 64, "second norm's output": 48},
-            None,
-            6,
-        ),
+        (OF_EXPERTS, {}, {"second norm's output"}, OF_OUTPUT | {"second norm's output": 48}, 0, 6),
     ],
     ids=["dense", "gated", "latent", "experts"],
 )
@@ -1163,7 +1041,7 @@ def test_layers_in_fp8(
     options: dict[str, bool],
     kept_whole: set[str],
     copied: dict[str, int],
-    widest: int | None,
+    widest: int,
     linears: int,
 ) -> None:
     """Prevents: inputs kept in FP8 that something else needs in bf16, casts of some linears alone,
@@ -1191,10 +1069,8 @@ def test_layers_in_fp8(
 
 def test_prediction_in_fp8() -> None:
     """Prevents: a product that joins hidden states and words, left in bf16."""
-    plain, fast = (
-        counted(head(fp8_language(prediction_layers=1), each, FEATURES))
-        for each in (device(1), device(1, fp8=IN_FP8))
-    )
+    model = fp8_language(prediction_layers=1)
+    plain, fast = (counted(head(model, device(1, fp8=fp8), FEATURES)) for fp8 in (None, IN_FP8))
     # Four linears of the layer, and the one that joins.
     assert fast["kernels"] - plain["kernels"] == 2 * 5
     assert fast["kept"]["0: joined"] == plain["kept"]["0: joined"] / 2
@@ -1214,28 +1090,26 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     named = {one.module: one for one in adapted_linears(model, kind, adapters)}
     plain = counted(layer)
     adapted = counted(with_adapters(layer, own, adapters, named, part=part))
-    tokens, h, made = plain["products"][0]
-    _, inner, _ = plain["products"][3]
-    key = language().kv_heads * language().head_width
-    query = language().heads * language().head_width
+    (tokens, h, made), (_, inner, _) = plain["products"][0], plain["products"][3]
+    query, key = 6 * 9, 2 * 9
     # A reads x; B reads and writes y; backward y's gradient twice, x, and its gradient both ways.
     forward = part * tokens * h + tokens * 2 * made + tokens * inner + part * tokens * 2 * h
     backward = part * tokens * 3 * h + tokens * 2 * made + tokens * 3 * inner
     backward += part * tokens * 2 * h
-    assert adapted["forward"] - plain["forward"] == pytest.approx(2 * forward)
-    assert adapted["backward"] - plain["backward"] == pytest.approx(2 * backward)
+    thin = 2 / 3 * tokens * r * 2
+    added = {
+        "forward": 2 * forward,
+        "backward": 2 * backward,
+        "sent": (2 + 1) * thin if sequence_parallel else 2 * thin,
+        "back sent": (2 + 1) * thin if sequence_parallel else 2 * 2 * thin,
+        "kept": {
+            "between A and B of self_attention.linear_qkv": tokens * 2 * r * 2,
+            "between A and B of mlp.linear_fc2": part * tokens * r * 2,
+        },
+    }
+    check_added(adapted, plain, added)
     # Whole: A of q and v, B of down; divided: B of q and v, A of down.
     parameters = 2 * r * h + r * (query + key) / t + r * inner + r * h
     assert adapted["parameters"] - plain["parameters"] == pytest.approx(parameters, abs=1)
-    between = {
-        "between A and B of self_attention.linear_qkv": tokens * 2 * r * 2,
-        "between A and B of mlp.linear_fc2": part * tokens * r * 2,
-    }
-    assert adapted["kept"] == pytest.approx({**plain["kept"], **between})
     now_kept = {"first norm's output", "their product"}
     assert adapted["for weights"] == plain["for weights"] - now_kept
-    thin = 2 / 3 * tokens * r * 2
-    sent = (2 + 1) * thin if sequence_parallel else 2 * thin
-    back_sent = (2 + 1) * thin if sequence_parallel else 2 * 2 * thin
-    assert adapted["sent"] - plain["sent"] == pytest.approx(sent)
-    assert adapted["back sent"] - plain["back sent"] == pytest.approx(back_sent)
