@@ -13,31 +13,33 @@ from omnibal.model.units import feature_names, unit_kinds
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 
+SIZES = {"hidden_size": 8, "heads": 2, "ffn_hidden_size": 16}
+ENCODER = SIZES | {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": False}
+ENCODERS = {
+    "vision": TilesEncoder(**ENCODER, layers=1, image_size=8, patch_size=2),
+    "audio": ClipsEncoder(**ENCODER, layers=1, frames=8, mel_bins=4),
+}
+
 
 def small_model(vision_layers: int, language_layers: int) -> ModelConfig:
+    return model_of("vision language", vision_layers, language_layers)
+
+
+def model_of(towers: str, *layers: int) -> ModelConfig:
+    """A small model of the named towers, with so many layers of each in model order.
+
+    "vision language" is InternVL's; "runs" is a language model of two kinds of layer in turns.
+    """
+    numbers = dict(zip(towers.split(), layers, strict=True))
+    runs = (LayerRun(layers=2, window=4), LayerRun(layers=1)) if "runs" in numbers else ()
     return ModelConfig(
-        name=f"small-{vision_layers}-{language_layers}",
+        name=f"small {towers}",
         encoders={
-            "vision": TilesEncoder(
-                layers=vision_layers,
-                hidden_size=8,
-                heads=2,
-                ffn_hidden_size=16,
-                image_size=8,
-                patch_size=2,
-                normalization="LayerNorm",
-                qkv_bias=True,
-                qk_norm=False,
-            )
+            name: ENCODERS[name].model_copy(update={"layers": number})
+            for name, number in numbers.items()
+            if name in ENCODERS
         },
-        language=LanguageConfig(
-            layers=language_layers,
-            hidden_size=8,
-            heads=2,
-            kv_heads=1,
-            ffn_hidden_size=16,
-            vocab_size=32,
-        ),
+        language=LanguageConfig(**SIZES, layers=layers[-1], kv_heads=1, vocab_size=32, runs=runs),
     )
 
 
@@ -49,35 +51,6 @@ def assumed_h100() -> ClusterConfig:
     return load_cluster("h100-80g").model_copy(update=shares | links | tables | {"kernel_us": 4})
 
 
-def model_of(towers: str, *layers: int) -> ModelConfig:
-    """A small model of the named towers, with so many layers of each in model order.
-
-    "vision language" is InternVL's; "runs" is a language model of two kinds of layer in turns.
-    """
-    numbers = dict(zip(towers.split(), layers, strict=True))
-    kinds = {"vision": TilesEncoder, "audio": ClipsEncoder}
-    sizes = {"vision": {"image_size": 8, "patch_size": 2}, "audio": {"frames": 8, "mel_bins": 4}}
-    encoders = {
-        name: kinds[name](
-            layers=numbers[name],
-            hidden_size=8,
-            heads=2,
-            ffn_hidden_size=16,
-            normalization="LayerNorm",
-            qkv_bias=True,
-            qk_norm=False,
-            **sizes[name],
-        )
-        for name in numbers
-        if name in kinds
-    }
-    runs = (LayerRun(layers=2, window=4), LayerRun(layers=1)) if "runs" in numbers else ()
-    language = small_model(1, 1).language.model_copy(
-        update={"layers": layers[-1], "runs": runs},
-    )
-    return ModelConfig(name=f"small {towers}", encoders=encoders, language=language)
-
-
 def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> CostModel:
     """Costs of comparable units; what a unit keeps always includes its input.
 
@@ -87,8 +60,7 @@ def random_cost(rng: np.random.Generator, model: ModelConfig | None = None) -> C
     features = feature_names(model)
 
     def unit(parameters: int) -> UnitCost:
-        boundary_bytes = rng.uniform(0, 1e6, len(features))
-        output_bytes = rng.uniform(0, 1e6, len(features))
+        boundary_bytes, output_bytes = rng.uniform(0, 1e6, (2, len(features)))
         forward_ms, backward_ms = rng.uniform(0, 1, len(features)), rng.uniform(0, 2, len(features))
         return UnitCost(
             forward_ms=forward_ms,

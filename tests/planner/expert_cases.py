@@ -12,25 +12,12 @@ EXPERTS = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=5)
 def expert_model(vision_layers: int = 2, dense_layers: int = 1, layers: int = 3) -> ModelConfig:
     """A small model with dense language layers and, after them, some of 8 experts."""
     model = small_model(vision_layers, dense_layers + layers)
-    runs = (LayerRun(layers=layers, experts=EXPERTS),)
-    if dense_layers:
-        runs = (LayerRun(layers=dense_layers), *runs)
-    return model.model_copy(update={"language": model.language.model_copy(update={"runs": runs})})
+    dense = (LayerRun(layers=dense_layers),) if dense_layers else ()
+    return model.with_tower("language", runs=(*dense, LayerRun(layers=layers, experts=EXPERTS)))
 
 
-DIGITS = MODEL.model_copy(
-    update={
-        "name": "digits of experts",
-        "language": MODEL.language.model_copy(
-            update={
-                "runs": (
-                    LayerRun(
-                        layers=1,
-                        experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64),
-                    ),
-                )
-            }
-        ),
-    }
+FOUR = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
+DIGITS = MODEL.model_copy(update={"name": "digits of experts"}).with_tower(
+    "language", runs=(LayerRun(layers=1, experts=FOUR),)
 )
 """The quickstart's model with 4 experts in every language layer, of 3 x 96 x 64 parameters each."""

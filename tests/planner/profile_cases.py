@@ -20,11 +20,8 @@ MODEL = load_model("internvl-digits")
 CLUSTER = load_cluster("laptop-cpu")
 PARALLEL = Parallel(pipeline=2)
 SHAPES = [
-    (0, 30, 500, 20),
-    (1, 64, 2000, 10),
-    (3, 128, 9000, 100),
-    (5, 256, 20000, 40),
-    (7, 512, 90000, 300),
+    *((0, 30, 500, 20), (1, 64, 2000, 10), (3, 128, 9000, 100)),
+    *((5, 256, 20000, 40), (7, 512, 90000, 300)),
 ]
 """Tiles, tokens, squared tokens, loss tokens."""
 
@@ -33,47 +30,42 @@ def true_cost() -> CostModel:
     """Counted costs of a machine that also has overheads, and keeps 10 % more."""
     cost = analytic_cost(MODEL, CLUSTER, PARALLEL, "fp32")
     overhead_ms = np.array([0.05, 0, 0, 0, 0])
-    return replace(
-        cost,
-        units={
-            unit: replace(
-                known,
-                forward_ms=3 * known.forward_ms + overhead_ms,
-                backward_ms=5 * known.backward_ms + 2 * overhead_ms,
-                recompute_ms=2 * known.forward_ms + overhead_ms / 2,
-                activation_bytes=1.1 * known.activation_bytes,
-            )
-            for unit, known in cost.units.items()
-        },
-    )
+    units = {
+        unit: replace(
+            known,
+            forward_ms=3 * known.forward_ms + overhead_ms,
+            backward_ms=5 * known.backward_ms + 2 * overhead_ms,
+            recompute_ms=2 * known.forward_ms + overhead_ms / 2,
+            activation_bytes=1.1 * known.activation_bytes,
+        )
+        for unit, known in cost.units.items()
+    }
+    return replace(cost, units=units)
 
 
-def measurements_of(
-    cost: CostModel, noise: float = 0.0, seed: int = 0
-) -> tuple[UnitMeasurement, ...]:
-    rng = np.random.default_rng(seed)
+def measurements_of(cost: CostModel, noise: float = 0.0) -> tuple[UnitMeasurement, ...]:
+    rng = np.random.default_rng(0)
     measurements = []
     for unit, known in cost.units.items():
         for shape in SHAPES:
-            features = np.array([1, *shape])
-            factor = rng.uniform(1 - noise, 1 + noise, 3)
-            measurements.append(
-                UnitMeasurement(
-                    unit=unit,
-                    tiles=shape[0],
-                    tokens=shape[1],
-                    squared_tokens=shape[2],
-                    loss_tokens=shape[3],
-                    forward_ms=features @ known.forward_ms * factor[0],
-                    backward_ms=features @ known.backward_ms * factor[1],
-                    recompute_ms=features @ known.recompute_ms * factor[2],
-                    activation_bytes=round(features @ known.activation_bytes),
-                )
+            tiles, tokens, squared_tokens, loss_tokens = shape
+            features, factor = np.array([1, *shape]), rng.uniform(1 - noise, 1 + noise, 3)
+            measurement = UnitMeasurement(
+                unit=unit,
+                tiles=tiles,
+                tokens=tokens,
+                squared_tokens=squared_tokens,
+                loss_tokens=loss_tokens,
+                forward_ms=features @ known.forward_ms * factor[0],
+                backward_ms=features @ known.backward_ms * factor[1],
+                recompute_ms=features @ known.recompute_ms * factor[2],
+                activation_bytes=round(features @ known.activation_bytes),
             )
+            measurements.append(measurement)
     return tuple(measurements)
 
 
-def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
+def measured(noise: float = 0.0, **changed: object) -> Profile:
     """The profile of the true cost, each time off by at most `noise` of itself."""
     profile = Profile(
         device="test CPU",
@@ -82,7 +74,7 @@ def measured(noise: float = 0.0, seed: int = 0, **changed: object) -> Profile:
         model_sha256=model_sha256(MODEL),
         tensor=1,
         processes=2,
-        measurements=measurements_of(true_cost(), noise, seed),
+        measurements=measurements_of(true_cost(), noise),
         optimizer=tuple(
             OptimizerMeasurement(parameters=n, optimizer_ms=0.2 + 1e-5 * n)
             for n in (1000, 50_000, 400_000)
