@@ -1,14 +1,13 @@
 """Precision fp8: what it costs and keeps, who can be told, and what of launch lines is read."""
 
-from collections.abc import Mapping
-
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
 from launch_cases import of_line
 
 from omnibal.base.errors import UserError
-from omnibal.cost.analytic import analytic_cost, kept_lines, layer_products
+from omnibal.cost.analytic import analytic_cost, layer_products
+from omnibal.cost.model import UnitCost
 from omnibal.job.check import training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
@@ -17,7 +16,7 @@ from omnibal.lint.launched import Samples
 from omnibal.lint.line import line_of
 from omnibal.lint.low_precision import notes_on_precision, precision_of
 from omnibal.lint.predicted import predicted_line
-from omnibal.model.config import load_cluster, load_model
+from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
@@ -34,58 +33,51 @@ INPUTS, OUTPUTS = H + H + H + F, QKV + H + 2 * F + H
 MOVED = 3350e6 * 0.8
 
 
-def unit(name: str, precision: str, fp8: Fp8 = Fp8(), parallel: Parallel = ONE, model=LLAMA):  # noqa: B008
-    return analytic_cost(
-        model, CLUSTER, parallel, precision, runtime=OWN_RUNTIME.model_copy(update={"fp8": fp8})
-    ).units[name]
+FEATURES = list(analytic_cost(LLAMA, CLUSTER, ONE, "bf16").features)
+
+
+def layers(parallel: Parallel = ONE, **fp8) -> list[UnitCost]:
+    """A language layer in bf16 and in FP8."""
+    runtime = OWN_RUNTIME.model_copy(update={"fp8": Fp8(**fp8)})
+    costs = (
+        analytic_cost(LLAMA, CLUSTER, parallel, each, runtime=runtime) for each in ("bf16", "fp8")
+    )
+    return [cost.units["language_layer"] for cost in costs]
 
 
 def per_token(vector: np.ndarray) -> float:
-    return float(vector[analytic_cost(LLAMA, CLUSTER, ONE, "bf16").features.index("tokens")])
+    return float(vector[FEATURES.index("tokens")])
+
+
+def plan_of(model: ModelConfig, parallel: Parallel) -> Plan:
+    return Plan(
+        model=model, precision="fp8", parallel=parallel, stages=stages_from_cuts(model, ()),
+        cluster=CLUSTER, data=None,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("recipe", "cast"), [("delayed", 4), ("mxfp8", 4), ("tensorwise", 6)])
 def test_a_layers_products_go_at_the_fp8_rate_after_casts(recipe, cast):
     """Prevents: attention or norms at the rate of FP8, casts that cost nothing, and backward's
     products in bf16."""
-    plain, fast = (unit("language_layer", each, Fp8(recipe=recipe)) for each in ("bf16", "fp8"))
+    plain, fast = layers(recipe=recipe)
     saved_ms = 2 * WEIGHTS * (1 / (989e9 * 0.55) - 1 / (1979e9 * CLUSTER.fp8_efficiency))
     forward_ms = saved_ms - INPUTS * cast / MOVED
     backward_ms = 2 * saved_ms - OUTPUTS * cast / MOVED
     assert per_token(plain.forward_ms - fast.forward_ms) == pytest.approx(forward_ms)
     assert per_token(plain.backward_ms - fast.backward_ms) == pytest.approx(backward_ms)
-    square = list(analytic_cost(LLAMA, CLUSTER, ONE, "bf16").features).index("squared_tokens")
+    square = FEATURES.index("squared_tokens")
     assert fast.forward_ms[square] == plain.forward_ms[square] > 0
     # Kernels that cast, of four inputs and gradients.
     kernels_ms = 4 * (2 if recipe == "tensorwise" else 1) * 0.004
     assert (fast.forward_ms - plain.forward_ms)[0] == pytest.approx(kernels_ms)
 
 
-def test_inputs_of_linears_are_kept_in_a_byte():
-    """Prevents: activations counted in bf16, and a copy of attention's output forgotten, which
-    attention keeps for itself."""
-    plain, fast = (
-        {line.what: per_token(line.bytes) for line in kept_lines(LLAMA, CLUSTER, ONE, precision)[
-            "language_layer"]} for precision in ("bf16", "fp8")
-    )  # fmt: skip
-    changed = {what: fast[what] for what in fast if fast[what] != plain.get(what)}
-    assert changed == {
-        "first norm's output": H,
-        "second norm's output": H,
-        "their product": F,
-        "attention's output in FP8": H,
-    }
-    kept = [per_token(unit("language_layer", each).activation_bytes) for each in ("bf16", "fp8")]
-    assert kept[0] - kept[1] == H + H + F - H
-
-
 def test_weights_have_two_copies_or_are_those():
     """Prevents: memory of FP8 weights left out, or of bf16 ones that are not there."""
-    cost = analytic_cost(LLAMA, CLUSTER, ONE, "fp8")
-    plain = analytic_cost(LLAMA, CLUSTER, ONE, "bf16")
-    alone = analytic_cost(
-        LLAMA, CLUSTER, ONE, "fp8", runtime=RuntimeOptions(fp8=Fp8(keeps_bf16_weights=False))
-    )
+    cost, plain = (analytic_cost(LLAMA, CLUSTER, ONE, each) for each in ("fp8", "bf16"))
+    runtime = RuntimeOptions(fp8=Fp8(keeps_bf16_weights=False))
+    alone = analytic_cost(LLAMA, CLUSTER, ONE, "fp8", runtime=runtime)
     for name, copies in (("language_layer", 2 * WEIGHTS), ("language_embed", 0), ("head", 0)):
         before = unit_bytes(plain, plain.units[name])
         assert unit_bytes(cost, cost.units[name]) - before == copies
@@ -106,9 +98,7 @@ def test_what_is_no_linear_of_a_language_layer_is_as_in_bf16():
 def test_gathers_of_sequence_parallelism_are_of_bytes():
     """Prevents: what ranks gather for products in FP8 counted in bf16; sums stay in it."""
     sizes = Parallel(tensor=4, pipeline=1, sequence_parallel=True)
-    plain, fast = (
-        unit("language_layer", each, parallel=sizes).collective_ms for each in ("bf16", "fp8")
-    )
+    plain, fast = (each.collective_ms for each in layers(sizes))
     # Forward gathers and sums; backward gathers, sums and gathers inputs again.
     assert per_token(fast[0]) / per_token(plain[0]) == pytest.approx(1.5 / 2)
     assert per_token(fast[1]) / per_token(plain[1]) == pytest.approx(2 / 3)
@@ -120,26 +110,6 @@ def test_experts_are_in_fp8_and_routers_and_gates_are_not():
     mixture = [one for one in products if one.groups > 1]
     assert mixture and all(one.is_fp8 for one in mixture)
     assert not any(one.is_fp8 for one in products if one.is_fp32 or one.outer == 1)
-
-
-def test_copies_are_of_what_a_linear_shares_with_another_reader():
-    """Prevents: shared experts' input left out, which the router keeps in bf16 beside it, or a
-    second copy where a gate stands between attention and its linear."""
-    model = load_model("qwen3.5-35b-a3b")
-    lines = kept_lines(model, CLUSTER, ONE, "fp8")
-    copies = {
-        name: {line.what for line in kept if line.what.endswith("in FP8")}
-        for name, kept in lines.items()
-    }
-    assert {frozenset(what) for name, what in copies.items() if "language_layer" in name} == {
-        frozenset({"second norm's output in FP8"})
-    }
-    plain = kept_lines(model, CLUSTER, ONE, "bf16")
-    for name, kept in lines.items():
-        same = {line.what: line.bytes for line in plain[name]}
-        for line in kept:
-            if line.what in ("second norm's output", "attention's output and log-sum-exp"):
-                np.testing.assert_array_equal(line.bytes, same[line.what])
 
 
 def refused(**changes) -> str:
@@ -156,11 +126,7 @@ def test_who_has_no_fp8_says_so():
     odd = LLAMA.with_tower("language", ffn_hidden_size=14_344)
     assert "14344" in refused(model=odd) and "multiples of 16" in refused(model=odd)
     assert "XTuner" in refused(trainer=TARGETS[TargetName.XTUNER])
-    mixture = load_model("internvl3.5-30b-a3b")
-    plan = Plan(
-        model=mixture, precision="fp8", parallel=ONE, stages=stages_from_cuts(mixture, ()),
-        cluster=CLUSTER, data=None,
-    )  # fmt: skip
+    plan = plan_of(load_model("internvl3.5-30b-a3b"), ONE)
     assert any("experts" in told and "bf16 alone" in told for told in training_obstacles(plan))
 
 
@@ -171,10 +137,7 @@ def test_who_has_no_fp8_says_so():
 def test_tokens_are_padded_to_what_fp8_multiplies(sizes, multiple):
     """Prevents: micro-batches of other lengths on the two ends of a cut, and a rank's part of a
     sequence that FP8 does not take."""
-    plan = Plan(
-        model=LLAMA, precision="fp8", parallel=Parallel(pipeline=1, **sizes),
-        stages=stages_from_cuts(LLAMA, ()), cluster=CLUSTER, data=None,
-    )  # fmt: skip
+    plan = plan_of(LLAMA, Parallel(pipeline=1, **sizes))
     assert plan.token_multiple == multiple
     assert plan.model_copy(update={"precision": "bf16"}).token_multiple == multiple // 16
 
@@ -187,7 +150,7 @@ LM = (
 MX = "--fp8-format hybrid --fp8-recipe mxfp8 "
 BRIDGE = "run_recipe.py -ng 8 -pp 2 -mb 1 -gb 64 -sl 8192 "
 SWIFT = "NPROC_PER_NODE=8 megatron sft --pipeline_model_parallel_size 2 --micro_batch_size 1 "
-READ: Mapping[str, tuple[str, bool]] = {
+READ = {
     LM + "--fp8-format hybrid": ("delayed", True),
     LM + "--fp8-format e4m3 --fp8-recipe blockwise": ("blockwise", True),
     LM + "--fp8-format hybrid --fp8-recipe mxfp8 --fp8-param-gather": ("mxfp8", False),
@@ -213,30 +176,32 @@ def test_recipes_of_lines_are_read(text):
     assert precision_of(read(text)) == ("fp8", Fp8(recipe=recipe, keeps_bf16_weights=keeps))
 
 
-def test_other_lines_are_in_bf16():
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (LM, None),
+        (BRIDGE + "mixed_precision=bf16_mixed", None),
+        (BRIDGE + "model.fp8=null", None),
+        (BRIDGE + "--compute_dtype nvfp4", "nvfp4 is not known"),
+        (LM + "--fp4-format e2m1", "fp4 is not counted"),
+    ],
+)
+def test_other_lines_are_in_bf16(text, told):
     """Prevents: a line without FP8, or that turns it off, predicted with it."""
-    for text in (LM, BRIDGE + "mixed_precision=bf16_mixed", BRIDGE + "model.fp8=null"):
-        assert precision_of(read(text))[0] == "bf16"
-        assert list(notes_on_precision(read(text))) == []
-    assert precision_of(read(LM + "--fp4-format e2m1"))[0] == "bf16"
-    unknown = read(BRIDGE + "--compute_dtype nvfp4")
-    assert precision_of(unknown)[0] == "bf16"
-    assert "nvfp4 is not known" in " ".join(notes_on_precision(unknown))
+    assert precision_of(read(text))[0] == "bf16"
+    notes = list(notes_on_precision(read(text)))
+    assert told in " ".join(notes) if told else not notes
 
 
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
-        ("--fp4-format e2m1", "fp4 is not counted"),
         ("--fp8-format hybrid --fp8-recipe custom", "custom is predicted as tensorwise"),
         (
             "--fp8-format hybrid --fp8-recipe tensorwise --first-last-layers-bf16",
             "2 layers of the language model stay in bf16",
         ),
-        (
-            MX + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 4",
-            "5 layers",
-        ),
+        (MX + "--first-last-layers-bf16 --num-layers-at-start-in-bf16 4", "5 layers"),
         ("--fp8-format hybrid --fp8-dot-product-attention", "attention is predicted in bf16"),
         ("--fp8-format hybrid --no-fp8-wgrad", "gradients of weights are predicted in FP8"),
     ],

@@ -19,7 +19,8 @@ pytestmark = pytest.mark.quick
 MODEL = load_model("internvl3-8b")
 CLUSTER = load_cluster("h100-80g")
 PLAIN = CLUSTER.model_copy(update={"rates": {}})
-TOKENS = feature_names(MODEL).index("tokens")
+LANGUAGE, VISION, FEATURES = MODEL.language, MODEL.encoders["vision"], feature_names(MODEL)
+TOKENS, TILES, LOSS = map(FEATURES.index, ("tokens", VISION.feature, "loss_tokens"))
 
 
 def units(cluster=CLUSTER, *, frozen=(), adapters=None, **sizes) -> dict[str, UnitCost]:
@@ -29,17 +30,16 @@ def units(cluster=CLUSTER, *, frozen=(), adapters=None, **sizes) -> dict[str, Un
 
 def test_weight_gradients_of_a_layer_are_its_products_by_hand():
     """Prevents a part of weights that has attention's time, or none of the sums of gradients."""
-    language, layer = MODEL.language, units(PLAIN)["language_layer"]
-    h, f, head = language.hidden_size, language.ffn_hidden_size, language.head_width
-    made = (language.heads + 2 * language.kv_heads) * head
-    weights = h * made + language.heads * head * h + 3 * h * f
+    layer = units(PLAIN)["language_layer"]
+    h, f, head = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size, LANGUAGE.head_width
+    made = (LANGUAGE.heads + 2 * LANGUAGE.kv_heads) * head
+    weights = h * made + LANGUAGE.heads * head * h + 3 * h * f
     rate = PLAIN.tflops("bf16") * 1e9 * PLAIN.matmul_efficiency  # per ms
     assert layer.weight_ms[TOKENS] == pytest.approx(2 * weights / rate)
     # Read and written in fp32, once a micro-batch; four kernels.
     once_ms = weights * 2 * 4 / (PLAIN.memory_gb_per_s * 1e6) + 4 * PLAIN.kernel_us / 1e3
     assert layer.weight_ms[0] == pytest.approx(once_ms)
-    others = np.delete(layer.weight_ms, [0, TOKENS])
-    assert not others.any()
+    assert not np.delete(layer.weight_ms, [0, TOKENS]).any()
 
 
 def test_the_part_is_within_the_backward_and_nothing_where_frozen():
@@ -48,14 +48,10 @@ def test_the_part_is_within_the_backward_and_nothing_where_frozen():
         for name, unit in units(**sizes).items():
             assert (unit.weight_ms <= unit.backward_ms + 1e-12).all(), name
             assert unit.weight_ms.any() == ("embed" not in name)
-    frozen = units(frozen=("vision",))
-    assert (
-        not frozen["vision_layer"].weight_ms.any() and not frozen["vision_layer"].late_bytes.any()
-    )
+    frozen, adapted = units(frozen=("vision",)), units(adapters=AdapterConfig(rank=8, alpha=16))
     assert frozen["language_layer"].weight_ms.any()
-    adapted = units(adapters=AdapterConfig(rank=8, alpha=16))
-    assert not adapted["language_layer"].weight_ms.any()
-    assert not adapted["language_layer"].late_bytes.any()
+    for layer in (frozen["vision_layer"], adapted["language_layer"]):
+        assert not layer.weight_ms.any() and not layer.late_bytes.any()
 
 
 def test_a_profile_has_as_large_a_part_as_is_counted():
@@ -77,10 +73,9 @@ def test_a_profile_has_as_large_a_part_as_is_counted():
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
     """Prevents a count of memory that misses what a put-off product needs, or has it twice."""
-    t, language, size = 4, MODEL.language, 2
-    of = units(tensor=t, sequence_parallel=sequence)
-    h, f = language.hidden_size, language.ffn_hidden_size
-    a, k = language.heads * language.head_width, language.kv_heads * language.head_width
+    t, size, of = 4, 2, units(tensor=4, sequence_parallel=sequence)
+    h, f = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size
+    a, k = LANGUAGE.heads * LANGUAGE.head_width, LANGUAGE.kv_heads * LANGUAGE.head_width
     between = h / t if sequence else h
     inputs, gradients, working = of["language_layer"].late_bytes
     assert inputs[TOKENS] == pytest.approx(size * (2 * between + a / t + f / t))
@@ -88,17 +83,12 @@ def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
     # A whole input or gradient besides, where ranks keep parts.
     assert working[TOKENS] == pytest.approx(size * (h - between))
     assert not working[0]
-    vision = MODEL.encoders["vision"]
-    v, rows = vision.hidden_size, vision.positions_per_item
+    v, inner, rows = VISION.hidden_size, VISION.ffn_hidden_size / t, VISION.positions_per_item
     inputs, gradients, _ = of["vision_layer"].late_bytes
-    tiles = feature_names(MODEL).index(vision.feature)
-    inner = vision.ffn_hidden_size / t
-    assert inputs[tiles] == pytest.approx(size * rows * (2 * v + v / t + inner))
-    assert gradients[tiles] == pytest.approx(size * rows * (3 * v / t + inner + 2 * v))
+    assert inputs[TILES] == pytest.approx(size * rows * (2 * v + v / t + inner))
+    assert gradients[TILES] == pytest.approx(size * rows * (3 * v / t + inner + 2 * v))
     inputs, gradients, _ = of["head"].late_bytes
-    loss = feature_names(MODEL).index("loss_tokens")
-    assert inputs[loss] == size * h
-    assert gradients[loss] == size * language.words_of_rank(t)
+    assert (inputs[LOSS], gradients[LOSS]) == (size * h, size * LANGUAGE.words_of_rank(t))
     assert not of["language_embed"].late_bytes.any() and not of["vision_embed"].late_bytes.any()
 
 
@@ -106,9 +96,8 @@ def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
 def test_what_a_backward_in_two_parts_works_with(sequence: bool):
     """Prevents a peak with gradients of weights that are not there yet, or without the tensors that
     these wait for."""
-    t, language, size = 4, MODEL.language, 2
-    of = units(tensor=t, sequence_parallel=sequence)
-    h, f = language.hidden_size, language.ffn_hidden_size
+    t, size, of = 4, 2, units(tensor=4, sequence_parallel=sequence)
+    h, f = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size
     between = h / t if sequence else h
     layer = of["language_layer"]
     assert layer.transient_bytes[:, 0].any() and not layer.two_part_bytes[:, 0].any()
@@ -116,15 +105,12 @@ def test_what_a_backward_in_two_parts_works_with(sequence: bool):
     # for the second product; gradients of SwiGLU's output and inputs. Its output stays.
     swiglu = size * (between + sequence * between + 3 * f / t)
     assert any(each == pytest.approx(swiglu) for each in layer.two_part_bytes[:, TOKENS])
-    vision = MODEL.encoders["vision"]
-    tiles = feature_names(MODEL).index(vision.feature)
-    v, inner, rows = vision.hidden_size, vision.ffn_hidden_size / t, vision.positions_per_item
-    moments = of["vision_layer"].two_part_bytes[:, tiles] / (size * rows)
+    v, inner, rows = VISION.hidden_size, VISION.ffn_hidden_size / t, VISION.positions_per_item
+    moments = of["vision_layer"].two_part_bytes[:, TILES] / (size * rows)
     # The activation's backward: gradients of its sides and of the layer's output and, as it has a
     # layer scale, of the second product's; what it scaled is gone.
     assert any(each == pytest.approx(2 * inner + v + v - v) for each in moments)
-    head, loss = of["head"].two_part_bytes, feature_names(MODEL).index("loss_tokens")
-    words = language.words_of_rank(t)
+    head, words = of["head"].two_part_bytes, LANGUAGE.words_of_rank(t)
     # The logits' gradient beside the logits; in their place, until its product runs, later.
-    assert any(each == pytest.approx(size * words) for each in head[:, loss])
+    assert any(each == pytest.approx(size * words) for each in head[:, LOSS])
     assert not head[:, 0].any()
