@@ -5,46 +5,40 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
+from rate_cases import tiled_rates
 
 from omnibal.base.errors import UserError
 from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
 from omnibal.cost.shaped_rates import ProductTimes, exchanged_line, ring_line, send_line
 from omnibal.model.config import ClusterConfig, config_toml, load_cluster
-from omnibal.model.rates import CollectiveTime, ProductTime
+from omnibal.model.rates import CollectiveTime
 
 pytestmark = pytest.mark.quick
 
 B200 = load_cluster("b200-180g")
 RATES = B200.rates["bf16"]
+TILED = assumed_h100().model_copy(update={"rates": {"bf16": tiled_rates()}})
+PRODUCT_TIMES = ProductTimes.of(RATES.products, RATES.tflops)
+ATTENTION_TIMES = AttentionTimes.of(RATES.attention, RATES.tflops)
 
 
-def cluster_with(tmp_path: Path, table: str) -> Path:
-    """A cluster file with a table of rates, and what else one needs."""
+def written(tmp_path: Path, text: str) -> Path:
     path = tmp_path / "mine.toml"
-    plain = config_toml(assumed_h100())
-    path.write_text(f"{plain}\n[rates.bf16]\ndevice = 'mine'\n{table}\n")
+    path.write_text(text)
     return path
 
 
 SHAPE = "rows = 512, inner = 1024, outer = 1024"
+HEADS = "tokens = 4096, heads = 8, kv_heads = 8, head_size = 128, value_size = 128"
 
 
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        (
-            f"tflops = 989\nproducts = [{{{SHAPE}, share = 1.2}}]",
-            "share: .*less than or equal to 1",
-        ),
+        (f"tflops = 989\nproducts = [{{{SHAPE}, share = 1.2}}]", "share: .*than or equal to 1"),
         (f"tflops = 989\nproducts = [{{{SHAPE}, share = 0.0}}]", "share: .*greater than or equal"),
-        (
-            (
-                "tflops = 989\nattention = [{tokens = 4096, heads = 8, kv_heads = 8, "
-                "head_size = 128, value_size = 128, share = 2.1}]"
-            ),
-            "share: .*less than or equal to 2",
-        ),
+        (f"tflops = 989\nattention = [{{{HEADS}, share = 2.1}}]", "share: .*than or equal to 2"),
         (
             f"products = [{{{SHAPE}, ms = 1}}, {{{SHAPE}, ms = 2}}]",
             "products: rows 512, inner 1024, outer 1024 is given 2 times; keep one",
@@ -61,18 +55,18 @@ SHAPE = "rows = 512, inner = 1024, outer = 1024"
 )
 def test_a_table_that_cannot_be_is_told_in_one_line(tmp_path: Path, table, told):
     """Prevents: rates that no device has, or of which half is guessed, in a plan."""
-    path = cluster_with(tmp_path, table)
+    device = f"[rates.bf16]\ndevice = 'mine'\n{table}\n"
+    path = written(tmp_path, f"{config_toml(assumed_h100())}\n{device}")
     with pytest.raises(UserError, match=f"mine.toml: rates: bf16.*{told}") as error:
         load_cluster(str(path))
     assert "\n" not in str(error.value)
 
 
-def test_tables_are_read_as_they_are_written(tmp_path: Path):
-    """Prevents: a preset with tables of which a plan keeps others."""
-    path = tmp_path / "mine.toml"
-    path.write_text(config_toml(B200))
-    assert load_cluster(str(path)) == B200
-    assert ClusterConfig.model_validate_json(B200.model_dump_json()) == B200
+@pytest.mark.parametrize("cluster", [B200, assumed_h100(), TILED], ids=lambda one: one.basis)
+def test_tables_are_read_as_they_are_written(tmp_path: Path, cluster: ClusterConfig):
+    """Prevents: a preset with tables of which a plan keeps others, or that no plan is made with."""
+    assert load_cluster(str(written(tmp_path, config_toml(cluster)))) == cluster
+    assert ClusterConfig.model_validate_json(cluster.model_dump_json()) == cluster
 
 
 def test_shares_are_times():
@@ -80,55 +74,40 @@ def test_shares_are_times():
     forward = next(one for one in RATES.products if one.of == "forward")
     flops = 2 * forward.rows * forward.inner * forward.outer
     assert flops / (forward.time_ms(2250) * 1e-3) / 2250e12 == pytest.approx(forward.share)
-    [longest] = [
-        one
-        for one in RATES.attention
-        if (one.tokens, one.heads, one.of) == (131072, 64, "backward")
-    ]
+    sizes = 131072, 64, "backward"
+    [longest] = [one for one in RATES.attention if (one.tokens, one.heads, one.of) == sizes]
     # Five products of the full square: three over q and k's 192 elements, two over v's 128, which
     # the source counts as 2.5 times forward's two.
     flops = 2.5 * 64 * 131072**2 * 2 * (192 + 128)
     assert longest.time_ms(2250) == pytest.approx(flops / (0.658 * 2250e12) * 1e3)
 
 
-def left_out_errors(products: tuple[ProductTime, ...], every: int) -> np.ndarray:
-    """Relative errors of every so many products, each from all the others."""
-    times_ms = np.array([one.time_ms(2250) for one in products])
-    errors = []
-    for place in range(0, len(products), every):
-        others = [*products[:place], *products[place + 1 :]]
-        fitted = ScatteredTimes.of(shapes_of(others), np.delete(times_ms, place))
-        [found_ms] = fitted.ms(shapes_of([products[place]]))
-        errors.append(abs(found_ms / times_ms[place] - 1))
-    return np.array(errors)
-
-
 def test_products_are_predicted_from_the_others():
     """Prevents: an interpolation that is no better than the rate of all products together."""
-    errors = left_out_errors(RATES.products, every=7)
+    times_ms = np.array([one.time_ms(2250) for one in RATES.products])
+    errors = []
+    for place in range(0, len(times_ms), 7):
+        others = [*RATES.products[:place], *RATES.products[place + 1 :]]
+        fitted = ScatteredTimes.of(shapes_of(others), np.delete(times_ms, place))
+        [found_ms] = fitted.ms(shapes_of([RATES.products[place]]))
+        errors.append(abs(found_ms / times_ms[place] - 1))
     assert np.median(errors) < 0.06 and np.quantile(errors, 0.9) < 0.2
-    flops = np.array([one.flops for one in RATES.products])
-    rates = flops / [one.time_ms(2250) for one in RATES.products]
+    rates = np.array([one.flops for one in RATES.products]) / times_ms
     one_rate = np.abs(rates / np.median(rates) - 1)
     assert np.quantile(errors, 0.9) < np.quantile(one_rate, 0.9)
 
 
-def test_measured_products_are_as_measured():
-    """Prevents: smoothing over what is known."""
-    times = ProductTimes.of(RATES.products, RATES.tflops)
+def test_no_product_is_faster_than_its_neighbours():
+    """Prevents: rates beyond what was measured, which a search would settle on, and smoothing over
+    what is known."""
     for one in RATES.products[::7]:
         if one.gradient == "fp32":
-            [found_ms] = times.ms(one.of, one.rows, one.inner, one.outer)
+            [found_ms] = PRODUCT_TIMES.ms(one.of, one.rows, one.inner, one.outer)
             assert found_ms == pytest.approx(one.time_ms(2250))
-
-
-def test_no_product_is_faster_than_its_neighbours():
-    """Prevents: rates beyond what was measured, which a search would settle on."""
-    times = ProductTimes.of(RATES.products, RATES.tflops)
     best = max(one.share for one in RATES.products if one.share)
     shapes = np.exp(np.random.default_rng(0).uniform(np.log(16), np.log(2e5), (300, 3)))
     for of in ("forward", "input_gradient", "weight_gradient"):
-        shares = 2 * shapes.prod(axis=1) / times.ms(of, *shapes.T) * 1e-9 / 2250
+        shares = 2 * shapes.prod(axis=1) / PRODUCT_TIMES.ms(of, *shapes.T) * 1e-9 / 2250
         assert (shares <= best).all() and (shares > 1e-6).all()
 
 
@@ -136,23 +115,21 @@ def test_no_product_is_faster_than_its_neighbours():
 @pytest.mark.parametrize("of", ["forward", "input_gradient", "weight_gradient"])
 def test_lines_are_near_products_of_usual_rows(sizes, of):
     """Prevents: a fit over all rows that is off where micro-batches are."""
-    times = ProductTimes.of(RATES.products, RATES.tflops)
     # No row of them was measured: a single kernel may be off by what kernels scatter.
-    line, rows = times.line(of, *sizes), np.geomspace(1000, 32000, 12)
-    errors = np.abs((line.fixed_ms + rows * line.each_ms) / times.ms(of, rows, *sizes) - 1)
+    line, rows = PRODUCT_TIMES.line(of, *sizes), np.geomspace(1000, 32000, 12)
+    errors = np.abs((line.fixed_ms + rows * line.each_ms) / PRODUCT_TIMES.ms(of, rows, *sizes) - 1)
     assert np.median(errors) < 0.08 and errors.max() < 0.2
 
 
 @pytest.mark.parametrize("of", ["forward", "backward"])
 def test_attention_is_near_what_was_measured(of):
     """Prevents: short samples at the rate of long ones, and few heads at that of many."""
-    times = AttentionTimes.of(RATES.attention, RATES.tflops)
     errors = []
     for one in RATES.attention:
         if one.of != of:
             continue
         elements = one.head_size + one.value_size
-        line = times.line(of, elements, causal=True)
+        line = ATTENTION_TIMES.line(of, elements, causal=True)
         # Of the causal half of the square, and half a tile of keys for each query.
         pairs = one.tokens**2 / 2 + 64 * one.tokens
         flops = (1 if of == "forward" else 2.5) * 2 * one.heads * elements * pairs
@@ -184,27 +161,25 @@ def test_collectives_that_are_lines_cost_what_the_lines_say():
 
 def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):
     """Prevents: times of another device's peak, or a table that is read and not scaled."""
-    path = tmp_path / "mine.toml"
     plain = config_toml(assumed_h100().model_copy(update={"basis": "fitted"}))
-    path.write_text(f"{plain}\n[rates_of]\ncluster = 'b200-180g'\nproducts = 1.1\n")
-    mine = load_cluster(str(path))
+    text = f"{plain}\n[rates_of]\ncluster = 'b200-180g'\nproducts = 1.1\n"
+    mine = load_cluster(str(written(tmp_path, text)))
     rates = mine.rates["bf16"]
     assert rates.tflops == 989 and mine.rates_of is None and not rates.collectives
     for one, other in zip(rates.products, RATES.products, strict=True):
         assert one.share == pytest.approx(min(1.1 * other.share, 1))
     assert rates.grouped == RATES.grouped
-    path.write_text(f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
+    path = written(tmp_path, f"{plain}\n[rates_of]\ncluster = 'laptop-cpu'\n")
     with pytest.raises(UserError, match=r"rates_of names laptop-cpu, which has no table of rates"):
         load_cluster(str(path))
 
 
 def test_attention_is_as_measured_where_all_samples_are_of_one_length():
     """Prevents: 131,072 tokens at the rate of 4,096, or a length between two outside of both."""
-    times = AttentionTimes.of(RATES.attention, RATES.tflops)
     errors: dict[tuple, list[float]] = {}
     for one in RATES.attention:
         elements = one.head_size + one.value_size
-        line = times.line(one.of, elements, causal=one.causal, tokens=one.tokens)
+        line = ATTENTION_TIMES.line(one.of, elements, causal=one.causal, tokens=one.tokens)
         # Half of the square, and of whole tiles of 128 keys.
         operations = one.flops * (one.tokens / 2 + 64) / one.tokens
         found_ms = line.fixed_ms + line.each_ms * operations
@@ -214,7 +189,7 @@ def test_attention_is_as_measured_where_all_samples_are_of_one_length():
     for each in errors.values():
         assert np.mean(each) == pytest.approx(0, abs=1e-9)
     each_ms = [
-        times.line("forward", 256, causal=True, tokens=tokens).each_ms
+        ATTENTION_TIMES.line("forward", 256, causal=True, tokens=tokens).each_ms
         for tokens in (32_768, 65_536, 131_072, 10**6)
     ]
     assert each_ms[0] < each_ms[1] < each_ms[2] == each_ms[3]
