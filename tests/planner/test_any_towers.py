@@ -9,7 +9,7 @@ from cost_cases import model_of
 
 from omnibal.base.errors import UserError
 from omnibal.job.check import check_plan, training_obstacles
-from omnibal.job.plan import PlannedLevel, read_plan, write_plan
+from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.model.config import ModelConfig, config_toml, load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel
@@ -25,18 +25,20 @@ TOWERS = {
     "vision runs": (2, 5),
     "vision audio language": (3, 2, 4),
 }
+TWO, THREE = model_of("vision language", 3, 4), model_of("vision audio language", 3, 2, 4)
 
 
-def planned(model: ModelConfig, directory: Path, *options: str) -> list[str]:
-    """The arguments that plan the model's shapes on two stages."""
-    file = directory / "model.toml"
-    file.write_text(config_toml(model))
+def plan_shapes(model: ModelConfig, directory: Path, *options: str) -> int:
+    """Plan the model's shapes on two stages; returns the exit status."""
+    (directory / "model.toml").write_text(config_toml(model))
     caps = Caps.of(tokens=64, **dict.fromkeys(model.item_features, 2))
-    return [
-        *("plan", "--model", str(file), "--cluster", "laptop-cpu", *" ".join(caps.options).split()),
-        *("--pp", "2", "--precision", "fp32", "-o", str(directory / "plan")),
-        *options,
-    ]
+    command = f"plan --cluster laptop-cpu {' '.join(caps.options)} --pp 2 --precision fp32"
+    return status(command, "--model", directory / "model.toml", "-o", directory / "plan", *options)
+
+
+def plan_of(model: ModelConfig, directory: Path) -> Plan:
+    assert plan_shapes(model, directory) == 0
+    return read_plan(directory / "plan")
 
 
 @pytest.mark.parametrize(("towers", "layers"), TOWERS.items())
@@ -46,7 +48,7 @@ def test_any_towers_are_planned_checked_and_shown(
     """Prevents a command that asks a model for InternVL's towers, and plan.json from losing the
     order of encoders."""
     model = model_of(towers, *layers)
-    assert status(*planned(model, tmp_path), "--json") == 0
+    assert plan_shapes(model, tmp_path, "--json") == 0
     stages = json.loads(capsys.readouterr().out)["stages"]
     names = [name.replace("runs", "language") for name in towers.split()]
     for name, count in zip(names, layers, strict=True):
@@ -56,13 +58,12 @@ def test_any_towers_are_planned_checked_and_shown(
         assert all(stage["vision_layers"] == stage["recompute_vision"] == 0 for stage in stages)
     plan = read_plan(tmp_path / "plan")
     assert tuple(plan.model.encoders) == tuple(model.encoders)
-    assert [unit for stage in plan.stages for span in stage.units for unit in span.units] == list(
-        unit_words(model)
-    )
+    units = [unit for stage in plan.stages for span in stage.units for unit in span.units]
+    assert units == list(unit_words(model))
     assert check_plan(tmp_path / "plan")
-    for command in ("check", "simulate", "report"):
-        output = ["-o", str(tmp_path / "report.html")] if command == "report" else []
-        assert status(command, tmp_path / "plan", *output) == 0
+    for command in ("check", "simulate"):
+        assert status(command, tmp_path / "plan") == 0
+    assert status("report", tmp_path / "plan", "-o", tmp_path / "report.html") == 0
     page = (tmp_path / "report.html").read_text()
     assert all(f"{name} layer</text>" in page for name in names)
     can_train = "runs" not in towers
@@ -71,11 +72,10 @@ def test_any_towers_are_planned_checked_and_shown(
 
 def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
     """Prevents a plan that a queue waits for and no trainer can build."""
-    known = model_of("vision audio language", 3, 2, 4)
-    renamed = {"vision": known.encoders["audio"], "sound": known.encoders["audio"]}
+    renamed = dict.fromkeys(("vision", "sound"), THREE.encoders["audio"])
     for model, expected in (
         (
-            known.model_copy(update={"encoders": renamed}),
+            THREE.model_copy(update={"encoders": renamed}),
             "has an encoder vision of clips, an encoder sound of clips: ",
         ),
         (model_of("runs", 7), "has layers of kind language_layer_window4: "),
@@ -84,14 +84,12 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
             "has norms after blocks, layers of multi-token prediction: ",
         ),
     ):
-        assert status(*planned(model, tmp_path)) == 0
-        assert expected in training_obstacles(read_plan(tmp_path / "plan"))[-1]
+        assert expected in training_obstacles(plan_of(model, tmp_path))[-1]
 
 
 def test_recordings_in_packs_that_ranks_share_are_refused(tmp_path: Path) -> None:
     """Prevents audio tokens whose features are on another rank."""
-    assert status(*planned(model_of("vision audio language", 3, 2, 4), tmp_path)) == 0
-    plan = read_plan(tmp_path / "plan")
+    plan = plan_of(THREE, tmp_path)
     for context, obstacles in ((1, 1), (2, 2)):
         level = PlannedLevel.model_construct(context=context)
         found = training_obstacles(plan.model_copy(update={"levels": (level,)}))
@@ -112,21 +110,8 @@ def test_parts_to_freeze_are_the_model_s(
 ) -> None:
     """Prevents a typing error that trains all of a model."""
     model = model_of(towers, *TOWERS[towers])
-    assert status(*planned(model, tmp_path), "--freeze", frozen) == 2
+    assert plan_shapes(model, tmp_path, "--freeze", frozen) == 2
     assert message in capsys.readouterr().err
-
-
-def test_parts_are_those_of_the_units() -> None:
-    """Prevents a gradient that is sent to a stage of frozen parts, or not sent to a trained one."""
-    model = model_of("vision audio language", 3, 2, 4)
-    stages = stages_from_cuts(model, (4, 6, 9, 11))
-    assert [set(stage.parts) for stage in stages] == [
-        {"vision"},
-        {"vision_projector", "audio"},
-        {"audio", "audio_projector"},
-        {"language"},
-        {"language"},
-    ]
 
 
 def test_tensor_sizes_divide_every_tower() -> None:
@@ -139,8 +124,13 @@ def test_tensor_sizes_divide_every_tower() -> None:
         check_parallel(model, Parallel(pipeline=4), cluster)
 
 
-def test_recomputed_layers_of_two_kinds_are_the_earliest_of_each() -> None:
-    """Prevents layers of one kind from being recomputed in place of the other's."""
+def test_stages_have_the_parts_and_the_recomputed_layers_of_their_units() -> None:
+    """Prevents a gradient that is sent to a stage of frozen parts, or not to a trained one; and
+    layers of one kind that are recomputed in place of the other's."""
+    assert [set(stage.parts) for stage in stages_from_cuts(THREE, (4, 6, 9, 11))] == [
+        *({"vision"}, {"vision_projector", "audio"}, {"audio", "audio_projector"}),
+        *({"language"}, {"language"}),
+    ]
     model = model_of("vision runs", 2, 6)  # windows in language layers 0, 1, 3 and 4
     first, second = stages_from_cuts(model, (8,), [(1, 1, 1), (0, 2, 1)])
     assert [str(span) for span in first.recompute] == ["vision 0", "language 0", "language 2"]
@@ -161,8 +151,7 @@ def test_recomputed_layers_of_two_kinds_are_the_earliest_of_each() -> None:
 )
 def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) -> None:
     """Prevents a traceback, or other layers than meant, from a plan that was written by hand."""
-    model = model_of("vision language", 3, 4)
-    assert status(*planned(model, tmp_path)) == 0
+    plan_of(TWO, tmp_path)
     path = tmp_path / "plan/plan.json"
     plan = json.loads(path.read_text())
     plan["stages"][0]["units"][1] = unit
@@ -173,22 +162,19 @@ def test_mistakes_in_words_are_told(tmp_path: Path, unit: object, message: str) 
 
 def test_words_may_be_written_in_other_ways(tmp_path: Path) -> None:
     """Prevents refusing a stage that says the same in more spans or with more spaces."""
-    model = model_of("vision language", 3, 4)
-    assert status(*planned(model, tmp_path)) == 0
-    plan = read_plan(tmp_path / "plan")
-    [one] = stages_from_cuts(model, ())
+    plan = plan_of(TWO, tmp_path)
+    [one] = stages_from_cuts(TWO, ())
     other = Stage.of(
         *("vision  embed", "vision 0", "vision 1..2", "projector", "language embed"),
         *("language 0..1", " language 2..3 ", "head"),
         recompute=["language 3", "vision 0..1"],
     )
-    check_stages(model, [other])
+    check_stages(TWO, [other])
     assert other.size == one.size and other.parts == one.parts
     assert other.layers("vision") == range(3) and other.layers("language") == range(4)
     assert other.recomputed("vision") == (0, 1) and other.recomputed("language") == (3,)
-    alone = plan.model_copy(
-        update={"stages": (other,), "parallel": Parallel(pipeline=1), "prediction": None}
-    )
+    sizes = {"stages": (other,), "parallel": Parallel(pipeline=1)}
+    alone = plan.model_copy(update=sizes | {"prediction": None})
     write_plan(alone, tmp_path / "plan")
     assert read_plan(tmp_path / "plan") == alone
     assert check_plan(tmp_path / "plan")
@@ -203,9 +189,7 @@ def test_spans_come_back(text: str) -> None:
 
 def test_limits_of_other_items_are_found_by_a_check(tmp_path: Path) -> None:
     """Prevents a plan by hand whose limit nothing can have."""
-    model = model_of("language", 5)
-    assert status(*planned(model, tmp_path)) == 0
-    plan = read_plan(tmp_path / "plan")
+    plan = plan_of(model_of("language", 5), tmp_path)
     assert plan.shapes is not None
     wrong = plan.shapes.model_copy(update={"caps": Caps.of(clips=3, tokens=64)})
     write_plan(plan.model_copy(update={"shapes": wrong}), tmp_path / "plan")

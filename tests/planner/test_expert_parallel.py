@@ -1,6 +1,7 @@
 """Expert parallelism: which sizes are possible, and which ranks share or hold the same experts."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -31,47 +32,40 @@ CLUSTER = load_cluster("h100-80g")
 
 
 def parallel_of(tensor: int, pipeline: int, data: int, expert: int) -> Parallel:
-    return Parallel(
-        tensor=tensor,
-        pipeline=pipeline,
-        data=data,
-        expert=expert,
-        sequence_parallel=tensor > 1,
-    )
+    sizes = {"tensor": tensor, "pipeline": pipeline, "data": data, "expert": expert}
+    return Parallel(**sizes, sequence_parallel=tensor > 1)
+
+
+TWO_KEY_HEADS = expert_model().with_tower("language", kv_heads=2)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "words"),
+    ("model", "parallel"),
     [
-        ((1, 1, 3, 3), "does not divide the 8 experts"),
-        ((1, 2, 2, 2), None),
-        ((1, 1, 4, 4), None),
+        (expert_model(), parallel_of(1, 2, 2, 2)),
+        (expert_model(), parallel_of(1, 1, 4, 4)),
+        # Experts of width 5 are whole.
+        (TWO_KEY_HEADS, parallel_of(2, 1, 1, 1)),
     ],
 )
-def test_experts_are_shared_out_evenly(sizes, words):
-    """Prevents a plan whose ranks would hold different numbers of experts."""
-    if words is None:
-        check_parallel(expert_model(), parallel_of(*sizes), CLUSTER)
-        return
+def test_experts_are_shared_out_evenly(model, parallel):
+    """Prevents sizes refused by which ranks hold equally many experts."""
+    check_parallel(model, parallel, CLUSTER)
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel", "words"),
+    [
+        (expert_model(), parallel_of(1, 1, 3, 3), "does not divide the 8 experts"),
+        (TWO_KEY_HEADS, Parallel(tensor=2, pipeline=1), "without sequence parallelism"),
+        (MODEL, parallel_of(1, 1, 2, 2), "no experts to share out: leave --ep out"),
+    ],
+)
+def test_sizes_that_share_out_no_experts_are_refused(model, parallel, words):
+    """Prevents ranks with different numbers of experts, tensor ranks that route the same tokens
+    twice, and --ep that is ignored."""
     with pytest.raises(UserError, match=words):
-        check_parallel(expert_model(), parallel_of(*sizes), CLUSTER)
-
-
-def test_experts_need_sequence_parallelism_and_nothing_of_their_width():
-    """Prevents tensor ranks from routing the same tokens twice; experts of width 5 are whole."""
-    model = expert_model()
-    language = model.language.model_copy(update={"kv_heads": 2})
-    model = model.model_copy(update={"language": language})
-    check_parallel(model, parallel_of(2, 1, 1, 1), CLUSTER)
-    with pytest.raises(UserError, match="without sequence parallelism"):
-        check_parallel(model, Parallel(tensor=2, pipeline=1), CLUSTER)
-
-
-def test_dense_models_have_no_experts_to_share_out():
-    """Prevents --ep from being ignored."""
-    assert expert_sizes(MODEL, 2, 8) == [1]
-    with pytest.raises(UserError, match="no experts to share out: leave --ep out"):
-        check_parallel(MODEL, Parallel(pipeline=1, data=2, expert=2), CLUSTER)
+        check_parallel(model, parallel, CLUSTER)
 
 
 def test_sizes_that_do_not_nest_are_refused():
@@ -95,8 +89,8 @@ def test_groups_that_divide_weights_hold_whole_groups_of_experts_or_parts():
         with pytest.raises(UserError, match=r"sharded 8, .* must divide the 3 data-parallel ranks"):
             held.changed(expert=3)
     lengths = Samples(lengths=example_lengths(), caps=Caps.of(tiles=8, tokens=320))
-    run_of_layers = LayerRun(layers=1, experts=EXPERTS.model_copy(update={"experts": 12}))
-    model = MODEL.with_tower("language", runs=(run_of_layers,))
+    twelve = LayerRun(layers=1, experts=EXPERTS.model_copy(update={"experts": 12}))
+    model = MODEL.with_tower("language", runs=(twelve,))
     spec = job_spec(model=model, cluster=CLUSTER, parallel=three, precision="bf16")
     free = Free(shardings=(WeightSharding.HYBRID,))
     with pytest.raises(UserError, match="a divisor or a multiple of the 3 that share out experts"):
@@ -105,6 +99,7 @@ def test_groups_that_divide_weights_hold_whole_groups_of_experts_or_parts():
 
 def test_all_expert_sizes_are_found():
     """Prevents a size from being left out of the search, or tried although it cannot be."""
+    assert expert_sizes(MODEL, 2, 8) == [1]
     model = expert_model()
     for tensor, data in [(1, 1), (1, 8), (2, 3), (4, 6), (2, 8), (8, 2)]:
         possible = []
@@ -178,9 +173,8 @@ def test_ranks_in_lockstep_have_like_packs_in_a_slot(dp, lockstep_ranks, size):
 def memory_of(expert: int, peer_mib: float = 0.0) -> StageMemory:
     """Of the only stage of a plan on 4 ranks, that recomputes nothing."""
     cluster = load_cluster("laptop-cpu").model_copy(update={"peer_mib": peer_mib})
-    parallel = Parallel(pipeline=1, data=4, expert=expert)
+    parallel = parallel_of(1, 1, 4, expert)
     planned = make_plan(request(model=DIGITS, cluster=cluster, parallel=parallel)).plan
-    assert planned.prediction is not None
     assert not planned.stages[0].recompute
     return planned.prediction.stages[0].memory
 
@@ -204,31 +198,27 @@ def test_memory_of_shared_out_experts_is_counted():
 
 def test_a_larger_expert_size_is_advised():
     """Prevents a job that does not fit from getting advice that leaves out its own devices."""
-    asked = request(model=DIGITS, parallel=Parallel(pipeline=1, data=4))
-    shared = asked.sized(Parallel(pipeline=1, data=4, expert=2))
+    asked = request(model=DIGITS, parallel=parallel_of(1, 1, 4, 1))
+    shared = asked.sized(parallel_of(1, 1, 4, 2))
     least_gib = [
         least_need_gib(each.job, each.workload(), each.data.levels) for each in (asked, shared)
     ]
     assert least_gib[1] < least_gib[0]
     device_gib = (least_gib[0] + least_gib[1]) / 2 / USABLE_MEMORY_FRACTION
     cluster = asked.job.cluster.model_copy(update={"memory_gib": device_gib})
-    asked = asked.on_cluster(cluster)
-    changes = [each.text for each in find_changes(asked).changes]
+    changes = [each.text for each in find_changes(asked.on_cluster(cluster)).changes]
     assert any(text.startswith("--ep 2 instead of 1 (needs") for text in changes), changes
 
 
 def test_the_margin_for_uneven_experts_is_replaced():
     """Prevents --expert-imbalance from being ignored, or from counting where all are on a rank."""
-    cost = {
-        (expert, margin): job_spec(
-            model=with_imbalance(DIGITS, margin),
-            parallel=Parallel(pipeline=1, data=4, expert=expert),
-        ).cost.units["language_layer_experts4"]
-        for expert in (1, 4)
-        for margin in (1.0, 2.0)
-    }
-    assert (cost[4, 2.0].forward_ms[2] > cost[4, 1.0].forward_ms[2]).all()
-    np.testing.assert_array_equal(cost[1, 2.0].forward_ms, cost[1, 1.0].forward_ms)
+    forward_ms = {}
+    for expert, margin in product((1, 4), (1.0, 2.0)):
+        model, parallel = with_imbalance(DIGITS, margin), parallel_of(1, 1, 4, expert)
+        layer = job_spec(model=model, parallel=parallel).cost.units["language_layer_experts4"]
+        forward_ms[expert, margin] = layer.forward_ms
+    assert forward_ms[4, 2.0][2] > forward_ms[4, 1.0][2]
+    np.testing.assert_array_equal(forward_ms[1, 2.0], forward_ms[1, 1.0])
     options = JobOptions(model="internvl-digits", cluster="laptop-cpu", expert_imbalance=1.5)
     with pytest.raises(UserError, match="has no experts: leave it out"):
         options.job()
@@ -251,14 +241,11 @@ def test_plans_of_experts_are_checked_as_they_were_made(capsys, tmp_path, option
     assert printed(capsys, "plan", *(word for pair in given.items() for word in pair))
     plan, packs = read_plan(out), read_packs(out / "packs.parquet")
     assert plan.parallel.expert == 4
-    assert plan.prediction is not None
     assert plan.prediction.lost.expert_wait_ms > 0
     assert "is predicted to need" in printed(capsys, "check", str(out))
     counts = np.bincount(packs.step * 4 + packs.dp_rank, minlength=4 * packs.steps).reshape(-1, 4)
     missing = int((counts.max(axis=1, keepdims=True) - counts).sum())
     opened = open_plan(out)
     workload = opened.job.workload(*opened.data, plan.pack_levels)
-    assert len(workload) == len(packs) + missing
-    assert missing
-    if "--encoder" in options:
-        assert plan.beside is not None
+    assert len(workload) == len(packs) + missing > len(packs)
+    assert plan.beside is not None or "--encoder" not in options

@@ -45,15 +45,8 @@ def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
         counts -= np.repeat(rng.integers(0, 2, len(steps)), ranks)
         context = np.where(np.arange(slots) < counts[:, None], context, 1)
         parts = rng.random(stages) < 0.6
-        found = simulate_1f1b(
-            forward,
-            backward,
-            *links,
-            counts,
-            None,
-            context,
-            Lockstep(ranks=lockstep_ranks, parts=parts),
-        )
+        lockstep = Lockstep(ranks=lockstep_ranks, parts=parts)
+        found = simulate_1f1b(forward, backward, *links, counts, None, context, lockstep)
         blocks = np.where(parts, np.maximum(context, lockstep_ranks)[..., None], context[..., None])
         for index in range(len(steps)):
             rows = slice(index * ranks, (index + 1) * ranks)
@@ -61,8 +54,8 @@ def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
                 forward[rows], backward[rows], *links[:, rows], blocks[rows], counts[rows]
             )
             real = np.arange(slots) < counts[rows, None]
-            np.testing.assert_allclose(found.end_ms[Pass.FORWARD][rows][real], ends[0, real])
-            np.testing.assert_allclose(found.end_ms[Pass.BACKWARD][rows][real], ends[1, real])
+            for kind, own_ends in zip((Pass.FORWARD, Pass.BACKWARD), ends, strict=True):
+                np.testing.assert_allclose(found.end_ms[kind][rows][real], own_ends[real])
 
 
 def expert_case(
@@ -70,14 +63,9 @@ def expert_case(
 ) -> tuple[list[CostModel], ModelConfig, Workload, int]:
     """Costs of every level, a small model, packs whose ranks run in lockstep, and pipeline size."""
     model = expert_model(int(rng.integers(1, 3)), int(rng.integers(0, 2)), int(rng.integers(1, 3)))
-    rates = ParameterRates(
-        weight_bytes=0.5,
-        gradient_bytes=3.0,
-        optimizer_bytes=rng.uniform(0, 40),
-        optimizer_ms=rng.uniform(0, 1e-5),
-        gradient_reduction_ms=rng.uniform(0, 1e-5),
-        weight_gather_ms=0.0,
-    )
+    random = {"optimizer_bytes": 40, "optimizer_ms": 1e-5, "gradient_reduction_ms": 1e-5}
+    drawn = {name: rng.uniform(0, most) for name, most in random.items()}
+    rates = ParameterRates(weight_bytes=0.5, gradient_bytes=3.0, weight_gather_ms=0.0, **drawn)
     peer_bytes, share = rng.uniform(0, 1e7), rng.random()
     costs = []
     for cost in random_costs(rng, model, len(contexts)):
@@ -86,12 +74,8 @@ def expert_case(
         units = cost.units | {LAYER: layer}
         costs.append(replace(cost, units=units, expert_rates=rates, expert_peer_bytes=peer_bytes))
     packs = random_level_packs(rng, contexts, ranks, len(costs[0].features))
-    return (
-        costs,
-        model,
-        packs.in_groups_of(lockstep_ranks),
-        int(rng.integers(2, min(3, model.layers) + 1)),
-    )
+    stages = int(rng.integers(2, min(3, model.layers) + 1))
+    return costs, model, packs.in_groups_of(lockstep_ranks), stages
 
 
 @pytest.mark.parametrize(
