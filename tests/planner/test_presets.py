@@ -11,41 +11,32 @@ from pathlib import Path
 import pytest
 
 from omnibal.base.errors import UserError
+from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.parameters import model_parameters
-from omnibal.job.job import JobSpec
 from omnibal.model.config import ModelConfig, load_cluster, load_model, preset_names
 from omnibal.model.parallel import Parallel, check_parallel
 
 pytestmark = pytest.mark.quick
 
-TOLERANCE = 0.015  # published sizes are rounded to two or three digits
-
 # Billions of parameters of whole checkpoints; their projector is counted in.
 CHECKPOINTS = {
-    "internvl-chat-1.5-6b-20b": 25.5,
-    "internvl-1.5-26b": 25.5,
-    "mini-internvl-1.5-2b": 2.21,
-    "mini-internvl-1.5-4b": 4.15,
-    "internvl2-1b": 0.938,
-    "internvl2-2b": 2.21,
-    "internvl2-4b": 4.15,
-    "internvl2-8b": 8.08,
-    "internvl2-26b": 25.5,
-    "internvl2-40b": 40.1,
-    "internvl2-76b": 76.3,
-    "internvl2.5-1b": 0.938,
-    "internvl2.5-2b": 2.21,
-    "internvl2.5-4b": 3.71,
-    "internvl2.5-8b": 8.08,
-    "internvl2.5-26b": 25.5,
-    "internvl2.5-38b": 38.4,
-    "internvl2.5-78b": 78.4,
-    "internvl3-1b": 0.938,
-    "internvl3-2b": 2.09,
-    "internvl3-8b": 7.94,
-    "internvl3-14b": 15.1,
-    "internvl3-38b": 38.4,
-    "internvl3-78b": 78.4,
+    name: billions
+    for billions, names in {
+        25.5: "internvl-chat-1.5-6b-20b internvl-1.5-26b internvl2-26b internvl2.5-26b",
+        2.21: "mini-internvl-1.5-2b internvl2-2b internvl2.5-2b",
+        4.15: "mini-internvl-1.5-4b internvl2-4b",
+        0.938: "internvl2-1b internvl2.5-1b internvl3-1b",
+        8.08: "internvl2-8b internvl2.5-8b",
+        40.1: "internvl2-40b",
+        76.3: "internvl2-76b",
+        3.71: "internvl2.5-4b",
+        38.4: "internvl2.5-38b internvl3-38b",
+        78.4: "internvl2.5-78b internvl3-78b",
+        2.09: "internvl3-2b",
+        7.94: "internvl3-8b",
+        15.1: "internvl3-14b",
+    }.items()
+    for name in names.split()
 }
 
 # Billions of (encoder, language model) where the pair itself was never released.
@@ -74,8 +65,8 @@ HUB = json.loads((Path(__file__).parent / "hub_configs" / "sources.json").read_t
 """Presets made of a hub's files, which `test_hub_presets.py` compares."""
 
 
-def linear(inputs: int, outputs: int, bias: bool) -> int:
-    return inputs * outputs + (outputs if bias else 0)
+def linear(inputs: int, outputs: int) -> int:
+    return inputs * outputs + outputs
 
 
 def language_parameters(model: ModelConfig) -> int:
@@ -83,23 +74,23 @@ def language_parameters(model: ModelConfig) -> int:
 
 
 def encoder_parameters(model: ModelConfig) -> int:
-    others = language_parameters(model) + projector_parameters(model)
-    return model_parameters(model).stored - others
-
-
-def projector_parameters(model: ModelConfig) -> int:
     inputs, width = 4 * model.vision.hidden_size, model.language.hidden_size
-    return 2 * inputs + linear(inputs, width, bias=True) + linear(width, width, bias=True)
+    projector = 2 * inputs + linear(inputs, width) + linear(width, width)
+    return model_parameters(model).stored - language_parameters(model) - projector
 
 
 def near(billions: float):
-    return pytest.approx(billions * 1e9, rel=TOLERANCE)
+    """Published sizes are rounded to two or three digits."""
+    return pytest.approx(billions * 1e9, rel=0.015)
 
 
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_checkpoint_has_its_published_size(name):
-    """Prevents a wrong layer count, width, vocabulary, or a tied head taken for an untied one."""
-    assert model_parameters(load_model(name)).stored == near(CHECKPOINTS[name])
+    """Prevents a wrong layer count, width, vocabulary, or a tied head taken for an untied one; and
+    a wrong InternViT beside a language model that hides it in the sum."""
+    model = load_model(name)
+    assert model_parameters(model).stored == near(CHECKPOINTS[name])
+    assert encoder_parameters(model) == near(5.54 if model.vision.hidden_size == 3200 else 0.304)
 
 
 @pytest.mark.parametrize("name", TEXT_ONLY)
@@ -118,14 +109,6 @@ def test_pair_has_its_parts_published_sizes(name):
     assert language_parameters(model) == near(language)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
-def test_checkpoint_has_a_released_encoder(name):
-    """Prevents a wrong InternViT beside a language model that hides it in the sum."""
-    model = load_model(name)
-    published = 5.54 if model.vision.hidden_size == 3200 else 0.304
-    assert encoder_parameters(model) == near(published)
-
-
 def test_omni_is_internvl3_8b_and_whisper_large_v3():
     """Prevents a wrong layer count, width or norm of either, and words of recordings left out.
 
@@ -136,21 +119,13 @@ def test_omni_is_internvl3_8b_and_whisper_large_v3():
     audio, width = model.audio, model.audio.hidden_size
     assert model.vision == seeing.vision
     assert model.language == seeing.language.model_copy(update={"vocab_size": 151_674 + 3})
-    norms, biases = 2 * 2 * width, 3 * width + width + audio.ffn_hidden_size + width
-    layer = 4 * width**2 + 2 * width * audio.ffn_hidden_size + norms + biases
-    convolutions = 3 * audio.mel_bins * width + 3 * width**2 + 2 * width
-    tower = audio.layers * layer + convolutions
+    units = analytic_cost(model, load_cluster("h100-80g"), Parallel(pipeline=1), "bf16").units
+    tower = units["audio_embed"].parameters + audio.layers * units["audio_layer"].parameters
     no_key_bias = audio.layers * width
     last_norm, fixed = 2 * width, audio.positions_per_item * width
     assert tower - no_key_bias + last_norm + fixed == 636_968_960
     assert audio.norm_eps == 1e-5 and audio.tokens_per_item == 750
-    units = JobSpec(
-        model=model, cluster=load_cluster("h100-80g"), parallel=Parallel(pipeline=1),
-        precision="bf16",
-    ).cost.units  # fmt: skip
-    projector = last_norm + linear(2 * width, 3584, bias=True) + linear(3584, 3584, bias=True)
-    assert units["audio_embed"].parameters == convolutions
-    assert units["audio_layer"].parameters == layer
+    projector = last_norm + linear(2 * width, 3584) + linear(3584, 3584)
     assert units["audio_projector"].parameters == projector
 
 
@@ -172,8 +147,11 @@ HERMES = {
 
 @pytest.mark.parametrize("name", preset_names("models"))
 def test_template_is_the_released_one(name):
-    """Prevents a released model from being trained in words that it never saw."""
+    """Prevents a released model from being trained in words that it never saw, and a preset under
+    another name than its own."""
     model = load_model(name)
+    assert model.name == name
+    assert all(tower.tokens_per_item > 0 for tower in model.encoders.values())
     expected = "internlm2-chat" if model.takes_images else "tokenizer"
     is_own = name in QUICKSTARTS and model.takes_images
     if name.startswith(("internvl2.5", "internvl3")) or is_own:
