@@ -34,11 +34,11 @@ from omnibal.pipeline.unit_runs import (
 pytestmark = pytest.mark.quick
 
 
-def passes_of(
-    own: np.ndarray, others: np.ndarray, links: np.ndarray | None = None
-) -> RunningPasses:
-    if links is None:
-        links = np.zeros((len(own), len(LINKS)))
+LAYER = "language_layer"
+
+
+def passes_of(own: np.ndarray, others: np.ndarray, links: int | np.ndarray = 0) -> RunningPasses:
+    links = np.zeros((len(own), len(LINKS))) + links
     return RunningPasses(own=own, others=others, links=links, largest=own.max(axis=0))
 
 
@@ -68,9 +68,10 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
         useful = useful_recomputes(table, counts, extreme_ms, cap)
         for stage in range(len(counts)):
             sets = list(product(*(range(number + 1) for number in counts[stage, layers])))
-            recomputed = np.zeros((len(sets), len(cost.kinds)), np.int64)
+            held = np.tile(counts[stage], (len(sets), 1))
+            recomputed = 0 * held
             recomputed[:, layers] = sets
-            peaks = table.peak_bytes(np.tile(counts[stage], (len(sets), 1)), recomputed).tolist()
+            peaks = table.peak_bytes(held, recomputed).tolist()
             feasible = [each for each, peak in zip(sets, peaks, strict=True) if peak <= cap]
             chosen = list(map(tuple, useful.layers[useful.stage == stage].tolist()))
             assert set(chosen) <= set(feasible)
@@ -94,39 +95,34 @@ def test_only_dominated_sets_are_dropped(costs: int):
     rng = np.random.default_rng(costs)
     for _ in range(50):
         group, values = rng.integers(0, 4, 30), rng.integers(0, 5, (30, costs)).astype(float)
-        expected = [
-            i
-            for i in range(30)
-            if not any(
-                group[j] == group[i]
-                and (values[j] <= values[i]).all()
-                and ((values[j] < values[i]).any() or j < i)
-                for j in range(30)
-            )
-        ]
+        as_good = (group[:, None] == group) & (values[:, None] <= values).all(axis=2)
+        better = (values[:, None] < values).any(axis=2) | (np.arange(30)[:, None] < np.arange(30))
+        expected = np.flatnonzero(~(as_good & better).any(axis=0)).tolist()
         assert sorted(recompute.undominated_sets(group, values).tolist()) == expected
 
 
 def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCost:
     """Costs that grow with tokens only; kept, input and working memory in MB per token."""
-    kept, boundary, transient = (np.array([0, 0, value * 1e6, 0, 0]) for value in megabytes)
+    tokens, none = np.array([0.0, 0, 1, 0, 0]), np.zeros((3, 5))
+    kept, boundary, transient = (value * 1e6 * tokens for value in megabytes)
+    working = np.stack([transient, transient / 2])
     return UnitCost(
-        forward_ms=np.array([0.0, 0, 1, 0, 0]),
-        backward_ms=np.array([0.0, 0, 2, 0, 0]),
-        weight_ms=np.array([0.0, 0, 1, 0, 0]),
-        recompute_ms=np.array([0.0, 0, 0.75, 0, 0]),
-        collective_ms=np.zeros((2, 5)),
-        padding_ms=np.zeros((2, 5)),
-        context_ms=np.zeros((3, 5)),
+        forward_ms=tokens,
+        backward_ms=2 * tokens,
+        weight_ms=tokens,
+        recompute_ms=0.75 * tokens,
+        collective_ms=none[:2],
+        padding_ms=none[:2],
+        context_ms=none,
         activation_bytes=kept,
         boundary_bytes=boundary,
         output_bytes=boundary,
         output_gradient_bytes=boundary,
-        transient_bytes=np.stack([transient, transient / 2]),
-        two_part_bytes=np.stack([transient, transient / 2]),
-        late_bytes=np.zeros((3, 5)),
-        passing_bytes=np.zeros(5),
-        shared_bytes=np.zeros(5),
+        transient_bytes=working,
+        two_part_bytes=working,
+        late_bytes=none,
+        passing_bytes=none[0],
+        shared_bytes=none[0],
         parameters=parameters,
         trained_parameters=parameters,
     )
@@ -140,40 +136,23 @@ def test_stage_memory_and_time_by_hand():
     micro-batches of 2 and 3 tokens are in flight; the largest alone has 3 tokens.
     """
     cost = random_cost(np.random.default_rng(0))
-    units = {
-        **cost.units,
-        "language_layer": flat_unit((10, 1, 3), 1000),
-        "head": flat_unit((4, 1, 20), 500),
-    }
-    cost = replace(cost, units=units)
+    flat = {LAYER: flat_unit((10, 1, 3), 1000), "head": flat_unit((4, 1, 20), 500)}
+    cost = replace(cost, units=cost.units | flat)
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
     others = passes_of(features, features[::-1])
     memory = stage_memory(cost, unit_runs(cost.kinds, [stage]), memory_table(cost, others))
     assert len(stage.layers("language")) == 2
     assert stage.recomputed("language") == (2,)
-    np.testing.assert_allclose(memory.weights_gib * GIB, 2500 * 2)
-    np.testing.assert_allclose(memory.gradients_gib * GIB, 2500 * 4)
-    np.testing.assert_allclose(memory.optimizer_gib * GIB, 2500 * 12)
-    np.testing.assert_allclose(memory.activations_gib * GIB, 5 * (10 + 1 + 4) * 1e6)
+    expected = {"weights": 2500 * 2, "gradients": 2500 * 4, "optimizer": 2500 * 12}
     # The head's 20 MB per token exceed the recomputed layer's 3 + 10 - 1.
-    np.testing.assert_allclose(memory.transient_gib * GIB, 3 * 20 * 1e6)
+    expected |= {"activations": 5 * (10 + 1 + 4) * 1e6, "transient": 3 * 20 * 1e6}
+    for name, count in expected.items():
+        np.testing.assert_allclose(getattr(memory, f"{name}_gib") * GIB, count)
     times = stage_times(cost, [stage], features)
     np.testing.assert_allclose(times.forward_ms, [[6], [9]])
     np.testing.assert_allclose(times.recompute_ms, [[1.5], [2.25]])
     np.testing.assert_allclose(times.backward_ms, [[13.5], [20.25]])
-
-
-def test_recomputed_layers_bring_back_their_activations_as_working_memory():
-    """Prevents an out-of-memory while the recomputed layer runs backward."""
-    cost = random_cost(np.random.default_rng(0))
-    cost = replace(cost, units={**cost.units, "language_layer": flat_unit((10, 1, 3), 0)})
-    features = np.array([[1.0, 0, 7, 0, 0]])
-    stages = stages_from_cuts(small_model(2, 4), (5, 6), [(0, 0), (0, 1), (0, 0)])
-    alone = passes_of(features, 0 * features)
-    memory = stage_memory(cost, unit_runs(cost.kinds, [stages[1]]), memory_table(cost, alone))
-    np.testing.assert_allclose(memory.activations_gib * GIB, 7e6)
-    np.testing.assert_allclose(memory.transient_gib * GIB, 7 * (3 + 10 - 1) * 1e6)
 
 
 def test_undominated_rows_are_exactly_the_front():
@@ -181,15 +160,9 @@ def test_undominated_rows_are_exactly_the_front():
     rng = np.random.default_rng(5)
     for _ in range(30):
         rows = rng.integers(0, 4, (25, 3)).astype(float)
-        distinct = {tuple(row) for row in rows}
-        front = {
-            a
-            for a in distinct
-            if not any(a != b and all(x <= y for x, y in zip(a, b, strict=True)) for b in distinct)
-        }
-        found = undominated(rows)
-        assert {tuple(row) for row in found} == front
-        assert len(found) == len(front)
+        distinct = np.unique(rows, axis=0)
+        below = (distinct[:, None] <= distinct).all(axis=2).sum(axis=1) > 1  # another than itself
+        assert sorted(undominated(rows).tolist()) == distinct[~below].tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -198,26 +171,24 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     rng = np.random.default_rng(seed)
     cost = random_cost(rng)
     # A layer's output is as large as its input.
-    layer = cost.units["language_layer"]
-    layer = replace(layer, output_gradient_bytes=layer.boundary_bytes)
-    cost = replace(cost, units=cost.units | {"language_layer": layer})
+    layer = replace(cost.units[LAYER], output_gradient_bytes=cost.units[LAYER].boundary_bytes)
+    cost = replace(cost, units=cost.units | {LAYER: layer})
     vision, language = rng.integers(2, 6, 2)
     model, cut = small_model(int(vision), int(language)), (int(vision + language) + 3,)
     plain, _ = stages_from_cuts(model, cut)
-    last = [kind.name for kind in cost.kinds].index("language_layer")
     features = random_features(rng, 4)
     links = rng.integers(0, 2, (4, len(LINKS)))
     table = memory_table(cost, passes_of(features, features[::-1], links))
+    in_order = [unit for span in plain.units for unit in span.units]
     layers = [unit for span in plain.units if span.layers for unit in span.units]
     counts, names = unit_counts(cost.kinds, plain), [kind.name for kind in cost.kinds]
+    kinds, last = [names.index(name) for name in stage_units(cost.kinds, plain)], names.index(LAYER)
     more = 0
     for _ in range(30):
         chosen = rng.integers(0, 2, len(layers)).astype(bool)
         again = [layer for layer, is_chosen in zip(layers, chosen, strict=True) if is_chosen]
         stage = plain.model_copy(update={"recompute": joined(again)})
         found = table.stage_bytes(unit_runs(cost.kinds, [stage]))
-        in_order = [unit for span in plain.units for unit in span.units]
-        kinds = [names.index(name) for name in stage_units(cost.kinds, plain)]
         own, others, most = np.zeros((3, 4))
         for unit, kind in zip(in_order, kinds, strict=True):
             kept, left = table.own_kept_bytes[:, kind], table.own_input_bytes[:, kind]
@@ -234,10 +205,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
         earliest = table.pass_bytes(counts, recomputed_counts(cost.kinds, stage))
         assert (found >= earliest * (1 - 1e-12)).all()
         more += (found > earliest * 1.001).any()
-        numbers = [
-            sum(layer in again for layer in layers if layer.name == tower)
-            for tower in ("vision", "language")
-        ]
+        numbers = [sum(layer.name == tower for layer in again) for tower in ("vision", "language")]
         first, _ = stages_from_cuts(model, cut, [numbers, (0, 0)])
         np.testing.assert_allclose(table.stage_bytes(unit_runs(cost.kinds, [first])), earliest)
     assert more >= 5
@@ -246,10 +214,9 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
 def test_a_cap_holds_a_peak_of_its_size():
     """Prevents that the order in which bytes are added decides whether they fit."""
     parts = np.array([0.1, 0.2, 0.3]) * GIB
-    assert parts.sum() != parts[::-1].sum()
-    assert fits_cap(parts.sum(), parts[::-1].sum())
-    assert fits_cap(parts[::-1].sum(), parts.sum())
-    assert not fits_cap(parts.sum() + 1, parts.sum())
+    one, other = parts.sum(), parts[::-1].sum()
+    assert one != other and fits_cap(one, other) and fits_cap(other, one)
+    assert not fits_cap(one + 1, one)
 
 
 def test_drawn_stages_keep_each_unit_once():
@@ -257,12 +224,8 @@ def test_drawn_stages_keep_each_unit_once():
     rng = np.random.default_rng(8)
     cost = random_cost(rng, small_model(3, 3))
     fours = np.full(len(cost.features), 4.0)
-    units = {
-        name: replace(
-            unit, activation_bytes=fours, boundary_bytes=fours, transient_bytes=0 * fours[None]
-        )
-        for name, unit in cost.units.items()
-    }
+    flat = {"activation_bytes": fours, "boundary_bytes": fours, "transient_bytes": 0 * fours[None]}
+    units = {name: replace(unit, **flat) for name, unit in cost.units.items()}
     plain = replace(cost, units=units)
     others, own, _, links = stage_memory_module._drawn_stages(plain, fours)
     # A unit keeps four bytes of each feature, recomputed or not, besides an input.
