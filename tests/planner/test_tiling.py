@@ -1,5 +1,6 @@
 """Dynamic tiling against a statement of InternVL's rule, and against known grids."""
 
+import math
 from fractions import Fraction
 from itertools import pairwise
 
@@ -16,11 +17,19 @@ pytestmark = pytest.mark.quick
 SIDE = st.integers(1, 4000)
 
 
+def tiling_of(lowest: int, highest: int, **changes: bool) -> TilingConfig:
+    return TilingConfig(min_dynamic_patch=lowest, max_dynamic_patch=highest, **changes)
+
+
+def ratios(lowest: int, highest: int) -> set[Fraction]:
+    """Columns over rows of all grids."""
+    counts = range(1, highest + 1)
+    return {Fraction(c, r) for c in counts for r in counts if lowest <= c * r <= highest}
+
+
 def tied_sizes(lowest: int, highest: int) -> list[Fraction]:
     """Ratios just between those of two grids, of which both are equally near."""
-    counts = range(1, highest + 1)
-    ratios = {Fraction(c, r) for c in counts for r in counts if lowest <= c * r <= highest}
-    return [(a + b) / 2 for a, b in pairwise(sorted(ratios))]
+    return [(a + b) / 2 for a, b in pairwise(sorted(ratios(lowest, highest)))]
 
 
 TILES = st.integers(1, 40).flatmap(
@@ -31,11 +40,8 @@ TILES = st.integers(1, 40).flatmap(
 @given(SIDE, SIDE, TILES, st.sampled_from([32, 448]), st.booleans())
 def test_grid_is_internvls(width, height, tiles, side, thumbnail):
     """Prevents a grid other than InternVL's, which would change every token count."""
-    lowest, highest = tiles
-    tiling = TilingConfig(
-        min_dynamic_patch=lowest, max_dynamic_patch=highest, use_thumbnail=thumbnail
-    )
-    expected = internvl_grid(width, height, lowest, highest, side)
+    tiling = tiling_of(*tiles, use_thumbnail=thumbnail)
+    expected = internvl_grid(width, height, *tiles, side)
     assert tile_grid(width, height, tiling, side) == expected
     blocks = expected[0] * expected[1]
     assert tile_count(width, height, tiling, side) == blocks + (thumbnail and blocks != 1)
@@ -44,12 +50,9 @@ def test_grid_is_internvls(width, height, tiles, side, thumbnail):
 @given(TILES.filter(lambda tiles: tiles[1] > 1), st.integers(1, 1200), st.data())
 def test_grid_of_ties(tiles, unit, data):
     """Prevents a wrong tie rule, which random sizes hardly ever meet."""
-    lowest, highest = tiles
-    ratio = data.draw(st.sampled_from(tied_sizes(lowest, highest)))
-    width, height = ratio.numerator * unit, ratio.denominator * unit
-    tiling = TilingConfig(min_dynamic_patch=lowest, max_dynamic_patch=highest)
-    expected = internvl_grid(width, height, lowest, highest, 448)
-    assert tile_grid(width, height, tiling, 448) == expected
+    ratio = data.draw(st.sampled_from(tied_sizes(*tiles)))
+    size = ratio.numerator * unit, ratio.denominator * unit
+    assert tile_grid(*size, tiling_of(*tiles), 448) == internvl_grid(*size, *tiles, 448)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +61,8 @@ def test_grid_of_ties(tiles, unit, data):
 )
 def test_all_ties_and_grid_ratios(lowest, highest):
     """Prevents grids of equally many tiles from being tried in an order of their own."""
-    tiling = TilingConfig(min_dynamic_patch=lowest, max_dynamic_patch=highest)
-    counts = range(1, highest + 1)
-    grids = {Fraction(c, r) for c in counts for r in counts if c * r <= highest}
-    for ratio in {*tied_sizes(lowest, highest), *grids}:
+    tiling = tiling_of(lowest, highest)
+    for ratio in {*tied_sizes(lowest, highest), *ratios(1, highest)}:
         for unit in (10, 100, 500, 2000):
             size = ratio.numerator * unit, ratio.denominator * unit
             assert tile_grid(*size, tiling, 448) == internvl_grid(*size, lowest, highest, 448)
@@ -77,20 +78,16 @@ def test_all_ties_and_grid_ratios(lowest, highest):
         ((800, 800), 12, (2, 2)),
         ((2000, 2000), 12, (3, 3)),
         ((640, 480), 4, (1, 1)),
+        ((896, 448), 6, (2, 1)),
         ((4000, 100), 6, (6, 1)),
         ((100, 4000), 6, (1, 6)),
     ],
 )
 def test_known_grids(size, highest, grid):
-    """Prevents swapped columns and rows, and a square blown up to four tiles below half of them."""
-    assert tile_grid(*size, TilingConfig(max_dynamic_patch=highest), 448) == grid
-
-
-@pytest.mark.parametrize(
-    ("size", "use_thumbnail", "tiles"),
-    [((448, 448), True, 1), ((896, 448), True, 3), ((896, 448), False, 2), ((800, 1340), True, 7)],
-)
-def test_thumbnail_goes_with_more_than_one_tile(size, use_thumbnail, tiles):
-    """Prevents a thumbnail of a single tile, or one counted where none is made."""
-    tiling = TilingConfig(max_dynamic_patch=6, use_thumbnail=use_thumbnail)
-    assert tile_count(*size, tiling, 448) == tiles
+    """Prevents swapped columns and rows, a square blown up to four tiles below half of them, and a
+    thumbnail of a single tile, or one counted where none is made."""
+    assert tile_grid(*size, tiling_of(1, highest), 448) == grid
+    tiles = math.prod(grid)
+    for thumbnail in (False, True):
+        count = tile_count(*size, tiling_of(1, highest, use_thumbnail=thumbnail), 448)
+        assert count == tiles + (thumbnail and tiles > 1)
