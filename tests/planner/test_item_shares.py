@@ -23,6 +23,7 @@ from omnibal.steps.cut import item_bounds
 from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
 
 CAPS = Caps.of(image_tokens=1, tokens=1)
+QWEN3, TWO_RANKS = load_model("qwen3-vl-8b"), Parallel(data=2, pipeline=1)
 
 
 def shown(rng: np.random.Generator, images: int) -> list[Segments]:
@@ -33,17 +34,11 @@ def shown(rng: np.random.Generator, images: int) -> list[Segments]:
 
 def lengths_with(samples: list[list[Segments]], *, listed: bool = True) -> Lengths:
     sizes = sizes_of(samples)
-    cells = sizes.tokens
-    found = lengths_of(tokens=cells + 7, image_tokens=cells)
+    found = lengths_of(tokens=sizes.tokens + 7, image_tokens=sizes.tokens)
     found.squares["squared_image_tokens"] = sizes.squares
     if listed:
         object.__setattr__(found, "image_sizes", sizes)
     return found
-
-
-def pieces_of(samples: list[list[Segments]]) -> list[int]:
-    """Tokens of every image and every time of a video, in order."""
-    return [one.tokens for sample in samples for one in sample for _ in range(one.number)]
 
 
 def least_of_runs(costs: list[float], ranks: int) -> float:
@@ -69,7 +64,8 @@ def test_images_go_whole_and_nearly_as_evenly_as_runs_can(context: int, weight: 
         bounds = bounds_of_items(packs, lengths, level, "image_tokens")
         squares = squares_of_shares(packs, lengths, level)
         for pack, part in enumerate(parts):
-            pieces = pieces_of(part)
+            # Tokens of every image and every time of a video, in order.
+            pieces = [one.tokens for sample in part for one in sample for _ in range(one.number)]
             ends = np.cumsum([0, *pieces]).tolist()
             assert bounds[pack, 0] == 0 and bounds[pack, -1] == ends[-1]
             runs = [pieces[ends.index(a) : ends.index(b)] for a, b in pairwise(bounds[pack])]
@@ -78,16 +74,15 @@ def test_images_go_whole_and_nearly_as_evenly_as_runs_can(context: int, weight: 
             costs = [sum(n + weight * n**2 for n in run) for run in runs]
             each = [n + weight * n**2 for n in pieces]
             largest = max(each, default=0)
-            least = least_of_runs(each, context)
             # Rounding is a sixteenth of a token a piece, and the limit within 1/128 of the largest.
-            assert max(costs) <= least + largest / 128 + 1
+            assert max(costs) <= least_of_runs(each, context) + largest / 128 + 1
             assert max(costs) <= sum(each) / context + largest + 1
 
 
-def test_a_sample_of_many_images_is_divided(context: int = 4) -> None:
+def test_a_sample_of_many_images_is_divided() -> None:
     """Prevents: a long sample all of whose images one rank encodes."""
     lengths = lengths_with([[Segments(1, 50)] * 30, [Segments(64, 10)]])
-    level, packs = Level(caps=CAPS, context=context), Packs.from_lists([[0], [1]])
+    level, packs = Level(caps=CAPS, context=4), Packs.from_lists([[0], [1]])
     bounds = bounds_of_items(packs, lengths, level, "image_tokens")
     assert np.diff(bounds[0]).max() <= 400 and np.diff(bounds[1]).tolist() == [160] * 4
 
@@ -124,12 +119,8 @@ def test_features_of_parts_are_those_of_their_images() -> None:
 
 def test_deepstack_features_are_exchanged_too() -> None:
     """Prevents: an exchange that is planned without the features of further encoder layers."""
-    job = JobSpec(
-        model=load_model("qwen3-vl-8b"),
-        cluster=load_cluster("h100-80g"),
-        parallel=Parallel(data=2, pipeline=1),
-        precision="bf16",
-    )
+    given = {"cluster": load_cluster("h100-80g"), "parallel": TWO_RANKS, "precision": "bf16"}
+    job = JobSpec(model=QWEN3, **given)
     plain, shared = job.costs_at([Level(caps=CAPS), Level(caps=CAPS, context=2)])
     place = plain.features.index("image_tokens")
     added = [cost.units["language_embed"].context_ms[:, place] for cost in (plain, shared)]
@@ -141,12 +132,11 @@ def test_deepstack_features_are_exchanged_too() -> None:
 
 def test_only_data_parallel_encoders_of_images_refuse_shared_packs() -> None:
     """Prevents: a plan refused though it can be trained, and one that is trained wrongly."""
-    model = load_model("qwen3-vl-8b")
+    none = dict.fromkeys(("data", "made_for", "adapters", "beside"))
     level = PlannedLevel.model_construct(context=2)
     plan = Plan.model_construct(
-        model=model, levels=(level,), data=None, made_for=None, precision="bf16", adapters=None,
-        beside=None, parallel=Parallel(data=2, pipeline=1),
-    )  # fmt: skip
+        model=QWEN3, levels=(level,), precision="bf16", parallel=TWO_RANKS, **none
+    )
     assert len(training_obstacles(plan)) == 1  # of shapes alone
     beside = plan.model_copy(update={"beside": DataParallelEncoders.model_construct()})
     assert "has data-parallel encoders of images" in training_obstacles(beside)[-1]

@@ -11,36 +11,31 @@ from plan_cases import MODEL, example_profile, job_spec
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.context import ExchangeSource, costs_at
-from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Measured, ShareMeasurement, model_sha256
+from omnibal.cost.model import CostModel, UnitCost, pack_features
+from omnibal.cost.profile import Measured, Profile, ShareMeasurement, model_sha256
 from omnibal.cost.share_features import share_features
 from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.model.config import load_cluster, load_model
+from omnibal.model.config import ClusterConfig, load_cluster, load_model
 from omnibal.model.layers import LayerRun
 from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
-from omnibal.model.units import feature_names, feature_names_at, unit_names
+from omnibal.model.units import feature_names, feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.cut import cut_pack, item_bounds
 from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 
-RANKS = 4
+RANKS, TWO_RANKS = 4, Parallel(pipeline=1, data=2)
 
 
 def level(context: int, cut: CutRule = CutRule.CONTIGUOUS, exchange: str = "gather") -> Level:
-    return Level(
-        caps=Caps.of(tokens=1),
-        context=context,
-        cut=cut,
-        exchange=ContextExchange(exchange),
-        attention_weight=0.01,
-    )
+    sizes = {"caps": Caps.of(tokens=1), "context": context, "attention_weight": 0.01}
+    return Level(**sizes, cut=cut, exchange=ContextExchange(exchange))
 
 
 def random_schedule(
@@ -83,16 +78,8 @@ def counted(tokens: np.ndarray, loss: np.ndarray, tiles: int, one: Level, part: 
             windowed += share * (2 * min(place, window) + (place < window))
             own += rank == part
             with_loss += (rank == part) * (place >= count - lossy)
-    bounds = item_bounds(tiles, one.context)
-    return [
-        1,
-        bounds[part + 1] - bounds[part],
-        own,
-        squared,
-        windowed,
-        with_loss,
-        exchanged.max(),
-    ]
+    own_tiles = np.diff(item_bounds(tiles, one.context))[part]
+    return [1, own_tiles, own, squared, windowed, with_loss, exchanged.max()]
 
 
 @pytest.mark.parametrize("cut", CutRule)
@@ -111,14 +98,10 @@ def test_features_of_shares_are_those_of_a_token_by_token_count(
     assert len(found) == len(shares) == 4 * 3 * RANKS
     for row, pack in enumerate(shares.pack):
         samples = packs.packs[pack]
-        expected = counted(
-            lengths.tokens[samples],
-            lengths.loss_tokens[samples],
-            int(lengths.items["tiles"][samples].sum()),
-            levels[shares.level[row]],
-            int(shares.part[row]),
-            window,
-        )
+        tokens, loss = lengths.tokens[samples], lengths.loss_tokens[samples]
+        tiles = int(lengths.items["tiles"][samples].sum())
+        one, part = levels[shares.level[row]], int(shares.part[row])
+        expected = counted(tokens, loss, tiles, one, part, window)
         np.testing.assert_allclose(found[row], expected, rtol=1e-12)
 
 
@@ -131,23 +114,34 @@ def test_features_of_one_level_are_those_of_packs() -> None:
     np.testing.assert_array_equal(share_features(packs, lengths, [level(1)], names), whole)
 
 
-FAST_COPIES = assumed_h100().model_copy(
+H100 = assumed_h100()
+FAST_COPIES = H100.model_copy(
     update={"memory_gb_per_s": 1e30, "kernel_us": 1e-12, "link_latency_us": 10}
 )
 """A cluster on which an exchange takes the time of its links alone."""
+SLOW = H100.model_copy(update={"link_latency_us": 7, "kernel_us": 3})
 
 
-def text_job(tensor: int = 1, data: int = 8, **changes) -> JobSpec:
-    parallel = Parallel(tensor=tensor, pipeline=1, data=data, sequence_parallel=tensor > 1)
-    return JobSpec(
-        **{
-            "model": load_model("internvl2-26b"),
-            "cluster": FAST_COPIES,
-            "parallel": parallel,
-            "precision": "bf16",
-        }
-        | changes
-    )
+def text_job(tensor: int = 1, cluster: ClusterConfig = FAST_COPIES, **changes) -> JobSpec:
+    parallel = Parallel(tensor=tensor, pipeline=1, data=8, sequence_parallel=tensor > 1)
+    given = {"model": load_model("internvl2-26b"), "cluster": cluster, "parallel": parallel}
+    return JobSpec(**given, precision="bf16", **changes)
+
+
+def copied_ms(cluster: ClusterConfig) -> float:
+    """Time of a byte that a copy reads or writes."""
+    return 1 / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+
+
+def profile_of_digits(**changes) -> Profile:
+    profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
+    return profile.model_copy(update=changes)
+
+
+def layer_of(job: JobSpec, one: Level) -> UnitCost:
+    """A language layer on packs of this level alone."""
+    (cost,) = job.costs_at([one])
+    return cost.units["language_layer"]
 
 
 def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
@@ -157,41 +151,34 @@ def test_features_of_a_shared_pack_leave_at_the_rate_of_an_all_to_all() -> None:
     gather = CollectiveTime(kind="all_gather", ranks=2, latency_us=30, gb_per_s=7)
     rates = Rates(device="mine", collectives=(exchange, gather))
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {"bf16": rates}})
-    job = job_spec(cluster=cluster, parallel=Parallel(pipeline=1, data=2), precision="bf16")
+    job = job_spec(cluster=cluster, parallel=TWO_RANKS, precision="bf16")
     (cost,) = job.costs_at([level(2)])
     tile_bytes = MODEL.vision.tokens_per_item * MODEL.language.hidden_size * 2
-    copied_ms = 2 * tile_bytes / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
     tile_ms = cost.units["language_embed"].context_ms[0, cost.features.index("tiles")]
-    assert tile_ms == pytest.approx(tile_bytes / 2 / 2e6 + copied_ms, rel=1e-6)
+    expected_ms = tile_bytes / 2 / 2e6 + 2 * tile_bytes * copied_ms(cluster)
+    assert tile_ms == pytest.approx(expected_ms, rel=1e-6)
 
 
 def test_a_group_that_leaves_the_node_pays_the_networks_rate() -> None:
     """Prevents levels whose ranks talk over the network at the price of a node's links, or through
     one adapter where they have two."""
-    within, beyond = (
-        text_job(tensor).costs_at([level(4)])[0].units["language_layer"].context_ms[0, -1]
-        for tensor in (2, 4)
-    )
+    within, beyond = (layer_of(text_job(each), level(4)).context_ms[0, -1] for each in (2, 4))
     assert beyond == pytest.approx(within * 450 / (2 * 50) / 2)
 
 
 def test_costs_of_levels_differ_by_their_exchange_alone() -> None:
     """Prevents levels that change what a share's own work costs."""
-    job = text_job(cluster=assumed_h100())
+    job = text_job(cluster=H100)
     small, shared = job.costs_at([level(1), level(4)])
     base = job.cost
     assert small.features == shared.features == (*base.features, "exchanged_tokens")
     for name, unit in base.units.items():
         alone, together = small.units[name], shared.units[name]
         np.testing.assert_array_equal(alone.forward_ms, [*unit.forward_ms, 0])
-        np.testing.assert_allclose(
-            together.forward_ms - together.context_ms[0], alone.forward_ms, rtol=1e-12
-        )
-        np.testing.assert_allclose(
-            together.backward_ms - together.context_ms[1], alone.backward_ms, rtol=1e-12
-        )
-        again = together.recompute_ms - alone.recompute_ms
-        np.testing.assert_allclose(again, together.context_ms[2], atol=1e-15)
+        fields = ("forward_ms", "backward_ms", "recompute_ms")
+        for field, added_ms in zip(fields, together.context_ms, strict=True):
+            expected_ms = getattr(alone, field) + added_ms
+            np.testing.assert_allclose(getattr(together, field), expected_ms, rtol=1e-12)
         assert not alone.context_ms.any()
         exchanges = name in ("language_layer", "language_embed")
         assert together.context_ms.any() == exchanges, name
@@ -210,59 +197,45 @@ def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
 
 def test_measured_units_keep_their_times() -> None:
     """Prevents an exchange that is lost where costs were measured."""
-    profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    job = job_spec(parallel=Parallel(pipeline=1, data=2), cost_source=Measured(profile))
+    job = job_spec(parallel=TWO_RANKS, cost_source=Measured(profile_of_digits()))
     counted_job = replace(job, cost_source=ANALYTIC)
     (measured,), (by_counts,) = (each.costs_at([level(2)]) for each in (job, counted_job))
-    for name in dict.fromkeys(unit_names(MODEL)):
-        np.testing.assert_allclose(
-            measured.units[name].forward_ms[:-1] - measured.units[name].context_ms[0][:-1],
-            job.cost.units[name].forward_ms,
-            rtol=1e-12,
-        )
-        np.testing.assert_array_equal(
-            measured.units[name].context_ms, by_counts.units[name].context_ms
-        )
+    for name, unit in measured.units.items():
+        own_ms = (unit.forward_ms - unit.context_ms[0])[:-1]
+        np.testing.assert_allclose(own_ms, job.cost.units[name].forward_ms, rtol=1e-12)
+        np.testing.assert_array_equal(unit.context_ms, by_counts.units[name].context_ms)
 
 
-def of_known_shares(context: int, exchange: str) -> list[ShareMeasurement]:
+def of_known_shares(context: int, exchange: ContextExchange) -> list[ShareMeasurement]:
     """Layers on shares that take 3 ms, 0.01 ms a token and 0.05 ms an exchanged one longer."""
     shares = []
     for tokens, exchanged in ((512, 512), (512, 100), (128, 128), (128, 0)):
         more_ms = 3 + 0.01 * tokens + 0.05 * exchanged
-        shares.append(
-            ShareMeasurement(
-                unit="language_layer",
-                context=context,
-                exchange=ContextExchange(exchange),
-                tokens=tokens,
-                squared_tokens=tokens**2,
-                exchanged_tokens=exchanged,
-                forward_ms=1.0 + tokens + more_ms,
-                backward_ms=2.0 + tokens + 2 * more_ms,
-            )
+        share = ShareMeasurement(
+            unit="language_layer",
+            context=context,
+            exchange=exchange,
+            tokens=tokens,
+            squared_tokens=tokens**2,
+            exchanged_tokens=exchanged,
+            forward_ms=1.0 + tokens + more_ms,
+            backward_ms=2.0 + tokens + 2 * more_ms,
         )
+        shares.append(share)
     return shares
 
 
 def test_exchanges_take_what_was_measured_of_shares() -> None:
     """Prevents counted exchanges where layers on shares were measured, and measured ones by
     another exchange, at another context size or beyond the node."""
-    alone = example_profile()
-    alone = alone.model_copy(
-        update={
-            "model_sha256": model_sha256(MODEL),
-            "measurements": tuple(
-                one.model_copy(
-                    update={"forward_ms": 1.0 + one.tokens, "backward_ms": 2.0 + one.tokens}
-                )
-                for one in alone.measurements
-            ),
-        }
+    times = tuple(
+        one.model_copy(update={"forward_ms": 1.0 + one.tokens, "backward_ms": 2.0 + one.tokens})
+        for one in example_profile().measurements
     )
     gather, heads = ContextExchange
     shares = (*of_known_shares(4, gather), *of_known_shares(2, heads))
-    measured = alone.model_copy(update={"shares": shares})
+    alone = profile_of_digits(measurements=times)
+    measured = profile_of_digits(measurements=times, shares=shares)
     node = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
     job = job_spec(
         cluster=node, parallel=Parallel(pipeline=1, data=4), cost_source=Measured(measured)
@@ -270,8 +243,7 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     counted = replace(job, cost_source=Measured(alone))
 
     def added(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
-        (cost,) = job.costs_at([level(context, exchange=exchange)])
-        return cost.units["language_layer"].context_ms
+        return layer_of(job, level(context, exchange=exchange)).context_ms
 
     names = job.cost.features
     expected = np.zeros((3, len(names) + 1))
@@ -287,36 +259,22 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     np.testing.assert_array_equal(beyond, as_counted)
 
 
-def test_copies_and_kernels_of_an_exchange_count() -> None:
-    """Prevents levels that seem free where links are fast, as between processes of one machine."""
-    fast, real = (
-        text_job(cluster=cluster).costs_at([level(4)])[0].units["language_layer"].context_ms
-        for cluster in (FAST_COPIES, assumed_h100())
-    )
-    width, cluster = 2 * 6144 * 8 // 48, assumed_h100()
-    # Written to where they are received, and read and written in the order of this rank's pieces.
-    least_ms = 2 * 4 * 2 * width / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
-    assert real[0, -1] - fast[0, -1] == pytest.approx(least_ms)
-    assert (real[0, 0] - fast[0, 0]) * 1e3 == pytest.approx(6 * cluster.kernel_us)
-
-
 def test_exchanges_are_at_the_profiles_rates() -> None:
     """Prevents a cluster's guess where collectives were measured."""
-    profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    sizes = [2**power for power in range(10, 21, 2)]
     collectives = tuple(
         CollectiveTime(kind="all_gather", ranks=2, bytes=size, ms=0.5 + size / 2 * 1e-4)
-        for size in sizes
+        for size in (2**power for power in range(10, 21, 2))
     )
     rates = Rates(device="test", collectives=collectives)
-    given = {"parallel": Parallel(pipeline=1, data=2)}
-    unknown = job_spec(cost_source=Measured(profile), **given).costs_at([level(2)])[0]
-    measured = job_spec(cost_source=Measured(profile.model_copy(update={"rates": rates})), **given)
-    found = measured.costs_at([level(2)])[0].units["language_layer"].context_ms[0]
-    guessed = unknown.units["language_layer"].context_ms[0]
-    width, cluster = 2 * MODEL.language.hidden_size, measured.cluster
-    width = width * MODEL.language.kv_heads // MODEL.language.heads
-    copies_ms = 2 * 2 * 4 * width / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+    guessed, found = (
+        layer_of(job_spec(cost_source=Measured(profile), parallel=TWO_RANKS), level(2)).context_ms[
+            0
+        ]
+        for profile in (profile_of_digits(), profile_of_digits(rates=rates))
+    )
+    language, cluster = MODEL.language, load_cluster("laptop-cpu")
+    width = 2 * language.hidden_size * language.kv_heads // language.heads
+    copies_ms = 2 * 2 * 4 * width * copied_ms(cluster)
     assert found[-1] - copies_ms == pytest.approx(4 * width * 1e-4, rel=1e-3)
     assert found[0] == pytest.approx(0.5 + 6 * cluster.kernel_us / 1e3, rel=1e-3)
     assert guessed[0] < found[0] and guessed[-1] < found[-1]
@@ -333,12 +291,12 @@ def test_operations_of_a_pack_count_once() -> None:
     """Prevents utilization that grows with the ranks that share a pack."""
     packs, lengths = random_schedule(np.random.default_rng(2), [1, 2, 4])
     model = MODEL.with_tower("language", layers=2, runs=(LayerRun(layers=1, window=6),) * 2)
-    flops = model_flops(model, load_cluster("laptop-cpu"), ())
-    names = feature_names(model)
-    of_packs = (pack_features(packs.packs, lengths, names)[:, 1:] @ flops[1:]).sum()
+    flops, names = model_flops(model, load_cluster("laptop-cpu"), ()), feature_names(model)
     levels = [level(1), level(2, CutRule.ZIGZAG), level(4, CutRule.WHOLE)]
-    of_shares = (share_features(packs, lengths, levels, names)[:, 1:] @ flops[1:]).sum()
-    assert of_shares == pytest.approx(of_packs, rel=1e-12)
+    of_packs = pack_features(packs.packs, lengths, names)
+    of_shares = share_features(packs, lengths, levels, names)
+    expected = (of_packs[:, 1:] @ flops[1:]).sum()
+    assert (of_shares[:, 1:] @ flops[1:]).sum() == pytest.approx(expected, rel=1e-12)
 
 
 def by_name(cost: CostModel, **coefficients: float) -> list[float]:
@@ -351,20 +309,17 @@ def by_name(cost: CostModel, **coefficients: float) -> list[float]:
 def test_exchanges_of_attention_by_hand(exchange: ContextExchange, tensor: int) -> None:
     """Prevents: copies, kernels or latencies of an exchange's backward that are lost, and working
     memory without the rank's own keys and values."""
-    cluster = assumed_h100().model_copy(update={"link_latency_us": 7, "kernel_us": 3})
-    job = text_job(tensor, cluster=cluster)
-    (cost,) = job.costs_at([level(4, exchange=exchange)])
+    (cost,) = text_job(tensor, SLOW).costs_at([level(4, exchange=exchange)])
     q, kv = 6144 / tensor, 2 * 8 * 128 / tensor
-    sent_ms = 1 / (450e6 * cluster.link_efficiency)
-    copied_ms = 1 / (cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency)
+    sent_ms, copy_ms = 1 / (450e6 * SLOW.link_efficiency), copied_ms(SLOW)
 
     def times(collectives: int, kernels: int, sent: float, own: float, exchanged: float):
         """Of bf16 elements that are sent, and that copies read and write."""
         return by_name(
             cost,
             fixed=collectives * 0.007 + kernels * 0.003,
-            tokens=2 * own * copied_ms,
-            exchanged_tokens=2 * (sent * sent_ms + exchanged * copied_ms),
+            tokens=2 * own * copy_ms,
+            exchanged_tokens=2 * (sent * sent_ms + exchanged * copy_ms),
         )
 
     if exchange is ContextExchange.GATHER:
@@ -393,15 +348,11 @@ def test_exchanges_of_attention_by_hand(exchange: ContextExchange, tensor: int) 
 def test_exchange_of_features_by_hand() -> None:
     """Prevents: features of tiles that the ranks of a block need for nothing, or that take no
     memory on their way."""
-    cluster = assumed_h100().model_copy(update={"link_latency_us": 7, "kernel_us": 3})
-    (cost,) = text_job(cluster=cluster).costs_at([level(4)])
+    (cost,) = text_job(cluster=SLOW).costs_at([level(4)])
     unit, tile_bytes = cost.units["language_embed"], 256 * 6144 * 2
-    rate = 450e6 * cluster.link_efficiency
-    copies = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
-    tile_ms = tile_bytes * 3 / 4 / rate + 2 * tile_bytes / copies
+    tile_ms = tile_bytes * 3 / 4 / (450e6 * SLOW.link_efficiency) + 2 * tile_bytes * copied_ms(SLOW)
     once = by_name(cost, fixed=0.007 + 2 * 0.003, tiles=tile_ms)
-    nothing = by_name(cost)
-    np.testing.assert_allclose(unit.context_ms, [once, once, nothing], rtol=1e-9)
+    np.testing.assert_allclose(unit.context_ms, [once, once, by_name(cost)], rtol=1e-9)
     np.testing.assert_allclose(unit.transient_bytes[-1], by_name(cost, tiles=2 * tile_bytes))
 
 
@@ -416,11 +367,8 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
     given = job.model, job.cluster, job.parallel, job.precision, ()
     for exchange in ContextExchange:
         one = level(4, exchange=exchange)
-        (cost,), (with_backward,) = (
-            costs_at(frozen, *given, [one], ExchangeSource()),
-            job.costs_at([one]),
-        )
-        unit, other = cost.units["language_layer"], with_backward.units["language_layer"]
+        (cost,) = costs_at(frozen, *given, [one], ExchangeSource())
+        unit, other = cost.units["language_layer"], layer_of(job, one)
         np.testing.assert_array_equal(unit.context_ms[0], other.context_ms[0])
         assert not unit.context_ms[1:].any()
         assert not unit.backward_ms.any() and not unit.recompute_ms.any()
@@ -433,16 +381,14 @@ def test_layers_without_a_backward_exchange_forward_alone() -> None:
 def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
     """Prevents: keys and values that are waited for though attention takes longer, or that come
     for nothing where it does not."""
-    cluster = assumed_h100().model_copy(update={"link_latency_us": 20, "kernel_us": 3})
+    cluster = SLOW.model_copy(update={"link_latency_us": 20})
     job, context = text_job(2, cluster=cluster), 4
     source = ExchangeSource(ring_tokens=sample_tokens)
     given = job.model, cluster, job.parallel, job.precision, job.frozen
     (cost,) = costs_at(job.cost, *given, [level(context)], source)
     unit, alone = cost.units["language_layer"], job.cost.units["language_layer"]
-    own = sample_tokens / context
-    kv, q = 2 * 8 * 128 / 2, 6144 / 2
+    own, kv, q = sample_tokens / context, 2 * 8 * 128 / 2, 6144 / 2
     rate = 450e6 * cluster.link_efficiency
-    copies = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
     features = np.array(by_name(cost, fixed=1, tokens=own, exchanged_tokens=own))
     square = cost.features.index("squared_tokens")
     for place, name, sent, summed in ((0, "forward_ms", 1, 1), (1, "backward_ms", 2, 2)):
@@ -453,13 +399,12 @@ def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
             sent_ms = sent * 2 * own * kv / rate + 0.02
             expected_ms += max(sent_ms - part_ms, 0)
             # What is there and what is new are read, and their sum written.
-            expected_ms += summed * 3 * 2 * own * q / copies + 4 * 0.003
+            expected_ms += summed * 3 * 2 * own * q * copied_ms(cluster) + 4 * 0.003
         assert features @ unit.context_ms[place] == pytest.approx(expected_ms)
         assert (sent_ms > part_ms) == (sample_tokens == 1024)
     np.testing.assert_allclose(unit.context_ms[2], unit.context_ms[0])
     # Two parts at a time, the one at hand and the next, with gradients of them and of both.
-    (gathered,) = job.costs_at([level(context)])
     tokens, exchanged = (cost.features.index(name) for name in ("tokens", "exchanged_tokens"))
-    here, there = (each.units["language_layer"].transient_bytes[-1] for each in (cost, gathered))
+    here, there = (each.transient_bytes[-1] for each in (unit, layer_of(job, level(context))))
     assert here[exchanged] == 0 and there[exchanged] > 0
     assert here[tokens] - there[tokens] == pytest.approx(3 * 2 * kv)
