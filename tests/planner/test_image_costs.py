@@ -1,7 +1,7 @@
 """Costs of encoders of native-resolution images, beside Transformers' modules and brute force."""
 
 import json
-from functools import cache
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from transformers.models.qwen3_5 import configuration_qwen3_5, modeling_qwen3_5
 from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_vl
 
 from omnibal.cost.analytic import analytic_cost, unit_flops
-from omnibal.cost.model import pack_features
+from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
 from omnibal.model.config import LanguageConfig, ModelConfig, config_toml, load_cluster
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
@@ -51,52 +51,15 @@ def model_with(tower: ImagesEncoder, layers: int = 4) -> ModelConfig:
     language = LanguageConfig(
         layers=layers, hidden_size=WIDTH, heads=4, kv_heads=2, ffn_hidden_size=256, vocab_size=640
     )
-    return ModelConfig(
-        name="images", encoders={"vision": tower}, language=language, chat_template="qwen2.5"
-    )
+    names = {"name": "images", "chat_template": "qwen2.5"}
+    return ModelConfig(**names, encoders={"vision": tower}, language=language)
 
 
-def _qwen2_5() -> tuple[ImagesEncoder, torch.nn.Module]:
-    config = configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig(
-        depth=4, hidden_size=64, intermediate_size=160, num_heads=2, out_hidden_size=WIDTH,
-        fullatt_block_indexes=[1, 3],
-    )  # fmt: skip
-    tower = encoder(
-        normalization="RMSNorm", gated=True, patch_bias=False, window_pixels=112, full_layers=(1, 3)
-    )
-    return tower, modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel(config)
+def cost_of(model: ModelConfig) -> CostModel:
+    return analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
 
 
-def _qwen3() -> tuple[ImagesEncoder, torch.nn.Module]:
-    sizes = {"depth": 4, "hidden_size": 64, "intermediate_size": 160, "num_heads": 2}
-    config = configuration_qwen3_vl.Qwen3VLVisionConfig(
-        **sizes, out_hidden_size=WIDTH, num_position_embeddings=144,
-        deepstack_visual_indexes=[0, 2],
-    )  # fmt: skip
-    tower = encoder(patch_size=16, learned_positions=144, deepstack_layers=(0, 2))
-    return tower, modeling_qwen3_vl.Qwen3VLVisionModel(config)
-
-
-def _qwen3_5() -> tuple[ImagesEncoder, torch.nn.Module]:
-    sizes = {"depth": 4, "hidden_size": 64, "intermediate_size": 160, "num_heads": 2}
-    config = configuration_qwen3_5.Qwen3_5VisionConfig(
-        **sizes, out_hidden_size=WIDTH, num_position_embeddings=144
-    )
-    tower = encoder(patch_size=16, learned_positions=144)
-    return tower, modeling_qwen3_5.Qwen3_5VisionModel(config)
-
-
-def _glm() -> tuple[ImagesEncoder, torch.nn.Module]:
-    config = configuration_glm4v.Glm4vVisionConfig(
-        depth=4, hidden_size=64, num_heads=2, out_hidden_size=WIDTH, intermediate_size=320,
-        image_size=168,
-    )  # fmt: skip
-    tower = encoder(
-        normalization="RMSNorm", ffn_hidden_size=WIDTH, qkv_bias=False, bias=False, gated=True,
-        learned_positions=144, embed_norm=True, final_norm=True, projector="gated",
-        projector_hidden_size=320,
-    )  # fmt: skip
-    return tower, modeling_glm4v.Glm4vVisionModel(config)
+SMALL = {"depth": 4, "hidden_size": 64, "num_heads": 2, "out_hidden_size": WIDTH}
 
 
 class _Kimi(torch.nn.Module):
@@ -117,10 +80,6 @@ class _Kimi(torch.nn.Module):
         return self.projector(self.tower(pixels.view(-1, 3, 14, 14), grid_thw).pooler_output)
 
 
-def _kimi() -> tuple[ImagesEncoder, torch.nn.Module]:
-    return encoder(learned_positions=144, final_norm=True, frames_per_patch=1), _Kimi()
-
-
 class _Gemma(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -139,29 +98,56 @@ class _Gemma(torch.nn.Module):
         return self.projector(self.tower(images).last_hidden_state)
 
 
-def _gemma() -> tuple[ImagesEncoder, torch.nn.Module]:
-    tower = encoder(
-        merge_size=4, frames_per_patch=1, learned_positions=256, final_norm=True,
-        projector="pooled", resize="fixed", max_pixels=224**2,
-    )  # fmt: skip
-    return tower, _Gemma()
+def of_sizes(module: type, config: type, **sizes: Any) -> Callable[[], torch.nn.Module]:
+    return lambda: module(config(**SMALL, **sizes))
 
 
-FAMILIES = {
-    "qwen2.5-vl": _qwen2_5, "qwen3-vl": _qwen3, "qwen3.5": _qwen3_5, "glm-4.5v": _glm,
-    "kimi-k2.5": _kimi, "gemma3": _gemma,
+FAMILIES: dict[str, tuple[ImagesEncoder, Callable[[], torch.nn.Module]]] = {
+    "qwen2.5-vl": (
+        encoder(
+            normalization="RMSNorm", gated=True, patch_bias=False, window_pixels=112,
+            full_layers=(1, 3),
+        ),
+        of_sizes(
+            modeling_qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel,
+            configuration_qwen2_5_vl.Qwen2_5_VLVisionConfig,
+            intermediate_size=160, fullatt_block_indexes=[1, 3],
+        ),
+    ),
+    "qwen3-vl": (
+        encoder(patch_size=16, learned_positions=144, deepstack_layers=(0, 2)),
+        of_sizes(
+            modeling_qwen3_vl.Qwen3VLVisionModel, configuration_qwen3_vl.Qwen3VLVisionConfig,
+            intermediate_size=160, num_position_embeddings=144, deepstack_visual_indexes=[0, 2],
+        ),
+    ),
+    "qwen3.5": (
+        encoder(patch_size=16, learned_positions=144),
+        of_sizes(
+            modeling_qwen3_5.Qwen3_5VisionModel, configuration_qwen3_5.Qwen3_5VisionConfig,
+            intermediate_size=160, num_position_embeddings=144,
+        ),
+    ),
+    "glm-4.5v": (
+        encoder(
+            normalization="RMSNorm", ffn_hidden_size=WIDTH, qkv_bias=False, bias=False, gated=True,
+            learned_positions=144, embed_norm=True, final_norm=True, projector="gated",
+            projector_hidden_size=320,
+        ),
+        of_sizes(
+            modeling_glm4v.Glm4vVisionModel, configuration_glm4v.Glm4vVisionConfig,
+            intermediate_size=320, image_size=168,
+        ),
+    ),
+    "kimi-k2.5": (encoder(learned_positions=144, final_norm=True, frames_per_patch=1), _Kimi),
+    "gemma3": (
+        encoder(
+            merge_size=4, frames_per_patch=1, learned_positions=256, final_norm=True,
+            projector="pooled", resize="fixed", max_pixels=224**2,
+        ),
+        _Gemma,
+    ),
 }  # fmt: skip
-
-
-@cache
-def small(family: str) -> tuple[ImagesEncoder, torch.nn.Module]:
-    """The encoder of a family, and Transformers' module of it, both small."""
-    tower, theirs = FAMILIES[family]()
-    for module in theirs.modules():
-        if isinstance(module, PreTrainedModel):
-            # Torch does not count operations of its fused attention on a CPU.
-            module.set_attn_implementation("eager")
-    return tower, theirs
 
 
 def grids(family: str) -> list[tuple[int, int, int]]:
@@ -174,58 +160,51 @@ def grids(family: str) -> list[tuple[int, int, int]]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_those_of_transformers_modules(family: str) -> None:
-    """Prevents weights, norms or biases that a family has and the count leaves out."""
-    tower, theirs = small(family)
+def test_counts_are_those_of_transformers_modules(family: str) -> None:
+    """Prevents weights, norms or biases that a family has and the count leaves out, attention over
+    the wrong positions, and a projector or deepstack left out."""
+    tower, make_theirs = FAMILIES[family]
+    theirs = make_theirs()
+    for module in theirs.modules():
+        if isinstance(module, PreTrainedModel):
+            # Torch does not count operations of its fused attention on a CPU.
+            module.set_attn_implementation("eager")
     model = model_with(tower)
-    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
-    own = {kind.name for kind in cost.kinds if kind.tower == "vision"}
-    counted = sum(cost.units[name].parameters for name in unit_names(model) if name in own)
-    assert counted == sum(each.numel() for each in theirs.parameters())
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_flops_are_those_of_transformers_modules(family: str) -> None:
-    """Prevents attention over the wrong positions, and a projector or deepstack left out."""
-    tower, theirs = small(family)
+    cost = cost_of(model)
+    kinds = {kind.name for kind in cost.kinds if kind.tower == "vision"}
+    own = [name for name in unit_names(model) if name in kinds]
+    parameters = sum(cost.units[name].parameters for name in own)
+    assert parameters == sum(each.numel() for each in theirs.parameters())
     grid = torch.tensor(grids(family))
     patches = int(grid.prod(dim=1).sum())
     values = 3 * tower.frames_per_patch * tower.patch_size**2
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         theirs(torch.zeros(patches, values), grid_thw=grid)
     cells = [(t, h * w // tower.merge_size**2) for t, h, w in grid.tolist()]
-    model = model_with(tower)
     sizes = {
         "image_tokens": sum(t * each for t, each in cells),
         "squared_image_tokens": sum(t * each**2 for t, each in cells),
     }
     frozen_flops = unit_flops(model, CLUSTER, ("vision", "projector"))
-    names = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16").features
-    features = np.array([float(sizes.get(name, 0)) for name in names])
-    own = {kind.name for kind in unit_kinds(model) if kind.tower == "vision"}
-    counted = sum(float(frozen_flops[name] @ features) for name in unit_names(model) if name in own)
+    features = np.array([float(sizes.get(name, 0)) for name in cost.features])
+    counted = sum(float(frozen_flops[name] @ features) for name in own)
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
 def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them() -> None:
     """Prevents links that are predicted to carry nothing but hidden states."""
-    tower = encoder(layers=6, deepstack_layers=(1, 3, 4))
-    model = model_with(tower, layers=5)
-    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
-    plain = analytic_cost(
-        model_with(encoder(layers=6), layers=5), CLUSTER, Parallel(pipeline=1), "bf16"
+    model, bare = (
+        model_with(encoder(layers=6, deepstack_layers=taken), layers=5) for taken in ((1, 3, 4), ())
     )
+    cost, plain = cost_of(model), cost_of(bare)
     cell = np.array([float(name == "image_tokens") for name in cost.features])
-    names = unit_names(model)
-    bare = unit_names(model_with(encoder(layers=6), layers=5))
-    feature_bytes = WIDTH * 2
     # Behind embed, six layers, projector, language embed, five layers.
     waiting = [0, 0, 1, 1, 2, 3, 3, 3, 3, 2, 1, 0, 0, 0]
-    for name, without, number in zip(names[:-1], bare[:-1], waiting, strict=True):
-        more = cost.units[name].output_bytes - plain.units[without].output_bytes
-        assert cell @ more == number * feature_bytes, name
-        back = cost.units[name].output_gradient_bytes - plain.units[without].output_gradient_bytes
-        assert cell @ back == number * feature_bytes, name
+    names = zip(unit_names(model)[:-1], unit_names(bare)[:-1], waiting, strict=True)
+    for name, without, number in names:
+        for field in ("output_bytes", "output_gradient_bytes"):
+            more = getattr(cost.units[name], field) - getattr(plain.units[without], field)
+            assert cell @ more == number * WIDTH * 2, (name, field)
 
 
 def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
@@ -234,10 +213,9 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
     model = model_with(encoder(layers=4, deepstack_layers=(0, 1, 2)), layers=6)
     cost = analytic_cost(model, CLUSTER, Parallel(pipeline=2), "bf16")
     names, kinds, one = unit_names(model), cost.kinds, np.ones(len(cost.features))
+    none = 0 * one[None]
     tables = [
-        memory_table(
-            cost, RunningPasses(own=0 * one[None], others=0 * one[None], links=links, largest=one)
-        )
+        memory_table(cost, RunningPasses(own=none, others=none, links=links, largest=one))
         for links in (np.zeros((1, len(LINKS))), np.array([[1.0, 1, 0, 0, 0]]))
     ]
     for cut in range(names.index("language_embed") + 1, len(names) - 1):
@@ -253,7 +231,7 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
 def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() -> None:
     """Prevents a peak that leaves out what the last of them brings back."""
     model = model_with(encoder(layers=9, deepstack_layers=(2, 5)))
-    cost = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
+    cost = cost_of(model)
     kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
     cells = np.array([float(name == "image_tokens") for name in cost.features])
     passes = RunningPasses(
@@ -263,13 +241,9 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     layers = [at for at, kind in enumerate(kinds) if kind.is_layer and kind.tower == "vision"]
     plain = [at for at in layers if "deepstack" not in kinds[at].name]
     assert len(plain) > 1
-    kept, input_ = (
-        np.array([cells @ each for each in units])
-        for units in (
-            [unit.activation_bytes for unit in cost.units.values()],
-            [unit.boundary_bytes for unit in cost.units.values()],
-        )
-    )
+    units = list(cost.units.values())
+    kept = np.array([cells @ unit.activation_bytes for unit in units])
+    input_ = np.array([cells @ unit.boundary_bytes for unit in units])
 
     def at_most(recomputed: np.ndarray) -> float:
         return float(table.running_bytes(held, recomputed)[0])
@@ -278,7 +252,7 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     every[layers] = held[layers]
     # While the last one runs backward, it has all that it dropped beside the inputs of the others.
     last = plain[-1]
-    working = max(cells @ moment for moment in list(cost.units.values())[last].transient_bytes)
+    working = max(cells @ moment for moment in units[last].transient_bytes)
     before = kept[0] + (held[layers] * input_[layers]).sum() - input_[last]
     assert at_most(every) >= before + kept[last] + working
     # As long as one of their kind is kept, another brings back no more than was kept before.
@@ -295,10 +269,8 @@ def test_layers_that_differ_in_what_they_carry_are_recomputed_as_one_kind() -> N
     alike = Alike.of(kinds)
     layers = [kind for kind in kinds if kind.is_layer]
     assert sorted(map(len, alike.groups)) == [2, 2, 3] and len(layers) == 7
-    whole = stages_from_cuts(model, ())[0]
-    held = np.array(
-        [n for n, kind in zip(unit_counts(kinds, whole), kinds, strict=True) if kind.is_layer]
-    )
+    counts = unit_counts(kinds, stages_from_cuts(model, ())[0])
+    held = np.array([n for n, kind in zip(counts, kinds, strict=True) if kind.is_layer])
     assert alike.together(held).tolist() == [7, 2, 4]
     # Of seven plain vision layers the first four: 0, 1, 3, 4.
     apart = alike.apart(held, np.array([4, 0, 0]))

@@ -28,14 +28,9 @@ SIZES = 2_000
 
 def theirs_alone(module: str, name: str) -> Any:
     """One function of a processor of Transformers, whose module imports torchvision."""
-    package = find_spec("transformers")
-    assert package is not None and package.origin is not None
-    path = Path(package.origin).parent / "models" / f"{module}.py"
-    found = [
-        each
-        for each in ast.parse(path.read_text()).body
-        if isinstance(each, ast.FunctionDef) and each.name == name
-    ]
+    path = Path(find_spec("transformers").origin).parent / "models" / f"{module}.py"
+    parts = ast.parse(path.read_text()).body
+    found = [each for each in parts if isinstance(each, ast.FunctionDef) and each.name == name]
     names: dict[str, Any] = {"math": math}
     exec(compile(ast.Module(found, []), str(path), "exec"), names)
     return names[name]
@@ -108,12 +103,12 @@ def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bo
     rng = random.Random(1)
     for _ in range(SIZES):
         (width, height), frames = sides(rng), rng.randint(2, 99)
-        sizes = frames, height, width, 2, 32, video.min_pixels, video.max_pixels
+        limits = video.min_pixels, video.max_pixels
         try:
             their_height, their_width = (
-                video_resize(*sizes)
+                video_resize(frames, height, width, 2, 32, *limits)
                 if counts_frames
-                else smart_resize(height, width, 32, *sizes[-2:])
+                else smart_resize(height, width, 32, *limits)
             )
         except ValueError:
             continue
@@ -141,14 +136,12 @@ def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
 def test_sizes_of_webp_files_are_read_from_their_first_bytes(tmp_path: Path) -> None:
     """Prevents a scan that reads all of a file, and one that takes a cut file for a whole one."""
     rng, path = random.Random(2), tmp_path / "image.webp"
-    ways = {"lossy": {}, "lossless": {"lossless": True}, "extended": {"exif": b"Exif\0\0MM\0*"}}
-    for options in ways.values():
+    for options in ({}, {"lossless": True}, {"exif": b"Exif\0\0MM\0*"}):
         for mode in ("RGB", "RGBA"):
             size = rng.randint(1, 300), rng.randint(1, 300)
             Image.new(mode, size, 7).save(path, **options)
             with path.open("rb") as file:
-                assert webp_size(file) == size
-            assert image_size(ImageFile(path)) == size
+                assert webp_size(file) == image_size(ImageFile(path)) == size
     content = path.read_bytes()
     path.write_bytes(content[:-20])
     with path.open("rb") as file:
