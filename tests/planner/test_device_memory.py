@@ -42,6 +42,7 @@ data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputati
 
 
 SAMPLES = Samples(lengths=None, image_share=0, image_tokens=1024)
+UNFUSED = "--no-gradient-accumulation-fusion"
 LINE = (
     "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
     "--micro-batch-size 1 --transformer-impl transformer_engine"
@@ -65,10 +66,8 @@ def predicted(ran: Ran, more: str = "", *, length: int = 4096) -> Costed:
 def test_memory_is_what_jobs_took(ran: Ran):
     """Prevents: a job called fitting that ends out of memory by what libraries hold."""
     memory = predicted(ran).memory
-    allocated_gib = max(each.allocated_gib for each in memory)
-    reserved_gib = max(each.reserved_gib for each in memory)
-    assert allocated_gib == pytest.approx(ran.allocated_gib, rel=0.005)
-    assert reserved_gib == pytest.approx(ran.reserved_gib, rel=0.02)
+    assert max(each.allocated_gib for each in memory) == pytest.approx(ran.allocated_gib, rel=0.005)
+    assert max(each.reserved_gib for each in memory) == pytest.approx(ran.reserved_gib, rel=0.02)
 
 
 def test_first_stage_by_hand():
@@ -96,41 +95,35 @@ def test_first_stage_by_hand():
 
 def test_gradients_without_the_fused_sum_come_and_go():
     """Prevents: room for empty gradients in trainers without them: local layers, or no fusion."""
-    engine = predicted(RAN[1]).memory[0].allocated_gib
-    without = [
+    engine, local, unfused = (
         predicted(RAN[1], flag).memory[0].allocated_gib
-        for flag in ("--transformer-impl local", "--no-gradient-accumulation-fusion")
-    ]
-    assert without[0] == without[1]
+        for flag in ("", "--transformer-impl local", UNFUSED)
+    )
+    assert local == unfused
     # At the head's backward, which makes the largest gradient: one of its own either way.
     h, made, f = 8192, 10240, 28672
     empty = 2 * (h * made + h * h + 3 * h * f) / 2 + 64 * MIB
-    assert engine - without[0] == pytest.approx(empty / 2**30, rel=1e-3)
+    assert engine - local == pytest.approx(empty / 2**30, rel=1e-3)
 
 
 def test_empty_gradients_are_one_for_all_layers_and_chunks():
     """Prevents: rooms that grow with layers, or that interleaved chunks lack or have twice."""
-    plain, chunks = (
-        predicted(RAN[0], more) for more in ("", "--num-virtual-stages-per-pipeline-rank 3")
-    )
+    ways = ("", "--num-virtual-stages-per-pipeline-rank 3")
+    plain, chunks = engine = [predicted(RAN[0], way) for way in ways]
     assert chunks.prediction.bubble_fraction < plain.prediction.bubble_fraction
-    cut = [
-        predicted(RAN[0], f"{more} --no-gradient-accumulation-fusion")
-        for more in ("", "--num-virtual-stages-per-pipeline-rank 3")
-    ]
     held = [
-        np.subtract(engine.peaks_gib, other.peaks_gib)
-        for engine, other in zip((plain, chunks), cut, strict=True)
+        np.subtract(each.peaks_gib, predicted(RAN[0], f"{way} {UNFUSED}").peaks_gib)
+        for each, way in zip(engine, ways, strict=True)
     ]
     assert held[0] == pytest.approx(held[1], rel=0.02)
 
 
 def test_an_exchange_of_heads_keeps_one_output_more():
     """Prevents: attention's output before the exchange back, in every layer, taken for none."""
-    flags = "--context-parallel-size 4 --cp-comm-type {}"
+    flags = "--context-parallel-size 4 --cp-comm-type"
     ran = Ran(model=LLAMA, layers=12, allocated_gib=0, reserved_gib=0)
     heads, ring = (
-        predicted(ran, flags.format(exchange), length=32768).prediction.stages[0].memory
+        predicted(ran, f"{flags} {exchange}", length=32768).prediction.stages[0].memory
         for exchange in ("a2a", "p2p")
     )
     one = 12 * (32768 // 4) * 8192 * 2 / 2**30
