@@ -59,12 +59,12 @@ def run_ranks(
 
 
 @contextmanager
-def logged() -> Iterator[list[str]]:
-    """The lines that the trainer logs meanwhile in this process, on whatever rank."""
+def logged(name: str = "megatron.vlm") -> Iterator[list[str]]:
+    """The lines that the trainer, or another package, logs meanwhile in this process."""
     lines: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("megatron.vlm")
+    log = logging.getLogger(name)
     log.setLevel(logging.INFO)
     log.addHandler(handler)
     try:

@@ -6,10 +6,11 @@ import weakref
 import numpy as np
 import pytest
 import torch
-from chunk_cases import CUTS, with_chunks
+from chunk_cases import CUTS, chunk_plan, with_chunks
 from length_cases import lengths_of
+from pipeline_cases import MODEL, TIED, pipeline_plan
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_model, toy_plan
+from toy import OPTIONS, stages_of
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure import replay as replay_module
@@ -40,14 +41,22 @@ from omnibal.pipeline.stage import joined
 
 pytestmark = pytest.mark.in_own_process
 
-MODEL = toy_model()
-FROZEN = {"frozen": ("vision",)}
-TIED = {
-    "model": MODEL.model_copy(
-        update={"language": MODEL.language.model_copy(update={"tied_head": True})}
-    )
-}
 SIZES = [(3, (20, 40), 7), (1, (30,), 30), (4, (50, 9, 41), 1), (2, (35,), 4), (0, (25,), 5)]
+ALONE = {
+    "pp2-dp2": pipeline_plan(6, vision=(1,), data=2),
+    "pp3-tp2-sequence": pipeline_plan(
+        3, 6, vision=(0, 3), language=(1, 2), tensor=2, sequence_parallel=True
+    ),
+    "frozen-vision": pipeline_plan(3, language=(0,), frozen=("vision",)),
+    "frozen-but-named": pipeline_plan(6, vision=(1,), frozen=("vision",)),
+    "tied-head-apart": pipeline_plan(3, 7, model=TIED, language=(0, 2)),
+    "tied-head-in-one-stage": pipeline_plan(4, model=TIED, data=2),
+    "interleaved": chunk_plan(MODEL, 2, 2),
+    "interleaved-4-frozen": with_chunks(pipeline_plan(*CUTS[8], frozen=("vision",)), 4),
+    "zb-v": chunk_plan(MODEL, 2, 2, name="zb-v"),
+    "zb-v-tied": chunk_plan(TIED, 2, 2, name="zb-v"),
+    "zb-h1": with_chunks(pipeline_plan(6), 1, "zb-h1"),
+}
 
 
 def batches_for(stage):
@@ -66,100 +75,76 @@ def bytes_of_rank(links, plan):
     return state_bytes_of(trainer), peak_activation_bytes(trainer, step)
 
 
-@pytest.mark.parametrize(
-    ("cuts", "recompute", "sizes", "changes"),
-    [
-        pytest.param((6,), {"vision": (1,)}, {"data": 2}, {}, id="pp2-dp2"),
-        pytest.param(
-            (3, 6),
-            {"vision": (0, 3), "language": (1, 2)},
-            {"tensor": 2, "sequence_parallel": True},
-            {},
-            id="pp3-tp2-sequence",
-        ),
-        pytest.param((3,), {"language": (0,)}, {}, FROZEN, id="frozen-vision"),
-        pytest.param((6,), {"vision": (1,)}, {}, FROZEN, id="frozen-but-named"),
-        pytest.param((3, 7), {"language": (0, 2)}, {}, TIED, id="tied-head-apart"),
-        pytest.param((4,), {}, {"data": 2}, TIED, id="tied-head-in-one-stage"),
-    ],
-)
-def test_a_rank_alone_needs_what_it_needs_in_the_job(cuts, recompute, sizes, changes):
+@pytest.mark.parametrize("plan", ALONE.values(), ids=ALONE)
+def test_a_rank_alone_needs_what_it_needs_in_the_job(plan):
     """Prevents: a plan that fits when its stages are tried alone, and not when they train.
 
     State and kept activations of every stage, to the byte.
     """
-    stages = stages_of(MODEL, *cuts, **recompute)
-    ranks_alone(toy_plan(MODEL, stages, **sizes).model_copy(update=changes))
-
-
-def ranks_alone(plan):
-    """Check every stage alone against a rank of it in the job."""
     ranks = run_ranks(plan.parallel, bytes_of_rank, plan)
     per_stage = plan.parallel.world_size // plan.parallel.pipeline
     for number in range(plan.parallel.pipeline):
         with standing_in(plan.parallel, number) as links:
             replayer = StageReplayer(plan, links)
-            batches = batches_for(plan.units_of(number))
-            alone = replayer.state_bytes, replayer.activation_bytes(batches)
-        assert alone == ranks[number * per_stage]
+            kept_bytes = replayer.activation_bytes(batches_for(plan.units_of(number)))
+        assert (replayer.state_bytes, kept_bytes) == ranks[number * per_stage]
+
+
+@pytest.fixture
+def own_clock(monkeypatch):
+    """Times are of the processor, as a busy machine may keep any micro-batch waiting."""
+    for module in (clock, replay_module):
+        monkeypatch.setattr(module, "moment", time.thread_time)
+
+
+def least_ms(plan, count, places):
+    """The least times, in steps of so many micro-batches, of which one in one of the places is 40
+    times as large as the others."""
+    large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
+    with standing_in(plan.parallel, 1) as links:
+        replayer = StageReplayer(plan, links)
+        replayer.step([small, large])
+        for place in places:
+            batches = [large if place == i else small for i in range(count)]
+            # Three steps: a page that is touched for the first time is charged to the thread that
+            # touches it.
+            steps = [replayer.step(batches) for _ in range(3)]
+            assert all((one.recompute_ms < one.backward_ms).all() for one in steps)
+            names = ("forward_ms", "backward_ms", "recompute_ms", "weight_ms")
+            yield place, {n: np.min([getattr(one, n) for one in steps], axis=0) for n in names}
 
 
 @pytest.mark.parametrize(
-    ("model", "name", "chunks", "changes"),
-    [
-        pytest.param(MODEL, "interleaved", 2, {}, id="interleaved"),
-        pytest.param(MODEL, "interleaved", 4, FROZEN, id="interleaved-4-frozen"),
-        pytest.param(MODEL, "zb-v", 2, {}, id="zb-v"),
-        pytest.param(TIED["model"], "zb-v", 2, {}, id="zb-v-tied"),
-        pytest.param(MODEL, "zb-h1", 1, {}, id="zb-h1"),
-    ],
+    "again", [{}, {"vision": range(4), "language": range(3)}], ids=["kept", "recomputed"]
 )
-def test_a_rank_of_any_schedule_alone_needs_what_it_needs_in_the_job(model, name, chunks, changes):
-    """Prevents: the memory of one chunk for that of a stage, or backwards in two parts that keep
-    less when a stage is tried alone."""
-    stages = stages_of(model, *CUTS.get(2 * chunks, (6,)))
-    plan = with_chunks(toy_plan(model, stages), chunks, name)
-    ranks_alone(plan.model_copy(update=changes))
+def test_times_belong_to_the_micro_batches_that_took_them(own_clock, again):
+    """Prevents: forwards, backwards and recomputation that are counted to another micro-batch."""
+    for place, times in least_ms(pipeline_plan(3, 7, **again), 5, (0, 2, 4)):
+        for name in ("forward_ms", "backward_ms"):
+            assert times[name].shape == (5,) and times[name].argmax() == place
+        again_ms = times["recompute_ms"]
+        assert again_ms.argmax() == place if again else not again_ms.any()
 
 
-def test_times_belong_to_the_micro_batches_that_took_them(monkeypatch):
-    """Prevents: forwards, backwards and recomputation that are counted to another micro-batch.
-
-    One pack is 40 times as large as the others, in one place after another; and every layer is
-    recomputed, or none.
-    """
-    # Of the processor, as a busy machine may keep any micro-batch waiting.
-    monkeypatch.setattr(clock, "moment", time.thread_time)
-    monkeypatch.setattr(replay_module, "moment", time.thread_time)
-    large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
-    everything = {"vision": (0, 1, 2, 3), "language": (0, 1, 2)}
-    for recompute in ({}, everything):
-        plan = toy_plan(MODEL, stages_of(MODEL, 3, 7, **recompute))
-        with standing_in(plan.parallel, 1) as links:
-            replayer = StageReplayer(plan, links)
-            replayer.step([small, large])
-            for place in (0, 2, 4):
-                batches = [large if place == i else small for i in range(5)]
-                # The least of three steps: a page that is touched for the first time is charged
-                # to the thread that touches it.
-                steps = [replayer.step(batches) for _ in range(3)]
-                for each_ms in ([s.forward_ms for s in steps], [s.backward_ms for s in steps]):
-                    least_ms = np.min(each_ms, axis=0)
-                    assert least_ms.shape == (5,) and least_ms.argmax() == place
-                assert all((s.recompute_ms < s.backward_ms).all() for s in steps)
-                again_ms = np.min([s.recompute_ms for s in steps], axis=0)
-                assert again_ms.argmax() == place if recompute else not again_ms.any()
+def test_times_belong_to_the_chunks_that_took_them(own_clock):
+    """Prevents: passes of a chunk, or parts of a backward, whose times another has, as they come in
+    another order than micro-batches do."""
+    # This stage holds four vision layers, and then a projector, which costs far less.
+    plan = with_chunks(pipeline_plan(1, 5, 6), 2, "zb-v")
+    for place, times in least_ms(plan, 4, (0, 3)):
+        for name in ("forward_ms", "backward_ms", "weight_ms"):
+            own_ms = times[name].reshape(4, 2)
+            assert own_ms[:, 0].argmax() == place and own_ms[place, 0] > own_ms[place, 1]
 
 
 def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
     """Prevents: a stage that never stands idle, or not where the schedule has it wait."""
     slept = []
     monkeypatch.setattr(replay_module.time, "sleep", lambda seconds: slept.append(1e3 * seconds))
-    plan = toy_plan(MODEL, stages_of(MODEL, 3, 7))
-    waits_ms = (1.0, 2.0, 10.0, 3.0, 20.0, 30.0)
+    plan = pipeline_plan(3, 7)
     with standing_in(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
-        replayer.step(batches_for(plan.stages[1])[:3], waits_ms)
+        replayer.step(batches_for(plan.stages[1])[:3], (1.0, 2.0, 10.0, 3.0, 20.0, 30.0))
         assert slept == pytest.approx([1, 2, 10, 3, 20, 30])
         replayer.step(batches_for(plan.stages[1])[:3])
         assert not any(slept[6:])
@@ -169,15 +154,14 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
         work = job.work_of(stage, info)
         for rows, waits_ms in zip(work.steps, work.waits_ms, strict=True):
             assert len(waits_ms) == 2 * len(rows)
-        first = work.waits_ms[0][0]
         # The last stage waits for the first micro-batch, and the first one for nothing.
-        assert first > 0 if stage else first == 0
+        assert (work.waits_ms[0][0] > 0) == bool(stage)
 
 
 def test_replaying_changes_no_weight():
     """Prevents: weights that run away on made-up gradients, until nothing is finite, or that are
     overwritten where a rank alone gathers those of others."""
-    plan = toy_plan(MODEL, stages_of(MODEL, 6), data=2)
+    plan = pipeline_plan(6, data=2)
     with standing_in(plan.parallel, 1) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
         before = [weight.detach().clone() for weight in trainer.stage.parameters()]
@@ -185,35 +169,33 @@ def test_replaying_changes_no_weight():
         for _ in range(2):
             replayer.step(batches_for(plan.stages[1]))
             replayer.update_ms()
-        for weight, old in zip(replayer.trainer.stage.parameters(), before, strict=True):
-            assert torch.equal(weight, old)
+        after = list(replayer.trainer.stage.parameters())
+    assert len(after) == len(before) and all(map(torch.equal, after, before))
 
 
-@pytest.fixture
-def planned(tmp_path):
-    """A plan of two stages and two ranks, of lengths that say nothing of their data."""
-    return save_planned(tmp_path / "plan")
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    return save_planned(tmp_path_factory.mktemp("planned") / "plan")
 
 
-def save_planned(directory, *contexts):
-    """The same with two levels of packs, where context sizes of these are given."""
-    caps = [Caps.of(tiles=8, tokens=30), Caps.of(tiles=8, tokens=120)]
+def save_planned(directory, *levels):
+    """A plan of two stages and two ranks, of lengths that say nothing of their data, for packs of
+    levels: of so many tokens, with a context size."""
     rng = np.random.default_rng(0)
     tiles = rng.integers(0, 5, 60).astype(np.int32)
     text = rng.integers(4, 30, 60).astype(np.int32)
     tokens = tiles * MODEL.vision.tokens_per_item + text
-    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 2)
+    data = SampleData(
+        lengths=lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 2),
+        packs_per_step=6,
+        levels=tuple(
+            Level(caps=Caps.of(tiles=8, tokens=most), context=context)
+            for most, context in levels or [(120, 1)]
+        ),
+    )
     cluster = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
     sizes = Parallel(pipeline=2, data=2)
     job = JobSpec(model=MODEL, cluster=cluster, parallel=sizes, precision="fp32")
-    data = SampleData(
-        lengths=lengths,
-        packs_per_step=6,
-        levels=tuple(
-            Level(caps=each, context=context) for each, context in zip(caps, contexts, strict=False)
-        )
-        or (Level(caps=caps[-1]),),
-    )
     save_plan(make_plan(PlanRequest(job=job, data=data)), directory)
     return directory
 
@@ -277,37 +259,36 @@ def test_random_content_has_the_packs_sizes(planned):
     """Prevents: a replay of other micro-batches than the plan's."""
     job = load_replay(planned, None, None)
     load = random_rows(job.plan, 1, job.packs, job.lengths)
-    for row, batch in enumerate(load(np.arange(len(job.packs)))):
-        assert (batch.tiles, batch.tokens) == (
-            job.packs.column("tiles")[row],
-            job.packs.tokens[row],
-        )
-        assert sum(batch.segment_tokens) == batch.tokens
-        assert batch.pixels_TCPP is None
-        samples = job.packs.packs[row]
-        assert len(batch.labels_L) == job.lengths.loss_tokens[samples].sum()
+    packs = job.packs
+    for row, batch in enumerate(load(np.arange(len(packs)))):
+        assert (batch.tiles, batch.tokens) == (packs.column("tiles")[row], packs.tokens[row])
+        assert sum(batch.segment_tokens) == batch.tokens and batch.pixels_TCPP is None
+        assert len(batch.labels_L) == job.lengths.loss_tokens[packs.packs[row]].sum()
 
 
-def test_data_that_is_not_the_plans_is_refused(planned, tmp_path):
-    """Prevents: a replay of samples that the plan does not hold."""
-    with pytest.raises(UserError, match="go together"):
-        load_replay(planned, tmp_path / "meta.json", None)
-    with pytest.raises(UserError, match="does not say which data"):
-        load_replay(planned, tmp_path / "meta.json", tmp_path / "tokenizer.model")
+def test_what_cannot_be_replayed_is_refused(planned, tmp_path):
+    """Prevents: other samples than the plan's, and a rank alone that waits for others' parts."""
+    shared, meta = save_planned(tmp_path / "plan", (30, 1), (120, 2)), tmp_path / "meta.json"
+    for directory, data, message in (
+        (planned, (meta, None), "go together"),
+        (planned, (meta, tmp_path / "tokenizer.model"), "does not say which data"),
+        (shared, (None, None), "packs that several ranks share"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_replay(directory, *data)
 
 
 def test_every_level_recomputes_its_own_layers(tmp_path):
     """Prevents: a replay that recomputes the layers of one level on the packs of all."""
-    directory = save_planned(tmp_path / "plan", 1, 1)
+    directory = save_planned(tmp_path / "plan", (30, 1), (120, 1))
     plan = read_plan(directory)
     again = tuple(
         joined(layer for span in stage.units for layer in span.units if layer.layers)
         for stage in plan.stages
     )
-    short, long = plan.levels
-    levels = (
-        short.model_copy(update={"recompute": ((), ())}),
-        long.model_copy(update={"recompute": again}),
+    levels = tuple(
+        level.model_copy(update={"recompute": recompute})
+        for level, recompute in zip(plan.levels, (((), ()), again), strict=True)
     )
     write_plan(plan.model_copy(update={"levels": levels, "prediction": None}), directory)
     job = replay(directory, tmp_path / "replay", [0, 1])
@@ -325,51 +306,21 @@ def test_every_level_recomputes_its_own_layers(tmp_path):
 def test_plans_of_any_schedule_are_replayed(tmp_path, name, chunks):
     """Prevents: times of one chunk, or of one part of a backward, in the place of another's."""
     directory = save_planned(tmp_path / "plan")
-    plan = read_plan(directory)
     cuts = CUTS[4] if chunks == 2 else (6,)
     schedule = PipelineSchedule(name=name, chunks=chunks)
     changed = {"stages": tuple(stages_of(MODEL, *cuts, language=(0,))), "schedule": schedule}
-    write_plan(plan.model_copy(update=changed | {"prediction": None}), directory)
+    changed["prediction"] = None
+    write_plan(read_plan(directory).model_copy(update=changed), directory)
     job = replay(directory, tmp_path / "replay", [0, 1])
     summary = read_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
     recomputing = next(part for part, stage in enumerate(job.plan.stages) if stage.recompute)
     for stage, parts in zip(summary.stages, schedule.parts_of(len(cuts) + 1), strict=True):
-        shape = len(stage.rows), chunks
-        again_ms, backward_ms = (
-            np.reshape(ms, shape) for ms in (stage.recompute_ms, stage.backward_ms)
-        )
+        assert len(stage.weight_ms) == (0 if name == "interleaved" else len(stage.backward_ms))
+        late_ms = stage.weight_ms or [0.0] * len(stage.backward_ms)
+        each_ms = stage.recompute_ms, stage.backward_ms, late_ms
+        again_ms, backward_ms, weight_ms = np.reshape(each_ms, (3, len(stage.rows), chunks))
         for chunk, part in enumerate(parts):
             assert (again_ms[:, chunk] > 0).all() == (part == recomputing)
-        assert len(stage.weight_ms) == (0 if name == "interleaved" else len(stage.backward_ms))
-        weight_ms = np.reshape(stage.weight_ms or np.zeros(shape), shape)
         assert (backward_ms > weight_ms + again_ms).all() and (np.min(stage.forward_ms) > 0)
     busy_ms = summary.forward_ms + summary.backward_ms
     assert summary.step_ms > busy_ms.max() > 0
-
-
-def test_times_belong_to_the_chunks_that_took_them(monkeypatch):
-    """Prevents: passes of a chunk, or parts of a backward, whose times another has, as they come in
-    another order than micro-batches do."""
-    monkeypatch.setattr(clock, "moment", time.thread_time)
-    monkeypatch.setattr(replay_module, "moment", time.thread_time)
-    large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
-    # This stage holds four vision layers, and then a projector, which costs far less.
-    plan = toy_plan(MODEL, stages_of(MODEL, 1, 5, 6))
-    plan = with_chunks(plan, 2, "zb-v")
-    with standing_in(plan.parallel, 1) as links:
-        replayer = StageReplayer(plan, links)
-        replayer.step([small, large])
-        for place in (0, 3):
-            batches = [large if place == i else small for i in range(4)]
-            steps = [replayer.step(batches) for _ in range(3)]
-            for name in ("forward_ms", "backward_ms", "weight_ms"):
-                least_ms = np.min([getattr(one, name) for one in steps], axis=0).reshape(4, 2)
-                assert least_ms[:, 0].argmax() == place
-                assert least_ms[place, 0] > least_ms[place, 1]
-
-
-def test_plans_with_shared_packs_are_refused(tmp_path):
-    """Prevents: a rank alone that waits for the others of its pack, or that computes it whole."""
-    directory = save_planned(tmp_path / "plan", 1, 2)
-    with pytest.raises(UserError, match="packs that several ranks share"):
-        load_replay(directory, None, None)
