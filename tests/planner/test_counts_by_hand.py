@@ -25,19 +25,10 @@ from omnibal.model.units import unit_kinds
 
 pytestmark = pytest.mark.quick
 
-MICRO_BATCH = {
-    "fixed": 1.0,
-    "tiles": 3.0,
-    "clips": 5.0,
-    "image_tokens": 7.0,
-    "squared_image_tokens": 29.0,
-    "tokens": 11.0,
-    "squared_tokens": 61.0,
-    "squared_tokens_window4": 43.0,
-    "loss_tokens": 6.0,
-}
-FEATURES = Features(names=tuple(MICRO_BATCH))
-SIZES = np.array(list(MICRO_BATCH.values()))
+IMAGES = ("tiles", "clips", "image_tokens", "squared_image_tokens")
+FEATURES = Features(names=("fixed", *IMAGES, "tokens", "squared_tokens", "loss_tokens"))
+SIZES = np.array([1.0, 3, 5, 7, 29, 11, 61, 6])
+"""Of a micro-batch."""
 TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
 NOTHING = (0, [], set(), (0, 0), (0, 0, 0))
 
@@ -51,7 +42,7 @@ def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> 
 
 
 def of(value: np.ndarray | float) -> float:
-    """Of the micro-batch above."""
+    """Of the micro-batch."""
     return float(np.sum(value * SIZES))
 
 
@@ -116,15 +107,8 @@ def check_added(
 
 H, A, F = 40, 60, 70
 """Hidden size, width of 4 heads padded to 6 (of 10 each) for 3 ranks, and feed-forward width."""
-ENCODER: dict[str, Any] = {
-    "layers": 2,
-    "hidden_size": H,
-    "heads": 4,
-    "ffn_hidden_size": F,
-    "normalization": "LayerNorm",
-    "qkv_bias": True,
-    "qk_norm": True,
-}
+ENCODER: dict[str, Any] = {"layers": 2, "hidden_size": H, "heads": 4, "ffn_hidden_size": F}
+ENCODER |= {"normalization": "LayerNorm", "qkv_bias": True, "qk_norm": True}
 PLAIN = {"normalization": "RMSNorm", "qkv_bias": False, "qk_norm": False}
 TILES_TOWER = TilesEncoder(**ENCODER, image_size=8, patch_size=2, layer_scale_init=0.1)
 CLIPS_TOWER = ClipsEncoder(**ENCODER | PLAIN, frames=14, mel_bins=9, positions_per_token=7)
@@ -348,12 +332,12 @@ def test_layer_of_an_encoder(
 
 
 def two_products(
-    rows: int, wide: int, inner: int, norm: int, before: dict[str, int], read: int | None = None
+    rows, wide, inner, norm, moments, first="last layer's output", normed="norm's output", read=None
 ) -> dict[str, Any]:
     """A norm and two products on 3 ranks, with what is kept before them; `read` is folded first."""
     t, folded, into, out = 3, rows * wide, rows * inner / 3, rows * WIDTH
     own = folded if read is None else read
-    [normed] = {"norm's output", "stacked positions"} & before.keys()
+    kept = {first: 2 * folded, normed: 2 * folded, "norm's moments": 4 * moments}
     return {
         "products": [(rows, wide, inner / t), (rows, inner / t, WIDTH)],
         # Folded, normed; GELU; the bias.
@@ -363,7 +347,7 @@ def two_products(
         "back sent": 2 * 2 / 3 * 2 * folded,
         "passes": (2, 2, 0),
         "kernels": 8,
-        "kept": {**before, "into GELU": 2 * into, "out of GELU": 2 * into},
+        "kept": {**kept, "into GELU": 2 * into, "out of GELU": 2 * into},
         "for weights": {normed, "out of GELU"},
         "input": 2 * own,
         "output": 2 * out,
@@ -377,28 +361,14 @@ def two_products(
     }
 
 
-def of_cells(inner: int, norm: int, norms_of_a_cell: int = 4) -> dict[str, Any]:
-    """Two products of cells, whose positions lie in order."""
-    whole = 2 * CELLS * 4 * H
-    before = {"last layer's output": whole, "norm's output": whole}
-    before["norm's moments"] = CELLS * norms_of_a_cell * 2 * 4
-    return two_products(CELLS, 4 * H, inner, norm, before)
-
-
-def of_tiles() -> dict[str, Any]:
-    """Of 17 positions the 16 patches make 4 tokens, the class token none."""
-    rows, wide = TILES * 4, 4 * H
-    before = {"shuffled input": 2 * rows * wide, "norm's output": 2 * rows * wide}
-    before["norm's moments"] = rows * 2 * 4
-    return two_products(rows, wide, WIDTH, 2 * wide, before, read=TILES * 17 * H)
-
-
-def of_clips() -> dict[str, Any]:
-    """7 positions make a token, each of which is normed alone."""
-    whole = 2 * CLIPS * 7 * H
-    before = {"last layer's output": whole, "stacked positions": whole}
-    before["norm's moments"] = CLIPS * 7 * 4
-    return two_products(CLIPS, 7 * H, WIDTH, H, before, read=CLIPS * 7 * H)
+OF_CLIPS_TOKENS = two_products(
+    *(CLIPS, 7 * H, WIDTH, H, CLIPS * 7), normed="stacked positions", read=CLIPS * 7 * H
+)
+"""7 positions make a token, each of which is normed alone."""
+OF_TILES_TOKENS = two_products(
+    *(TILES * 4, 4 * H, WIDTH, 2 * 4 * H, TILES * 4 * 2, "shuffled input"), read=TILES * 17 * H
+)
+"""Of 17 positions the 16 patches make 4 tokens, the class token none."""
 
 
 def pooled() -> dict[str, Any]:
@@ -473,17 +443,18 @@ def projector_of(tower: EncoderLayers) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("tower", "expected"),
     [
-        pytest.param(TILES_TOWER, of_tiles(), id="tiles"),
-        pytest.param(CLIPS_TOWER, of_clips(), id="clips"),
-        pytest.param(images_tower(), of_cells(4 * H, norm=2 * H), id="images"),
-        pytest.param(
-            images_tower(projector_hidden_size=17), of_cells(17, norm=2 * H), id="of a width"
+        (TILES_TOWER, OF_TILES_TOKENS),
+        (CLIPS_TOWER, OF_CLIPS_TOKENS),
+        # The positions of a cell lie in order.
+        (images_tower(), two_products(CELLS, 4 * H, 4 * H, 2 * H, CELLS * 4 * 2)),
+        (
+            images_tower(projector_hidden_size=17),
+            two_products(CELLS, 4 * H, 17, 2 * H, CELLS * 4 * 2),
         ),
-        pytest.param(images_tower(projector="pooled"), pooled(), id="pooled"),
-        pytest.param(
-            images_tower(projector="gated", projector_hidden_size=23), gated(), id="gated"
-        ),
+        (images_tower(projector="pooled"), pooled()),
+        (images_tower(projector="gated", projector_hidden_size=23), gated()),
     ],
+    ids=["tiles", "clips", "images", "of a width", "pooled", "gated"],
 )
 def test_projectors(tower: EncoderLayers, expected: dict[str, Any]) -> None:
     """Prevents: a norm over the wrong positions, a width that is not the one given, averaged cells
@@ -518,7 +489,7 @@ def test_layer_with_a_deepstack_projector() -> None:
         for has_it in (False, True)
     )
     # Its norm is of folded cells, of 4 H.
-    projector = of_cells(4 * H, norm=2 * 4 * H, norms_of_a_cell=1)
+    projector = two_products(CELLS, 4 * H, 4 * H, 2 * 4 * H, CELLS * 2)
     output = CELLS * 4 * 2 * H
     # The layer keeps its output for it, as the next layer does, which is none of this unit's.
     of_projector = {
@@ -580,14 +551,11 @@ def language(**changes: Any) -> LanguageConfig:
     return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
 
 
-def dense_layer(
-    sequence_parallel: bool,
-    *,
-    qk_norm: bool = False,
-    output_gate: bool = False,
-    post_norms: bool = False,
-) -> dict[str, Any]:
+def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
     """A layer of grouped-query attention and a gated feed-forward on 3 ranks."""
+    qk_norm, output_gate, post_norms = (
+        name in options for name in ("qk_norm", "output_gate", "post_norms")
+    )
     t, q, k = 3, 54, 18
     part = 1 / 3 if sequence_parallel else 1
     hidden = TOKENS * WIDTH * part
@@ -667,7 +635,7 @@ def test_language_layer(options: str, sequence_parallel: bool) -> None:
     others."""
     given, own = dict.fromkeys(options.split(), True), device(3, sequence_parallel)
     found = counted(language_layer(language(qkv_bias=True, **given), LayerKind(), own, FEATURES))
-    check(found, dense_layer(sequence_parallel, **given))
+    check(found, dense_layer(sequence_parallel, options))
 
 
 def of_attention_alone(counts: Counts, sequence_parallel: bool) -> dict[str, Any]:
@@ -1036,14 +1004,7 @@ LATENT = LatentAttention(
     ],
     ids=["dense", "gated", "latent", "experts"],
 )
-def test_layers_in_fp8(
-    kind: LayerKind,
-    options: dict[str, bool],
-    kept_whole: set[str],
-    copied: dict[str, int],
-    widest: int,
-    linears: int,
-) -> None:
+def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> None:
     """Prevents: inputs kept in FP8 that something else needs in bf16, casts of some linears alone,
     and gradients' copies that take no memory."""
     plain, fast = (
