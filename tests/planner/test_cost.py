@@ -34,16 +34,10 @@ def cost_of(
 
 def only(**rates: float) -> ClusterConfig:
     """The cluster with every rate but those given so high that its work takes no time."""
-    free = {
-        "peak_tflops": {"bf16": 1e15, "fp32": 1e15},
-        "memory_gb_per_s": 1e15,
-        "kernel_us": 1e-15,
-        "intra_node_gb_per_s": 1e15,
-        "inter_node_gb_per_s": 1e15,
-        "link_latency_us": 1e-15,
-    }
-    kept = {name: value for name, value in free.items() if name not in rates}
-    return CLUSTER.model_copy(update=kept | rates)
+    links = ("memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s")
+    free = dict.fromkeys(links, 1e15) | {"kernel_us": 1e-15, "link_latency_us": 1e-15}
+    free["peak_tflops"] = {"bf16": 1e15, "fp32": 1e15}
+    return CLUSTER.model_copy(update=free | rates)
 
 
 def test_layer_operations_follow_the_megatron_formula():

@@ -72,7 +72,8 @@ def test_a_profile_has_as_large_a_part_as_is_counted():
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
-    """Prevents a count of memory that misses what a put-off product needs, or has it twice."""
+    """Prevents a count of memory that misses what a put-off product needs, or has it twice; and a
+    peak with gradients of weights that are not there yet."""
     t, size, of = 4, 2, units(tensor=4, sequence_parallel=sequence)
     h, f = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size
     a, k = LANGUAGE.heads * LANGUAGE.head_width, LANGUAGE.kv_heads * LANGUAGE.head_width
@@ -90,22 +91,12 @@ def test_what_waits_is_inputs_and_gradients_of_linears(sequence: bool):
     inputs, gradients, _ = of["head"].late_bytes
     assert (inputs[LOSS], gradients[LOSS]) == (size * h, size * LANGUAGE.words_of_rank(t))
     assert not of["language_embed"].late_bytes.any() and not of["vision_embed"].late_bytes.any()
-
-
-@pytest.mark.parametrize("sequence", [False, True])
-def test_what_a_backward_in_two_parts_works_with(sequence: bool):
-    """Prevents a peak with gradients of weights that are not there yet, or without the tensors that
-    these wait for."""
-    t, size, of = 4, 2, units(tensor=4, sequence_parallel=sequence)
-    h, f = LANGUAGE.hidden_size, LANGUAGE.ffn_hidden_size
-    between = h / t if sequence else h
     layer = of["language_layer"]
     assert layer.transient_bytes[:, 0].any() and not layer.two_part_bytes[:, 0].any()
     # SwiGLU's backward: the residual's gradient, and where ranks divide the sequence a copy of it
     # for the second product; gradients of SwiGLU's output and inputs. Its output stays.
     swiglu = size * (between + sequence * between + 3 * f / t)
     assert any(each == pytest.approx(swiglu) for each in layer.two_part_bytes[:, TOKENS])
-    v, inner, rows = VISION.hidden_size, VISION.ffn_hidden_size / t, VISION.positions_per_item
     moments = of["vision_layer"].two_part_bytes[:, TILES] / (size * rows)
     # The activation's backward: gradients of its sides and of the layer's output and, as it has a
     # layer scale, of the second product's; what it scaled is gone.
