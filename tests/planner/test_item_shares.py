@@ -19,7 +19,6 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs
-from omnibal.steps.cut import item_bounds
 from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
 
 CAPS = Caps.of(image_tokens=1, tokens=1)
@@ -140,11 +139,3 @@ def test_only_data_parallel_encoders_of_images_refuse_shared_packs() -> None:
     assert len(training_obstacles(plan)) == 1  # of shapes alone
     beside = plan.model_copy(update={"beside": DataParallelEncoders.model_construct()})
     assert "has data-parallel encoders of images" in training_obstacles(beside)[-1]
-
-
-def test_tiles_are_dealt_one_by_one() -> None:
-    """Prevents: tiles that go whole images to a rank, which nothing asks for."""
-    lengths = lengths_of(tokens=[9, 9, 9], tiles=[5, 0, 6])
-    packs = Packs.from_lists([[0, 1], [2]])
-    found = bounds_of_items(packs, lengths, Level(caps=CAPS, context=4), "tiles")
-    assert found.tolist() == item_bounds(np.array([5, 6]), 4).tolist()

@@ -101,28 +101,19 @@ def test_only_dominated_sets_are_dropped(costs: int):
         assert sorted(recompute.undominated_sets(group, values).tolist()) == expected
 
 
-def flat_unit(megabytes: tuple[float, float, float], parameters: int) -> UnitCost:
-    """Costs that grow with tokens only; kept, input and working memory in MB per token."""
-    tokens, none = np.array([0.0, 0, 1, 0, 0]), np.zeros((3, 5))
-    kept, boundary, transient = (value * 1e6 * tokens for value in megabytes)
-    working = np.stack([transient, transient / 2])
-    return UnitCost(
+def flat_unit(unit: UnitCost, kept: int, input_: int, working: int, parameters: int) -> UnitCost:
+    """The unit at costs that grow with tokens only; kept, input and working memory in MB each."""
+    tokens = np.array([0.0, 0, 1, 0, 0])
+    return replace(
+        unit,
         forward_ms=tokens,
         backward_ms=2 * tokens,
-        weight_ms=tokens,
         recompute_ms=0.75 * tokens,
-        collective_ms=none[:2],
-        padding_ms=none[:2],
-        context_ms=none,
-        activation_bytes=kept,
-        boundary_bytes=boundary,
-        output_bytes=boundary,
-        output_gradient_bytes=boundary,
-        transient_bytes=working,
-        two_part_bytes=working,
-        late_bytes=none,
-        passing_bytes=none[0],
-        shared_bytes=none[0],
+        activation_bytes=kept * 1e6 * tokens,
+        boundary_bytes=input_ * 1e6 * tokens,
+        output_gradient_bytes=input_ * 1e6 * tokens,
+        transient_bytes=np.outer([1, 0.5], working * 1e6 * tokens),
+        shared_bytes=0 * tokens,
         parameters=parameters,
         trained_parameters=parameters,
     )
@@ -136,7 +127,8 @@ def test_stage_memory_and_time_by_hand():
     micro-batches of 2 and 3 tokens are in flight; the largest alone has 3 tokens.
     """
     cost = random_cost(np.random.default_rng(0))
-    flat = {LAYER: flat_unit((10, 1, 3), 1000), "head": flat_unit((4, 1, 20), 500)}
+    layer, head = cost.units[LAYER], cost.units["head"]
+    flat = {LAYER: flat_unit(layer, 10, 1, 3, 1000), "head": flat_unit(head, 4, 1, 20, 500)}
     cost = replace(cost, units=cost.units | flat)
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])

@@ -37,7 +37,7 @@ def changed(**options: bool) -> RuntimeOptions:
     return OWN_RUNTIME.model_copy(update=options)
 
 
-def test_what_is_gathered_within_the_update_is_not_gathered_before_the_step():
+def test_each_switch_of_gradients_and_weights_has_its_time_and_memory():
     """Prevents weights that are gathered twice, or not at all, without --overlap-param-gather; and
     --grad-reduce-in-bf16 that changes the time and not the memory, or neither."""
     hidden, waited = cost_of(), cost_of(changed(overlap_weights=False))
@@ -48,15 +48,12 @@ def test_what_is_gathered_within_the_update_is_not_gathered_before_the_step():
     half = cost_of(changed(bf16_gradients=True)).rates
     assert half.gradient_bytes == hidden.rates.gradient_bytes / 2
     assert half.gradient_reduction_ms == pytest.approx(hidden.rates.gradient_reduction_ms / 2)
-
-
-def test_an_average_is_a_pass_over_all_gradients():
-    """Prevents an average that is free, or that one data-parallel rank takes too."""
-    stream = CLUSTER.memory_gb_per_s * 1e6
+    # An average is a pass over all gradients, which one data-parallel rank does not take.
     for data, passes in ((1, 0), (2, 2)):
         plain = cost_of(data=data).rates.optimizer_ms
         divided = cost_of(changed(averages_gradients=True), data=data).rates.optimizer_ms
-        assert divided - plain == pytest.approx(passes * 4 / stream)
+        expected_ms = passes * 4 / (CLUSTER.memory_gb_per_s * 1e6)
+        assert divided - plain == pytest.approx(expected_ms)
 
 
 @pytest.mark.parametrize("tensor", [2, 8])
