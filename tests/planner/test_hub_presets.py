@@ -138,10 +138,11 @@ def test_hub_ids_are_of_presets():
 @pytest.mark.parametrize("name", IDS)
 def test_a_hub_id_finds_a_preset_of_its_size(name):
     """Prevents: an id that is planned as a model of another size, or only in one spelling."""
-    stored = model_parameters(load_model(name)).stored
+    model = load_model(name)
+    stored = model_parameters(model).stored
     for one in IDS[name]:
         for spelling in (one, one.lower(), one.upper()):
-            assert named_model(spelling) == load_model(name)
+            assert named_model(spelling) == model
         assert named_model_file(one) == PRESETS / f"{name}.toml"
         assert model_notes(one) == [f"{one} is planned as the preset {name}"]
         for billions in NAMED_SIZE.findall(one):
