@@ -65,7 +65,7 @@ def by_place(packs: ScheduledPacks) -> dict[tuple[int, int], list[list[int]]]:
 
 
 def apart_ms(held: list[list[float]], stages: int) -> float:
-    """Of every rank, the packs and its longest pack once more for each other stage; the longest."""
+    """Time of the busiest rank: of its packs, and of the longest once more for each other stage."""
     return max(sum(one) + (stages - 1) * max(one, default=0.0) for one in held)
 
 
