@@ -7,19 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from data_cases import Data, noisy_pictures
 from native_resolution_cases import qwen2_5_vl, qwen3_vl
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+from toy import stages_of
 
-from megatron.vlm.inputs.data import DataOptions, PackDataset
-from megatron.vlm.inputs.reader import SampleReader
-from omnibal.data.annotations import Annotations
-from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import ModelConfig
-from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.stage import Stage
 
+CUTS = (1, 6, 8, 9)
+"""Stages: embed; layers; projector and language embed; a layer; the rest."""
 TEMPLATE = """\
 {%- for message in messages -%}
 {{- '<|im_start|>' + message.role + '\n' -}}
@@ -102,26 +100,23 @@ def write_records(folder: Path, records: Sequence[dict[str, Any]]) -> None:
     write_tokenizer(folder / "tokenizer")
 
 
-class NativeData:
+class NativeData(Data):
     """Samples of a folder for a model, their lengths, and packs of them."""
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
-        tokenizer = open_tokenizer(folder / "tokenizer")
-        self.reader = SampleReader(Annotations.open(folder / "a.jsonl"), tokenizer, model)
-        scan = scan_lengths(self.reader.annotations, model, tokenizer, lambda done: None)
-        self.lengths = scan.lengths
-
-    def dataset(
-        self, packs: Sequence[Sequence[int]], stage: Stage, options: DataOptions | None = None
-    ) -> PackDataset:
-        """These lists of samples as micro-batches of one rank."""
-        rows = np.arange(len(packs))
-        scheduled = ScheduledPacks.of(Packs.from_lists(packs), self.lengths, rows)
-        given = options or DataOptions()
-        return PackDataset(self.reader, scheduled, self.lengths, rows, stage, given)
+        super().__init__(folder / "a.jsonl", open_tokenizer(folder / "tokenizer"), model)
 
     def with_model(self, model: ModelConfig) -> "NativeData":
         """The same samples, read for another model without another scan."""
         other = object.__new__(NativeData)
         other.reader, other.lengths = replace(self.reader, model=model), self.lengths
+        [other.whole] = stages_of(model)
         return other
+
+
+def data_of(kind: str, folder: Path, tokenizer) -> Data:
+    """Pictures as "tiles", or the samples of one of `native_models`."""
+    if kind == "tiles":
+        return noisy_pictures(folder, tokenizer)
+    write_samples(folder)
+    return NativeData(folder, native_models()[kind])

@@ -1,60 +1,100 @@
-"""What ranks read where encoders are data-parallel, beside whole packs."""
+"""What ranks read where encoders, of tiles or of images at their native resolution, are
+data-parallel, beside whole packs."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from data_cases import CPU, SKIP, TEXT, WHOLE
+from data_cases import CPU, SKIP, TEXT, Data
 from encoding_cases import EncodingJob
+from native_data_cases import NativeData, data_of
+from toy import stages_of
 
+from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.data import DataOptions, OnBadSample, load_batches
 from omnibal.base.errors import UserError
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 
 PACKS = [[0, 6], [1, 2, 3], [4, 5], [6], [3, 5, 1], [2, 0, 4]]
 """Samples of the pictures in packs of two steps."""
+OF_NATIVE = [[0, 3, 2], [1, 5], [4], [2], [5, 4, 1, 0], [2, 3]]
+"""Packs of the other samples; 2 shows nothing, and 3 and 4 a video."""
 BESIDE = DataParallelEncoders(
     pipelines=2, items_per_pass={"vision": 3}, kept_items={"vision": 2}, item_ms={"vision": 1.0}
 )
-RANKS = EncodingJob.ranks
+BESIDE_NATIVE = DataParallelEncoders(
+    pipelines=2, items_per_pass={"vision": 30}, kept_items={"vision": 20},
+    item_ms={"vision": 1.0}, square_ms={"vision": 0.01},
+)  # fmt: skip
+FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 
-def job_of(pictures, options, text_stage=TEXT):
-    return EncodingJob(pictures.dataset(PACKS, WHOLE, options), BESIDE, [text_stage] * 2)
+@pytest.fixture(params=["tiles", *FAMILIES])
+def shown(request, tmp_path, tokenizer) -> Data:
+    """Samples of images."""
+    return data_of(request.param, tmp_path, tokenizer)
 
 
-def test_ranks_read_what_they_encode_and_their_own_text(pictures):
-    """Prevents: another rank's tile, or another drop-path draw or degradation of it, and texts of
-    another pack."""
-    options = DataOptions(augment=True, drop_path=True, seed=3)
-    job = job_of(pictures, options)
-    whole = [job.whole[row] for row in range(len(PACKS))]
-    seen = []
-    for rank in RANKS:
+def job_of(shown: Data, options: DataOptions, texts=None) -> EncodingJob:
+    """Two pipelines of two stages, which read `texts`, or what stages without encoders do."""
+    is_native = isinstance(shown, NativeData)
+    whole = shown.dataset(OF_NATIVE if is_native else PACKS, options=options)
+    stages = texts or stages_of(shown.reader.model.without_encoders(), 2)
+    return EncodingJob(whole, BESIDE_NATIVE if is_native else BESIDE, stages)
+
+
+def items_of(batch: MicroBatch) -> Iterator[tuple[int, list[torch.Tensor]]]:
+    """Each tile with its draw, or each image or video and its grid, from where it begins."""
+    if batch.pixels_TCPP is not None:
+        yield from enumerate(zip(batch.pixels_TCPP, batch.drop_path_keys_T, strict=True))
+    else:
+        sizes = [grid.patches for grid in batch.image_grids]
+        starts = np.cumsum([0, *sizes])[:-1] // 4
+        grids = [torch.tensor(grid) for grid in batch.image_grids]
+        yield from zip(
+            starts.tolist(), zip(batch.patches_YX.split(sizes), grids, strict=True), strict=True
+        )
+
+
+def test_ranks_read_what_they_encode_and_their_own_text(shown):
+    """Prevents: another rank's tile, or another drop-path draw or degradation of it, an image or
+    video that is read twice, in parts or by none, and texts of another pack."""
+    is_native = isinstance(shown, NativeData)
+    job = job_of(shown, DataOptions(augment=not is_native, drop_path=not is_native, seed=3))
+    whole, seen = list(job.whole), []
+    for rank in job.ranks:
         rows = iter(job.rows(rank))
         for passes, texts in job.read(rank):
             for planned, batch in passes:
-                assert batch.tiles == planned.items <= 3 and not batch.tokens
-                for name in ("pixels_TCPP", "drop_path_keys_T"):
-                    parts = [
-                        vars(whole[run.row])[name][run.items.start : run.items.stop]
-                        for run in planned.runs
-                    ]
-                    assert torch.equal(vars(batch)[name], torch.cat(parts)), name
-                seen += [(run.row, item) for run in planned.runs for item in run.items]
+                assert batch.tiles + batch.image_tokens == planned.items and not batch.tokens
+                assert batch.rope_positions_3S is None and batch.token_ids_S is None
+                assert is_native or planned.items <= 3
+                read = items_of(batch)
+                for run in planned.runs:
+                    for start, item in items_of(whole[run.row]):
+                        if start in run.items:
+                            _, own = next(read)
+                            assert all(map(torch.equal, own, item))
+                            seen.append((run.row, start))
+                assert next(read, None) is None
             for batch, row in zip(texts, rows, strict=False):
-                assert batch.shape == whole[row].shape and batch.pixels_TCPP is None
-                for name in ("token_ids_S", "image_positions_M"):
-                    assert torch.equal(vars(batch)[name], vars(whole[row])[name])
+                assert batch.shape == whole[row].shape
+                assert batch.patches_YX is batch.pixels_TCPP is None
+                tensors = {n: value for n, value in vars(batch).items() if torch.is_tensor(value)}
+                assert tensors
+                for name, value in tensors.items():
+                    assert torch.equal(value, vars(whole[row])[name]), name
     assert sorted(seen) == [
-        (row, item) for row, pack in enumerate(whole) for item in range(pack.tiles)
+        (row, start) for row, pack in enumerate(whole) for start, _ in items_of(pack)
     ]
 
 
 def test_reading_begins_anywhere(pictures):
     """Prevents: a resumed run that reads the items of another step."""
-    job = job_of(pictures, DataOptions())
-    for rank in RANKS:
+    job = job_of(pictures, DataOptions(), [TEXT] * 2)
+    for rank in job.ranks:
         *_, (passes, texts) = job.read(rank)
         [(resumed, resumed_texts)] = job.read(rank, first_step=1)
         assert len(texts) == len(resumed_texts)
@@ -65,27 +105,45 @@ def test_reading_begins_anywhere(pictures):
 @pytest.mark.filterwarnings("ignore:This DataLoader will create")
 def test_workers_read_the_same(pictures):
     """Prevents: passes in another order where several processes read."""
-    dataset = job_of(pictures, DataOptions()).dataset(0)
+    dataset = job_of(pictures, DataOptions(), [TEXT] * 2).dataset(0)
     expected = [one.shape for one in dataset]
     for workers in (0, 2):
         assert [one.shape for one in load_batches(dataset, workers, CPU)] == expected
 
 
-def test_unreadable_sample_is_told_of_once(pictures):
+def test_unreadable_sample_is_told_of_once(shown):
     """Prevents: a sample counted by every rank that has a tile or text of it, blank tiles whose
     text is learned, and shapes that are not the plan's."""
-    job = job_of(pictures, SKIP, WHOLE)
-    shapes = [[one.shape for one in job.dataset(rank)] for rank in RANKS]
-    learned = [len(one.labels_L) for one in job.whole]
-    lost = len(pictures.dataset([[3]])[0].labels_L)
-    image = pictures.reader.annotations[3].images[0].path  # of several tiles, in packs 1 and 4
-    content = image.read_bytes()
-    image.write_bytes(content[: len(content) // 2])
-    batches = [list(job.dataset(rank)) for rank in RANKS]
+    job = job_of(shown, SKIP)
+    shapes = [[one.shape for one in job.dataset(rank)] for rank in job.ranks]
+    is_native = isinstance(shown, NativeData)
+    # Of sample 3, of several tiles; or of samples 1 and 5. Each is in packs 1 and 4.
+    bad, sample = ([1, 5], 5) if is_native else ([3], 3)
+    learned = sum(len(one.labels_L) for one in job.whole)
+    lost = 2 * sum(len(shown.load([k]).labels_L) for k in bad)
+    image = shown.reader.annotations[sample].images[0].path
+    image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
+    batches = [list(job.dataset(rank)) for rank in job.ranks]
     assert [[one.shape for one in each] for each in batches] == shapes
     told = [error for each in batches for one in each for error in one.unreadable]
-    assert len(told) == 2 and len(set(told)) == 1
-    labels = [len(one.labels_L) for one in batches[0] + batches[1] if one.tokens]
-    assert sum(learned) - sum(labels) == 2 * lost
-    stops = job_of(pictures, replace(SKIP, on_bad_sample=OnBadSample.STOP))
-    assert any(isinstance(one, UserError) for rank in RANKS for one in stops.dataset(rank))
+    assert sorted(told) == sorted(2 * list(set(told))) and len(told) == 2 * len(bad)
+    labels = sum(len(one.labels_L) for each in batches for one in each if one.labels_L is not None)
+    assert learned - labels == lost
+    stops = job_of(shown, replace(SKIP, on_bad_sample=OnBadSample.STOP))
+    assert any(isinstance(one, UserError) for rank in job.ranks for one in stops.dataset(rank))
+
+
+@pytest.mark.parametrize("most", [1, 9, 25, 1000])
+@pytest.mark.parametrize("shown", FAMILIES, indirect=True)
+def test_held_out_images_are_split_whole(shown, most):
+    """Prevents: an image in two passes, or one that is left out, where a first stage encodes
+    held-out data for itself."""
+    batch, nothing = shown.load(OF_NATIVE[4]), shown.load(OF_NATIVE[3])
+    parts = batch.split_items("image_tokens", most)
+    assert [one for part in parts for one in part.image_grids] == list(batch.image_grids)
+    assert torch.equal(torch.cat([part.patches_YX for part in parts]), batch.patches_YX)
+    for part in parts:
+        assert part.image_tokens == sum(grid.patches // 4 for grid in part.image_grids)
+        assert part.image_tokens <= most or len(part.image_grids) == 1
+    [none] = nothing.split_items("image_tokens", most)
+    assert (none.image_tokens, none.image_grids, len(none.patches_YX)) == (0, (), 0)

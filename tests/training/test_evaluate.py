@@ -1,5 +1,6 @@
 """Greedy answers under the pipeline against answering one question at a time by hand."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -8,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from data_cases import said
 from evaluation_cases import MAX_NEW_TOKENS, SAMPLES, pipeline_answers, reader_of
 from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
@@ -18,6 +20,8 @@ from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
 from omnibal.model.config import load_model
+
+IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
 def answers_one_by_one(links, plan, folder):
@@ -66,29 +70,11 @@ def ask_one_image_a_turn(digits: Path, folder: Path) -> None:
         asked = ["<image>\nWhich?", "And?", "<image>\nAnd here?"][: 3 - number % 2]
         shown = [str(images[2 * number])]
         shown += [str(images[2 * number + 1])] * (len(asked) == 3)
-        messages = [
-            {"from": speaker, "value": value}
-            for question in asked
-            for speaker, value in (("human", question), ("gpt", "7"))
-        ]
+        messages = said(*itertools.chain.from_iterable((question, "7") for question in asked))
         lines.append(json.dumps({"image": shown, "conversations": messages}))
     (folder / "heldout" / "a.jsonl").write_text("\n".join(lines))
     meta = {"a": {"root": "", "annotation": "a.jsonl"}}
     (folder / "heldout" / "meta.json").write_text(json.dumps(meta))
-
-
-def test_images_come_with_the_turns_that_show_them(digits, tmp_path):
-    """Prevents: an end on tiles that no question has shown yet, or an answer that has seen them."""
-    ask_one_image_a_turn(digits, tmp_path)
-    model = load_model("internvl-digits")
-    plan = toy_plan(model, stages_of(model, 3))
-    evaluation, _ = run_ranks(plan.parallel, pipeline_answers, plan, tmp_path)
-    whole = toy_plan(model, stages_of(model))
-    [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, tmp_path)
-    ranks = plan.parallel.data  # which take questions in turn
-    dealt = [text for rank in range(ranks) for _, _, text in expected[rank::ranks]]
-    assert [answer.answered for answer in evaluation.examples] == dealt
-    assert len({text for _, _, text in expected}) > 1
 
 
 def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
@@ -111,22 +97,31 @@ def test_a_prompt_shows_what_was_asked_about(digits, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "sizes"),
+    ("name", "cuts", "sizes"),
     [
-        pytest.param("internvl-digits", {}, id="pipeline"),
-        pytest.param("internvl-digits", {"tensor": 2, "sequence_parallel": True}, id="with-tensor"),
-        pytest.param("internvl-digits-moe", {"data": 2, "expert": 2}, id="with-experts"),
+        pytest.param("internvl-digits", (3,), {}, id="pipeline"),
+        pytest.param("internvl-digits", (), {"data": 2}, id="data"),
+        pytest.param(
+            "internvl-digits", (3,), {"tensor": 2, "sequence_parallel": True}, id="tensor"
+        ),
+        pytest.param("internvl-digits-moe", (3,), {"data": 2, "expert": 2}, id="experts"),
+        pytest.param("internvl-digits", (3,), None, id="images-of-later-turns"),
     ],
 )
-def test_pipeline_answers_equal_one_by_one(digits, name, sizes):
-    """Prevents: an answer that depends on its pack, or tokens given to another question; a rank
-    whose questions are answered that no longer joins those with which it shares out experts."""
+def test_answers_equal_one_by_one(digits, tmp_path, name, cuts, sizes):
+    """Prevents: an answer that depends on its pack, or has seen tiles that no question has shown;
+    a question asked twice, lost, or given tokens of another; a rank whose questions are answered
+    that no longer joins those with which it shares out experts."""
+    folder = digits
+    if sizes is None:
+        ask_one_image_a_turn(digits, tmp_path)
+        folder = tmp_path
     model = load_model(name)
-    plan = toy_plan(model, stages_of(model, 3), **sizes)
-    evaluation, *others = run_ranks(plan.parallel, pipeline_answers, plan, digits)
-    assert all(other == evaluation for other in others)
+    plan = toy_plan(model, stages_of(model, *cuts), **sizes or {})
     whole = toy_plan(model, stages_of(model))
-    [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, digits)
+    evaluation, *others = run_ranks(plan.parallel, pipeline_answers, plan, folder)
+    assert all(other == evaluation for other in others)
+    [expected] = run_ranks(whole.parallel, answers_one_by_one, whole, folder)
     ranks = plan.parallel.data  # which take questions in turn
     dealt = [text for rank in range(ranks) for _, _, text in expected[rank::ranks]]
     assert [answer.answered for answer in evaluation.examples] == dealt
@@ -135,18 +130,6 @@ def test_pipeline_answers_equal_one_by_one(digits, name, sizes):
         members = [answer for answer in evaluation.examples if answer.kind == kind.kind]
         assert kind.questions == len(members)
         assert kind.correct == sum(answer.answered == answer.expected for answer in members)
-
-
-def test_data_parallel_ranks_share_the_questions(digits):
-    """Prevents: questions that are asked twice, or lost, when several pipelines answer."""
-    model = load_model("internvl-digits")
-    plan = toy_plan(model, stages_of(model), data=2)
-    one, other = run_ranks(plan.parallel, pipeline_answers, plan, digits)
-    single = toy_plan(model, stages_of(model))
-    [expected] = run_ranks(single.parallel, pipeline_answers, single, digits)
-    assert one == other
-    assert one.kinds == expected.kinds
-    assert set(one.examples) == set(expected.examples)
 
 
 def test_the_images_word_in_an_answer_stands_for_no_image(digits):

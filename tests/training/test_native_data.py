@@ -8,37 +8,33 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from native_data_cases import NativeData, native_models, picture, talk, write_records, write_samples
+from data_cases import SKIP
+from native_data_cases import (
+    CUTS,
+    NativeData,
+    data_of,
+    native_models,
+    picture,
+    talk,
+    write_records,
+    write_samples,
+)
 from PIL import Image
 from toy import stages_of
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.inputs.data import DataOptions, OnBadSample
-from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.step.evaluate import EvaluationOptions, _Media, _micro_batch, _questions, _shape
 from omnibal.base.errors import UserError
 from omnibal.data.video_files import read_video_header
-from omnibal.model.config import ModelConfig
-from omnibal.model.levels import Level
-from omnibal.model.limits import Caps
 
 ROOT = Path(__file__).parents[2]
-SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
 PACKS = [[0, 3, 2], [1, 5], [4], [2]]
-CUTS = (1, 6, 8, 9)
-"""Stages: embed; layers; projector and language embed; a layer; the rest."""
 
 
 @pytest.fixture(params=["qwen3-vl", "qwen2.5-vl"])
-def model(request) -> ModelConfig:
-    return native_models()[request.param]
-
-
-@pytest.fixture
-def data(tmp_path, model) -> NativeData:
+def data(request, tmp_path, tokenizer) -> NativeData:
     """Six samples, for one of both families."""
-    write_samples(tmp_path)
-    return NativeData(tmp_path, model)
+    return data_of(request.param, tmp_path, tokenizer)
 
 
 def test_all_is_as_transformers_processors_make_it():
@@ -55,50 +51,42 @@ def test_all_is_as_transformers_processors_make_it():
     assert ran.stdout.count("different: nothing") == 2
 
 
-def equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
+def assert_tensors_of(batch: MicroBatch, whole: MicroBatch) -> None:
+    """All tensors that a stage has are those of the whole model's micro-batch."""
+    for name, value in vars(batch).items():
+        if torch.is_tensor(value):
+            assert torch.equal(value, vars(whole)[name]), name
+    assert batch.shape == whole.shape and batch.image_grids in ((), whole.image_grids)
 
 
 def test_every_stage_has_what_its_units_need(data):
     """Prevents: a stage that guesses where images begin, and one that reads what it needs not."""
     model = data.reader.model
-    [whole] = stages_of(model)
     embed, layers, projector, first, last = stages_of(model, *CUTS)
-    for number in range(len(PACKS)):
-        expected = data.dataset(PACKS, whole)[number]
+    for pack in PACKS:
+        expected = data.load(pack)
         batches = {
-            stage: data.dataset(PACKS, stage)[number]
-            for stage in (embed, layers, projector, first, last)
+            stage: data.load(pack, stage) for stage in (embed, layers, projector, first, last)
         }
-        assert {batch.shape for batch in batches.values()} == {expected.shape}
         for stage, batch in batches.items():
+            assert_tensors_of(batch, expected)
             sees = stage in (embed, layers, projector)
             assert batch.image_grids == (expected.image_grids if sees else ())
             assert (batch.patches_YX is not None) == (stage is embed)
-            if stage in (first, last):
-                assert equal(batch.rope_positions_3S, expected.rope_positions_3S)
-            else:
-                assert batch.rope_positions_3S is None
-            takes = stage is projector or (stage is not layers and model.images.deepstack_layers)
-            if takes and stage is not embed:
-                assert equal(batch.image_positions_M, expected.image_positions_M)
-            else:
-                assert batch.image_positions_M is None
-        assert equal(batches[embed].patches_YX, expected.patches_YX)
-        assert equal(batches[projector].token_ids_S, expected.token_ids_S)
-        assert equal(batches[last].labels_L, expected.labels_L)
+            assert (batch.rope_positions_3S is not None) == (stage in (first, last))
+            takes = stage in (first, last) and model.images.deepstack_layers
+            takes = takes or stage is projector
+            assert (batch.image_positions_M is not None) == bool(takes)
+        assert batches[projector].token_ids_S is not None and batches[last].labels_L is not None
         patches = sum(grid.patches for grid in expected.image_grids)
         assert len(expected.patches_YX) == patches == 4 * expected.image_tokens
 
 
 def test_positions_begin_anew_with_every_sample(data):
     """Prevents: positions that depend on what a sample is packed with."""
-    [whole] = stages_of(data.reader.model)
-    together, alone = data.dataset([[3, 2, 0]], whole)[0], data.dataset([[3], [2], [0]], whole)
-    positions = torch.cat([alone[k].rope_positions_3S for k in range(3)], dim=1)
-    assert torch.equal(together.rope_positions_3S, positions)
-    text = alone[1].rope_positions_3S
-    assert torch.equal(text, torch.arange(text.shape[1]).expand(3, -1))
+    together, *alone = (data.load(pack).rope_positions_3S for pack in ([3, 2, 0], [3], [2], [0]))
+    assert torch.equal(together, torch.cat(alone, dim=1))
+    assert torch.equal(alone[1], torch.arange(alone[1].shape[1]).expand(3, -1))
 
 
 def test_another_image_than_planned_is_an_error(data, tmp_path):
@@ -106,46 +94,36 @@ def test_another_image_than_planned_is_an_error(data, tmp_path):
     picture(90, 90).save(tmp_path / "0.png")
     stages = stages_of(data.reader.model, *CUTS)
     for stage in (stages[0], stages[1], stages[3]):
-        error = data.dataset([[0]], stage)[0]
+        error = data.load([0], stage)
         assert isinstance(error, UserError)
         assert "image tokens where the plan counted" in str(error) and "line 1" in str(error)
 
 
-def remove(path: Path) -> None:
-    path.unlink()
+DAMAGES = {
+    "removed": Path.unlink,
+    "cut": lambda path: os.truncate(path, 200),
+    "spoilt": lambda path: path.write_bytes(b"no picture"),
+    "stretched": lambda path: Image.new("RGB", (410, 2)).save(path),
+}
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[:200])
-
-
-def spoil(path: Path) -> None:
-    path.write_bytes(b"no picture")
-
-
-def stretch(path: Path) -> None:
-    Image.new("RGB", (410, 2)).save(path)
-
-
-@pytest.mark.parametrize("damage", [remove, cut, spoil, stretch])
+@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["3.png", "clip/2.png"])
 def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, damage, name):
     """Prevents: a stage that learns of an image that another has blanked, or a pack of another
     size than planned."""
-    model = data.reader.model
-    [whole] = stages_of(model)
-    pack = [[2, 3, 0]]
-    before = data.dataset(pack, whole)[0]
+    pack = [2, 3, 0]
+    before = data.load(pack)
     start, stop = np.cumsum(before.segment_tokens)[:2]
-    damage(tmp_path / name)
-    stopped = data.dataset(pack, whole)[0]
+    DAMAGES[damage](tmp_path / name)
+    stopped = data.load(pack)
     assert isinstance(stopped, UserError) and "--on-bad-sample skip" in str(stopped)
     assert "line 4" in str(stopped) and "\n" not in str(stopped)
-    after = data.dataset(pack, whole, SKIP)[0]
+    after = data.load(pack, options=SKIP)
     assert after.shape == before.shape and after.segment_tokens == before.segment_tokens
     assert len(after.unreadable) == 1
     # Of a frame that is gone nothing is known but that there are too few.
-    assert name in after.unreadable[0] or (damage is remove and "restore frames" in str(stopped))
+    assert name in after.unreadable[0] or (damage == "removed" and "restore frames" in str(stopped))
     assert not ((after.loss_positions_L >= start) & (after.loss_positions_L < stop)).any()
     outside = (before.loss_positions_L < start) | (before.loss_positions_L >= stop)
     assert torch.equal(after.loss_positions_L, before.loss_positions_L[outside])
@@ -154,17 +132,13 @@ def test_stages_come_to_one_verdict_about_what_cannot_be_read(data, tmp_path, da
     assert torch.equal(after.patches_YX[-last:], before.patches_YX[-last:])
     assert not after.patches_YX[:-last].any()
     assert len(after.image_positions_M) == after.image_tokens
-    for stage in stages_of(model, *CUTS):
-        batch = data.dataset(pack, stage, SKIP)[0]
-        assert batch.shape == before.shape
-        for name_of_field, value in vars(batch).items():
-            if torch.is_tensor(value):
-                assert torch.equal(value, vars(after)[name_of_field]), name_of_field
-        assert batch.image_grids in ((), after.image_grids)
+    for stage in stages_of(data.reader.model, *CUTS):
+        assert_tensors_of(data.load(pack, stage, SKIP), after)
 
 
 @pytest.mark.parametrize("damage", ["half of the pixels", "all"])
-def test_broken_clips_keep_their_place(tmp_path, model, damage):
+@pytest.mark.parametrize("name", ["qwen3-vl", "qwen2.5-vl"])
+def test_broken_clips_keep_their_place(tmp_path, name, damage):
     """Prevents: one broken clip that ends a run which was asked to go on, or stages that disagree
     about one whose header alone is whole."""
     av = pytest.importorskip("av")
@@ -176,49 +150,25 @@ def test_broken_clips_keep_their_place(tmp_path, model, damage):
             frame = av.VideoFrame.from_image(picture(40, 24, number))
             container.mux(stream.encode(frame))
         container.mux(stream.encode())
-    records = [talk("<video>q", "a", videos=["a.mp4"]), talk("t", "b")]
-    write_records(tmp_path, records)
-    data = NativeData(tmp_path, model)
-    stages = [*stages_of(model), *stages_of(model, *CUTS)]
-    before = data.dataset([[0, 1]], stages[0])[0]
+    write_records(tmp_path, [talk("<video>q", "a", videos=["a.mp4"]), talk("t", "b")])
+    data = NativeData(tmp_path, native_models()[name])
+    before = data.load([0, 1])
     assert len(before.image_grids) == 1 and before.patches_YX.any()
     content = clip.read_bytes()
-    start, moov = content.index(b"mdat") + 4, content.index(b"moov") - 4
-    kept = content[: (start + moov) // 2 if damage == "half of the pixels" else 0]
-    rest = content[moov:] if damage == "half of the pixels" else b""
+    start, moov, kept, rest = content.index(b"mdat") + 4, content.index(b"moov") - 4, 0, b""
+    if damage == "half of the pixels":
+        kept, rest = (start + moov) // 2, content[moov:]
     read_video_header.cache_clear()  # as another process would read the file
-    clip.write_bytes(kept + bytes(len(content) - len(kept) - len(rest)) + rest)
-    stopped = data.dataset([[0, 1]], stages[0])[0]
+    clip.write_bytes(content[:kept] + bytes(len(content) - kept - len(rest)) + rest)
+    stopped = data.load([0, 1])
     assert isinstance(stopped, UserError) and "a.mp4" in str(stopped) and "\n" not in str(stopped)
-    whole, *others = (data.dataset([[0, 1]], stage, SKIP)[0] for stage in stages)
+    whole = data.load([0, 1], options=SKIP)
     assert len(whole.unreadable) == 1 and not whole.patches_YX.any()
+    assert whole.shape == before.shape
     assert (whole.image_grids == before.image_grids) == (damage == "half of the pixels")
-    assert len(whole.labels_L) == len(data.dataset([[1]], stages[0])[0].labels_L)
-    for batch in (whole, *others):
-        assert batch.shape == before.shape
-        assert batch.image_grids in ((), whole.image_grids)
-        for name, value in vars(batch).items():
-            if torch.is_tensor(value):
-                assert torch.equal(value, vars(whole)[name]), name
-
-
-def test_held_out_samples_are_packed(data):
-    """Prevents: a loss on held-out images that ends a run, or packs beyond the plan's caps."""
-    model = data.reader.model
-    caps = Caps.of(image_tokens=160, tokens=600)
-    packs = pack_validation(data.reader, 6, Level(caps=caps), 1)
-    [whole] = stages_of(model)
-    dataset = packs.dataset(data.reader, whole, 0, DataOptions())
-    batches = [dataset[number] for number in range(len(dataset))]
-    assert [batch.shape for batch in batches] == packs.shapes(0)
-    assert packs.samples + packs.left_out == 6
-    assert 0 < max(batch.image_tokens for batch in batches) <= 160
-
-
-def asked(batch: MicroBatch, number: int, prompts: list[int]) -> torch.Tensor:
-    """Positions of one question."""
-    start = sum(prompts[:number])
-    return batch.rope_positions_3S[:, start : start + prompts[number]]
+    assert len(whole.labels_L) == len(data.load([1]).labels_L)
+    for stage in stages_of(data.reader.model, *CUTS):
+        assert_tensors_of(data.load([0, 1], stage, SKIP), whole)
 
 
 def test_answers_go_on_from_the_largest_position(data):
@@ -242,9 +192,9 @@ def test_answers_go_on_from_the_largest_position(data):
     shown = [len(question.prompt.shown) for question in questions]
     assert shown == [1, 2, 3, 0, 2, 3, 1, 1] and sum(shown) == len(after.image_grids)
     assert len(after.patches_YX) == sum(grid.patches for grid in after.image_grids)
-    for number, length in enumerate(lengths):
-        prompt = asked(before, number, lengths)
-        answered = asked(after, number, [each + 2 for each in lengths])
+    prompts = before.rope_positions_3S.split(lengths, 1)
+    both = after.rope_positions_3S.split([each + 2 for each in lengths], 1)
+    for length, prompt, answered in zip(lengths, prompts, both, strict=True):
         assert torch.equal(answered[:, :length], prompt)
         largest = int(prompt.max())
         assert answered[:, length:].tolist() == [[largest + 1, largest + 2]] * 3
@@ -257,8 +207,7 @@ def test_a_video_and_its_frames_named_as_a_list_are_one(tmp_path):
     forms = [talk("<video>q", "a", videos=["clip"]), talk("<video>q", "a", videos=[names])]
     write_records(tmp_path, [*forms, talk("<video>\nq", "a", video=names)])
     data = NativeData(tmp_path, native_models()["qwen3-vl"])
-    [whole] = stages_of(data.reader.model)
-    first, second, third = (data.dataset([[number]], whole)[0] for number in range(3))
+    first, second, third = (data.load([number]) for number in range(3))
     assert torch.equal(first.patches_YX, second.patches_YX)
     assert torch.equal(first.patches_YX, third.patches_YX)
     assert torch.equal(first.token_ids_S, second.token_ids_S)

@@ -1,23 +1,20 @@
 """Data that is read while layers are timed: how much, by whom, and what it is said to take."""
 
 import os
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from data_cases import Data
 from ranks import run_ranks
 from toy import PROFILE, stages_of, toy_model, toy_plan
 
 from megatron.vlm.backend import has_cuda
 from megatron.vlm.inputs.read_ahead import read_ahead
-from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import Profiler, profiled_batches
 from megatron.vlm.measure.reading import Reading, ReadSamples, SampleDraws
 from omnibal.base.errors import UserError
-from omnibal.data.annotations import Annotations
-from omnibal.data.scan import scan_lengths
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.job import JobSpec
 from omnibal.model.config import load_model
@@ -26,19 +23,12 @@ from tools.make_native_digits import make_dataset
 
 pytestmark = pytest.mark.quick
 
-MODEL = load_model("internvl-digits")
 
-
-@pytest.fixture(scope="module")
-def reader(digits, tokenizer) -> SampleReader:
-    return SampleReader(Annotations.open(digits / "train" / "meta.json"), tokenizer, MODEL)
-
-
-def test_draws_read_each_sample_once(reader):
+def test_draws_read_each_sample_once(data):
     """Prevents: a mean over some of the samples, or over other tiles and tokens than they have."""
-    lengths = scan_lengths(reader.annotations, MODEL, reader.tokenizer, lambda done: None).lengths
+    lengths = data.lengths
     assert len(lengths) % 5 == 0
-    drawn = [SampleDraws(reader, 5)[item] for item in range(len(lengths) // 5)]
+    drawn = [SampleDraws(data.reader, 5)[item] for item in range(len(lengths) // 5)]
     expected = [lengths.column("tiles").sum(), 0, 0, lengths.tokens.sum()]
     assert sum(one.counts for one in drawn).tolist() == expected
     assert sum(one.samples for one in drawn) == len(lengths)
@@ -50,12 +40,9 @@ def test_draws_read_each_sample_once(reader):
 def test_images_at_their_native_resolution_are_read(tmp_path):
     """Prevents: a profile of such a model that ends, or one that takes patches for tokens."""
     make_dataset(tmp_path / "made", samples=20, heldout_samples=10, seed=0)
-    native, annotations = load_model("qwen3-vl-digits"), tmp_path / "made" / "train" / "meta.json"
-    reader = SampleReader(
-        Annotations.open(annotations), open_tokenizer(tmp_path / "made" / "tokenizer"), native
-    )
-    lengths = scan_lengths(reader.annotations, native, reader.tokenizer, lambda done: None).lengths
-    drawn = SampleDraws(reader, len(lengths))[0]
+    tokenizer = open_tokenizer(tmp_path / "made" / "tokenizer")
+    data = Data(tmp_path / "made/train/meta.json", tokenizer, load_model("qwen3-vl-digits"))
+    lengths, drawn = data.lengths, SampleDraws(data.reader, len(data.lengths))[0]
     expected = [0, lengths.column("image_tokens").sum(), 0, lengths.tokens.sum()]
     assert drawn.counts.tolist() == expected
     assert len(drawn.content[1]) == 4 * expected[1]
@@ -64,12 +51,8 @@ def test_images_at_their_native_resolution_are_read(tmp_path):
 def items_of(rank: int):
     """Five tokens at a time, of known times."""
     while True:
-        yield ReadSamples(
-            content=(),
-            samples=2,
-            counts=np.array([1.0, 0, 0, 5]),
-            ms=np.array([3.0 + rank, 0, 0, 10]),
-        )
+        counts, ms = np.array([1.0, 0, 0, 5]), np.array([3.0 + rank, 0, 0, 10])
+        yield ReadSamples(content=(), samples=2, counts=counts, ms=ms)
 
 
 def read_and_average(links):
@@ -83,9 +66,7 @@ def test_rates_are_means_over_samples_of_all_processes():
     """Prevents: a rate of one process, of each draw alike, or of items that the data does not
     have."""
     for found in run_ranks(Parallel(pipeline=2), read_and_average):
-        assert found.samples == 2 * 3 * 2
-        assert found.item_ms == {"tiles": 3.5}
-        assert found.token_ms == 2.0
+        assert (found.samples, found.item_ms, found.token_ms) == (2 * 3 * 2, {"tiles": 3.5}, 2.0)
         assert found.is_shared == (not has_cuda())
 
 
@@ -96,22 +77,25 @@ def test_sample_that_cannot_be_read_ends_the_profile():
 
 
 def tokens_taken_in_a_round(links, plan):
+    """Tokens that a round has read, and what a profile says of reading that has none."""
     taken = []
-    result = Reading(items_of(0)).result  # of no sample yet
-    reading = SimpleNamespace(take=taken.append, result=result)
+    reading = SimpleNamespace(take=taken.append, result=Reading(items_of(0)).result)
     profiler = Profiler(JobSpec.of_plan(plan), links, PROFILE, reading)
     taken.clear()
     profiler.round()
-    return sum(taken)
+    alone = Profiler(JobSpec.of_plan(plan), links, PROFILE)
+    return sum(taken), alone.result([alone.round()]).reading
 
 
 def test_profile_reads_as_much_as_it_trains():
-    """Prevents: layers timed while nobody reads, or while more is read than in training."""
+    """Prevents: layers timed while nobody reads, or while more is read than in training; and rates
+    of reading that were never measured."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model))
     passes = 2  # the second time with every layer recomputed
     expected = passes * sum(batch.tokens for batch in profiled_batches(model, PROFILE))
-    assert run_ranks(Parallel(pipeline=1), tokens_taken_in_a_round, plan) == [expected]
+    found = run_ranks(Parallel(pipeline=1), tokens_taken_in_a_round, plan)
+    assert found == [(expected, None)]
 
 
 class Niceness(torch.utils.data.Dataset):
@@ -132,25 +116,12 @@ def test_loader_processes_yield_to_what_computes():
     assert set(read_ahead(Niceness(), 0, lambda item: item)) == {own}
 
 
-def test_profile_without_data_has_no_reading():
-    """Prevents: rates of reading that were never measured."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
-    assert run_ranks(Parallel(pipeline=1), profile_alone, plan) == [None]
-
-
-def profile_alone(links, plan):
-    options = replace(PROFILE, repetitions=1)
-    profiler = Profiler(JobSpec.of_plan(plan), links, options)
-    return profiler.result([profiler.round()]).reading
-
-
-def test_handing_over_is_part_of_reading(reader, monkeypatch):
+def test_handing_over_is_part_of_reading(data, monkeypatch):
     """Prevents: loaders that are thought to be free while they pack what they have read."""
     # Of two items, with 4 s between them.
     clock = iter([0.0, 1.0, 1.0, 1.0, 3.0, 7.0, 8.0, 8.0, 8.0, 10.0])
     monkeypatch.setattr("megatron.vlm.measure.reading.time.process_time", lambda: next(clock))
-    draws = SampleDraws(reader, 2)
+    draws = SampleDraws(data.reader, 2)
     first, second = draws[0], draws[1]
     assert first.ms.tolist() == [1e3, 0, 0, 2e3]
     assert second.ms.tolist() == pytest.approx([7e3 / 3, 0, 0, 14e3 / 3])

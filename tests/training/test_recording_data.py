@@ -1,6 +1,7 @@
 """Recordings from packs to tensors and to answers."""
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import soundfile
 import torch
+from data_cases import SKIP, Data
 from ranks import run_ranks
 from scipy.signal import resample_poly
 from speech_cases import AUDIO, OMNI, hearing_tokenizer, make_speech, write_sound
@@ -15,57 +17,40 @@ from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperFeatureExtractor
 
 from megatron.vlm.inputs.batch import MicroBatchShape, joined_items
-from megatron.vlm.inputs.data import DataOptions, OnBadSample, PackDataset
-from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.inputs.data import DataOptions
 from megatron.vlm.run.generate import generate
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
-from omnibal.data.annotations import Annotations
 from omnibal.data.sample import Sample
-from omnibal.data.scan import scan_lengths
 from omnibal.model.limits import Caps
-from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
 [WHOLE] = stages_of(OMNI)
 _VISION, _ENCODERS = OMNI.vision.layers + 2, OMNI.vision.layers + AUDIO.layers + 4
 SEES, HEARS, EMBEDS, HEAD = stages_of(OMNI, _VISION, _ENCODERS, _ENCODERS + 3)
-SKIP = DataOptions(on_bad_sample=OnBadSample.SKIP)
 PACK = [3, 1, 11, 0, 6, 4]
 """Samples of 3, 1, 3, 0, 2 and 0 recordings."""
 
 
-class Data:
+class SpeechData(Data):
     """The samples that show and say something, their lengths, and packs of them."""
-
-    def __init__(self, meta: Path, tokenizer) -> None:
-        self.reader = SampleReader(Annotations.open(meta), tokenizer, OMNI)
-        self.lengths = scan_lengths(
-            self.reader.annotations, OMNI, tokenizer, lambda done: None
-        ).lengths
-
-    def scheduled(self, lists: list[list[int]]) -> ScheduledPacks:
-        return ScheduledPacks.of(Packs.from_lists(lists), self.lengths, np.arange(len(lists)))
-
-    def dataset(self, stage: Stage, options: DataOptions, *lists: list[int]) -> PackDataset:
-        packs = self.scheduled(list(lists))
-        return PackDataset(self.reader, packs, self.lengths, np.arange(len(packs)), stage, options)
 
     def load(self, stage: Stage, options=DataOptions(), pack: list[int] = PACK):  # noqa: B008
         """One pack as a stage has it."""
-        [batch] = [self.dataset(stage, options, pack)[0]]
+        batch = super().load(pack, stage, options)
         if isinstance(batch, UserError):
             raise batch
         return batch
 
-    def path(self, sample: int, recording: int = 0) -> Path:
-        return self.reader.annotations[sample].recordings[recording].path
+    def path(self, sample: int) -> Path:
+        return self.reader.annotations[sample].recordings[0].path
 
 
 @pytest.fixture
-def data(digits, tmp_path) -> Data:
-    return Data(make_speech(tmp_path), hearing_tokenizer(digits, tmp_path / "tokenizer"))
+def data(digits, tmp_path) -> SpeechData:
+    tokenizer = hearing_tokenizer(digits, tmp_path / "tokenizer")
+    return SpeechData(make_speech(tmp_path), tokenizer, OMNI)
 
 
 def features_by_whisper(sample: Sample) -> list[np.ndarray]:
@@ -93,7 +78,7 @@ def test_a_pack_has_the_features_of_its_clips(data):
     assert batch.frames_CBF.shape == (len(expected), AUDIO.mel_bins, AUDIO.frames)
     assert batch.frames_CBF.dtype == torch.float32
     np.testing.assert_allclose(batch.frames_CBF, np.stack(expected), rtol=0, atol=1e-4)
-    packs = data.scheduled([PACK])
+    packs = data.dataset([PACK]).scheduled
     assert MicroBatchShape.of_rows(packs, np.array([0])) == [batch.shape]
     assert str(batch.shape).startswith(f"{batch.tiles} tiles, {len(expected)} clips and")
     # Each sample's audio tokens are within it, as many as its clips make.
@@ -119,16 +104,15 @@ def test_each_stage_reads_what_it_holds(data):
 
 def test_any_clips_of_a_pack_are_read_alone(data, monkeypatch):
     """Prevents: a share of a pack's items that differs from the pack, or decodes other files."""
-    dataset = data.dataset(HEARS, DataOptions(), PACK)
+    dataset = data.dataset([PACK], HEARS)
     whole = data.load(HEARS)
     for start in range(whole.clips):
         for stop in {start, start + 1, min(start + 4, whole.clips)}:
             part = dataset.load_items(0, {"clips": range(start, stop)})
             assert torch.equal(part.frames_CBF, whole.frames_CBF[start:stop])
             assert (part.clips, part.tiles, part.tokens) == (stop - start, 0, 0)
-    both = data.dataset(WHOLE, DataOptions(), PACK).load_items(
-        0, {"tiles": range(1, 3), "clips": range(2, 4)}
-    )
+    parts = {"tiles": range(1, 3), "clips": range(2, 4)}
+    both = data.dataset([PACK], WHOLE).load_items(0, parts)
     seen = data.load(SEES).pixels_TCPP
     assert torch.equal(both.pixels_TCPP, seen[1:3])
     assert torch.equal(both.frames_CBF, whole.frames_CBF[2:4])
@@ -160,10 +144,10 @@ def test_unreadable_recordings(data, damage):
     path = data.path(1)  # a sample that shows one image, and says this alone
     users = {k for k in PACK if path in [r.path for r in data.reader.annotations[k].recordings]}
     assert 1 in users and users != set(PACK)
-    content = path.read_bytes()
-    path.unlink()
-    if damage == "truncated":
-        path.write_bytes(content[: len(content) // 2])
+    if damage == "missing":
+        path.unlink()
+    else:
+        os.truncate(path, path.stat().st_size // 2)
     wrong = {"missing": "does not exist", "truncated": "is truncated"}[damage]
     with pytest.raises(UserError, match=f"this recording {wrong}.*--on-bad-sample skip"):
         data.load(HEARS)

@@ -4,8 +4,7 @@ import shutil
 
 import fsspec
 import pytest
-import torch
-from data_cases import SKIP, Data
+from data_cases import SKIP, Data, assert_same
 
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.base.block_cache import BlockCache
@@ -27,9 +26,7 @@ def test_remote_samples_train_as_local_ones(digits, tokenizer, tmp_path):
     remote.reader = SampleReader(annotations, tokenizer, local.reader.model)
     packs = [[0, 3, 5], [60, 1], [79]]
     for got, expected in zip(remote.dataset(packs), local.dataset(packs), strict=True):
-        for name, value in vars(expected).items():
-            found = vars(got)[name]
-            assert torch.equal(found, value) if torch.is_tensor(value) else found == value, name
+        assert_same(got, expected)
     assert len(list((tmp_path / "cache").glob("??/*"))) > 3
 
     def failing(path: str, **options: object) -> bytes:

@@ -1,107 +1,143 @@
-"""A rank's share of a pack as it is loaded, beside the whole pack cut token by token."""
+"""A rank's share of a pack as it is loaded, of tiles and of images at their native resolution,
+beside the whole pack cut token by token and image by image."""
 
 import itertools
-from collections import Counter
+import os
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from data_cases import FIRST, LAST, SKIP, TEXT, WHOLE, Data, assert_same, shares
-from toy import share_of
+from data_cases import FIRST, LAST, SKIP, TEXT, Data, assert_same, shares
+from native_data_cases import CUTS, NativeData, data_of
+from toy import share_of, stages_of
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.validation_packs import pack_validation
 from omnibal.base.errors import UserError
+from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.model.levels import CutRule, Level
 from omnibal.model.limits import Caps
-from omnibal.steps.cut import item_bounds
 
 MIXED = [6, 5, 4, 3, 1]
 """Samples of the pictures: text alone, two images in one, three of one image each."""
+OF_NATIVE = [3, 1, 2, 4, 5, 0]
+IN_ANY_WAY = [
+    DataOptions(loss_weighting=weighting, augment=True, drop_path=True, seed=3)
+    for weighting in LossWeighting
+]
+FAMILIES = ["qwen3-vl", "qwen2.5-vl"]
 
 
-def level_of(cut, context):
-    caps = Caps.of(tiles=1, tokens=1)
-    return Level(caps=caps, context=context, cut=cut, attention_weight=0.01)
+@pytest.fixture(params=["tiles", *FAMILIES])
+def shown(request, tmp_path, tokenizer) -> Data:
+    """Samples of images, with a pack of them."""
+    found = data_of(request.param, tmp_path, tokenizer)
+    found.pack = OF_NATIVE if isinstance(found, NativeData) else MIXED
+    return found
+
+
+def level_of(cut: CutRule, context: int, **caps: int) -> Level:
+    limits = Caps.of(**caps or {"tokens": 1})
+    weights = {"attention_weight": 0.01, "image_weight": 0.02}
+    return Level(caps=limits, context=context, cut=cut, **weights)
 
 
 @pytest.mark.parametrize("cut", CutRule)
 @pytest.mark.parametrize("context", [2, 4])
-def test_shares_are_the_whole_pack_cut(pictures, cut, context):
-    """Prevents: tokens, tiles, labels or weights that are lost, doubled or shifted at a cut, and
-    features sent to a rank that does not wait for them."""
+def test_shares_are_the_whole_pack_cut(shown, cut, context):
+    """Prevents: tokens, tiles, patches, positions, labels or weights that are lost, doubled or
+    shifted at a cut, and features sent to a rank that does not wait for them."""
     level = level_of(cut, context)
-    for weighting in LossWeighting:
-        options = DataOptions(loss_weighting=weighting, augment=True, drop_path=True, seed=3)
-        whole = pictures.dataset([MIXED], options=options)
+    for options in [DataOptions()] if isinstance(shown, NativeData) else IN_ANY_WAY:
+        whole = shown.dataset([shown.pack], options=options)
         for part, got in enumerate(shares(whole, level)):
             assert_same(got, share_of(whole[0], level, part))
 
 
-def test_stages_load_what_their_units_need(pictures):
-    """Prevents: a stage that reads images or text that another stage uses, and stages whose shapes
-    differ."""
+def tensors_by_stage(shown: Data) -> dict:
+    """Names of the tensors that stages load."""
+    places = {"image_positions_M", "sent_features_F"}
+    labels = {"labels_L", "loss_positions_L", "loss_weights_L"}
+    if not isinstance(shown, NativeData):
+        return {FIRST: {"pixels_TCPP"}, TEXT: {"token_ids_S", *places}, LAST: labels}
+    model = shown.reader.model
+    embed, layers, projector, first, last = stages_of(model, *CUTS)
+    of_layers = {"rope_positions_3S"} | (places if model.images.deepstack_layers else set())
+    needs = {embed: {"patches_YX"}, layers: set(), projector: {"token_ids_S", *places}}
+    return needs | {first: of_layers, last: of_layers | labels}
+
+
+def test_stages_load_what_their_units_need(shown):
+    """Prevents: a stage that reads images or text that another stage uses, or lacks the places or
+    routes of deepstack features, and stages whose shapes differ."""
     level = level_of(CutRule.ZIGZAG, 4)
-    needs = {FIRST: {"pixels_TCPP"}, TEXT: {"token_ids_S", "image_positions_M", "sent_features_F"}}
-    needs[LAST] = {"labels_L", "loss_positions_L", "loss_weights_L"}
-    of_whole = shares(pictures.dataset([MIXED]), level)
-    for stage, names in needs.items():
-        for got, whole in zip(
-            shares(pictures.dataset([MIXED], stage), level), of_whole, strict=True
-        ):
+    of_whole = shares(shown.dataset([shown.pack]), level)
+    for stage, names in tensors_by_stage(shown).items():
+        own = shares(shown.dataset([shown.pack], stage), level)
+        for got, whole in zip(own, of_whole, strict=True):
             tensors = {name for name, value in vars(got).items() if torch.is_tensor(value)}
             assert tensors == names and got.shape == whole.shape
             for name in names:
                 assert torch.equal(getattr(got, name), getattr(whole, name)), name
+            assert got.image_grids == (() if "rope_positions_3S" in names else whole.image_grids)
+            if "sent_features_F" in names:
+                assert got.feature_counts == whole.feature_counts
 
 
-def test_rank_decodes_only_the_images_of_its_tiles(pictures):
+def test_rank_decodes_only_its_own_images(shown):
     """Prevents: every rank of a block decoding all images of its pack."""
-    level, dataset = level_of(CutRule.CONTIGUOUS, 2), pictures.dataset([[0, 1, 2, 3, 4]], FIRST)
-    bounds = item_bounds(dataset.scheduled.column("tiles")[0], 2)
-    tile = np.cumsum([0, *pictures.lengths.column("tiles")[:5]])
-    whole = [share.pixels_TCPP for share in shares(dataset, level)]
-    [last_of_first] = [n for n in range(5) if tile[n] < bounds[1] <= tile[n + 1]]
-    for number in range(last_of_first + 1, 5):
-        for path in pictures.reader.annotations[number].images:
-            path.path.write_bytes(b"not an image")
+    sample = 1 if isinstance(shown, NativeData) else 5
+    [encodes, *_] = tensors_by_stage(shown)
+    level, dataset = level_of(CutRule.CONTIGUOUS, 2), shown.dataset([[sample]], encodes)
+    [intact, _] = shares(dataset, level)
+    last = shown.reader.annotations[sample].images[-1].path
+    os.truncate(last, last.stat().st_size - 40)  # all ranks read its size
     first, second = shares(dataset, level)
-    assert torch.equal(first.pixels_TCPP, whole[0])
+    assert_same(first, intact)
+    assert first.tiles + first.image_tokens > 0
     assert isinstance(second, UserError)
 
 
-@pytest.mark.parametrize("stages", [[WHOLE], [FIRST, TEXT, LAST]], ids=["one", "three"])
-def test_unreadable_sample_is_passed_over_by_all_its_ranks(pictures, stages):
+@pytest.mark.parametrize("is_split", [False, True])
+def test_unreadable_sample_is_passed_over_by_all_its_ranks(shown, is_split):
     """Prevents: a sample without its images that some rank of the block still learns from, shapes
     that are not the plan's, and one sample counted by several ranks."""
-    level = level_of(CutRule.ZIGZAG, 4)
-    options = [SKIP, replace(SKIP, loss_weighting=LossWeighting.MICRO_BATCH)]
-    for option in options:
-        intact = [shares(pictures.dataset([MIXED], stage, option), level) for stage in stages]
-        learned = sum(len(share.labels_L) for share in intact[-1])
-        assert not any(share.unreadable for share in itertools.chain(*intact))
-    lost = len(pictures.dataset([[3]])[0].labels_L)
-    image = pictures.reader.annotations[3].images[0].path  # of several tiles
-    content = image.read_bytes()
-    image.write_bytes(content[: len(content) // 2])
-    assert pictures.lengths.column("tiles")[3] > 2
-    for option in options:
-        damaged = [shares(pictures.dataset([MIXED], stage, option), level) for stage in stages]
-        for before, after in zip(itertools.chain(*intact), itertools.chain(*damaged), strict=True):
-            assert before.shape == after.shape
-        assert sum(len(share.labels_L) for share in damaged[-1]) == learned - lost
-        assert sum(len(share.unreadable) for share in damaged[0]) == 1
-        if option.loss_weighting is LossWeighting.MICRO_BATCH:
-            weights = torch.cat([share.loss_weights_L for share in damaged[-1]])
+    level, stages = level_of(CutRule.ZIGZAG, 4), [*tensors_by_stage(shown)]
+    by_pack = replace(SKIP, loss_weighting=LossWeighting.MICRO_BATCH)
+    datasets = {
+        option.loss_weighting: [
+            shown.dataset([shown.pack], stage, option) for stage in (stages if is_split else [None])
+        ]
+        for option in (SKIP, by_pack)
+    }
+    intact = {
+        weighting: [shares(dataset, level) for dataset in own]
+        for weighting, own in datasets.items()
+    }
+    image = shown.reader.annotations[3].images[-1].path  # of several tiles, if these are
+    users = [k for k in shown.pack if image in {i.path for i in shown.reader.annotations[k].images}]
+    lost = sum(len(shown.load([sample]).labels_L) for sample in users)
+    image.write_bytes(image.read_bytes()[: image.stat().st_size // 2])
+    for weighting, own in datasets.items():
+        before, after = intact[weighting], [shares(dataset, level) for dataset in own]
+        for one, other in zip(*map(itertools.chain.from_iterable, (before, after)), strict=True):
+            assert one.shape == other.shape and not one.unreadable
+            for name in ("pixels_TCPP", "patches_YX"):
+                tensors = getattr(one, name), getattr(other, name)
+                assert tensors == (None, None) or tensors[0].shape == tensors[1].shape
+        learned = [sum(len(share.labels_L) for share in each[-1]) for each in (before, after)]
+        assert learned[1] == learned[0] - lost
+        assert sum(len(share.unreadable) for share in after[0]) == len(users)
+        if weighting is LossWeighting.MICRO_BATCH:
+            weights = torch.cat([share.loss_weights_L for share in after[-1]])
             assert weights.sum().item() == pytest.approx(1)
 
 
 def test_rows_are_in_the_order_of_slots(data: Data):
     """Prevents: a rank that loads its own packs before the shared ones of earlier slots."""
-    dataset = data.dataset([[0], [1], [2], [3], [4], [5]])
-    packs = dataset.scheduled
+    packs = data.dataset([[0], [1], [2], [3], [4], [5]]).scheduled
     # Slots 0 and 2 shared by two, slot 1 one a rank; slot 3 has a pack for rank 0 alone.
     place = {"step": [0] * 5 + [1], "dp_rank": [0, 0, 0, 0, 1, 0], "slot": [0, 1, 2, 3, 1, 0]}
     for name, column in {**place, "level": [1, 0, 1, 0, 0, 1]}.items():
@@ -115,21 +151,40 @@ def test_rows_are_in_the_order_of_slots(data: Data):
     assert sharing.rows_are_full(packs.take(np.arange(5, 6)), 2)
 
 
-def test_validation_packs_are_shared_too(data: Data):
+@pytest.mark.parametrize("shown", FAMILIES, indirect=True)
+def test_lengths_list_images_and_times_of_videos(shown, tmp_path):
+    """Prevents: shares of other images than the data has, and a list that a file loses."""
+    write_lengths(shown.lengths, tmp_path / "lengths.parquet")
+    read = read_lengths([tmp_path / "lengths.parquet"])
+    assert read.sha256 == shown.lengths.sha256
+    for sample in shown.pack:
+        grids = shown.load([sample]).image_grids
+        found = read.image_sizes.take(np.array([sample])).images.tolist()
+        assert found == [(grid.times, grid.rows * grid.columns // 4) for grid in grids]
+
+
+def test_validation_packs_are_shared_too(shown, data: Data):
     """Prevents: held-out samples as long as the plan's that no rank alone has memory for, and some
     that are lost or counted twice."""
-    level = level_of(CutRule.ZIGZAG, 2).model_copy(update={"caps": Caps.of(tiles=9, tokens=300)})
-    alone = Level(caps=level.caps)
-    labels = []
-    for one, ranks in ((alone, 1), (level, 4)):
-        packs = pack_validation(data.reader, 40, one, ranks)
-        batches = []
+    is_native = isinstance(shown, NativeData)
+    held_out, count = (shown, 6) if is_native else (data, 40)
+    caps = {"image_tokens": 160, "tokens": 600} if is_native else {"tiles": 9, "tokens": 300}
+    level, found = level_of(CutRule.ZIGZAG, 2, **caps), []
+    for one, ranks in ((Level(caps=level.caps), 1), (level, 4)):
+        packs, batches = pack_validation(held_out.reader, count, one, ranks), []
         for rank in range(ranks):
-            dataset = packs.dataset(data.reader, WHOLE, rank, DataOptions(drop_path=True))
-            own = list(dataset)
+            options = DataOptions(drop_path=not is_native)
+            own = list(packs.dataset(held_out.reader, held_out.whole, rank, options))
             assert [batch.shape for batch in own] == packs.shapes(rank)
             assert all(batch.shape.context == one.context for batch in own)
             batches += own
-        labels.append(Counter(torch.cat([batch.labels_L for batch in batches]).tolist()))
-        assert sum(batch.tiles for batch in batches) == packs.scheduled.column("tiles").sum()
-    assert labels[0] == labels[1]
+        assert packs.samples + packs.left_out == count
+        assert all(packs.scheduled.column(name).max() <= caps[name] for name in caps)
+        for name in ("tiles", "image_tokens"):
+            counts = packs.scheduled.column(name)
+            assert sum(getattr(batch, name) for batch in batches) == counts.sum()
+        labels = torch.cat([batch.labels_L for batch in batches]).tolist()
+        items = ([each.patches_YX, each.pixels_TCPP] for each in batches)
+        items = [len(one) for one in itertools.chain.from_iterable(items) if one is not None]
+        found.append((sorted(labels), sum(items)))
+    assert found[0] == found[1]

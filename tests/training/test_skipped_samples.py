@@ -3,30 +3,20 @@
 import shutil
 
 import numpy as np
-from toy import stages_of
+from data_cases import MODEL, WHOLE
 
 from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.scan import scan_lengths
-from omnibal.model.config import load_model
 from omnibal.packing.packs import Packs, ScheduledPacks
-
-MODEL = load_model("internvl-digits")
-
-
-def one_sample_packs(lengths) -> ScheduledPacks:
-    """Every row of the lengths in a pack of its own, all on one rank."""
-    rows = np.arange(len(lengths))
-    return ScheduledPacks.of(Packs.from_lists([[row] for row in rows]), lengths, rows)
 
 
 def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
     """Prevents rows behind a skipped sample from loading its neighbour, or the sample itself."""
-    folder = tmp_path / "heldout"
-    shutil.copytree(digits / "heldout", folder)
-    annotations = Annotations.open(folder / "meta.json")
+    shutil.copytree(digits / "heldout", tmp_path / "heldout")
+    annotations = Annotations.open(tmp_path / "heldout" / "meta.json")
     gone = annotations[3].images[0]
     gone.path.unlink()
     bad = {k for k in range(len(annotations)) if gone in annotations[k].images}
@@ -35,12 +25,11 @@ def test_every_row_loads_its_own_sample(digits, tokenizer, tmp_path):
     lengths = read_lengths([tmp_path / "lengths.parquet"])
     good = [k for k in range(len(annotations)) if k not in bad]
     assert bad and len(lengths) == len(good)
-    reader = SampleReader(annotations, tokenizer, MODEL)
-    (stage,) = stages_of(MODEL)
-    dataset = PackDataset(reader, one_sample_packs(lengths), lengths, np.arange(len(good)), stage)
+    reader, rows = SampleReader(annotations, tokenizer, MODEL), np.arange(len(lengths))
+    packs = ScheduledPacks.of(Packs.from_lists([[row] for row in rows]), lengths, rows)
+    dataset = PackDataset(reader, packs, lengths, rows, WHOLE)
     for row, index in enumerate(good):
-        sample = annotations[index]
-        loaded = dataset[row]
+        sample, loaded = annotations[index], dataset[row]
         expected = reader.encode(sample, int(lengths.column("tiles")[row])).token_ids
         assert loaded.token_ids_S.tolist() == expected.tolist()
         assert loaded.pixels_TCPP.equal(reader.pixels([sample]))
