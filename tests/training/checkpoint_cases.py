@@ -4,43 +4,78 @@ import resource
 import signal
 from dataclasses import asdict
 
-from megatron.core import parallel_state
+import torch
+from megatron.core import dist_checkpointing, parallel_state
 from ranks import logged
 from toy import OPTIONS, toy_batch
 
 from megatron.vlm.checkpoint.files import checkpoint_path
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.base.errors import UserError
 
 TOTAL_STEPS = 6
 PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
 
 
-def train_range(links, plan, first, last, load, save, seed=3):
+def parts_of(trainer, options=OPTIONS):
+    """What checkpoints of a trainer are written and loaded with."""
+    optimization = (trainer.optimizers, trainer.scheduler, asdict(options))
+    return (trainer.plan, trainer.stages, *optimization)
+
+
+def save(trainer, folder, step, options=OPTIONS):
+    """Save at once, and keep all."""
+    parts = parts_of(trainer, options)
+    writer = CheckpointWriter(folder, *parts, keep_last=None, asynchronous=False)
+    with logged() as lines:
+        writer.save(step, {})
+        writer.finish()
+    assert lines == [f"saved {checkpoint_path(folder, step)}"]
+
+
+def train_range(links, plan, first, last, load, folder, seed=3):
     """Losses of steps first..last-1 and the weights after, by global name."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     if load is not None:
-        assert load_checkpoint(load, *parts).step == first
+        assert load_checkpoint(load, *parts_of(trainer)).step == first
     losses = []
     for step in range(first, last):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
         own = batches[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
         losses.append(train_step(trainer, MicroBatchStream.of(own)).loss)
     trainer.wait_for_weights()
-    if save is not None:
-        writer = CheckpointWriter(save, *parts, keep_last=None, asynchronous=False)
-        with logged() as lines:
-            writer.save(last, {})
-            writer.finish()
-        assert lines == [f"saved {checkpoint_path(save, last)}"]
+    if folder is not None:
+        save(trainer, folder, last)
     weights = {
         global_parameter_name(trainer.stage, name): parameter.detach().clone()
         for name, parameter in trainer.stage.named_parameters()
     }
     return losses, weights
+
+
+def refusals(links, plan, folders, options=OPTIONS, steps=TOTAL_STEPS):
+    """What loading a folder's weights, and resuming from it, is refused with, or None; of each."""
+    trainer = build_trainer(plan, links, options, steps=steps, seed=3)
+    told = []
+    for folder in folders:
+        for load in (load_weights, load_checkpoint):
+            parts = parts_of(trainer, options)
+            try:
+                load(folder, *parts if load is load_checkpoint else parts[:2])
+                told.append(None)
+            except UserError as error:
+                told.append(str(error))
+    return told
+
+
+def content(links, path):
+    """Tensors of a checkpoint by name, and what else it has."""
+    loaded = dist_checkpointing.load_plain_tensors(str(path))
+    tensors = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
+    return tensors, dist_checkpointing.load_common_state_dict(str(path))
 
 
 def limit_file_size(size):

@@ -2,15 +2,18 @@
 
 import functools
 import threading
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
-from checkpoint_cases import PACKS, TOTAL_STEPS, train_range
-from megatron.core import dist_checkpointing, parallel_state
+from adapter_cases import EVERYWHERE
+from checkpoint_cases import PACKS, TOTAL_STEPS, content, parts_of, refusals, train_range
+from conversion_file_cases import assert_equal_tensors
+from megatron.core import parallel_state
 from ranks import logged, run_ranks
 from torch.distributed.checkpoint.filesystem import _StorageWriterTransforms
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -19,15 +22,9 @@ from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
 from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step, part_path
-from megatron.vlm.checkpoint.save_load import (
-    CheckpointWriter,
-    LoadedCheckpoint,
-    load_checkpoint,
-    load_weights,
-)
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, LoadedCheckpoint, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import Parallel
 
@@ -38,8 +35,7 @@ def run_range(plan, *arguments, **options):
     return ranks[0][0], weights
 
 
-@dataclass(frozen=True)
-class Stopped:
+class Stopped(NamedTuple):
     """A run that was left alone, and one that was stopped and saved after half of its steps."""
 
     plan: Plan
@@ -49,17 +45,29 @@ class Stopped:
     checkpoint: Path
 
 
+def stop_halfway(plan: Plan, folder: Path) -> Stopped:
+    whole = run_range(plan, 0, TOTAL_STEPS, None, None)
+    first, _ = run_range(plan, 0, 3, None, folder)
+    return Stopped(plan, *whole, first, folder)
+
+
+def assert_resumes(stopped: Stopped) -> None:
+    """The second half brings losses and weights of the run that was left alone, to the bit."""
+    assert latest_step(stopped.checkpoint) == 3
+    rest, resumed = run_range(stopped.plan, 3, TOTAL_STEPS, stopped.checkpoint, None)
+    assert stopped.first_losses + rest == stopped.losses
+    assert_equal_tensors(resumed, stopped.weights)
+
+
 @pytest.fixture(scope="module")
 def stopped_on(tmp_path_factory):
     """A run of two stages, by its number of pipelines; its checkpoint is not to be written to."""
 
     @functools.cache
     def stopped(pipelines):
-        model, folder = toy_model(), tmp_path_factory.mktemp("stopped")
+        model = toy_model()
         plan = toy_plan(model, stages_of(model, 4), data=pipelines)
-        losses, weights = run_range(plan, 0, TOTAL_STEPS, None, None)
-        first, _ = run_range(plan, 0, 3, None, folder)
-        return Stopped(plan, losses, weights, first, folder)
+        return stop_halfway(plan, tmp_path_factory.mktemp("stopped"))
 
     return stopped
 
@@ -67,57 +75,48 @@ def stopped_on(tmp_path_factory):
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_resumed_equals_uninterrupted_bit_for_bit(stopped_on, pipelines):
     """Prevents: optimizer, schedule or weights that a checkpoint does not bring back exactly."""
-    stopped = stopped_on(pipelines)
-    assert latest_step(stopped.checkpoint) == 3
-    rest, resumed = run_range(stopped.plan, 3, TOTAL_STEPS, stopped.checkpoint, None)
-    assert stopped.first_losses + rest == stopped.losses
-    assert stopped.weights.keys() == resumed.keys()
-    for name in stopped.weights:
-        assert torch.equal(resumed[name], stopped.weights[name]), name
+    assert_resumes(stopped_on(pipelines))
 
 
-SPLITS = {
-    "one-stage": ((), 1),
-    "other-cut": ((8,), 1),
-    "four-stages": ((2, 4, 7), 1),
-    "two-of-one-stage": ((), 2),
-}
-
-
-# The number of pipelines before, and what comes after.
-RESUMES = [(1, "four-stages"), (1, "two-of-one-stage"), (2, "one-stage"), (2, "other-cut")]
-
-
-@pytest.mark.parametrize(("pipelines", "split"), RESUMES)
-def test_resumes_under_another_split(stopped_on, pipelines, split):
+@pytest.mark.parametrize(
+    ("pipelines", "cuts", "after"),
+    [
+        pytest.param(1, (2, 4, 7), 1, id="four-stages"),
+        pytest.param(1, (), 2, id="two-pipelines-of-one-stage"),
+        pytest.param(2, (), 1, id="one-stage"),
+        pytest.param(2, (8,), 1, id="other-cut"),
+    ],
+)
+def test_resumes_under_another_split(stopped_on, pipelines, cuts, after):
     """Prevents: a checkpoint that only the split that wrote it can read."""
-    stopped, (cuts, data) = stopped_on(pipelines), SPLITS[split]
+    stopped = stopped_on(pipelines)
     model = stopped.plan.model
-    other = toy_plan(model, stages_of(model, *cuts), data=data)
+    other = toy_plan(model, stages_of(model, *cuts), data=after)
     losses, resumed = run_range(other, 3, TOTAL_STEPS, stopped.checkpoint, None)
     assert losses == pytest.approx(stopped.losses[3:], rel=1e-5)
     for name, expected in stopped.weights.items():
         torch.testing.assert_close(resumed[name], expected, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("frozen", ["vision", "language"])
-def test_resumes_where_a_whole_stage_is_frozen(tmp_path, frozen):
-    """Prevents: optimizer settings lost because the stage that stores them trains nothing."""
+@pytest.mark.parametrize(
+    ("cut", "changes"),
+    [(3, {"frozen": ("vision",)}), (8, {"frozen": ("language",)}), (4, {"adapters": EVERYWHERE})],
+    ids=["vision", "language", "adapters"],
+)
+def test_resumes_where_a_whole_stage_is_frozen_or_adapted(tmp_path, cut, changes):
+    """Prevents: optimizer settings lost because the stage that stores them trains nothing; and
+    adapters, or their moments, that a checkpoint does not have."""
     model = toy_model()
-    plan = toy_plan(model, stages_of(model, 3 if frozen == "vision" else 8))
-    plan = plan.model_copy(update={"frozen": (frozen,)})
-    losses, weights = run_range(plan, 0, TOTAL_STEPS, None, None)
-    first, _ = run_range(plan, 0, 3, None, tmp_path)
-    rest, resumed = run_range(plan, 3, TOTAL_STEPS, tmp_path, None)
-    assert first + rest == losses
-    for name in weights:
-        assert torch.equal(resumed[name], weights[name]), name
+    plan = toy_plan(model, stages_of(model, cut)).model_copy(update=changes)
+    stopped = stop_halfway(plan, tmp_path)
+    assert any(".adapters." in name for name in stopped.weights) == ("adapters" in changes)
+    assert_resumes(stopped)
 
 
 def saved_while_training(links, plan, directory):
     """Saves after step 2 in both ways, and no byte is written before step 5 is done."""
     trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
+    parts = parts_of(trainer)
     at_once = CheckpointWriter(directory / "sync", *parts, keep_last=None, asynchronous=False)
     later = CheckpointWriter(directory / "async", *parts, keep_last=None, asynchronous=True)
     gate = threading.Event()
@@ -146,12 +145,6 @@ def saved_while_training(links, plan, directory):
     )
 
 
-def content(links, path):
-    loaded = dist_checkpointing.load_plain_tensors(str(path))
-    tensors = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
-    return tensors, dist_checkpointing.load_common_state_dict(str(path))
-
-
 def test_training_does_not_change_what_is_being_saved(tmp_path):
     """Prevents: a checkpoint mixed of several steps, as weights change in place."""
     model = toy_model()
@@ -161,10 +154,8 @@ def test_training_does_not_change_what_is_being_saved(tmp_path):
         run_ranks(Parallel(pipeline=1, data=1), content, checkpoint_path(tmp_path / way, 2))
         for way in ("async", "sync")
     )
-    assert common == expected_common
-    assert tensors.keys() == expected.keys() and len(tensors) > 100
-    for name in expected:
-        assert torch.equal(tensors[name], expected[name]), name
+    assert common == expected_common and len(tensors) > 100
+    assert_equal_tensors(tensors, expected)
 
 
 class _Stream:
@@ -237,53 +228,38 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
     assert torch.equal(weight.memory, values + 1000)
 
 
-def refusal(links, plan, load):
-    trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=0)
-    with pytest.raises(UserError) as caught:
-        load_weights(load, plan, trainer.stages)
-    return str(caught.value)
+@pytest.mark.parametrize(
+    ("changes", "lr", "messages"),
+    [
+        ({"hidden_size": 32}, 1e-2, 2 * ["vision.hidden_size is 16 there and 32 in the plan"]),
+        ({}, 5e-3, [None, "lr is 0.01 there and 0.005 given"]),
+    ],
+    ids=["model", "options"],
+)
+def test_checkpoints_of_another_run_are_refused(stopped_on, changes, lr, messages):
+    """Prevents: a load that half succeeds, or fails deep inside with tensor shapes; and a learning
+    rate that is given and silently overruled by the checkpoint's."""
+    model = toy_model(**changes)
+    plan, given = toy_plan(model, stages_of(model)), replace(OPTIONS, lr=lr)
+    [told] = run_ranks(plan.parallel, refusals, plan, [stopped_on(1).checkpoint], given)
+    for line, message in zip(told, messages, strict=True):
+        assert line is None if message is None else message in line
 
 
-def test_checkpoint_of_another_model_is_refused(tmp_path):
-    """Prevents: a load that half succeeds, or fails deep inside with tensor shapes."""
-    model = toy_model()
-    run_range(toy_plan(model, stages_of(model)), 0, 1, None, tmp_path)
-    wider = toy_model(hidden_size=32)
-    [message] = run_ranks(
-        toy_plan(wider, stages_of(wider)).parallel,
-        refusal, toy_plan(wider, stages_of(wider)), tmp_path,
-    )  # fmt: skip
-    assert "vision.hidden_size is 16 there and 32 in the plan" in message
-
-
-def refused_options(links, plan, load):
-    options = replace(OPTIONS, lr=5e-3)
-    trainer = build_trainer(plan, links, options, steps=TOTAL_STEPS, seed=0)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(options))
-    with pytest.raises(UserError) as caught:
-        load_checkpoint(load, *parts)
-    return str(caught.value)
-
-
-def test_resuming_with_other_options_is_refused(tmp_path):
-    """Prevents: a learning rate that is given and silently overruled by the checkpoint's."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
-    run_range(plan, 0, 1, None, tmp_path)
-    [message] = run_ranks(plan.parallel, refused_options, plan, tmp_path)
-    assert "lr is 0.01 there and 0.005 given" in message
-
-
-def test_missing_and_broken_checkpoints_are_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("tracker", "message"),
+    [
+        (None, "holds no checkpoint"),
+        ("seven", "must hold the step number"),
+        ("7", "is not a whole checkpoint"),
+    ],
+)
+def test_missing_and_broken_checkpoints_are_refused(tmp_path, tracker, message):
     """Prevents: training from scratch when a checkpoint was asked for."""
     model = toy_model()
     plan = toy_plan(model, stages_of(model))
-    [message] = run_ranks(plan.parallel, refusal, plan, tmp_path)
-    assert "holds no checkpoint" in message
-    (tmp_path / TRACKER_FILE).write_text("seven")
-    [message] = run_ranks(plan.parallel, refusal, plan, tmp_path)
-    assert "must hold the step number" in message
-    (tmp_path / TRACKER_FILE).write_text("7")
-    checkpoint_path(tmp_path, 7).mkdir()
-    [message] = run_ranks(plan.parallel, refusal, plan, tmp_path)
-    assert "is not a whole checkpoint" in message
+    if tracker is not None:
+        checkpoint_path(tmp_path, 7).mkdir()
+        (tmp_path / TRACKER_FILE).write_text(tracker)
+    [told] = run_ranks(plan.parallel, refusals, plan, [tmp_path])
+    assert all(message in line for line in told)

@@ -10,13 +10,12 @@ import signal
 import sys
 import time
 from collections import namedtuple
-from dataclasses import asdict
 from multiprocessing import connection
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from checkpoint_cases import limit_file_size
+from checkpoint_cases import limit_file_size, parts_of, refusals
 from ranks import TIMEOUT_S, logged, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
@@ -28,17 +27,15 @@ from megatron.vlm.checkpoint.files import (
     latest_step,
     part_path,
 )
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
+from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.base.errors import UserError
 
 PACKS = [[(1, 8)], [(0, 9)]]
 SCHEDULED_STEPS = 10_000
 KILLS = ((0, 2), (1, 1), (0, 9), (1, 4), (0, 20), (0, 70))
 """Ranks that are killed in turn, and at which of their operations on files."""
-MODES = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
 def two_stages(**vision_changes):
@@ -49,15 +46,14 @@ def two_stages(**vision_changes):
 def start(links, plan, directory, asynchronous, keep_last=None):
     """A trainer, what `load_checkpoint` needs of it, and a writer of its state."""
     trainer = build_trainer(plan, links, OPTIONS, steps=SCHEDULED_STEPS, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
+    parts = parts_of(trainer)
     writer = CheckpointWriter(directory, *parts, keep_last=keep_last, asynchronous=asynchronous)
     return trainer, parts, writer
 
 
 def step_loss(trainer, step):
-    batches = [
-        toy_batch(trainer.plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)
-    ]
+    model = trainer.plan.model
+    batches = [toy_batch(model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
     return train_step(trainer, MicroBatchStream.of(batches)).loss
 
 
@@ -66,8 +62,9 @@ def names(directory):
 
 
 def save_through_failure(links, plan, directory, asynchronous, fail):
-    """Three steps, a save after each; the second save fails on this rank as `fail` says."""
-    trainer, _, writer = start(links, plan, directory, asynchronous)
+    """Three steps, a save after each, and a load of the last; the second save fails on this rank
+    as `fail` says."""
+    trainer, parts, writer = start(links, plan, directory, asynchronous)
     losses, lines = [], []
     for step in (1, 2, 3):
         losses.append(step_loss(trainer, step))
@@ -77,11 +74,12 @@ def save_through_failure(links, plan, directory, asynchronous, fail):
             else:
                 writer.save(step, {})
             writer.finish()
-        lines.append(told)
+        # Only some ranks have written what stays.
+        lines.append([line.partition("; what was written stays")[0] for line in told])
         if step == 2:
             limit_file_size(resource.RLIM_INFINITY)
             kept = names(directory) if dist.get_rank() == 0 else None
-    return losses, lines, kept
+    return losses, lines, kept, load_checkpoint(directory, *parts).step
 
 
 def reference_losses(links, plan, steps):
@@ -101,86 +99,73 @@ def resumed_step(links, plan, directory):
     return load_checkpoint(directory, *parts).step
 
 
-def check_failed_save(directory, asynchronous, fail, reason, work=save_through_failure):
-    plan = two_stages()
-    results = run_ranks(plan.parallel, work, plan, directory, asynchronous, fail)
-    (losses, lines, kept), (_, other_lines, _) = results
-    assert kept == ["iter_0000001", TRACKER_FILE]
-    assert lines == other_lines
-    assert lines[0] == [f"saved {checkpoint_path(directory, 1)}"]
-    assert lines[2] == [f"saved {checkpoint_path(directory, 3)}"]
-    [line] = lines[1]
-    assert re.search(reason, line), line
-    assert line.endswith(f"; {checkpoint_path(directory, 1)} stays the newest one")
-    assert losses == unlimited_losses()
-    assert run_ranks(plan.parallel, resumed_step, plan, directory) == [3, 3]
-
-
-@pytest.mark.parametrize(
-    ("asynchronous", "failing"), [(False, 1), (True, 0)], ids=["sync-1", "async-0"]
-)
-def test_failing_write_on_one_rank_leaves_all_training(tmp_path, failing, asynchronous):
-    """Prevents: ranks that wait for ever for one whose disk is full, or a checkpoint with holes."""
-
+def full_disk(rank):
     def fail(writer):
-        if dist.get_rank() == failing:
+        if dist.get_rank() == rank:
             limit_file_size(2000)
         writer.save(2, {})
 
-    reason = (
-        rf"step 2 is not saved: rank {failing}: \S*iter_0000002.part/__{failing}_0.distcp: File"
-    )
-    check_failed_save(tmp_path, asynchronous, fail, reason)
+    return fail
 
 
-@pytest.mark.parametrize("limit", [10, 0], ids=["metadata", "empty"])
-def test_failing_metadata_leaves_all_training(tmp_path, limit):
-    """Prevents: ranks left waiting where a disk is full only at the very end of a save."""
-
+def full_at_the_end(limit):
     def fail(writer):
         writer.save(2, {})
-        while not (part_path(tmp_path, 2) / "common.pt").is_file():
+        while not (part_path(writer._directory, 2) / "common.pt").is_file():
             time.sleep(0.01)
         writer._threads.shutdown(wait=True)
         limit_file_size(limit)
         writer._complete(writer._pending)
         writer._threads = checkpoint.ThreadPoolExecutor(2)
 
-    check_failed_save(tmp_path, True, fail, "step 2 is not saved: rank 0: .*File too large")
+    return fail
 
 
-def test_save_that_does_not_fit_is_not_begun(tmp_path):
-    """Prevents: filling the disk to its last byte with a checkpoint that cannot be completed."""
-
-    def fail(writer):
-        usage = namedtuple("usage", "free")
-        whole, checkpoint.shutil.disk_usage = shutil.disk_usage, lambda path: usage(free=100_000)
-        writer.save(2, {})
-        checkpoint.shutil.disk_usage = whole
-
-    check_failed_save(tmp_path, True, fail, "a checkpoint takes .* GiB, and only .* are free")
+def too_little_space(writer):
+    usage = namedtuple("usage", "free")
+    whole, checkpoint.shutil.disk_usage = shutil.disk_usage, lambda path: usage(free=100_000)
+    writer.save(2, {})
+    checkpoint.shutil.disk_usage = whole
 
 
-def test_folder_that_cannot_be_made_leaves_all_training(tmp_path):
-    """Prevents: a directory without write permission that stops training, or some of its ranks."""
+def file_in_the_way(writer):
+    # Permissions do not bind every user that runs tests; a file in the way binds all.
+    blocker = part_path(writer._directory, 2)
+    if dist.get_rank() == 0:
+        blocker.write_text("")
+    writer.save(2, {})
+    writer.finish()
+    if dist.get_rank() == 0:
+        blocker.unlink()
 
-    def fail(writer):
-        # Permissions do not bind every user that runs tests; a file in the way binds all.
-        blocker = part_path(tmp_path, 2)
-        if dist.get_rank() == 0:
-            blocker.write_text("")
-        writer.save(2, {})
-        writer.finish()
-        if dist.get_rank() == 0:
-            blocker.unlink()
 
-    def work(*arguments):
-        losses, lines, kept = save_through_failure(*arguments)
-        lines[1] = [line.split("; what was written stays")[0] for line in lines[1]]
-        return losses, lines, kept
+OF_RANK = r"step 2 is not saved: rank {0}: \S*iter_0000002.part/__{0}_0.distcp: File"
+FAILURES = {
+    "write": (False, full_disk(1), OF_RANK.format(1)),
+    "write-async": (True, full_disk(0), OF_RANK.format(0)),
+    "metadata": (True, full_at_the_end(10), "step 2 is not saved: rank 0: .*File too large"),
+    "empty": (True, full_at_the_end(0), "step 2 is not saved: rank 0: .*File too large"),
+    "space": (True, too_little_space, "a checkpoint takes .* GiB, and only .* are free"),
+    "folder": (False, file_in_the_way, "step 2 is not saved: rank 0: .*Not a directory"),
+}
+"""Whether saves are asynchronous, how the second one fails, and what is said of it."""
 
-    reason = "step 2 is not saved: rank 0: .*Not a directory"
-    check_failed_save(tmp_path, False, fail, reason, work)
+
+@pytest.mark.parametrize(("asynchronous", "fail", "reason"), FAILURES.values(), ids=FAILURES)
+def test_failed_save_leaves_all_training(tmp_path, asynchronous, fail, reason):
+    """Prevents: ranks that wait for ever for one whose disk is full, if only at the very end of a
+    save, that may not write, or that stops; and a checkpoint with holes, or that fills the disk."""
+    plan = two_stages()
+    results = run_ranks(plan.parallel, save_through_failure, plan, tmp_path, asynchronous, fail)
+    (losses, lines, kept, step), (_, other_lines, _, other_step) = results
+    assert kept == ["iter_0000001", TRACKER_FILE] and step == other_step == 3
+    assert lines == other_lines
+    assert lines[0] == [f"saved {checkpoint_path(tmp_path, 1)}"]
+    assert lines[2] == [f"saved {checkpoint_path(tmp_path, 3)}"]
+    [line] = lines[1]
+    assert re.search(reason, line), line
+    assert line.endswith(f"; {checkpoint_path(tmp_path, 1)} stays the newest one")
+    assert losses == unlimited_losses()
 
 
 def save_steps(links, plan, directory, asynchronous, keep_last, steps):
@@ -201,11 +186,10 @@ def test_only_the_newest_checkpoints_are_kept(tmp_path, asynchronous, keep_last)
     for step in (3, 9):
         (begin_checkpoint(tmp_path, step) / "rest").write_text("")
     run_ranks(plan.parallel, save_steps, plan, tmp_path, asynchronous, keep_last, [1, 2, 4, 5])
-    kept = [1, 2, 4, 5][-(keep_last or 4) :]
     rests = [3, 9] if keep_last is None else [9]
-    expected = [checkpoint_path(tmp_path, step).name for step in kept]
-    expected += [part_path(tmp_path, step).name for step in rests]
-    assert names(tmp_path) == sorted([*expected, TRACKER_FILE])
+    expected = [checkpoint_path(tmp_path, step) for step in [1, 2, 4, 5][-(keep_last or 4) :]]
+    expected += [part_path(tmp_path, step) for step in rests]
+    assert names(tmp_path) == sorted([*(path.name for path in expected), TRACKER_FILE])
     assert latest_step(tmp_path) == 5
 
 
@@ -232,50 +216,30 @@ def test_rests_of_another_layout_are_overwritten(tmp_path):
     assert run_ranks(plan.parallel, resumed_step, plan, tmp_path)
 
 
-def remove(path):
-    path.unlink()
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
-def spoil(path):
-    path.write_bytes(b"\x80garbage")
-
-
-def refusals(links, plan, directories):
-    """What each directory is refused with, by both ways to load."""
-    trainer, parts, _ = start(links, plan, directories[0].parent, False)
-    messages = []
-    for directory in directories:
-        with pytest.raises(UserError) as resumed:
-            load_checkpoint(directory, *parts)
-        with pytest.raises(UserError) as evaluated:
-            load_weights(directory, plan, trainer.stages)
-        messages.append((str(resumed.value), str(evaluated.value)))
-    return messages
+DAMAGES = {
+    "removed": Path.unlink,
+    "cut": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "spoilt": lambda path: path.write_bytes(b"\x80garbage"),
+}
 
 
 def test_broken_checkpoints_are_refused_on_every_rank(tmp_path):
     """Prevents: a traceback, or a rank that waits for one that could not read its file."""
     plan = two_stages()
     run_ranks(plan.parallel, save_steps, plan, tmp_path / "whole", False, None, [1])
-    files = (".metadata", "metadata.json", "common.pt", "__0_0.distcp", "__1_0.distcp")
     directories = []
-    for file in files:
-        for damage in (remove, cut, spoil):
-            directory = tmp_path / f"{damage.__name__}{file}"
-            shutil.copytree(tmp_path / "whole", directory)
-            damage(checkpoint_path(directory, 1) / file)
-            directories.append(directory)
-    first, second = run_ranks(plan.parallel, refusals, plan, directories)
+    for file in (".metadata", "metadata.json", "common.pt", "__0_0.distcp", "__1_0.distcp"):
+        for name, damage in DAMAGES.items():
+            directories.append(tmp_path / f"{name}{file}")
+            shutil.copytree(tmp_path / "whole", directories[-1])
+            damage(checkpoint_path(directories[-1], 1) / file)
+    first, second = run_ranks(plan.parallel, refusals, plan, directories, OPTIONS, SCHEDULED_STEPS)
     assert first == second
-    for directory, messages in zip(directories, first, strict=True):
-        for message in messages:
-            assert message.startswith(f"{checkpoint_path(directory, 1)}: "), message
-            assert message.endswith(f"name an earlier checkpoint in {directory / TRACKER_FILE}")
-            assert "\n" not in message
+    both_ways = [directory for directory in directories for _ in range(2)]
+    for directory, message in zip(both_ways, first, strict=True):
+        assert message.startswith(f"{checkpoint_path(directory, 1)}: "), message
+        assert message.endswith(f"name an earlier checkpoint in {directory / TRACKER_FILE}")
+        assert "\n" not in message
 
 
 def kill_at_operation(directory, number):
@@ -316,13 +280,9 @@ def train_until_killed(rank, plan, directory, asynchronous, store, kill):
 
 def killed_run(plan, directory, asynchronous, store, kill):
     """The record of a run of which a rank is killed in a save, and then the other."""
-    context = multiprocessing.get_context("fork")
-    processes = [
-        context.Process(
-            target=train_until_killed, args=(rank, plan, directory, asynchronous, store, kill)
-        )
-        for rank in range(2)
-    ]
+    arguments = (plan, directory, asynchronous, store, kill)
+    fork = multiprocessing.get_context("fork").Process
+    processes = [fork(target=train_until_killed, args=(rank, *arguments)) for rank in range(2)]
     for process in processes:
         process.start()
     assert connection.wait([process.sentinel for process in processes], TIMEOUT_S)
@@ -334,7 +294,7 @@ def killed_run(plan, directory, asynchronous, store, kill):
     return [line.split() for line in record.splitlines()]
 
 
-@MODES
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_killed_at_any_moment_loses_nothing_saved(tmp_path, asynchronous):
     """Prevents: a kill in mid-save, mid-rename or mid-removal that costs what was saved before."""
     plan = two_stages(hidden_size=64, ffn_hidden_size=256)
@@ -344,11 +304,11 @@ def test_killed_at_any_moment_loses_nothing_saved(tmp_path, asynchronous):
     for number, kill in enumerate(KILLS):
         record = killed_run(plan, directory, asynchronous, tmp_path / f"store{number}", kill)
         assert int(record[0][1]) >= announced
-        for words in record:
-            if words[0] == "loss":
-                assert losses.setdefault(int(words[1]), words[2]) == words[2]
-            elif words[0] == "saved":
-                announced = int(words[1].rpartition("_")[2])
+        for kind, *told in record:
+            if kind == "loss":
+                assert losses.setdefault(int(told[0]), told[1]) == told[1]
+            elif kind == "saved":
+                announced = int(told[0].rpartition("_")[2])
         assert (latest_step(directory) or 0) >= announced
         cut_short += any(name.endswith(".part") for name in names(directory))
     assert cut_short > 2, "no kill hit a save"

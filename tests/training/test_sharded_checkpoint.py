@@ -1,16 +1,17 @@
 """Checkpoints of weights that ranks divide: the files of whole ones, for any way of dividing."""
 
-from dataclasses import asdict
-
 import pytest
 import torch
-from megatron.core import dist_checkpointing, parallel_state
+from checkpoint_cases import content, parts_of, refusals
+from conversion_file_cases import assert_equal_tensors
+from megatron.core import parallel_state
 from mixture_cases import plan_of as mixture_plan
 from ranks import run_ranks
 from tensor_parallel_cases import (
     MODELS,
     OPTIONS,
     STEPS,
+    alone,
     assert_same_training,
     batches_of,
     run,
@@ -23,7 +24,6 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint,
 from megatron.vlm.checkpoint.stored_blocks import boxes
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
-from omnibal.base.errors import UserError
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 MODEL = MODELS["6B-like"]
@@ -34,38 +34,40 @@ def plan_of(precision="fp32", model=MODEL, cuts=(), **sizes):
     return plan.model_copy(update={"precision": precision, "frozen": ("vision",)})
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        ({"data": 4, "sharded": 4}, {**IN_PARTS, "data": 2}),
-        ({"data": 2}, {"data": 4, "sharded": 2}),
-        ({**IN_PARTS, "data": 2, "sharded": 2}, {"data": 3, "sharded": 3}),
-        ({"cuts": (3,), "data": 2, "sharded": 2}, {"data": 4, "sharded": 4}),
-    ],
-    ids=["full-to-tensor", "whole-to-hybrid", "tensor-to-three", "pipeline-to-full"],
-)
-def test_resumes_under_another_way_of_dividing(tmp_path, before, after):
-    """Prevents: checkpoints whose weights or moments fit one way of dividing them."""
-    [(results, gradients, weights)] = run(plan_of(), STEPS)
-    run(plan_of(**before), STEPS[:1], save=tmp_path)
-    ranks = run(plan_of(**after), STEPS[1:], load=tmp_path, first=1)
-    rest = (results[1:], gradients[1:], weights)
-    assert_same_training(ranks, plan_of(**after), rest)
+CHANGES = {
+    "full-to-tensor": (plan_of, {"data": 4, "sharded": 4}, {**IN_PARTS, "data": 2}),
+    "whole-to-hybrid": (plan_of, {"data": 2}, {"data": 4, "sharded": 2}),
+    "tensor-to-three": (plan_of, {**IN_PARTS, "data": 2, "sharded": 2}, {"data": 3, "sharded": 3}),
+    "pipeline-to-full": (
+        plan_of,
+        {"cuts": (3,), "data": 2, "sharded": 2},
+        {"data": 4, "sharded": 4},
+    ),
+    "experts": (
+        mixture_plan,
+        {"data": 4, "expert": 2, "sharded": 4},
+        {**IN_PARTS, "data": 2, "expert": 4, "sharded": 2},
+    ),
+}
+"""What makes plans, and sizes before and after."""
 
 
-def test_experts_resume_under_another_way_of_dividing(tmp_path):
-    """Prevents: experts of other ranks that are taken for a rank's own."""
-    [(results, gradients, weights)] = run(mixture_plan(), STEPS)
-    run(mixture_plan(data=4, expert=2, sharded=4), STEPS[:1], save=tmp_path)
-    plan = mixture_plan(**IN_PARTS, data=2, expert=4, sharded=2)
+@pytest.mark.parametrize(("make", "before", "after"), CHANGES.values(), ids=CHANGES)
+def test_resumes_under_another_way_of_dividing(tmp_path, make, before, after):
+    """Prevents: checkpoints whose weights or moments fit one way of dividing them, and experts of
+    other ranks that are taken for a rank's own."""
+    results, gradients, weights = alone(make())
+    run(make(**before), STEPS[:1], save=tmp_path)
+    plan = make(**after)
     ranks = run(plan, STEPS[1:], load=tmp_path, first=1)
-    assert_same_training(ranks, plan, (results[1:], gradients[1:], weights), rel=2e-5)
+    rel = 2e-5 if make is mixture_plan else 1e-5
+    assert_same_training(ranks, plan, (results[1:], gradients[1:], weights), rel)
 
 
 def passed_on(links, plan, load, save, trains=0):
     """Load, train, save; the tensors of the checkpoint and the groups of its optimizer."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
+    parts = parts_of(trainer, OPTIONS)
     if load is not None:
         load_checkpoint(load, *parts)
     rank, ranks = parallel_state.get_data_parallel_rank(), plan.parallel.data
@@ -79,11 +81,8 @@ def passed_on(links, plan, load, save, trains=0):
     train_step(trainer, MicroBatchStream.of(batches))
     writer.finish()
     assert not writer.failures
-    path = str(checkpoint_path(save, 1))
-    loaded = dist_checkpointing.load_plain_tensors(path)
-    tensors = {name: value for name, value in loaded.items() if torch.is_tensor(value)}
-    groups = dist_checkpointing.load_common_state_dict(path)["optimizer"]["optimizer"]
-    return tensors, groups["param_groups"]
+    tensors, common = content(links, checkpoint_path(save, 1))
+    return tensors, common["optimizer"]["optimizer"]["param_groups"]
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -101,19 +100,8 @@ def test_ways_of_dividing_have_one_format_to_the_bit(tmp_path, precision):
     assert any(name.startswith("optimizer.state.exp_avg_sq.") for name in expected)
     assert any(value.count_nonzero() for name, value in expected.items() if "exp_avg." in name)
     for tensors, own_groups in others:
-        assert tensors.keys() == expected.keys()
-        for name, value in expected.items():
-            assert tensors[name].dtype == value.dtype, name
-            assert torch.equal(tensors[name], value), name
-        for own, group in zip(own_groups, groups, strict=True):
-            assert own == group
-
-
-def refused(links, plan, folder):
-    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    with pytest.raises(UserError) as error:
-        load_weights(folder, plan, trainer.stages)
-    return str(error.value)
+        assert_equal_tensors(tensors, expected)
+        assert own_groups == groups
 
 
 def test_a_missing_part_is_one_line_on_every_rank(tmp_path):
@@ -122,8 +110,8 @@ def test_a_missing_part_is_one_line_on_every_rank(tmp_path):
     run(plan, STEPS[:1], save=tmp_path)
     part = sorted(checkpoint_path(tmp_path, 1).glob("*.distcp"))[-1]
     part.unlink()
-    for told in run_ranks(plan.parallel, refused, plan, tmp_path):
-        assert part.name in told and "\n" not in told
+    for told in run_ranks(plan.parallel, refusals, plan, [tmp_path], OPTIONS):
+        assert all(part.name in line and "\n" not in line for line in told)
 
 
 def finetuned(links, plan, folder):
