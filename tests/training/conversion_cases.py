@@ -1,18 +1,24 @@
 """Released checkpoints of toy models."""
 
 import functools
+import json
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 import torch.nn.functional as F
+from checkpoint_cases import save
 from released import IMAGE_TOKEN, KINDS
+from safetensors.torch import load_file
 from tensor_parallel_cases import by_name, gather_gradients, whole
 from toy import OPTIONS, ToySample
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
-from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
+from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
@@ -31,6 +37,20 @@ OURS = {
     "qwen3": Layout.INTERNVL_QWEN3,
     "qwen3_moe": Layout.INTERNVL_QWEN3_MOE,
 }
+
+
+def loaded_by_transformers(folder: Path) -> PreTrainedModel:
+    """Transformers' model of a folder, which has just its tensors."""
+    loaded, told = AutoModelForImageTextToText.from_pretrained(
+        folder, dtype="auto", local_files_only=True, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    # Under this project's stand-ins for CUDA, that load leaves RoPE's tables, which are not stored,
+    # undefined.
+    made = type(loaded)(loaded.config).eval()
+    made.load_state_dict(loaded.state_dict())
+    made.generation_config = loaded.generation_config
+    return made
 
 
 def example(model: ModelConfig, seed: int, *runs: int) -> ToySample:
@@ -65,29 +85,21 @@ def predicting_positions(sample: ToySample) -> torch.Tensor:
 def model_of(name: str) -> ModelConfig:
     """This project's description of the model, written by hand."""
     kind = KINDS[name]
-    is_6b, qwen2 = kind.vision == "6b", kind.language == "qwen2"
-    toy = load_model("internvl-digits")
-    vision = toy.vision.model_copy(
-        update={
-            "layers": 2, "hidden_size": 24, "heads": 3 if is_6b else 4, "ffn_hidden_size": 40,
-            "image_size": 16, "patch_size": 4, "normalization": "RMSNorm" if is_6b else "LayerNorm",
-            "norm_eps": 1e-6 if is_6b else 1e-3, "qkv_bias": not is_6b, "qk_norm": is_6b,
-        }
+    is_6b = kind.vision == "6b"
+    toy = load_model("internvl-digits").with_tower(
+        "vision", layers=2, hidden_size=24, heads=3 if is_6b else 4, ffn_hidden_size=40,
+        image_size=16, patch_size=4, normalization="RMSNorm" if is_6b else "LayerNorm",
+        norm_eps=1e-6 if is_6b else 1e-3, qkv_bias=not is_6b, qk_norm=is_6b,
     )  # fmt: skip
     experts = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=20)
     qwen3 = {"qk_norm": True, "head_size": 6} if "qwen3" in kind.language else {}
     if kind.language == "qwen3_moe":
         qwen3["runs"] = (LayerRun(layers=1, experts=experts),)
-    language = toy.language.model_copy(
-        update={
-            **qwen3,
-            "layers": 2, "hidden_size": 32, "heads": 8, "kv_heads": 4, "ffn_hidden_size": 44,
-            "vocab_size": 51, "qkv_bias": qwen2, "norm_eps": 1e-3, "rope_base": 5000,
-            "tied_head": kind.tied,
-        }
+    return toy.model_copy(update={"name": name}).with_tower(
+        "language", **qwen3, layers=2, hidden_size=32, heads=8, kv_heads=4, ffn_hidden_size=44,
+        vocab_size=51, qkv_bias=kind.language == "qwen2", norm_eps=1e-3, rope_base=5000,
+        tied_head=kind.tied,
     )  # fmt: skip
-    changes = {"name": name, "encoders": {"vision": vision}, "language": language}
-    return toy.model_copy(update=changes)
 
 
 def logits_of(model: torch.nn.Module, sample: ToySample) -> torch.Tensor:
@@ -130,8 +142,8 @@ def computed_by(
 
 
 def observed(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *others: str):
-    """Loss of a step from imported weights, outputs of the head and others in it, and gradients by
-    name."""
+    """Loss and norm of a step from imported weights, outputs of the head and others in it, and
+    gradients by name."""
     trainer = build_trainer(plan, links, replace(OPTIONS, clip_grad=0.0), steps=1, seed=9)
     load_weights(run, plan, trainer.stages)
     seen: dict[str, list[torch.Tensor]] = {part: [] for part in ("head", *others)}
@@ -141,7 +153,7 @@ def observed(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *other
     result = train_step(trainer, MicroBatchStream.of(batches))
     gather_gradients(trainer.model)
     gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
-    return result.loss, seen, gradients
+    return (result.loss, result.grad_norm), seen, gradients
 
 
 def train_and_save(links, plan: Plan, run: Path, directory: Path, batches: Sequence[MicroBatch]):
@@ -150,15 +162,25 @@ def train_and_save(links, plan: Plan, run: Path, directory: Path, batches: Seque
     load_weights(run, plan, trainer.stages)
     trainer.optimizers[0].reload_model_params()
     train_step(trainer, MicroBatchStream.of(batches))
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
-    writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
-    writer.save(1, {})
-    writer.finish()
+    save(trainer, directory, 1)
     logits: list[torch.Tensor] = []
     if trainer.stage.head is not None:
         trainer.stage.head.register_forward_hook(functools.partial(keep, logits))
     train_step(trainer, MicroBatchStream.of(batches))
     return [each.squeeze(1) for each in logits]
+
+
+def add_adapter_products(model: torch.nn.Module, folder: Path) -> None:
+    """Add what an adapter folder has to the weights of Transformers' model, by PEFT's formula."""
+    config, used = json.loads((folder / "adapter_config.json").read_text()), set()
+    tensors = load_file(folder / "adapter_model.safetensors")
+    scale = config["lora_alpha"] / (config["r"] ** 0.5 if config["use_rslora"] else config["r"])
+    for path, module in model.named_modules():
+        if re.fullmatch(config["target_modules"], path):
+            pair = [f"base_model.model.{path}.lora_{which}.weight" for which in "AB"]
+            used |= {*pair}
+            module.weight.data += scale * tensors[pair[1]] @ tensors[pair[0]]
+    assert used == tensors.keys(), "all modules that are matched, and no others, have tensors"
 
 
 def groups_of(plan: Plan, ranks: Sequence) -> list[Sequence]:
@@ -203,6 +225,29 @@ def as_released(
         pieces = made_of.arrangement.split(real)
         split |= dict(zip(made_of.names, pieces, strict=True))
     return split
+
+
+def assert_computes(
+    plan: Plan,
+    ranks: Sequence[tuple],
+    expected: Computed,
+    layout: Layout,
+    gated: tuple[str, ...] = ("language.",),
+) -> None:
+    """Ranks have `observed` the logits, loss and gradients that Transformers' model has."""
+    results, seen, gradients = zip(*ranks, strict=True)
+    logits = logits_together(plan, [own["head"] for own in seen])
+    for found, other in zip(logits, expected.logits_LW, strict=True):
+        assert_near(found, other, "logits")
+    norm = sum(one.square().sum().item() for one in expected.gradients.values()) ** 0.5
+    for result in results:
+        assert result == pytest.approx((expected.loss, norm), rel=TOLERANCE)
+    ours = as_released(put_together(plan, gradients, gated), plan.model, layout)
+    assert ours.keys() == expected.gradients.keys()
+    for key, gradient in expected.gradients.items():
+        # Without RoPE, keys that all move by the same change nothing but by rounding errors.
+        is_none = key.endswith("attention.k_proj.bias")
+        assert_near(ours[key], gradient, key, least=1.0 if is_none else 0.0)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, what: str, least: float = 0.0):

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 from conversion_cases import OURS
-from released import write_tensors
+from released import imported, write_tensors
 from safetensors.torch import load_file
 
 from megatron.vlm.checkpoint.identity import open_newest
@@ -33,6 +33,13 @@ def exported_like(run: Path, like: Path, target: Path, dtype=None) -> Path:
     planned = plan_export_like(open_newest(run), open_released(like), dtype)
     write_export(planned, target, lambda size: None)
     return target
+
+
+def comes_back(source: Path, folder: Path) -> Path:
+    """Import a checkpoint, and check that an export like it has the same bytes; returns the run."""
+    run = imported(source, folder / "run")
+    assert content(exported_like(run, source, folder / "back")) == content(source)
+    return run
 
 
 def exported(run: Path, layout: Layout, target: Path, dtype=None, size=SHARD_BYTES) -> Path:

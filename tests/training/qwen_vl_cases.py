@@ -1,29 +1,18 @@
 """Small random Qwen-VL models by transformers, and this project's description of them."""
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import tokenizers
+import native_resolution_cases
 import torch
-from released import randomized
+from native_resolution_cases import qwen2_5_vl, qwen2_vl, qwen3_vl
+from released import randomized, word_tokenizer
 from safetensors.torch import save_file
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-    Qwen2VLConfig,
-    Qwen2VLForConditionalGeneration,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLMoeConfig,
-    Qwen3VLMoeForConditionalGeneration,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 
-from omnibal.model.config import LanguageConfig, ModelConfig, RopeSections
-from omnibal.model.encoders import ImagesEncoder, VideoConfig
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import VideoConfig
 from omnibal.model.layers import ExpertsConfig, LayerRun
 
 PIECES = (
@@ -46,25 +35,11 @@ TEMPLATE = (
     "{%- if add_generation_prompt %}<|im_start|>assistant\n{%- endif %}"
 )
 """Qwen's, without tools."""
-_TEXT = {
-    "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "intermediate_size": 44, "vocab_size": 51, "rms_norm_eps": 1e-3,
-    "max_position_embeddings": 640,
-}  # fmt: skip
-_OURS = {
-    "layers": 3, "hidden_size": 32, "heads": 4, "kv_heads": 2, "ffn_hidden_size": 44,
-    "vocab_size": 51, "norm_eps": 1e-3, "max_positions": 640, "rope_base": 5000,
-}  # fmt: skip
-_TOWER = {
-    "layers": 3, "hidden_size": 24, "heads": 3, "ffn_hidden_size": 40, "patch_size": 4,
-    "frames_per_patch": 2, "qkv_bias": True, "qk_norm": False,
-}  # fmt: skip
 _OLDER_PIXELS = {
     "min_pixels": 56 * 56, "max_pixels": 128 * 28 * 28 * 128,
     "pixel_mean": (0.48145466, 0.4578275, 0.40821073),
     "pixel_std": (0.26862954, 0.26130258, 0.27577711),
 }  # fmt: skip
-_NEWER_PIXELS = {"min_pixels": 256 * 256, "max_pixels": 4096 * 4096}
 _NEWER_VIDEO = VideoConfig(
     min_pixels=4096,
     max_pixels=24_576 * 1024,
@@ -73,133 +48,45 @@ _NEWER_VIDEO = VideoConfig(
     sampling="ends",
     around=("<|vision_start|>", "<|vision_end|>"),
 )
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
-_OLDER_SECTIONS = RopeSections(time=1, rows=1, columns=2)
-_NEWER_SECTIONS = RopeSections(time=4, rows=2, columns=2, interleaved=True)
+_NEWER_PIXELS = {"min_pixels": 256 * 256, "max_pixels": 4096 * 4096, "video": _NEWER_VIDEO}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kind:
-    """A model that is tried; no size is the default of its class."""
+class Kind(NamedTuple):
+    """A model that is tried."""
 
     config: PretrainedConfig
     make: type[PreTrainedModel]
-    model: ModelConfig
-    """This project's description of it, written by hand."""
     layout: str
     """Of what `save_pretrained` writes."""
+    model: ModelConfig
+    """This project's description of it, written by hand."""
 
 
-def _rope(*sections: int, **more: Any) -> dict[str, Any]:
-    return {
-        "rope_type": "default", "rope_theta": 5000.0, "mrope_section": list(sections), **more
-    }  # fmt: skip
+def _kind(model: ModelConfig, layout: str, **tower: Any) -> Kind:
+    """A toy model as a release is described: with ids, a limit and sizes of images."""
+    made = native_resolution_cases.transformers_model(model)
+    made.config.update(IDS)
+    ends = {"max_position_embeddings": 640, "eos_token_id": 3, "bos_token_id": None}
+    made.config.text_config.update(ends)
+    named = model.model_copy(update={"name": "released", "chat_template": "tokenizer"})
+    limited = named.with_tower("language", max_positions=640)
+    described = limited.with_tower("vision", **tower)
+    return Kind(made.config, type(made), layout, described)
 
 
-def _older(kind: type[PretrainedConfig], vision: dict[str, Any], tied: bool) -> PretrainedConfig:
-    """Of Qwen2-VL or Qwen2.5-VL."""
-    sizes = {"depth": 3, "num_heads": 3, "patch_size": 4, **vision}
-    text = _TEXT | {
-        "rope_parameters": _rope(1, 1, 2), "bos_token_id": None, "eos_token_id": 3,
-        "tie_word_embeddings": tied,
-    }  # fmt: skip
-    return kind(text_config=text, vision_config=sizes, tie_word_embeddings=tied, **IDS)
-
-
-def _newer(kind: type[PretrainedConfig], tied: bool, **text: Any) -> PretrainedConfig:
-    """Of Qwen3-VL, whose heads are wider than hidden / heads."""
-    vision = {
-        "depth": 3, "hidden_size": 24, "intermediate_size": 40, "num_heads": 3, "patch_size": 4,
-        "out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2],
-    }  # fmt: skip
-    rope = _rope(4, 2, 2, mrope_interleaved=True)
-    whole = _TEXT | {
-        "head_dim": 16, "rope_parameters": rope, "tie_word_embeddings": tied, **text
-    }  # fmt: skip
-    return kind(text_config=whole, vision_config=vision, tie_word_embeddings=tied, **IDS)
-
-
-def _described(language: dict[str, Any], **tower: Any) -> ModelConfig:
-    return ModelConfig(
-        name="released",
-        chat_template="tokenizer",
-        encoders={"vision": ImagesEncoder(**_TOWER, **tower)},
-        language=LanguageConfig(**_OURS, **language),
-    )
-
-
-def _described_newer(**language: Any) -> ModelConfig:
-    return _described(
-        {"qk_norm": True, "head_size": 16, "rope_sections": _NEWER_SECTIONS, **language},
-        normalization="LayerNorm",
-        activation="gelu_tanh",
-        learned_positions=16,
-        deepstack_layers=(0, 2),
-        video=_NEWER_VIDEO,
-        **_NEWER_PIXELS,
-    )
-
-
-def _described_older(tied: bool, **tower: Any) -> ModelConfig:
-    return _described(
-        {"qkv_bias": True, "rope_sections": _OLDER_SECTIONS, "tied_head": tied},
-        patch_bias=False,
-        **tower,
-        **_OLDER_PIXELS,
-    )
-
-
+_EXPERTS = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=20)
+_SIZES = {"norm_eps": 1e-3, "rope_base": 5000}
+"""None is the default of its class."""
 KINDS = {
-    "qwen2-vl": Kind(
-        config=_older(
-            Qwen2VLConfig, {"embed_dim": 24, "mlp_ratio": 2, "hidden_size": 32}, tied=False
-        ),
-        make=Qwen2VLForConditionalGeneration,
-        model=_described_older(
-            False, normalization="LayerNorm", activation="quick_gelu", video=VideoConfig()
-        ).with_tower("vision", ffn_hidden_size=48),
-        layout="qwen2-vl",
+    "qwen2-vl": _kind(qwen2_vl(**_SIZES), "qwen2-vl", **_OLDER_PIXELS),
+    "qwen2.5-vl-tied": _kind(qwen2_5_vl(**_SIZES, tied_head=True), "qwen2.5-vl", **_OLDER_PIXELS),
+    "qwen3-vl-tied": _kind(qwen3_vl(**_SIZES, tied_head=True), "qwen3-vl", **_NEWER_PIXELS),
+    "qwen3-vl-moe": _kind(
+        qwen3_vl(**_SIZES, runs=(LayerRun(layers=1, experts=_EXPERTS),)),
+        "qwen3-vl-moe-stacked",
+        **_NEWER_PIXELS,
     ),
-    "qwen2.5-vl-tied": Kind(
-        config=_older(
-            Qwen2_5_VLConfig,
-            {
-                "hidden_size": 24, "intermediate_size": 40, "out_hidden_size": 32,
-                "window_size": 16, "fullatt_block_indexes": [1], "tokens_per_second": 2,
-            },
-            tied=True,
-        ),
-        make=Qwen2_5_VLForConditionalGeneration,
-        model=_described_older(
-            True,
-            normalization="RMSNorm",
-            gated=True,
-            window_pixels=16,
-            full_layers=(1,),
-            video=VideoConfig(positions_per_second=2),
-        ),
-        layout="qwen2.5-vl",
-    ),
-    "qwen3-vl-tied": Kind(
-        config=_newer(Qwen3VLConfig, tied=True),
-        make=Qwen3VLForConditionalGeneration,
-        model=_described_newer(tied_head=True),
-        layout="qwen3-vl",
-    ),
-    "qwen3-vl-moe": Kind(
-        config=_newer(Qwen3VLMoeConfig, tied=False, **_EXPERTS),
-        make=Qwen3VLMoeForConditionalGeneration,
-        model=_described_newer(
-            runs=(
-                LayerRun(
-                    layers=1,
-                    experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=20),
-                ),
-            )
-        ),
-        layout="qwen3-vl-moe-stacked",
-    ),
-}  # fmt: skip
+}
 
 
 def transformers_model(name: str, seed: int = 0) -> PreTrainedModel:
@@ -208,8 +95,7 @@ def transformers_model(name: str, seed: int = 0) -> PreTrainedModel:
 
 def write_companions(folder: Path) -> None:
     """What stands beside a released checkpoint: tokenizer, template, processors, a licence."""
-    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words = word_tokenizer(PIECES)
     words.add_special_tokens([piece for piece in PIECES if piece.startswith("<|")])
     words.save(str(folder / "tokenizer.json"))
     settings = {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}

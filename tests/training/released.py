@@ -5,7 +5,9 @@ The original layout is stated here anew, row by row, so that the converter is no
 
 import copy
 import json
-from collections.abc import Iterator, Mapping
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -26,6 +28,9 @@ from transformers import (
 
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
 
+RELEASED_CONFIGS = Path(__file__).parent / "released_configs"
+"""What of a release's config.json describes the model: of OpenGVLab/InternVL-Chat-V1-5,
+meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct."""
 Model = TypeVar("Model", bound=torch.nn.Module)
 
 IMAGE_TOKEN = 0
@@ -197,21 +202,26 @@ def _original(
     tensors: Mapping[str, torch.Tensor], config: InternVLConfig, language: str
 ) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _original_vision(tensors, config.vision_config)
-    for number, module in ((0, "layer_norm"), (1, "linear_1"), (3, "linear_2")):
-        for part in ("weight", "bias"):
-            there = f"model.multi_modal_projector.{module}.{part}"
-            yield f"mlp1.{number}.{part}", tensors[there]
-    own = {
-        name.removeprefix("model.language_model."): value
-        for name, value in tensors.items()
-        if name.startswith("model.language_model.")
-    }
+    projector = {"0": "layer_norm", "1": "linear_1", "3": "linear_2"}
+    yield from _moved(tensors, "model.multi_modal_projector.", "mlp1.", projector)
     if language == "internlm2":
-        yield from _internlm2(own, config.text_config)
+        yield from _internlm2(tensors, config.text_config)
     else:
-        yield from ((f"language_model.model.{name}", value) for name, value in own.items())
+        ours, theirs = "model.language_model.", "language_model.model."
+        own = (name for name in tensors if name.startswith(ours))
+        yield from ((name.replace(ours, theirs, 1), tensors[name]) for name in own)
     if "lm_head.weight" in tensors:
         yield HEADS[language], tensors["lm_head.weight"]
+
+
+def _moved(
+    tensors: Mapping[str, torch.Tensor], ours: str, theirs: str, modules: Mapping[str, str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Weights and biases of modules, those that are there, under other names."""
+    for there, here in modules.items():
+        for part in ("weight", "bias"):
+            if f"{ours}{here}.{part}" in tensors:
+                yield f"{theirs}{there}.{part}", tensors[f"{ours}{here}.{part}"]
 
 
 def _original_vision(
@@ -220,16 +230,16 @@ def _original_vision(
     ours, theirs = "model.vision_tower.embeddings.", "vision_model.embeddings."
     yield f"{theirs}class_embedding", tensors[f"{ours}cls_token"]
     yield f"{theirs}position_embedding", tensors[f"{ours}position_embeddings"]
-    for part in ("weight", "bias"):
-        there = f"{ours}patch_embeddings.projection.{part}"
-        yield f"{theirs}patch_embedding.{part}", tensors[there]
-    norms = ["weight"] if vision.norm_type == "rms_norm" else ["weight", "bias"]
+    yield from _moved(tensors, ours, theirs, {"patch_embedding": "patch_embeddings.projection"})
+    modules = {
+        "norm1": "layernorm_before", "norm2": "layernorm_after", "attn.q_norm": "attention.q_norm",
+        "attn.k_norm": "attention.k_norm", "attn.proj": "attention.projection_layer",
+        "mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2",
+    }  # fmt: skip
     for layer in range(vision.num_hidden_layers):
         ours = f"model.vision_tower.encoder.layer.{layer}."
         theirs = f"vision_model.encoder.layers.{layer}."
-        for part in norms:
-            yield f"{theirs}norm1.{part}", tensors[f"{ours}layernorm_before.{part}"]
-            yield f"{theirs}norm2.{part}", tensors[f"{ours}layernorm_after.{part}"]
+        yield from _moved(tensors, ours, theirs, modules)
         yield f"{theirs}ls1", tensors[f"{ours}lambda_1"]
         yield f"{theirs}ls2", tensors[f"{ours}lambda_2"]
         for part in ["weight", "bias"] if vision.attention_bias else ["weight"]:
@@ -237,34 +247,24 @@ def _original_vision(
             for one in ("q_proj", "k_proj", "v_proj"):
                 rows += list(tensors[f"{ours}attention.{one}.{part}"])
             yield f"{theirs}attn.qkv.{part}", torch.stack(rows)
-        if vision.use_qk_norm:
-            for one in ("q_norm", "k_norm"):
-                yield f"{theirs}attn.{one}.weight", tensors[f"{ours}attention.{one}.weight"]
-        for part in ("weight", "bias"):
-            yield f"{theirs}attn.proj.{part}", tensors[f"{ours}attention.projection_layer.{part}"]
-            yield f"{theirs}mlp.fc1.{part}", tensors[f"{ours}mlp.fc1.{part}"]
-            yield f"{theirs}mlp.fc2.{part}", tensors[f"{ours}mlp.fc2.{part}"]
 
 
 def _internlm2(
     tensors: Mapping[str, torch.Tensor], text: PretrainedConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    yield "language_model.model.tok_embeddings.weight", tensors["embed_tokens.weight"]
-    yield "language_model.model.norm.weight", tensors["norm.weight"]
-    for layer in range(text.num_hidden_layers):
-        ours, theirs = f"layers.{layer}.", f"language_model.model.layers.{layer}."
-        for there, here in (
-            ("attention_norm", "input_layernorm"),
-            ("ffn_norm", "post_attention_layernorm"),
-            ("attention.wo", "self_attn.o_proj"),
-            ("feed_forward.w1", "mlp.gate_proj"),
-            ("feed_forward.w2", "mlp.down_proj"),
-            ("feed_forward.w3", "mlp.up_proj"),
-        ):
-            yield f"{theirs}{there}.weight", tensors[f"{ours}{here}.weight"]
-        q, k, v = (tensors[f"{ours}self_attn.{one}_proj.weight"] for one in "qkv")
-        head_size = text.hidden_size // text.num_attention_heads
-        queries_per_group = text.num_attention_heads // text.num_key_value_heads
+    ours, theirs = "model.language_model.", "language_model.model."
+    outer = {"tok_embeddings": "embed_tokens", "norm": "norm"}
+    yield from _moved(tensors, ours, theirs, outer)
+    modules = {
+        "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+        "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w2": "mlp.down_proj", "feed_forward.w3": "mlp.up_proj",
+    }  # fmt: skip
+    head_size = text.hidden_size // text.num_attention_heads
+    queries_per_group = text.num_attention_heads // text.num_key_value_heads
+    for layer in (f"layers.{number}." for number in range(text.num_hidden_layers)):
+        yield from _moved(tensors, ours + layer, theirs + layer, modules)
+        q, k, v = (tensors[f"{ours}{layer}self_attn.{one}_proj.weight"] for one in "qkv")
         rows = []
         for group in range(text.num_key_value_heads):
             for query in range(queries_per_group):
@@ -272,7 +272,13 @@ def _internlm2(
                 rows += [q[first + row] for row in range(head_size)]
             rows += [k[group * head_size + row] for row in range(head_size)]
             rows += [v[group * head_size + row] for row in range(head_size)]
-        yield f"{theirs}attention.wqkv.weight", torch.stack(rows)
+        yield f"{theirs}{layer}attention.wqkv.weight", torch.stack(rows)
+
+
+SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers")
+TEXT_SIZES = (*SIZES, "num_key_value_heads", "rms_norm_eps", "vocab_size")
+VISION_SIZES = (*SIZES, "layer_norm_eps", "norm_type")
+"""Keys that both kinds of config.json have."""
 
 
 def original_config(config: InternVLConfig, language: str, dtype: torch.dtype) -> dict:
@@ -291,17 +297,11 @@ def original_config(config: InternVLConfig, language: str, dtype: torch.dtype) -
             "model_type": language,
             "bias": False,
             "hidden_act": "silu",
-            "hidden_size": text.hidden_size,
-            "intermediate_size": text.intermediate_size,
-            "num_attention_heads": text.num_attention_heads,
-            "num_hidden_layers": text.num_hidden_layers,
-            "num_key_value_heads": text.num_key_value_heads,
-            "rms_norm_eps": text.rms_norm_eps,
             "rope_scaling": {"factor": 2.0, "type": "dynamic"},
             "rope_theta": 5000,
             "tie_word_embeddings": config.tie_word_embeddings,
             "torch_dtype": str(dtype).removeprefix("torch."),
-            "vocab_size": text.vocab_size,
+            **{name: getattr(text, name) for name in TEXT_SIZES},
             **LANGUAGES.get(language, (None, {}))[1],
         },
         "max_dynamic_patch": 6,
@@ -316,18 +316,13 @@ def original_config(config: InternVLConfig, language: str, dtype: torch.dtype) -
             "model_type": "intern_vit_6b",
             "drop_path_rate": 0.4,
             "hidden_act": "gelu",
-            "hidden_size": vision.hidden_size,
             "image_size": vision.image_size[0],
             "initializer_factor": vision.layer_scale_init_value,
-            "intermediate_size": vision.intermediate_size,
-            "layer_norm_eps": vision.layer_norm_eps,
-            "norm_type": vision.norm_type,
-            "num_attention_heads": vision.num_attention_heads,
             "num_channels": 3,
-            "num_hidden_layers": vision.num_hidden_layers,
             "patch_size": vision.patch_size[0],
             "qk_normalization": vision.use_qk_norm,
             "qkv_bias": vision.attention_bias,
+            **{name: getattr(vision, name) for name in VISION_SIZES},
         },
     }
 
@@ -360,6 +355,11 @@ def save_released(
     return folder
 
 
+def saved(name: str, folder: Path, layout: str, *options, **more) -> Path:
+    """A checkpoint folder of one of `KINDS`, without a tokenizer."""
+    return save_released(transformers_model(KINDS[name]), folder, layout, *options, **more)
+
+
 def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes: int | None):
     """As `save_pretrained` does."""
     shards: list[dict[str, torch.Tensor]] = [{}]
@@ -381,11 +381,35 @@ def write_tensors(folder: Path, tensors: Mapping[str, torch.Tensor], shard_bytes
     (folder / "model.safetensors.index.json").write_text(text)
 
 
-def write_tokenizer(folder: Path, pieces: list[str] = PIECES) -> None:
-    """A fast tokenizer in which `<IMG_CONTEXT>` is `IMAGE_TOKEN`."""
+def write_holes(
+    folder: Path, config: Mapping, shapes: Mapping[str, Sequence[int]], files: int
+) -> None:
+    """A checkpoint of bf16, of any size, whose values are holes in its files."""
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    weight_map: dict[str, str] = {}
+    for number in range(files):
+        file, header, size = f"model-{number + 1:05d}-of-{files:05d}.safetensors", {}, 0
+        for name in sorted(shapes)[number::files]:
+            end = size + 2 * math.prod(shapes[name])
+            header[name] = {"dtype": "BF16", "shape": [*shapes[name]], "data_offsets": [size, end]}
+            weight_map[name], size = file, end
+        text = json.dumps(header).encode()
+        with (folder / file).open("wb") as stream:
+            stream.write(struct.pack("<Q", len(text)) + text)
+            stream.truncate(8 + len(text) + size)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def word_tokenizer(pieces: Sequence[str]) -> tokenizers.Tokenizer:
     vocabulary = {piece: number for number, piece in enumerate(pieces)}
-    model = tokenizers.models.WordLevel(vocabulary, unk_token="<unk>")
-    tokenizers.Tokenizer(model).save(str(folder / "tokenizer.json"))
+    return tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+
+
+def write_tokenizer(folder: Path, pieces: Sequence[str] = PIECES) -> None:
+    """A fast tokenizer in which `<IMG_CONTEXT>` is `IMAGE_TOKEN`."""
+    word_tokenizer(pieces).save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "add_bos_token": false}')
 
 

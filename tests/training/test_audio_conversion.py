@@ -1,15 +1,14 @@
 """Whisper's encoder imported beside InternVL, trained, and exported: against Transformers' own."""
 
-import json
 import shutil
-from pathlib import Path
 
 import pytest
 import torch
 from commands import launcher
-from conversion_file_cases import content
+from conversion_cases import assert_near
+from conversion_file_cases import content, edit_config
 from ranks import run_ranks
-from released import KINDS, PIECES, save_released, transformers_model, write_tokenizer
+from released import PIECES, saved, write_tokenizer
 from tensor_parallel_cases import by_name, whole
 from toy import OPTIONS, stages_of, toy_plan
 from transformers import WhisperConfig, WhisperForConditionalGeneration
@@ -40,9 +39,7 @@ SIZES = {
 def folders(tmp_path_factory):
     """A random InternVL and a random Whisper, released, and the run imported of both."""
     there = tmp_path_factory.mktemp("released")
-    seeing = save_released(
-        transformers_model(KINDS["300m-qwen2"]), there / "internvl", "transformers"
-    )
+    seeing = saved("300m-qwen2", there / "internvl", "transformers")
     write_tokenizer(seeing, WORDS)
     torch.manual_seed(1)
     whisper = WhisperForConditionalGeneration(WhisperConfig(**SIZES))
@@ -63,15 +60,12 @@ def converted(*arguments: object) -> str:
     return ended.stdout
 
 
-def frames():
-    torch.manual_seed(2)
-    return torch.randn(CLIPS, SIZES["num_mel_bins"], 2 * SIZES["max_source_positions"])
-
-
-def wanted():
-    """Gradient of the encoder's output. [V, C, H]"""
-    torch.manual_seed(3)
-    return torch.randn(SIZES["max_source_positions"], CLIPS, SIZES["d_model"])
+RANDOM = torch.Generator().manual_seed(2)
+FRAMES_CBF = torch.randn(
+    CLIPS, SIZES["num_mel_bins"], 2 * SIZES["max_source_positions"], generator=RANDOM
+)
+WANTED_VCH = torch.randn(SIZES["max_source_positions"], CLIPS, SIZES["d_model"], generator=RANDOM)
+"""Gradient of the encoder's output."""
 
 
 def heard(links, plan, run):
@@ -81,18 +75,24 @@ def heard(links, plan, run):
     units = trainer.stage.encoders["audio"]
     normed = []
     units.projector.norm.register_forward_hook(lambda _, __, output: normed.append(output))
-    batch = MicroBatch(tiles=0, clips=CLIPS, tokens=1, segment_tokens=(1,), frames_CBF=frames())
+    batch = MicroBatch(tiles=0, clips=CLIPS, tokens=1, segment_tokens=(1,), frames_CBF=FRAMES_CBF)
     trainer.stage.encode(batch, only="audio")
     trainer.model.zero_grad_buffer()
-    normed[0].backward(wanted())
+    normed[0].backward(WANTED_VCH)
     return normed[0].detach(), by_name(trainer.stage, lambda parameter: parameter.main_grad)
 
 
 def heard_by_transformers(links, whisper):
     encoder = WhisperForConditionalGeneration.from_pretrained(whisper).model.encoder.eval()
-    output = encoder(frames()).last_hidden_state.transpose(0, 1)
-    output.backward(wanted())
+    output = encoder(FRAMES_CBF).last_hidden_state.transpose(0, 1)
+    output.backward(WANTED_VCH)
     return output.detach(), {name: value.grad for name, value in encoder.named_parameters()}
+
+
+def whispers(model):
+    """Parameters that Whisper has, and its tensors that they are made of."""
+    pairs = ((each, whisper_tensors(each, model.audio, "")) for each in audio_parameters(model))
+    return [(parameter, made_of) for parameter, made_of in pairs if made_of is not None]
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -106,18 +106,11 @@ def test_outputs_and_all_gradients_are_those_of_transformers(folders, tensor):
     for found, _ in ranks:
         torch.testing.assert_close(found, output, rtol=1e-4, atol=1e-4)
     compared = set()
-    for parameter in audio_parameters(model):
-        made_of = whisper_tensors(parameter, model.audio, "")
-        if made_of is None:
-            continue
+    for parameter, made_of in whispers(model):
         value = whole(parameter.name, [own[parameter.name] for _, own in ranks])
         value = value[tuple(slice(size) for size in parameter.shape)]
         for name, piece in zip(made_of.names, made_of.arrangement.split(value), strict=True):
-            scale = gradients[name].abs().max().item()
-            torch.testing.assert_close(
-                piece.reshape(gradients[name].shape), gradients[name], rtol=1e-4,
-                atol=1e-4 * scale, msg=name,
-            )  # fmt: skip
+            assert_near(piece.reshape(gradients[name].shape), gradients[name], name)
             compared.add(name)
     assert compared == gradients.keys() - {"embed_positions.weight"}
 
@@ -158,12 +151,6 @@ def test_what_no_checkpoint_has_is_drawn_and_the_tokenizer_gets_its_words(folder
     assert loaded["embedding.word_embeddings.weight"][: model.language.vocab_size].any(1).all()
 
 
-def damaged(folder: Path, change) -> Path:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | change))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -177,9 +164,9 @@ def damaged(folder: Path, change) -> Path:
 def test_other_encoders_are_refused(folders, tmp_path, change, message):
     """Prevents: a run that is made of a checkpoint which it does not follow."""
     seeing, whisper, _ = folders
-    shutil.copytree(whisper, tmp_path / "whisper")
-    other = damaged(tmp_path / "whisper", change)
-    run = tmp_path / "run"
+    other, run = tmp_path / "whisper", tmp_path / "run"
+    shutil.copytree(whisper, other)
+    edit_config(**change)(other)
     ended = launcher().run("tools/convert.py", "import", seeing, "--audio", other, "-o", run)
     assert ended.returncode == 2 and message in " ".join(ended.stderr.split()), ended.stderr
     assert not run.exists()
@@ -196,7 +183,7 @@ def test_whisper_large_has_its_tensors():
     )  # fmt: skip
     with torch.device("meta"):
         expected = {n: tuple(p.shape) for n, p in WhisperEncoder(config).named_parameters()}
-    made_of = [whisper_tensors(each, audio, "") for each in audio_parameters(model)]
-    found = {n: s for one in made_of if one for n, s in zip(one.names, one.shapes, strict=True)}
+    made_of = [one for _, one in whispers(model)]
+    found = {n: s for one in made_of for n, s in zip(one.names, one.shapes, strict=True)}
     del expected["embed_positions.weight"]
     assert found == expected

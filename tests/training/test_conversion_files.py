@@ -13,6 +13,7 @@ from conversion_file_cases import (
     INDEX,
     SHARD_BYTES,
     TYPES,
+    comes_back,
     content,
     edit_config,
     edit_json,
@@ -26,20 +27,22 @@ from released import (
     IMAGE_TOKEN,
     KINDS,
     PIECES,
+    configuration,
     imported,
     save_released,
-    transformers_model,
+    saved,
     write_tokenizer,
 )
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
     GenerationConfig,
+    InternVLForConditionalGeneration,
     LlamaConfig,
-    LlamaForCausalLM,
     Qwen2Config,
     Qwen2Tokenizer,
 )
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
@@ -62,8 +65,7 @@ HEAD = "language_model.lm_head.weight"
 def source(tmp_path_factory) -> Path:
     """A sharded checkpoint in the original layout, not to be changed."""
     folder = tmp_path_factory.mktemp("files") / "there"
-    model = transformers_model(KINDS["300m-qwen2"])
-    save_released(model, folder, "qwen2", torch.bfloat16, SHARD_BYTES)
+    saved("300m-qwen2", folder, "qwen2", torch.bfloat16, SHARD_BYTES)
     write_tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ messages }}")
     (folder / "tokenization_own.py").write_text("raise ImportError\n")
@@ -86,6 +88,8 @@ def config_of(folder: Path) -> dict:
     return json.loads((folder / "config.json").read_text())
 
 
+LANGUAGE = {"transformers": "text_config", "qwen2": "llm_config"}
+"""Table of the language model in a config.json, by layout."""
 # Where the configuration ties the head: the whole model's word, the language model's; whether
 # there is a head, and a tied one's values.
 TIES = {
@@ -107,12 +111,10 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
     """Prevents: a trained head that an import drops, or asks for where the model has none: a class
     that sets one of two entries from the other writes both, and they may differ."""
     kind = "300m-qwen2" if head == "other" else "6b-qwen2-tied"
-    there = save_released(
-        transformers_model(KINDS[kind]), tmp_path / "there", layout, head_copy=head == "copy"
-    )
+    there = saved(kind, tmp_path / "there", layout, head_copy=head == "copy")
     assert (HEAD in tensors_of(there)) == (head is not None)
-    language = {"transformers": "text_config", "qwen2": "llm_config"}[layout]
-    edit_config(tie_word_embeddings=outer, **{f"{language}__tie_word_embeddings": inner})(there)
+    own = {f"{LANGUAGE[layout]}__tie_word_embeddings": inner}
+    edit_config(tie_word_embeddings=outer, **own)(there)
     run = imported(there, tmp_path / "run")
     assert open_newest(run).model.language.tied_head == tied
     back = content(exported_like(run, there, tmp_path / "back"))
@@ -127,37 +129,30 @@ def test_whether_the_head_is_tied(tmp_path, layout, outer, inner, head, tied):
 
 def test_what_transformers_saves_again_is_read(tmp_path):
     """Prevents: a model that Transformers 5 loads untied, and saves saying both, being refused."""
-    there = save_released(transformers_model(KINDS["300m-qwen2"]), tmp_path / "a", "transformers")
+    there = saved("300m-qwen2", tmp_path / "a", "transformers")
     edit_config(tie_word_embeddings=True)(there)
-    model = type(transformers_model(KINDS["300m-qwen2"])).from_pretrained(there)
-    model.save_pretrained(tmp_path / "b")
+    InternVLForConditionalGeneration.from_pretrained(there).save_pretrained(tmp_path / "b")
     config = config_of(tmp_path / "b")
     assert config["tie_word_embeddings"] and not config["text_config"]["tie_word_embeddings"]
     assert not open_released(tmp_path / "b").model.language.tied_head
 
 
-def test_configuration_for_other_versions(tmp_path, run):
-    """Prevents: a RoPE base of 10,000 in versions of Transformers that look for it elsewhere, and
-    weights in a type that nobody asked for."""
-    config = config_of(exported_as(run, "transformers", tmp_path / "out", torch.bfloat16))
-    text = config["text_config"]
-    assert text["rope_theta"] == text["rope_parameters"]["rope_theta"] == 5000.0
-    assert config["dtype"] == config["torch_dtype"] == "bfloat16"
-    read = AutoConfig.from_pretrained(tmp_path / "out")
-    assert read.text_config.max_position_embeddings == 32_768
-    assert read.text_config.eos_token_id == END_TOKEN and read.image_token_id == IMAGE_TOKEN
-
-
-@pytest.mark.parametrize("layout", ["transformers", "qwen2"])
-def test_generation_ends_where_an_answer_does(tmp_path, run, layout):
-    """Prevents: an exported model that talks on behind its answer."""
-    out = exported_as(run, layout, tmp_path / "out")
-    read = GenerationConfig.from_pretrained(out)
-    assert (read.eos_token_id, read.pad_token_id) == (END_TOKEN, END_TOKEN)
-    language = {"transformers": "text_config", "qwen2": "llm_config"}[layout]
-    assert config_of(out)[language]["eos_token_id"] == END_TOKEN
+@pytest.mark.parametrize("layout", LANGUAGE)
+def test_configuration_is_for_all_versions_and_ends_answers(tmp_path, run, layout):
+    """Prevents: an exported model that talks on behind its answer, a RoPE base of 10,000 in
+    versions of Transformers that look for it elsewhere, and a type that nobody asked for."""
+    out = exported_as(run, layout, tmp_path / "out", torch.bfloat16)
+    ends, config = GenerationConfig.from_pretrained(out), config_of(out)
+    assert (ends.eos_token_id, ends.pad_token_id) == (END_TOKEN, END_TOKEN)
+    text = config[LANGUAGE[layout]]
+    assert text["eos_token_id"] == END_TOKEN and config["torch_dtype"] == "bfloat16"
     for name in ("tokenizer.json", "chat_template.jinja", "tokenization_own.py"):
         assert (out / name).read_bytes() == (run / "tokenizer" / name).read_bytes()
+    if layout == "transformers":
+        assert text["rope_theta"] == text["rope_parameters"]["rope_theta"] == 5000.0
+        read = AutoConfig.from_pretrained(out)
+        assert read.text_config.max_position_embeddings == 32_768 and read.dtype == torch.bfloat16
+        assert read.text_config.eos_token_id == END_TOKEN and read.image_token_id == IMAGE_TOKEN
 
 
 @pytest.mark.parametrize(
@@ -177,13 +172,8 @@ def test_image_processor_makes_the_tiles_of_training(tmp_path, source, size, mos
     theirs = processor(images=[picture], return_tensors="pt")["pixel_values"]
     model = open_newest(run).model
     assert model.vision.tiling == TilingConfig(max_dynamic_patch=most)
-    sample = Sample(
-        identity="one",
-        source="one",
-        where="one",
-        images=(ImageFile(tmp_path / "picture.png"),),
-        turns=(Turn(IMAGE, "", None),),
-    )
+    images, turns = (ImageFile(tmp_path / "picture.png"),), (Turn(IMAGE, "", None),)
+    sample = Sample(identity="one", source="one", where="one", images=images, turns=turns)
     tokenizer = open_tokenizer(run / "tokenizer")
     ours = SampleReader([sample], tokenizer, model).pixels([sample])
     assert theirs.shape == ours.shape and (len(ours) > 1) == (most > 1 and size != (16, 16))
@@ -205,8 +195,7 @@ def test_index_comes_back(tmp_path, source, change):
     there = changed(source, tmp_path / "there")
     index = change(json.loads((there / INDEX).read_text()))
     (there / INDEX).write_text(json.dumps(index, indent=7))
-    run = imported(there, tmp_path / "run")
-    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
+    run = comes_back(there, tmp_path)
     other = exported_like(run, there, tmp_path / "other", torch.float32)
     found = json.loads((other / INDEX).read_text())
     size = sum(one.nbytes for one in tensors_of(other).values())
@@ -268,51 +257,38 @@ DYNAMIC = {
 def test_dynamic_rope_limits_samples_and_comes_back(tmp_path, source):
     """Prevents: samples for which the released model scales its RoPE, computed unscaled; and an
     export that no longer scales."""
-    there = changed(source, tmp_path / "there", edit_config(**DYNAMIC))
-    run = imported(there, tmp_path / "run")
+    run = comes_back(changed(source, tmp_path / "there", edit_config(**DYNAMIC)), tmp_path)
     language = load_model(str(run / "model.toml")).language
     assert (language.max_positions, language.rope_factor) == (4096, 3.0)
-    for layout, table in (("qwen2", "llm_config"), ("transformers", "text_config")):
+    for layout, table in LANGUAGE.items():
         out = exported_as(run, layout, tmp_path / layout)
         assert config_of(out)[table]["max_position_embeddings"] == 4096
         assert open_released(out).model.language == language
-    assert config_of(tmp_path / "qwen2")["llm_config"]["rope_scaling"] == {
-        "type": "dynamic",
-        "factor": 3.0,
-    }
+    scaling = config_of(tmp_path / "qwen2")["llm_config"]["rope_scaling"]
+    assert scaling == {"type": "dynamic", "factor": 3.0}
     rope = AutoConfig.from_pretrained(tmp_path / "transformers").text_config.rope_parameters
     assert rope == {"rope_type": "dynamic", "factor": 3.0, "rope_theta": 5000.0}
-    assert content(exported_like(run, there, tmp_path / "back")) == content(there)
 
 
-@pytest.mark.parametrize(("kind", "most"), [("qwen2", 32_768), ("llama", 2048)])
-def test_limit_that_is_not_said_is_the_default_of_the_class(tmp_path, kind, most):
+@pytest.mark.parametrize(
+    ("name", "layout", "kind"),
+    [("300m-qwen2", "qwen2", Qwen2Config), ("6b-llama", "llama", LlamaConfig)],
+)
+def test_limit_that_is_not_said_is_the_default_of_the_class(tmp_path, name, layout, kind):
     """Prevents: a limit that is not the one at which the released model begins to scale."""
-    name = {"qwen2": "300m-qwen2", "llama": "6b-llama"}[kind]
-    there = save_released(transformers_model(KINDS[name]), tmp_path / "there", kind)
-    assert open_released(there).model.language.max_positions == most
-    default = {"qwen2": Qwen2Config, "llama": LlamaConfig}[kind]().max_position_embeddings
-    assert default == most
+    language = open_released(saved(name, tmp_path / "there", layout)).model.language
+    assert language.max_positions == kind().max_position_embeddings
 
 
 def test_released_model_scales_just_beyond_the_limit():
     """Prevents: a limit that is off by one from where Transformers' own RoPE changes."""
-    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 4}
-    sizes |= {"num_hidden_layers": 1, "intermediate_size": 16, "vocab_size": 9}
-    ropes = {"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0}
-    plain, scaled = (
-        LlamaForCausalLM(
-            LlamaConfig(
-                **sizes, max_position_embeddings=24, rope_parameters={"rope_theta": 5e3, **rope}
-            )
-        ).eval()
-        for rope in ropes
-    )
-    scaled.load_state_dict(plain.state_dict())
-    ids = torch.arange(25)[None] % 9
-    with torch.no_grad():
-        torch.testing.assert_close(plain(ids[:, :24]).logits, scaled(ids[:, :24]).logits)
-        assert not torch.allclose(plain(ids).logits, scaled(ids).logits)
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 24}
+    kinds = ({"rope_type": "default"}, {"rope_type": "dynamic", "factor": 2.0})
+    configs = (LlamaConfig(**sizes, rope_parameters={"rope_theta": 5e3, **kind}) for kind in kinds)
+    ropes = [LlamaRotaryEmbedding(config) for config in configs]
+    for tokens in (24, 25):
+        plain, scaled = (rope(torch.zeros(1), torch.arange(tokens)[None])[0] for rope in ropes)
+        assert torch.equal(plain, scaled) == (tokens == 24)
 
 
 def test_rope_without_a_type_is_unscaled(tmp_path, source):
@@ -357,13 +333,8 @@ def write_slow_tokenizer(folder: Path, configured: bool = True) -> None:
         str(number): {"content": piece, "special": piece != "<unk>"}
         for number, piece in enumerate(pieces, first)
     }
-    config: dict = {
-        "tokenizer_class": "Qwen2Tokenizer",
-        "add_prefix_space": False,
-        "add_bos_token": False,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
-    }
+    config = {"tokenizer_class": "Qwen2Tokenizer", "add_prefix_space": False}
+    config |= {"add_bos_token": False, "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     if configured:
         config["added_tokens_decoder"] = added
     else:
@@ -386,21 +357,11 @@ def test_slow_tokenizer_is_what_transformers_makes_of_it(tmp_path, configured):
     assert len(ours.encode("ab")) == 1 and ours.vocab_size == len(theirs)
 
 
-def without_tokenizer(source: Path, target: Path) -> Path:
-    there = changed(source, target)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (there / name).unlink()
-    return there
-
-
 def test_slow_tokenizer_is_imported(tmp_path):
     """Prevents: a released model that is said to have no tokenizer."""
-    there = tmp_path / "there"
-    model = transformers_model(KINDS["300m-qwen2"])
-    text = model.config.text_config
-    text.vocab_size = 300
-    model = type(model)(model.config)
-    save_released(model, there, "qwen2")
+    config = configuration(KINDS["300m-qwen2"])
+    config.text_config.vocab_size = 300
+    there = save_released(InternVLForConditionalGeneration(config), tmp_path / "there", "qwen2")
     write_slow_tokenizer(there)
     lines = import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
     assert "tokenizer.json" in lines[-1]
@@ -410,7 +371,8 @@ def test_slow_tokenizer_is_imported(tmp_path):
 
 def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):
     """Prevents: a tokenizer that is made of files of another kind, or said not to be there."""
-    there = without_tokenizer(source, tmp_path / "there")
+    there = changed(source, tmp_path / "there")
+    (there / "tokenizer.json").unlink()
     write_slow_tokenizer(there)
     with pytest.raises(UserError, match=r"there/tokenizer.json has 2\d\d pieces, .* embeds 51"):
         import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)

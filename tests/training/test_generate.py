@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from commands import Completed, launcher
+from commands import launcher
 from conversion_file_cases import edit_config
 from PIL import Image
 from ranks import run_ranks
-from released import KINDS, PIECES, imported, save_released, transformers_model
+from released import KINDS, PIECES, imported, saved, transformers_model, word_tokenizer
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader
@@ -21,10 +21,7 @@ from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.parallel import Parallel
 
-NEW_TOKENS = 6
-
-
-CHATS = "c c c"
+NEW_TOKENS, CHATS = 6, "c c c"
 
 
 @pytest.fixture(
@@ -35,18 +32,16 @@ def model_and_run(request, tmp_path_factory):
     InternVL's layout has a system message for chats, and RoPE that is scaled later."""
     folder = tmp_path_factory.mktemp("released")
     name, layout = request.param
-    model = transformers_model(KINDS[name])
-    save_released(model, folder / "model", layout)
+    saved(name, folder / "model", layout)
     if layout == "qwen2":
         edit_config(system_message=CHATS)(folder / "model")
     write_tokenizer(folder / "model")
-    return model, imported(folder / "model", folder / "run")
+    return transformers_model(KINDS[name]), imported(folder / "model", folder / "run")
 
 
 def write_tokenizer(folder: Path) -> None:
     """Words that stand apart, and the pieces of the chat template."""
-    vocabulary = {piece: number for number, piece in enumerate(PIECES)}
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    words = word_tokenizer(PIECES)
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
     words.add_special_tokens(PIECES[:6])
     words.save(str(folder / "tokenizer.json"))
@@ -99,19 +94,13 @@ def test_answers_are_those_of_transformers(tmp_path, model_and_run):
         assert answer == expected
 
 
-def chat(*arguments: object) -> Completed:
-    return launcher().run("tools/chat.py", *arguments)
-
-
 def test_chat_prints_the_answer(tmp_path, model_and_run):
     """Prevents: a command that answers otherwise than the function, or about no image."""
     _, run = model_and_run
     sample = sample_of(tmp_path, 1)
     [[answer]] = run_ranks(Parallel(pipeline=1), answers, run, [sample])
-    asked = chat(
-        "--load", run, "--image", sample.images[0].path, "--prompt", "a b", "--precision", "fp32",
-        "--max-new-tokens", NEW_TOKENS,
-    )  # fmt: skip
+    words = ("--image", sample.images[0].path, "--prompt", "a b", "--max-new-tokens", NEW_TOKENS)
+    asked = launcher().run("tools/chat.py", "--load", run, "--precision", "fp32", *words)
     assert asked.returncode == 0, asked.stderr
     assert asked.stdout == open_tokenizer(run / "tokenizer").decode(answer) + "\n"
 
@@ -133,8 +122,6 @@ def test_mistakes_are_one_line(model_and_run, arguments, message):
     most = open_newest(run).model.language.max_positions
     if message == "max_positions" and most is None:
         pytest.skip("its RoPE is never scaled")
-    asked = chat("--load", run, *arguments)
-    assert asked.returncode == 2
-    assert asked.stderr.startswith("error: ")
-    assert message in asked.stderr
-    assert len(asked.stderr.splitlines()) == 1
+    asked = launcher().run("tools/chat.py", "--load", run, *arguments)
+    [line] = asked.stderr.splitlines()
+    assert asked.returncode == 2 and line.startswith("error: ") and message in line

@@ -2,24 +2,22 @@
 
 import functools
 import json
-import re
 from pathlib import Path
 
 import pytest
 import torch
 from conversion_cases import (
-    TOLERANCE,
     Computed,
-    as_released,
+    add_adapter_products,
+    assert_computes,
     assert_near,
     computed_by,
-    logits_together,
+    loaded_by_transformers,
     observed,
     predicting_positions,
-    put_together,
     train_and_save,
 )
-from conversion_file_cases import exported
+from conversion_file_cases import edit_config, exported
 from native_resolution_cases import (
     ImageSample,
     pack_of,
@@ -33,12 +31,11 @@ from native_resolution_cases import (
 )
 from ranks import run_ranks
 from released import imported, randomized
-from safetensors.torch import load_file
 from toy import stages_of, toy_plan
-from transformers import AutoModelForImageTextToText
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.adapter_files import export_adapter
+from megatron.vlm.conversion.exporting import plan_export_like, write_export
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.batch import MicroBatch
@@ -79,7 +76,7 @@ def theirs(name: str) -> torch.nn.Module:
 
 
 def batches_of(name: str) -> list[MicroBatch]:
-    return [pack_of(samples) for samples in packs_of(MODELS[name])]
+    return [*map(pack_of, packs_of(MODELS[name]))]
 
 
 def run_of(name: str, folder: Path) -> Path:
@@ -110,14 +107,9 @@ LAYOUTS = {
     "pp2-tp2": ((3,), {"tensor": 2}),
     "pp2-tp2-sp": ((9,), {"tensor": 2, "sequence_parallel": True}),
 }
-CASES = [
-    *((name, "one-process") for name in MODELS),
-    ("qwen3-vl", "pp2-tp2"),
-    ("qwen3-vl-tied", "pp2-tp2-sp"),
-    ("qwen3-vl-moe", "pp2-tp2-sp"),
-    ("qwen2.5-vl", "pp2-tp2"),
-    ("qwen2-vl", "pp2-tp2-sp"),
-]
+CASES = [(name, "one-process") for name in MODELS]
+CASES += [(name, "pp2-tp2") for name in ("qwen3-vl", "qwen2.5-vl")]
+CASES += [(name, "pp2-tp2-sp") for name in ("qwen3-vl-tied", "qwen3-vl-moe", "qwen2-vl")]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)
@@ -125,35 +117,25 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
     """Prevents: rows of q, k, v or of gate and up in another order, experts, mergers or norms in
     the place of others, and another epsilon, activation, window or RoPE than the folder's."""
     cuts, sizes = LAYOUTS[layout]
-    if layout == "pp2-tp2-sp" and name == "qwen3-vl-moe":
+    if (layout, name) == ("pp2-tp2-sp", "qwen3-vl-moe"):
         sizes = sizes | {"expert": 2}
     run = run_of(name, tmp_path)
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     ranks = run_ranks(plan.parallel, observed, plan, run, batches_of(name))
-    expected = reference(name)
-    logits = logits_together(plan, [seen["head"] for _, seen, _ in ranks])
-    for own, other in zip(logits, expected.logits_LW, strict=True):
-        assert_near(own, other, "logits")
-    losses = [rank[0] for rank in ranks]
-    assert losses == pytest.approx([expected.loss] * len(ranks), rel=TOLERANCE)
-    found = put_together(plan, [own for *_, own in ranks], GATED.get(name, ("language.",)))
-    ours = as_released(found, model, OWN_NAMES[name])
-    assert ours.keys() == expected.gradients.keys()
-    for key, gradient in expected.gradients.items():
-        assert_near(ours[key], gradient, key)
+    assert_computes(plan, ranks, reference(name), OWN_NAMES[name], GATED.get(name, ("language.",)))
 
 
 def logits_of_folder(links, folder: Path, model: ModelConfig):
-    after, told = AutoModelForImageTextToText.from_pretrained(folder, output_loading_info=True)
-    assert not any(told.values()), told
-    # Under this project's stand-ins for CUDA, that load leaves RoPE's tables, which are not stored,
-    # undefined.
-    values, after = after.state_dict(), type(after)(after.config).eval()
-    after.load_state_dict(values)
+    after = loaded_by_transformers(folder)
+    return logits_of_packs(after, model), dict(after.named_parameters())
+
+
+def logits_of_packs(theirs: torch.nn.Module, model: ModelConfig) -> list[torch.Tensor]:
     with torch.no_grad():
-        found = [[logits_of(after, sample) for sample in pack] for pack in packs_of(model)]
-    return [torch.cat(each) for each in found], dict(after.named_parameters())
+        return [
+            torch.cat([logits_of(theirs, sample) for sample in pack]) for pack in packs_of(model)
+        ]
 
 
 @pytest.mark.parametrize(
@@ -172,7 +154,10 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
     plan = toy_plan(model, stages_of(model, *cuts), tensor=tensor)
     ranks = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(name))
     exported(trained, layout, tmp_path / "out")
-    given_ids(tmp_path / "out", tmp_path / "released")
+    # Ids of images' tokens would be those of a tokenizer.
+    config = json.loads((tmp_path / "released" / "config.json").read_text())
+    ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
+    edit_config(**ids)(tmp_path / "out")
     [(expected, weights)] = run_ranks(
         Parallel(pipeline=1), logits_of_folder, tmp_path / "out", MODELS[name]
     )
@@ -185,43 +170,37 @@ def test_trained_model_is_the_same_in_transformers(tmp_path, name, layout, cuts,
 
 
 def with_adapter(links, folder: Path, name: str):
-    """Logits of transformers' model with an adapter folder as PEFT's formula has it."""
-    model, used = theirs(name), set()
-    config = json.loads((folder / "adapter_config.json").read_text())
-    tensors = load_file(folder / "adapter_model.safetensors")
-    for path, module in model.named_modules():
-        if not re.fullmatch(config["target_modules"], path):
-            continue
-        pair = [f"base_model.model.{path}.lora_{which}.weight" for which in "AB"]
-        used |= {*pair}
-        product = config["lora_alpha"] / config["r"] * tensors[pair[1]] @ tensors[pair[0]]
-        module.weight.data += product
-    assert used == tensors.keys(), "all modules that are matched, and no others, have tensors"
-    with torch.no_grad():
-        found = [[logits_of(model, sample) for sample in pack] for pack in packs_of(MODELS[name])]
-    return [torch.cat(each) for each in found]
+    model = theirs(name)
+    add_adapter_products(model, folder)
+    return logits_of_packs(model, MODELS[name])
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"), [("qwen3-vl", Layout.QWEN3_VL), ("qwen2.5-vl", Layout.QWEN2_5_VL)]
+    ("name", "layout"),
+    [
+        ("qwen3-vl", Layout.QWEN3_VL),
+        ("qwen3-vl-moe", Layout.QWEN3_VL_MOE_STACKED),
+        ("qwen2.5-vl", Layout.QWEN2_5_VL),
+        ("qwen2-vl", Layout.QWEN2_VL),
+    ],
 )
 def test_an_exported_adapter_computes_what_training_does(tmp_path, name, layout):
     """Prevents: adapters beside a tower at native resolution under names of files, and not of the
-    modules that PEFT looks for, or with rows of q, k and v in another order."""
+    modules that PEFT looks for, or with rows of q, k and v in another order; and a merged model
+    that is another."""
     run, trained = run_of(name, tmp_path), tmp_path / "trained"
-    model = open_released(tmp_path / "released").model
+    like = open_released(tmp_path / "released")
     adapters = AdapterConfig(rank=4, alpha=64, parts=("vision", "projector", "language"))
-    plan = toy_plan(model, stages_of(model)).model_copy(update={"adapters": adapters})
+    plan = toy_plan(like.model, stages_of(like.model)).model_copy(update={"adapters": adapters})
     [ours] = run_ranks(plan.parallel, train_and_save, plan, run, trained, batches_of(name))
-    assert export_adapter(open_newest(trained), layout, tmp_path / "adapter", None) > 20
-    [expected] = run_ranks(Parallel(pipeline=1), with_adapter, tmp_path / "adapter", name)
-    for found, logits, before in zip(ours, expected, reference(name).logits_LW, strict=True):
-        assert_near(found[:, : model.language.vocab_size], logits, "logits")
-        assert (before - logits).abs().max() > 1e-2, "adapters have moved"
-
-
-def given_ids(folder: Path, like: Path) -> None:
-    """Put in the ids of images' tokens, which would be those of a tokenizer."""
-    config, source = (json.loads((each / "config.json").read_text()) for each in (folder, like))
-    ids = {key: value for key, value in source.items() if key.endswith("_token_id")}
-    (folder / "config.json").write_text(json.dumps(config | ids))
+    stored = open_newest(trained)
+    assert export_adapter(stored, layout, tmp_path / "adapter", None) > 20
+    write_export(plan_export_like(stored, like, None), tmp_path / "merged", print)
+    one, model = Parallel(pipeline=1), MODELS[name]
+    [expected] = run_ranks(one, with_adapter, tmp_path / "adapter", name)
+    [(merged, _)] = run_ranks(one, logits_of_folder, tmp_path / "merged", model)
+    words = model.language.vocab_size
+    for own, *others, before in zip(ours, expected, merged, reference(name).logits_LW, strict=True):
+        for logits in others:
+            assert_near(own[:, :words], logits, "logits")
+        assert (before - others[0]).abs().max() > 1e-2, "adapters have moved"
