@@ -6,9 +6,10 @@ Layers are those of real models at real size, of which the middle one of three i
 
 import gc
 from collections import defaultdict
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -55,23 +56,19 @@ MODULES = {
 """Modules of units that are no layers."""
 
 UNITS = {
-    "vision_layer": "vision.layers.1",
-    "vision_layer_window": "vision.layers.1",
-    "vision_layer_deepstack": "vision.layers.1",
-    "projector": "projector",
-    "vision_projector": "projector",
-    "audio_embed": "audio_embedding",
-    "audio_layer": "audio.layers.1",
-    "audio_projector": "audio_projector",
-    "language_layer": "language.layers.1",
-    "language_layer_experts32": "language.layers.1",
-}
+    f"{kind}_layer{ending}": f"{kind}.layers.1"
+    for kind, endings in (
+        ("vision", ("", "_window", "_deepstack")),
+        ("audio", ("",)),
+        ("language", ("", "_experts32")),
+    )
+    for ending in endings
+} | {name: module for name, module in MODULES.items() if "projector" in name or "audio" in name}
 """Kinds of unit by the names under which they are measured, and the module of one of each."""
 
 WITH_EXPERTS = " with experts"
-EXPERTS = ExpertsConfig(
-    experts=32, experts_per_token=4, ffn_hidden_size=512, auxiliary_loss=0.01
-)  # fmt: skip
+SIZES = {"experts": 32, "experts_per_token": 4, "ffn_hidden_size": 512}
+EXPERTS = ExpertsConfig(**SIZES, auxiliary_loss=0.01)
 
 CASES = (
     ("internvl-chat-1.5-6b-20b", 4, False, ()),
@@ -97,9 +94,7 @@ def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str
         full = (2,) if model.images.full_layers else ()
         model = model.with_tower("vision", deepstack_layers=deepstack, full_layers=full)
     if preset != name:
-        runs = (LayerRun(layers=1, experts=EXPERTS),)
-        language = model.language.model_copy(update={"runs": runs})
-        model = model.model_copy(update={"language": language})
+        model = model.with_tower("language", runs=(LayerRun(layers=1, experts=EXPERTS),))
     [stage] = stages_from_cuts(model, ())
     parallel = Parallel(pipeline=1, tensor=tensor, sequence_parallel=sequence_parallel)
     return Plan(
@@ -108,8 +103,7 @@ def one_stage(name: str, tensor: int, sequence_parallel: bool, frozen: tuple[str
     )  # fmt: skip
 
 
-@dataclass(frozen=True)
-class OnDevice:
+class OnDevice(NamedTuple):
     """What a micro-batch makes of a device's memory."""
 
     kept: dict[tuple[str, str], int]
@@ -125,9 +119,9 @@ def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         fake_device.device.places.name(trainer.stage)
         tiles = TILES if plan.model.takes_images else 0
         clips = CLIPS if plan.model.takes_audio else 0
-        sizes = (tiles, SEGMENTS, LOSS_TOKENS)
         images = IMAGES if plan.model.images is not None else ()
-        batch = random_batch(plan.model, *sizes, plan.stages[0], clips=clips, images=images)
+        sizes = (tiles, SEGMENTS, LOSS_TOKENS, plan.stages[0])
+        batch = random_batch(plan.model, *sizes, clips=clips, images=images)
         fields = {name: value for name, value in vars(batch).items() if torch.is_tensor(value)}
         batch = replace(batch, **{name: fake_device.fake(each) for name, each in fields.items()})
         memory = fake_device.device.memory
@@ -154,10 +148,8 @@ def _settle(memory: MemoryTracker, most: dict[str, int], label: Label, working: 
 def maker(where: str, operation: str) -> str:
     """How the table names what made a tensor: a fused operation by its name, else the module."""
     library, _, name = operation.partition("::")
-    if library == "omnibal":
-        made = f"{where}.{name}".strip(".")
-    else:
-        made = where or f"{library}.{name}"
+    is_fused = library == "omnibal"
+    made = f"{where}.{name}".strip(".") if is_fused else where or f"{library}.{name}"
     # What a router keeps, and rows' weights, count as the mixture's; products as their experts'.
     mixture = {"mlp.router": "mlp", "mlp.experts.swiglu": "mlp.experts"}
     return "" if made in INPUTS else mixture.get(made, made)

@@ -2,7 +2,7 @@
 
 import ast
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -30,24 +30,11 @@ def parsed(monkeypatch: pytest.MonkeyPatch, words: str) -> Arguments:
     return parse_arguments()
 
 
-def run_of(monkeypatch: pytest.MonkeyPatch, words: str) -> RunArguments:
-    run = parsed(monkeypatch, words).run
-    assert run is not None
-    return run
-
-
 def test_defaults_are_megatrons_names(monkeypatch) -> None:
     """Prevents a default that changes when options move from one class to another."""
-    assert run_of(monkeypatch, TRAIN) == RunArguments(
-        tokenizer_model=Path("t"),
-        save=Path("s"),
-        load=None,
-        data=Path("d.json"),
-        skip_train=False,
-        finetune=False,
-        train_iters=None,
-        seed=42,
-        max_skipped_steps=5,
+    assert parsed(monkeypatch, TRAIN).run == RunArguments(
+        tokenizer_model=Path("t"), save=Path("s"), load=None, data=Path("d.json"),
+        skip_train=False, finetune=False, train_iters=None, seed=42, max_skipped_steps=5,
         num_workers=2, provider="local",
         samples=DataOptions(seed=42, augment=True),
         optimization=OptimizationOptions(
@@ -66,40 +53,32 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
 
 def test_what_is_typed_arrives(monkeypatch) -> None:
     """Prevents an option that is accepted and has no effect."""
-    run = run_of(
-        monkeypatch,
+    words = (
         f"{TRAIN} --load l --finetune --train-iters 7 --seed 3 --no-async-save --save-interval 5 "
         "--replan-at 50,7 --elastic "
         "--keep-checkpoints 2 --exit-after-failed-saves 3 --max-skipped-steps 0 --num-workers 0 "
         "--on-bad-sample skip --loss-weighting sample --drop-path-rate 0.1 --lr 1e-3 "
         "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
-        "--eval-samples 9 --eval-interval 6 --max-new-tokens 11",
+        "--eval-samples 9 --eval-interval 6 --max-new-tokens 11"
     )
-    assert (run.load, run.finetune, run.train_iters) == (Path("l"), True, 7)
-    assert (run.seed, run.max_skipped_steps, run.num_workers) == (3, 0, 0)
-    assert run.samples == DataOptions(
-        seed=3,
-        loss_weighting=LossWeighting.SAMPLE,
-        on_bad_sample=OnBadSample.SKIP,
-        augment=True,
-        drop_path=True,
-    )
-    assert (run.optimization.lr, run.optimization.drop_path_rate) == (1e-3, 0.1)
-    assert run.optimization.loss_weighting is LossWeighting.SAMPLE
-    assert run.checkpoints == CheckpointArguments(
-        save_interval=5,
-        keep_checkpoints=2,
-        async_save=False,
-        exit_after_failed_saves=3,
-        replan_at=(7, 50),
-        elastic=True,
-    )
-    assert run.reports == ReportArguments(
-        tensorboard_dir=Path("b"), wandb_project="w", profile_steps=range(2, 5)
-    )
-    assert run.evaluation == EvaluationArguments(
-        eval_data=Path("e.json"), eval_samples=9, eval_interval=6, max_new_tokens=11
-    )
+    run, plain = parsed(monkeypatch, words).run, parsed(monkeypatch, TRAIN).run
+    sizes = {"lr": 1e-3, "drop_path_rate": 0.1, "loss_weighting": LossWeighting.SAMPLE}
+    told = {"loss_weighting": LossWeighting.SAMPLE, "on_bad_sample": OnBadSample.SKIP}
+    assert run == replace(
+        plain, load=Path("l"), finetune=True, train_iters=7, seed=3, max_skipped_steps=0,
+        num_workers=0, optimization=replace(plain.optimization, **sizes),
+        samples=replace(plain.samples, seed=3, drop_path=True, **told),
+        checkpoints=CheckpointArguments(
+            save_interval=5, keep_checkpoints=2, async_save=False, exit_after_failed_saves=3,
+            replan_at=(7, 50), elastic=True,
+        ),
+        reports=ReportArguments(
+            tensorboard_dir=Path("b"), wandb_project="w", profile_steps=range(2, 5)
+        ),
+        evaluation=EvaluationArguments(
+            eval_data=Path("e.json"), eval_samples=9, eval_interval=6, max_new_tokens=11
+        ),
+    )  # fmt: skip
 
 
 def test_dry_run_needs_only_the_plan(monkeypatch) -> None:

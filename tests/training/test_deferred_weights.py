@@ -1,6 +1,6 @@
 """Backwards in two parts against whole ones, on the same stages and micro-batches."""
 
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import mixture_cases
 import pytest
@@ -37,12 +37,11 @@ RECOMPUTE = {"vision": (0,), "language": (0, 1)}
 ADAPTERS = AdapterConfig(rank=4, alpha=8, parts=("language",))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Case:
+class Case(NamedTuple):
     """A plan, and what of its training is told apart."""
 
     plan: Plan
-    steps: list = field(default_factory=lambda: STEPS)
+    steps: list = STEPS
     adds_up: bool = False
     """Whether products add to buffers themselves."""
 
@@ -55,15 +54,15 @@ def toy(*cuts, model=MODEL, recompute=None, frozen=(), adapters=None, **sizes):
 # Units of the model: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
 # 5-6 language layers, 7 head.
 CASES = {
-    "pp2": Case(plan=toy(5)),
-    "pp4-recomputed": Case(plan=toy(2, 4, 6, recompute=RECOMPUTE)),
-    "pp2-tp2-sp-fused": Case(plan=toy(5, **IN_PARTS), adds_up=True),
-    "pp2-tied-apart": Case(plan=toy(6, model=TIED)),
-    "pp2-dp2-uneven": Case(plan=toy(5, data=2, recompute=RECOMPUTE), steps=UNEVEN_STEPS),
-    "pp2-ep2-dp2": Case(plan=mixture_cases.plan_of(6, data=2, expert=2, recompute=(0, 2))),
-    "pp2-frozen-encoder": Case(plan=toy(5, frozen=("vision",))),
-    "pp2-frozen-language": Case(plan=toy(5, frozen=("language",))),
-    "pp2-adapters": Case(plan=toy(5, adapters=ADAPTERS, recompute=RECOMPUTE)),
+    "pp2": Case(toy(5)),
+    "pp4-recomputed": Case(toy(2, 4, 6, recompute=RECOMPUTE)),
+    "pp2-tp2-sp-fused": Case(toy(5, **IN_PARTS), adds_up=True),
+    "pp2-tied-apart": Case(toy(6, model=TIED)),
+    "pp2-dp2-uneven": Case(toy(5, data=2, recompute=RECOMPUTE), steps=UNEVEN_STEPS),
+    "pp2-ep2-dp2": Case(mixture_cases.plan_of(6, data=2, expert=2, recompute=(0, 2))),
+    "pp2-frozen-encoder": Case(toy(5, frozen=("vision",))),
+    "pp2-frozen-language": Case(toy(5, frozen=("language",))),
+    "pp2-adapters": Case(toy(5, adapters=ADAPTERS, recompute=RECOMPUTE)),
 }
 
 
@@ -96,8 +95,8 @@ def test_training_is_that_of_whole_backwards(small_buckets, name):
 def test_matrix_of_embedding_and_head_in_one_stage(small_buckets, sizes):
     """Prevents: a tied matrix that has one of its two gradients, or is summed before both."""
     plan = toy(3, model=TIED, **sizes)
-    [reference] = trained(Case(plan=toy(model=TIED)), ONE_FORWARD_ONE_BACKWARD)
-    assert_same_training(trained(Case(plan=plan), IN_TWO_PARTS), plan, reference)
+    [reference] = trained(Case(toy(model=TIED)), ONE_FORWARD_ONE_BACKWARD)
+    assert_same_training(trained(Case(plan), IN_TWO_PARTS), plan, reference)
 
 
 @pytest.mark.parametrize("pipeline", [2, 4])
@@ -124,16 +123,11 @@ def parts_of_backward(links, plan, sample):
 
     first, late = has_gradient(), trainer.stage.deferred.take()
     kept = {
-        names[one.weight]: tuple(
-            each.untyped_storage().nbytes() for each in (one.rows, one.gradient)
-        )
+        names[one.weight]: tuple(x.untyped_storage().nbytes() for x in (one.rows, one.gradient))
         for one in late
     }
     trainer.stage.deferred.add(late, is_last=False)
     return first, has_gradient(), kept
-
-
-LATE = ("linear_qkv.weight", "linear_proj.weight", "linear_fc1.weight", "linear_fc2.weight")
 
 
 def test_first_part_leaves_all_products_for_weights():
@@ -142,7 +136,8 @@ def test_first_part_leaves_all_products_for_weights():
     [(first, both, _)] = run_ranks(plan.parallel, parts_of_backward, plan, (2, 9))
     assert all(both.values())
     late = {name for name, is_there in first.items() if not is_there}
-    assert late == {name for name in first if name.endswith((*LATE, "head.weight"))}
+    linears = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2", "head")
+    assert late == {name for name in first if name.endswith(tuple(f"{x}.weight" for x in linears))}
 
 
 def test_adapters_and_frozen_linears_leave_nothing():
@@ -221,21 +216,15 @@ def test_gradients_are_reduced_while_the_last_products_run(small_buckets):
 
 
 @pytest.mark.parametrize(
-    ("changes", "provider", "message"),
+    ("sizes", "precision", "provider", "message"),
     [
-        ({"precision": "fp8"}, "te", "and its precision is fp8: plan with --precision bf16"),
-        ({}, "te", "this project's linears alone do, and --provider te was given"),
+        ({}, "fp8", "te", "and its precision is fp8: plan with --precision bf16"),
+        ({}, "fp32", "te", "this project's linears alone do, and --provider te was given"),
+        ({"data": 2, "sharded": 2}, "fp32", "local", "2 ranks divide its weights"),
     ],
 )
-def test_what_cannot_be_put_off_is_refused(changes, provider, message):
-    """Prevents: weight gradients that are lost, or come twice."""
-    plan = in_two_parts(toy(5)).model_copy(update=changes)
+def test_what_cannot_be_put_off_is_refused(sizes, precision, provider, message):
+    """Prevents: weight gradients that are lost, come twice, or after their ranks' sums."""
+    plan = in_two_parts(toy(5, **sizes)).model_copy(update={"precision": precision})
     with pytest.raises(UserError, match=message):
         build_stage(plan, 0, provider=provider)
-
-
-def test_divided_weights_are_refused():
-    """Prevents: gradients that come after their ranks' sums."""
-    plan = in_two_parts(toy(5, data=2, sharded=2))
-    with pytest.raises(UserError, match="2 ranks divide its weights"):
-        build_stage(plan, 0)

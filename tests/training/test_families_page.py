@@ -49,6 +49,7 @@ def test_importer_and_trainer_agree_with_the_table(config):
     names = {"lm_head.weight", "language_model.lm_head.weight"}
     if is_trained:
         model, _ = read_config(config.parent, names)
+        assert model == named_model(str(config.parent))
         adapters = AdapterConfig(rank=8, alpha=16, parts=model_parts(model))
         assert adapter_mistake(model, (), adapters) is None
     else:

@@ -14,7 +14,6 @@ from transformers import (
     InternVLConfig,
 )
 
-from megatron.vlm.conversion.released_config import read_config
 from omnibal.base.errors import UserError
 from omnibal.cost.parameters import model_parameters
 from omnibal.families import deepseek, gemma, glm, kimi, qwen, text
@@ -23,21 +22,9 @@ from omnibal.families.named import named_model
 CONFIGS = Path(__file__).parents[1] / "planner" / "hub_configs"
 LAYERS = 8
 CASES = (
-    "qwen2-vl-7b",
-    "qwen2.5-vl-7b",
-    "qwen2.5-vl-3b",
-    "qwen3-vl-8b",
-    "qwen3-vl-30b-a3b",
-    "qwen3.5-0.8b",
-    "qwen3.5-35b-a3b",
-    "glm-4.5v",
-    "kimi-k2.5",
-    "gemma-3-4b",
-    "deepseek-v2-lite",
-    "deepseek-v2",
-    "deepseek-v3",
-    "qwen3-8b",
-    "qwen3-30b-a3b",
+    *("qwen2-vl-7b", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"),
+    *("qwen3.5-0.8b", "qwen3.5-35b-a3b", "glm-4.5v", "kimi-k2.5", "gemma-3-4b"),
+    *("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "qwen3-8b", "qwen3-30b-a3b"),
 )
 
 
@@ -55,20 +42,6 @@ def fewer_layers(name):
             if key.startswith(("vt_", "init_", "patch_size", "merge_kernel_size"))
         }
     return config
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_parameters_are_those_of_transformers(name, tmp_path):
-    """Prevents: a parameter that the plan counts and the model has not, or the other way round.
-
-    Transformers leaves prediction layers out, whose parameters are checked with whole checkpoints'.
-    """
-    (tmp_path / "config.json").write_text(json.dumps(fewer_layers(name)))
-    model = named_model(str(tmp_path)).with_tower("language", prediction_layers=0)
-    maker = AutoModelForImageTextToText if model.encoders else AutoModelForCausalLM
-    with torch.device("meta"):
-        theirs = maker.from_config(AutoConfig.from_pretrained(tmp_path))
-    assert model_parameters(model).stored == sum(each.numel() for each in theirs.parameters())
 
 
 def parameters_of_transformers(folder: Path, *, is_text: bool) -> int:
@@ -136,31 +109,30 @@ def changed(config: dict, rng: random.Random) -> dict:
 
 
 @pytest.mark.parametrize("name", [*CASES, "internvl"])
-def test_random_files_have_the_parameters_of_transformers(name, tmp_path):
-    """Prevents: a key that decides what is built, and is read otherwise or not at all."""
-    if name == "internvl":
+def test_files_and_random_changes_have_the_parameters_of_transformers(name, tmp_path):
+    """Prevents: a parameter that the plan counts and the model has not, or the other way round; and
+    a key that decides what is built, and is read otherwise or not at all.
+
+    Transformers leaves prediction layers out, whose parameters are checked with whole checkpoints'.
+    """
+    if name == "internvl":  # whose class ties the head by the outer key: 622 million parameters
         InternVLConfig().save_pretrained(tmp_path)
         config = json.loads((tmp_path / "config.json").read_text())
     else:
         config = fewer_layers(name)
     rng, agreed = random.Random(name), 0
-    for _ in range(15):
-        (tmp_path / "config.json").write_text(json.dumps(changed(config, rng)))
+    for is_changed in [False] + [True] * 15:
+        own = changed(config, rng) if is_changed else config
+        (tmp_path / "config.json").write_text(json.dumps(own))
         try:
             model = named_model(str(tmp_path)).with_tower("language", prediction_layers=0)
             theirs = parameters_of_transformers(tmp_path, is_text=not model.encoders)
         except (UserError, ValueError, RuntimeError, AssertionError):
+            assert is_changed
             continue  # refused by either
         assert model_parameters(model).stored == theirs, (tmp_path / "config.json").read_text()
         agreed += 1
-    assert agreed >= 4
-
-
-def test_internvl_as_its_class_saves_it(tmp_path):
-    """Prevents: a head counted that the class ties by the outer key, 622 million parameters."""
-    InternVLConfig().save_pretrained(tmp_path)
-    theirs = parameters_of_transformers(tmp_path, is_text=False)
-    assert model_parameters(named_model(str(tmp_path))).stored == theirs == 11_765_025_792
+    assert agreed >= 5
 
 
 @pytest.mark.parametrize(("outer", "has_head"), list(product((True, False), repeat=2)))
@@ -179,13 +151,6 @@ def test_what_transformers_saves_again_is_the_same_model(name, tmp_path):
     """Prevents: a model that was tuned and saved by a newer version being refused, or another."""
     AutoConfig.from_pretrained(CONFIGS / name).save_pretrained(tmp_path / name)
     assert named_model(str(tmp_path / name)) == named_model(str(CONFIGS / name))
-
-
-@pytest.mark.parametrize("name", ["qwen3-8b", "qwen3-30b-a3b", "internvl3.5-8b"])
-def test_plans_are_for_what_conversion_makes(name):
-    """Prevents: a plan of a config.json that the checkpoint imported from its folder is not of."""
-    heads = ["lm_head.weight", "language_model.lm_head.weight"]
-    assert read_config(CONFIGS / name, heads)[0] == named_model(str(CONFIGS / name))
 
 
 TABLES = {
@@ -233,8 +198,6 @@ def test_what_a_file_leaves_out_is_as_its_class_has_it(kind):
     assert len(ours) >= 8
     for name, value in ours.items():
         default = getattr(theirs, name)
-        given = list(value) if isinstance(value, tuple) else value
-        default = list(default) if isinstance(default, tuple) else default
-        if given is None:
-            continue  # off, or made of other keys
-        assert given == default, name
+        if value is not None:  # else off, or made of other keys
+            as_list = [list(each) if isinstance(each, tuple) else each for each in (value, default)]
+            assert as_list[0] == as_list[1], name

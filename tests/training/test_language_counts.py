@@ -3,7 +3,7 @@
 Shapes: T tokens of one sample.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -55,8 +55,8 @@ LATENT = LatentAttention(
 LINEAR = LinearAttention(key_heads=2, value_heads=4, key_head_size=32, value_head_size=24)
 
 
-def sharing(**more: Any) -> ExpertsConfig:
-    return EXPERTS.model_copy(update={"shared_ffn_hidden_size": 96, **more})
+SHARING = EXPERTS.model_copy(update={"shared_ffn_hidden_size": 96})
+GATED = EXPERTS.model_copy(update={"shared_ffn_hidden_size": 64, "shared_gate": True})
 
 
 @dataclass(frozen=True)
@@ -83,9 +83,8 @@ class Family:
         return model
 
 
-MIXED = (LayerRun(layers=1, latent=LATENT), LayerRun(layers=1, latent=LATENT, experts=sharing()))
+MIXED = (LayerRun(layers=1, latent=LATENT), LayerRun(layers=1, latent=LATENT, experts=SHARING))
 DIRECT = LATENT.model_copy(update={"query_rank": None})
-GATED = sharing(shared_ffn_hidden_size=64, shared_gate=True)
 HYBRID = (LayerRun(layers=3, linear=LINEAR, experts=GATED), LayerRun(layers=1, experts=GATED))
 FAMILIES = (
     Family("Qwen3", {"tie_word_embeddings": True}, {"qk_norm": True, "tied_head": True}),
@@ -116,7 +115,7 @@ FAMILIES = (
         {"n_routed_experts": 8, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, **ROUTED,
          "first_k_dense_replace": 1, "use_qk_norm": True, "attention_bias": True},
         {"qk_norm": True, "qkv_bias": True,
-         "runs": (LayerRun(layers=1), LayerRun(layers=1, experts=sharing()))},
+         "runs": (LayerRun(layers=1), LayerRun(layers=1, experts=SHARING))},
     ),
     Family(
         "Gemma3",
@@ -193,25 +192,31 @@ class InputsOfProducts(TorchDispatchMode):
         return function(*args, **kwargs or {})
 
 
-def kept_bytes(module: torch.nn.Module) -> tuple[int, int]:
-    """Bytes of activations: inputs of products with weights, and all that autograd saves."""
-    held = {each.untyped_storage().data_ptr() for each in module.state_dict().values()}
-    saved: dict[int, torch.Tensor] = {}
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Tensors that autograd saves, by their storage."""
 
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
+    def __init__(self) -> None:
+        self.found: dict[int, torch.Tensor] = {}
+        super().__init__(self.save, lambda tensor: tensor)
+
+    def save(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.found[tensor.untyped_storage().data_ptr()] = tensor
         return tensor
 
-    with (
-        InputsOfProducts() as products,
-        torch.autograd.graph.saved_tensors_hooks(save, lambda x: x),
-    ):
+
+def bytes_besides(found: dict[int, torch.Tensor], weights: Iterable[torch.Tensor]) -> int:
+    """Bytes of these storages but for those of weights."""
+    held = {each.untyped_storage().data_ptr() for each in weights}
+    return sum(one.untyped_storage().nbytes() for at, one in found.items() if at not in held)
+
+
+def kept_bytes(module: torch.nn.Module) -> tuple[int, int]:
+    """Bytes of activations: inputs of products with weights, and all that autograd saves."""
+    saved = SavedTensors()
+    with InputsOfProducts() as products, saved:
         module.model(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
-    at_least, at_most = (
-        sum(one.untyped_storage().nbytes() for place, one in found.items() if place not in held)
-        for found in (products.found, saved)
-    )
-    return at_least, at_most
+    weights = module.state_dict().values()
+    return bytes_besides(products.found, weights), bytes_besides(saved.found, weights)
 
 
 @pytest.mark.parametrize(("name", "more", "run"), KEPT, ids=lambda each: str(each)[:24])
@@ -241,19 +246,11 @@ def saved_by_experts(links: PipelineLinks, plan: Plan, tokens: int) -> int:
     """Bytes that the one mixture of experts of this rank saves for its backward, on the host."""
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
     [layer] = (one for one in trainer.stage.modules() if isinstance(one, MixtureOfExperts))
-    held = {each.untyped_storage().data_ptr() for each in trainer.stage.parameters()}
-    batch = random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0])
-    saved: dict[int, torch.Tensor] = {}
-
-    def save(tensor: torch.Tensor) -> torch.Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor
-        return tensor
-
-    hooks = torch.autograd.graph.saved_tensors_hooks(save, lambda tensor: tensor)
-    layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
-    layer.register_forward_hook(lambda *_: hooks.__exit__())
-    trainer.model(batch)
-    return sum(one.untyped_storage().nbytes() for at, one in saved.items() if at not in held)
+    saved = SavedTensors()
+    layer.register_forward_pre_hook(lambda *_: saved.__enter__())
+    layer.register_forward_hook(lambda *_: saved.__exit__())
+    trainer.model(random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0]))
+    return bytes_besides(saved.found, trainer.stage.parameters())
 
 
 @pytest.mark.parametrize(("auxiliary_loss", "expert"), [(0.01, 1), (0.0, 1), (0.01, 2)])
@@ -263,23 +260,18 @@ def test_experts_keep_what_is_counted(auxiliary_loss, expert):
     Of all ranks together, as these have different numbers of rows; imbalance is for the fullest.
     """
     experts = EXPERTS.model_copy(update={"auxiliary_loss": auxiliary_loss, "imbalance": 1.0})
-    language = LanguageConfig(
-        **OURS | {"layers": 1, "qk_norm": True, "runs": (LayerRun(layers=1, experts=experts),)}
-    )
-    model = ModelConfig(name="experts", language=language)
-    plan = toy_plan(model, stages_of(model), data=expert)
-    parallel = plan.parallel.model_copy(update={"expert": expert})
-    plan = plan.model_copy(update={"parallel": parallel, "precision": "bf16"})
-    saved = sum(run_ranks(parallel, saved_by_experts, plan, T))
+    sizes = {"layers": 1, "qk_norm": True, "runs": (LayerRun(layers=1, experts=experts),)}
+    model = ModelConfig(name="experts", language=LanguageConfig(**OURS | sizes))
+    plan = toy_plan(model, stages_of(model), data=expert, expert=expert)
+    plan = plan.model_copy(update={"precision": "bf16"})
+    saved = sum(run_ranks(plan.parallel, saved_by_experts, plan, T))
     # The auxiliary loss's choice is saved for values that nobody takes, and goes at once.
     gone = expert * T * experts.experts_per_token * 8 if auxiliary_loss else 0
     linear, _ = at_tokens(model)
-    lines = kept_lines(model, CLUSTER, parallel, "bf16")["language_layer_experts8"]
-    of_experts = [
-        line
-        for line in lines
+    counted = sum(
+        float(linear @ line.bytes)
+        for line in kept_lines(model, CLUSTER, plan.parallel, "bf16")["language_layer_experts8"]
         if line.made_by.startswith("mlp") or line.what == "second norm's output"
-    ]
-    counted = sum(float(linear @ line.bytes) for line in of_experts)
+    )
     # And the loss and how many tokens each expert has.
     assert 0 <= saved - gone - expert * counted <= expert * 256

@@ -8,13 +8,7 @@ import torch
 from chunk_cases import chunk_plan, run_by_rule, whole_back_and_forth
 from pipeline_cases import named_parameters
 from ranks import run_ranks
-from recorded_schedule_cases import (
-    events_of,
-    first_launches,
-    hosts_that_hang,
-    plan_of,
-    random_rule,
-)
+from recorded_schedule_cases import events_of, first_launches, hosts_that_hang, plan_of, random_rule
 from toy import OPTIONS, toy_batch, toy_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -55,6 +49,7 @@ def test_sends_of_planned_schedules_wait_for_those_before(rule, chunks, stages):
 
 
 RULES = {"interleaved": interleaved, "zb-v": whole_back_and_forth}
+PLACEMENTS = {"interleaved": Placement.LOOP, "zb-v": Placement.V}
 
 
 def programs_of(monkeypatch, size, chunks, name, rule):
@@ -97,8 +92,7 @@ def asked_ahead(events):
 @pytest.mark.parametrize("seed", range(20))
 def test_no_stage_hangs_with_any_lists(monkeypatch, name, seed):
     """Prevents: a stage that waits until what it sent is asked for by one that waits for it."""
-    placement = {"interleaved": Placement.LOOP, "zb-v": Placement.V}[name]
-    programs, _ = programs_of(monkeypatch, 3, 2, name, random_rule(seed, placement))
+    programs, _ = programs_of(monkeypatch, 3, 2, name, random_rule(seed, PLACEMENTS[name]))
     assert hosts_that_hang(programs, ()) == []
 
 
@@ -127,8 +121,7 @@ def test_any_lists_give_the_same_sums(pipeline, chunks, name):
     """Prevents: a message that is taken for another one's, or stages that wait for ever, where
     operations are in any valid order and take any time."""
     plan = chunk_plan(toy_model(), pipeline, chunks, name=name)
-    placement = {"interleaved": Placement.LOOP, "zb-v": Placement.V}[name]
-    rules = [RULES[name], *(random_rule(seed, placement) for seed in range(1, 5))]
+    rules = [RULES[name], *(random_rule(seed, PLACEMENTS[name]) for seed in range(1, 5))]
     for (losses, gradients), *others in run_ranks(plan.parallel, losses_and_gradients, plan, rules):
         for found_losses, found in others:
             assert len(found_losses) == len(losses)

@@ -1,7 +1,8 @@
 """Packs of images at their native resolution that data-parallel ranks share, on four processes,
 against one process that has them whole: same loss, every gradient, same weights after."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -44,14 +45,16 @@ MODELS = {
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
-@dataclass(frozen=True)
-class Case:
+PAIR, UNCHANGED = {"data": 2}, {}
+
+
+class Case(NamedTuple):
     model: str
     levels: tuple = ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.CONTIGUOUS, HEADS))
     cuts: tuple[int, ...] = ()
-    sizes: dict = field(default_factory=lambda: {"data": 2})
+    sizes: dict = PAIR
     recompute: tuple[dict, ...] = ({}, {}, {})
-    changes: dict = field(default_factory=dict)
+    changes: dict = UNCHANGED
 
 
 SOME = {"vision": (1, 2), "language": (0,)}
@@ -79,6 +82,7 @@ CASES = {
 def plan_of(case):
     model, cuts = MODELS[case.model], case.cuts
     shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
+    recomputed = [stages_of(model, *cuts, **again) for again in case.recompute]
     levels = tuple(
         PlannedLevel(
             caps=Caps.of(image_tokens=999, tokens=400 * (index + 1)),
@@ -87,9 +91,7 @@ def plan_of(case):
             exchange=exchange,
             attention_weight=0.05,
             image_weight=0.02,
-            recompute=tuple(
-                stage.recompute for stage in stages_of(model, *cuts, **case.recompute[index])
-            ),
+            recompute=tuple(stage.recompute for stage in recomputed[index]),
         )
         for index, (context, cut, exchange) in enumerate(shapes)
     )
