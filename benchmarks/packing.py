@@ -38,12 +38,7 @@ from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import packs_lower_bound
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.search.caps import (
-    CapRule,
-    CapSearchRequest,
-    search_caps,
-    usual_samples_per_step,
-)
+from omnibal.search.caps import CapRule, CapSearchRequest, search_caps, usual_samples_per_step
 from omnibal.steps.metrics import PackMetrics, measure_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps

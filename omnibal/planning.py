@@ -42,12 +42,7 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
-from omnibal.search.encoder_placement import (
-    PlacementChoice,
-    PredictedStep,
-    neither,
-    relative_ms,
-)
+from omnibal.search.encoder_placement import PlacementChoice, PredictedStep, neither, relative_ms
 from omnibal.search.enough_devices import message_with_what_fits
 from omnibal.search.feasible import find_changes
 from omnibal.search.goal import (
@@ -76,11 +71,7 @@ from omnibal.search.schedule_choice import (
     in_schedule,
     with_best_schedule,
 )
-from omnibal.search.sizes_with_levels import (
-    levels_total,
-    need_levels,
-    search_with_levels,
-)
+from omnibal.search.sizes_with_levels import levels_total, need_levels, search_with_levels
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice

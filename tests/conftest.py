@@ -15,6 +15,14 @@ from pathlib import Path
 # tests, each with its ranks, share the cores: threads would only wait for each other.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ["OMP_NUM_THREADS"] = "1"
+if "PYTEST_XDIST_WORKER" in os.environ and sys.platform == "linux":
+    # Each has cores of its own: plans of tests then start no more processes than there are cores.
+    number, workers = (
+        int(os.environ[name].removeprefix("gw"))
+        for name in ("PYTEST_XDIST_WORKER", "PYTEST_XDIST_WORKER_COUNT")
+    )
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[number::workers] or cores)
 # Its CUDA build warns of what is hidden here, before anything that a started command says.
 os.environ["TORCH_LOGS"] = "-torch.utils.cpp_extension"
 

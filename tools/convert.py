@@ -26,11 +26,7 @@ from rich.progress import DownloadColumn, Progress, TimeRemainingColumn, Transfe
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, open_newest
 from megatron.vlm.conversion.adapter_files import add_adapter, export_adapter, trained_whole
 from megatron.vlm.conversion.added_audio import add_audio
-from megatron.vlm.conversion.exporting import (
-    plan_export_as,
-    plan_export_like,
-    write_export,
-)
+from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import (
     TOKENIZER_FOLDER,
     ImportSource,
@@ -39,12 +35,7 @@ from megatron.vlm.conversion.importing import (
 )
 from megatron.vlm.conversion.released_files import dtype_name
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.conversion.whisper import (
-    check_same_encoder,
-    export_audio,
-    is_whisper,
-    open_audio,
-)
+from megatron.vlm.conversion.whisper import check_same_encoder, export_audio, is_whisper, open_audio
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder

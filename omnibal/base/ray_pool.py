@@ -164,15 +164,13 @@ class _Room:
 
 def _work_on(handed: list[Any], version: str, task: Any) -> Any:
     """Run a task on a worker; `handed` wraps a reference so that Ray loads it only once."""
-    if version != __version__:
-        host = socket.gethostname()
-        return Failure(
-            UserError(
-                f"node {host} has omnibal {__version__}, and the scan was started with {version}; "
-                "install one version on all nodes"
-            )
-        )
-    return outcome(_work_of(handed[0]), task)
+    if version == __version__:
+        return outcome(_work_of(handed[0]), task)
+    other = UserError(
+        f"node {socket.gethostname()} has omnibal {__version__}, and the scan was started with "
+        f"{version}; install one version on all nodes"
+    )
+    return Failure(other)
 
 
 @lru_cache(maxsize=1)

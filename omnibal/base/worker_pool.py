@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
@@ -69,7 +70,8 @@ def map_unordered(
         return
     workers: list[_Worker] = []
     try:
-        _CONTEXT.set_forkserver_preload([type(work).__module__])
+        function = work.func if isinstance(work, partial) else work
+        _CONTEXT.set_forkserver_preload([function.__module__])
         with _interrupt_held():
             for _ in range(processes):
                 workers.append(_Worker.start())

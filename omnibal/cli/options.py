@@ -25,10 +25,7 @@ from omnibal.model.config import (
 )
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.layers import MAX_IMBALANCE
-from omnibal.model.limits import (
-    FEATURE_NAME,
-    USABLE_MEMORY_FRACTION,
-)
+from omnibal.model.limits import FEATURE_NAME, USABLE_MEMORY_FRACTION
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
 from omnibal.model.targets import OWN, TrainerConstraints
 from omnibal.model.units import LANGUAGE, model_parts

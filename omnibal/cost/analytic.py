@@ -36,19 +36,10 @@ import numpy as np
 
 from omnibal.cost.adapter_counts import with_adapters
 from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
-from omnibal.cost.counts import (
-    ELEMENT_BYTES,
-    Counts,
-    Device,
-    Features,
-    Kept,
-    Product,
-)
+from omnibal.cost.counts import ELEMENT_BYTES, Counts, Device, Features, Kept, Product
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
-from omnibal.cost.image_counts import (
-    deepstack_bytes,
-)
+from omnibal.cost.image_counts import deepstack_bytes
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.links import (
     Group,

@@ -32,13 +32,7 @@ from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime
 from omnibal.model.runtime import OWN_RUNTIME
-from omnibal.model.units import (
-    ENCODER_WAITS_MS,
-    LANGUAGE,
-    LANGUAGE_EMBED,
-    unit_kinds,
-    unit_names,
-)
+from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
 ITEM, SQUARE = 1, 2
 """Indices of the costs per item and per square; index 0 is per pass."""

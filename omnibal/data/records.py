@@ -8,13 +8,7 @@ from functools import lru_cache
 from typing import Any
 from urllib.parse import unquote
 
-from omnibal.data.messages import (
-    InvalidRecordError,
-    Medium,
-    Message,
-    Messages,
-    read_messages,
-)
+from omnibal.data.messages import InvalidRecordError, Medium, Message, Messages, read_messages
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Sample, Turn, Video
 from omnibal.data.stored_files import AudioFile, ImageFile, is_video_file
 

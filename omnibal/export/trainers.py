@@ -4,18 +4,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from omnibal.data.annotations import Annotations
-from omnibal.export import (
-    megatron_bridge,
-    megatron_lm,
-    ms_swift,
-    xtuner,
-)
-from omnibal.export.directory import (
-    Export,
-    check_expressible,
-    export_input,
-    make_export,
-)
+from omnibal.export import megatron_bridge, megatron_lm, ms_swift, xtuner
+from omnibal.export.directory import Export, check_expressible, export_input, make_export
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TARGETS, TargetName

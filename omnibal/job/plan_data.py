@@ -22,27 +22,14 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
-from omnibal.model.limits import (
-    Caps,
-    check_limits,
-    check_packs_per_step,
-    in_canonical_order,
-    words,
-)
+from omnibal.model.limits import Caps, check_limits, check_packs_per_step, in_canonical_order, words
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import whole_steps
 from omnibal.steps.next_fit import as_formed
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import (
-    Steps,
-    deal_steps,
-    draw_steps,
-    pack_epochs,
-    size_load,
-    steps_of,
-)
+from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
 
 _IMAGE_TOKENS = "image_tokens"
 MAX_TRAINED_SAMPLES = 200_000_000

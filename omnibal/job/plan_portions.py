@@ -14,13 +14,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.image_sizes import ImageSizes
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
-from omnibal.job.plan import (
-    LENGTHS_FILE,
-    DataPlan,
-    DataPortion,
-    portion_folder,
-    portion_packs_file,
-)
+from omnibal.job.plan import LENGTHS_FILE, DataPlan, DataPortion, portion_folder, portion_packs_file
 from omnibal.model.limits import Caps
 from omnibal.packing.pack_bound import bound_of_counts
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs

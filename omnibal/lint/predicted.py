@@ -17,11 +17,7 @@ from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedule_memory import schedule_memories
-from omnibal.pipeline.schedules import (
-    ONE_FORWARD_ONE_BACKWARD,
-    TRIED_CHUNKS,
-    PipelineSchedule,
-)
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, TRIED_CHUNKS, PipelineSchedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 

@@ -22,12 +22,7 @@ from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
 from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.least_peak import least_peak_of_splits
-from omnibal.pipeline.partition import (
-    SearchResult,
-    estimated_step_ms,
-    sampled_steps,
-    search_stages,
-)
+from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
 from omnibal.pipeline.stage_memory import GIB, fits_cap
 from omnibal.pipeline.workload import Workload
 

@@ -14,12 +14,7 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import (
-    PerStepCosts,
-    StageTimes,
-    per_step_costs,
-    workload_times,
-)
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
 from omnibal.pipeline.workload import Workload
 
 

@@ -5,7 +5,7 @@ a backward for the next part's gradient (parts: `omnibal.pipeline.schedules`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -87,6 +87,14 @@ class OperationGraph:
         last = np.empty(self.schedule.stages, np.int64)
         last[self.stage] = np.arange(len(self))  # numpy keeps the last of equal indices
         return last
+
+    def until_first_forwards(self) -> "OperationGraph":
+        """Return the graph whose order ends with the forwards of the first micro-batch."""
+        needed = np.append((self.kind == Pass.FORWARD) & (self.micro_batch == 0), False)
+        for index in self.in_turn[::-1].tolist():
+            if needed[index]:
+                needed[self.before[index]] = needed[self.source[index]] = True
+        return replace(self, in_turn=self.in_turn[needed[self.in_turn]])
 
     def of_stage(self, stage: int) -> np.ndarray:
         """Return a stage's operations in execution order."""

@@ -81,8 +81,7 @@ class _Rows:
             lockstep=None,
             waits_ms=None,
         )
-        ready_ms = simulated.first_waits_ms(each) if each.gather_ms.any() else None
-        timeline = simulated.simulated(ready_ms)
+        timeline = simulated.simulated(simulated.first_waits_ms(each))
         return timeline.finish_ms + simulated.exposed_ms(each, timeline)
 
     def _ms(self, terms: np.ndarray) -> np.ndarray:

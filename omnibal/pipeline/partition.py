@@ -27,20 +27,11 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.least_peak import (
-    least_peak_of_splits,
-    least_peak_of_tables,
-    peak_vs_budget,
-)
+from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables, peak_vs_budget
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute_numbers import LOOKED_FOR, LeastNumbers, StageNumbers
 from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
-from omnibal.pipeline.split_search import (
-    MAX_DESCENT_WORK,
-    MAX_WORK,
-    TOLERANCE,
-    SplitSearch,
-)
+from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, TOLERANCE, SplitSearch
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,

@@ -21,19 +21,9 @@ from omnibal.pipeline.operation_graph import (
     planned_graph,
     schedule_graph,
 )
-from omnibal.pipeline.schedules import (
-    ONE_FORWARD_ONE_BACKWARD,
-    Pass,
-    PipelineSchedule,
-    Schedule,
-)
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule, Schedule
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import (
-    PerStepCosts,
-    StageTimes,
-    per_step_costs,
-    workload_times,
-)
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 2_000_000
@@ -141,7 +131,7 @@ def simulate_schedule(
     link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
     blocks = _blocks_of_parts(context, lockstep, duration.shape[1:])
     took = _taken(duration, blocks)
-    end = np.empty_like(duration)  # [kinds, m, k, steps]
+    end = np.zeros_like(duration)  # [kinds, m, k, steps]
     free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
     for stage, place, sender, over in _orders(graph):
         start = free[stage]
@@ -466,9 +456,11 @@ class SimulatedRows:
         """Return every stage's wait for updated weights before its first forward. [rows, p]"""
         if self.schedule.chunks == 1:
             return once.first_wait_ms(self._taken(Pass.FORWARD)[:, 0])
-        start_ms = self.simulated().start_ms[Pass.FORWARD]
-        first_ms = np.where(self._is_real, start_ms, np.inf).min(axis=1)
-        return once.first_waits_ms(np.where(np.isfinite(first_ms), first_ms, 0)[:, self._chunks])
+        first_ms = np.zeros((len(self.counts), self.stages * self.schedule.chunks))
+        if once.overlaps and once.gather_ms.any():
+            first_ms = self.simulated(to_first_forwards=True).start_ms[Pass.FORWARD][:, 0]
+            first_ms = first_ms * (self.counts[:, None] > 0)
+        return once.first_waits_ms(first_ms[:, self._chunks])
 
     def exposed_ms(self, once: PerStepCosts, timeline: Timeline) -> np.ndarray:
         """Return exposed gradient-reduction time of every stage. [rows, p]"""
@@ -476,12 +468,10 @@ class SimulatedRows:
         if self.schedule.chunks == 1:
             slot = np.maximum(self.counts - 1, 0)
             return once.exposed_ms(self._taken(last)[np.arange(len(slot)), slot])
-        end_ms = np.where(self._is_real, timeline.end_ms[last], 0).max(axis=1)
+        # Missing micro-batches may have the times of ranks that run together with theirs.
+        is_real = np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None]
+        end_ms = np.where(is_real[..., None], timeline.end_ms[last], 0).max(axis=1)
         return once.chunks_exposed_ms(end_ms[:, self._chunks])
-
-    @property
-    def _is_real(self) -> np.ndarray:
-        return (np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None])[..., None]
 
     @property
     def _chunks(self) -> np.ndarray:
@@ -494,19 +484,24 @@ class SimulatedRows:
         blocks = _blocks_of_parts(self.context, self.lockstep, duration.shape)
         return np.moveaxis(_taken(duration, blocks), -1, 0)
 
-    def simulated(self, ready_ms: np.ndarray | None = None) -> Timeline:
+    def simulated(
+        self, ready_ms: np.ndarray | None = None, *, to_first_forwards: bool = False
+    ) -> Timeline:
         """Simulate all rows; missing micro-batches are at 0.
 
         Operation lists are from `omnibal.pipeline.operation_graph.listed_micro_batches`.
 
         Args:
             ready_ms: earliest start of each stage, [rows, p].
+            to_first_forwards: whether only times of the first micro-batch's forwards are needed;
+                the others are then 0 or too early.
         """
         most = self.forward_link_ms.shape[1]
         graph = schedule_graph(self.schedule, self.stages, most)
         step = np.arange(len(self.counts)) // self.ranks
         listed = listed_micro_batches(graph, self.counts, step, together=self.together)
         if (listed == most).all():
+            graph = graph.until_first_forwards() if to_first_forwards else graph
             return self._by_list(graph, np.arange(len(listed)), ready_ms)
         kinds, shape = self.schedule.passes, (len(listed), most, graph.schedule.parts)
         start_ms, end_ms = ({kind: np.zeros(shape) for kind in kinds} for _ in range(2))
@@ -515,6 +510,7 @@ class SimulatedRows:
         for count in np.unique(listed).tolist():
             rows = np.flatnonzero(listed == count)
             shorter = schedule_graph(self.schedule, self.stages, count)
+            shorter = shorter.until_first_forwards() if to_first_forwards else shorter
             timeline = self._by_list(shorter, rows, ready_ms)
             for kind in timeline.start_ms:
                 start_ms[kind][rows, :count] = timeline.start_ms[kind]

@@ -7,11 +7,7 @@ import numpy as np
 
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.phase_balance import (
-    PhaseBalance,
-    encoder_balances,
-    language_balance,
-)
+from omnibal.dispatch.phase_balance import PhaseBalance, encoder_balances, language_balance
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.units import feature_names_at

@@ -24,13 +24,7 @@ from omnibal.search.feasible import (
 )
 from omnibal.search.goal import Earlier, Goal, ShapesAlone
 from omnibal.search.parallel_sizes import possible_sizings
-from omnibal.search.strategy import (
-    Choice,
-    Setting,
-    StrategyRequest,
-    need_gib_of,
-    possible_choices,
-)
+from omnibal.search.strategy import Choice, Setting, StrategyRequest, need_gib_of, possible_choices
 
 _MOST_SIZES = 12
 """Max sizes to try per change, by ascending state, which dominates there."""

@@ -16,13 +16,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.levels import Level
 from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import (
-    OWN,
-    Padding,
-    RecomputeFreedom,
-    StageRules,
-    TrainerConstraints,
-)
+from omnibal.model.targets import OWN, Padding, RecomputeFreedom, StageRules, TrainerConstraints
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.steps.pack_settings import PackSettings

@@ -27,12 +27,7 @@ from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
 from omnibal.search.feasible import gib_text
 from omnibal.search.schedule_choice import check_may_run, may_run
-from omnibal.search.strategy import (
-    Setting,
-    Sizing,
-    Strategy,
-    StrategyRequest,
-)
+from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Max planned choices of sizes and caps. If there are more, estimates select them."""

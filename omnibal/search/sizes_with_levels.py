@@ -19,13 +19,7 @@ from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import Trials, try_all
 from omnibal.search.feasible import least_state_gib
 from omnibal.search.level_choice import least_ms_per_sample
-from omnibal.search.level_estimates import (
-    LevelEstimates,
-    LevelRule,
-    Packed,
-    some_of_each,
-    top_caps,
-)
+from omnibal.search.level_estimates import LevelEstimates, LevelRule, Packed, some_of_each, top_caps
 from omnibal.search.level_sets import LEAST_GAIN, ROUNDS, SIMULATED_SAMPLES
 from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies

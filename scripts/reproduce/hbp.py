@@ -33,12 +33,7 @@ from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
-from omnibal.model.config import (
-    ClusterConfig,
-    PlainPrecision,
-    load_cluster,
-    load_model,
-)
+from omnibal.model.config import ClusterConfig, PlainPrecision, load_cluster, load_model
 from omnibal.model.levels import ContextExchange, FillRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel

@@ -44,11 +44,7 @@ from omnibal.families.internvl import (
     is_original,
     is_tied,
 )
-from omnibal.families.text import (
-    LANGUAGES,
-    LanguageType,
-    language_type,
-)
+from omnibal.families.text import LANGUAGES, LanguageType, language_type
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind

@@ -15,11 +15,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.items import ItemRuns, share_items, unit_of_time
-from omnibal.dispatch.sample_items import (
-    SampleItems,
-    deal_whole_samples,
-    samples_of_shares,
-)
+from omnibal.dispatch.sample_items import SampleItems, deal_whole_samples, samples_of_shares
 from omnibal.dispatch.sample_passes import passes_of_samples
 from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.config import ModelConfig

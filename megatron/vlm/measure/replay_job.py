@@ -33,13 +33,7 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.replay import (
-    REPLAY_FILES,
-    ReplayInfo,
-    chosen_steps,
-    heaviest_rows,
-    rows_of_steps,
-)
+from omnibal.job.replay import REPLAY_FILES, ReplayInfo, chosen_steps, heaviest_rows, rows_of_steps
 from omnibal.job.stage_files import Found, Identity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks

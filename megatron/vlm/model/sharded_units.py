@@ -8,12 +8,7 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 
 from megatron.vlm.model.groups import ShardGroups
 from megatron.vlm.model.images import ImageEmbedding
-from megatron.vlm.model.sharded_weights import (
-    FirstValues,
-    FlatWeights,
-    ShardedUnit,
-    ShardedWeights,
-)
+from megatron.vlm.model.sharded_weights import FirstValues, FlatWeights, ShardedUnit, ShardedWeights
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.vision import VisionEmbedding
 from omnibal.model.units import LANGUAGE

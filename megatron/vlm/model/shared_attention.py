@@ -26,12 +26,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron.vlm.inputs.batch import borders_of
 from megatron.vlm.inputs.pack_share import Share, ShareLayout
-from megatron.vlm.model.exchange import (
-    Gathering,
-    exchange_rows,
-    gather_rows,
-    scatter_gradients,
-)
+from megatron.vlm.model.exchange import Gathering, exchange_rows, gather_rows, scatter_gradients
 from omnibal.data.image_sizes import numbers_of_runs
 from omnibal.model.levels import ContextExchange
 

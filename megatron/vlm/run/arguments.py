@@ -5,13 +5,14 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, NoReturn, get_args
+from typing import Any, get_args
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
+from omnibal.base.program import ArgumentParser
 from omnibal.base.remote_path import check_local, location
 from omnibal.data.data_index import DataIndex
 from omnibal.model.config import Provider
@@ -113,13 +114,6 @@ class Arguments:
     """Arguments of the run. None for a dry run, which only checks and prints the layout."""
 
 
-class _Parser(argparse.ArgumentParser):
-    """Argument parser that raises UserError instead of exiting."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see pretrain_vlm.py --help")
-
-
 def _number(
     kind: Callable[[str], float], holds: Callable[[float], bool], must: str
 ) -> Callable[[str], float]:
@@ -175,7 +169,7 @@ def _loss_weighting(text: str) -> LossWeighting:
 
 def parse_arguments() -> Arguments:
     """Parse and check this process's command line."""
-    parser = _Parser(description=DESCRIPTION)
+    parser = ArgumentParser(prog="pretrain_vlm.py", description=DESCRIPTION)
     _add_job(parser.add_argument_group("job"))
     _add_checkpoints(parser.add_argument_group("checkpoints and faults"))
     _add_data(parser.add_argument_group("data and model"))

@@ -30,12 +30,7 @@ from megatron.vlm.model.providers import check_precision
 from megatron.vlm.run.arguments import RunArguments
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.run.loop import (
-    RunData,
-    RunOptions,
-    RunOutcome,
-    TrainingLoop,
-)
+from megatron.vlm.run.loop import RunData, RunOptions, RunOutcome, TrainingLoop
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal

@@ -21,11 +21,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim import optimizer
 from torch.utils import cpp_extension
 
-from megatron.vlm.backend import (
-    ImmediateStream,
-    is_core_on_cpu,
-    route_random_state_to_cpu,
-)
+from megatron.vlm.backend import ImmediateStream, is_core_on_cpu, route_random_state_to_cpu
 from megatron.vlm.measure.fake_device.memory import MemoryTracker
 from omnibal.base.errors import UserError
 

@@ -17,13 +17,7 @@ from megatron.vlm.measure.fake_device.mode import FakeCuda, FakeDevice, fake_cud
 from megatron.vlm.measure.replay import LoadRows, StageReplayer, standing_in
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import Trainer
-from omnibal.job.fake_replay import (
-    COMPUTING,
-    FakeStage,
-    PeakContent,
-    Window,
-    predicted_peak_gib,
-)
+from omnibal.job.fake_replay import COMPUTING, FakeStage, PeakContent, Window, predicted_peak_gib
 from omnibal.job.plan import Plan
 
 _GIB = 2**30

@@ -13,11 +13,7 @@ from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
 from megatron.vlm.measure.replay_job import ReplayJob, shared_progress, stages_left
 from megatron.vlm.run.launch import Launch
 from omnibal.base.errors import UserError
-from omnibal.job.fake_replay import (
-    FAKE_REPLAY_FILES,
-    FakeReplayInfo,
-    heaviest_windows,
-)
+from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeReplayInfo, heaviest_windows
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.model.config import Precision, Provider
 
