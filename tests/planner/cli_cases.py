@@ -1,5 +1,8 @@
 """The command line called in this process."""
 
+import json
+from typing import Any
+
 import pytest
 
 from omnibal import cli
@@ -21,13 +24,20 @@ def run(command: str, *arguments: object) -> None:
 
 def printed(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
     """Standard output of a command that must succeed."""
+    capsys.readouterr()
     code, output = status(command, *arguments), capsys.readouterr()
     assert code == 0, output.err
     return output.out
 
 
+def result(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> Any:
+    """JSON printed by a command that must succeed."""
+    return json.loads(printed(capsys, command, *arguments, "--json"))
+
+
 def failure(capsys: pytest.CaptureFixture[str], command: str, *arguments: object) -> str:
     """Standard error of a command that must fail as a user's mistake."""
+    capsys.readouterr()
     assert status(command, *arguments) == 2
     output = capsys.readouterr()
     assert output.out == ""

@@ -3,38 +3,35 @@
     case = export_case(TargetName.MS_SWIFT, seed=0, ranks=8)
     case.export(folder / "data.jsonl", folder / "export")
 
-writes an export of 10,000 samples. `python tests/planner/export_cases.py TARGET SEED RANKS FOLDER`
-does so from a shell, for checks against the trainers themselves.
+writes an export of 10,000 samples.
 """
 
 import heapq
 import json
-import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 from length_cases import lengths_of
-from trainer_cases import scheduled as in_order
+from plan_cases import MODEL, job_spec
 
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.export.directory import Export, export_input, make_export
+from omnibal.export.directory import Export, check_expressible, export_input, make_export
+from omnibal.export.exported import ExportInput
 from omnibal.export.trainers import EXPORTS
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import describe_data
 from omnibal.job.plan_files import PlanFiles
-from omnibal.model.config import load_cluster, load_model
+from omnibal.model.config import ModelConfig
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
-MODEL = load_model("internvl-digits")
-CLUSTER = load_cluster("laptop-cpu")
 MICRO_BATCHES = 4
 SAMPLES = 10_000
 
@@ -86,7 +83,7 @@ def export_case(
     count = -(-int(lengths.tokens.sum()) // 4_096)
     count = -(-count // per_step) * per_step if full else count // per_step * per_step + ranks // 2
     packs = scheduled(token_balanced(lengths.tokens, count), lengths, ranks, seed)
-    return ExportCase(files=plan_files(target, packs, lengths, ranks), target=target)
+    return ExportCase(files=files_for(target, packs, lengths, ranks), target=target)
 
 
 def drawn_lengths(seed: int, samples: int) -> Lengths:
@@ -110,40 +107,90 @@ def scheduled(packs: list[list[int]], lengths: Lengths, ranks: int, seed: int) -
     """Packs in any order as full steps, the last with what is over."""
     order = np.random.default_rng(seed).permutation(len(packs)).tolist()
     listed = Packs.from_lists([packs[number] for number in order])
-    return in_order(listed, lengths, ranks, MICRO_BATCHES)
+    return in_order(listed, lengths, ranks)
+
+
+def files_for(target: TargetName, packs: ScheduledPacks, lengths: Lengths, ranks: int) -> PlanFiles:
+    """A plan of one stage that trains these packs."""
+    parallel = TARGETS[target].held(Parallel(pipeline=1, data=ranks))
+    stages = stages_of(MODEL, MODEL.language.layers)
+    files = plan_files(packs, lengths, stages, parallel=parallel, precision="bf16")
+    plan = files.plan.model_copy(update={"made_for": target})
+    return replace(files, plan=plan, job=JobSpec.of_plan(plan))
+
+
+def stages_of(
+    model: ModelConfig, *language: int, recompute: dict[int, tuple[str, ...]] | None = None
+) -> tuple[Stage, ...]:
+    """Stages with so many language layers each, and all encoders on the first one."""
+    units: list[list[str]] = []
+    first = 0
+    for count in language:
+        units.append([f"language {first}..{first + count - 1}"] if count else [])
+        first += count
+    encoders = [
+        [f"{name} embed", f"{name} 0..{tower.layers - 1}", "projector"]
+        for name, tower in model.encoders.items()
+    ]
+    units[0] = [*(unit for each in encoders for unit in each), "language embed", *units[0]]
+    units[-1].append("head")
+    again = recompute or {}
+    return tuple(
+        Stage.of(*each, recompute=again.get(number, ())) for number, each in enumerate(units)
+    )
+
+
+def random_packs(samples: int, most: int, rng: np.random.Generator) -> Packs:
+    """All samples in random packs of 1 to `most`."""
+    cuts = np.cumsum(rng.integers(1, most + 1, samples))
+    offsets = np.concatenate([[0], cuts[cuts < samples], [samples]])
+    return Packs(samples=rng.permutation(samples), offsets=offsets.astype(np.int64))
+
+
+def in_order(packs: Packs, lengths: Lengths, ranks: int) -> ScheduledPacks:
+    """The packs in this order of reading, with `MICRO_BATCHES` of a rank in every step."""
+    step, within = np.divmod(np.arange(len(packs)), MICRO_BATCHES * ranks)
+    slot, rank = np.divmod(within, ranks)
+    return ScheduledPacks.of(packs, lengths, step, rank, slot)
+
+
+def places_of(packs: ScheduledPacks) -> dict[tuple[int, int, int], list[int]]:
+    """Samples by step, rank and slot."""
+    columns = (packs.step.tolist(), packs.dp_rank.tolist(), packs.slot.tolist())
+    return {
+        place: packs.packs[row].tolist() for row, place in enumerate(zip(*columns, strict=True))
+    }
 
 
 def plan_files(
-    target: TargetName, packs: ScheduledPacks, lengths: Lengths, ranks: int
+    packs: Packs | ScheduledPacks,
+    lengths: Lengths,
+    stages: tuple[Stage, ...],
+    *,
+    parallel: Parallel | None = None,
+    model: ModelConfig = MODEL,
+    **changes,
 ) -> PlanFiles:
-    """A plan of one stage that trains these packs."""
-    stage = Stage.of(
-        "vision embed", f"vision 0..{MODEL.vision.layers - 1}", "projector", "language embed",
-        f"language 0..{MODEL.language.layers - 1}", "head",
-    )  # fmt: skip
-    plan = Plan(
-        model=MODEL,
-        precision="bf16",
-        parallel=TARGETS[target].held(Parallel(pipeline=1, data=ranks)),
-        made_for=target,
-        stages=(stage,),
-        cluster=CLUSTER,
-        data=describe_data(
-            packs,
-            lengths,
-            caps=Caps.of(tiles=1, tokens=int(packs.tokens.max())),
-            method="other",
-            seed=0,
-            epochs=1,
-            packs_per_step=ranks * MICRO_BATCHES,
-            micro_batches_per_step=MICRO_BATCHES,
-        ),
-    )
-    return PlanFiles(plan=plan, job=JobSpec.of_plan(plan), data=(packs, lengths))
+    """A plan of these packs in this order, on as many ranks as `parallel` has."""
+    parallel = parallel or Parallel(pipeline=len(stages))
+    job, run = job_spec(model=model, parallel=parallel, **changes), packs
+    if isinstance(run, Packs):
+        run = in_order(run, lengths, parallel.data)
+    caps = Caps.of(tiles=max(int(run.items["tiles"].max()), 1), tokens=int(run.tokens.max()))
+    per_step = {"packs_per_step": MICRO_BATCHES * parallel.data}
+    per_step["micro_batches_per_step"] = MICRO_BATCHES
+    data = describe_data(run, lengths, caps=caps, method="other", seed=0, epochs=1, **per_step)
+    of_job = {"precision": job.precision, "frozen": job.frozen, "cluster": job.cluster}
+    plan = Plan(model=model, parallel=parallel, stages=stages, data=data, **of_job)
+    return PlanFiles(plan=plan, job=job, data=(run, lengths))
 
 
-if __name__ == "__main__":
-    name, seed, ranks, where = sys.argv[1:]
-    case = export_case(TargetName(name), seed=int(seed), ranks=int(ranks))
-    Path(where).mkdir(parents=True, exist_ok=True)
-    case.export(Path(where) / "data.jsonl", Path(where) / "export")
+def given_of(
+    files: PlanFiles,
+    name: TargetName,
+    annotations: Annotations | None = None,
+    workers: int = 0,
+    folder: Path = Path("/export"),
+) -> ExportInput:
+    check_expressible(files, TARGETS[name])
+    return export_input(files, TARGETS[name], annotations, folder, workers)

@@ -52,27 +52,15 @@ def sized_model(
     if latent:
         ranks = {"key_value_rank": 16, "head_size": 32, "rotary_head_size": 16}
         kind["latent"] = ranks | {"value_head_size": 32}
-    language = LanguageConfig.model_validate(
-        {
-            "layers": layers,
-            "hidden_size": 64 * heads,
-            "heads": heads,
-            "kv_heads": kv_heads,
-            "ffn_hidden_size": 256,
-            "vocab_size": 1024,
-            "runs": [kind] if experts or latent else [],
-        }
-    )
-    return ModelConfig(name="sizes", language=language)
+    sizes = {"layers": layers, "heads": heads, "kv_heads": kv_heads, "hidden_size": 64 * heads}
+    sizes |= {"ffn_hidden_size": 256, "vocab_size": 1024}
+    runs = [kind] if experts or latent else []
+    return ModelConfig(name="sizes", language=LanguageConfig.model_validate(sizes | {"runs": runs}))
 
 
 CLUSTER = load_cluster("h100-80g")
 MADE_UP = Samples(lengths=None, image_share=0.5, image_tokens=1024)
-VARIABLES = {
-    "NODE_RANK": "0",
-    "MASTER_ADDR": "here",
-    "MASTER_PORT": "1",
-}
+VARIABLES = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 
 
 def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **changes) -> Launched:

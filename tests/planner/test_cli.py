@@ -4,21 +4,25 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
-from dataclasses import replace
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
 import pytest
 import typer
-from cli_cases import PLAN, failure, run, status
+from cli_cases import PLAN, failure, printed, result, run, status
+from length_cases import lengths_of
 from plan_cases import example_lengths, example_profile
 from rate_cases import tiled_rates
 from replay_cases import write_replay
 
 import omnibal
 from omnibal import cli
+from omnibal.cli.console import progress, progress_lines
 from omnibal.cost.profile import Profile, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.job.plan import read_plan
@@ -76,7 +80,18 @@ FLAGS = {
     "--image-share --cost --json",
 }
 PRESETS = Path(omnibal.__file__).parent / "presets"
+DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
+PACK = "pack --max-tiles 8 --max-tokens 512"
 PROFILE = "profile --model internvl-digits --max-tiles 8 --max-tokens 512 --tokens-per-sample 64"
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory, lengths_file) -> tuple[Path, dict]:
+    """A plan on two data-parallel ranks, and the JSON printed of it."""
+    folder = tmp_path_factory.mktemp("planned") / "plan"
+    with redirect_stdout(StringIO()) as output:
+        run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", folder, "--json")
+    return folder, json.loads(output.getvalue())
 
 
 def test_flags_are_the_documented_ones():
@@ -90,87 +105,58 @@ def test_flags_are_the_documented_ones():
 
 
 def test_pack_prints_one_json_object(capsys, tmp_path, lengths_file):
-    """Prevents logs on stdout, missing keys, and figures that are not those of the file."""
-    out = tmp_path / "new/packs.parquet"
-    run("pack --max-tiles 8 --max-tokens 512 --dp 2 --json", lengths_file, "-o", out)
-    printed = json.loads(capsys.readouterr().out)
-    assert list(printed) == PACK_KEYS
+    """Prevents logs on stdout, missing keys, figures that are not those of the file, and packs that
+    cannot be made again."""
+    out, contents = tmp_path / "new/packs.parquet", []
+    for seed in (2, 1, 1):
+        told = result(capsys, f"{PACK} --dp 2 --seed {seed}", lengths_file, "-o", out)
+        contents.append(out.read_bytes())
+    assert contents[0] != contents[1] == contents[2]
+    assert list(told) == PACK_KEYS
     packs = read_packs(out)
-    assert printed["packed"] == printed["samples"] == 300
-    assert printed["packs"] == len(packs) >= printed["packs_lower_bound"]
-    assert printed["steps"] == packs.steps
-    assert packs.dp_rank.max() == 1
-
-
-def test_pack_seed_decides_the_file(tmp_path, lengths_file):
-    """Prevents packs that cannot be made again."""
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        path = tmp_path / name
-        run("pack --max-tiles 8 --max-tokens 512 --dp 2", lengths_file, "--seed", seed, "-o", path)
-    contents = [(tmp_path / name).read_bytes() for name in "abc"]
-    assert contents[0] == contents[1] != contents[2]
+    assert told["packed"] == told["samples"] == 300
+    assert told["packs"] == len(packs) >= told["packs_lower_bound"]
+    assert told["steps"] == packs.steps and packs.dp_rank.max() == 1
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5, 7])
 def test_ranks_without_a_pack_are_told_of(capsys, tmp_path, lengths_file, ranks):
     """Prevents a step in which half of the ranks idle without a word."""
     made = tmp_path / "packs.parquet"
-    command = f"pack --max-tiles 8 --max-tokens 512 --dp {ranks} --micro-batches 1"
-    run(command, lengths_file, "-o", made)
+    run(f"{PACK} --dp {ranks} --micro-batches 1", lengths_file, "-o", made)
     error, packs = capsys.readouterr().err, read_packs(made)
-    of_steps = [set(packs.dp_rank[packs.step == step]) for step in range(packs.step[-1] + 1)]
-    idle = ranks - min(map(len, of_steps))
+    idle = ranks - min(len({*packs.dp_rank[packs.step == step]}) for step in range(packs.steps))
     said = re.findall(r"for \d+ ranks: (\d+) of them without any", error)
     assert said == ([str(idle)] if idle else [])
     # What is over is a step of its own from half of one.
     assert idle == (-len(packs) % ranks if len(packs) % ranks >= ranks / 2 else 0)
 
 
-@pytest.fixture
-def lumpy_file(tmp_path) -> Path:
-    """Lengths of samples of which few sets fill a pack of 9 tiles: ISF needs more than must be."""
-    tiles = np.repeat(np.array([5, 3], np.int32), [600, 400])
-    lumpy = replace(
-        example_lengths(count=1000),
-        items={"tiles": tiles},
-        tokens=tiles * 290,
-        loss_tokens=tiles,
-        source=tiles * 0,
-    )
-    write_lengths(lumpy, tmp_path / "lumpy.parquet")
-    return tmp_path / "lumpy.parquet"
-
-
-def test_isf_at_caps_that_do_not_suit_it_is_said(capsys, lumpy_file):
-    """Prevents a packing that gets worse with every iteration without a word."""
-    command = "pack --max-tiles 9 --max-tokens 4096 --dp 1 --no-bound"
-    run(command, lumpy_file, "--packing", "isf")
-    assert "do not suit these sizes" in capsys.readouterr().err
-    run(command, lumpy_file)
-    assert "note:" not in capsys.readouterr().err
-
-
-def test_packs_of_isf_are_not_what_a_bound_is_sought_for(capsys, monkeypatch, lumpy_file):
-    """Prevents minutes of proving that packs far from the fewest might be the fewest."""
-    sought = []
+def test_packs_of_isf_are_far_from_the_fewest(capsys, monkeypatch, tmp_path):
+    """Prevents a packing that gets worse with every iteration without a word, and minutes of
+    proving that its packs might be the fewest."""
+    # Few sets of such samples fill a pack of 9 tiles: ISF needs more packs than must be.
+    tiles, lumpy = np.repeat([5, 3], [600, 400]), tmp_path / "lumpy.parquet"
+    write_lengths(lengths_of(tiles=tiles, tokens=tiles * 290, loss_tokens=tiles), lumpy)
+    sought, packs = [], []
 
     def lower_bound(lengths, caps, *, found):
         sought.append(found)
         return 1
 
     monkeypatch.setattr("omnibal.packing.pack_bound.packs_lower_bound", lower_bound)
-    packs = {}
-    for method in ("balanced", "isf"):
-        command = "pack --max-tiles 9 --max-tokens 4096 --dp 1 --micro-batches 1 --json"
-        run(command, lumpy_file, "--packing", method)
-        packs[method] = json.loads(capsys.readouterr().out)["packs"]
-    assert packs["balanced"] < packs["isf"]
-    assert sought == [packs["balanced"]] * 2
+    pack = ("pack --max-tiles 9 --max-tokens 4096 --dp 1", lumpy)
+    for packing, is_noted in (("isf", True), ("balanced", False)):
+        packs.append(result(capsys, *pack, "--packing", packing, "--micro-batches", 1)["packs"])
+        run(*pack, "--packing", packing, "--no-bound")
+        noted = capsys.readouterr().err
+        assert ("do not suit these sizes" in noted) == ("note:" in noted) == is_noted
+    assert packs[1] < packs[0] and sought == packs[1:] * 2
 
 
 def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_file):
     """Prevents a plan that cannot be made without knowing good caps, or half of a pair."""
-    options = f"plan --model internvl-digits --cluster laptop-cpu --lengths {lengths_file}"
+    options = f"{DIGITS} --lengths {lengths_file}"
     run(options, "-o", tmp_path / "plan")
     caps = read_plan(tmp_path / "plan").data.caps
     noted = f"note: found --max-tiles {caps['tiles']} --max-tokens {caps['tokens']}"
@@ -179,138 +165,108 @@ def test_plan_searches_for_caps_that_are_not_given(capsys, tmp_path, lengths_fil
     assert "give both --max-tiles and --max-tokens, or neither" in message
 
 
-def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, lengths_file):
+def test_steps_of_a_plan_for_other_ranks(capsys, tmp_path, planned):
     """Prevents other steps under the same plan's name, and options that are silently overruled."""
-    run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", tmp_path / "plan")
-    options = "plan --model internvl-digits --cluster laptop-cpu --dp 4 --steps-of"
-    run(options, tmp_path / "plan", "-o", tmp_path / "wider")
-    plans = [read_plan(tmp_path / name) for name in ("plan", "wider")]
+    options = f"{DIGITS} --dp 4 --steps-of"
+    run(options, planned[0], "-o", tmp_path / "wider")
+    plans = [read_plan(folder) for folder in (planned[0], tmp_path / "wider")]
     assert plans[0].data.steps_sha256 == plans[1].data.steps_sha256
     assert plans[0].data.packs_sha256 != plans[1].data.packs_sha256
     run("check", tmp_path / "wider")
-    capsys.readouterr()
-    message = failure(
-        capsys, options, tmp_path / "plan", "--seed", 1, "--epochs", 2, "-o", tmp_path / "x"
-    )
+    overruled = (planned[0], "--seed", 1, "--epochs", 2, "-o", tmp_path / "x")
+    message = failure(capsys, options, *overruled)
     assert "--seed 1 and --epochs 2 cannot be given with --steps-of" in message
     run(PLAN, "-o", tmp_path / "shapes")
-    capsys.readouterr()
     message = failure(capsys, options, tmp_path / "shapes", "-o", tmp_path / "x")
     assert "is a plan of shapes only" in message
 
 
-def test_plan_check_and_report(capsys, tmp_path, lengths_file):
+def test_plan_check_and_report(capsys, tmp_path, planned):
     """Prevents commands that do not accept each other's files."""
-    run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", tmp_path / "plan", "--json")
-    printed = json.loads(capsys.readouterr().out)
-    assert list(printed) == PLAN_KEYS
-    assert [list(stage) for stage in printed["stages"]] == [STAGE_KEYS] * 2
-    assert sum(stage["vision_layers"] for stage in printed["stages"]) == 4
-    assert printed["ideal_step_ms"] <= printed["step_ms"]
-    vision, language = printed["phases"]
+    folder, told = planned
+    assert list(told) == PLAN_KEYS
+    assert [list(stage) for stage in told["stages"]] == [STAGE_KEYS] * 2
+    assert sum(stage["vision_layers"] for stage in told["stages"]) == 4
+    assert told["ideal_step_ms"] <= told["step_ms"]
+    vision, language = told["phases"]
     assert [vision["phase"], language["phase"]] == ["vision", "language"]
-    packs, _ = data_of_plan(read_plan(tmp_path / "plan"), tmp_path / "plan")
+    packs, _ = data_of_plan(read_plan(folder), folder)
     tiles = rank_sums(packs, packs.items["tiles"], 2)
     busiest, mean = tiles.max(axis=1).sum(), tiles.mean(axis=1).sum()
     assert vision["imbalance_before"] == pytest.approx(busiest / mean)
     assert 1 <= language["bound"] <= language["imbalance_before"] < 2
-    run("check --json", tmp_path / "plan")
-    checked = json.loads(capsys.readouterr().out)
+    checked = result(capsys, "check", folder)
     assert (len(checked["passed"]), len(checked["notes"])) == (14, 1)
-    run("report --json", tmp_path / "plan", "-o", tmp_path / "new/report.html")
-    assert json.loads(capsys.readouterr().out) == {"report": str(tmp_path / "new/report.html")}
-    assert (tmp_path / "new/report.html").read_text().lstrip().lower().startswith("<!doctype html")
+    page = tmp_path / "new/report.html"
+    assert result(capsys, "report", folder, "-o", page) == {"report": str(page)}
+    assert page.read_text().lstrip().lower().startswith("<!doctype html")
 
 
-def test_report_of_a_replay(capsys, tmp_path, lengths_file):
+def test_report_of_a_replay(capsys, tmp_path, planned, lengths_file):
     """Prevents a replay that only the page shows, or one that is shown as a run's measurement."""
-    for dp in (1, 2):
-        run(PLAN, "--dp", dp, "--lengths", lengths_file, "-o", tmp_path / f"plan {dp}")
-    directory, replay = tmp_path / "plan 2", tmp_path / "replay"
+    directory, replay, page = planned[0], tmp_path / "replay", tmp_path / "r.html"
     plan = read_plan(directory)
     job, data = job_of_plan(plan, directory), data_of_plan(plan, directory)
     workload = job.workload(*data, plan.pack_levels)
     write_replay(replay, plan, job.cost, workload, (0, 2), factors=(2.0, 2.0))
-    capsys.readouterr()
-    report = ("report", directory, "--replay", replay, "-o", tmp_path / "r.html")
-    run(*report, "--json")
-    printed = json.loads(capsys.readouterr().out)
-    assert list(printed) == ["replay", "report"]
-    replayed = printed["replay"]
+    told = result(capsys, "report", directory, "--replay", replay, "-o", page)
+    assert list(told) == ["replay", "report"]
+    replayed = told["replay"]
     assert (replayed["steps"], replayed["device"]) == ([0, 2], "one device")
     assert replayed["step_ms"] > replayed["predicted_step_ms"] > replayed["step_ms"] / 2
     assert sum(replayed["lost_ms"].values()) == pytest.approx(replayed["step_ms"])
     assert replayed["peak_gib"] == [1.5, 2.5]
     assert replayed["predicted_peak_gib"] == [s.memory.peak_gib for s in plan.prediction.stages]
-    other = failure(
-        capsys, "report", tmp_path / "plan 1", "--replay", replay, "-o", tmp_path / "r.html"
-    )
+    run(PLAN, "--dp", 1, "--lengths", lengths_file, "-o", tmp_path / "plan")
+    other = failure(capsys, "report", tmp_path / "plan", "--replay", replay, "-o", page)
     assert "is the replay of another plan" in other
-
-
-def test_plan_of_shapes_has_no_data_figures(capsys, tmp_path):
-    """Prevents invented totals for a plan without data."""
-    run(PLAN, "-o", tmp_path / "plan", "--json")
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["step_ms"] > 0
-    unknown = {key for key, value in printed.items() if value is None}
-    of_data = {"samples_per_second_per_gpu", "gpu_days", "packs", "steps", "tokens_per_rank"}
-    of_data |= {"attention_balance_ratio", "least_attention_balance_ratio"}
-    assert unknown == of_data | {"communication_ratio", "exchanged_ratio", "window", "made_for"}
 
 
 def test_methods_and_their_recompute_rules(capsys, tmp_path):
     """Prevents a method or a rule that is taken and not followed."""
-    plans = {}
-    for options in ("", "--method layer", "--method parameter --recompute full", "--freeze vision"):
-        run(PLAN, *options.split(), "-o", tmp_path / "plan", "--json")
-        plans[options] = json.loads(capsys.readouterr().out)
-    layers = [stage["vision_layers"] + stage["language_layers"] for stage in plans[""]["stages"]]
-    joint, by_layers, full, frozen = plans.values()
-    assert sum(layers) == 8
-    by_layer = [s["vision_layers"] + s["language_layers"] for s in by_layers["stages"]]
-    assert by_layer == [4, 4]
-    assert all(s["recompute"] == 0 for plan in (joint, by_layers) for s in plan["stages"])
-    assert sum(s["recompute"] for s in full["stages"]) == 8
+    ways = ("", " --method layer", " --method parameter --recompute full", " --freeze vision")
+    plans = [result(capsys, PLAN + way, "-o", tmp_path / "plan") for way in ways]
+    layers, again = (
+        [[sum(stage[name] for name in names) for stage in plan["stages"]] for plan in plans]
+        for names in (("vision_layers", "language_layers"), ("recompute",))
+    )
+    assert sum(layers[0]) == 8 and layers[1] == [4, 4]
+    assert [sum(each) for each in again[:3]] == [0, 0, 8]
+    joint, by_layers, full, frozen = plans
     assert joint["step_ms"] <= min(by_layers["step_ms"], full["step_ms"])
     assert frozen["ideal_step_ms"] < joint["ideal_step_ms"]
-    lost = [sum(plan["lost_ms"].values()) for plan in plans.values()]
-    assert lost == pytest.approx([plan["step_ms"] for plan in plans.values()])
+    lost = [sum(plan["lost_ms"].values()) for plan in plans]
+    assert lost == pytest.approx([plan["step_ms"] for plan in plans])
     assert full["lost_ms"]["recompute_ms"] > 0 == joint["lost_ms"]["recompute_ms"]
 
 
 def test_gpus_chooses_the_sizes(capsys, tmp_path, lengths_file):
     """Prevents a strategy that is shown and not planned with."""
-    command = "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512"
-    options = ("--gpus", 4, "--lengths", lengths_file, "--samples-per-step", 40)
-    run(command, *options, "--tp", 1, "-o", tmp_path / "plan", "--json")
-    printed = json.loads(capsys.readouterr().out)
-    sizes = [strategy["parallel"] for strategy in printed["strategies"]]
+    options = "--max-tiles 8 --max-tokens 512 --gpus 4 --samples-per-step 40 --tp 1 --lengths"
+    told = result(capsys, f"{DIGITS} {options}", lengths_file, "-o", tmp_path / "plan")
+    sizes = [strategy["parallel"] for strategy in told["strategies"]]
     assert all(s["tensor"] == 1 and s["pipeline"] * s["data"] == 4 for s in sizes)
-    assert len(printed["stages"]) == sizes[0]["pipeline"]
-    times = [strategy["ms_per_sample"] for strategy in printed["strategies"]]
+    assert len(told["stages"]) == sizes[0]["pipeline"]
+    times = [strategy["ms_per_sample"] for strategy in told["strategies"]]
     assert times == sorted(times)
     assert read_plan(tmp_path / "plan").parallel.data == sizes[0]["data"]
 
 
-def test_simulate_replays_every_step(capsys, tmp_path, lengths_file):
+def test_simulate_replays_every_step(capsys, tmp_path, planned):
     """Prevents figures of a few steps, and a trace of another step than the one that is named."""
-    run(PLAN, "--dp", 2, "--lengths", lengths_file, "-o", tmp_path / "plan", "--json")
-    planned = json.loads(capsys.readouterr().out)
-    run("simulate", tmp_path / "plan", "--trace", tmp_path / "new/trace.json", "--json")
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["steps"] == planned["steps"]
-    assert printed["step_ms_mean"] == pytest.approx(planned["step_ms"])
-    assert printed["step_ms_min"] <= printed["step_ms_median"] <= printed["step_ms_max"]
-    assert printed["trace_step"] == printed["slowest_step"]
-    events = json.loads((tmp_path / "new/trace.json").read_text())["traceEvents"]
+    trace = tmp_path / "new/trace.json"
+    told = result(capsys, "simulate", planned[0], "--trace", trace)
+    assert told["steps"] == planned[1]["steps"]
+    assert told["step_ms_mean"] == pytest.approx(planned[1]["step_ms"])
+    assert told["step_ms_min"] <= told["step_ms_median"] <= told["step_ms_max"]
+    assert told["trace_step"] == told["slowest_step"]
+    events = json.loads(trace.read_text())["traceEvents"]
     last_ms = max(event["ts"] + event["dur"] for event in events if event["ph"] == "X") / 1e3
-    assert 0.8 * printed["step_ms_max"] < last_ms <= printed["step_ms_max"]
-    run("simulate", tmp_path / "plan", "--step", 0)
-    assert "slowest step" in capsys.readouterr().out
+    assert 0.8 * told["step_ms_max"] < last_ms <= told["step_ms_max"]
+    assert "slowest step" in printed(capsys, "simulate", planned[0], "--step", 0)
 
 
-def test_options_replace_the_clusters(capsys, tmp_path):
+def test_options_replace_the_clusters(tmp_path):
     """Prevents an option that changes the time and is not in the plan, or the other way round."""
     steps = []
     for speed in (1, 100):
@@ -323,31 +279,32 @@ def test_options_replace_the_clusters(capsys, tmp_path):
 
 def test_lengths_scan(capsys, tmp_path, digits):
     """Prevents a summary that differs from the file, or a tiling option that is ignored."""
-    arguments = [digits / "train/meta.json", "--tokenizer-model", digits / "tokenizer.model"]
-    command = "lengths --json --model internvl-digits"
-    run(command, *arguments, "-o", tmp_path / "all.parquet")
-    printed = json.loads(capsys.readouterr().out)
-    lengths = read_lengths([tmp_path / "all.parquet"])
-    assert printed["samples"] == len(lengths) == sum(s["samples"] for s in printed["sources"])
-    assert max(s["tiles_max"] or 0 for s in printed["sources"]) == lengths.column("tiles").max() > 1
-    run(command, *arguments, "-o", tmp_path / "one.parquet", "--max-dynamic-patch", 1)
-    one = read_lengths([tmp_path / "one.parquet"])
+    tokenizer, paths = (
+        digits / "tokenizer.model",
+        [tmp_path / f"{name}.parquet" for name in ("all", "one")],
+    )
+    scan = ("lengths --model internvl-digits", digits / "train/meta.json", "--tokenizer-model")
+    sources = result(capsys, *scan, tokenizer, "-o", paths[0])
+    table = printed(capsys, *scan, tokenizer, "-o", paths[1], "--max-dynamic-patch", 1)
+    lengths, one = (read_lengths([path]) for path in paths)
+    assert sources["samples"] == len(lengths) == sum(s["samples"] for s in sources["sources"])
+    most = max(source["tiles_max"] or 0 for source in sources["sources"])
+    assert most == lengths.column("tiles").max() > 1
     assert one.origin.tiling.max_dynamic_patch == 1
     assert one.column("tiles").sum() < lengths.column("tiles").sum()
-    capsys.readouterr()
-    run("lengths --model internvl-digits", *arguments, "-o", tmp_path / "all.parquet")
-    table = capsys.readouterr().out
     assert all(name in table for name in lengths.source_names)
 
 
 HUGE = 10**20
 SEE = "; see omnibal"
+SEARCH = "caps {lengths} --model internvl-digits --cluster "
+LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
 
 
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("pack absent.parquet --max-tiles 8 --max-tokens 512 --dp 2", "no such lengths file"),
+        (PACK + " absent.parquet --dp 2", "no such lengths file"),
         ("pack {lengths} --max-tiles 3 --max-tokens 512 --dp 2", "exceed the caps"),
         ("pack {lengths} --max-tokens 512 --dp 2", "tiles is not; give --max-tiles MAX"),
         ("pack {lengths} --dp 2", "give --max-tiles MAX and --max-tokens MAX"),
@@ -358,10 +315,9 @@ SEE = "; see omnibal"
         ("pack {lengths} --max-tiles 8 --limit tokens=0 --dp 2", "from 1 to"),
         ("pack {lengths} --max-tiles 8 --limit 512 --dp 2", "a feature and a count"),
         (PLAN + " --limit clips=4 -o p", "the limits are --max-tiles MAX and --max-tokens MAX"),
-        ("caps {lengths} --model internvl-digits --cluster laptop-cpu --limit clips=4",
+        (SEARCH + "laptop-cpu --limit clips=4",
          "leave out --limit clips: the limits are --max-tiles MAX and --max-tokens MAX"),
-        ("caps {lengths} --model internvl-digits --cluster laptop-cpu --limit tiles=9 --rule paper",
-         "choose caps by predicted time"),
+        (SEARCH + "laptop-cpu --limit tiles=9 --rule paper", "choose caps by predicted time"),
         ("plan --model internvl-digit --cluster laptop-cpu --max-tiles 8 --max-tokens 9 -o p",
          "did you mean 'internvl-digits'"),
         ("profile --model internvl-digits --max-tokens 9 -o p.json", "give --max-tiles MAX"),
@@ -369,9 +325,9 @@ SEE = "; see omnibal"
          "leave out --max-tiles: the limits are --max-tokens MAX, and --limit loss_tokens=MAX if"),
         (PROFILE + " --data m.json -o p.json", "--data was given without --tokenizer-model"),
         (PROFILE + " --tokenizer-model t -o p.json", "--tokenizer-model was given without --data"),
-        ("plan --model llama3.1-8b --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p",
+        (LARGE.format("llama3.1-8b"),
          "leave out --max-tiles: the limits are --max-tokens MAX, and --limit loss_tokens=MAX if"),
-        ("plan --model qwen3-vl-2b --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p",
+        (LARGE.format("qwen3-vl-2b"),
          "leave out --max-tiles: the limits are --limit image_tokens=MAX and --max-tokens"),
         ("lengths x.jsonl --tokenizer-model t --model gemma-3-4b --max-pixels 9 -o p",
          "of one size, 896 x 896 pixels"),
@@ -379,10 +335,9 @@ SEE = "; see omnibal"
          "--max-pixels: min_pixels 65536 must not exceed max_pixels 9; give others"),
         (PLAN + " --pp 99 -o p", "99"),
         (PLAN + " --profile absent.json -o p", "absent.json"),
-        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o {lengths}/p", "exists"),
+        (PACK + " {lengths} --dp 2 -o {lengths}/p", "exists"),
         (PLAN + " -o {lengths}", "is a file"),
         ("check absent", "plan.json: no such file"),
-        ("simulate absent", "plan.json: no such file"),
         (PLAN + " -o .", "is the current directory"),
         (PLAN + " -o {lengths}/p/q", "is not a directory"),
         (PLAN + " --tp 3 -o p", "is more than the 2 devices of a node"),
@@ -398,16 +353,13 @@ SEE = "; see omnibal"
         (PLAN + " --network-gb-per-s inf -o p", "--network-gb-per-s inf: must be a finite"),
         (PLAN + " --max-tokens 99999999999 -o p", "less than or equal to 2147483647"),
         (PLAN + " --dp 2 --micro-batches 1000000 -o p", "may have at most 1,000,000"),
-        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 -o .", "is a directory"),
-        ("report absent -o r.html", "plan.json: no such file"),
+        (PACK + " {lengths} --dp 2 -o .", "is a directory"),
         ("report absent -o new/r.html", "plan.json: no such file"),
         ("report absent --run {lengths} -o r.html", "give the directory of the run"),
         ("lengths absent.json --model internvl-digits --tokenizer-model t -o l", "no such"),
-        (f"pack {{lengths}} --max-tiles 8 --max-tokens 512 --dp 2 --micro-batches {HUGE}",
-         "1000000"),
-        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2000 --micro-batches 2000",
-         "at most 1,000,000"),
-        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 100000000", "1000000"),
+        (PACK + f" {{lengths}} --dp 2 --micro-batches {HUGE}", "1000000"),
+        (PACK + " {lengths} --dp 2000 --micro-batches 2000", "at most 1,000,000"),
+        (PACK + " {lengths} --dp 100000000", "1000000"),
         (PLAN + " --lengths {lengths} --epochs 100000000 -o p", "1000"),
         (PLAN + " --lengths {lengths} --dp 1000 --micro-batches 100000 -o p", "at most 1,000,000"),
         (PLAN + " --lengths {lengths} --gpus 100000000 -o p", "1000000"),
@@ -418,20 +370,20 @@ SEE = "; see omnibal"
         (PROFILE + " -o p --processes 100000000", "1024"),
         (PROFILE + " -o p --layers 100000000", "1000"),
         ("caps {lengths} --model deep.toml --cluster laptop-cpu", "equal to 1000 "),
-        ("caps {lengths} --model internvl-digits --cluster no_bf16.toml",
+        (SEARCH + "no_bf16.toml",
          "cluster slow: peak_tflops has no rate for bf16 (it has fp32)"),
         (PLAN.replace("laptop-cpu", "no_bf16.toml") + " -o p", "has no rate for bf16"),
-        ("pack {lengths} --max-tiles 8 --max-tokens 512 --dp 2 --cluster no_bf16.toml",
+        (PACK + " {lengths} --dp 2 --cluster no_bf16.toml",
          "has no rate for bf16"),
         ("check a\0b", r"'a\x00b': holds a NUL character"),
         (PLAN + " -o a\0b", "holds a NUL character"),
-        ("pack nul.json --max-tiles 8 --max-tokens 512 --dp 2", "embedded null byte"),
-        ("pack nul.json --max-tiles 8 --max-tokens 512 --dp 2 -o p", "has a NUL character,"),
+        (PACK + " nul.json --dp 2", "embedded null byte"),
+        (PACK + " nul.json --dp 2 -o p", "has a NUL character,"),
         ("check \x1b[2J", r"\x1b[2J"),
         ("pack l.parquet --max-tiles 0 --max-tokens 512 --dp 2", f"--max-tiles{SEE} pack --help"),
         ("pack l.parquet --max-tiles nine --max-tokens 512 --dp 2", f"valid integer{SEE} pack"),
         ("profile --model m --max-tiles 8 -o p.json", f"--max-tokens{SEE} profile --help"),
-        ("pack --max-tiles 8 --max-tokens 512 --dp 2", f"LENGTHS{SEE} pack --help"),
+        (PACK + " --dp 2", f"LENGTHS{SEE} pack --help"),
         (PLAN + " -o p --precision int8", f"int8{SEE} plan --help"),
         (PLAN + " -o p --memory-gib 0", f"--memory-gib{SEE} plan --help"),
         (PLAN + " -o p --modle x", f"--modle{SEE} plan --help"),
@@ -468,56 +420,48 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
-def test_every_command_checks_the_plan_it_reads(capsys, tmp_path, lengths_file, edit):
+def test_every_command_checks_the_plan_it_reads(capsys, tmp_path, planned, edit):
     """Prevents plausible numbers of a plan that `omnibal check` refuses."""
-    run(PLAN, "--lengths", lengths_file, "-o", tmp_path / "plan")
-    capsys.readouterr()
-    plan = json.loads((tmp_path / "plan/plan.json").read_text())
+    folder, output = shutil.copytree(planned[0], tmp_path / "plan"), ("-o", tmp_path / "output")
+    plan = json.loads((folder / "plan.json").read_text())
     edit(plan)
-    (tmp_path / "plan/plan.json").write_text(json.dumps(plan))
-    said = {
-        failure(capsys, command, tmp_path / "plan", *more)
-        for command, more in (
-            ("check", ()),
-            ("simulate", ()),
-            ("report", ("-o", tmp_path / "r.html")),
-            ("plan --model internvl-digits --cluster laptop-cpu --steps-of",
-             ("-o", tmp_path / "other")),
-        )
-    }  # fmt: skip
-    assert len(said) == 1
-    assert not (tmp_path / "r.html").exists() and not (tmp_path / "other").exists()
+    (folder / "plan.json").write_text(json.dumps(plan))
+    commands = {"check": (), "simulate": (), "report": output, f"{DIGITS} --steps-of": output}
+    said = {failure(capsys, command, folder, *more) for command, more in commands.items()}
+    assert len(said) == 1 and not (tmp_path / "output").exists()
 
 
 def test_version_and_help(capsys):
     """Prevents a version that differs from the package's, and presets that nobody can find."""
-    run("--version")
-    assert capsys.readouterr().out == f"omnibal {omnibal.__version__}\n"
-    run("")
-    assert "report" in capsys.readouterr().out
-    options = {
-        option.name: option.help
-        for option in typer.main.get_command(cli.app).commands["plan"].params
-    }
+    assert printed(capsys, "--version") == f"omnibal {omnibal.__version__}\n"
+    assert "report" in printed(capsys, "")
+    plan = typer.main.get_command(cli.app).commands["plan"]
+    options = {option.name: option.help for option in plan.params}
     assert "omnibal presets" in options["model"] + options["cluster"]
-    run("presets")
-    shown = capsys.readouterr().out
+    shown = printed(capsys, "presets")
     assert all(name in shown for kind in ("models", "clusters") for name in preset_names(kind))
     assert "90% of it" in options["memory_gib"]
     assert all(options.values())
 
 
 def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents an hour of scanning or planning whose result has no place."""
+    """Prevents an hour of scanning or planning whose result has no place, and a bare error number
+    for a full or broken disk."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
-    for command in ("plan", "pack"):
+    for command, options in (("plan", f"{PLAN} --lengths"), ("pack", f"{PACK} --dp 2")):
         read = f"omnibal.cli.{command}.read_lengths"
         monkeypatch.setattr(read, lambda paths: pytest.fail("worked first"))
-    pack = "pack --max-tiles 8 --max-tokens 512 --dp 2"
-    for command, argument in ((PLAN + " --lengths", lengths_file), (pack, lengths_file)):
-        error = failure(capsys, command, argument, "-o", tmp_path / "a/b")
+        error = failure(capsys, options, lengths_file, "-o", tmp_path / "a/b")
         assert f"{tmp_path} cannot be written to" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["lengths.parquet"]
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.undo()
+
+    def full(*_):
+        raise OSError(28, "No space left on device", str(tmp_path / "plan"))
+
+    monkeypatch.setattr("omnibal.job.plan_files.save_plan", full)
+    error = failure(capsys, PLAN, "-o", tmp_path / "plan")
+    assert error.endswith(f"error: {tmp_path / 'plan'}: No space left on device\n")
 
 
 def test_closed_pipe_ends_quietly(tmp_path):
@@ -533,19 +477,9 @@ def test_closed_pipe_ends_quietly(tmp_path):
     process.stderr.close()
 
 
-def test_other_system_errors_name_the_path(capsys, tmp_path, monkeypatch):
-    """Prevents a bare error number, or a traceback, for a full or broken disk."""
-
-    def full(*_):
-        raise OSError(28, "No space left on device", str(tmp_path / "plan"))
-
-    monkeypatch.setattr("omnibal.job.plan_files.save_plan", full)
-    error = failure(capsys, PLAN, "-o", tmp_path / "plan")
-    assert error.endswith(f"error: {tmp_path / 'plan'}: No space left on device\n")
-
-
-def test_profile_without_torch_names_the_extra(capsys, tmp_path, monkeypatch):
-    """Prevents an ImportError from a planner-only installation."""
+def test_profile_that_measures_nothing_fails(capsys, tmp_path, monkeypatch):
+    """Prevents an ImportError without the trainer, and success of a profiler that failed."""
+    command = (PROFILE, "-o", tmp_path / "profile.json")
 
     def find_spec(module):
         if module == "megatron.core":
@@ -553,9 +487,13 @@ def test_profile_without_torch_names_the_extra(capsys, tmp_path, monkeypatch):
         return object()
 
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
-    error = failure(capsys, PROFILE + " -o", tmp_path / "profile.json")
+    error = failure(capsys, *command)
     assert "megatron-core is not installed" in error
     assert 'pip install ".[train]" in its repository' in error
+    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
+    failed = subprocess.CompletedProcess([], 3)
+    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
+    assert status(*command) == 3
 
 
 def start_no_profiler(monkeypatch, profile: Profile) -> list[list[str]]:
@@ -573,29 +511,28 @@ def start_no_profiler(monkeypatch, profile: Profile) -> list[list[str]]:
     return commands
 
 
-def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch):
-    """Prevents options that the profiler never sees, and its output from mixing with the JSON."""
+def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch, lengths_file):
+    """Prevents options that the profiler never sees, its output from mixing with the JSON, and a
+    profile of other samples than those that are trained."""
     output = tmp_path / "new/profile.json"
     commands = start_no_profiler(monkeypatch, example_profile())
-    run(PROFILE + " --processes 2 --layers 3 --precision fp32 --provider te --json -o", output)
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["profile"] == str(output)
-    assert {residual["unit"] for residual in printed["residuals"]} == set(
-        unit_names(load_model("internvl-digits"))
-    )
+    more = "--processes 2 --layers 3 --precision fp32 --provider te"
+    told = result(capsys, f"{PROFILE} {more} -o", output)
+    assert told["profile"] == str(output)
+    units = {residual["unit"] for residual in told["residuals"]}
+    assert units == {*unit_names(load_model("internvl-digits"))}
     launcher, options = commands[0][: commands[0].index("-m", 3)], commands[0][-16:]
     assert "--nproc-per-node=2" in launcher
     given = dict(zip(options[::2], options[1::2], strict=True))
     assert Path(given.pop("--output")).parent == output.parent
-    assert given == {
-        "--model": "internvl-digits",
-        "--precision": "fp32",
-        "--max-tiles": "8",
-        "--max-tokens": "512",
-        "--tokens-per-sample": "64",
-        "--layers": "3",
-        "--provider": "te",
-    }
+    expected = "--model internvl-digits --precision fp32 --max-tiles 8 --max-tokens 512 "
+    expected = f"{expected}--tokens-per-sample 64 --layers 3 --provider te".split()
+    assert given == dict(zip(expected[::2], expected[1::2], strict=True))
+    command = PROFILE.replace(" --tokens-per-sample 64", "")
+    assert "give --tokens-per-sample, or --lengths" in failure(capsys, command, "-o", output)
+    run(command, "--lengths", lengths_file, "-o", output)
+    mean = commands[-1][commands[-1].index("--tokens-per-sample") + 1]
+    assert int(mean) == round(example_lengths().tokens.mean())
 
 
 def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch, lengths_file):
@@ -608,35 +545,14 @@ def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch,
     assert "are one file" in failure(capsys, f"{command} h100-80g --cluster-output {output}")
     assert not mine.exists()
     run(f"{command} laptop-cpu --cluster-output", mine)
-    capsys.readouterr()
-    plan = PLAN.replace("laptop-cpu", str(mine)) + " --precision fp32 --json --lengths"
-    run(plan, lengths_file, "-o", tmp_path / "plan")
-    printed = json.loads(capsys.readouterr().out)
-    assert printed["cost_source"] == "analytic:laptop-cpu, measured rates of tiled device"
-    run("check", tmp_path / "plan")
-    assert "costs are of analytic:laptop-cpu, measured rates of" in capsys.readouterr().out
+    plan = PLAN.replace("laptop-cpu", str(mine)) + " --precision fp32 --lengths"
+    told = result(capsys, plan, lengths_file, "-o", tmp_path / "plan")
+    assert told["cost_source"] == "analytic:laptop-cpu, measured rates of tiled device"
+    checked = printed(capsys, "check", tmp_path / "plan")
+    assert "costs are of analytic:laptop-cpu, measured rates of" in checked
     start_no_profiler(monkeypatch, profile.model_copy(update={"rates": None}))
     error = failure(capsys, f"{command} laptop-cpu --cluster-output", mine)
     assert "has no rates by shape" in error and load_cluster(str(mine)).rates
-
-
-def test_profile_takes_the_mean_of_lengths(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents a profile of other samples than those that are trained."""
-    output = tmp_path / "profile.json"
-    commands = start_no_profiler(monkeypatch, example_profile())
-    command = PROFILE.replace(" --tokens-per-sample 64", "")
-    assert "give --tokens-per-sample, or --lengths" in failure(capsys, command, "-o", output)
-    run(command, "--lengths", lengths_file, "-o", output)
-    given = commands[0][commands[0].index("--tokens-per-sample") + 1]
-    assert int(given) == round(example_lengths().tokens.mean())
-
-
-def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
-    """Prevents success from being reported when nothing was measured."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda module: object())
-    failed = subprocess.CompletedProcess([], 3)
-    monkeypatch.setattr(subprocess, "run", lambda *_, **__: failed)
-    assert status(PROFILE, "-o", tmp_path / "profile.json") == 3
 
 
 @pytest.mark.parametrize(
@@ -644,12 +560,33 @@ def test_failed_profiler_passes_its_status_on(tmp_path, monkeypatch):
     [(["--pp", "2", "--dp", "2"], "", 4), (["--gpus", "4"], "--image-share 0.25", 2)],
 )
 def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles):
-    """Prevents shapes whose images are not the share that is stated, or sizes that need data."""
-    plan_of_shapes = "plan --model internvl-digits --cluster laptop-cpu --max-tokens 128 --json"
-    run(f"{plan_of_shapes} {share}", *sizes, "-o", tmp_path / "plan")
-    result = json.loads(capsys.readouterr().out)
+    """Prevents shapes whose images are not the share that is stated, sizes that need data, and
+    invented totals for a plan without data."""
+    command = f"{DIGITS} --max-tokens 128 {share}"
+    told = result(capsys, command, *sizes, "-o", tmp_path / "plan")
     plan = read_plan(tmp_path / "plan")
+    unknown = {key for key, value in told.items() if value is None}
+    of_data = "samples_per_second_per_gpu gpu_days packs steps tokens_per_rank "
+    of_data += "attention_balance_ratio least_attention_balance_ratio communication_ratio "
+    assert unknown == {*of_data.split(), "exchanged_ratio", "window", "made_for"}
+    assert told["step_ms"] > 0
     assert plan.model.vision.tokens_per_item == 16
     assert plan.shapes.caps["tiles"] == tiles
-    assert result["image_share"] == tiles * 16 / 128
+    assert told["image_share"] == tiles * 16 / 128
     assert plan.parallel.world_size == 4
+
+
+def test_a_log_has_a_line_about_every_half_minute(capsys):
+    """Prevents: a search of minutes that says nothing in a job's log, a line a candidate, and
+    control sequences or empty bars."""
+    with progress("scanning", 3) as of_short_work:
+        of_short_work(3)
+    assert capsys.readouterr().err == ""
+    seconds = iter([0.0, 10.0, 40.0, 50.0, 100.0])
+    advance = progress_lines("trying caps", 40, lambda: next(seconds))
+    for newly in (5, 5, 5, 5):
+        advance(newly)
+    assert capsys.readouterr().err.splitlines() == [
+        "trying caps: 10 of 40 in 0.7 min, 0.2/s, at this rate 2.0 min more",
+        "trying caps: 20 of 40 in 1.7 min, 0.2/s, at this rate 1.7 min more",
+    ]

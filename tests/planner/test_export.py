@@ -1,20 +1,19 @@
 """What all exports have in common: what is refused, the order, RUN.md, all or nothing."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from cli_cases import failure, printed, run
-from export_cases import drawn_lengths, export_case, plan_files, scheduled, write_data
+from cli_cases import failure, result, run
+from export_cases import drawn_lengths, export_case, files_for, places_of, scheduled, write_data
 from plan_cases import example_lengths, origin_of, request
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.export.directory import export_input, make_export
-from omnibal.export.exported import Exported
+from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.expressible import first_obstacle, obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
@@ -38,69 +37,64 @@ VISION = ("vision embed", "vision 0..3", "projector")
 FIRST = Stage.of(*VISION, "language embed", "language 0..1")
 LAST = Stage.of("language 2..3", "head")
 ALONE = Stage.of(*VISION, "language embed", "language 0..3", "head")
+UNITS = [*map(str, ALONE.units)]
 
 
 def small_case(target: TargetName = SWIFT, ranks: int = 1):
     return export_case(target, seed=0, ranks=ranks, samples=300)
 
 
-def recomputing(*layers: tuple[str, ...]) -> dict:
-    stages = (FIRST, LAST)
-    pairs = zip(stages, layers, strict=True)
-    changed = [Stage.of(*map(str, stage.units), recompute=again) for stage, again in pairs]
-    return {"stages": tuple(changed)}
+def recomputing(*layers: tuple[str, ...]) -> tuple[Stage, ...]:
+    pairs = zip((FIRST, LAST), layers, strict=True)
+    return tuple(Stage.of(*map(str, stage.units), recompute=again) for stage, again in pairs)
+
+
+CHUNKS = (
+    Stage.of(*map(str, FIRST.units[:-1]), "language 0"),
+    *(Stage.of("language 1"), Stage.of("language 2"), Stage.of("language 3", "head")),
+)
+
+
+def in_chunks(name: str, micro_batches: int, stages=CHUNKS) -> dict:
+    """Changes to two stages of two chunks, of a plan of shapes."""
+    caps, schedule = Caps.of(tiles=1, tokens=64), PipelineSchedule(name=name, chunks=2)
+    shapes = Shapes(caps=caps, micro_batches_per_step=micro_batches)
+    return {"stages": stages, "pipeline": 2, "schedule": schedule, "data": None, "shapes": shapes}
 
 
 @pytest.mark.parametrize(
     ("target", "changes", "told"),
     [
         (XTUNER, {"stages": (FIRST, LAST)}, "pipeline size 2, and XTuner v1 takes at most 1"),
-        (SWIFT, {"stages": (Stage.of(*VISION[:2]), Stage.of(*map(str, ALONE.units[2:])))},
+        (SWIFT, {"stages": (Stage.of(*VISION[:2]), Stage.of(*UNITS[2:]))},
          "stage 1 holds projector, and ms-swift"),
-        (SWIFT, {"stages": (Stage.of(*VISION), Stage.of(*map(str, ALONE.units[3:])))},
+        (SWIFT, {"stages": (Stage.of(*VISION), Stage.of(*UNITS[3:]))},
          "first stage does not hold the language embed"),
-        (SWIFT, recomputing(("language 0..1",), ("language 2",)),
+        (SWIFT, {"stages": recomputing(("language 0..1",), ("language 2",))},
          "stages recompute 2, 1 layers of language, and"),
-        (SWIFT, recomputing(("language 1",), ("language 2",)), "one number for all stages"),
-        (SWIFT, recomputing(("vision 0..1",), ()), "2 layers of vision are recomputed and others"),
-        (XTUNER, {"stages": (Stage.of(*map(str, ALONE.units), recompute=("language 0",)),)},
+        (SWIFT, {"stages": recomputing(("language 1",), ("language 2",))},
+         "one number for all stages"),
+        (SWIFT, {"stages": recomputing(("vision 0..1",), ())},
+         "2 layers of vision are recomputed and others"),
+        (XTUNER, {"stages": (Stage.of(*UNITS, recompute=("language 0",)),)},
          "1 layers of language are recomputed"),
+        (MEGATRON, in_chunks("interleaved", 4), None),
+        (MEGATRON, in_chunks("interleaved", 3),
+         "3 micro-batches a rank, and Megatron-LM interleaves"),
+        (MEGATRON, in_chunks("zb-v", 4),
+         "schedule is zb-v, and Megatron-LM runs 1f1b and interleaved"),
+        (SWIFT, in_chunks("interleaved", 4,
+                          (Stage.of(*VISION[:2]), Stage.of(*UNITS[2:5]), *CHUNKS[2:])),
+         "chunk 0 of stage 1 holds projector"),
     ],
 )  # fmt: skip
 def test_what_a_trainer_cannot_be_told_is_named(target, changes, told):
-    """Prevents: a plan exported as flags that mean another plan."""
-    plan = small_case(target).files.plan
-    parallel = plan.parallel.model_copy(update={"pipeline": len(changes["stages"])})
-    plan = plan.model_copy(update={**changes, "parallel": parallel})
-    assert told in first_obstacle(plan, None, TARGETS[target])
-
-
-def test_schedules_that_a_trainer_does_not_run_are_named():
-    """Prevents: chunks of a plan left out of its flags."""
-    stages = tuple(Stage.of(*units) for units in (
-        [*map(str, FIRST.units[:-1]), "language 0"], ["language 1"], ["language 2"],
-        ["language 3", "head"],
-    ))  # fmt: skip
-    for target, name, micro_batches, told in (
-        (MEGATRON, "interleaved", 4, None),
-        (MEGATRON, "interleaved", 3, "3 micro-batches a rank, and Megatron-LM interleaves"),
-        (MEGATRON, "zb-v", 4, "schedule is zb-v, and Megatron-LM runs 1f1b and interleaved"),
-    ):
-        plan = small_case(target).files.plan
-        shapes = Shapes(caps=Caps.of(tiles=1, tokens=64), micro_batches_per_step=micro_batches)
-        changes = {
-            "stages": stages,
-            "parallel": plan.parallel.model_copy(update={"pipeline": 2}),
-            "schedule": PipelineSchedule(name=name, chunks=2),
-            "data": None,
-            "shapes": shapes,
-        }
-        obstacle = first_obstacle(plan.model_copy(update=changes), None, TARGETS[target])
-        assert obstacle is None if told is None else told in obstacle
-    later = (Stage.of(*VISION[:2]), Stage.of(*map(str, ALONE.units[2:5])), *stages[2:])
-    plan = plan.model_copy(update=changes | {"stages": later})
-    told = "chunk 0 of stage 1 holds projector"
-    assert any(told in each for each in obstacles(plan, None, TARGETS[SWIFT]))
+    """Prevents: a plan exported as flags that mean another plan, or without its chunks."""
+    plan, changes = small_case(target).files.plan, changes.copy()
+    sizes = {"pipeline": changes.pop("pipeline", len(changes["stages"]))}
+    changes["parallel"] = plan.parallel.model_copy(update=sizes)
+    obstacle = first_obstacle(plan.model_copy(update=changes), None, TARGETS[target])
+    assert obstacle is None if told is None else told in obstacle
 
 
 def test_what_no_trainer_can_be_told_is_named():
@@ -108,20 +102,17 @@ def test_what_no_trainer_can_be_told_is_named():
     plan = small_case().files.plan
     caps = [Caps.of(tiles=1, tokens=tokens) for tokens in (100, 5_000)]
     levels = [PlannedLevel(caps=cap, recompute=((),)) for cap in caps]
-    beside = DataParallelEncoders(
-        pipelines=1, items_per_pass={"vision": 1}, kept_items={"vision": 1}, item_ms={"vision": 1.0}
-    )
     shared = levels[1].model_copy(update={"context": 2})
+    one = {"vision": 1}
+    beside = DataParallelEncoders(pipelines=1, items_per_pass=one, kept_items=one, item_ms=one)
     for changes, told in (
         ({"levels": levels}, "packs of 2 levels"),
         ({"levels": (levels[0], shared)}, "ranks share packs of some levels"),
         ({"beside": beside}, "encoders are data-parallel"),
     ):
-        changed = plan.model_copy(update=changes)
-        assert all(
-            any(told in each for each in obstacles(changed, None, target))
-            for target in TARGETS.values()
-        )
+        for target in TARGETS.values():
+            found = obstacles(plan.model_copy(update=changes), None, target)
+            assert any(told in each for each in found)
 
 
 def test_sharding_counts_where_ranks_divide_something():
@@ -136,20 +127,18 @@ def test_sharding_counts_where_ranks_divide_something():
 
 def test_steps_that_a_trainer_would_read_on_from_are_refused():
     """Prevents: every pack behind an odd step trained a step early, by another rank."""
-    lengths = drawn_lengths(0, 24)
+    lengths, target = drawn_lengths(0, 24), TARGETS[MEGATRON]
     packs = scheduled([[sample] for sample in range(24)], lengths, 2, 0)
-    files = plan_files(MEGATRON, packs, lengths, 2)
-    target = TARGETS[MEGATRON]
-    assert first_obstacle(files.plan, files.data, target) is None
-    short = packs.take(np.delete(np.arange(24), 10))  # of step 1
-    told = first_obstacle(files.plan, (short, lengths), target)
-    assert told.startswith("step 1 has 7 packs on 2 data-parallel ranks")
+    files = files_for(MEGATRON, packs, lengths, 2)
     moved = replace(packs, dp_rank=np.where(packs.step == 1, 0, packs.dp_rank))
-    assert "in step 1 ranks have unequally many" in first_obstacle(
-        files.plan, (moved, lengths), target
-    )
-    last = packs.take(np.arange(23))
-    assert first_obstacle(files.plan, (last, lengths), target) is None
+    for given, told in (
+        (packs, None),
+        (packs.take(np.arange(23)), None),
+        (packs.take(np.delete(np.arange(24), 10)), "step 1 has 7 packs on 2 data-parallel ranks"),
+        (moved, "in step 1 ranks have unequally many"),
+    ):
+        obstacle = first_obstacle(files.plan, (given, lengths), target)
+        assert obstacle is None if told is None else told in obstacle
     data = files.plan.data.model_copy(update={"window": 8})
     windows = files.plan.model_copy(update={"data": data})
     assert "a step is a window of 8 samples" in first_obstacle(windows, files.data, target)
@@ -157,32 +146,36 @@ def test_steps_that_a_trainer_would_read_on_from_are_refused():
 
 def test_numbers_of_recomputed_layers_are_those_that_mean_the_same():
     """Prevents: a number that recomputes other layers than the plan; all sets are tried."""
+    towers = {tower: [f"{tower} {layer}" for layer in range(4)] for tower in ("vision", "language")}
     for mask in range(2**8):
-        names = [f"vision {k}" for k in range(4)] + [f"language {k}" for k in range(4)]
-        again = {name for k, name in enumerate(names) if mask >> k & 1}
-        stages = [
-            Stage.of(*map(str, stage.units), recompute=tuple(
-                name for name in names if name in again and held(stage, name)
-            ))
-            for stage in (FIRST, LAST)
-        ]  # fmt: skip
-        for tower in ("vision", "language"):
-            mine = {name for name in again if name.startswith(tower)}
-            fitting = [n for n in range(5) if meant([FIRST, LAST], tower, n) == mine]
+        numbered = enumerate([*towers["vision"], *towers["language"]])
+        again = [name for number, name in numbered if mask >> number & 1]
+        stages = recomputing(*([n for n in again if holds(s, n)] for s in (FIRST, LAST)))
+        for tower, every in towers.items():
+            mine = {name for name in again if name in every}
+            fitting = [n for n in range(5) if meant(stages, tower, n) == mine]
             assert (one_number(stages, tower) in fitting) == bool(fitting)
             assert (one_number(stages, tower) is None) == (not fitting)
-            every = {name for name in names if name.startswith(tower)}
-            assert all_or_none(stages, tower) == {0: False, 4: True}.get(len(mine & every))
+            assert all_or_none(stages, tower) == {0: False, 4: True}.get(len(mine))
+
+
+def holds(stage: Stage, name: str) -> bool:
+    tower, number = name.split()
+    return int(number) in stage.layers(tower)
+
+
+def meant(stages: tuple[Stage, ...], tower: str, number: int) -> set[str]:
+    """Layers that a trainer recomputes by one number."""
+    return {f"{tower} {layer}" for stage in stages for layer in stage.layers(tower)[:number]}
 
 
 @pytest.mark.parametrize("target", [SWIFT, MEGATRON])
 def test_what_the_limited_search_finds_can_be_told(target):
     """Prevents: `omnibal plan --for` plans that `omnibal export` refuses; layers are recomputed."""
     rules = TARGETS[target]
-    cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0})
     job = JobSpec(
         model=load_model("internvl2.5-8b"),
-        cluster=cluster,
+        cluster=load_cluster("h100-80g").model_copy(update={"memory_gib": 48.0}),
         parallel=Parallel(pipeline=4, data=2),
         precision="bf16",
         trainer=rules,
@@ -195,16 +188,6 @@ def test_what_the_limited_search_finds_can_be_told(target):
     assert first_obstacle(free, None, rules) is not None
 
 
-def held(stage: Stage, name: str) -> bool:
-    tower, number = name.split()
-    return int(number) in stage.layers(tower)
-
-
-def meant(stages: list[Stage], tower: str, number: int) -> set[str]:
-    """Layers that a trainer recomputes by one number."""
-    return {f"{tower} {layer}" for stage in stages for layer in stage.layers(tower)[:number]}
-
-
 def test_order_says_where_every_sample_is_trained(tmp_path):
     """Prevents: rows in another order than the plan's, and a row's number for a sample's."""
     case = export_case(SWIFT, seed=1, ranks=2, samples=300)
@@ -214,12 +197,11 @@ def test_order_says_where_every_sample_is_trained(tmp_path):
     order = ReadingOrder.of(case.packs)
     write_order(order, lengths, None, tmp_path / "order.parquet")
     rows = pq.read_table(tmp_path / "order.parquet").to_pylist()
-    place = {}
-    for row, (step, rank, slot) in enumerate(
-        zip(case.packs.step, case.packs.dp_rank, case.packs.slot, strict=True)
-    ):
-        for sample in case.packs.packs[row].tolist():
-            place[sample] = (step, slot, rank)
+    place = {
+        sample: (step, slot, rank)
+        for (step, rank, slot), samples in places_of(case.packs).items()
+        for sample in samples
+    }
     assert [row["pack"] for row in rows] == sorted(row["pack"] for row in rows)
     assert len(rows) == len(place) == 300
     for row in rows:
@@ -255,9 +237,8 @@ def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
 
 @pytest.fixture
 def plan(tmp_path) -> Path:
-    case = small_case()
-    result = PlanResult(plan=case.files.plan, data=case.files.data, search=None)
-    save_plan(result, tmp_path / "plan")
+    files = small_case().files
+    save_plan(PlanResult(plan=files.plan, data=files.data, search=None), tmp_path / "plan")
     write_data(300, tmp_path / "data.jsonl")
     return tmp_path / "plan"
 
@@ -266,20 +247,19 @@ def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
     """Prevents: figures of RUN.md that are not the plan's, and a result that no script can read."""
     folder = tmp_path / "export"
     given = (plan, "--to", folder, "--data", tmp_path / "data.jsonl")
-    result = json.loads(printed(capsys, "export", *given, "--json"))
+    told = result(capsys, "export", *given)
     page = (folder / "RUN.md").read_text()
-    expected = result["expected"]
-    case = small_case()
+    expected, case = told["expected"], small_case()
     full = int((np.bincount(case.packs.step) == 4).sum())
     assert expected["steps"] == full and expected["packs"] == 4 * full
     assert expected["samples"] + expected["dropped_samples"] == 300
     assert expected["dropped_packs"] == len(case.packs) - 4 * full
     assert expected["samples_per_second"] == expected["samples_per_second_per_gpu"]  # one GPU
-    for told in (f"| steps | {full} |", f"{expected['step_ms']:,.1f} ms", result["command"],
-                 "counted (analytic:laptop-cpu", "4 GiB"):  # fmt: skip
-        assert told in page
-    assert sorted(result["files"]) == sorted(path.name for path in folder.iterdir())
-    assert {"target", "settings", "given_up", "notes", "folder"} <= set(result)
+    step_ms = f"{expected['step_ms']:,.1f} ms"
+    shown = (f"| steps | {full} |", step_ms, told["command"], "counted (analytic:laptop-cpu")
+    assert all(each in page for each in (*shown, "4 GiB"))
+    assert sorted(told["files"]) == sorted(path.name for path in folder.iterdir())
+    assert {"target", "settings", "given_up", "notes", "folder"} <= set(told)
     run("export", plan, "--to", tmp_path / "other", "--for", "xtuner")
     said = capsys.readouterr()
     assert "what to run:" in said.out and "ITS IMAGES ARE LOST" in said.err
@@ -320,30 +300,30 @@ def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):
 
 def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
     """Prevents: another dataset of as many samples exported in the plan's order."""
-    case = small_case()
+    files = small_case().files
     write_data(300, tmp_path / "data.jsonl")
     annotations = Annotations.open(tmp_path / "data.jsonl")
-    for sha256, is_same in ((annotations.sha256, True), ("0" * 64, False)):
-        origin = origin_of(case.files.plan.model, data_sha256=sha256)
-        data = case.files.plan.data.model_copy(update={"origin": origin})
-        files = replace(case.files, plan=case.files.plan.model_copy(update={"data": data}))
-        arguments = (files, TARGETS[SWIFT], annotations, tmp_path / "export", 0)
-        if is_same:
-            assert export_input(*arguments).annotations is annotations
-            continue
-        with pytest.raises(UserError, match="the plan was made for other data: --data has sha256"):
-            export_input(*arguments)
+
+    def given(sha256: str) -> ExportInput:
+        origin = origin_of(files.plan.model, data_sha256=sha256)
+        data = files.plan.data.model_copy(update={"origin": origin})
+        changed = replace(files, plan=files.plan.model_copy(update={"data": data}))
+        return export_input(changed, TARGETS[SWIFT], annotations, tmp_path / "export", 0)
+
+    assert given(annotations.sha256).annotations is annotations
+    with pytest.raises(UserError, match="the plan was made for other data: --data has sha256"):
+        given("0" * 64)
 
 
 def test_what_a_prediction_leaves_out_is_told(tmp_path):
     """Prevents: this project's speed printed for a trainer that computes more."""
     told = {}
     for made_for in (None, TargetName.MEGATRON_LM, SWIFT):
-        case = small_case()
-        sizes = case.files.plan.parallel.model_copy(update={"tensor": 2, "sequence_parallel": True})
+        files = small_case().files
+        sizes = files.plan.parallel.model_copy(update={"tensor": 2, "sequence_parallel": True})
         changes = {"made_for": made_for, "parallel": sizes, "prediction": None}
-        plan = case.files.plan.model_copy(update=changes)
-        files = replace(case.files, plan=plan, job=JobSpec.of_plan(plan))
+        plan = files.plan.model_copy(update=changes)
+        files = replace(files, plan=plan, job=JobSpec.of_plan(plan))
         given = export_input(files, TARGETS[SWIFT], None, tmp_path / "export", 0)
         exported = make_export(given, lambda given: Exported(files={}, command="")).exported
         told[made_for] = [each for each in exported.given_up if "not made for it" in each]
@@ -356,15 +336,13 @@ def test_what_a_prediction_leaves_out_is_told(tmp_path):
 def test_a_plan_of_shapes_has_flags_alone(capsys, tmp_path, target):
     """Prevents: a plan without samples that cannot be exported, or promises steps and samples."""
     planned = make_plan(request(lengths=None, frozen=(), epochs=1)).plan
-    planned = planned.model_copy(update={"prediction": None})
     parallel = planned.parallel.model_copy(update={"pipeline": 1, "data": 1})
-    stages = {"stages": (ALONE,), "parallel": parallel, "made_for": target}
-    planned = planned.model_copy(update=stages)
+    changes = {"stages": (ALONE,), "parallel": parallel, "made_for": target, "prediction": None}
+    planned = planned.model_copy(update=changes)
     save_plan(PlanResult(plan=planned, data=None, search=None), tmp_path / "plan")
-    command = ("export", tmp_path / "plan", "--to", tmp_path / "export", "--json")
-    result = json.loads(printed(capsys, *command))
-    expected = result["expected"]
-    assert "train.jsonl" not in result["command"]
+    told = result(capsys, "export", tmp_path / "plan", "--to", tmp_path / "export")
+    assert "train.jsonl" not in told["command"]
+    expected = told["expected"]
     assert expected["steps"] is None and expected["samples"] is None and expected["step_ms"] > 0
     assert (tmp_path / "export/RUN.md").is_file()
     assert not (tmp_path / "export/order.parquet").exists()

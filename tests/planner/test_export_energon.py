@@ -9,7 +9,6 @@ import json
 import subprocess
 import sys
 import tarfile
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,18 +16,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from export_cases import MICRO_BATCHES, given_of, places_of, plan_files, random_packs, stages_of
 from length_cases import lengths_of
 from plan_cases import MODEL
-from shard_cases import make_samples, write_lines
-from trainer_cases import (
-    MICRO_BATCHES,
-    given_of,
-    parts_of,
-    plan_files,
-    random_packs,
-    stages_of,
-    write_shards,
-)
+from shard_cases import make_samples, write_lines, write_shards
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
@@ -73,42 +64,25 @@ class Stored:
         return SimpleNamespace(files=())
 
 
-def large(seed: int, ranks: int, name: TargetName, workers: int) -> ExportInput:
-    """A plan of 10,000 samples of text in random packs."""
-    rng = np.random.default_rng(seed)
-    lengths = lengths_of(tokens=rng.integers(10, 300, SAMPLES), tiles=np.zeros(SAMPLES))
-    packs = random_packs(SAMPLES, 20, rng)
-    files = plan_files(
-        packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=ranks)
-    )
-    return given_of(files, name, None, workers)
-
-
-def samples_of_ranks(given: ExportInput) -> list[list[list[int]]]:
-    """Samples of every pack that each rank trains, by step and slot, read from the plan itself."""
-    run = given.files.steps[0]
-    full = MICRO_BATCHES * given.files.plan.parallel.data
-    whole = np.bincount(run.step) == full
-    places: dict[tuple[int, int, int], list[int]] = {
-        (rank, step, slot): run.packs[row].tolist()
-        for row, (rank, step, slot) in enumerate(zip(run.dp_rank, run.step, run.slot, strict=True))
-        if whole[step]
-    }
-    ranks = range(given.files.plan.parallel.data)
-    return [[places[key] for key in sorted(places) if key[0] == rank] for rank in ranks]
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_energon_hands_every_rank_its_packs_in_order(seed, ranks, tmp_path):
     """Prevents packs that Energon gives to another rank, or in another step, than planned."""
-    workers = (0, 2, 3)[seed]
-    given = large(seed, ranks, TargetName.MEGATRON_LM, workers)
+    workers, rng = (0, 2, 3)[seed], np.random.default_rng(seed)
+    lengths = lengths_of(tokens=rng.integers(10, 300, SAMPLES), tiles=np.zeros(SAMPLES))
+    sizes = {"parallel": Parallel(pipeline=1, data=ranks)}
+    files = plan_files(random_packs(SAMPLES, 20, rng), lengths, stages_of(MODEL, 4), **sizes)
+    given = given_of(files, TargetName.MEGATRON_LM, None, workers)
     (tmp_path / ".nv-meta").mkdir()
     given = replace(given, annotations=Stored(SAMPLES, tmp_path))
     energon_files(given)["energon/packs.jsonl"](tmp_path / "packs.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "packs.jsonl").read_text().splitlines()]
-    planned = samples_of_ranks(given)
+    run = given.files.steps[0]
+    whole, places = np.bincount(run.step) == MICRO_BATCHES * ranks, places_of(run)
+    planned = [
+        [places[place] for place in sorted(places) if place[1] == rank and whole[place[0]]]
+        for rank in range(ranks)
+    ]
     for rank, read in enumerate(energon_reads(lines, ranks, workers)):
         trained, filling = read[: len(planned[rank])], read[len(planned[rank]) :]
         assert [[int(key) for _, key, _ in line["samples"]] for line in trained] == planned[rank]
@@ -125,18 +99,13 @@ def photos(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict]]:
 
 
 def planned_of(
-    annotations: Annotations, name: TargetName, workers: int = 0, **changes
+    annotations: Annotations, name=TargetName.MEGATRON_LM, workers: int = 0
 ) -> ExportInput:
     count = len(annotations)
     shown = np.array([len(annotations[index].files) for index in range(count)])
     lengths = lengths_of(tokens=np.arange(10, 10 + count), tiles=shown)
-    packs = changes.pop("packs", None) or random_packs(count, 3, np.random.default_rng(0))
-    files = plan_files(packs, lengths, stages_of(MODEL, 1, 3))
-    return given_of(files, name, annotations, workers)
-
-
-def packs_of(order) -> list[list[int]]:
-    return [order.packs[pack].tolist() for pack in range(len(order))]
+    packs = random_packs(count, 3, np.random.default_rng(0))
+    return given_of(plan_files(packs, lengths, stages_of(MODEL, 1, 3)), name, annotations, workers)
 
 
 def write(files: dict, folder: Path) -> None:
@@ -149,15 +118,18 @@ def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
     """Prevents packs that name keys, or members, which the shards made for them do not have."""
     meta, records = photos
     annotations = Annotations.open(meta)
-    given = planned_of(annotations, TargetName.MEGATRON_LM)
+    given = planned_of(annotations)
     write(megatron_lm.export(given).files, tmp_path)
     folder = tmp_path / "energon"
     made = [sys.executable, str(folder / "make_shards.py"), "--samples-per-shard", "7"]
     assert subprocess.run(made, check=False).returncode == 0
-    made_of = members_of(sorted((folder / "samples").iterdir()))
-    named = 0
-    lines = (folder / "packs.jsonl").read_text().splitlines()
-    for line, pack in zip(lines, packs_of(whole_steps(given)), strict=True):
+    made_of, named = {}, 0
+    for path in (folder / "samples").iterdir():
+        with tarfile.open(path) as shard:
+            made_of |= {member.name: shard.extractfile(member).read() for member in shard}
+    lines, order = (folder / "packs.jsonl").read_text().splitlines(), whole_steps(given)
+    packs = [order.packs[pack].tolist() for pack in range(len(order))]
+    for line, pack in zip(lines, packs, strict=True):
         for (dataset, key, parts), index in zip(json.loads(line)["samples"], pack, strict=True):
             record, *shown = (made_of[f"{key}.{part}"] for part in parts)
             assert dataset == "samples" and json.loads(record) == records[index]
@@ -166,15 +138,6 @@ def test_files_become_shards_with_the_keys_of_the_packs(photos, tmp_path):
     assert named == len(made_of) > 20
     again = subprocess.run(made, check=False, capture_output=True, text=True)
     assert again.returncode == 1 and "exists already" in again.stderr
-
-
-def members_of(shards: Iterable[Path]) -> dict[str, bytes]:
-    """Contents of all members of some shards, by their names."""
-    found = {}
-    for path in shards:
-        with tarfile.open(path) as shard:
-            found |= {member.name: shard.extractfile(member).read() for member in shard}
-    return found
 
 
 def test_offsets_are_of_the_lines(photos, tmp_path):
@@ -194,35 +157,29 @@ def test_offsets_are_of_the_lines(photos, tmp_path):
 
 def test_shards_are_read_where_they_are(tmp_path):
     """Prevents samples of shards that are copied."""
-    shows = np.array([0, 1, 2, 0] * 5)
-    annotations = Annotations.open(write_shards(tmp_path, shows))
-    given = planned_of(annotations, TargetName.MEGATRON_LM)
+    pytest.importorskip("webdataset")
+    records, meta = make_samples(tmp_path), tmp_path / "meta.json"
+    last = len(write_shards(tmp_path, records)) - 1
+    meta.write_text(json.dumps({"a": {"shards": f"train-{{000..{last:03}}}.tar"}}))
+    given = planned_of(Annotations.open(meta))
     with pytest.raises(UserError, match=r"source 'a' have no \.nv-meta"):
         energon_files(given)
     (tmp_path / ".nv-meta").mkdir()
     files = energon_files(given)
-    assert set(files) == {
-        f"energon/{name}"
-        for name in (
-            "packs.jsonl",
-            "packs.jsonl.idx",
-            "packs.json",
-            "meta.yaml",
-            "omnibal_packs.py",
-        )
-    }
+    names = "packs.jsonl packs.jsonl.idx packs.json meta.yaml omnibal_packs.py".split()
+    assert set(files) == {f"energon/{name}" for name in names}
     write(files, tmp_path)
     meta = json.loads((tmp_path / "energon/meta.yaml").read_text())
     assert meta["splits"]["train"]["aux"] == {"source0": str(tmp_path)}
     for line in (tmp_path / "energon/packs.jsonl").read_text().splitlines():
         for dataset, key, parts in json.loads(line)["samples"]:
-            assert dataset == "source0"
-            assert parts == ["json", *parts_of(shows[int(key)])]
+            shown = [*records[int(key)].get("image", []), *records[int(key)].get("video", [])]
+            assert (dataset, parts) == ("source0", ["json", *(n.partition(".")[2] for n in shown)])
 
 
 def test_without_data_only_what_needs_none_is_written(photos):
     """Prevents files of samples that were guessed."""
-    given = planned_of(Annotations.open(photos[0]), TargetName.MEGATRON_LM)
+    given = planned_of(Annotations.open(photos[0]))
     exported = megatron_lm.export(replace(given, annotations=None))
     assert not exported.files and "--data-path" not in exported.command
     assert any("Without --data" in note for note in exported.notes)

@@ -8,39 +8,51 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from export_cases import MICRO_BATCHES, given_of, plan_files, random_packs, stages_of
 from length_cases import lengths_of
 from plan_cases import MODEL
-from trainer_cases import MICRO_BATCHES, given_of, plan_files, random_packs, stages_of
 
 from omnibal.base.errors import UserError
 from omnibal.export import megatron_bridge, megatron_lm
 from omnibal.export.exported import ExportInput
 from omnibal.export.layout import parse_layout
+from omnibal.export.trainers import EXPORTS
+from omnibal.lint.all_rules import findings_of
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launch import Launcher
+from omnibal.lint.line import line_of
+from omnibal.lint.split import layers_by_chunk
 from omnibal.model.config import ModelConfig
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
+from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage import Stage
 
+pytestmark = pytest.mark.quick
+
 LARGER = MODEL.with_layers(vision=6, language=12)
+EXPERTS = ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
+MIXED = LARGER.with_tower("language", runs=(LayerRun(layers=1, experts=EXPERTS),))
 
 
 def planned(
-    stages: tuple[Stage, ...], name: TargetName, model: ModelConfig = LARGER, **changes
+    stages: tuple[Stage, ...],
+    name: TargetName = TargetName.MEGATRON_LM,
+    model: ModelConfig = LARGER,
+    sizes: dict | None = None,
+    *,
+    alike: bool = False,
+    **changes,
 ) -> ExportInput:
-    """A plan of random packs on two data-parallel ranks."""
-    rng = np.random.default_rng(0)
-    lengths = lengths_of(tokens=rng.integers(10, 300, 60), tiles=np.zeros(60))
-    sizes = {"pipeline": len(stages), "data": 2, **changes.pop("sizes", {})}
-    files = plan_files(
-        random_packs(60, 3, rng),
-        lengths,
-        stages,
-        model=model,
-        parallel=Parallel(**sizes),
-        **changes,
-    )
-    return given_of(files, name)
+    """A plan of packs on two data-parallel ranks: random ones, or all of 3 samples of 100."""
+    rng, parallel = np.random.default_rng(0), Parallel(pipeline=len(stages), data=2, **sizes or {})
+    tokens, packs = rng.integers(10, 300, 72), random_packs(72, 3, rng)
+    if alike:
+        tokens, packs = np.full(72, 100), Packs.from_lists(np.arange(72).reshape(24, 3).tolist())
+    given = {"model": model, "parallel": parallel, **changes}
+    lengths = lengths_of(tokens=tokens, tiles=np.zeros(72))
+    return given_of(plan_files(packs, lengths, stages, **given), name)
 
 
 def flags_of(command: str) -> dict[str, str]:
@@ -53,9 +65,8 @@ def flags_of(command: str) -> dict[str, str]:
 
 def overrides_of(command: str) -> dict[str, str]:
     words = shlex.split(command.replace("\\\n", " "))
-    return dict(
-        word.split("=", 1) for word in words if word.startswith(("model.", "train.", "ddp."))
-    )
+    named = [word for word in words if word.startswith(("model.", "train.", "ddp."))]
+    return dict(word.split("=", 1) for word in named)
 
 
 def longest(given: ExportInput) -> int:
@@ -69,18 +80,15 @@ def test_megatron_lm_is_told_split_recomputation_and_batch():
     again = {0: ("vision 0..5", "language 0..1"), 1: ("language 2..4",), 2: ("language 6..8",),
              3: ("language 9..11",)}  # fmt: skip
     stages = stages_of(LARGER, 2, 4, 3, 3, recompute=again)
-    given = planned(stages, TargetName.MEGATRON_LM, sizes={"tensor": 2, "sequence_parallel": True})
+    given = planned(stages, sizes={"tensor": 2, "sequence_parallel": True})
     exported = megatron_lm.export(given)
     flags = flags_of(exported.command)
     assert exported.command.startswith("CUDA_DEVICE_MAX_CONNECTIONS=1 torchrun")
     assert parse_layout(flags["pipeline-model-parallel-layout"], 4).layers == (2, 4, 3, 3)
-    # Two layers on the first stage are all that it holds.
-    recompute = {
-        name: flags[f"recompute-{name}"] for name in ("granularity", "method", "num-layers")
-    }
-    assert recompute == {"granularity": "full", "method": "block", "num-layers": "3"}
     assert any("--recompute-vision" in note for note in exported.notes)
     wanted = {
+        # Two layers on the first stage are all that it holds.
+        "recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": "3",
         "tensor-model-parallel-size": "2", "pipeline-model-parallel-size": "4", "bf16": None,
         "sequence-parallel": "", "micro-batch-size": "1", "overlap-grad-reduce": "",
         "global-batch-size": str(2 * MICRO_BATCHES), "use-distributed-optimizer": "",
@@ -93,11 +101,7 @@ def test_megatron_lm_is_told_split_recomputation_and_batch():
 
 def test_experts_are_never_divided():
     """Prevents expert tensor parallelism, whose size is the tensor size where no flag says it."""
-    experts = LayerRun(
-        layers=1, experts=ExpertsConfig(experts=4, experts_per_token=2, ffn_hidden_size=64)
-    )
-    model = LARGER.with_tower("language", runs=(experts,))
-    given = planned(stages_of(model, 6, 6), TargetName.MEGATRON_LM, model, sizes={"expert": 2})
+    given = planned(stages_of(MIXED, 6, 6), model=MIXED, sizes={"expert": 2})
     flags = flags_of(megatron_lm.export(given).command)
     assert (flags["expert-model-parallel-size"], flags["expert-tensor-parallel-size"]) == ("2", "1")
     overrides = overrides_of(megatron_bridge.export(given).command)
@@ -137,13 +141,13 @@ def test_overrides_say_the_split_and_take_back_the_recipes():
 
 def test_padding_is_told_with_its_share():
     """Prevents a prediction without padding that is taken for the run of a trainer that pads."""
-    given = planned(stages_of(LARGER, 6, 6), TargetName.MEGATRON_LM)
+    given = planned(stages_of(LARGER, 6, 6))
     tokens = given.order.packs.sums(given.files.steps[1].tokens)
     full = 2 * MICRO_BATCHES
     mean = tokens[: len(tokens) // full * full].mean() / longest(given)
     told = [each for each in megatron_lm.export(given).given_up if "padded to the longest" in each]
     assert len(told) == 1 and f"fill {100 * mean:.1f} % of the {longest(given)} tokens" in told[0]
-    alone = planned(stages_of(LARGER, 12), TargetName.MEGATRON_LM)
+    alone = planned(stages_of(LARGER, 12))
     assert not any("padded" in each for each in megatron_lm.export(alone).given_up)
 
 
@@ -152,7 +156,32 @@ def test_a_plan_without_a_full_step():
     lengths = lengths_of(tokens=np.arange(10, 13), tiles=np.zeros(3))
     packs = random_packs(3, 1, np.random.default_rng(0))
     files = plan_files(packs, lengths, stages_of(MODEL, 4), parallel=Parallel(pipeline=1, data=4))
-    with pytest.raises(
-        UserError, match="3 packs for 4 data-parallel ranks, so that no step is full"
-    ):
+    told = "3 packs for 4 data-parallel ranks, so that no step is full"
+    with pytest.raises(UserError, match=told):
         megatron_lm.export(given_of(files, TargetName.MEGATRON_LM))
+
+
+LAUNCHED = {
+    "one stage": (LARGER, (12,), {}),
+    "even": (LARGER, (6, 6), {}),
+    "ends": (LARGER, (2, 3, 3, 4), {"tensor": 2, "sequence_parallel": True}),
+    "layout": (LARGER, (2, 4, 3, 3), {}),
+    "experts": (MIXED, (5, 7), {"expert": 2}),
+}
+
+
+@pytest.mark.parametrize("launcher", [each for each in Launcher if each is not Launcher.LOONGFORGE])
+@pytest.mark.parametrize("case", LAUNCHED)
+def test_an_export_can_start_with_the_plans_stages(case, launcher):
+    """Prevents: an export whose command its trainer refuses."""
+    model, layers, sizes = LAUNCHED[case]
+    target = TargetName(launcher.value)
+    given = planned(stages_of(model, *layers), target, model, sizes, alike=True)
+    launch = read_launch(EXPORTS[target](given).command, {})
+    assert launch.launcher is launcher
+    assert launch.gpus == given.files.plan.parallel.world_size
+    assert [one.message for one in findings_of(launch, model) if one.is_refusal] == []
+    line = line_of(launch, model)
+    assert (line.data, line.launch.pipeline) == (2, len(layers))
+    assert tuple(map(sum, layers_by_chunk(line))) == layers
+    assert line.micro_batches == -(-line.launch.global_batch // 2)

@@ -11,11 +11,12 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from export_cases import export_case
+from export_cases import export_case, places_of
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.export.directory import export_input
+from omnibal.export.exported import ExportInput
 from omnibal.export.xtuner import export
 from omnibal.model.targets import TARGETS, TargetName
 
@@ -118,12 +119,9 @@ def test_xtuner_reads_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
         for place, pack in enumerate(sampled(order, batch, rank, ranks)):
             lines = packs._samples[starts[pack] : starts[pack + 1], 1]
             found[place // 4, rank, place % 4] = sorted(lines.tolist())
-    planned = case.packs
-    places = zip(
-        planned.step.tolist(), planned.dp_rank.tolist(), planned.slot.tolist(), strict=True
-    )
-    expected = {place: sorted(planned.packs[row].tolist()) for row, place in enumerate(places)}
-    whole = {place: pack for place, pack in expected.items() if place[0] < made.expected.steps}
+    steps = made.expected.steps
+    expected = {place: sorted(pack) for place, pack in places_of(case.packs).items()}
+    whole = {place: pack for place, pack in expected.items() if place[0] < steps}
     assert found == whole and sum(map(len, found.values())) == made.expected.samples
 
 
@@ -162,15 +160,19 @@ def test_without_data_sources_stand_for_files(tmp_path):
 def test_several_sources_are_several_files(tmp_path):
     """Prevents: samples of one file read from another, and a record's number for a sample's."""
     case = export_case(XTUNER, seed=0, ranks=1, samples=300)
+    asked = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}]
+    record = {"messages": asked}
     for name, lines in (("a", 100), ("b", 50)):
-        text = '{"messages": [{"role": "user", "content": "q"}, '
-        text += '{"role": "assistant", "content": "r"}]}\n'
-        (tmp_path / f"{name}.jsonl").write_text(text * lines)
+        (tmp_path / f"{name}.jsonl").write_text(f"{json.dumps(record)}\n" * lines)
     meta = {"a": {"annotation": "a.jsonl", "repeat_time": 2}, "b": {"annotation": "b.jsonl"}}
     meta["c"] = {"annotation": "b.jsonl"}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    annotations = Annotations.open(tmp_path / "meta.json")
-    given = export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0)
+
+    def given_of(name: str, content: object) -> ExportInput:
+        (tmp_path / name).write_text(json.dumps(content))
+        annotations = Annotations.open(tmp_path / name)
+        return export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0)
+
+    given = given_of("meta.json", meta)
     made = export(given)
     for name in ("boundaries", "samples"):
         made.files[f"{name}.npy"](tmp_path / f"{name}.npy")
@@ -182,11 +184,7 @@ def test_several_sources_are_several_files(tmp_path):
         assert (paths[row[0]], row[1]) == (str(tmp_path / f"{name}.jsonl"), line)
     assert made.settings.count("DatasetConfig(anno_path") == 2  # a file once
     meta["c"]["root"] = "elsewhere"
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    annotations = Annotations.open(tmp_path / "meta.json")
     with pytest.raises(UserError, match="XTuner takes a file once"):
-        export(export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0))
-    (tmp_path / "list.json").write_text(json.dumps([json.loads(text)] * 300))
-    annotations = Annotations.open(tmp_path / "list.json")
+        export(given_of("meta.json", meta))
     with pytest.raises(UserError, match="is a JSON array, and XTuner reads samples from JSONL"):
-        export(export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0))
+        export(given_of("list.json", [record] * 300))

@@ -1,13 +1,11 @@
 """What lines cost: as plans that say the same, by what fits, and what would be better."""
 
-import json
 import re
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
-from cli_cases import run
+from cli_cases import printed, result
 from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
 from length_cases import lengths_of, texts
 
@@ -20,102 +18,80 @@ from omnibal.job.plan_files import PlanFiles
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.lint.launched import Launched, Samples, recomputing
 from omnibal.lint.predicted import Verdict, predicted, predicted_line
-from omnibal.model.config import ModelConfig, Precision, load_model, with_imbalance
+from omnibal.model.config import load_model, with_imbalance
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
+INTERNVL, LLAMA = "internvl3.5-8b", "llama3.1-8b"
+RECIPE = "run_recipe.py -tp 1 -pp 2 -mb 1"
 
-def plan_of(
-    name: TargetName,
-    model: ModelConfig,
-    parallel: Parallel,
-    tokens: int,
-    precision: Precision = "bf16",
-    chunks: int = 1,
-) -> PlanFiles:
-    """A plan of shapes for a trainer, of samples that are routed evenly and equally long, as
-    made-up ones are."""
-    runtime = TARGETS[name].runtime.model_copy(update={"sample_tokens": tokens})
+
+EXPERTS = Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8)
+TWO, EIGHT = Parallel(pipeline=2, data=2), Parallel(pipeline=8)
+LM, BRIDGE, SWIFT = TargetName.MEGATRON_LM, TargetName.MEGATRON_BRIDGE, TargetName.MS_SWIFT
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "parallel", "tokens", "precision", "chunks"),
+    [
+        # With encoders recomputed, and with experts that ranks share out.
+        (LM, INTERNVL, TWO, 12_288, "bf16", 1),
+        (LM, INTERNVL, TWO, 12_288, "fp8", 1),
+        (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, "bf16", 1),
+        (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, "fp8", 1),
+        (SWIFT, INTERNVL, TWO, 12_288, "bf16", 1),
+        (SWIFT, INTERNVL, TWO, 12_288, "fp8", 1),
+        (LM, INTERNVL, TWO, 12_288, "bf16", 2),
+        (LM, INTERNVL, EIGHT, 8_192, "bf16", 3),
+        (LM, LLAMA, Parallel(pipeline=4, data=2), 8_192, "bf16", 5),
+        (BRIDGE, LLAMA, TWO, 16_384, "bf16", 4),
+        (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 6_016, "bf16", 2),
+        (SWIFT, INTERNVL, Parallel(pipeline=4, data=2), 12_288, "bf16", 3),
+        (SWIFT, LLAMA, EIGHT, 8_192, "bf16", 2),
+    ],
+)
+def test_an_exported_line_costs_what_its_plan_does(
+    name, model, parallel, tokens, precision, chunks, tmp_path
+):
+    """Prevents: a linter that calls a plan's own flags slower, larger or different, and chunks
+    that are written on other stages than planned, or not at all."""
+    sizes, target = load_model(model), TARGETS[name]
+    # Of samples that are routed evenly and equally long, as made-up ones are.
+    runtime = target.runtime.model_copy(update={"sample_tokens": tokens})
     job = JobSpec(
-        model=with_imbalance(model, 1.0),
+        model=with_imbalance(sizes, 1.0),
         cluster=CLUSTER,
         parallel=parallel,
         precision=precision,
-        trainer=TARGETS[name].model_copy(update={"runtime": runtime}),
+        trainer=target.model_copy(update={"runtime": runtime}),
     )
     data = MockData(
-        caps=Caps.of(**shape_caps(model, {"tokens": tokens}, 0.5)),
+        caps=Caps.of(**shape_caps(sizes, {"tokens": tokens}, 0.5)),
         # Of a number that is no multiple of the stages, no chunks are better.
         micro_batches_per_step=8 if chunks > 1 else 5,
-        image_tokens=1024 if model.images is not None else None,
+        image_tokens=1024 if sizes.images is not None else None,
     )
     schedule, effort = ONE_FORWARD_ONE_BACKWARD, 1.0
     if chunks > 1:
         schedule, effort = PipelineSchedule(name="interleaved", chunks=chunks), 0.02
     plan = make_plan(PlanRequest(job=job, data=data, schedule=schedule), effort).plan
-    return PlanFiles(plan=plan, job=job, data=data.schedule(job))
-
-
-EXPERTS = Parallel(tensor=2, pipeline=2, data=4, sequence_parallel=True, expert=8)
-SIZES = {
-    # With encoders recomputed, and with experts that ranks share out.
-    "internvl3.5-8b": (Parallel(pipeline=2, data=2), 12_288),
-    "qwen3-vl-30b-a3b": (EXPERTS, 9_088),
-}
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "precision"),
-    [
-        (TargetName.MEGATRON_LM, "internvl3.5-8b", "bf16"),
-        (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", "bf16"),
-        (TargetName.MS_SWIFT, "internvl3.5-8b", "bf16"),
-        (TargetName.MEGATRON_LM, "internvl3.5-8b", "fp8"),
-        (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", "fp8"),
-        (TargetName.MS_SWIFT, "internvl3.5-8b", "fp8"),
-    ],
-)
-def test_an_exported_line_costs_what_its_plan_does(name, model, precision, tmp_path: Path):
-    """Prevents: a linter that calls a plan's own flags slower, larger or different."""
-    files = plan_of(name, load_model(model), *SIZES[model], precision)
-    plan = files.plan
-    line = EXPORTS[name](export_input(files, TARGETS[name], None, tmp_path, 0)).command
-    told = of_line(line, model)
+    files = PlanFiles(plan=plan, job=job, data=data.schedule(job))
+    exported = make_export(export_input(files, target, None, tmp_path, 0), EXPORTS[name])
+    told = of_line(exported.exported.command, model)
+    assert (told.parts, told.schedule) == (plan.stages, plan.schedule)
+    assert exported.expected.step_ms == plan.prediction.step_ms
+    assert len(exported.expected.peak_gib) == parallel.pipeline
+    if chunks > 1:
+        assert predicted_line(told).prediction == plan.prediction
+        return
     # In FP8, what is kept may fit as it is.
     assert any(stage.recompute for stage in plan.stages) or precision == "fp8"
-    assert told.parts == plan.stages
     verdict = Verdict.of(told)
     assert verdict.line.prediction == plan.prediction
     assert verdict.finding is None and verdict.better is None
-
-
-@pytest.mark.parametrize(
-    ("name", "model", "parallel", "tokens", "chunks"),
-    [
-        (TargetName.MEGATRON_LM, "internvl3.5-8b", Parallel(pipeline=2, data=2), 12_288, 2),
-        (TargetName.MEGATRON_LM, "internvl3.5-8b", Parallel(pipeline=8), 8_192, 3),
-        (TargetName.MEGATRON_LM, "llama3.1-8b", Parallel(pipeline=4, data=2), 8_192, 5),
-        (TargetName.MEGATRON_BRIDGE, "llama3.1-8b", Parallel(pipeline=2, data=2), 16_384, 4),
-        (TargetName.MEGATRON_BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 6_016, 2),
-        (TargetName.MS_SWIFT, "internvl3.5-8b", Parallel(pipeline=4, data=2), 12_288, 3),
-        (TargetName.MS_SWIFT, "llama3.1-8b", Parallel(pipeline=8), 8_192, 2),
-    ],
-)
-def test_an_exported_line_with_chunks_costs_what_its_plan_does(
-    name, model, parallel, tokens, chunks, tmp_path: Path
-):
-    """Prevents: chunks that are written on other stages than planned, or not at all."""
-    files = plan_of(name, load_model(model), parallel, tokens, chunks=chunks)
-    plan, given = files.plan, export_input(files, TARGETS[name], None, tmp_path, 0)
-    exported = make_export(given, EXPORTS[name])
-    told = of_line(exported.exported.command, model)
-    assert (told.parts, told.schedule) == (plan.stages, plan.schedule)
-    assert predicted_line(told).prediction == plan.prediction
-    assert exported.expected.step_ms == plan.prediction.step_ms
-    assert len(exported.expected.peak_gib) == parallel.pipeline
 
 
 def published(name: str, samples: Samples = MADE_UP, line: str = "") -> Launched:
@@ -140,7 +116,7 @@ def test_what_starts_and_does_not_fit_is_told():
     assert state.weights_gib + state.gradients_gib > 80
 
 
-def test_advice_fits_and_is_read_back(tmp_path: Path):
+def test_advice_fits_and_is_read_back(tmp_path):
     """Prevents: flags that do not start, mean other layers than were predicted, or do not fit."""
     for name in ("mb-q25vl-72b", "lf-q3vl-30b"):
         (one,) = (each for each in LINES if each.id == name)
@@ -159,9 +135,9 @@ def test_advice_fits_and_is_read_back(tmp_path: Path):
 
 def test_no_recomputation_is_never_some():
     """Prevents: a negative number that is taken as all layers but so many."""
-    plain = "run_recipe.py -ng 8 -pp 2 -mb 1 -gb 64 -sl 4096"
+    plain = f"{RECIPE} -ng 8 -gb 64 -sl 4096"
     again = "recompute_granularity=full model.recompute_method=block model.recompute_num_layers"
-    told = [of_line(f"{plain}{more}", "internvl3.5-8b") for more in ("", f" model.{again}=-3")]
+    told = [of_line(plain + more, INTERNVL) for more in ("", f" model.{again}=-3")]
     assert told[0].parts == told[1].parts
 
 
@@ -176,10 +152,9 @@ def without_split(line: str) -> str:
 @pytest.mark.parametrize("memory_gib", [15, 17, 20])
 def test_the_better_split_is_the_best_of_all(memory_gib):
     """Prevents: advice that another split and number of the same trainer would beat."""
-    model = load_model("internvl3.5-8b").with_layers(vision=4, language=6)
+    model = load_model(INTERNVL).with_layers(vision=4, language=6)
     # Seven micro-batches a rank, which cannot be interleaved on two stages.
-    line = "run_recipe.py -ng 16 -tp 1 -pp 2 -mb 1 -gb 56 -sl 4096"
-    told = of_line(line, model, memory_gib=memory_gib)
+    told = of_line(f"{RECIPE} -ng 16 -gb 56 -sl 4096", model, memory_gib=memory_gib)
     verdict = Verdict.of(told)
     first = len(unit_words(model)) - model.language.layers - 1
     tried = [
@@ -189,12 +164,14 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
         for number in range(model.language.layers + 1)
         for encoders in (0, 4)
     ]
-    fitting = [
-        one
-        for one in tried
-        if one.most_gib <= memory_gib and max(one.peaks_gib) <= told.job.memory_cap_gib
-    ]
-    best = min((one.step_ms for one in fitting), default=None)
+    best = min(
+        (
+            one.step_ms
+            for one in tried
+            if one.most_gib <= memory_gib and max(one.peaks_gib) <= told.job.memory_cap_gib
+        ),
+        default=None,
+    )
     assert (verdict.finding is None) == (memory_gib == 20)
     assert (verdict.better is None) == (best is None) == (memory_gib == 15)
     if verdict.better is not None:
@@ -206,8 +183,7 @@ def test_the_least_recomputation_is_the_least():
     verdict = verdict_of("mb-q25vl-72b")
     assert verdict.least is not None
     launched = verdict.launched
-    counts = [len(part.recomputed("language")) for part in verdict.least.parts]
-    number = max(counts)
+    number = max(len(part.recomputed("language")) for part in verdict.least.parts)
     fewer = [recomputing(part, number - 1, 0) for part in launched.parts]
     least = predicted(launched, fewer, launched.schedule)
     assert least.most_gib > launched.job.cluster.memory_gib
@@ -215,30 +191,28 @@ def test_the_least_recomputation_is_the_least():
 
 def test_samples_of_a_micro_batch_attend_for_themselves():
     """Prevents: a micro-batch of four samples predicted as one of four times their length."""
-    line = "-ng 8 -tp 1 -pp 2 -gb 32"
-    parts = []
+    step_ms = []
     for samples, tokens in ((4, 2048), (1, 8192)):
-        sizes = f"{line} -mb {samples} -sl {tokens}".replace("-gb 32", f"-gb {8 * 4 * samples}")
-        told = of_line(f"run_recipe.py {sizes}", "internvl3.5-8b")
+        line = f"run_recipe.py -ng 8 -tp 1 -pp 2 -gb {32 * samples} -mb {samples} -sl {tokens}"
+        told = of_line(line, INTERNVL)
         assert told.workload.features.shape[0] == 32
         assert int(told.packs.tokens.sum()) == 32 * 8192
-        parts.append(predicted(told, told.parts).prediction.step_ms)
-    assert parts[0] < 0.99 * parts[1]
+        step_ms.append(predicted_line(told).step_ms)
+    assert step_ms[0] < 0.99 * step_ms[1]
 
 
 def test_context_parallel_ranks_share_samples():
     """Prevents: memory of whole samples on every rank, or time as if ranks had nothing to do."""
-    line = "run_recipe.py -ng 8 -tp 1 -pp 2 -mb 1 -gb 8 -sl 16384 -cp {}"
-    one, two = (of_line(line.format(size), "internvl3.5-8b") for size in (1, 2))
-    assert (one.job.parallel.data, two.job.parallel.data) == (4, 4)
-    alone, shared = (predicted(told, told.parts).prediction for told in (one, two))
-    kept = [each.stages[0].memory.activations_gib for each in (alone, shared)]
+    told = [of_line(f"{RECIPE} -ng 8 -gb 8 -sl 16384 -cp {size}", INTERNVL) for size in (1, 2)]
+    assert [one.job.parallel.data for one in told] == [4, 4]
+    stages = [predicted_line(one).prediction.stages for one in told]
     # As many packs are in flight, of half as many tokens on each rank.
-    assert kept[1] == pytest.approx(kept[0] / 2, rel=0.02)
+    alone, shared = (each[0].memory.activations_gib for each in stages)
+    assert shared == pytest.approx(alone / 2, rel=0.02)
     # Of half the work, and of what it exchanges for attention.
-    forward = [each.stages[1].forward_ms for each in (alone, shared)]
-    assert forward[0] / 2 < forward[1] < forward[0]
-    assert "context-parallel" in " ".join(two.notes)
+    alone, shared = (each[1].forward_ms for each in stages)
+    assert alone / 2 < shared < alone
+    assert "context-parallel" in " ".join(told[1].notes)
 
 
 def test_a_data_set_is_packed_to_the_line():
@@ -246,37 +220,34 @@ def test_a_data_set_is_packed_to_the_line():
     rng = np.random.default_rng(0)
     tokens = rng.integers(300, 4000, 600).astype(np.int32)
     lengths = lengths_of(tiles=tokens // 600, tokens=tokens, loss_tokens=tokens // 2)
-    line = "run_recipe.py -ng 4 -tp 1 -pp 2 -mb 1 -gb 16 -sl 8192"
-    told = of_line(line, "internvl3.5-8b", Samples(lengths=lengths, image_share=0, image_tokens=1))
+    line = f"{RECIPE} -ng 4 -gb 16 -sl 8192"
+    told = of_line(line, INTERNVL, Samples(lengths=lengths, image_share=0, image_tokens=1))
     assert int(told.packs.tokens.max()) <= 8192
-    line_cost = predicted(told, told.parts)
-    per_second = line_cost.prediction.samples_per_second_per_gpu
-    assert per_second is not None
-    seconds = line_cost.prediction.step_ms / 1e3 * told.packs.steps
-    assert per_second * 4 * seconds == pytest.approx(len(told.packs.packs.samples))
-    made_up = of_line(line, "internvl3.5-8b")
-    assert predicted(made_up, made_up.parts).prediction.samples_per_second_per_gpu is None
+    line_cost = predicted_line(told).prediction
+    per_second, seconds = line_cost.samples_per_second_per_gpu, line_cost.step_ms / 1e3
+    assert per_second * 4 * seconds * told.packs.steps == pytest.approx(
+        len(told.packs.packs.samples)
+    )
+    made_up = predicted_line(of_line(line, INTERNVL)).prediction
+    assert made_up.samples_per_second_per_gpu is None
 
 
-MEGATRON = (
-    "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
-    "--micro-batch-size 1 --seq-length 4096 --context-parallel-size {} --global-batch-size 16"
-)
-SWIFT = (
-    "NPROC_PER_NODE=8 megatron sft --context_parallel_size {} --global_batch_size 16 "
-    "--max_length 4096 --packing true"
-)
-
-
-@pytest.mark.parametrize("line", [MEGATRON, SWIFT])
-def test_ranks_that_share_samples_share_a_datasets_packs(line):
+@pytest.mark.parametrize("launcher", ["megatron-lm", "ms-swift"])
+def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
     """Prevents: a traceback, or micro-batches that are counted once for every rank that shares
     them."""
+    line = {
+        "megatron-lm": "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --micro-batch-size 1 "
+        "--use-distributed-optimizer --seq-length 4096 --global-batch-size 16 "
+        "--context-parallel-size",
+        "ms-swift": "NPROC_PER_NODE=8 megatron sft --global_batch_size 16 --max_length 4096 "
+        "--packing true --context_parallel_size",
+    }[launcher]
     tokens = np.random.default_rng(0).integers(300, 4000, 800)
     samples = Samples(lengths=texts(tokens), image_share=0, image_tokens=1)
     steps = {}
     for context in (1, 2, 4):
-        told = of_line(line.format(context), "llama3.1-8b", samples)
+        told = of_line(f"{line} {context}", LLAMA, samples)
         assert set(np.bincount(told.packs.step).tolist()) == {16}
         assert int(told.packs.slot.max()) + 1 == 2 * context
         runtime = told.job.trainer.runtime
@@ -287,26 +258,26 @@ def test_ranks_that_share_samples_share_a_datasets_packs(line):
 
 
 @pytest.mark.parametrize("flag", ["--task lora", "--peft lora", "peft=lora", "peft.dim=8"])
-def test_adapters_are_told_by_any_of_their_names(flag: str):
+def test_adapters_are_told_by_any_of_their_names(flag):
     """Prevents: a line of LoRA that is predicted as if all weights were trained."""
     line = "run_recipe.py -ng 8 -tp 2 -pp 4 -mb 1 -gb 32 -sl 4096"
-    told = of_line(f"{line} {flag}", "llama3.1-8b")
-    assert told.job.adapters is not None and of_line(line, "llama3.1-8b").job.adapters is None
-    assert told.job.adapters.rank == (8 if "dim" in flag else 32)
+    assert of_line(line, LLAMA).job.adapters is None
+    assert of_line(f"{line} {flag}", LLAMA).job.adapters.rank == (8 if "dim" in flag else 32)
 
 
 @pytest.mark.parametrize(
     ("flags", "rank", "targets"),
     [
         ("--tuner_type lora", 8, ("all-linear",)),
-        ("--train_type lora --lora_rank 64 --target_modules q_proj v_proj", 64, None),
+        ("--train_type lora --lora_rank 64 --target_modules q_proj v_proj", 64,
+         ("q_proj", "v_proj")),
         ("--tuner_type lora --target_modules linear_qkv linear_proj", 8, ("all-linear",)),
     ],
-)
-def test_rank_and_targets_of_adapters_are_the_lines(flags: str, rank: int, targets: tuple | None):
+)  # fmt: skip
+def test_rank_and_targets_of_adapters_are_the_lines(flags, rank, targets):
     """Prevents: memory of adapters of another rank, or beside linears that the line leaves out."""
     adapters = published("sw-ivl35-30b-lora", line=flags).job.adapters
-    assert adapters.rank == rank and adapters.targets == (targets or ("q_proj", "v_proj"))
+    assert (adapters.rank, adapters.targets) == (rank, targets)
 
 
 def test_adapters_have_no_state_of_the_model():
@@ -335,26 +306,24 @@ def test_chunks_of_a_stage_wait_less_and_keep_more():
 
 _OF_MEGATRON = (
     "--bf16 --use-distributed-optimizer --tensor-model-parallel-size 4 --sequence-parallel "
-    "--pipeline-model-parallel-size 4 --micro-batch-size 1 --seq-length 8192"
-)
-_OF_SWIFT = (
-    "--tensor_model_parallel_size 4 --sequence_parallel true --pipeline_model_parallel_size 4 "
-    "--packing true --max_length 8192"
+    "--pipeline-model-parallel-size 4 --micro-batch-size 1 --seq-length 8192 --global-batch-size"
 )
 LAUNCHED = {
     "megatron-bridge": "run_recipe.py -ng 16 -tp 4 -pp 4 -mb 1 -sl 8192 -gb",
-    "megatron-lm": f"torchrun --nproc-per-node 16 pretrain.py {_OF_MEGATRON} --global-batch-size",
-    "ms-swift": f"NPROC_PER_NODE=16 megatron sft {_OF_SWIFT} --global_batch_size",
-    "loongforge": f"torchrun --nproc-per-node 16 loongforge.py {_OF_MEGATRON} --global-batch-size",
+    "megatron-lm": f"torchrun --nproc-per-node 16 pretrain.py {_OF_MEGATRON}",
+    "ms-swift": "NPROC_PER_NODE=16 megatron sft --tensor_model_parallel_size 4 --packing true "
+    "--sequence_parallel true --pipeline_model_parallel_size 4 --max_length 8192 "
+    "--global_batch_size",
+    "loongforge": f"torchrun --nproc-per-node 16 loongforge.py {_OF_MEGATRON}",
 }
 """A line of every trainer, up to the number of its global batch."""
 
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
-def test_advice_has_chunks_where_the_trainer_takes_them(launcher: str):
+def test_advice_has_chunks_where_the_trainer_takes_them(launcher):
     """Prevents: advice of one chunk a stage that is slower than what the trainer can be told,
     chunks that it refuses, and flags that say other ones than were predicted."""
-    sizes, model = LAUNCHED[launcher], load_model("internvl3.5-8b")
+    sizes, model = LAUNCHED[launcher], load_model(INTERNVL)
     verdict = Verdict.of(of_line(f"{sizes} 8", model))
     better = verdict.better
     assert better is not None and better.schedule.name == "interleaved"
@@ -368,9 +337,9 @@ def test_advice_has_chunks_where_the_trainer_takes_them(launcher: str):
 
 
 @pytest.mark.parametrize("virtual", [2, 4, 8])
-def test_advice_is_never_slower_than_a_line_with_chunks(virtual: int):
+def test_advice_is_never_slower_than_a_line_with_chunks(virtual):
     """Prevents: a split by 1F1B, or of fewer chunks, advised in place of a faster line."""
-    model = load_model("llama3.1-8b")
+    model = load_model(LLAMA)
     verdict = Verdict.of(of_line(f"{LAUNCHED['megatron-bridge']} 8 -vp {virtual}", model))
     assert verdict.line.schedule.chunks == virtual and verdict.finding is None
     better = verdict.better
@@ -382,7 +351,7 @@ def test_chunks_that_are_not_simulated_are_not_called_slow():
     line = "run_recipe.py -ng 4 -tp 1 -pp 4 -mb 1 -gb 16 -sl 4096 model.recompute_method=block "
     line += "model.recompute_granularity=full model.recompute_num_layers=9 "
     told = of_line(f"{line} 'model.pipeline_model_parallel_layout=E||t*2|t*2|t*8|t*8|t*8|t*8L'",
-                   load_model("llama3.1-8b").with_layers(language=36))  # fmt: skip
+                   load_model(LLAMA).with_layers(language=36))  # fmt: skip
     assert len(told.parts) == 4 and "one run of layers" in told.notes[0]
     verdict = Verdict.of(told)
     assert verdict.finding is None and verdict.better is None
@@ -400,29 +369,21 @@ def test_chunks_that_are_not_simulated_are_not_called_slow():
 def test_what_is_missing_is_asked_for(line, told):
     """Prevents: a cost of a default that the line does not have."""
     with pytest.raises(UserError, match=told):
-        of_line(f"run_recipe.py {line}", "internvl3.5-8b")
-
-
-def lint(line: str, *options: str) -> None:
-    run("lint --model internvl3.5-8b", line, *options)
+        of_line(f"run_recipe.py {line}", INTERNVL)
 
 
 def test_command_tells_cost(capsys):
     """Prevents: keys that a script cannot trust, and --no-cost that predicts."""
-    line = "run_recipe.py -ng 8 -tp 1 -pp 2 -mb 1 -gb 8 -sl 16384"
-    lint(line, "--json")
-    printed = json.loads(capsys.readouterr().out)
-    told = of_line(line, "internvl3.5-8b")
-    expected = predicted(told, told.parts)
-    assert printed["prediction"]["step_ms"] == expected.prediction.step_ms
-    stages = printed["prediction"]["stages"]
-    assert [each["language_layers"] for each in stages] == [18, 18]
-    assert [each["vision_layers"] for each in stages] == [24, 0]
-    assert printed["prediction"]["fits"] == (max(each["device_gib"] for each in stages) <= 80)
-    for each in stages:
+    line = f"{RECIPE} -ng 8 -gb 8 -sl 16384"
+    lint = (f"lint --model {INTERNVL}", line)
+    told = result(capsys, *lint)
+    expected, cost = predicted_line(of_line(line, INTERNVL)).prediction, told["prediction"]
+    assert cost["step_ms"] == expected.step_ms
+    layers = [(each["vision_layers"], each["language_layers"]) for each in cost["stages"]]
+    assert layers == [(24, 18), (0, 18)]
+    assert cost["fits"] == (max(each["device_gib"] for each in cost["stages"]) <= 80)
+    for each in cost["stages"]:
         assert each["peak_gib"] == each["allocated_gib"] < each["reserved_gib"] < each["device_gib"]
-    assert {"step_ms", "stages", "flags", "saved_fraction"} <= printed["better"].keys()
-    lint(line)
-    assert "tokens per second" in capsys.readouterr().out
-    lint(line, "--no-cost", "--json")
-    assert json.loads(capsys.readouterr().out)["prediction"] is None
+    assert {"step_ms", "stages", "flags", "saved_fraction"} <= told["better"].keys()
+    assert "tokens per second" in printed(capsys, *lint)
+    assert result(capsys, *lint, "--no-cost")["prediction"] is None

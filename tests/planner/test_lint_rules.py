@@ -1,21 +1,147 @@
-"""Rules of launch lines: each on a line that breaks it and on the line corrected."""
+"""Rules of launch lines: on published lines, good and broken, and on lines made to break a rule."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from launch_cases import sized_model
+from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of, sized_model
 
 from omnibal.families.named import named_model
 from omnibal.lint.all_rules import GROUPS, findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launcher
-from omnibal.model.config import ModelConfig
+from omnibal.lint.line import line_of
+from omnibal.lint.split import layers_by_chunk
+from omnibal.model.levels import ContextExchange
 
 pytestmark = pytest.mark.quick
 
-ROWS = "launch_rule_cases.json"
+each_good = pytest.mark.parametrize("published", GOOD, ids=lambda one: one.id)
+each_broken = pytest.mark.parametrize("published", BROKEN, ids=lambda one: one.id)
+
+
+def refusals(published: PublishedLine, line: str | None = None) -> list[Finding]:
+    launch = read_launch(line or published.line, {})
+    assert launch.launcher == published.launcher
+    found = findings_of(launch, model_of(published.model))
+    return [finding for finding in found if finding.is_refusal]
+
+
+@each_good
+def test_a_line_that_runs_is_not_refused(published: PublishedLine):
+    """Prevents: a linter that cries wolf, and a cost or a drawing of a split without a layer."""
+    assert refusals(published) == []
+    model, launch = model_of(published.model), read_launch(published.line, {})
+    layers = layers_by_chunk(line_of(launch, model))
+    assert len(layers) == launch.pipeline
+    assert sum(map(sum, layers)) == model.language.layers
+
+
+@each_broken
+def test_a_broken_line_is_refused_by_its_rule(published: PublishedLine):
+    """Prevents: a launch that ends in an assertion after the GPUs were taken."""
+    found = refusals(published)
+    assert published.rule in [finding.rule for finding in found]
+    assert all(finding.source and finding.message.count("; ") >= 1 for finding in found)
+
+
+def test_a_name_that_is_nearly_a_flags_is_told():
+    """Prevents: a misspelled size that is taken as not given, and questions about right flags."""
+    for one in LINES:
+        assert not line_of(read_launch(one.line, {}), model_of(one.model)).near_names
+    line = "run --num-layer 4 --pipeline-model-parallel 2 --micro-batch-size 1"
+    near = line_of(read_launch(line, {}), model_of(LINES[0].model)).near_names
+    assert list(near.values()) == ["num-layers", "pipeline-model-parallel-size"]
+
+
+@pytest.mark.parametrize(
+    ("words", "exchange", "is_ring"),
+    [
+        ("", ContextExchange.GATHER, True),
+        ("--cp-comm-type a2a+p2p", ContextExchange.GATHER, True),
+        ("--cp-comm-type all_gather", ContextExchange.GATHER, False),
+        ("--cp-comm-type a2a", ContextExchange.HEADS, False),
+        ("--cp-comm-type a2a a2a", ContextExchange.HEADS, False),
+        ("--cp-comm-type p2p p2p", ContextExchange.GATHER, True),
+        ("--cp-comm-type p2p a2a", ContextExchange.GATHER, False),
+    ],
+)
+def test_a_word_a_layer_is_read_as_one_for_all(
+    words: str, exchange: ContextExchange, is_ring: bool
+):
+    """Prevents: an exchange that the level takes for one of heads, and its kernels for a ring."""
+    launch = read_launch(f"run --context-parallel-size 2 --micro-batch-size 1 {words}", {})
+    line = line_of(launch, model_of(LINES[0].model))
+    assert (line.exchange, line.is_ring) == (exchange, is_ring)
+
+
+def mutations(published: PublishedLine) -> Iterator[tuple[str, str]]:
+    """Rules, each with the line changed so that it breaks that rule."""
+    line, model = published.line, model_of(published.model)
+    launch, trainer = read_launch(line, {}), published.launcher
+    layers, data = model.language.layers, line_of(launch, model).data or 1
+    odd = next(size for size in range(2, 200) if layers % size)
+    given = (launch.layers_by_stage, launch.layout, launch.first_layers, launch.last_layers)
+    plain = all(one is None for one in given)
+    in_front = plain and launch.pipeline == 1 and trainer != "megatron-bridge"
+
+    def valued(name: str, value: object) -> tuple[str, str]:
+        flag = rf"((?:--|model\.|train\.){name.replace('-', '[-_]')}[ =])\S+"
+        return flag, rf"\g<1>{value}"
+
+    def added(flag: str, value: str) -> tuple[str, str]:
+        name = flag if trainer in ("megatron-lm", "loongforge") else flag.replace("-", "_")
+        words = f"model.{name}={value}" if trainer == "megatron-bridge" else f"--{name} {value}"
+        return r"\Z", f" {words}"
+
+    for rule, applies, (pattern, new) in (
+        ("heads-divide-tensor", True, valued("tensor-model-parallel-size", 11)),
+        ("experts-divide", True, valued("expert-model-parallel-size", 7)),
+        ("layout-layers", True, ("'Et", "'Ett")),
+        ("listed-layers-add-up", True, (r"(pipeline-layers )\d+", r"\g<1>99")),
+        ("layers-divide-stages", plain, valued("pipeline-model-parallel-size", odd)),
+        ("middle-stages-and-layers", in_front, added("decoder-first-pipeline-num-layers", "1")),
+        ("recompute-needs-method", launch.recompute == "full",
+         (r"\S*recompute[-_]method[ =]\S+", "")),
+        ("selective-without-number", launch.recompute == "selective",
+         added("recompute-num-layers", "1")),
+        ("recompute-words", trainer != "ms-swift", added("recompute-granularity", "most")),
+        ("batch-divides", data > 1,
+         valued("global-batch-size", (launch.global_batch or 0) + 1)),
+    ):  # fmt: skip
+        changed, count = re.subn(pattern, new, line)
+        if applies and count:
+            yield rule, changed
+
+
+@each_good
+def test_a_line_with_one_flag_broken_is_refused(published: PublishedLine):
+    """Prevents: rules that pass the good lines because they never refuse anything."""
+    tried = [*mutations(published)]
+    assert len(tried) >= 2
+    for rule, line in tried:
+        assert rule in [finding.rule for finding in refusals(published, line)], (rule, line)
+
+
+@each_good
+def test_one_gpu_more_is_refused_where_sizes_do_not_divide_it(published: PublishedLine):
+    """Prevents: a world size that no rule looks at, as it comes of no flag of the trainer."""
+    launch, model = read_launch(published.line, {}), model_of(published.model)
+    line = line_of(launch, model)
+    gpus = launch.gpus + 1
+    rules = {one.rule for one in findings_of(read_launch(published.line, {}, gpus=gpus), model)}
+    has_experts = launch.expert > 1 or launch.expert_tensor is not None
+    expected = {
+        "gpus-divide-grid": gpus % line.grid != 0,
+        "gpus-divide-expert-grid": gpus % line.expert_grid != 0 and has_experts,
+    }
+    for rule, is_broken in expected.items():
+        assert (rule in rules) == is_broken
+
+
 MODELS = {
     "dense": sized_model(12, 8, 4),
     "odd": sized_model(13, 8, 4),
@@ -36,6 +162,9 @@ LONG = {
 }
 
 
+ROWS = Path(__file__).with_name("launch_rule_cases.json")
+
+
 class Case(NamedTuple):
     """Flags that break a rule, and the same flags corrected."""
 
@@ -47,32 +176,30 @@ class Case(NamedTuple):
     gpus: int | None = 8
 
 
-def line_of_flags(case: Case, flags: str) -> str:
-    """Flags such as `TP=2 --bf16` as a line of the case's trainer."""
+def line_of_flags(launcher: str, flags: str) -> str:
+    """Flags such as `TP=2 --bf16` as a line of a trainer."""
     words = ["run"]
-    if case.launcher in ("megatron-lm", "loongforge") and "MBS" not in flags:
+    if launcher in ("megatron-lm", "loongforge") and "MBS" not in flags:
         words.append("--micro-batch-size 1")
     for word in flags.split():
         name, _, value = word.partition("=")
         long = LONG.get(name)
         if long is None:
             words.append(word)
-        elif case.launcher == "megatron-bridge":
+        elif launcher == "megatron-bridge":
             words.append(f"{'train' if 'BS' in name else 'model'}.{long}={value}")
         else:
-            dashed = long if case.launcher == "ms-swift" else long.replace("_", "-")
-            words.append(f"--{dashed} {value}")
+            words.append(f"--{long if launcher == 'ms-swift' else long.replace('_', '-')} {value}")
     return " ".join(words)
 
 
 def found(case: Case, flags: str) -> list[Finding]:
-    launcher = Launcher(case.launcher)
-    launch = read_launch(line_of_flags(case, flags), {}, launcher, case.gpus)
-    model: ModelConfig = MODELS[case.model]
-    return findings_of(launch, model)
+    line = line_of_flags(case.launcher, flags)
+    launch = read_launch(line, {}, Launcher(case.launcher), case.gpus)
+    return findings_of(launch, MODELS[case.model])
 
 
-CASES = [Case(**row) for row in json.loads(Path(__file__).with_name(ROWS).read_text())]
+CASES = [Case(**row) for row in json.loads(ROWS.read_text())]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.rule)

@@ -6,11 +6,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cli_cases import status
+from cli_cases import failure, result, status
 
 from omnibal.base.errors import UserError
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launch import Launcher
+from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.script import read_script
 
 pytestmark = pytest.mark.quick
@@ -48,31 +48,28 @@ def test_words_are_those_that_bash_makes(tmp_path: Path):
     assert list(words[1:]) == printed.removesuffix("\n").split("\n")
 
 
+def fields(launch: Launch, names: str) -> tuple:
+    return tuple(getattr(launch, name) for name in names.split())
+
+
 def test_a_script_is_read_to_its_launch():
-    """Prevents: sizes of variables, arrays and defaults that are lost on the way to the rules."""
+    """Prevents: sizes of variables, arrays and defaults that are lost on the way to the rules, and
+    a variable that the user gives and the script overrules."""
     launch = read_launch(SCRIPT, {})
-    assert (launch.gpus, launch.tensor, launch.pipeline) == (16, 4, 2)
-    assert (launch.micro_batch, launch.global_batch, launch.sequence_length) == (1, 64, 4096)
-    assert launch.sequence_parallel
+    assert fields(launch, "gpus tensor pipeline micro_batch global_batch") == (16, 4, 2, 1, 64)
+    assert (launch.sequence_length, launch.sequence_parallel) == (4096, True)
     assert launch.environment["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
     assert launch.launcher is Launcher.MEGATRON_LM
     assert launch.flags["name"] == 'single $TP "quoted" # no'
-
-
-def test_environment_has_one_order():
-    """Prevents: output of one script that differs from run to run, as a set's order does."""
+    # In one order: a set's would differ from run to run.
     exports = "".join(f"export {name}=1\n" for name in "DBFACE")
     assert list(read_launch(f"{exports}run --micro-batch-size 1", {}).environment) == [*"ABCDEF"]
-
-
-def test_set_stands_above_the_script():
-    """Prevents: a variable that the user gives, and the script's own value wins."""
-    launch = read_launch(SCRIPT, {"TP": "2", "NNODES": "1", "GBS": "8"})
-    assert (launch.gpus, launch.tensor, launch.pipeline, launch.global_batch) == (8, 2, 2, 8)
+    given = read_launch(SCRIPT, {"TP": "2", "NNODES": "1", "GBS": "8"})
+    assert fields(given, "gpus tensor pipeline global_batch") == (8, 2, 2, 8)
 
 
 def test_sizes_that_are_not_known_are_asked_for():
-    """Prevents: a guess at a size, which would be judged as if it were given."""
+    """Prevents: a guess at a size, and questions for paths and names that no rule looks at."""
     script = "run.py --tensor-model-parallel-size $TP"
     with pytest.raises(UserError, match=r"does not set them.*--set TP=VALUE"):
         read_launch(script, {})
@@ -80,6 +77,10 @@ def test_sizes_that_are_not_known_are_asked_for():
     array = 'run "${A[@]}" --micro-batch-size 1'
     assert read_launch(array, {}).unknown == ("A",)
     assert read_launch(array, {"A": "--pipeline-model-parallel-size '4'"}).pipeline == 4
+    line = "torchrun --nproc_per_node 8 a.py --data-path $DATA --bf16 $MORE --micro-batch-size 1 $@"
+    launch = read_launch(line, {})
+    assert (launch.micro_batch, launch.unknown) == (1, ("DATA", "MORE"))
+    assert launch.flags["data-path"] == "$DATA"
 
 
 def test_one_of_several_launch_lines_is_chosen():
@@ -120,15 +121,6 @@ def test_other_shell_is_refused_by_its_line(script: str, tmp_path: Path):
     assert "\n" not in str(refused.value) and not mark.exists()
 
 
-def test_values_that_nobody_needs_may_be_unknown():
-    """Prevents: questions for paths and names that no rule looks at."""
-    line = "torchrun --nproc_per_node 8 a.py --data-path $DATA --bf16 $MORE --micro-batch-size 1 $@"
-    launch = read_launch(line, {})
-    assert launch.micro_batch == 1
-    assert launch.flags["data-path"] == "$DATA"
-    assert launch.unknown == ("DATA", "MORE")
-
-
 @pytest.mark.parametrize(
     ("line", "launcher", "gpus"),
     [
@@ -161,19 +153,11 @@ def test_overrides_and_short_flags_are_one_language():
         "model.expert_model_parallel_size=8 ++model.expert_tensor_parallel_size=1 "
         "train.global_batch_size=64 train.micro_batch_size=2"
     )
-    dropped = {"flags"}
-    assert short.model_dump(exclude=dropped) == read_launch(sections, {}).model_dump(
-        exclude=dropped
-    )
-    assert (short.virtual, short.expert_tensor) == (None, 1)
-
-
-def test_layout_of_lists_is_read():
-    """Prevents: layouts of Bridge's recipes, which are lists, taken for strings."""
-    launch = read_launch(
-        "model.pipeline_model_parallel_layout=[['embedding','decoder'],[loss]]", {}
-    )
-    assert launch.layout == (("embedding", "decoder"), ("loss",))
+    same = [one.model_dump(exclude={"flags"}) for one in (short, read_launch(sections, {}))]
+    assert same[0] == same[1] and (short.virtual, short.expert_tensor) == (None, 1)
+    # Layouts of Bridge's recipes are lists.
+    layout = "model.pipeline_model_parallel_layout=[['embedding','decoder'],[loss]]"
+    assert read_launch(layout, {}).layout == (("embedding", "decoder"), ("loss",))
 
 
 @pytest.mark.parametrize(
@@ -190,6 +174,8 @@ def test_layout_of_lists_is_read():
         ("a --micro-batch-size 1 \\ \n --bf16", "line 2 begins with a flag, --bf16"),
         ("a --micro-batch-size 1 \\\n# x \\\n --bf16", "line 3 begins with a flag, --bf16"),
         ("a --pipeline-model-parallel-layout Et|tL", r"has \|.*quote it if it is text"),
+        # A script of a few lines that would fill the memory.
+        ("A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1", "give the command alone"),
     ],
 )
 def test_lines_that_cannot_be_read(line: str, message: str):
@@ -213,29 +199,25 @@ def test_any_text_is_read_or_refused():
     assert 300 < read < 2700
 
 
-def test_values_without_end_are_refused():
-    """Prevents: a script of a few lines that fills the memory."""
-    with pytest.raises(UserError, match="give the command alone"):
-        read_launch("A=xx\n" + "A=$A$A\n" * 40 + "run --micro-batch-size 1", {})
+LINT = "lint --model internvl2.5-8b"
 
 
-def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
+def test_command_reads_a_line_and_a_script(capsys, tmp_path):
     """Prevents: exit statuses that a job script cannot trust, and a line taken for an option."""
     script = tmp_path / "train.sh"
     script.write_text("PP=2\ntorchrun --nproc_per_node 8 --nnodes $N t.py "
                       "--pipeline-model-parallel-size $PP --micro-batch-size 1\n")  # fmt: skip
-    assert status("lint", str(script), "--model", "internvl2.5-8b", "--set", "N=2", "--json") == 0
-    printed = json.loads(capsys.readouterr().out)
+    told = result(capsys, LINT, script, "--set", "N=2")
     of_cost = ["prediction", "better", "least_recompute", "not_predicted"]
-    assert list(printed) == ["starts", "findings", "launch", "layers_by_chunk", *of_cost]
-    assert printed["starts"] and printed["launch"]["gpus"] == 16
-    assert printed["layers_by_chunk"] == [[16], [16]]
+    assert list(told) == ["starts", "findings", "launch", "layers_by_chunk", *of_cost]
+    assert told["starts"] and told["launch"]["gpus"] == 16
+    assert told["layers_by_chunk"] == [[16], [16]]
     flags = "--pipeline-model-parallel-size 3 --micro-batch-size 1"
-    assert status("lint", flags, "--gpus", "6", "--model", "internvl2.5-8b", "--json") == 2
-    printed = json.loads(capsys.readouterr().out)
-    assert not printed["starts"] and printed["layers_by_chunk"] is None
-    assert [one["rule"] for one in printed["findings"]] == ["layers-divide-stages"]
-    assert status("lint", flags, "--gpus", "6", "--model", "internvl2.5-8b") == 2
+    assert status(LINT, flags, "--gpus", "6", "--json") == 2
+    told = json.loads(capsys.readouterr().out)
+    assert not told["starts"] and told["layers_by_chunk"] is None
+    assert [one["rule"] for one in told["findings"]] == ["layers-divide-stages"]
+    assert status(LINT, flags, "--gpus", "6") == 2
     assert "cannot start" in capsys.readouterr().out
 
 
@@ -246,7 +228,6 @@ def test_command_reads_a_line_and_a_script(capsys, tmp_path: Path):
         (["--micro-batch-size 1", "--set", "N"], "must be a variable and its value"),
     ],
 )
-def test_command_refuses_what_it_cannot_read(capsys, arguments: list[str], message: str):
+def test_command_refuses_what_it_cannot_read(capsys, arguments, message):
     """Prevents: an empty verdict for a path that was mistyped."""
-    assert status("lint", *arguments, "--model", "internvl2.5-8b") == 2
-    assert message in capsys.readouterr().err
+    assert message in failure(capsys, LINT, *arguments)

@@ -33,27 +33,23 @@ def test_the_share_of_the_published_system_is_the_calibrated_one():
     """Prevents tables that say they are calibrated on a figure which they do not give."""
     measured = np.array(paper.FIGURE_2_STAGE_MS)
     predicted = paper.figure_2_ms(CLUSTER.memory_efficiency, CLUSTER)
-    np.testing.assert_allclose(
-        predicted[0] / predicted.sum(), measured[0] / measured.sum(), atol=0.002
-    )
-    np.testing.assert_allclose(predicted / predicted.sum(), measured / measured.sum(), atol=0.012)
+    off = np.abs(predicted / predicted.sum() - measured / measured.sum())
+    assert off[0] < 0.002 and off.max() < 0.012
 
 
 def test_published_steps_are_predicted_as_the_presets_say():
     """Prevents a term that moves what was predicted well away from what GPUs took."""
     rows = measured_gpus.compared()
-    kinds = {(one.row["device"], one.row["precision"]) for one in rows}
-    for device, precision in sorted(kinds):
-        chosen = [
-            abs(one.error)
-            for one in rows
-            if (one.row["device"], one.row["precision"]) == (device, precision)
-            and not one.calibrates
-        ]
+    by_kind: dict[tuple[str, str], list[float]] = {}
+    for one in rows:
+        if not one.calibrates:
+            by_kind.setdefault((one.row["device"], one.row["precision"]), []).append(abs(one.error))
+    assert by_kind.keys() == {(one.row["device"], one.row["precision"]) for one in rows}
+    for (device, precision), errors in by_kind.items():
         stated = load_cluster(measured_gpus.CLUSTERS[device]).accuracy[precision]
-        assert stated.steps == len(chosen)
-        assert stated.median == pytest.approx(np.median(chosen), abs=6e-4)
-        assert stated.largest == pytest.approx(max(chosen), abs=6e-4)
+        assert stated.steps == len(errors)
+        assert stated.median == pytest.approx(np.median(errors), abs=6e-4)
+        assert stated.largest == pytest.approx(max(errors), abs=6e-4)
         assert stated.median <= 0.05 and stated.largest <= 0.12
     # Interleaved jobs as well as any: a bubble of one chunk a stage would be four percent more.
     chunked = [abs(one.error) for one in rows if one.row["chunks"] > 1]
@@ -63,19 +59,12 @@ def test_published_steps_are_predicted_as_the_presets_say():
 def test_ablation(data: paper.Data):
     """Prevents a cost model in which data, model or memory balance gain another amount."""
     job = paper.Predicted(paper.ABLATION_JOB, CLUSTER)
-    full = RecomputeRule.FULL
-    parameter = job.stages(PartitionMethod.PARAMETER, full, data.isf, capped=False)
-    bmp = job.stages(PartitionMethod.BMP, full, data.isf, capped=False)
-    front = job.stages(PartitionMethod.BMP, RecomputeRule.FRONT, data.isf)
-    days = [
-        job.gpu_days(stages, epoch)
-        for stages, epoch in (
-            (parameter, data.random),
-            (parameter, data.isf),
-            (bmp, data.isf),
-            (front, data.isf),
-        )
-    ]
+    full, isf = RecomputeRule.FULL, data.isf
+    parameter = job.stages(PartitionMethod.PARAMETER, full, isf, capped=False)
+    bmp = job.stages(PartitionMethod.BMP, full, isf, capped=False)
+    front = job.stages(PartitionMethod.BMP, RecomputeRule.FRONT, isf)
+    days = [job.gpu_days(parameter, data.random)]
+    days += [job.gpu_days(stages, isf) for stages in (parameter, bmp, front)]
     published = np.array(list(paper.TABLE_7.values()))
     np.testing.assert_allclose(days, published, rtol=0.12)
     ratios, known = days[0] / np.array(days), published[0] / published

@@ -14,13 +14,12 @@ from plan_cases import job_spec
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples, read_lengths
 from omnibal.export.reading_order import ReadingOrder
-from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData, caps_of_tokens
 from omnibal.lint.loongforge import LOONGFORGE
 from omnibal.model.config import load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import TARGETS, PackRules, TargetName
+from omnibal.model.targets import TARGETS, PackRules
 from omnibal.packing.media import media_of, pack_apart
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -34,8 +33,7 @@ PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONG
 
 
 def packed_one_by_one(tokens: list[int], packing_length: int) -> list[list[int]]:
-    packs = sequential_packs(tokens, packing_length)
-    return [[tokens[row] for row in pack] for pack in packs]
+    return [[tokens[row] for row in pack] for pack in sequential_packs(tokens, packing_length)]
 
 
 @given(tokens=st.lists(st.integers(0, 12)), packing_length=st.integers(1, 15))
@@ -46,11 +44,10 @@ def test_next_fit_is_the_trainers(tokens, packing_length):
     assert packs == packed_one_by_one(tokens, packing_length)
 
 
-@given(
-    packs=st.lists(
-        st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3)), min_size=1, max_size=40
-    )
-)
+SIZES = st.tuples(st.integers(1, 9), st.integers(0, 9), st.integers(0, 3))
+
+
+@given(packs=st.lists(SIZES, min_size=1, max_size=40))
 def test_changed_places_keep_packs_apart(packs):
     """Prevents an order that leaves a step or loses a pack."""
     first, rest, load = np.array(packs).T
@@ -102,26 +99,22 @@ def drawn_lengths(kind: str) -> Lengths:
             pytest.skip("needs the lengths of real data sets")
         return draw_samples(read_lengths(files), SAMPLES, 0)
     tiles = np.where(rng.random(SAMPLES) < 0.3, 0, rng.integers(1, 6, SAMPLES))
-    texts = {
+    tokens = {
         "lognormal": np.clip(rng.lognormal(4, 0.8, SAMPLES), 8, 900).astype(int),
         "heavy tails": np.minimum(20 * (rng.pareto(1.1, SAMPLES) + 1), 3000).astype(int),
         "all equal": np.full(SAMPLES, 70),
         "one huge": np.where(np.arange(SAMPLES) == 99, 5000, rng.integers(99, 600, SAMPLES)),
     }[kind]
-    tiles = np.zeros_like(tiles) if kind == "all equal" else tiles
-    return make_lengths(list(zip(tiles.tolist(), (texts + 4 * tiles).tolist(), strict=True)))
+    tiles *= kind != "all equal"
+    tokens += 4 * tiles
+    return lengths_of(tiles=tiles, tokens=tokens, loss_tokens=tokens // 2)
 
 
 KINDS = ["real", "lognormal", "heavy tails", "all equal", "one huge"]
 
 
 def scheduled(
-    lengths: Lengths,
-    rules: PackRules,
-    ranks: int,
-    tokens: float,
-    epochs: int = 1,
-    job: JobSpec | None = None,
+    lengths: Lengths, rules: PackRules, ranks: int, tokens: float, epochs=1, job=None
 ) -> tuple[ScheduledPacks, SampleData]:
     """Packs under `tokens` times the longest sample, 4 a rank and step.
 
@@ -146,9 +139,8 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
         trained = packs.packs.samples[of_epoch == epoch].tolist()
         assert len(set(trained)) == len(trained) and set(trained) <= set(range(len(lengths)))
         left_out += len(lengths) - len(trained)
-    assert data.described(packs, job_spec(parallel=Parallel(pipeline=1, data=ranks))).left_out == (
-        left_out
-    )
+    job = job_spec(parallel=Parallel(pipeline=1, data=ranks))
+    assert data.described(packs, job).left_out == left_out
     for name in data.caps.names:
         assert packs.packs.sums(lengths.column(name)).max() <= data.caps[name]
     sizes = np.bincount(packs.step)
@@ -175,14 +167,10 @@ def test_packs_are_those_that_the_trainer_forms(kind, ranks):
         for tokens in (1, 3.3):
             packs, data = scheduled(drawn_lengths(kind), rules, ranks, tokens)
             assert_rules_hold(packs, data, ranks)
-
-
-def test_little_is_left_out():
-    """Prevents next fit from costing more samples than it must: none, but where all are equal."""
-    for kind, ranks in product(KINDS, (1, 2, 8)):
-        packs, _ = scheduled(drawn_lengths(kind), TARGETS["ms-swift"].packs, ranks, 3.3)
-        lost = SAMPLES - len(packs.packs.samples)
-        assert lost <= (0.05 * SAMPLES if kind == "all equal" else 0), (kind, ranks)
+            if rules == TARGETS["ms-swift"].packs and tokens > 1:
+                # As little as must be left out: none, unless all are equal.
+                lost = SAMPLES - len(packs.packs.samples)
+                assert lost <= (0.05 * SAMPLES if kind == "all equal" else 0)
 
 
 @pytest.mark.parametrize("values", [[7], [7, 9, 14], [5, 40], [1, 2, 3, 69]])
@@ -222,16 +210,13 @@ def test_epochs_are_formed_one_after_another():
 def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
     """What next fit makes of two epochs of equal length on one rank, given the tokens of packs."""
     half = len(tokens) // 2
-    numbers = np.arange(sum(map(len, tokens)))
-    offsets = np.cumsum([0, *map(len, tokens)])
+    counts = [*map(len, tokens)]
     lengths = make_lengths([(0, each) for pack in tokens for each in pack])
-    in_epoch = np.tile(np.arange(half), 2)
-    epoch = np.repeat(np.arange(2), half)
-    steps = -(-half // packs_per_step)
-    step, slot = epoch * steps + in_epoch // packs_per_step, in_epoch % packs_per_step
-    packs = ScheduledPacks.of(
-        Packs(samples=numbers, offsets=offsets), lengths, step, 0, slot, epoch
-    )
+    listed = Packs(samples=np.arange(sum(counts)), offsets=np.cumsum([0, *counts]))
+    epoch, in_epoch = np.divmod(np.arange(2 * half), half)
+    step, slot = np.divmod(in_epoch, packs_per_step)
+    step += epoch * -(-half // packs_per_step)
+    packs = ScheduledPacks.of(listed, lengths, step, 0, slot, epoch)
     return as_formed(packs, lengths, packs.tokens.astype(float), 1, packs_per_step)
 
 
@@ -284,9 +269,3 @@ def test_media_are_told_apart():
     assert len(set(media_of(both).tolist())) == 4
     packs = pack_apart(lengths, lambda given: Packs.from_lists([range(len(given))]))
     assert [sorted(packs[pack].tolist()) for pack in range(len(packs))] == [[0, 2], [1, 3]]
-
-
-def test_every_target_says_what_packs_may_be():
-    """Prevents a trainer whose steps need not be full, as all of them leave out what is over."""
-    assert set(TARGETS) == set(TargetName)
-    assert all(target.packs.full_steps for target in TARGETS.values())
