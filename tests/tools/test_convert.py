@@ -46,10 +46,12 @@ def checkpoint(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def run(checkpoint, tmp_path_factory) -> Path:
-    target = tmp_path_factory.mktemp("imported") / "run"
-    assert in_child(target.with_suffix(".log"), "import", checkpoint, "-o", target) == 0
-    return target
+def commands(checkpoint, tmp_path_factory) -> dict[str, tuple[object, ...]]:
+    """Conversions of the checkpoint, and of the run that it was imported as."""
+    run, imported = tmp_path_factory.mktemp("imported") / "run", ("import", checkpoint)
+    assert in_child(run.with_suffix(".log"), *imported, "-o", run) == 0
+    layout = ("export", run, "--layout", "transformers")
+    return {"import": imported, "like": ("export", run, "--like", checkpoint), "layout": layout}
 
 
 def content(folder: Path) -> dict[str, bytes]:
@@ -58,13 +60,6 @@ def content(folder: Path) -> dict[str, bytes]:
         for path in folder.rglob("*")
         if path.is_file()
     }
-
-
-def command(*arguments: object) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, ROOT / "tools" / "convert.py", *map(str, arguments)],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
 
 
 def in_child(log: Path, *arguments: object, prepare: Callable[[], None] = lambda: None) -> int:
@@ -93,47 +88,36 @@ def _child(log: Path, prepare: Callable[[], None], arguments: list[str]) -> None
 
 def test_round_trip_by_the_command(tmp_path, checkpoint):
     """Prevents: a script that only works inside the tests, or does not say what it wrote."""
-    imported = command("import", checkpoint, "-o", tmp_path / "run")
+    imported = subprocess.run(
+        [sys.executable, "tools/convert.py", "import", checkpoint, "-o", tmp_path / "run"],
+        cwd=ROOT, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
     assert imported.returncode == 0, imported.stderr
     assert "layout internvl-internlm2" in imported.stdout
     assert str(tmp_path / "run" / "model.toml") in imported.stdout and "bfloat16" in imported.stdout
-    exported = launcher().run(
-        *("tools/convert.py", "export", tmp_path / "run"),
-        *("--like", checkpoint, "-o", tmp_path / "deep" / "out"),
-    )
+    out, convert = tmp_path / "deep" / "out", "tools/convert.py"
+    exported = launcher().run(convert, "export", tmp_path / "run", "--like", checkpoint, "-o", out)
     assert exported.returncode == 0, exported.stderr
-    assert f"wrote {tmp_path / 'deep' / 'out'}" in exported.stdout
-    assert "step 0 of" in exported.stdout
-    assert content(tmp_path / "deep" / "out") == content(checkpoint)
-    for done in (imported, exported):
-        assert "Warning" not in done.stderr
-    again = ("import", tmp_path / "run", "-o", tmp_path / "again")
-    refused = launcher().run("tools/convert.py", *again)
+    assert f"wrote {out}" in exported.stdout and "step 0 of" in exported.stdout
+    assert content(out) == content(checkpoint)
+    assert "Warning" not in imported.stderr + exported.stderr
+    refused = launcher().run(convert, "import", tmp_path / "run", "-o", tmp_path / "again")
     assert refused.returncode == 2 and refused.stdout == ""
     assert re.fullmatch(r"error: [^\n]*neither[^\n]*\n", refused.stderr)
     assert not (tmp_path / "again").exists()
 
 
 # Bytes that a file may have: less than the first that is written, and than later ones.
-LIMITS = {
-    "import": (100, 15_000),
-    "like": (1_500, 6_000),
-    "layout": (100, 40_000),
-}
+LIMITS = {"import": (100, 15_000), "like": (1_500, 6_000), "layout": (100, 40_000)}
 
 
 @pytest.mark.parametrize(
     ("way", "limit"), [(way, limit) for way, limits in LIMITS.items() for limit in limits]
 )
-def test_full_disk_leaves_nothing(tmp_path, checkpoint, run, way, limit):
+def test_full_disk_leaves_nothing(tmp_path, commands, way, limit):
     """Prevents: a traceback, or half a conversion under its final name, where writing fails."""
     out, log = tmp_path / "out" / "target", tmp_path / "log"
-    arguments = {
-        "import": ("import", checkpoint),
-        "like": ("export", run, "--like", checkpoint),
-        "layout": ("export", run, "--layout", "transformers"),
-    }[way]
-    code = in_child(log, *arguments, "-o", out, prepare=lambda: limit_files(limit))
+    code = in_child(log, *commands[way], "-o", out, prepare=lambda: limit_files(limit))
     errors = [line for line in log.read_text().splitlines() if line.startswith("error:")]
     assert code == 2 and len(errors) == 1, log.read_text()
     assert str(out) in errors[0] and "File too large" in errors[0]
@@ -145,18 +129,14 @@ def limit_files(size: int) -> None:
 
 
 @pytest.mark.parametrize("way", ["import", "layout"])
-def test_terminated_command_leaves_nothing(tmp_path, checkpoint, run, monkeypatch, way):
+def test_terminated_command_leaves_nothing(tmp_path, commands, monkeypatch, way):
     """Prevents: half a conversion after a scheduler's SIGTERM, or an exit code of success."""
     for kind, method in (
         (ReleasedCheckpoint, "read"),
         (own_weights._ReadPlanner, "resolve_tensor"),
     ):
         monkeypatch.setattr(kind, method, terminated_in(getattr(kind, method)))
-    arguments = {
-        "import": ("import", checkpoint),
-        "layout": ("export", run, "--layout", "transformers"),
-    }[way]
-    code = in_child(tmp_path / "log", *arguments, "-o", tmp_path / "out" / "target")
+    code = in_child(tmp_path / "log", *commands[way], "-o", tmp_path / "out" / "target")
     assert code == 128 + signal.SIGTERM, (tmp_path / "log").read_text()
     assert "error" not in (tmp_path / "log").read_text()
     assert list((tmp_path / "out").iterdir()) == []
@@ -190,22 +170,21 @@ def test_failure_without_a_file_is_told(monkeypatch, capsys):
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-def test_tokenizer_of_the_run_goes_along(tmp_path, run, capsys, monkeypatch):
+def test_tokenizer_of_the_run_goes_along(tmp_path, commands, capsys, monkeypatch):
     """Prevents: an export that cannot be shown an image."""
-    bare = tmp_path / "bare"
+    run, bare = commands["layout"][1], tmp_path / "bare"
     shutil.copytree(run, bare)
     shutil.rmtree(bare / "tokenizer")
-    for source, target in ((run, tmp_path / "with"), (bare, tmp_path / "without")):
+    for source, target, is_told in ((run, "with", True), (bare, "without", False)):
+        target = tmp_path / target
         arguments = ("export", source, "--layout", "transformers", "-o", target)
         monkeypatch.setattr(sys, "argv", ["convert.py", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
             convert.main()
         assert ended.value.code == 0
         config = json.loads((target / "config.json").read_text())
-        has_tokenizer = source == run
-        assert ("image_token_id" in config) == has_tokenizer
-        assert (target / "tokenizer.json").is_file() == has_tokenizer
-        assert ("image_token_id" in capsys.readouterr().out) != has_tokenizer
+        assert ("image_token_id" in config) == (target / "tokenizer.json").is_file() == is_told
+        assert ("image_token_id" in capsys.readouterr().out) != is_told
 
 
 LARGE = {"layers": 36, "hidden_size": 512, "heads": 8, "kv_heads": 4, "ffn_hidden_size": 2048}
@@ -270,13 +249,11 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
     """Prevents: a conversion that takes the memory of all the weights, which no host may have."""
     shard = write_large(tmp_path / "large")
     report = tmp_path / "report"
+    run, made = tmp_path / "run", ("--layout", "transformers", "--max-shard-size", "25MB")
     for arguments in (
-        ("import", tmp_path / "large", "-o", tmp_path / "run"),
-        ("export", tmp_path / "run", "--like", tmp_path / "large", "-o", tmp_path / "like"),
-        (
-            *("export", tmp_path / "run", "--layout", "transformers", "-o", tmp_path / "made"),
-            *("--max-shard-size", "25MB"),
-        ),
+        ("import", tmp_path / "large", "-o", run),
+        ("export", run, "--like", tmp_path / "large", "-o", tmp_path / "like"),
+        ("export", run, *made, "-o", tmp_path / "made"),
     ):
         log = tmp_path / "log"
         code = in_child(log, *arguments, prepare=lambda: watch_memory(report))

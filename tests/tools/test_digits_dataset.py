@@ -1,4 +1,4 @@
-"""The sample dataset: disjoint splits, every tile count, one token a digit, stable bytes."""
+"""Sample datasets: scans of digits, images of many sizes with Qwen's tokenizer, spoken digits."""
 
 import hashlib
 import json
@@ -7,31 +7,75 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import soundfile
 from PIL import Image
 from sklearn.datasets import load_digits
+from transformers import AutoTokenizer
 
 from omnibal.data.annotations import Annotations
+from omnibal.data.chat import check_tokenizer
+from omnibal.data.lengths import Lengths
 from omnibal.data.scan import scan_lengths
-from omnibal.data.tokenizer import open_tokenizer
+from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, open_tokenizer
 from omnibal.model.config import load_model
-from tools import make_digits_dataset
-from tools.make_digits_dataset import SHARES, main
+from tools import make_digits_dataset, make_native_digits, make_spoken_digits
+from tools.make_digits_dataset import SAMPLE_RATE, main
+from tools.make_native_digits import PIECES
+from tools.make_spoken_digits import HELDOUT_VOICES, VOICES, WORDS, Utterance, say_all
 
-MODEL = load_model("internvl-digits")
+TOOLS = {
+    "scans": (make_digits_dataset, "internvl-digits", "400", "100"),
+    "native": (make_native_digits, "qwen3-vl-digits", "200", "60"),
+    "spoken": (make_spoken_digits, "internvl-digits-omni", "200", "60"),
+}
+"""Tool, model, and numbers of samples."""
+MODELS = {name: load_model(model) for name, (_, model, *_) in TOOLS.items()}
 SPLITS = ("train", "heldout")
-ARGUMENTS = ["--samples", "400", "--heldout-samples", "100", "--seed", "3"]
+
+
+def arguments(name: str, seed: int = 3) -> list[str]:
+    samples, heldout = TOOLS[name][2:]
+    return ["--samples", samples, "--heldout-samples", heldout, "--seed", str(seed)]
+
+
+def make(name: str, folder: Path, seed: int = 3) -> Path:
+    assert TOOLS[name][0].main(["--output", str(folder), *arguments(name, seed)]) == 0
+    return folder
 
 
 @pytest.fixture(scope="module")
-def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("made") / "dataset"
-    assert main(["--output", str(folder), *ARGUMENTS]) == 0
-    return folder
+def scans(tmp_path_factory) -> Path:
+    return make("scans", tmp_path_factory.mktemp("scans") / "dataset")
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory) -> Path:
+    return make("native", tmp_path_factory.mktemp("native") / "dataset")
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory) -> Path:
+    return make("spoken", tmp_path_factory.mktemp("spoken") / "dataset")
 
 
 def records(split: Path) -> Iterator[dict]:
     for path in split.glob("*.jsonl"):
         yield from map(json.loads, path.read_text().splitlines())
+
+
+def answers(record: dict) -> list[tuple[str, str]]:
+    """Kinds of a record's questions, and their answers."""
+    said = [message["value"] for message in record["conversations"][1::2]]
+    return list(zip(record["kinds"], said, strict=True))
+
+
+def scanned(name: str, split: Path) -> Lengths:
+    """Lengths of a split, whose sources are those of its tool."""
+    tokenizer = split.parent / ("tokenizer" if name == "native" else "tokenizer.model")
+    annotations, opened = Annotations.open(split / "meta.json"), open_tokenizer(tokenizer)
+    lengths = scan_lengths(annotations, MODELS[name], opened, lambda _: None).lengths
+    assert lengths.source_names == tuple(TOOLS[name][0].SHARES)
+    return lengths
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -42,57 +86,67 @@ def hashes(folder: Path) -> dict[str, str]:
     }
 
 
-def test_splits_share_no_scan(dataset):
-    """Prevents held-out accuracy from being measured on digits seen in training."""
-    used = [
-        {scan for record in records(dataset / split) for scan in record["scans"]}
+@pytest.mark.parametrize("name", TOOLS)
+def test_same_arguments_give_the_same_files(request, tmp_path, name):
+    """Prevents figures that change from one machine or run to the next."""
+    first = hashes(request.getfixturevalue(name))
+    assert len(first) > 200 and hashes(make(name, tmp_path / "again")) == first
+    if name == "scans":
+        assert hashes(make(name, tmp_path / "other", seed=4)) != first
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "fewest"),
+    [("scans", "scans", 50), ("spoken", "scans", 4), ("spoken", "voices", 4)],
+)
+def test_splits_share_no_scan_and_no_voice(request, name, key, fewest):
+    """Prevents held-out accuracy from being measured on digits seen, or voices heard, before."""
+    dataset = request.getfixturevalue(name)
+    trained, held_out = (
+        {one for record in records(dataset / split) for one in record.get(key, ())}
         for split in SPLITS
-    ]
-    assert min(map(len, used)) > 50
-    assert not used[0] & used[1]
+    )
+    assert min(len(trained), len(held_out)) > fewest and not trained & held_out
+    if key == "voices":
+        assert held_out <= set(HELDOUT_VOICES) and trained <= set(VOICES)
 
 
-def test_answers_are_what_the_scans_show(dataset):
+def test_answers_are_what_the_scans_show(scans):
     """Prevents wrong labels: checked against scikit-learn's own targets."""
     target = load_digits().target
-    asked = dict.fromkeys(("single", "read", "parity", "largest", "even"), 0)
-    for record in records(dataset / "train"):
-        digits = target[record["scans"]]
-        answers = [message["value"] for message in record["conversations"][1::2]]
-        for kind, answer in zip(record["kinds"], answers, strict=True):
-            expected = {
-                "single": lambda d: str(d[0]),
-                "read": lambda d: " ".join(map(str, d)),
-                "parity": lambda d: str(sum(digit % 2 == 0 for digit in d)),
-                "largest": lambda d: str(max(d)),
-                "even": lambda d: "no" if d[0] % 2 else "yes",
-            }
+    expected = {
+        "single": lambda d: str(d[0]),
+        "read": lambda d: " ".join(map(str, d)),
+        "parity": lambda d: str(sum(digit % 2 == 0 for digit in d)),
+        "largest": lambda d: str(max(d)),
+        "even": lambda d: "no" if d[0] % 2 else "yes",
+    }
+    asked = dict.fromkeys(expected, 0)
+    for record in records(scans / "train"):
+        for kind, answer in answers(record):
             if kind in expected:
-                assert answer == expected[kind](digits)
+                assert answer == expected[kind](target[record["scans"]])
                 asked[kind] += 1
     assert all(asked.values())
 
 
-def test_tile_counts_run_from_none_to_seven(dataset):
+def test_tile_counts_run_from_none_to_seven(scans):
     """Prevents a sample dataset on which balancing has nothing to do."""
-    tokenizer = open_tokenizer(dataset / "tokenizer.model")
     for split in SPLITS:
-        annotations = Annotations.open(dataset / split / "meta.json")
-        lengths = scan_lengths(annotations, MODEL, tokenizer, lambda _: None).lengths
+        lengths = scanned("scans", scans / split)
         assert np.bincount(lengths.column("tiles"), minlength=8).min() > 0
         assert lengths.tokens.max() > 6 * lengths.tokens.min()
-        assert lengths.source_names == tuple(SHARES)
 
 
-def test_recorded_sizes_are_the_images(dataset):
+def test_recorded_sizes_are_the_images(scans):
     """Prevents annotation lines that contradict their files."""
-    for record in records(dataset / "heldout"):
-        images = record.get("image", [])
-        images = [images] if isinstance(images, str) else images
-        sizes = [Image.open(dataset / "heldout" / image).size for image in images]
-        widths, heights = record.get("width", []), record.get("height", [])
-        assert [s[0] for s in sizes] == ([widths] if isinstance(widths, int) else widths)
-        assert [s[1] for s in sizes] == ([heights] if isinstance(heights, int) else heights)
+    for record in records(scans / "heldout"):
+        images, *stated = (
+            one if isinstance(one := record.get(name, []), list) else [one]
+            for name in ("image", "width", "height")
+        )
+        sizes = [Image.open(scans / "heldout" / image).size for image in images]
+        assert sizes == list(zip(*stated, strict=True))
 
 
 def cropped(pixels: np.ndarray) -> np.ndarray:
@@ -104,69 +158,56 @@ def cropped(pixels: np.ndarray) -> np.ndarray:
     return (small - small.mean()) / np.linalg.norm(small - small.mean())
 
 
-def test_each_cell_shows_its_scan(dataset):
+def test_each_cell_shows_its_scan(scans):
     """Prevents digits drawn in another order than the answers, or over a cell's border."""
-    scans = load_digits().images
-    found = []
-    for record in records(dataset / "train"):
+    images, found = load_digits().images, []
+    for record in records(scans / "train"):
         if not record["id"].startswith(("digits_strip", "digits_page")):
             continue
-        gray = np.asarray(Image.open(dataset / "train" / record["image"]).convert("L"))
+        gray = np.asarray(Image.open(scans / "train" / record["image"]).convert("L"))
         cell = round((gray.size / len(record["scans"])) ** 0.5)
         rows, columns = gray.shape[0] // cell, gray.shape[1] // cell
         cells = gray.reshape(rows, cell, columns, cell).swapaxes(1, 2).reshape(-1, cell, cell)
-        likeness = np.array(
-            [[cropped(scans[scan]) @ cropped(shown) for scan in record["scans"]] for shown in cells]
-        )
+        shown, drawn = map(cropped, cells), [cropped(images[scan]) for scan in record["scans"]]
+        likeness = np.array([*shown]) @ np.array(drawn).T
         found += (likeness.argmax(axis=1) == np.arange(len(cells))).tolist()
-    assert len(found) > 50
-    assert np.mean(found) > 0.95
+    assert len(found) > 50 and np.mean(found) > 0.95
 
 
-def test_digits_are_single_tokens_and_text_round_trips(dataset):
+def test_digits_are_single_tokens_and_text_round_trips(scans):
     """Prevents a digit from having several spellings, which the model would have to learn apart."""
-    tokenizer = open_tokenizer(dataset / "tokenizer.model")
-    assert tokenizer.vocab_size <= MODEL.language.vocab_size
+    tokenizer = open_tokenizer(scans / "tokenizer.model")
+    assert tokenizer.vocab_size <= MODELS["scans"].language.vocab_size
     for digit in "0123456789":
         assert len(tokenizer.encode(digit)) == 1
         assert tokenizer.encode(f"3 {digit}")[-1:] == tokenizer.encode(digit)
         assert tokenizer.encode(f"1{digit}") == tokenizer.encode("1") + tokenizer.encode(digit)
     for split in SPLITS:
-        for record in records(dataset / split):
+        for record in records(scans / split):
             for message in record["conversations"]:
                 for text in message["value"].split("<image>"):
                     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_same_arguments_give_the_same_files(dataset, tmp_path):
-    """Prevents figures that change from one machine or run to the next."""
-    again = tmp_path / "again"
-    main(["--output", str(again), *ARGUMENTS])
-    assert hashes(again) == hashes(dataset)
-    main(["--output", str(tmp_path / "other"), *ARGUMENTS[:-1], "4"])
-    assert hashes(tmp_path / "other") != hashes(dataset)
-
-
-def test_finished_dataset_is_kept(dataset, capfd):
-    """Prevents the second quickstart from making everything again, or with other arguments."""
-    before = {path: path.stat().st_mtime_ns for path in dataset.rglob("*")}
-    assert main(["--output", str(dataset), *ARGUMENTS]) == 0
+def test_finished_dataset_is_kept(scans, capfd, monkeypatch):
+    """Prevents the second quickstart from making everything again, or with other arguments, and
+    training on the former composition under the present one's name."""
+    before = {path: path.stat().st_mtime_ns for path in scans.rglob("*")}
+    assert main(["--output", str(scans), *arguments("scans")]) == 0
     assert "already made" in capfd.readouterr().out
-    with pytest.raises(SystemExit) as exit_info:
-        main(["--output", str(dataset), "--seed", "9"])
-    assert exit_info.value.code == 2
-    assert {path: path.stat().st_mtime_ns for path in dataset.rglob("*")} == before
+    refuse(capfd, "--output", scans, "--seed", "9")
+    monkeypatch.setattr(make_digits_dataset, "FORMAT", make_digits_dataset.FORMAT + 1)
+    assert "by this version" in refuse(capfd, "--output", scans, *arguments("scans"))
+    assert {path: path.stat().st_mtime_ns for path in scans.rglob("*")} == before
 
 
 def test_a_folder_beside_the_dataset_is_left_alone(tmp_path, capfd):
     """Prevents the loss of a user's folder, or its content in the dataset."""
-    folder = tmp_path / "dataset"
-    leftover = tmp_path / "dataset.part" / "train"
-    leftover.mkdir(parents=True)
-    (leftover / "stale.jsonl").write_text("{}\n")
+    folder, leftover = tmp_path / "dataset", tmp_path / "dataset.part" / "train" / "stale.jsonl"
+    leftover.parent.mkdir(parents=True)
+    leftover.write_text("{}\n")
     assert main(["--output", str(folder), "--samples", "20", "--heldout-samples", "20"]) == 0
-    assert not (folder / "train" / "stale.jsonl").exists()
-    assert (leftover / "stale.jsonl").exists()
+    assert leftover.exists() and not (folder / "train" / "stale.jsonl").exists()
     assert capfd.readouterr().err == ""
 
 
@@ -186,14 +227,8 @@ def test_a_folder_of_unknown_making_is_kept(tmp_path, capfd, content):
     description = tmp_path / "dataset.json"
     description.write_bytes(content if isinstance(content, bytes) else content.encode())
     before = hashes(tmp_path)
-    assert "was not made with" in refuse(capfd, "--output", tmp_path, *ARGUMENTS)
+    assert "was not made with" in refuse(capfd, "--output", tmp_path, *arguments("scans"))
     assert hashes(tmp_path) == before
-
-
-def test_datasets_of_an_earlier_version_are_made_anew(dataset, tmp_path, capfd, monkeypatch):
-    """Prevents training on the former composition under the present one's name."""
-    monkeypatch.setattr(make_digits_dataset, "FORMAT", make_digits_dataset.FORMAT + 1)
-    assert "by this version" in refuse(capfd, "--output", dataset, *ARGUMENTS)
 
 
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
@@ -206,3 +241,122 @@ def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     with pytest.raises(RuntimeError, match="no tokenizer"):
         make_digits_dataset.make_dataset(tmp_path / "dataset", 20, 20, seed=0)
     assert not list(tmp_path.iterdir())
+
+
+def test_sizes_and_tokens_vary(native):
+    """Prevents: images that are all of one size, on which balancing has nothing to do."""
+    sides = {Image.open(path).size for path in native.glob("train/images/*single*")}
+    assert {min(side) for side in sides} >= set(range(26, 37))
+    check_tokenizer(MODELS["native"], open_tokenizer(native / "tokenizer"))
+    tokens = scanned("native", native / "train").column("image_tokens")
+    assert (tokens.min(), len(set(tokens.tolist())) > 12) == (0, True)
+    assert tokens.max() > 80
+
+
+def test_the_other_task_has_other_answers(native):
+    """Prevents: adapters that have nothing to learn, as the model answers so already."""
+    seen = Annotations.open(native / "next" / "train" / "meta.json")
+    answers = [seen[number].turns[0].answer for number in range(len(seen))]
+    assert len(answers) == 200 // 4 and set(answers) == set("0123456789")
+
+
+def test_tokenizer_is_the_one_that_transformers_opens(native):
+    """Prevents: ids, pieces or a template that differ from those of an exported folder."""
+    folder = native / "tokenizer"
+    theirs, ours = AutoTokenizer.from_pretrained(folder), open_tokenizer(folder)
+    words = make_native_digits.WORDS
+    assert ours.vocab_size == len(theirs) <= words == MODELS["native"].language.vocab_size
+    for text in ("Which digit is 40?", "<|im_start|>user\nÄ <|image_pad|>", "漢 字\n\n"):
+        assert ours.encode(text) == theirs.encode(text, add_special_tokens=False)
+        assert theirs.decode(theirs.encode(text)) == text
+    assert len(ours.encode("4096")) == 4
+    assert [ours.id_of(piece) for piece in PIECES] == list(range(len(PIECES)))
+    record = json.loads((native / "train" / "digits_single.jsonl").read_text().split("\n")[0])
+    asked = record["conversations"][0]["value"].removeprefix("<image>\n")
+    content = [{"type": "image"}, {"type": "text", "text": asked}]
+    text = theirs.apply_chat_template(
+        [{"role": "user", "content": content}], tokenize=False, add_generation_prompt=True
+    )
+    assert text == (
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>"
+        f"{asked}<|im_end|>\n<|im_start|>assistant\n"
+    )
+
+
+def test_recordings_are_of_16_khz_and_differ_by_what_is_said(spoken):
+    """Prevents silence, other rates, and lines that are no longer than a digit."""
+    seconds: dict[str, list[float]] = {"spoken_single": [], "spoken_line": []}
+    for record in records(spoken / "train"):
+        if "audio" not in record:
+            continue
+        sound, rate = soundfile.read(spoken / "train" / record["audio"])
+        assert rate == SAMPLE_RATE and sound.ndim == 1 and np.abs(sound).max() > 0.05
+        for source, found in seconds.items():
+            if record["id"].startswith(source):
+                found.append(len(sound) / rate)
+    assert 0.2 < min(seconds["spoken_single"]) and max(seconds["spoken_single"]) < 1.5
+    assert max(seconds["spoken_line"]) > 2 and np.mean(seconds["spoken_line"]) > 1
+
+
+def spectrum(sound: np.ndarray) -> np.ndarray:
+    """How loud a sound is over 16 times and 40 frequencies, of mean 0 and norm 1."""
+    loud = np.flatnonzero(np.abs(sound) > 0.02)
+    sound = sound[loud[0] : loud[-1] + 1]
+    frames = np.lib.stride_tricks.sliding_window_view(sound, 512)[
+        :: max((len(sound) - 512) // 15, 1)
+    ]
+    power = np.abs(np.fft.rfft(frames[:16] * np.hanning(512), axis=1)[:, 4:164]) ** 2
+    bands = np.log(power.reshape(16, 40, 4).sum(axis=2) + 1e-4)
+    flat = (bands - bands.mean()).ravel()
+    return flat / np.linalg.norm(flat)
+
+
+def test_voices_say_the_words_of_their_digits(spoken):
+    """Prevents labels of other digits than are said: each is nearest to the same word by the same
+    voice in another style, and answers are those of the voices."""
+    both = [
+        say_all([Utterance("en+m1", speed, pitch, digit) for digit in range(10)])
+        for speed, pitch in ((150, 45), (170, 55))
+    ]
+    likeness = np.array([[spectrum(a) @ spectrum(b) for b in both[1]] for a in both[0]])
+    assert likeness.argmax(axis=1).tolist() == list(range(len(WORDS)))
+    templates = {
+        voice: [spectrum(s) for s in say_all([Utterance(voice, 165, 50, d) for d in range(10)])]
+        for voice in VOICES
+    }
+    right = []
+    for record in records(spoken / "train"):
+        if record["id"].startswith("spoken_single"):
+            sound, _ = soundfile.read(spoken / "train" / record["audio"])
+            [voice] = record["voices"]
+            near = np.argmax([spectrum(sound) @ other for other in templates[voice]])
+            right.append(str(near) == record["conversations"][1]["value"])
+    assert len(right) > 50 and np.mean(right) > 0.5  # by chance 0.1
+
+
+def test_answers_follow_from_what_is_shown_and_said(spoken):
+    """Prevents wrong labels: scans by scikit-learn's own targets, the same by both answers."""
+    target, same = load_digits().target, []
+    for record in records(spoken / "train"):
+        turns = dict(answers(record))
+        if "shown" in turns:
+            assert turns["shown"] == str(target[record["scans"][0]])
+        if "shown line" in turns:
+            assert turns["shown line"] == " ".join(map(str, target[record["scans"]]))
+        if "same" in turns:
+            same.append(turns["same"])
+            assert (turns["same"] == "yes") == (turns["shown"] == turns["said"])
+    assert same.count("yes") == same.count("no") > 10
+
+
+def test_samples_have_images_recordings_both_and_neither(spoken):
+    """Prevents a mixture that one encoder could be balanced on alone."""
+    tokenizer = open_tokenizer(spoken / "tokenizer.model")
+    assert tokenizer.vocab_size <= MODELS["spoken"].language.vocab_size
+    for piece in (AUDIO_START, AUDIO_CONTEXT, AUDIO_END):
+        assert len(tokenizer.encode(piece)) == 1
+    for split in SPLITS:
+        lengths = scanned("spoken", spoken / split)
+        has = [(lengths.column(name) > 0).tolist() for name in ("tiles", "clips")]
+        assert len({*zip(*has, strict=True)}) == 4
+        assert lengths.column("clips").max() > 2

@@ -1,7 +1,6 @@
 """The tools: a user's mistake is one line and status 2, and no output replaces an input."""
 
 import json
-import os
 import signal
 import sys
 from pathlib import Path
@@ -109,9 +108,3 @@ def test_a_mistake_is_one_line(capfd, monkeypatch, folder, command):
     assert line.startswith("error: ") and line.isprintable()
     assert (sorted(folder.rglob("*")), Path("real.json").read_bytes()) == before
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-
-
-def test_lengths_go_into_a_device(capfd, folder):
-    """Prevents a device from being replaced by a file."""
-    assert make_lengths.main(["-o", "/dev/null", "--samples", "2000"]) == 0
-    assert Path("/dev/null").is_char_device() and os.access("/dev/null", os.W_OK)

@@ -1,11 +1,13 @@
 """Synthetic lengths: stable bytes, exact counts, limits, the published figures."""
 
-import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from omnibal.data.lengths import Lengths, read_lengths
+from omnibal.model.limits import Caps
+from omnibal.packing.isf import pack_isf
 from tools.length_mixtures import Part, Text
 from tools.make_lengths import draw_part, main, make_lengths
 
@@ -31,45 +33,35 @@ def internvl() -> Lengths:
     return make_lengths("internvl", 100_000, seed=1)
 
 
-@pytest.fixture(scope="module")
-def uncorrelated() -> Lengths:
-    return make_lengths("uncorrelated", 100_000, seed=1)
-
-
 def of_source(lengths: Lengths, name: str) -> dict[str, np.ndarray]:
     rows = lengths.source == lengths.source_names.index(name)
-    return {
-        "tiles": lengths.column("tiles")[rows],
-        "tokens": lengths.tokens[rows],
-        "loss_tokens": lengths.loss_tokens[rows],
-    }
+    return {"tiles": lengths.column("tiles")[rows], "tokens": lengths.tokens[rows]}
+
+
+def counts_of(lengths: Lengths) -> dict[str, int]:
+    """Numbers of samples by source."""
+    counts = np.bincount(lengths.source, minlength=len(lengths.source_names)).tolist()
+    return dict(zip(lengths.source_names, counts, strict=True))
 
 
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_same_arguments_give_the_same_bytes(tmp_path, mixture):
     """Prevents figures that change from one machine or run to the next."""
-    arguments = ["--mixture", mixture, "--samples", "3000"]
-    files = [tmp_path / f"{name}.parquet" for name in ("one", "two", "other")]
-    for file, seed in zip(files, ("5", "5", "6"), strict=True):
-        assert main(["-o", str(file), "--seed", seed, *arguments]) == 0
-    one, two, other = (file.read_bytes() for file in files)
-    assert one == two
-    assert one != other
+    contents, file = [], tmp_path / "made.parquet"
+    for seed in ("5", "5", "6"):
+        samples = ["--mixture", mixture, "--samples", "3000", "--seed", seed]
+        assert main(["-o", str(file), *samples]) == 0
+        contents.append(file.read_bytes())
+    assert contents[0] == contents[1] != contents[2]
 
 
-def test_own_size_is_the_published_one():
-    """Prevents a mixture of other proportions than the paper's."""
-    lengths = make_lengths("internvl", sum(SIZES.values()), seed=0)
-    counts = np.bincount(lengths.source).tolist()
-    assert dict(zip(lengths.source_names, counts, strict=True)) == SIZES
-
-
-@pytest.mark.parametrize("samples", [1, 5, 999, 54_321])
+@pytest.mark.parametrize("samples", [1, 5, 999, 54_321, sum(SIZES.values())])
 def test_counts_scale_and_sum_up(samples):
-    """Prevents samples lost or added by rounding, and a source that takes all of the rounding."""
+    """Prevents samples lost or added by rounding, a source that takes all of the rounding, and a
+    mixture of other proportions than the paper's."""
     lengths = make_lengths("internvl", samples, seed=0)
-    counts = np.bincount(lengths.source, minlength=len(SIZES))
-    shares = np.array(list(SIZES.values())) * samples / sum(SIZES.values())
+    counts = np.array([counts_of(lengths)[name] for name in SIZES])
+    shares = np.array([*SIZES.values()]) * samples / sum(SIZES.values())
     assert len(lengths) == len(lengths.tokens) == len(lengths.loss_tokens) == samples
     assert np.abs(counts - shares).max() < 1
     assert (np.diff(lengths.source) >= 0).all()
@@ -79,10 +71,14 @@ def test_limits_of_internvl(internvl):
     """Prevents samples that the tiling cannot give or that no pack can hold."""
     text = internvl.tokens - 256 * internvl.column("tiles")
     assert set(np.unique(internvl.column("tiles"))) == {0, 1, 3, 4, 5}
-    assert internvl.tokens.max() <= 4096
-    assert text.min() >= 30
-    assert internvl.loss_tokens.min() >= 1
-    assert (internvl.loss_tokens <= text).all()
+    assert internvl.tokens.max() <= 4096 and text.min() >= 30
+    assert internvl.loss_tokens.min() >= 1 and (internvl.loss_tokens <= text).all()
+    # Without dummy tiles: a sample without an image is one of 0 tiles.
+    without = {name for name in SIZES if not of_source(internvl, name)["tiles"].all()}
+    assert without == {"mix665k"}
+    mix665k = of_source(internvl, "mix665k")
+    assert np.mean(mix665k["tiles"] == 0) == pytest.approx(40 / 664, abs=1e-3)
+    assert mix665k["tokens"][mix665k["tiles"] == 0].max() <= 2048
 
 
 def test_samples_are_cut_at_the_mixtures_tokens():
@@ -92,15 +88,6 @@ def test_samples_are_cut_at_the_mixtures_tokens():
     for count in (3, 5):
         assert tokens[tiles == count].max() == 4096
         assert tokens[tiles == count].min() < 4096
-
-
-def test_only_sharegpt_has_no_image(internvl):
-    """Prevents dummy tiles in the file: a sample without an image must read as 0 tiles."""
-    without = {name for name in SIZES if not of_source(internvl, name)["tiles"].all()}
-    assert without == {"mix665k"}
-    mix665k = of_source(internvl, "mix665k")
-    assert np.mean(mix665k["tiles"] == 0) == pytest.approx(40 / 664, abs=1e-3)
-    assert mix665k["tokens"][mix665k["tiles"] == 0].max() <= 2048
 
 
 @pytest.mark.parametrize(
@@ -119,8 +106,9 @@ def test_known_means_come_out(name, tiles, tokens):
     assert made["tokens"].mean() == pytest.approx(tokens, rel=0.02)
 
 
-def test_tiles_say_nothing_about_tokens(uncorrelated):
+def test_tiles_say_nothing_about_tokens():
     """Prevents a stress mixture that one cap alone would describe."""
+    uncorrelated = make_lengths("uncorrelated", 100_000, seed=1)
     assert set(np.unique(uncorrelated.column("tiles"))) == {0, 1, *range(4, 41)}
     assert uncorrelated.tokens.min() >= 30
     assert 12_000 < uncorrelated.tokens.max() <= 16_000
@@ -140,93 +128,56 @@ def tulu3_longcite() -> Lengths:
 def test_figures_of_long_and_short_texts_come_out(tulu3_longcite):
     """Prevents: texts that are not like those of HBP's Table 3 (arXiv 2503.07680), to a tenth."""
     tulu3 = of_source(tulu3_longcite, "tulu3")["tokens"]
-    tokens = np.random.default_rng(0).permutation(tulu3)[:200_000].tolist()
-    short = [count for count in tokens if count <= 4096]
-    threes = [short[i : i + 3] for i in range(0, len(short) - 2, 3)]
-    pads = [1 - sum(three) / (3 * max(three)) for three in threes]
-    assert np.mean(pads) == pytest.approx(0.416, rel=0.1)
-    assert np.mean([sum(three) for three in threes]) == pytest.approx(2_400, rel=0.1)
-    assert np.mean(tokens) == pytest.approx(850, rel=0.1)  # 0.8K at 32K, 0.9K at 128K
-    assert dist_ratio_by_hand(tokens) == pytest.approx(0.64, rel=0.1)
+    tokens = np.random.default_rng(0).permutation(tulu3)[:200_000]
+    short = tokens[tokens <= 4096]
+    threes = short[: len(short) // 3 * 3].reshape(-1, 3)
+    assert pad_ratio(threes) == pytest.approx(0.416, rel=0.1)
+    assert threes.sum(axis=1).mean() == pytest.approx(2_400, rel=0.1)
+    assert tokens.mean() == pytest.approx(850, rel=0.1)  # 0.8K at 32K, 0.9K at 128K
+    assert dist_ratio(tokens) == pytest.approx(0.64, rel=0.1)
+    descending = sorted(tokens.tolist(), reverse=True)
     for cap, published in ((32_768, 30_200), (131_072, 125_000)):
-        descending, first, batches = sorted(tokens, reverse=True), 0, 0
+        first, batches = 0, 0
         while first < len(descending):
             first, batches = first + cap // descending[first], batches + 1
-        assert sum(tokens) / batches == pytest.approx(published, rel=0.1)
+        assert sum(descending) / batches == pytest.approx(published, rel=0.1)
 
 
 def test_limits_of_long_and_short_texts(tulu3_longcite):
     """Prevents: tiles of texts, other sizes than the published, or samples that no pack holds."""
     assert tulu3_longcite.items == {}
-    counts = dict(
-        zip(
-            tulu3_longcite.source_names,
-            np.bincount(tulu3_longcite.source).tolist(),
-            strict=True,
-        )
-    )
+    counts = counts_of(tulu3_longcite)
     assert counts == {"tulu3": 939_344, "longcite": 2_000}
     short, long = (of_source(tulu3_longcite, name)["tokens"] for name in counts)
     assert short.max() <= 32_768 and long.max() <= 131_072 and long.min() >= 8_192
     assert long.mean() == pytest.approx(70_000, rel=0.03)
 
 
-def dist_ratio_by_hand(loads: list[float]) -> float:
-    """Eq. 2 over steps of 8 loads."""
-    steps = [loads[i : i + 8] for i in range(0, len(loads) - 7, 8)]
-    ratios = [sum(max(step) - load for load in step) / (max(step) * 8) for step in steps]
-    return sum(ratios) / len(ratios)
+def pad_ratio(batches: np.ndarray) -> float:
+    """Mean share of padding of batches [batches, samples], Eq. 1."""
+    return float(np.mean(1 - batches.mean(axis=1) / batches.max(axis=1)))
 
 
-def random_by_hand(samples: list[tuple[int, int]]) -> tuple[float, float, float]:
-    """Eq. 1 and 2 of mini-batches of 4, whole steps only."""
-    whole = len(samples) // 32 * 32
-    batches = [samples[i : i + 4] for i in range(0, whole, 4)]
-    pads, tiles, tokens = [], [], []
-    for batch in batches:
-        longest = max(length for _, length in batch)
-        pads.append(sum(longest - length for _, length in batch) / (longest * 4))
-        tiles.append(sum(count for count, _ in batch))
-        tokens.append(4 * longest)
-    return sum(pads) / len(pads), dist_ratio_by_hand(tiles), dist_ratio_by_hand(tokens)
-
-
-def isf_by_hand(samples: list[tuple[int, int]], rng: random.Random) -> list[tuple[int, int, int]]:
-    """Algorithm 1 at 9 tiles, 4,096 tokens, T = 10: tiles, tokens and samples of every pack."""
-    left, packs = list(samples), []
-    for iteration in range(11):
-        rng.shuffle(left)
-        groups: list[list[tuple[int, int]]] = [[]]
-        for sample in left:
-            group = [*groups[-1], sample]
-            if sum(s[0] for s in group) > 9 or sum(s[1] for s in group) > 4096:
-                groups.append([sample])
-            else:
-                groups[-1] = group
-        left = []
-        for group in groups:
-            tiles, tokens = sum(s[0] for s in group), sum(s[1] for s in group)
-            if tiles >= 9 or tokens >= 4096 - 128 or iteration == 10:
-                packs.append((tiles, tokens, len(group)))
-            else:
-                left += group
-    rng.shuffle(packs)
-    return packs
+def dist_ratio(loads: np.ndarray) -> float:
+    """Eq. 2 over steps of 8 loads: as padding to the heaviest."""
+    return pad_ratio(loads[: len(loads) // 8 * 8].reshape(-1, 8))
 
 
 def test_published_figures_come_out(internvl):
     """Prevents a change of the assumptions after which the mixture is no longer the paper's."""
-    rng = random.Random(0)
+    rng = np.random.default_rng(0)
     # A sample without an image counts as one tile, as in the files of the paper.
-    tiles = np.maximum(internvl.column("tiles"), 1).tolist()
-    samples = list(zip(tiles, internvl.tokens.tolist(), strict=True))
-    rng.shuffle(samples)
-    pad, vision, language = random_by_hand(samples)
-    packs = isf_by_hand(samples, rng)
+    tiles, tokens = np.maximum(internvl.column("tiles"), 1), internvl.tokens
+    # Mini-batches of 4, whole steps only.
+    batches = rng.permutation(len(internvl))[: len(internvl) // 32 * 32].reshape(-1, 4)
+    pad, longest = pad_ratio(tokens[batches]), tokens[batches].max(axis=1)
+    vision, language = dist_ratio(tiles[batches].sum(axis=1)), dist_ratio(longest)
     assert [pad, vision, language] == pytest.approx([0.31, 0.34, 0.30], abs=0.012)
-    assert len(samples) / len(packs) == pytest.approx(4.6, abs=0.1)
-    assert dist_ratio_by_hand([pack[0] for pack in packs]) == pytest.approx(0.02, abs=0.012)
-    assert dist_ratio_by_hand([pack[1] for pack in packs]) == pytest.approx(0.14, abs=0.012)
+    packs = pack_isf(replace(internvl, items={"tiles": tiles}), Caps.of(tiles=9, tokens=4096), 0)
+    assert len(internvl) / len(packs) == pytest.approx(4.6, abs=0.1)
+    order = rng.permutation(len(packs))
+    ratios = [dist_ratio(packs.sums(column)[order]) for column in (tiles, tokens)]
+    assert ratios == pytest.approx([0.02, 0.14], abs=0.012)
 
 
 def test_the_file_reads_back_and_says_that_it_is_synthetic(tmp_path, capfd):
