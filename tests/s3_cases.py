@@ -29,12 +29,8 @@ class Server:
     @property
     def environment(self) -> dict[str, str]:
         """How a command finds it, and who it is there."""
-        return {
-            "AWS_ENDPOINT_URL": self.url,
-            "AWS_ACCESS_KEY_ID": "a",
-            "AWS_SECRET_ACCESS_KEY": "b",
-            "AWS_DEFAULT_REGION": "us-east-1",
-        }
+        keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        return keys | {"AWS_ENDPOINT_URL": self.url, "AWS_DEFAULT_REGION": "us-east-1"}
 
     def put(self, name: str, content: bytes | None) -> None:
         """Write a file of the bucket, or make the bucket."""

@@ -7,6 +7,7 @@ import tarfile
 import tempfile
 from dataclasses import dataclass
 from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 import numpy as np
@@ -72,11 +73,9 @@ def planned(
     """Plan 10,000 samples for a trainer and export it, as `omnibal plan` and `omnibal export` do.
 
     Args:
-        data: the samples, of `write_lines` or `write_shards`; plans and exports stand beside them.
-        target: name of the trainer.
+        data: of `write_lines` or `write_shards`; plans and exports stand beside it.
         seed: of the samples' lengths.
-        ranks: data-parallel ones.
-        job: model, cluster and sizes other than the ranks.
+        job: model, cluster and sizes other than the data-parallel ranks.
         workers: loader processes of every rank.
     """
     name = f"{target}-{seed}-{ranks}{job.replace(' ', '')}"
@@ -93,23 +92,15 @@ def planned(
     made = json.loads(run(f"export {plan} --to {export} --data {data} --workers {workers} --json"))
     packs, read_lengths = open_plan(plan).steps
     tokens = read_lengths.tokens.astype(np.int64)
-    return Planned(export, made["command"], tokens, in_turn(packs, ranks))
+    return Planned(export, made["command"], tokens, in_turn(packs))
 
 
-def in_turn(packs: ScheduledPacks, ranks: int) -> list[list[list[list[int]]]]:
+def in_turn(packs: ScheduledPacks) -> list[list[list[list[int]]]]:
     """Packs by step, slot and rank; each sample list as the plan has it."""
-    turns: dict[tuple[int, int, int], list[int]] = {
-        (int(packs.step[k]), int(packs.slot[k]), int(packs.dp_rank[k])): packs.packs[k].tolist()
-        for k in range(len(packs))
-    }
-    steps = int(packs.step.max()) + 1
-    slots = [max(slot for s, slot, _ in turns if s == step) + 1 for step in range(steps)]
+    rows = np.lexsort((packs.dp_rank, packs.slot, packs.step)).tolist()
     return [
-        [
-            [turns[step, slot, rank] for rank in range(ranks) if (step, slot, rank) in turns]
-            for slot in range(slots[step])
-        ]
-        for step in range(steps)
+        [[packs.packs[row].tolist() for row in slot] for _, slot in groupby(step, packs.slot.item)]
+        for _, step in groupby(rows, packs.step.item)
     ]
 
 
@@ -148,8 +139,8 @@ def write_lines(folder: Path) -> Path:
     path = folder / "data.jsonl"
     with path.open("w") as file:
         for number in range(SAMPLES):
-            images = [str(folder / f"{number % 35}.png")] if shows_picture(number) else []
-            more = {"images": images} if images else {}
+            shown = shows_picture(number)
+            more = {"images": [str(folder / f"{number % 35}.png")]} if shown else {}
             file.write(json.dumps(record(number, **more)) + "\n")
     return path
 

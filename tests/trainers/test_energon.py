@@ -18,15 +18,7 @@ from megatron.energon import (
     get_savable_loader,
     stateless,
 )
-from planned import (
-    SHARDS,
-    Planned,
-    picture_of,
-    planned,
-    shows_picture,
-    write_lines,
-    write_shards,
-)
+from planned import SHARDS, Planned, picture_of, planned, shows_picture, write_lines, write_shards
 
 from omnibal.data.energon_index import energon_indexes
 from omnibal.data.tar_shards import Shard, index_shard

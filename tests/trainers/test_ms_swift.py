@@ -4,6 +4,7 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import datasets
@@ -19,13 +20,6 @@ from swift.utils.utils import parse_args
 
 BACK_ENDS = ("ms-swift", "ms-swift-deepspeed")
 SEEDS, RANKS = (0, 1, 2), (1, 2, 8)
-
-
-class _Template:
-    """What packing reads of a template."""
-
-    def __init__(self, max_length: int) -> None:
-        self.max_length = max_length
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +40,7 @@ def packed(made: Planned) -> list[list[int]]:
     numbers = [int(row["messages"][-1]["content"]) for row in rows_of(made)]
     lengths = [[int(made.tokens[number])] for number in numbers]
     packs = PackingDataset(
-        _Template(int(flags["max_length"])),
+        SimpleNamespace(max_length=int(flags["max_length"])),  # what packing reads of a template
         datasets.Dataset.from_dict({"lengths": lengths}),
         packing_length=int(flags["packing_length"]),
         packing_strategy=flags["packing_strategy"],
