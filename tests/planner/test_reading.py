@@ -2,15 +2,12 @@
 
 import numpy as np
 import pytest
-from cli_cases import run
-from plan_cases import MODEL, changed, example_lengths, request
+from cli_cases import PLAN, run
+from plan_cases import MODEL, changed, request
 from profile_cases import measured
 
 from omnibal.cost.profile import Measured, write_profile
 from omnibal.cost.source import ReadingMeasurement
-from omnibal.data.lengths import write_lengths
-from omnibal.job.check import check_plan
-from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import make_plan
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -24,18 +21,29 @@ def reading(factor: float = 1.0, **changes) -> ReadingMeasurement:
     return ReadingMeasurement(**fields | {"cores": 2, "is_shared": True} | changes)
 
 
-def planned(read: ReadingMeasurement | None):
-    return make_plan(changed(request(), cost_source=Measured(measured(reading=read))))
+def planned(read: ReadingMeasurement | None, **changes):
+    cost_source = Measured(measured(reading=read))
+    return make_plan(changed(request(), cost_source=cost_source, **changes))
+
+
+@pytest.fixture(scope="module")
+def free():
+    return planned(None)
+
+
+@pytest.fixture(scope="module")
+def fitting():
+    return planned(reading(1e-3))
 
 
 def per_step_ms(result, read: ReadingMeasurement) -> np.ndarray:
     """Reading by each stage's rank, pack by pack. [steps, p]"""
-    packs, lengths = result.data
-    found = np.zeros((packs.steps, len(result.plan.stages)))
+    (packs, lengths), stages = result.data, result.plan.stages
+    found = np.zeros((packs.steps, len(stages)))
     for row in range(len(packs)):
         samples = packs.packs[row]
         tiles, tokens = lengths.column("tiles")[samples].sum(), lengths.tokens[samples].sum()
-        for index, stage in enumerate(result.plan.stages):
+        for index, stage in enumerate(stages):
             words = set(map(str, stage.units))
             ms = read.item_ms["tiles"] * tiles if "vision embed" in words else 0.0
             ms += read.token_ms * tokens if words & {"language embed", "head"} else 0.0
@@ -43,29 +51,27 @@ def per_step_ms(result, read: ReadingMeasurement) -> np.ndarray:
     return found
 
 
-def test_reading_that_fits_beside_changes_nothing():
+def test_reading_that_fits_beside_changes_nothing(free, fitting):
     """Prevents: steps that are prolonged by loader processes that had cores to spare."""
-    free, read = planned(None).plan.prediction, reading(1e-3)
-    result = planned(read)
-    found = result.plan.prediction
+    free, found = free.plan.prediction, fitting.plan.prediction
     assert free.reading is None and "reading" not in free.model_dump()
     assert (found.step_ms, found.lost, found.stages) == (free.step_ms, free.lost, free.stages)
-    assert found.reading.stage_ms == pytest.approx(per_step_ms(result, read).mean(axis=0))
+    expected = per_step_ms(fitting, reading(1e-3)).mean(axis=0)
+    assert found.reading.stage_ms == pytest.approx(expected)
     assert slow_reading(found) is None and slow_reading(free) is None
     assert too_few_loaders(found, 1) is None and too_few_loaders(free, 0) is None
 
 
 @pytest.mark.parametrize("is_shared", [True, False])
-def test_reading_that_binds_is_the_step(is_shared):
+def test_reading_that_binds_is_the_step(free, is_shared):
     """Prevents: a prediction, and a silence, as if data were always there."""
-    read = reading(1e4, is_shared=is_shared)
-    result, free = planned(read), planned(None).plan.prediction
+    read, free = reading(1e4, is_shared=is_shared), free.plan.prediction
+    result = planned(read)
     found = result.plan.prediction
     ranks = min(result.plan.parallel.world_size, result.plan.cluster.gpus_per_node)
     taken_ms = per_step_ms(result, read).sum(axis=1).mean()
     if is_shared:
-        busy = [1 - stage.wait_fraction for stage in free.stages]
-        taken_ms += sum(busy) * free.step_ms
+        taken_ms += sum(1 - stage.wait_fraction for stage in free.stages) * free.step_ms
     expected_ms = taken_ms / len(result.plan.stages) * ranks / read.cores
     assert found.step_ms == pytest.approx(expected_ms)
     assert found.reading.cores_ms == pytest.approx(expected_ms)
@@ -74,40 +80,35 @@ def test_reading_that_binds_is_the_step(is_shared):
     assert f"a step takes {found.step_ms:,.0f} ms where {free.step_ms:,.0f}" in slow_reading(found)
 
 
-def test_loaders_that_do_not_keep_up_are_named():
+def test_loaders_that_do_not_keep_up_are_named(fitting):
     """Prevents: a run whose ranks wait for their only loader process, without a word."""
-    found = planned(reading(1e-3)).plan.prediction
-    stage_ms = (2.5 * found.step_ms, 0.0)
-    slow = found.model_copy(
-        update={"reading": found.reading.model_copy(update={"stage_ms": stage_ms})}
-    )
+    found = fitting.plan.prediction
+
+    def told(share: float, workers: int) -> str | None:
+        """What is said if a rank of the first stage reads for this share of a step."""
+        slow = found.reading.model_copy(update={"stage_ms": (share * found.step_ms, 0.0)})
+        return too_few_loaders(found.model_copy(update={"reading": slow}), workers)
+
     for workers in (1, 2):
-        said = too_few_loaders(slow, workers)
-        assert f"a rank of stage 0 reads for {stage_ms[0]:,.0f} ms" in said
-        assert said.endswith("give --num-workers 3 or more")
-    assert too_few_loaders(slow, 3) is None
+        assert f"a rank of stage 0 reads for {2.5 * found.step_ms:,.0f} ms" in told(2.5, workers)
+        assert told(2.5, workers).endswith("give --num-workers 3 or more")
+    assert told(2.5, 3) is None
     # Without loader processes, only what the stage waits is left for its thread.
     waits = found.stages[0].wait_fraction
-    for share, is_told in ((waits - 0.01, False), (waits + 0.05, True)):
-        part = found.reading.model_copy(update={"stage_ms": (share * found.step_ms, 0.0)})
-        said = too_few_loaders(found.model_copy(update={"reading": part}), 0)
-        assert (said is not None) == is_told
-        assert not said or said.endswith("give --num-workers 1 or more")
+    assert told(waits - 0.01, 0) is None
+    assert told(waits + 0.05, 0).endswith("give --num-workers 1 or more")
 
 
-def test_data_parallel_encoders_are_read_for_by_all():
+def test_data_parallel_encoders_are_read_for_by_all(free):
     """Prevents: items that are counted for the first stage alone, or for every rank as a whole."""
-    plan, read = planned(None).plan, reading()
-    names = ("fixed", "tiles", "tokens")
-    shared = StageReading.of(
-        read, MODEL, plan.stages, names, has_data_parallel_encoders=True, ranks=2
-    )
-    own = StageReading.of(
-        read, MODEL, plan.stages, names, has_data_parallel_encoders=False, ranks=2
-    )
-    assert shared.ms[1].tolist() == [1.0] * len(plan.stages)
-    assert own.ms[1].tolist() == [2.0] + [0.0] * (len(plan.stages) - 1)
-    assert own.cores_per_rank == 1
+    stages, names = free.plan.stages, ("fixed", "tiles", "tokens")
+    others = len(stages) - 1
+    for is_shared, items_ms in ((True, [1.0] + [1.0] * others), (False, [2.0] + [0.0] * others)):
+        found = StageReading.of(
+            reading(), MODEL, stages, names, has_data_parallel_encoders=is_shared, ranks=2
+        )
+        assert found.ms[1].tolist() == items_ms
+        assert found.cores_per_rank == 1
 
 
 def test_ranks_that_share_packs_read_their_parts():
@@ -117,8 +118,7 @@ def test_ranks_that_share_packs_read_their_parts():
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     read = reading(1e-3)
-    asked = changed(request(), cost_source=Measured(measured(reading=read)), levels=levels)
-    result = make_plan(asked)
+    result = planned(read, levels=levels)
     packs, _ = result.data
     assert result.plan.has_shared_packs
     ranks = packs.steps * result.plan.parallel.data
@@ -131,25 +131,12 @@ def test_ranks_that_share_packs_read_their_parts():
     assert result.plan.prediction.reading.stage_ms == pytest.approx(expected)
 
 
-def test_plan_with_reading_is_checked(tmp_path):
-    """Prevents: a check that finds another prediction than the plan was written with."""
-    for factor in (1e-3, 1e4):
-        save_plan(planned(reading(factor)), tmp_path / f"{factor}")
-        assert check_plan(tmp_path / f"{factor}")
-
-
-def test_plan_and_check_say_that_reading_binds(capsys, tmp_path):
+@pytest.mark.parametrize(("factor", "is_told"), [(1e-3, False), (1e4, True)])
+def test_plan_and_check_say_that_reading_binds(capsys, lengths_file, tmp_path, factor, is_told):
     """Prevents: data that is too slow to read from being noticed only in training."""
-    write_lengths(example_lengths(), tmp_path / "l.parquet")
-    for factor, is_told in ((1e-3, False), (1e4, True)):
-        write_profile(measured(reading=reading(factor)), tmp_path / "p.json")
-        asked = (
-            "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens "
-            f"512 --precision fp32 --lengths {tmp_path}/l.parquet --profile {tmp_path}/p.json "
-            f"-o {tmp_path}/plan"
-        )
-        for command in (asked, f"check {tmp_path}/plan"):
-            run(command)
-            printed = capsys.readouterr()
-            said = printed.err if command is asked else printed.out
-            assert ("note: data cannot be read as fast as it is trained" in said) == is_told
+    write_profile(measured(reading=reading(factor)), tmp_path / "p.json")
+    asked = f"{PLAN} --precision fp32 --lengths {lengths_file} --profile {tmp_path}/p.json"
+    for command in (f"{asked} -o {tmp_path}/plan", f"check {tmp_path}/plan"):
+        run(command)
+        said = "".join(capsys.readouterr())
+        assert ("note: data cannot be read as fast as it is trained" in said) == is_told

@@ -28,30 +28,25 @@ def test_joint_passes_match_an_event_loop(stages: int) -> None:
         ranks = int(rng.choice([2, 4, 8]))
         steps = [random_step(rng, ranks) for _ in range(3)]
         slots = max(map(len, steps))
-        shape = len(steps) * ranks, slots
-        forward, backward = (
-            rng.exponential(1, (*shape, stages)),
-            rng.exponential(2, (*shape, stages)),
-        )
-        links = rng.exponential(0.3, (2, *shape, stages - 1))
+        shape = len(steps) * ranks, slots, stages
+        passes = rng.exponential(1, shape), rng.exponential(2, shape)
+        links = rng.exponential(0.3, (2, *shape[:2], stages - 1))
         placed = [contexts_of(step, ranks, slots) for step in steps]
         context, counts = (np.concatenate(each) for each in zip(*placed, strict=True))
-        found = simulate_1f1b(forward, backward, *links, counts, None, context)
-        for index in range(len(steps)):
+        found = simulate_1f1b(*passes, *links, counts, None, context)
+        for index, step in enumerate(steps):
             rows = slice(index * ranks, (index + 1) * ranks)
-            ends = joint_event_loop(
-                forward[rows], backward[rows], *links[:, rows], context[rows], counts[rows]
-            )
+            times = [each[rows] for each in (*passes, *links)]
+            ends = joint_event_loop(*times, context[rows], counts[rows])
             real = np.arange(slots) < counts[rows, None]
             assert not np.isnan(ends[:, real]).any()
-            np.testing.assert_allclose(found.end_ms[Pass.FORWARD][rows][real], ends[0, real])
-            np.testing.assert_allclose(found.end_ms[Pass.BACKWARD][rows][real], ends[1, real])
-            np.testing.assert_allclose(
-                found.finish_ms[rows].max(), ends[:, real].max(), err_msg=str(steps[index])
-            )
+            for direction, expected in zip((Pass.FORWARD, Pass.BACKWARD), ends, strict=True):
+                np.testing.assert_allclose(found.end_ms[direction][rows][real], expected[real])
+            last = ends[:, real].max()
+            np.testing.assert_allclose(found.finish_ms[rows].max(), last, err_msg=str(step))
         real = (np.arange(slots) < counts[:, None])[..., None]
         # Waiting for the block is no work.
-        np.testing.assert_allclose(found.busy_ms, ((forward + backward) * real).sum(axis=1))
+        np.testing.assert_allclose(found.busy_ms, (sum(passes) * real).sum(axis=1))
 
 
 def workload_of(rng: np.random.Generator, steps: list[Step], ranks: int, features: int) -> Workload:
@@ -78,25 +73,19 @@ def workload_of(rng: np.random.Generator, steps: list[Step], ranks: int, feature
 def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents blocks of other steps or ranks, also where few steps are simulated at a time."""
     rng, ranks, size = np.random.default_rng(8), 4, 3
-    model, cost = small_model(4, 5), random_cost(rng)
-    stages = stages_from_cuts(model, (4, 8))
+    cost, stages = random_cost(rng), stages_from_cuts(small_model(4, 5), (4, 8))
     steps = [random_step(rng, ranks) for _ in range(7)]
     workload = workload_of(rng, steps, ranks, len(cost.features))
     times = stage_times(cost, stages, workload.features)
     once = per_step_costs(cost, stages).nothing()
-    slots = max(map(len, steps))
-    expected = []
+    slots, expected = max(map(len, steps)), []
     for number, step in enumerate(steps):
-        context, counts = contexts_of(step, ranks, slots)
-        tables = []
-        for values in (
-            times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms,
-        ):  # fmt: skip
-            table = np.zeros((ranks, slots, values.shape[1]))
-            rows = workload.step == number
-            table[workload.dp_rank[rows], workload.slot[rows]] = values[rows]
-            tables.append(table)
-        expected.append(np.nanmax(joint_event_loop(*tables, context, counts)))
+        rows, tables = workload.step == number, []
+        for name in ("forward_ms", "backward_ms", "forward_link_ms", "backward_link_ms"):
+            values = getattr(times, name)
+            tables.append(np.zeros((ranks, slots, values.shape[1])))
+            tables[-1][workload.dp_rank[rows], workload.slot[rows]] = values[rows]
+        expected.append(np.nanmax(joint_event_loop(*tables, *contexts_of(step, ranks, slots))))
     for entries in (simulate._CHUNK_ENTRIES, ranks * slots * size):
         monkeypatch.setattr(simulate, "_CHUNK_ENTRIES", entries)
         found = predict_steps(times, workload, once)
@@ -109,22 +98,14 @@ def test_steps_of_all_ranks_are_put_together(monkeypatch: pytest.MonkeyPatch) ->
 
 def two_levels(rng: np.random.Generator):
     """Costs of two levels, of which the second exchanges; and stages that recompute by level."""
-    model, base = small_model(4, 5), random_cost(rng)
-    units = {
-        name: replace(
-            unit,
-            forward_ms=unit.forward_ms * 1.5,
-            backward_ms=unit.backward_ms * 1.5,
-            context_ms=0.5 * np.stack([unit.forward_ms, unit.backward_ms, 0 * unit.forward_ms]),
-        )
-        for name, unit in base.units.items()
-    }
-    costs = base, replace(base, units=units)
-    stages_at = (
-        stages_from_cuts(model, (4, 8)),
-        stages_from_cuts(model, (4, 8), [(2, 0), (0, 1), (0, 2)]),
-    )
-    return costs, stages_at
+    model, base, units = small_model(4, 5), random_cost(rng), {}
+    for name, unit in base.units.items():
+        context_ms = 0.5 * np.stack([unit.forward_ms, unit.backward_ms, 0 * unit.forward_ms])
+        slower = {part: 1.5 * getattr(unit, part) for part in ("forward_ms", "backward_ms")}
+        units[name] = replace(unit, **slower, context_ms=context_ms)
+    recompute = [None, [(2, 0), (0, 1), (0, 2)]]
+    stages_at = tuple(stages_from_cuts(model, (4, 8), numbers) for numbers in recompute)
+    return (base, replace(base, units=units)), stages_at
 
 
 def test_every_share_takes_the_time_of_its_level() -> None:
@@ -146,10 +127,13 @@ def test_what_sharing_costs_is_told_apart() -> None:
     rng = np.random.default_rng(6)
     costs, stages_at = two_levels(rng)
     cost = side_by_side(costs)
+
+    def lost_of(workload: Workload):
+        step_ms = float(simulate_levels(cost, stages_at, workload).step_ms.mean())
+        return lost_time(cost, stages_at, workload, step_ms), step_ms
+
     steps = [random_step(rng, 4) for _ in range(6)]
-    workload = workload_of(rng, steps, 4, len(costs[0].features))
-    step_ms = float(simulate_levels(cost, stages_at, workload).step_ms.mean())
-    lost = lost_time(cost, stages_at, workload, step_ms)
+    lost, step_ms = lost_of(workload_of(rng, steps, 4, len(costs[0].features)))
     assert sum(lost.model_dump().values()) == pytest.approx(step_ms)
     assert lost.context_exchange_ms > 0
     # Equal shares on one stage wait for no rank, and take so much more for their exchange alone.
@@ -157,18 +141,13 @@ def test_what_sharing_costs_is_told_apart() -> None:
     even = workload_of(rng, full, 4, len(costs[0].features))
     even = replace(even, features=np.broadcast_to(even.features[0], even.features.shape))
     stages_at = (stages_from_cuts(small_model(4, 5), ()),) * 2
-    step_ms = float(simulate_levels(cost, stages_at, even).step_ms.mean())
-    lost = lost_time(cost, stages_at, even, step_ms)
+    lost, step_ms = lost_of(even)
     assert lost.rank_imbalance_ms == pytest.approx(0, abs=1e-9)
-    local_ms = float(
-        simulate_run(costs[0], stages_at[0], replace(even, level=0 * even.level)).step_ms.mean()
-    )
-    assert lost.context_exchange_ms == pytest.approx(step_ms - local_ms)
+    local = simulate_run(costs[0], stages_at[0], replace(even, level=0 * even.level))
+    assert lost.context_exchange_ms == pytest.approx(step_ms - float(local.step_ms.mean()))
     # One rank's shares take longer than the others': all the rest of the block waits for it.
     longer = even.features * np.where(even.dp_rank == 0, 2.0, 1.0)[:, None]
-    uneven = replace(even, features=longer)
-    uneven_ms = float(simulate_levels(cost, stages_at, uneven).step_ms.mean())
-    assert lost_time(cost, stages_at, uneven, uneven_ms).rank_imbalance_ms > 0.2 * step_ms
+    assert lost_of(replace(even, features=longer))[0].rank_imbalance_ms > 0.2 * step_ms
 
 
 def test_plans_without_shared_packs_name_no_exchange() -> None:
