@@ -10,8 +10,7 @@ from omnibal.data.lengths import Lengths
 def lengths_of(
     *, source_names: tuple[str, ...] = ("docs",), **columns: Sequence[int] | np.ndarray
 ) -> Lengths:
-    """Samples from their tokens, their items and squares of these, their loss tokens (none), and
-    their source (the first)."""
+    """Samples of these tokens, items, squared items, loss tokens (none) and sources (the first)."""
     squares = {name: np.array(columns.pop(name)) for name in [*columns] if "squared" in name}
     counts = {name: np.asarray(column, np.int32) for name, column in columns.items()}
     tokens = counts.pop("tokens")

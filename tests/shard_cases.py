@@ -5,21 +5,18 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from jsonl_cases import said, write_jsonl
 from PIL import Image
 
-TURNS = [{"from": "human", "value": ""}, {"from": "gpt", "value": "It is 7."}]
+TURNS = said("", "It is 7.")
 SAMPLES = 24
 
 
 def make_samples(folder: Path) -> list[dict]:
-    """Records about none, one or many pictures of many shapes, or about a video; each with an id.
-
-    The pictures lie in folder/pictures, under the names by which the records name them.
-    """
-    rng = np.random.default_rng(2)
+    """Records about none, one or many pictures of folder/pictures, or a video; each with an id."""
+    rng, records = np.random.default_rng(2), []
     pictures = folder / "pictures"
     pictures.mkdir()
-    records = []
     for number in range(SAMPLES):
         count = [0, 1, 2, 12][number % 4]
         names = [f"{number:04}.{k}.{'png' if k % 2 else 'jpg'}" for k in range(count)]
@@ -27,18 +24,15 @@ def make_samples(folder: Path) -> list[dict]:
             pixels = rng.integers(0, 256, (*rng.integers(8, 120, 2), 3), np.uint8)
             Image.fromarray(pixels).save(pictures / name)
         video = count == 12 and number % 8 == 3
-        turns = [{**TURNS[0], "value": f"Was? é「{number}」"}, TURNS[1]]
-        if not video:
-            turns[0]["value"] = "<image>" * count + turns[0]["value"]
+        question = "<image>" * (0 if video else count) + f"Was? é「{number}」"
         shown = {"video" if video else "image": names} if names else {}
-        records.append({"id": number, "conversations": turns, **shown})
+        records.append({"id": number, "conversations": said(question, "It is 7."), **shown})
     return records
 
 
 def write_lines(folder: Path, records: Iterable[dict]) -> Path:
     """A meta of these records as JSONL about the files in folder/pictures."""
-    lines = "".join(json.dumps(record) + "\n" for record in records)
-    (folder / "a.jsonl").write_text(lines)
+    write_jsonl(folder / "a.jsonl", *records)
     (folder / "lines.json").write_text('{"a": {"root": "pictures", "annotation": "a.jsonl"}}')
     return folder / "lines.json"
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import soundfile
-from PIL import Image
+from jsonl_cases import DIGITS, open_jsonl, picture, said
 
 from omnibal.data.tokenizer import AUDIO_CONTEXT, AUDIO_END, AUDIO_START, Tokenizer, open_tokenizer
-from omnibal.model.config import ModelConfig, load_model
+from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder
 
 AUDIO = ClipsEncoder(
@@ -24,9 +24,8 @@ AUDIO = ClipsEncoder(
     mel_bins=8,
     positions_per_token=4,
 )
-_DIGITS = load_model("internvl-digits").with_tower("language", vocab_size=300)
+_DIGITS = DIGITS.with_tower("language", vocab_size=300)
 OMNI: ModelConfig = _DIGITS.model_copy(update={"encoders": _DIGITS.encoders | {"audio": AUDIO}})
-HEARS: ModelConfig = _DIGITS.model_copy(update={"encoders": {"audio": AUDIO}})
 CLIP_S = AUDIO.frames / 100
 SOUNDS = {
     "low.wav": (8_000, 1),
@@ -55,22 +54,14 @@ def write_sound(path: Path, seconds: float, rate_hz: int, channels: int, seed: i
     return samples
 
 
-def said(*texts: str) -> list[dict[str, str]]:
-    """Messages of a record: questions and answers in turns."""
-    return [{"from": ("human", "gpt")[k % 2], "value": text} for k, text in enumerate(texts)]
-
-
 def make_speech(folder: Path) -> Path:
     """A meta of 12 samples that show 0 to 2 images and say 0 to 3 recordings of 0.1 to 3 clips."""
-    rng = np.random.default_rng(5)
     files = folder / "files"
     files.mkdir()
+    for k in range(3):
+        (files / f"{k}.png").write_bytes(picture(30 + 50 * k, 40))
     for k, (name, (rate_hz, channels)) in enumerate(SOUNDS.items()):
         write_sound(files / name, CLIP_S * (0.1, 1.0, 2.5, 2.9)[k], rate_hz, channels, seed=k)
-    for k in range(3):
-        Image.fromarray(rng.integers(0, 256, (40, 30 + 50 * k, 3), np.uint8)).save(
-            files / f"{k}.png"
-        )
     records = []
     for number in range(12):
         images = [f"{k}.png" for k in range(number % 3)]
@@ -78,6 +69,5 @@ def make_speech(folder: Path) -> Path:
         question = "<image>" * len(images) + "then " + "<audio>" * len(sounds) + "?" * number
         turns = said(question, "7" * (number + 1), "And?", "No.")
         records.append({"image": images, "audio": sounds, "conversations": turns})
-    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "meta.json").write_text('{"a": {"root": "files", "annotation": "a.jsonl"}}')
+    open_jsonl(folder, *records, root="files")
     return folder / "meta.json"

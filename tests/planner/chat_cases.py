@@ -1,11 +1,44 @@
-"""Samples of conversations."""
+"""Samples of conversations, templates in the manner of families, and their tokenizer."""
+
+import json
+import re
+from pathlib import Path
+
+from tokenizer_cases import byte_level_bpe
+from tokenizers import AddedToken
 
 from omnibal.data.sample import Sample, Turn
 
+FOLDER = Path(__file__).parent / "chat_templates"
+# In the manner of the families' templates; each has what is special about them.
+TEMPLATES = {path.stem: path.read_text() for path in sorted(FOLDER.glob("*.jinja"))}
+TEMPLATES["thinking at once"] = TEMPLATES["thinking"].replace(
+    r"prompt -%}{{- '<|im_start|>assistant\n'", r"prompt -%}{{- '<|im_start|>assistant\n<think>\n'"
+)
+TEMPLATES["media"] = TEMPLATES["chatml"].replace(
+    "<|vision_start|><|image_pad|><|vision_end|>",
+    "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
+)
+SPECIAL = sorted(
+    set(re.findall(r"<\|[a-z_]+\|>|<[a-z]+_of_[a-z]+>|\[gMASK\]", "".join(TEMPLATES.values())))
+    | {"<|user|>", "<|assistant|>", "<|system|>", "<bos>", "<eos>", "<image_soft_token>"}
+)
+WORDS = "What is the sum of two numbers? \u4f60\u597d \n\n a  b \U0001f600 system user assistant"
 
-def sample_of(
-    *turns: tuple[str, str], system: str | None = None, greeting: str | None = None
-) -> Sample:
+
+def write_templated(folder: Path, template: str) -> Path:
+    """Write a byte-level tokenizer and a chat template."""
+    bpe = byte_level_bpe([WORDS])
+    bpe.add_special_tokens([AddedToken(piece, normalized=False) for piece in SPECIAL])
+    bpe.add_tokens(["<think>", "</think>", "<tool_call>"])
+    bpe.save(str(folder / "tokenizer.json"))
+    settings = {"bos_token": "<bos>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "chat_template.jinja").write_text(template)
+    return folder
+
+
+def sample_of(*turns: tuple[str, str], **fields) -> Sample:
     """A conversation of (question, answer) turns, with one image for each `<image>`."""
     images = sum(question.count("<image>") for question, _ in turns)
     return Sample(
@@ -14,6 +47,5 @@ def sample_of(
         where="x.jsonl: line 1",
         images=tuple(f"{k}.png" for k in range(images)),
         turns=tuple(Turn(question, answer, None) for question, answer in turns),
-        system=system,
-        greeting=greeting,
+        **fields,
     )

@@ -12,82 +12,48 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from jsonl_cases import open_jsonl, open_meta, record_of, said, write_jsonl
 from tiling_cases import internvl_grid
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import index_array, is_array
-from omnibal.data.sample import middle_frames
+from omnibal.data.sample import Turn, middle_frames
 from omnibal.data.stored_files import ImageFile, natural_order
 from omnibal.data.tiling import tile_grid
 from omnibal.model.encoders import TilingConfig
 
 
-def line(question="Which?", answer="7", **extra) -> str:
-    messages = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return json.dumps({"conversations": messages, **extra})
-
-
-def open_lines(folder: Path, *lines: str, **meta) -> Annotations:
-    """Annotations of one source whose JSONL holds these lines."""
-    (folder / "a.jsonl").write_text("".join(f"{text}\n" for text in lines), encoding="utf-8")
-    entry = {"root": "pictures", "annotation": "a.jsonl", **meta}
-    (folder / "meta.json").write_text(json.dumps({"a": entry}))
-    return Annotations.open(folder / "meta.json")
-
-
 def test_sample_as_written(tmp_path):
     """Prevents a field of the line from being lost or swapped."""
-    image_names = ["x.png", "y.png"]
-    messages = [
-        {"from": speaker, "value": value}
-        for speaker, value in zip(
-            ["human", "gpt"] * 2, ["<image>é<image>", "1", "q", "2"], strict=True
-        )
-    ]
-    text = json.dumps(
-        {"id": 5, "image": image_names, "conversations": messages, "kinds": ["k", "l"]},
-        ensure_ascii=False,
-    )
-    annotations = open_lines(tmp_path, line(), text)
-    sample = annotations[1]
-    assert len(annotations) == 2
-    assert annotations.sources == ("a",)
-    assert sample.identity == "a/5"
+    messages = said("<image>é<image>", "1", "q", "2")
+    record = {"id": 5, "image": ["x.png", "y.png"], "conversations": messages, "kinds": ["k", "l"]}
+    text = json.dumps(record, ensure_ascii=False)
+    annotations = open_jsonl(tmp_path, record_of(), text, root="pictures")
+    sample, pictures = annotations[1], tmp_path / "pictures"
+    assert (len(annotations), annotations.sources, sample.identity) == (2, ("a",), "a/5")
     assert sample.where == f"{tmp_path / 'a.jsonl'}: line 2"
-    assert sample.images == tuple(ImageFile(tmp_path / "pictures" / name) for name in image_names)
-    assert [(t.question, t.answer, t.kind) for t in sample.turns] == [
-        ("<image>é<image>", "1", "k"),
-        ("q", "2", "l"),
-    ]
+    assert sample.images == (ImageFile(pictures / "x.png"), ImageFile(pictures / "y.png"))
+    assert sample.turns == (Turn("<image>é<image>", "1", "k"), Turn("q", "2", "l"))
 
 
-def test_text_only_sample(tmp_path):
-    """Prevents samples without image, or with an empty one, from being refused."""
+def test_images_with_and_without_placeholder(tmp_path):
+    """Prevents a text that is refused, and an image without a place, which InternVL shows first."""
     for extra in ({}, {"image": ""}, {"image": []}, {"image": None}):
-        sample = open_lines(tmp_path, line(**extra))[0]
-        assert sample.images == ()
-        assert sample.identity == "a/1"
-        assert sample.turns[0].kind is None
-
-
-def test_single_image_without_placeholder_comes_first(tmp_path):
-    """Prevents an image from being loaded but not shown, where InternVL prepends it."""
-    assert (
-        open_lines(tmp_path, line("Which?", image="x.png"))[0].turns[0].question
-        == "<image>\nWhich?"
-    )
-    later = [HUMAN, GPT, {**HUMAN, "value": "What is <image> this?"}, GPT]
-    [sample] = open_lines(tmp_path, json.dumps({"image": "x.png", "conversations": later}))
-    assert [turn.question for turn in sample.turns] == ["q", "What is <image> this?"]
+        sample = open_jsonl(tmp_path, record_of(**extra))[0]
+        assert (sample.images, sample.identity, sample.turns[0].kind) == ((), "a/1", None)
+    later = {"image": "x.png", "conversations": said("q", "a", "What is <image> this?", "a")}
+    first, second = open_jsonl(tmp_path, record_of(image="x.png"), later)
+    assert first.turns[0].question == "<image>\nWhich?"
+    assert [turn.question for turn in second.turns] == ["q", "What is <image> this?"]
 
 
 @pytest.mark.parametrize("ending", ["", "\n", "\n\n", " \r\n\t \n \n", "\n  "])
 def test_last_line_with_and_without_newline(tmp_path, ending):
     """Prevents the last sample from being dropped, or an empty one from being added."""
-    (tmp_path / "a.jsonl").write_text(f"{line('1')}\n{line('2')}{ending}")
-    (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')
-    annotations = Annotations.open(tmp_path / "meta.json")
+    lines = "\n".join(json.dumps(record_of(text)) for text in "12")
+    (tmp_path / "a.jsonl").write_text(lines + ending)
+    annotations = open_meta(tmp_path, a={"root": "", "annotation": "a.jsonl"})
     assert [sample.turns[0].question for sample in annotations] == ["1", "2"]
 
 
@@ -101,32 +67,22 @@ def test_last_line_with_and_without_newline(tmp_path, ending):
 )
 def test_repeat_time(tmp_path, repeat_time, expected):
     """Prevents a mixture other than the one asked for."""
-    annotations = open_lines(tmp_path, *(line(str(k)) for k in range(4)), repeat_time=repeat_time)
+    annotations = open_jsonl(tmp_path, *map(record_of, "0123"), repeat_time=repeat_time)
     assert "".join(sample.turns[0].question for sample in annotations) == expected
 
 
 def test_sources_follow_the_meta(tmp_path):
-    """Prevents samples from being counted to another source."""
+    """Prevents samples of another source, and other lines or places in another process."""
     for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text(f"{line(name)}\n" * 2)
-    meta = {name: {"root": "", "annotation": f"{name}.jsonl"} for name in "ba"}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    annotations = Annotations.open(tmp_path / "meta.json")
+        write_jsonl(tmp_path / f"{name}.jsonl", *(record_of(name + k) for k in "123"))
+    entry = {"root": "", "repeat_time": 2}
+    annotations = open_meta(tmp_path, **{n: {"annotation": f"{n}.jsonl", **entry} for n in "ba"})
     assert annotations.sources == ("b", "a")
-    assert annotations.source.tolist() == [0, 0, 1, 1]
-    assert [sample.source for sample in annotations] == ["b", "b", "a", "a"]
-
-
-def test_samples_taken_are_those_of_the_whole(tmp_path):
-    """Prevents another process from reading other lines, or naming other places, than meant."""
-    for name in "ab":
-        (tmp_path / f"{name}.jsonl").write_text("".join(f"{line(name + k)}\n" for k in "123"))
-    meta = {name: {"root": "", "annotation": f"{name}.jsonl", "repeat_time": 2} for name in "ab"}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    annotations = Annotations.open(tmp_path / "meta.json")
+    assert annotations.source.tolist() == 6 * [0] + 6 * [1]
+    assert [sample.source for sample in annotations] == 6 * ["b"] + 6 * ["a"]
     indices = np.array([11, 4, 0, 7])
     taken = pickle.loads(pickle.dumps(annotations.take(indices)))
-    assert [sample.turns[0].question for sample in taken] == ["b3", "a2", "a1", "b2"]
+    assert [sample.turns[0].question for sample in taken] == ["a3", "b2", "b1", "a2"]
     assert list(taken) == [annotations[index] for index in indices]
     assert [taken.where(k) for k in range(4)] == [sample.where for sample in taken]
     assert taken.source.tolist() == [1, 0, 0, 1]
@@ -136,35 +92,29 @@ def test_hash_follows_content_and_not_place(tmp_path):
     """Prevents training on changed data under an old plan, and refusal after a mere move."""
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
-    reference = open_lines(first, line()).sha256
+    reference = open_jsonl(first, record_of()).sha256
     shutil.copytree(first, second)
     assert Annotations.open(second / "meta.json").sha256 == reference
-    assert open_lines(second, line(answer="8")).sha256 != reference
-    assert open_lines(second, line(), repeat_time=2).sha256 != reference
+    changed = [{"repeat_time": 2}, {"max_dynamic_patch": 6}, {"max_dynamic_patch": 7}]
+    hashes = [open_jsonl(second, record_of(), **entry).sha256 for entry in changed]
+    hashes.append(open_jsonl(second, record_of(answer="8")).sha256)
+    assert len({reference, *hashes}) == 5
 
 
 def test_augmentation_is_known_and_changes_no_hash(tmp_path):
     """Prevents a switch of augmentation from being lost, or from asking for a new plan."""
-    reference = open_lines(tmp_path, line())
-    assert not reference[0].augment
-    assert reference.augmented == ()
-    augmented = open_lines(tmp_path, line(), data_augment=True)
-    assert augmented[0].augment and augmented.take(np.array([0]))[0].augment
-    assert augmented.augmented == ("a",)
-    assert open_lines(tmp_path, line(), data_augment=False).sha256 == reference.sha256
-    assert augmented.sha256 == reference.sha256
-    content = hashlib.sha256((tmp_path / "a.jsonl").read_bytes()).hexdigest()
-    spelled_out = json.dumps(["a", 1, content]).encode()
-    assert reference.sha256 == hashlib.sha256(spelled_out).hexdigest()
-    # Which tiles do depend on.
-    limited = open_lines(tmp_path, line(), max_dynamic_patch=6)
-    assert len({limited.sha256, open_lines(tmp_path, line(), max_dynamic_patch=7).sha256}) == 2
-    assert limited.sha256 != reference.sha256
+    content = hashlib.sha256(write_jsonl(tmp_path / "a.jsonl", record_of()).read_bytes())
+    spelled_out = json.dumps(["a", 1, content.hexdigest()]).encode()
+    for entry in ({}, {"data_augment": False}, {"data_augment": True}):
+        augmented, annotations = any(entry.values()), open_jsonl(tmp_path, record_of(), **entry)
+        assert annotations.sha256 == hashlib.sha256(spelled_out).hexdigest()
+        assert annotations.augmented == (("a",) if augmented else ())
+        assert annotations[0].augment == annotations.take(np.array([0]))[0].augment == augmented
 
 
 def test_readable_after_fork(tmp_path):
     """Prevents two processes from moving each other's place in a shared file."""
-    annotations = open_lines(tmp_path, *(line(str(k)) for k in range(50)))
+    annotations = open_jsonl(tmp_path, *(record_of(str(k)) for k in range(50)))
     _ = annotations[0]
     child = os.fork()
     wrong = any(annotations[k].turns[0].question != str(k) for k in list(range(50)) * 4)
@@ -174,85 +124,75 @@ def test_readable_after_fork(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def talk(*speakers: str, system: str = "s", **extra) -> str:
-    """A line of these speakers' messages, of which each question and answer is its number."""
-    messages = [
-        {"from": speaker, "value": system if speaker == "system" else str(number)}
-        for number, speaker in enumerate(speakers)
-    ]
-    return json.dumps({"conversations": messages, **extra})
+def talk(*speakers: str, system: str = "s") -> dict:
+    """A record of these speakers, of which each question and answer is its number."""
+    texts = [system if name == "system" else str(k) for k, name in enumerate(speakers)]
+    messages = zip(speakers, texts, strict=True)
+    return {"conversations": [{"from": name, "value": text} for name, text in messages]}
 
 
 @pytest.mark.parametrize(
     ("speakers", "system", "greeting", "texts"),
     [
-        (["human", "gpt"], None, None, [("0", "1")]),
-        (["system", "human", "gpt"], "s", None, [("1", "2")]),
-        (["gpt", "human", "gpt"], None, "0", [("1", "2")]),
-        (["system", "gpt", "human", "gpt", "human", "gpt"], "s", "1", [("2", "3"), ("4", "5")]),
+        ("human gpt", None, None, [("0", "1")]),
+        ("system human gpt", "s", None, [("1", "2")]),
+        ("gpt human gpt", None, "0", [("1", "2")]),
+        ("system gpt human gpt human gpt", "s", "1", [("2", "3"), ("4", "5")]),
     ],
 )
 def test_system_message_and_greeting(tmp_path, speakers, system, greeting, texts):
     """Prevents a system message from being asked, and a greeting from being taken for an answer."""
-    sample = open_lines(tmp_path, talk(*speakers))[0]
+    sample = open_jsonl(tmp_path, talk(*speakers.split()))[0]
     assert (sample.system, sample.greeting) == (system, greeting)
     assert [(turn.question, turn.answer) for turn in sample.turns] == texts
 
 
-HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
+HUMAN, GPT = said("q", "a")
+USER = {"role": "user", "content": "a"}
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("record", "message"),
     [
         ('{"conversations": [', "is not JSON"),
         ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"id": ' + "9" * 5000 + "}", "is not JSON"),
-        (line("\ud800"), "has text that is not Unicode"),
-        ("[1]", "is a JSON list"),
-        ("{}", 'must have "conversations"'),
-        ('{"messages": "a"}', 'must have "messages": a list of {"role", "content"}'),
-        ('{"messages": [{"role": "user"}]}', 'in "messages" as message 1 an odd "content"'),
-        ('{"messages": [{"role": "user", "content": null}]}', 'message 1 an odd "content"'),
-        ('{"messages": [{"role": "user", "content": [{"text": "a"}]}]}', 'part of "type" null'),
+        (record_of("\ud800"), "has text that is not Unicode"),
+        ([1], "is a JSON list"),
+        ({}, 'must have "conversations"'),
+        ({"messages": "a"}, 'must have "messages": a list of {"role", "content"}'),
+        ({"messages": [{"role": "user"}]}, 'in "messages" as message 1 an odd "content"'),
+        ({"messages": [{"role": "user", "content": None}]}, 'message 1 an odd "content"'),
+        ({"messages": [{"role": "user", "content": [{"text": "a"}]}]}, 'part of "type" null'),
         (
-            json.dumps({"messages": [HUMAN, {"role": "assistant", "content": "a"}]}),
-            'in "messages" as message 2 "from" null; it must be one of system, human',
+            {"messages": [HUMAN, USER]},
+            'in "messages" as message 2 "from" null; it must be one of s',
         ),
-        (
-            json.dumps({"messages": [{"role": "user", "content": "a"}]}),
-            "from user; user and assistant must alternate, user first and assistant last",
-        ),
-        (
-            json.dumps({"messages": [{"role": "user", "content": "a"}], "conversations": [HUMAN]}),
-            'has "conversations" and "messages"; leave one of them out',
-        ),
-        (json.dumps({"conversations": []}), 'must have "conversations"'),
-        (json.dumps({"conversations": ["q", "a"]}), 'must have "conversations"'),
-        (json.dumps({"conversations": [HUMAN, {"from": "gpt"}]}), 'message 2 an odd "value"'),
-        (json.dumps({"conversations": [HUMAN]}), "from human; human and gpt must alternate"),
-        (json.dumps({"conversations": [GPT, HUMAN]}), "from gpt, human; human and gpt"),
-        (json.dumps({"conversations": [HUMAN, HUMAN]}), "must alternate"),
-        (line("<image>"), r"has 1 <image> for 0 image\(s\)"),
-        (line("<image><image>", image="x.png"), r"has 2 <image> for 1 image\(s\)"),
-        (line("<image>", image=["x.png", "y.png"]), r"has 1 <image> for 2 image\(s\)"),
-        (line("no", image=["x.png", "y.png"]), r"has 0 <image> for 2 image\(s\)"),
-        (line("q", "<image>", image="x.png"), "<image> in an answer"),
-        (line(image=7), 'odd "image"'),
-        (line(image=[7]), 'odd "image"'),
-        (line(image=[""]), 'odd "image"'),
-        (line(video=["f.jpg", ""]), 'odd "video"'),
-        (
-            json.dumps({"conversations": [{**GPT, "value": "<image>"}, HUMAN, GPT]}),
-            "<image> in an answer",
-        ),
-        (line(video=["a.jpg", "x.MKV"]), "has the video file x.MKV among frames"),
-        (line(video=7), 'odd "video"'),
-        (line("<video>\n", video=["f.jpg"], image=["x.png", "y.png"]), "has 0 <image> for 2"),
-        (line("<image>", video=["f.jpg"]), "has 1 <image> for 0 image"),
-        (line("<video>", video=["f.jpg"]), "is about a video"),
-        (line("<video>\n<video>\n", video=["f.jpg"]), "is about a video"),
+        ({"messages": [USER]}, "from user; user and assistant must alternate, user first and assi"),
+        ({"messages": [USER], "conversations": [HUMAN]}, 'has "conversations" and "messages"; le'),
+        ({"conversations": []}, 'must have "conversations"'),
+        ({"conversations": ["q", "a"]}, 'must have "conversations"'),
+        ({"conversations": [HUMAN, {"from": "gpt"}]}, 'message 2 an odd "value"'),
+        ({"conversations": [HUMAN]}, "from human; human and gpt must alternate"),
+        ({"conversations": [GPT, HUMAN]}, "from gpt, human; human and gpt"),
+        ({"conversations": [HUMAN, HUMAN]}, "must alternate"),
+        (record_of("<image>"), r"has 1 <image> for 0 image\(s\)"),
+        (record_of("<image><image>", image="x.png"), r"has 2 <image> for 1 image\(s\)"),
+        (record_of("<image>", image=["x.png", "y.png"]), r"has 1 <image> for 2 image\(s\)"),
+        (record_of("no", image=["x.png", "y.png"]), r"has 0 <image> for 2 image\(s\)"),
+        (record_of("q", "<image>", image="x.png"), "<image> in an answer"),
+        (record_of(image=7), 'odd "image"'),
+        (record_of(image=[7]), 'odd "image"'),
+        (record_of(image=[""]), 'odd "image"'),
+        (record_of(video=["f.jpg", ""]), 'odd "video"'),
+        ({"conversations": [GPT | {"value": "<image>"}, HUMAN, GPT]}, "<image> in an answer"),
+        (record_of(video=["a.jpg", "x.MKV"]), "has the video file x.MKV among frames"),
+        (record_of(video=7), 'odd "video"'),
+        (record_of("<video>\n", video=["f.jpg"], image=["x.png", "y"]), "has 0 <image> for 2"),
+        (record_of("<image>", video=["f.jpg"]), "has 1 <image> for 0 image"),
+        (record_of("<video>", video=["f.jpg"]), "is about a video"),
+        (record_of("<video>\n<video>\n", video=["f.jpg"]), "is about a video"),
         (talk("system", "human", "human"), "from system, human, human; human and gpt"),
         (talk("system"), "from system; human and gpt"),
         (talk("human", "system", "gpt"), "must alternate"),
@@ -260,79 +200,77 @@ HUMAN, GPT = {"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}
         (talk("gpt", "gpt", "human", "gpt"), "must alternate"),
         (talk("user", "model"), 'message 2 "from" "model"; it must be one of'),
         (talk("system", "human", "gpt", system="<image>"), "<image> in an answer or system"),
-        (line(kinds=["a", "b"]), 'in "kinds" one name for each of its 1'),
-        (line(kinds="a"), 'in "kinds" one name'),
+        (record_of(kinds=["a", "b"]), 'in "kinds" one name for each of its 1'),
+        (record_of(kinds="a"), 'in "kinds" one name'),
     ],
 )
-def test_mistakes_in_a_line_name_file_and_line(tmp_path, text, message):
+def test_mistakes_in_a_line_name_file_and_line(tmp_path, record, message):
     """Prevents a mistake in the data from being trained on, or reported without its place."""
-    annotations = open_lines(tmp_path, line(), text, line())
+    annotations = open_jsonl(tmp_path, record_of(), record, record_of())
     with pytest.raises(UserError, match=message) as error:
         _ = annotations[1]
     assert str(error.value).startswith(f"{tmp_path / 'a.jsonl'}: line 2 ")
     assert annotations[2].turns[0].question == "Which?"
 
 
+LINES = {"root": "", "annotation": "a.jsonl"}
+
+
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
+        (None, "no such meta file"),
         ("[]", "is an empty array"),
         ("7", "maps each source name"),
         ("{", "maps each source name"),
         ('{"messages":\n[]}', "an annotation file instead is a JSON list of samples"),
         ("{}", "names no source"),
-        ('{"a": {"root": ""}}', 'a: one of "annotation", "shards" and "energon" must'),
-        ('{"a": {"annotation": "a.jsonl", "shards": "a.tar"}}', 'one of "annotation"'),
-        ('{"a": {"shards": "a.tar", "root": ""}}', '"root", the folder of the files, goes with'),
-        ('{"a": {"shards": "a.tar", "split": "train"}}', '"split" goes with "energon" alone'),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "conv_style": "x"}}', "conv_style: Extra"),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "max_dynamic_patch": 0}}', "max_dynamic_pat"),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "weight": 2}}', "a: weight: Extra"),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "data_augment": 7}}', "a: data_augment"),
+        ({"root": ""}, 'a: one of "annotation", "shards" and "energon" must'),
+        ({"annotation": "a.jsonl", "shards": "a.tar"}, 'one of "annotation"'),
+        ({"shards": "a.tar", "root": ""}, '"root", the folder of the files, goes with'),
+        ({"shards": "a.tar", "split": "train"}, '"split" goes with "energon" alone'),
+        (LINES | {"conv_style": "x"}, "conv_style: Extra"),
+        (LINES | {"max_dynamic_patch": 0}, "max_dynamic_pat"),
+        (LINES | {"weight": 2}, "a: weight: Extra"),
+        (LINES | {"data_augment": 7}, "a: data_augment"),
+        (LINES | {"repeat_time": True}, "a: repeat_time: Input should be a valid number"),
+        (LINES | {"repeat_time": "2"}, "a: repeat_time: Input should be a valid number"),
         *[
-            (f'{{"a": {{"root": "", "annotation": "a.jsonl", "repeat_time": {value}}}}}', message)
-            for message, values in (
-                ("a: repeat_time: Input should be a valid number", ("true", '"2"')),
-                ("a: repeat_time: Input should be", ("0", "10001", "1e300", "1e999")),
-            )
-            for value in values
+            (LINES | {"repeat_time": value}, "a: repeat_time: Input should be")
+            for value in (0, 10001, 1e300)
         ],
-        ('{"a": {"root": "", "annotation": "a.jsonl", "repeat_time": 0.1}}', "leaves no sample"),
-        ('{"a": {"root": "", "annotation": "a.jsonl", "length": 3}}', "holds 2 lines"),
-        ('{"a": {"root": "", "annotation": "b.jsonl"}}', r"b\.jsonl: no such annotation file"),
-        ('{"a": {"root": "", "annotation": "empty.jsonl"}}', r"empty\.jsonl: is empty"),
-        ('{"a": {"root": "", "annotation": "blank.jsonl"}}', r"blank\.jsonl: is empty"),
-        ('{"a": {"root": "", "annotation": "array.jsonl"}}', r"array\.jsonl: is a JSON array"),
-        (f'{{"a": {{"root": "", "annotation": "{"b" * 999}"}}}}', r"cannot be read \(File name"),
+        ('{"a": {"annotation": "a.jsonl", "repeat_time": 1e999}}', "a: repeat_time: Input should"),
+        (LINES | {"repeat_time": 0.1}, "leaves no sample"),
+        (LINES | {"length": 3}, "holds 2 lines"),
+        ({"annotation": "b.jsonl"}, r"b\.jsonl: no such annotation file"),
+        ({"annotation": "empty.jsonl"}, r"empty\.jsonl: is empty"),
+        ({"annotation": "blank.jsonl"}, r"blank\.jsonl: is empty"),
+        ({"annotation": "array.jsonl"}, r"array\.jsonl: is a JSON array"),
+        ({"annotation": "b" * 999}, r"cannot be read \(File name"),
     ],
 )
 def test_mistakes_in_the_meta(tmp_path, meta, message):
     """Prevents a wrong meta from ending in a traceback or in an empty run."""
-    (tmp_path / "a.jsonl").write_text(f"{line()}\n{line()}\n")
+    write_jsonl(tmp_path / "a.jsonl", record_of(), record_of())
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "blank.jsonl").write_text(" \n\t\n  ")
-    (tmp_path / "array.jsonl").write_text(f" [ \r\n{line()}\n]\n")
-    (tmp_path / "meta.json").write_text(meta)
+    (tmp_path / "array.jsonl").write_text(f" [ \r\n{json.dumps(record_of())}\n]\n")
+    if meta is not None:
+        text = meta if isinstance(meta, str) else json.dumps({"a": meta})
+        (tmp_path / "meta.json").write_text(text)
     with pytest.raises(UserError, match=message):
-        Annotations.open(tmp_path / "meta.json")
-
-
-def test_missing_meta(tmp_path):
-    """Prevents a traceback for a wrong path."""
-    with pytest.raises(UserError, match="no such meta file"):
         Annotations.open(tmp_path / "meta.json")
 
 
 @pytest.mark.parametrize("share", [1, 2, 3])
 def test_one_tile_where_the_share_is_below_the_least(tmp_path, share):
     """Prevents tiles where InternVL finds no grid at all and leaves the image whole."""
-    sample = open_lines(tmp_path, line("<image>" * 2, image=["x", "y"]))[0]
+    sample = open_jsonl(tmp_path, record_of("<image>" * 2, image=["x", "y"]))[0]
     most = 2 * share
     shared = sample.tiling(TilingConfig(min_dynamic_patch=min(4, most), max_dynamic_patch=most))
     for width in (10, 100, 1000, 9000):
-        found = tile_grid(width, 100, shared, 448)
         expected = internvl_grid(width, 100, min(4, most), share, 448)
-        assert found == expected == (1, 1)
+        assert tile_grid(width, 100, shared, 448) == expected == (1, 1)
 
 
 TILING = TilingConfig(min_dynamic_patch=2, max_dynamic_patch=12)
@@ -346,13 +284,9 @@ TILING = TilingConfig(min_dynamic_patch=2, max_dynamic_patch=12)
     ],
 )
 def test_images_share_the_most_tiles(tmp_path, images, limit, most):
-    """Prevents other tiles than the released models were trained with, or an empty range of them.
-
-    InternVL: `max_num=max(1, max_dynamic_patch // number of images)`.
-    """
-    names = [f"{k}.png" for k in range(images)]
-    meta = {} if limit is None else {"max_dynamic_patch": limit}
-    sample = open_lines(tmp_path, line("<image>" * images, image=names), **meta)[0]
+    """Prevents tiles beyond InternVL's `max_num=max(1, max_dynamic_patch // number of images)`."""
+    record = record_of("<image>" * images, image=[f"{k}.png" for k in range(images)])
+    sample = open_jsonl(tmp_path, record, max_dynamic_patch=limit)[0]
     found = sample.tiling(TILING)
     assert (found.max_dynamic_patch, found.min_dynamic_patch) == (most, min(2, most))
     assert found.use_thumbnail and sample.shown(TILING) == sample
@@ -373,38 +307,38 @@ def test_middle_frames():
         for frames in [*range(1, 100), 1000, 1001, 54321]:
             chosen = middle_frames(frames, most)
             assert chosen == sorted(set(chosen))
-            if frames <= most:
-                assert chosen == list(range(frames))
+            assert frames > most or chosen == list(range(frames))
             # Where floating point meets a border from below, as NumPy's linspace does.
             wrong = np.abs(np.subtract(chosen, middles_spelled_out(frames, most)))
             assert wrong.max() <= 1 and wrong.mean() <= 0.1
     assert middle_frames(100, 4) == [12, 37, 62, 87]
 
 
+FRAMES = "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\n"
+
+
 @pytest.mark.parametrize(
     ("question", "shown"),
     [
-        ("What?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
-        ("<video>\nWhat?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
-        ("<video>\r\nWhat?", "Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\nWhat?"),
-        ("Look: <video>\n", "Look: Frame-1: <image>\nFrame-2: <image>\nFrame-3: <image>\n"),
+        ("What?", f"{FRAMES}What?"),
+        ("<video>\nWhat?", f"{FRAMES}What?"),
+        ("<video>\r\nWhat?", f"{FRAMES}What?"),
+        ("Look: <video>\n", f"Look: {FRAMES}"),
     ],
 )
 def test_video_frames(tmp_path, question, shown):
     """Prevents frames in another order or number than the question says, or cut into tiles."""
-    folder = tmp_path / "pictures/clip"
-    folder.mkdir(parents=True)
-    hidden = "._frame1.jpg"
-    for name in ("frame10.jpg", "frame2.JPG", "frame1.jpg", "notes.txt", "frame9.png", hidden):
+    folder = tmp_path / "clip"
+    folder.mkdir()
+    names = ["frame1.jpg", "frame2.JPG", "frame9.png", "frame10.jpg"]
+    for name in (*names[::-1], "notes.txt", "._frame1.jpg"):
         (folder / name).touch()
-    [in_file] = open_lines(tmp_path, line(video="clip/notes.txt"))
+    [in_file] = open_jsonl(tmp_path, record_of(video="clip/notes.txt"))
     with pytest.raises(UserError, match=r"has the video file .*clip/notes\.txt.* ffmpeg -i"):
         in_file.shown(TILING)
-    names = ["frame1.jpg", "frame2.JPG", "frame9.png", "frame10.jpg"]
     tiling = TILING.model_copy(update={"max_frames_per_video": 3})
-    listed = [f"clip/{name}" for name in names]
-    for video in ("clip", listed):
-        sample = open_lines(tmp_path, line(question, video=video))[0]
+    for video in ("clip", [f"clip/{name}" for name in names]):
+        sample = open_jsonl(tmp_path, record_of(question, video=video))[0]
         [of_sample] = sample.videos
         assert [frame.path for frame in of_sample.frames] == [folder / name for name in names]
         assert sample.files == of_sample.frames
@@ -423,31 +357,28 @@ def refused(*_):
 
 def test_files_that_cannot_be_read_make_bad_samples(tmp_path, monkeypatch):
     """Prevents one folder or line that is out of reach from ending a scan that may skip it."""
-    long, folder = "x" * 5000, tmp_path / "pictures/clip"
-    annotations = open_lines(tmp_path, line(video=long), line(video="clip"))
-    assert annotations[0].files == (ImageFile(tmp_path / "pictures" / long),)
-    folder.mkdir(parents=True)
+    long, folder = "x" * 5000, tmp_path / "clip"
+    annotations = open_jsonl(tmp_path, record_of(video=long), record_of(video="clip"))
+    assert annotations[0].files == (ImageFile(tmp_path / long),)
+    folder.mkdir()
     (folder / "1.jpg").touch()
     assert annotations[1].files == (ImageFile(folder / "1.jpg"),)
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "iterdir", refused)
-        assert annotations[1].files == (ImageFile(folder),)
-        patched.setattr(Path, "is_file", refused)
-        assert annotations[1].files == (ImageFile(folder),)
+        for name in ("iterdir", "is_file"):
+            patched.setattr(Path, name, refused)
+            assert annotations[1].files == (ImageFile(folder),)
         with pytest.raises(UserError, match=r"meta\.json: cannot be read \(Permission denied\)"):
             Annotations.open(tmp_path / "meta.json")
-    with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", refused)
-        with pytest.raises(UserError, match=r"a\.jsonl: line 2 cannot be read \(.*denied"):
-            _ = annotations[1]
+    monkeypatch.setattr(Path, "open", refused)
+    with pytest.raises(UserError, match=r"a\.jsonl: line 2 cannot be read \(.*denied"):
+        _ = annotations[1]
 
 
 @given(st.lists(st.text(), min_size=1))
 def test_natural_order(names):
     """Prevents a crash on names that mix digits and letters, or an order by chance."""
     shuffled = names[::-1]
-    ordered = sorted(names, key=natural_order)
-    assert ordered == sorted(shuffled, key=natural_order)
+    assert sorted(names, key=natural_order) == sorted(shuffled, key=natural_order)
     numbered = [f"{names[0]}x{k}" for k in (1, 2, 9, 10, 11, 100)]
     assert sorted(numbered, key=natural_order) == numbered
 
@@ -474,46 +405,28 @@ def test_array_elements_are_those_of_the_whole(tmp_path, array, ensure_ascii, in
         path.write_text(text, encoding="utf-8")
     except UnicodeEncodeError:
         return
-    assert is_array(path)
-    index = index_array(path)
-    content = path.read_bytes()
-    elements = [
-        json.loads(content[start : start + size])
-        for start, size in zip(index.start, index.size, strict=True)
-    ]
-    assert elements == array
-    assert index.digest == hashlib.sha256(content).digest()
+    index, content = index_array(path), path.read_bytes()
+    places = zip(index.start, index.size, strict=True)
+    assert [json.loads(content[start : start + size]) for start, size in places] == array
+    assert is_array(path) and index.digest == hashlib.sha256(content).digest()
 
 
 @pytest.mark.parametrize("name", ["a.json", "A.JSON"])
 def test_samples_of_an_array(tmp_path, name):
     """Prevents LLaVA's files from being refused, or read otherwise than the same lines."""
-    messages = [{"from": "human", "value": "Was ist das? 「[é]」\n<image>"}, GPT]
-    records = [
-        {"id": "x", "image": "x.png", "conversations": messages},
-        json.loads(line("2")),
-        {"conversations": [HUMAN]},
-    ]
-    entry = {"root": "pictures", "annotation": name, "repeat_time": 2}
-    (tmp_path / "meta.json").write_text(json.dumps({"a": entry}))
+    first = record_of("Was ist das? 「[é]」\n<image>", id="x", image="x.png")
+    records = [first, record_of("2"), {"conversations": [HUMAN]}]
+    lines = open_jsonl(tmp_path, *records, repeat_time=2)
     (tmp_path / name).write_text(json.dumps(records, ensure_ascii=False, indent=1), "utf-8")
-    array = Annotations.open(tmp_path / "meta.json")
-    lines = open_lines(tmp_path, *map(json.dumps, records), repeat_time=2)
-    assert array[0].turns[0].question == messages[0]["value"]
+    array = open_meta(tmp_path, a={"root": "", "annotation": name, "repeat_time": 2})
+    assert array[0].turns == (Turn(first["conversations"][0]["value"], "7", None),)
     assert array[0].identity == "a/x"
     assert len(array) == len(lines) == 6
     for k in (0, 1, 3, 4):
-        assert replace(array[k], where="") == replace(lines[k], where="")
-        assert array[k].where == f"{tmp_path / name}: sample {k % 3 + 1}"
+        where = f"{tmp_path / name}: sample {k % 3 + 1}"
+        assert array[k] == replace(lines[k], where=where)
     with pytest.raises(UserError, match=rf"{name}: sample 3 has \"conversations\" from human"):
         _ = array[5]
-    # Some .json files hold lines.
-    (tmp_path / name).write_bytes((tmp_path / "a.jsonl").read_bytes())
-    named = json.dumps({"a": entry})
-    (tmp_path / "meta.json").write_text(named)
-    assert [Annotations.open(tmp_path / "meta.json")[k].images for k in range(2)] == [
-        lines[k].images for k in range(2)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -535,7 +448,6 @@ def test_samples_of_an_array(tmp_path, name):
 def test_malformed_arrays(tmp_path, content, message):
     """Prevents half of a file from being trained on, or a mistake without its place."""
     (tmp_path / "a.json").write_text(content, "utf-8")
-    (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.json"}}')
     with pytest.raises(UserError, match=message) as error:
-        Annotations.open(tmp_path / "meta.json")
+        open_meta(tmp_path, a={"root": "", "annotation": "a.json"})
     assert str(error.value).startswith(f"{tmp_path / 'a.json'}: ")

@@ -1,33 +1,41 @@
-"""Data as ms-swift, LLaMA-Factory, Qwen-VL and LLaVA write it: what is read, what is refused."""
+"""Data as ms-swift, LLaMA-Factory, Qwen-VL and LLaVA write it, and rows of Parquet."""
 
 import gzip
 import json
 from dataclasses import replace
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from jsonl_cases import open_meta, record_of, said, scan, write_jsonl
+from shard_cases import SAMPLES, make_samples, write_lines
 
 from omnibal.base.errors import UserError
+from omnibal.base.worker_pool import LocalPool
 from omnibal.data.annotations import Annotations
-
-ASKED, ANSWERED = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+from omnibal.data.data_index import DataIndex
 
 
 def opened(folder: Path, *records: object, name: str = "data.jsonl") -> Annotations:
     """Annotations of one bare file of these records."""
-    (folder / name).write_text("".join(json.dumps(record) + "\n" for record in records))
-    return Annotations.open(folder / name)
+    return Annotations.open(write_jsonl(folder / name, *records))
 
 
-def said(annotations: Annotations) -> list:
+def bare(annotations: Annotations) -> list:
+    """Samples without their places."""
     return [replace(sample, where="", identity="", source="") for sample in annotations]
+
+
+def messages(*said: tuple[str, object]) -> list[dict]:
+    """Messages of (role, content)."""
+    return [{"role": role, "content": content} for role, content in said]
 
 
 def talk(*contents: object, **extra) -> dict:
     """Messages of a user and an assistant in turn."""
     roles = ("user", "assistant") * len(contents)
-    messages = [{"role": r, "content": c} for r, c in zip(roles, contents, strict=False)]
-    return {"messages": messages, **extra}
+    return {"messages": messages(*zip(roles, contents, strict=False)), **extra}
 
 
 def parts(*given: object) -> list[dict]:
@@ -40,18 +48,11 @@ def parts(*given: object) -> list[dict]:
 
 def test_one_conversation_in_every_form(tmp_path):
     """Prevents a form of data that shows another image, or says another thing, than the others."""
-    internvl = {
-        "image": ["x.png", "y.png"],
-        "conversations": [
-            {"from": "system", "value": "s"},
-            {"from": "human", "value": "<image>one<image>two"},
-            {"from": "gpt", "value": "three"},
-            {"from": "human", "value": "four"},
-            {"from": "gpt", "value": "five"},
-        ],
-    }
-    said_by_role = talk("<image>one<image>two", "three", "four", "five")["messages"]
-    system = {"role": "system", "content": "s"}
+    files, texts = ["x.png", "y.png"], ["three", parts("four"), "five"]
+    internvl = said("<image>one<image>two", "three", "four", "five")
+    with_system = [{"from": "system", "value": "s"}, *internvl]
+    by_role = talk("<image>one<image>two", "three", "four", "five")["messages"]
+    by_role_with_system = [{"role": "system", "content": "s"}, *by_role]
     openai = parts(
         ("image_url", {"image_url": {"url": "file://%78.png"}}), "one",
         ("image_url", {"image_url": "y.png"}), "two",
@@ -59,23 +60,22 @@ def test_one_conversation_in_every_form(tmp_path):
     qwen = parts(("image", {"image": "x.png"}), "one", ("image", {"path": "y.png"}), "two")
     unnamed = parts(("image", {}), "one", ("image", {"image": None}), "two")
     wrapped = [{"path": "x.png", "bytes": None}, {"path": "y.png"}]
-    files = ["x.png", "y.png"]
-    texts = ["three", parts("four"), "five"]
     forms = [
-        {"images": files, "conversations": internvl["conversations"]},
-        {"images": files, "system": "s", "conversations": internvl["conversations"][1:]},
-        {"images": files, "messages": [system, *said_by_role]},
-        {"images": wrapped, "messages": [system, *said_by_role]},
-        {"image": files, "messages": [system, *said_by_role], "width": 3, "source": "web"},
+        {"images": files, "conversations": with_system},
+        {"images": files, "system": "s", "conversations": internvl},
+        {"images": files, "messages": by_role_with_system},
+        {"images": wrapped, "messages": by_role_with_system},
+        {"image": files, "messages": by_role_with_system, "width": 3, "source": "web"},
         talk(openai, *texts, system="s"),
         talk(qwen, *texts, system="s"),
         talk(unnamed, *texts, system="s", images=files),
     ]
-    expected, *others = said(opened(tmp_path, internvl, *forms))
+    expected, *others = bare(
+        opened(tmp_path, {"image": files, "conversations": with_system}, *forms)
+    )
     assert [image.path for image in expected.images] == [tmp_path / name for name in files]
-    assert [(t.question, t.answer) for t in expected.turns] == [
-        ("<image>one<image>two", "three"), ("four", "five"),
-    ]  # fmt: skip
+    turns = [("<image>one<image>two", "three"), ("four", "five")]
+    assert [(turn.question, turn.answer) for turn in expected.turns] == turns
     assert others == [expected] * len(forms)
 
 
@@ -84,15 +84,14 @@ def test_a_bare_file_is_its_meta(tmp_path):
     records = [talk("<image>\n1", "2", images=["x.png"]), talk("3", "4")]
     lines = opened(tmp_path, *records)
     (tmp_path / "data.json").write_text(json.dumps(records))
-    opened(tmp_path, *records, name="lines.json")
-    (tmp_path / "meta.json").write_text('{"data": {"annotation": "data.jsonl"}}')
-    whole = Annotations.open(tmp_path / "meta.json")
+    whole = open_meta(tmp_path, data={"annotation": "data.jsonl"})
     assert lines.sha256 == whole.sha256
     assert list(lines) == list(whole)
     assert lines[1].identity == "data/2"
     assert lines[1].where == f"{tmp_path / 'data.jsonl'}: line 2"
+    opened(tmp_path, *records, name="lines.json")
     for name in ("data.json", "lines.json"):
-        assert said(Annotations.open(tmp_path / name)) == said(lines)
+        assert bare(Annotations.open(tmp_path / name)) == bare(lines)
 
 
 def test_loss_flags(tmp_path):
@@ -100,11 +99,11 @@ def test_loss_flags(tmp_path):
     record = talk("1", "2", "3", "4", "5", "6")
     for place, loss in ((1, False), (3, True)):
         record["messages"][place]["loss"] = loss
-    greeting = {"messages": [{**ANSWERED, "loss": False}, *record["messages"]]}
-    first, second = opened(tmp_path, record, greeting)
-    assert [turn.learned for turn in first.turns] == [False, True, True]
-    assert [turn.learned for turn in second.turns] == [False, True, True]
-    assert (first.greeting_learned, second.greeting_learned) == (True, False)
+    greeting = {"role": "assistant", "content": "a", "loss": False}
+    samples = opened(tmp_path, record, {"messages": [greeting, *record["messages"]]})
+    for sample, learned in zip(samples, (True, False), strict=True):
+        assert [turn.learned for turn in sample.turns] == [False, True, True]
+        assert sample.greeting_learned == learned
 
 
 CALL = {"name": "add", "arguments": {"a": 1, "b": [2]}}
@@ -113,43 +112,29 @@ CALL = {"name": "add", "arguments": {"a": 1, "b": [2]}}
 def test_calls_and_results_in_every_form(tmp_path):
     """Prevents a call from being lost, or what a tool answered from being learned."""
     tools = [{"type": "function", "function": {"name": "add"}}]
-    sharegpt = {
-        "tools": json.dumps(tools),
-        "conversations": [
-            {"from": "human", "value": "1 + 2?"},
-            {"from": "function_call", "value": json.dumps([CALL, CALL])},
-            {"from": "observation", "value": "3"},
-            {"from": "gpt", "value": "It is 3."},
-        ],
-    }
-    end = {"role": "assistant", "content": "It is 3."}
-    swift = {
-        "tools": tools,
-        "messages": [
-            {"role": "user", "content": "1 + 2?"},
-            {"role": "tool_call", "content": json.dumps(CALL)},
-            {"role": "tool_call", "content": json.dumps(CALL)},
-            {"role": "tool_response", "content": "3"},
-            end,
-        ],
-    }
+    speakers = ("human", "function_call", "observation", "gpt")
+    values = ("1 + 2?", json.dumps([CALL, CALL]), "3", "It is 3.")
+    pairs = zip(speakers, values, strict=True)
+    sharegpt = [{"from": speaker, "value": value} for speaker, value in pairs]
+    asked, told = messages(("user", "1 + 2?"), ("assistant", "It is 3."))
+    swift = messages(*[("tool_call", json.dumps(CALL))] * 2, ("tool_response", "3"))
     call = {"type": "function", "id": "1", "function": {**CALL, "arguments": '{"a":1,"b":[2]}'}}
-    openai = {
-        "tools": tools,
-        "messages": [
-            {"role": "user", "content": "1 + 2?"},
-            {"role": "assistant", "content": None, "tool_calls": [call, call]},
-            {"role": "tool", "content": "3", "tool_call_id": "1"},
-            end,
-        ],
-    }
-    several = {"messages": [*openai["messages"][:3], openai["messages"][2], end]}
-    *forms, more = said(opened(tmp_path, sharegpt, swift, {**openai, "name": "x"}, several))
+    calling = {"role": "assistant", "content": None, "tool_calls": [call, call]}
+    result = {"role": "tool", "content": "3", "tool_call_id": "1"}
+    *forms, more = bare(
+        opened(
+            tmp_path,
+            {"tools": json.dumps(tools), "conversations": sharegpt},
+            {"tools": tools, "messages": [asked, *swift, told]},
+            {"tools": tools, "messages": [asked, calling, result, told], "name": "x"},
+            {"messages": [asked, calling, result, result, told]},
+        )
+    )
     assert forms[1:] == forms[:1] * 2
-    asked, told = forms[0].turns
-    assert [json.loads(each) for each in asked.calls] == [CALL, CALL]
-    assert (asked.question, asked.answer, asked.results) == ("1 + 2?", "", ())
-    assert (told.question, told.answer, told.results) == ("", "It is 3.", ("3",))
+    first, second = forms[0].turns
+    assert [json.loads(each) for each in first.calls] == [CALL, CALL]
+    assert (first.question, first.answer, first.results) == ("1 + 2?", "", ())
+    assert (second.question, second.answer, second.results) == ("", "It is 3.", ("3",))
     assert json.loads(forms[0].tools) == tools
     assert (more.turns[1].results, more.tools) == (("3", "3"), None)
 
@@ -157,33 +142,33 @@ def test_calls_and_results_in_every_form(tmp_path):
 def test_videos_in_every_form(tmp_path):
     """Prevents a video whose frames are taken for images, or that is shown without its place."""
     (tmp_path / "v").mkdir()
-    for number in (1, 2, 10):
-        (tmp_path / f"v/{number}.jpg").touch()
     frames = [f"v/{number}.jpg" for number in (1, 2, 10)]
+    for name in frames:
+        (tmp_path / name).touch()
     forms = [
+        talk("<video>\nq", "a", video="v"),
         talk("<video>q", "a", videos=["v"]),
         talk("<video>q", "a", videos="v"),
         talk("<video>q", "a", videos=[frames]),
         talk(parts(("video", {"video": frames}), "q"), "a"),
         talk(parts(("video", {"video": "v"}), "q"), "a"),
     ]
-    meant, *others = said(opened(tmp_path, talk("<video>\nq", "a", video="v"), *forms))
-    assert [image.path for image in meant.videos[0].frames] == [tmp_path / n for n in frames]
-    shown = meant.with_frames(meant.videos[0].frames[:2]).turns[0].question
-    assert shown == "Frame-1: <image>\nFrame-2: <image>\nq"
-    for other in others:
-        assert (other.videos, other.images) == (meant.videos, ())
-        assert other.with_frames(other.videos[0].frames[:2]).turns[0].question == shown
-    in_files = talk(
-        "1<video>2<image>", "a", "<video>", "b", images=["x"], videos=["y.mp4", "z.mp4"]
-    )
+    for sample in opened(tmp_path, *forms):
+        [video] = sample.videos
+        assert [image.path for image in video.frames] == [tmp_path / name for name in frames]
+        assert sample.images == ()
+        shown = sample.with_frames(video.frames[:2]).turns[0].question
+        assert shown == "Frame-1: <image>\nFrame-2: <image>\nq"
     together = parts("1", ("video", {"video": "y.mp4"}), "2", ("image", {"image": "x"}))
-    forms = [in_files, talk(together, "a", parts(("video", {"video": "z.mp4"})), "b")]
+    files = {"images": ["x"], "videos": ["y.mp4", "z.mp4"]}
+    forms = [
+        talk("1<video>2<image>", "a", "<video>", "b", **files),
+        talk(together, "a", parts(("video", {"video": "z.mp4"})), "b"),
+    ]
     for sample in opened(tmp_path, *forms):
         assert [each.path.name for each in sample.files] == ["x", "y.mp4", "z.mp4"]
-        assert [str(each).rpartition("/")[2] for each in sample.shown_in_order] == [
-            "y.mp4", "x", "z.mp4",
-        ]  # fmt: skip
+        shown = [str(each).rpartition("/")[2] for each in sample.shown_in_order]
+        assert shown == ["y.mp4", "x", "z.mp4"]
         until = [("<image>", 0), ("<video>", 0), ("<video>", 1)]
         assert [sample.items_until(*each) for each in until] == [1, 1, 2]
     for name in ("video", "videos"):
@@ -193,35 +178,28 @@ def test_videos_in_every_form(tmp_path):
 
 def test_llama_factorys_description_of_a_dataset(tmp_path):
     """Prevents a renamed column or role from being refused, or taken for another."""
-    record = {
-        "chat": [
-            {"who": "Q", "what": "<image>1"}, {"who": "A", "what": "2"},
-            {"who": "observation", "what": "3"}, {"who": "A", "what": "4"},
-        ],
-        "pictures": ["x.png"],
-    }  # fmt: skip
+    texts = ["<image>1", "2", "3", "4"]
+    speakers = zip(("Q", "A", "observation", "A"), texts, strict=True)
+    chat = [{"who": speaker, "what": text} for speaker, text in speakers]
+    record = {"chat": chat, "pictures": ["x.png"]}
     entry = {
         "file_name": "data.jsonl",
         "formatting": "sharegpt",
         "columns": {"messages": "chat", "images": "pictures"},
         "tags": {"role_tag": "who", "content_tag": "what", "user_tag": "Q", "assistant_tag": "A"},
     }
-    roles = ("user", "assistant", "tool", "assistant")
-    messages = [
-        {"role": role, "content": message["what"]}
-        for role, message in zip(roles, record["chat"], strict=True)
-    ]
-    expected = said(opened(tmp_path, {"messages": messages, "images": ["x.png"]}))
-    plain = {"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "a"}]}
+    by_role = messages(*zip(("user", "assistant", "tool", "assistant"), texts, strict=True))
+    expected = bare(opened(tmp_path, {"messages": by_role, "images": ["x.png"]}))
+    plain = record_of("q", "a")
 
     def described(*records: object, **changes) -> Annotations:
         opened(tmp_path, *records)
         (tmp_path / "dataset_info.json").write_text(json.dumps({"demo": entry | changes}))
         return Annotations.open(tmp_path / "dataset_info.json")
 
-    assert said(described(record)) == expected
+    assert bare(described(record)) == expected
     for usual in (plain, talk("q", "a")):
-        assert said(described(usual, columns={}, tags={})) == said(opened(tmp_path, plain))
+        assert bare(described(usual, columns={}, tags={})) == bare(opened(tmp_path, plain))
     with pytest.raises(UserError, match=r'line 1 lacks "chat", which is named as its messages'):
         _ = described(plain)[0]
     for changes, message in (
@@ -235,11 +213,17 @@ def test_llama_factorys_description_of_a_dataset(tmp_path):
 
 def with_message(place: int, **changes) -> dict:
     """A record of one question and answer, a message of which has other fields."""
-    messages = [dict(ASKED), dict(ANSWERED)]
-    messages[place] |= changes
-    return {"messages": messages}
+    record = talk("q", "a")
+    record["messages"][place] |= changes
+    return record
 
 
+def with_part(kind: str, **extra) -> dict:
+    """A record whose question is one part."""
+    return talk([{"type": kind, **extra}], "a")
+
+
+ASKED, ANSWERED = talk("q", "a")["messages"]
 BAD = [
     (with_message(0, role="critic"), 'as message 1 "role" "critic"; it must be one of system'),
     (with_message(0, role=7), 'message 1 "role" 7'),
@@ -252,22 +236,13 @@ BAD = [
     (with_message(1, tool_calls="add(1)"), "an odd call of a tool"),
     (with_message(1, role="tool_call"), "an odd call of a tool"),
     (with_message(1, reasoning_content=1), 'an odd "reasoning_content"'),
-    (with_message(0, content=[]), 'message 1 an odd "content"'),
-    (with_message(0, content=[7]), 'a part of "type" null'),
-    (with_message(0, content=[{"type": "gif"}]), 'a part of "type" "gif"'),
-    (with_message(0, content=[{"type": "text", "text": 1}]), 'a part of "type" "text"'),
-    (
-        with_message(0, content=parts(("image", {"image": "x.png", "max_pixels": 9}))),
-        'part of type image with "max_pixels", which is not understood',
-    ),
-    (
-        with_message(0, content=parts(("image", {"image": "x", "url": "y"}))),
-        "part of type image with image, url; give one of them",
-    ),
-    (
-        {**with_message(0, content=parts(("image", {"image": "x"}))), "images": ["y"]},
-        'names what it shows or says in "images" and in "messages"',
-    ),
+    (talk([], "a"), 'message 1 an odd "content"'),
+    (talk([7], "a"), 'a part of "type" null'),
+    (with_part("gif"), 'a part of "type" "gif"'),
+    (with_part("text", text=1), 'a part of "type" "text"'),
+    (with_part("image", image="x.png", max_pixels=9), 'image with "max_pixels", which is not und'),
+    (with_part("image", image="x", url="y"), "part of type image with image, url; give one of th"),
+    (with_part("image", image="x") | {"images": ["y"]}, 'shows or says in "images" and in "mess'),
     (talk("q", "a", image="x", images=["y"]), 'in "image" and in "images"; give each item in one'),
     (talk("<image>q", "a", images=["http://a/x.png"]), "'http://a/x.png', which is no file"),
     (talk("<image>q", "a", images=["data:image/png;base64,AA"]), "which is no file"),
@@ -277,25 +252,22 @@ BAD = [
     (talk("<video>q", "a", videos=["v", "w"]), "has 1 <video> for 2 video"),
     (talk("<video>q", "a", videos=7), 'has an odd "videos"'),
     (talk("<video>q", "a", videos=[[]]), "has a video that is an empty list"),
-    (
-        with_message(0, content=parts(("video", {"video": []}))),
-        "has a video that is an empty list",
-    ),
+    (with_part("video", video=[]), "has a video that is an empty list"),
     (talk("q", "a", imags=["x"]), 'has "imags"; did it mean "images"'),
     (talk("q", "a", rejected_response="b"), 'has "rejected_response", by which nothing is trained'),
     (talk("q", "a", label=False), 'has "label", by which nothing is trained'),
     (talk("q", "a", objects={"bbox": []}), 'has "objects"'),
     (talk("q", "a", tools="add"), 'has an odd "tools"'),
     (talk("q", "a", system=7), 'has an odd "system"'),
-    ({"system": "s", "messages": [{"role": "system", "content": "t"}]}, 'has "system" and a sys'),
+    ({"system": "s", "messages": messages(("system", "t"))}, 'has "system" and a sys'),
     ({"instruction": "q", "output": "a"}, "Alpaca's form is not read"),
     ({"messages": [ASKED, ASKED, ANSWERED]}, 'has "messages" from user, user, assistant; user and'),
-    ({"messages": [ASKED, ANSWERED, {"role": "tool", "content": "3"}]}, "must alternate"),
+    ({"messages": [ASKED, ANSWERED, *messages(("tool", "3"))]}, "must alternate"),
     (
         {"messages": [ASKED, ANSWERED, {"role": "tool_call", "content": [CALL], "loss": False}]},
         'an answer and its call with different "loss"',
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("record", "message"), BAD)
@@ -314,3 +286,122 @@ def test_a_compressed_file_is_refused(tmp_path):
         file.write(json.dumps(talk("q", "a")))
     with pytest.raises(UserError, match=r"data\.jsonl\.gz: is compressed.*gunzip data.jsonl.gz"):
         Annotations.open(tmp_path / "data.jsonl.gz")
+
+
+def write_rows(path: Path, records: list[dict], pictures: Path | None) -> None:
+    """Write records in small row groups, with images inside if their folder is given."""
+    rows = [dict(record) for record in records]
+    for row in rows:
+        if pictures is not None and "image" in row:
+            row["image"] = [
+                {"bytes": (pictures / name).read_bytes(), "path": name} for name in row["image"]
+            ]
+    # All columns of all rows, not of the first alone.
+    names = dict.fromkeys(name for row in rows for name in row)
+    columns = {name: pa.array([row.get(name) for row in rows]) for name in names}
+    pq.write_table(pa.table(columns), path, row_group_size=5)
+
+
+def files_of(annotations: Annotations, index: int) -> list[bytes]:
+    return [file.open().read() for file in annotations[index].files]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory) -> tuple[Path, list[dict]]:
+    """A folder with lines.json and rows of the same records, with images named or inside."""
+    folder = tmp_path_factory.mktemp("rows")
+    records, pictures = make_samples(folder), folder / "pictures"
+    write_lines(folder, records)
+    write_rows(folder / "named.parquet", records, None)
+    write_rows(folder / "inside.parquet", records, pictures)
+    for number in range(2):
+        write_rows(folder / f"train-{number}.parquet", records[number * 12 :][:12], pictures)
+    return folder, records
+
+
+@pytest.mark.parametrize("name", ["named", "inside"])
+def test_rows_are_the_samples_of_lines(written, tokenizer, name):
+    """Prevents: rows of another group, images in another order, or keys that Arrow adds."""
+    folder, _ = written
+    lines = Annotations.open(folder / "lines.json")
+    rows = open_meta(folder, a={"annotation": f"{name}.parquet", "root": "pictures"})
+    assert len(rows) == SAMPLES
+    expected = scan(lines, tokenizer).lengths
+    for processes in (1, 2):
+        found = scan(rows, tokenizer, pool=LocalPool(processes)).lengths
+        for column in ("tiles", "tokens", "loss_tokens"):
+            assert (found.column(column) == expected.column(column)).all()
+    for index in reversed(range(SAMPLES)):  # from one row group to another
+        assert files_of(rows, index) == files_of(lines, index)
+        assert rows[index].turns == lines[index].turns
+
+
+def test_files_of_rows_are_one_source(written):
+    """Prevents: rows of a second file taken for those of the first, or left out of the hash."""
+    folder, records = written
+    rows = open_meta(folder, a={"shards": "train-{0..1}.parquet"})
+    lines = Annotations.open(folder / "lines.json")
+    for index, record in enumerate(records):
+        if "video" not in record:
+            assert files_of(rows, index) == files_of(lines, index)
+            assert rows[index].identity == lines[index].identity
+    assert rows.sha256 != open_meta(folder, a={"shards": "train-{0..0}.parquet"}).sha256
+
+
+def test_an_index_knows_rows(written, tmp_path):
+    """Prevents: a training that reads whole files to open them, or finds other rows."""
+    meta = written[0] / "meta.json"
+    meta.write_text('{"a": {"annotation": "inside.parquet"}}')
+    first = Annotations.open(meta, DataIndex.resumed(tmp_path / "data.index", LocalPool()))
+    again = Annotations.open(meta, DataIndex.read(tmp_path / "data.index"))
+    assert again.sha256 == first.sha256
+    assert files_of(again, 22) == files_of(first, 22)
+
+
+def test_one_image_or_recording_of_a_row(tmp_path):
+    """Prevents: a column of one file, as the hub's image datasets have, that is not understood."""
+    row = record_of("<image><audio>What?", image={"bytes": b"png", "path": None}, audio=[b"wav"])
+    pq.write_table(pa.Table.from_pylist([{**row, "mask": b"\xff"}]), tmp_path / "a.parquet")
+    annotations = Annotations.open(tmp_path / "a.parquet")
+    assert files_of(annotations, 0) == [b"png", b"wav"]
+    assert "a.parquet: row 1, image 1" in str(annotations[0].images[0])
+
+
+def test_columns_without_a_value_are_none(tmp_path):
+    """Prevents: messages refused for the keys of others, which Arrow gives to each of them."""
+    said = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    names = ("role", "content", "tool_calls")
+    schema = pa.schema({"messages": pa.list_(pa.struct([(n, pa.string()) for n in names]))})
+    pq.write_table(pa.Table.from_pylist([{"messages": said}], schema), tmp_path / "a.parquet")
+    rows = Annotations.open(tmp_path / "a.parquet")
+    lines = Annotations.open(write_jsonl(tmp_path / "a.jsonl", {"messages": said}))
+    assert rows[0].turns == lines[0].turns
+    assert json.loads(rows.stored(0).content) == json.loads(lines.stored(0).content)
+
+
+def test_what_is_wrong_is_said_in_a_line(tmp_path):
+    """Prevents: a traceback, or a broken file that costs its samples in silence."""
+    path = tmp_path / "a.parquet"
+    with pytest.raises(UserError, match="no such"):
+        open_meta(tmp_path, a={"annotation": "a.parquet"})
+    path.write_bytes(b"PAR1 is not all")
+    with pytest.raises(UserError, match="cannot be read as Parquet"):
+        Annotations.open(path)
+    pq.write_table(pa.table({"conversations": pa.array([], pa.string())}), path)
+    with pytest.raises(UserError, match="has no row"):
+        Annotations.open(path)
+    mixed = [{"bytes": b"png", "path": None}, {"bytes": None, "path": "b.png"}]
+    pq.write_table(pa.Table.from_pylist([{"images": mixed, **record_of()}]), path)
+    with pytest.raises(UserError, match="row 1 has some of its files inside"):
+        Annotations.open(path)[0]
+
+
+def test_rows_with_images_inside_are_not_exported(written):
+    """Prevents: another trainer's files that name images nobody can find."""
+    folder, records = written
+    inside = open_meta(folder, a={"annotation": "inside.parquet"})
+    with pytest.raises(UserError, match="row 2 has images or recordings inside"):
+        inside.stored(1)
+    assert json.loads(inside.stored(0).content)["id"] == records[0]["id"]
+    named = open_meta(folder, a={"annotation": "named.parquet", "root": "pictures"})
+    assert json.loads(named.stored(1).content)["image"] == records[1]["image"]

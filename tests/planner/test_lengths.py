@@ -1,50 +1,53 @@
-"""Length and pack files: what is written comes back, and a wrong file gets one clear error."""
+"""Length and pack files: what is written comes back, and a wrong file gets one clear error; lengths
+that ms-swift has counted, beside images of known sizes."""
 
-import dataclasses
+import io
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import failure, printed
+from length_cases import lengths_of
+from PIL import Image
+from plan_cases import MODEL, origin_of
 
 from omnibal.base.errors import UserError
-from omnibal.data.lengths import Lengths, LengthsOrigin, read_lengths, write_lengths
+from omnibal.data.external_lengths import counted_lengths, counted_tokens, is_counted
+from omnibal.data.lengths import Lengths, read_lengths, write_lengths
+from omnibal.data.native_resolution import image_segments
+from omnibal.model.config import load_model
 from omnibal.model.encoders import TilingConfig
-from omnibal.packing.packs import (
-    Packs,
-    ScheduledPacks,
-    read_packs,
-    sum_squared_tokens,
-    write_packs,
-)
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, sum_squared_tokens, write_packs
 
 pytestmark = pytest.mark.quick
 
 COLUMNS = ("tiles", "tokens", "loss_tokens", "source")
-RECORDS = [
-    {"vit_num": 3, "token_num": 900, "image_flags": [1, 1, 1]},
-    {"vit_num": 1, "token_num": 40, "image_flags": [0]},
-]
+TILING = {"image_size": 448, "tokens_per_tile": 256, "tiling": TilingConfig(max_dynamic_patch=6)}
+COUNTS = {"tiles": [3, 0, 1], "tokens": [900, 40, 300], "loss_tokens": [20, 30, 5]}
 
 
-def example_lengths(source_names: tuple[str, ...] = ("charts", "text")) -> Lengths:
-    return Lengths(
-        items={"tiles": np.array([3, 0, 1], np.int32)},
-        tokens=np.array([900, 40, 300], np.int32),
-        loss_tokens=np.array([20, 30, 5], np.int32),
-        source=np.array([0, 1, 0], np.int32),
-        source_names=source_names,
-        origin=LengthsOrigin(
-            data_sha256="d",
-            tokenizer_sha256="t",
-            image_size=448,
-            tokens_per_tile=256,
-            tiling=TilingConfig(max_dynamic_patch=6),
-            chat_template="internlm2-chat",
-            system_message=None,
-        ),
-    )
+def example_lengths(names=("charts", "text"), sample: list[int] | None = None) -> Lengths:
+    lengths = lengths_of(**COUNTS, source=[0, 1, 0], source_names=names)
+    origin = origin_of(MODEL, **TILING, chat_template="internlm2-chat", system_message=None)
+    return replace(lengths, origin=origin, sample=None if sample is None else np.array(sample))
+
+
+def read_changed(path: Path, change: Callable[[pa.Table], pa.Table]) -> Lengths:
+    """Read a file of lengths after its table was changed."""
+    pq.write_table(change(pq.read_table(path)), path)
+    return read_lengths([path])
+
+
+@pytest.fixture
+def lengths_file(tmp_path) -> Path:
+    """A file of the example's lengths."""
+    write_lengths(example_lengths(), tmp_path / "a.parquet")
+    return tmp_path / "a.parquet"
 
 
 def example_packs() -> ScheduledPacks:
@@ -52,27 +55,22 @@ def example_packs() -> ScheduledPacks:
         packs=Packs.from_lists([[2, 0], [1]]),
         step=np.array([0, 1]),
         dp_rank=np.array([0, 1], np.int32),
-        slot=np.array([0, 0], np.int32),
-        epoch=np.array([0, 0], np.int32),
         items={"tiles": np.array([4, 0], np.int32)},
         tokens=np.array([1200, 40], np.int32),
-        level=np.zeros(2, np.int32),
+        **dict.fromkeys(("slot", "epoch", "level"), np.zeros(2, np.int32)),
     )
 
 
-def test_lengths_round_trip(tmp_path):
+def test_lengths_round_trip(lengths_file):
     """Prevents a column or the origin from being lost or reordered in the file."""
-    lengths, path = example_lengths(), tmp_path / "lengths.parquet"
-    write_lengths(lengths, path)
-    again = read_lengths([path])
+    lengths, again = example_lengths(), read_lengths([lengths_file])
     for column in COLUMNS[:3]:
         assert again.column(column).tolist() == lengths.column(column).tolist()
         assert again.column(column).dtype == np.int32
     assert again.source.tolist() == lengths.source.tolist()
-    assert again.source_names == lengths.source_names
-    assert again.origin == lengths.origin
-    assert again.sha256 == lengths.sha256
-    assert [file.name for file in tmp_path.iterdir()] == ["lengths.parquet"]
+    for name in ("source_names", "origin", "sha256"):
+        assert getattr(again, name) == getattr(lengths, name)
+    assert list(lengths_file.parent.iterdir()) == [lengths_file]
 
 
 @pytest.mark.parametrize("column", COLUMNS)
@@ -85,11 +83,10 @@ def test_lengths_hash_sees_every_column(column):
     assert lengths.sha256 != before
 
 
-def test_joined_files_share_their_sources(tmp_path):
+def test_joined_files_share_their_sources(lengths_file, tmp_path):
     """Prevents source codes of the second file from being read with the first file's names."""
-    write_lengths(example_lengths(("charts", "text")), tmp_path / "a.parquet")
     write_lengths(example_lengths(("text", "pages")), tmp_path / "b.parquet")
-    joined = read_lengths([tmp_path / "a.parquet", tmp_path / "b.parquet"])
+    joined = read_lengths([lengths_file, tmp_path / "b.parquet"])
     names = [joined.source_names[code] for code in joined.source]
     assert names == ["charts", "text", "charts", "text", "pages", "text"]
     assert joined.origin is None
@@ -97,8 +94,12 @@ def test_joined_files_share_their_sources(tmp_path):
 
 def test_public_json_and_its_meta(tmp_path):
     """Prevents text-only samples, which that format writes as one dummy tile, from costing one."""
-    (tmp_path / "docs.json").write_text(json.dumps(RECORDS))
-    (tmp_path / "meta.json").write_text(json.dumps({"papers": {"token_lengths": "docs.json"}}))
+    records = [
+        {"vit_num": 3, "token_num": 900, "image_flags": [1, 1, 1]},
+        {"vit_num": 1, "token_num": 40, "image_flags": [0]},
+    ]
+    (tmp_path / "docs.json").write_text(json.dumps(records))
+    (tmp_path / "meta.json").write_text('{"papers": {"token_lengths": "docs.json"}}')
     for name, source in (("docs.json", "docs"), ("meta.json", "papers")):
         lengths = read_lengths([tmp_path / name])
         assert lengths.column("tiles").tolist() == [3, 0]
@@ -138,19 +139,31 @@ def test_wrong_lengths_files_are_named(tmp_path, name, content, expected):
         read_lengths([tmp_path / name])
 
 
-def test_missing_column_is_named(tmp_path):
+def test_missing_column_is_named(lengths_file):
     """Prevents a bare KeyError for someone else's Parquet file."""
-    pq.write_table(pa.table({"tiles": [1], "tokens": [2]}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=r"lacks the column\(s\) loss_tokens, source"):
-        read_lengths([tmp_path / "a.parquet"])
+        read_changed(lengths_file, lambda table: table.select(["tiles", "tokens"]))
+
+
+@pytest.mark.parametrize("sample", [[1, 1, 2], [2, 1, 3], [-1, 0, 1]])
+def test_samples_that_do_not_ascend_are_refused(lengths_file, sample):
+    """Prevents a damaged file from training a sample twice, or the last one for index -1."""
+    with pytest.raises(UserError, match=r"a\.parquet: column sample holds .* must ascend"):
+        read_changed(lengths_file, lambda table: table.append_column("sample", pa.array(sample)))
+
+
+@pytest.mark.parametrize("origin", ["{", "{}", '{"data_sha256": "d", "cache": 1}', b"\xff"])
+def test_an_origin_of_another_version_is_refused(lengths_file, origin):
+    """Prevents a traceback for lengths that another version scanned."""
+    with pytest.raises(UserError, match=r"a\.parquet: origin: .*omnibal lengths"):
+        read_changed(lengths_file, lambda table: table.replace_schema_metadata({"omnibal": origin}))
 
 
 def test_packs_round_trip(tmp_path):
     """Prevents ragged sample lists from shifting by one, and bytes that differ between writes."""
     packs, path = example_packs(), tmp_path / "packs.parquet"
     write_packs(packs, path)
-    first_bytes = path.read_bytes()
-    again = read_packs(path)
+    first_bytes, again = path.read_bytes(), read_packs(path)
     assert [again.packs[i].tolist() for i in range(2)] == [[2, 0], [1]]
     for column in ("step", "dp_rank", "slot", "epoch", "tokens"):
         assert getattr(again, column).tolist() == getattr(packs, column).tolist()
@@ -176,22 +189,20 @@ def test_packs_round_trip(tmp_path):
         ("source", pa.array([None], pa.string()).dictionary_encode(), " holds .* with nulls"),
     ],
 )
-def test_columns_of_another_kind_are_refused(tmp_path, column, values, expected):
+def test_columns_of_another_kind_are_refused(lengths_file, column, values, expected):
     """Prevents counts that were rounded, wrapped or read from nothing."""
     columns = {name: pa.array([1], pa.int32()) for name in COLUMNS} | {"source": pa.array(["a"])}
-    pq.write_table(pa.table(columns | {column: values}), tmp_path / "a.parquet")
     with pytest.raises(UserError, match=rf"a\.parquet: column {column}{expected}"):
-        read_lengths([tmp_path / "a.parquet"])
+        read_changed(lengths_file, lambda _: pa.table(columns | {column: values}))
 
 
 @pytest.mark.parametrize("kind", [pa.uint8(), pa.int16(), pa.int64(), pa.uint64()])
 @pytest.mark.parametrize("text", [pa.string(), pa.large_string()])
-def test_integers_of_any_width_are_read(tmp_path, kind, text):
+def test_integers_of_any_width_are_read(lengths_file, kind, text):
     """Prevents refusing files whose counts fit, written by other tools."""
     columns = {name: pa.array([100, 7], kind) for name in COLUMNS}
     columns["source"] = pa.array(["b", "a"], text)
-    pq.write_table(pa.table(columns), tmp_path / "a.parquet")
-    lengths = read_lengths([tmp_path / "a.parquet"])
+    lengths = read_changed(lengths_file, lambda _: pa.table(columns))
     for column in COLUMNS[:3]:
         assert lengths.column(column).tolist() == [100, 7]
         assert lengths.column(column).dtype == np.int32
@@ -202,64 +213,34 @@ def test_row_groups_with_dictionaries_of_their_own(tmp_path):
     """Prevents codes of one row group from being read with another's names."""
     names = ["b", "a", "c", "a"]
     columns = {name: pa.array([1, 2, 3, 4], pa.int32()) for name in COLUMNS}
-    columns["source"] = pa.chunked_array([pa.array(names[:2]), pa.array(names[2:])])
-    table = pa.table(columns | {"source": columns["source"].dictionary_encode()})
+    chunks = pa.chunked_array([pa.array(names[:2]), pa.array(names[2:])])
+    table = pa.table(columns | {"source": chunks.dictionary_encode()})
     pq.write_table(table, tmp_path / "a.parquet", row_group_size=2)
     lengths = read_lengths([tmp_path / "a.parquet"])
     assert [lengths.source_names[code] for code in lengths.source] == names
 
 
-def skipping(sample: list[int]) -> Lengths:
-    return dataclasses.replace(example_lengths(), sample=np.array(sample))
-
-
-def test_lengths_of_all_samples_stay_as_they_were(tmp_path):
+def test_lengths_of_all_samples_stay_as_they_were(lengths_file):
     """Prevents plans from being refused since their lengths have another hash than when planned."""
     lengths = example_lengths()
     assert lengths.sha256.startswith("9ad8ebf8cdf46e48d1bdc725f642a004")
-    write_lengths(lengths, tmp_path / "a.parquet")
-    assert pq.read_table(tmp_path / "a.parquet").column_names == list(COLUMNS)
-    assert read_lengths([tmp_path / "a.parquet"]).sample is None
+    assert pq.read_table(lengths_file).column_names == list(COLUMNS)
+    assert read_lengths([lengths_file]).sample is None
     assert lengths.annotation_indices(np.array([2, 0])).tolist() == [2, 0]
 
 
-def test_lengths_with_skipped_samples(tmp_path):
-    """Prevents a skipped sample from being trained on in place of the row's own."""
-    lengths = skipping([1, 4, 5])
-    write_lengths(lengths, tmp_path / "a.parquet")
-    again = read_lengths([tmp_path / "a.parquet"])
+def test_lengths_with_skipped_samples(lengths_file):
+    """Prevents a skipped sample trained for the row's own, and indices of no annotations."""
+    lengths = example_lengths(sample=[1, 4, 5])
+    write_lengths(lengths, lengths_file)
+    again = read_lengths([lengths_file])
     assert again.annotation_indices(np.array([2, 0, 0])).tolist() == [5, 1, 1]
-    hashes = [example_lengths().sha256, lengths.sha256, skipping([0, 1, 2]).sha256]
     assert again.sha256 == lengths.sha256
-    assert len(set(hashes)) == 3
-
-
-def test_samples_without_origin_mean_nothing(tmp_path):
-    """Prevents indices into annotations from being kept where nobody knows which."""
-    write_lengths(skipping([1, 4, 5]), tmp_path / "a.parquet")
-    joined = read_lengths([tmp_path / "a.parquet"] * 2)
-    assert joined.sample is None
-    table = pq.read_table(tmp_path / "a.parquet").replace_schema_metadata(None)
-    pq.write_table(table, tmp_path / "a.parquet")
-    assert read_lengths([tmp_path / "a.parquet"]).sample is None
-
-
-@pytest.mark.parametrize("sample", [[1, 1, 2], [2, 1, 3], [-1, 0, 1]])
-def test_samples_that_do_not_ascend_are_refused(tmp_path, sample):
-    """Prevents a damaged file from training a sample twice, or the last one for index -1."""
-    write_lengths(skipping(sample), tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: column sample holds .* must ascend"):
-        read_lengths([tmp_path / "a.parquet"])
-
-
-@pytest.mark.parametrize("metadata", ["{", "{}", '{"data_sha256": "d", "cache": 1}', b"\xff"])
-def test_an_origin_of_another_version_is_refused(tmp_path, metadata):
-    """Prevents a traceback for lengths that another version scanned."""
-    write_lengths(example_lengths(), tmp_path / "a.parquet")
-    table = pq.read_table(tmp_path / "a.parquet").replace_schema_metadata({"omnibal": metadata})
-    pq.write_table(table, tmp_path / "a.parquet")
-    with pytest.raises(UserError, match=r"a\.parquet: origin: .*omnibal lengths"):
-        read_lengths([tmp_path / "a.parquet"])
+    others = {example_lengths(sample=sample).sha256 for sample in (None, [0, 1, 2])}
+    assert len({lengths.sha256, *others}) == 3
+    assert read_lengths([lengths_file] * 2).sample is None
+    without = read_changed(lengths_file, lambda table: table.replace_schema_metadata(None))
+    assert without.sample is None
 
 
 @pytest.mark.parametrize(
@@ -289,15 +270,12 @@ def test_packs_of_another_kind_are_refused(tmp_path, column, values, expected):
 
 def test_packs_of_other_writers(tmp_path):
     """Prevents small lists in several row groups, as other tools write them, from shifting."""
-    path = tmp_path / "packs.parquet"
-    names = ("step", "dp_rank", "slot", "epoch", "tiles", "tokens")
-    table = pa.table(
-        {name: pa.array(range(4)) for name in names}
-        | {"samples": pa.array([[5], [1, 2], [3], [0, 4]], pa.list_(pa.int32()))}
-    )
+    path, samples = tmp_path / "packs.parquet", [[5], [1, 2], [3], [0, 4]]
+    columns = dict.fromkeys(("step", "dp_rank", "slot", "epoch", "tiles", "tokens"), range(4))
+    table = pa.table({**columns, "samples": pa.array(samples, pa.list_(pa.int32()))})
     pq.write_table(table, path, row_group_size=2)
     packs = read_packs(path).packs
-    assert [packs[i].tolist() for i in range(4)] == [[5], [1, 2], [3], [0, 4]]
+    assert [packs[i].tolist() for i in range(4)] == samples
 
 
 def test_sums_and_take_follow_the_members():
@@ -305,7 +283,105 @@ def test_sums_and_take_follow_the_members():
     lengths, packs = example_lengths(), example_packs().packs
     assert packs.sums(lengths.tokens).tolist() == [1200, 40]
     assert sum_squared_tokens(packs, lengths).tolist() == [900**2 + 300**2, 40**2]
-    assert [p.tolist() for p in map(packs.take(np.array([1, 0])).__getitem__, (0, 1))] == [
-        [1],
-        [2, 0],
+    taken = packs.take(np.array([1, 0]))
+    assert [taken[0].tolist(), taken[1].tolist()] == [[1], [2, 0]]
+
+
+NATIVE, TILED = load_model("qwen3-vl-8b"), load_model("internvl2-1b")
+SIZES = [(640, 480), (64, 1_024), (1_000, 1_000)]
+
+
+def picture(size: tuple[int, int]) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", size).save(file, "PNG")
+    return file.getvalue()
+
+
+def stored(size: tuple[int, int]) -> dict:
+    """An image inside a row."""
+    return {"bytes": picture(size), "path": None}
+
+
+def cached_dataset(folder: Path, rows: list[dict], name: str = "lengths") -> Path:
+    """Write what `datasets` saves: Arrow streams, and the list of them."""
+    folder.mkdir(parents=True)
+    image = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
+    columns = {"images": image, name: pa.int64(), "videos": pa.string()}
+    schema = pa.schema([(column, pa.list_(kind)) for column, kind in columns.items()])
+    files = [f"data-{k:05}-of-00002.arrow" for k in range(2)]
+    for file, half in zip(files, np.array_split(np.arange(len(rows)), 2), strict=True):
+        table = pa.Table.from_pylist([rows[row] for row in half], schema)
+        with pa.ipc.new_stream(str(folder / file), schema) as stream:
+            stream.write_table(table)
+    (folder / "dataset_info.json").write_text("{}")
+    state = {"_data_files": [{"filename": file} for file in files]}
+    (folder / "state.json").write_text(json.dumps(state))
+    return folder
+
+
+def read(path: Path, model=NATIVE):
+    return counted_lengths(path, counted_tokens(path), model, lambda done: None)
+
+
+@pytest.mark.parametrize("name", ["lengths", "length"])
+def test_rows_of_a_cached_dataset_keep_their_tokens_and_images_are_counted(tmp_path, name):
+    """Prevents tokens other than ms-swift packs by, and images left out or of another row."""
+    (tmp_path / "a.png").write_bytes(picture(SIZES[0]))
+    rows = [
+        {"images": [{"bytes": None, "path": str(tmp_path / "a.png")}], name: [900]},
+        {"images": None, name: [40, 7]},
+        {"images": list(map(stored, SIZES)), name: [9_000]},
     ]
+    cached_dataset(tmp_path / "made/train", rows, name)
+    found = read(tmp_path / "made")
+    assert found.tokens.tolist() == [900, 47, 9_000]
+    tokens = [image_segments(*size, NATIVE.images.image_rule).all_tokens for size in SIZES]
+    assert found.items["image_tokens"].tolist() == [tokens[0], 0, sum(tokens)]
+    squares = [tokens[0] ** 2, 0, sum(count**2 for count in tokens)]
+    assert found.squares["squared_image_tokens"].tolist() == squares
+
+
+def test_tiles_are_counted_of_every_image_by_itself(tmp_path):
+    """Prevents images' tiles shared among a sample's images, which ms-swift does not do."""
+    cached_dataset(tmp_path / "train", [{"images": [stored(SIZES[0])] * 2, "lengths": [9_000]}])
+    assert read(tmp_path, TILED).items["tiles"].tolist() == [2 * 13]
+
+
+def test_the_command_reads_it_without_a_tokenizer(tmp_path, capsys):
+    """Prevents a command that asks for what it does not use, or ignores what it was given."""
+    path = cached_dataset(tmp_path / "made/train", [{"lengths": [2_000 + n]} for n in range(3)])
+    output, state = tmp_path / "lengths.parquet", path / "state.json"
+    counted = f"lengths {path} --model qwen3-vl-8b -o"
+    printed(capsys, counted, output, "--json")
+    assert read_lengths([output]).tokens.tolist() == [2_000, 2_001, 2_002]
+    assert "leave it out" in failure(capsys, counted, output, "--tokenizer-model", "t.json")
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    error = failure(capsys, f"lengths {tmp_path}/a.jsonl --model qwen3-vl-8b -o", output)
+    assert "--tokenizer-model" in error
+    assert failure(capsys, counted, state) and state.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("rows", "said"),
+    [
+        ([{"images": [{"bytes": b"no", "path": None}], "lengths": [90]}], "row 0: image"),
+        ([{"images": [{"bytes": None, "path": None}], "lengths": [90]}], "without path"),
+        ([{"videos": ["a.mp4"], "lengths": [90]}], "videos"),
+        ([{"lengths": [0]}], "no whole number above 0"),
+        ([], "has no rows"),
+        # The dataset was made with other pixel limits.
+        ([{"images": [stored((2_000, 2_000))], "lengths": [50]}], "row 0 has 50 tokens, and its 1"),
+    ],
+    ids=["no image", "no path", "video", "no tokens", "no rows", "other limits"],
+)
+def test_what_cannot_be_counted_is_refused(tmp_path, rows, said):
+    """Prevents lengths without the items of an image or for other limits, or a traceback."""
+    cached_dataset(tmp_path / "train", rows)
+    with pytest.raises(UserError, match=said):
+        read(tmp_path / "train")
+
+
+def test_other_folders_and_files_are_not_taken_for_counted(tmp_path):
+    """Prevents annotation files read as a dataset that is counted."""
+    (tmp_path / "a.jsonl").write_text("{}\n")
+    assert not is_counted(tmp_path) and not is_counted(tmp_path / "a.jsonl")

@@ -19,10 +19,8 @@ CLUSTER = load_cluster("h100-80g")
 def test_few_sizes_span_what_models_compute(name):
     """Prevents: rates held constant where a model's slices are, or minutes of measuring."""
     model = load_model(name)
-    items = {
-        tower.feature: 2304 if isinstance(tower, ImagesEncoder) else 9
-        for tower in model.encoders.values()
-    }
+    towers = model.encoders.values()
+    items = {one.feature: 2304 if isinstance(one, ImagesEncoder) else 9 for one in towers}
     sizes = measured_sizes(model, CLUSTER, Caps.of(**items, tokens=4096), "bf16")
     assert 8 <= len(sizes.rows) * len(sizes.inner) * len(sizes.outer) <= 216
     assert sizes.outer[0] > 8  # a gate's one output is no width of a matrix product
@@ -37,8 +35,8 @@ def test_few_sizes_span_what_models_compute(name):
     # The largest product with its weights and output fits beside nothing else on a device.
     m, k, n = sizes.rows[-1], sizes.inner[-1], sizes.outer[-1]
     assert 2 * (m * k + k * n + m * n) < 16 * 2**30
-    width = model.language.hidden_size
-    assert sizes.collective_bytes[-1] == pytest.approx(4096 * width * 2, rel=0.01)
+    tokens_bytes = 4096 * model.language.hidden_size * 2
+    assert sizes.collective_bytes[-1] == pytest.approx(tokens_bytes, rel=0.01)
     assert all(size % (4 * ranks) == 0 for size in sizes.collective_bytes for ranks in range(2, 9))
 
 

@@ -34,6 +34,11 @@ def weights(*values: float, **others) -> dict:
     return {**{name: {"weight": weight} for name, weight in given}, **others}
 
 
+NONE = {"epochs": 0}
+# In floating point 0.29 x 100 is 28.999...
+ROUNDED = weights(1, 0, 0, samples=1000, most_epochs=0.29, books=NONE, ocr=NONE)
+
+
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
@@ -46,6 +51,7 @@ def weights(*values: float, **others) -> dict:
         # First ocr, then books is cut, and only then is web all that is left.
         (weights(1, 3, 9, samples=200, most_epochs=1), [100, 40, 7]),
         (weights(1, 3, 0, samples=90, ocr={"epochs": 10}), [5, 15, 70]),
+        (ROUNDED, [29, 0, 0]),
     ],
 )
 def test_shares_are_those_counted_by_hand(given, expected):
@@ -209,7 +215,8 @@ def test_mixtures_that_cannot_be_are_refused(given, message):
             weights(1, 1, 1, samples=1000, most_epochs=2),
             ["limits web, books and ocr,", "has 294 samples in place of 1,000"],
         ),
-        (weights(1, 1, 1, books={"epochs": 0}, ocr={"epochs": 0.05}), ["no sample of ocr is seen"]),
+        (weights(1, 1, 1, books=NONE, ocr={"epochs": 0.05}), ["no sample of ocr is seen"]),
+        (ROUNDED, ["limits web", "has 29 samples in place of 1,000"]),
     ],
 )
 def test_what_a_mixture_cannot_be_is_said(given, expected):
@@ -217,14 +224,6 @@ def test_what_a_mixture_cannot_be_is_said(given, expected):
     said = shortfalls(mixture(**given), NAMES, AVAILABLE)
     for sentence, part in zip(said, expected, strict=True):
         assert part in sentence
-
-
-def test_a_limit_is_rounded_once():
-    """Prevents: a sample that is lost to 0.29 x 100 = 28.999..., or a note that misses it."""
-    given = {"samples": 1000, "most_epochs": 0.29, "web": {"weight": 1}, "books": {"epochs": 0}}
-    rule = mixture(**given, ocr={"epochs": 0})
-    assert samples_of_sources(rule, NAMES, AVAILABLE).tolist() == [29, 0, 0]
-    assert "limits web" in shortfalls(rule, NAMES, AVAILABLE)[0]
 
 
 def test_packs_of_a_mixture_are_of_its_samples(data, tmp_path):

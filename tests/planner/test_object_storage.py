@@ -1,14 +1,16 @@
-"""Data by URLs: the same lengths as of local files, and one clear error where a storage fails.
+"""Data by URLs, of fsspec's memory and moto's S3: lengths, errors of storages, and kept blocks."""
 
-Storages that fail are fsspec's memory, made to; S3 is moto's server, asked by the command itself.
-"""
-
+import errno
+import fcntl
+import hashlib
 import json
 import os
+import random
 import shutil
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,7 +18,8 @@ import fsspec
 import pytest
 from cli_cases import failure
 from fsspec.implementations.memory import MemoryFileSystem
-from s3_cases import Server, needs_s3, started_s3
+from jsonl_cases import DIGITS, open_meta, scan
+from s3_cases import needs_s3, started_s3
 from shard_cases import make_samples, write_lines, write_shards
 
 from omnibal.base.block_cache import BlockCache
@@ -25,14 +28,10 @@ from omnibal.base.remote_path import RemotePath, location, named_from, versions_
 from omnibal.base.worker_pool import LocalPool
 from omnibal.data.annotations import Annotations
 from omnibal.data.data_index import DataIndex
-from omnibal.data.lengths import Lengths
 from omnibal.data.scan import scan_key, scan_lengths
 from omnibal.data.scan_journal import ScanJournal
-from omnibal.model.config import load_model
 
 ROOT = Path(__file__).parents[2]
-MODEL = load_model("internvl-digits")
-SHARDS = 6
 
 
 class Watched(MemoryFileSystem):
@@ -61,9 +60,7 @@ def made(tmp_path_factory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("made")
     records = make_samples(folder)
     write_shards(folder, records, per_shard=4)
-    (folder / "shards.json").write_text(
-        f'{{"a": {{"shards": "train-{{000..00{SHARDS - 1}}}.tar"}}}}'
-    )
+    (folder / "shards.json").write_text('{"a": {"shards": "train-{000..005}.tar"}}')
     return write_lines(folder, records), folder / "shards.json"
 
 
@@ -73,16 +70,21 @@ def bucket(made, tmp_path) -> str:
     fsspec.register_implementation("watched", Watched, clobber=True)
     Watched.store.clear()
     Watched.denied.clear()
-    files = Watched()
     for path in made[0].parent.rglob("*"):
         if path.is_file():
-            files.pipe(f"/{tmp_path.name}/{path.relative_to(made[0].parent)}", path.read_bytes())
+            put(tmp_path, str(path.relative_to(made[0].parent)), path.read_bytes())
     Watched.read.clear()
     return f"watched://{tmp_path.name}"
 
 
-def scan(annotations: Annotations, tokenizer, **options) -> Lengths:
-    return scan_lengths(annotations, MODEL, tokenizer, lambda _: None, **options).lengths
+def put(folder: Path, name: str, content: bytes) -> None:
+    """Write a file of the test's storage."""
+    Watched().pipe(f"/{folder.name}/{name}", content)
+
+
+def tars_read() -> set[str]:
+    """Names of the shards that were read."""
+    return {path.rpartition("/")[2] for path in Watched.read if path.endswith(".tar")}
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -91,7 +93,8 @@ def test_urls_are_read_as_files_are(made, bucket, tokenizer, which):
     local = Annotations.open(made[which])
     remote = Annotations.open(location(f"{bucket}/{made[which].name}"))
     assert remote.sha256 == local.sha256
-    assert scan(remote, tokenizer).sha256 == scan(local, tokenizer).sha256
+    remote_lengths, local_lengths = (scan(each, tokenizer).lengths for each in (remote, local))
+    assert remote_lengths.sha256 == local_lengths.sha256
     for sample, other in zip(remote, local, strict=True):
         assert (sample.identity, sample.turns) == (other.identity, other.turns)
         pairs = zip(sample.files, other.files, strict=True)
@@ -101,10 +104,9 @@ def test_urls_are_read_as_files_are(made, bucket, tokenizer, which):
 def test_what_was_read_is_kept(bucket, tmp_path):
     """Prevents every epoch from being paid for and waited for again."""
     content = bytes(range(256)) * (90 << 10)  # more than a process remembers
-    Watched().pipe(f"/{tmp_path.name}/large", content)
+    put(tmp_path, "large", content)
     cache = BlockCache.open(tmp_path / "cache", 1)
-    path = location(f"{bucket}/large", cache)
-    assert path.read_bytes() == content
+    assert location(f"{bucket}/large", cache).read_bytes() == content
     Watched.denied.add(f"/{tmp_path.name}/large")
     assert (location(bucket, cache) / "large").read_bytes() == content
     with pytest.raises(StorageError, match="may not be read"):
@@ -133,32 +135,27 @@ def test_a_denied_shard_loses_nothing(made, bucket, tmp_path):
         open_indexed(meta, tmp_path)
     Watched.denied.clear()
     Watched.read.clear()
-    annotations = open_indexed(meta, tmp_path)
-    assert annotations.sha256 == Annotations.open(made[1]).sha256
-    tars = {path for path in Watched.read if path.endswith(".tar")}
-    assert tars == {f"/{tmp_path.name}/train-00{number}.tar" for number in (3, 4, 5)}
+    assert open_indexed(meta, tmp_path).sha256 == Annotations.open(made[1]).sha256
+    assert tars_read() == {f"train-00{number}.tar" for number in (3, 4, 5)}
 
 
 def test_a_whole_index_reads_no_file(made, bucket, tmp_path):
-    """Prevents every process of a job from reading all data before its first step, and the places
-    of an older file from being read in a newer one."""
-    meta = location(f"{bucket}/shards.json")
+    """Prevents all data read by each process before its first step, and places of an older file."""
+    meta, index = location(f"{bucket}/shards.json"), tmp_path / "index"
     whole = open_indexed(meta, tmp_path)
     Watched.read.clear()
-    again = Annotations.open(meta, DataIndex.read(tmp_path / "index"))
+    again = Annotations.open(meta, DataIndex.read(index))
     assert again.sha256 == whole.sha256
-    assert not [path for path in Watched.read if path.endswith(".tar")]
+    assert not tars_read()
     assert [each.identity for each in again] == [each.identity for each in whole]
-    Watched().pipe(
-        f"/{tmp_path.name}/train-001.tar", (made[1].parent / "train-001.tar").read_bytes()
-    )
+    put(tmp_path, "train-001.tar", (made[1].parent / "train-001.tar").read_bytes())
     with pytest.raises(UserError, match=r"knows nothing of .*train-001\.tar as it is now"):
-        Annotations.open(meta, DataIndex.read(tmp_path / "index"))
+        Annotations.open(meta, DataIndex.read(index))
     with pytest.raises(StorageError, match=r"train-001\.tar: has changed"):
         again.check_unchanged()
-    (tmp_path / "index").write_text("my notes")
+    index.write_text("my notes")
     with pytest.raises(UserError, match="is not an index of `omnibal lengths`"):
-        DataIndex.read(tmp_path / "index")
+        DataIndex.read(index)
     with pytest.raises(UserError, match="no such index"):
         DataIndex.read(tmp_path / "none")
 
@@ -179,88 +176,72 @@ def test_indexed_samples_are_opened_without_reading_them(tmp_path):
 @pytest.mark.parametrize("is_remote", [False, True])
 def test_a_shard_that_changes_ends_the_scan(made, bucket, tokenizer, tmp_path, is_remote):
     """Prevents lengths of two versions of a shard, and the loss of what was scanned of others."""
-    local = tmp_path / "data"
-    local.mkdir()
     for path in made[1].parent.glob("*.tar"):
-        (local / path.name).write_bytes(path.read_bytes())
-    (local / "shards.json").write_text(
-        json.dumps({"a": {"shards": "train-{000..005}.tar", "repeat_time": 30}})
-    )
-    Watched().pipe(f"/{tmp_path.name}/shards.json", (local / "shards.json").read_bytes())
-    meta = location(f"{bucket}/shards.json") if is_remote else local / "shards.json"
-    annotations = Annotations.open(meta)
-    key = scan_key(MODEL, tokenizer)
+        shutil.copyfile(path, tmp_path / path.name)
+    annotations = open_meta(tmp_path, a={"shards": "train-{000..005}.tar", "repeat_time": 30})
+    meta = tmp_path / "meta.json"
+    if is_remote:
+        put(tmp_path, "meta.json", meta.read_bytes())
+        meta = location(f"{bucket}/meta.json")
+        annotations = Annotations.open(meta)
+    key, calls = scan_key(DIGITS, tokenizer), []
     journal = ScanJournal.open(tmp_path / "journal", key, annotations)
-    calls = []
 
     def change(done: int) -> None:
         calls.append(done)
         if len(calls) != 2:  # the first is before any task
             return
         if is_remote:  # the same bytes under another time
-            content = (local / "train-005.tar").read_bytes()
-            Watched().pipe(f"/{tmp_path.name}/train-005.tar", content)
+            put(tmp_path, "train-005.tar", (tmp_path / "train-005.tar").read_bytes())
         else:
-            shutil.copyfile(local / "train-001.tar", local / "train-005.tar")
+            shutil.copyfile(tmp_path / "train-001.tar", tmp_path / "train-005.tar")
 
     with pytest.raises(StorageError, match=r"train-005\.tar: has changed while it was read"):
-        scan_lengths(annotations, MODEL, tokenizer, change, journal=journal, on_error="skip")
+        scan_lengths(annotations, DIGITS, tokenizer, change, journal=journal, on_error="skip")
     again = Annotations.open(meta)
     journal = ScanJournal.open(tmp_path / "journal", key, again)
     assert len(journal.finished) == 30 * 4 * (6 if is_remote else 5)
-    assert scan(again, tokenizer, journal=journal).sha256 == scan(again, tokenizer).sha256
+    resumed, fresh = scan(again, tokenizer, journal=journal), scan(again, tokenizer)
+    assert resumed.lengths.sha256 == fresh.lengths.sha256
 
 
-def command(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+def command(digits: Path, meta: object, *arguments: object, **environment: str):
     """`omnibal lengths` with nothing of S3 in the environment but what is given."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    words = [sys.executable, "-m", "omnibal", "lengths", "--model", MODEL.name]
+    words = [sys.executable, "-m", "omnibal", "lengths", meta, "--model", DIGITS.name]
+    words += ["--tokenizer-model", digits / "tokenizer.model", *arguments]
     return subprocess.run(
-        [*words, *map(str, arguments)],
+        list(map(str, words)),
         env=kept | environment, cwd=ROOT, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory) -> Iterator[Server]:
-    with started_s3(tmp_path_factory.mktemp("moto")) as server:
-        yield server
-
-
 @needs_s3
-def test_a_bucket_is_scanned_as_a_folder(made, digits, server, tmp_path):
-    """Prevents what fsspec's memory does not show of a real storage, such as names of buckets, and
-    other lengths of lines and shards by URLs that a Ray cluster reads."""
-    folder = made[0].parent
-    server.put_folder(folder)
-    metas = {}
-    for where in (str(folder), "s3://data"):
-        sources = {
-            "lines": {"root": f"{where}/pictures", "annotation": f"{where}/a.jsonl"},
-            "shards": {"shards": f"{where}/train-{{000..005}}.tar"},
-        }
-        metas[where] = tmp_path / f"{len(metas)}.json"
-        metas[where].write_text(json.dumps(sources))
-    outputs = []
-    engine = ("--engine", "ray") if find_spec("ray") else ("--processes", 1)
-    for meta, where in zip(metas.values(), (("--processes", 1), engine), strict=True):
-        outputs.append(meta.with_suffix(".parquet"))
-        done = command(
-            meta, "--tokenizer-model", digits / "tokenizer.model", "-o", outputs[-1],
-            *where, **server.environment,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-    assert outputs[0].read_bytes() == outputs[1].read_bytes()
+def test_a_bucket_is_scanned_as_a_folder(made, digits, tmp_path):
+    """Prevents what fsspec's memory does not show of a storage, and other lengths from Ray."""
+    folder, written = made[0].parent, []
+    ray = ("--engine", "ray") if find_spec("ray") else ("--processes", 1)
+    with started_s3(tmp_path) as server:
+        server.put_folder(folder)
+        for where, engine in ((folder, ("--processes", 1)), ("s3://data", ray)):
+            sources = {
+                "lines": {"root": f"{where}/pictures", "annotation": f"{where}/a.jsonl"},
+                "shards": {"shards": f"{where}/train-{{000..005}}.tar"},
+            }
+            (tmp_path / "meta.json").write_text(json.dumps(sources))
+            output = tmp_path / f"{len(written)}.parquet"
+            given = (tmp_path / "meta.json", "-o", output, *engine)
+            done = command(digits, *given, **server.environment)
+            assert done.returncode == 0, done.stderr
+            written.append(output.read_bytes())
+    assert written[0] == written[1]
 
 
 @needs_s3
 def test_a_bucket_without_credentials(digits, tmp_path):
     """Prevents a traceback of forty frames, or a wait for the metadata of a cloud's machine."""
     nothing = {"AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
-    done = command(
-        "s3://private/meta.json", "--tokenizer-model", digits / "tokenizer.model",
-        "-o", tmp_path / "L.parquet", **nothing,
-    )  # fmt: skip
+    done = command(digits, "s3://private/meta.json", "-o", tmp_path / "L.parquet", **nothing)
     assert done.returncode == 2
     assert done.stderr.count("\n") == 1
     assert "s3://private/meta.json: cannot be read (Unable to locate credentials)" in done.stderr
@@ -268,14 +249,12 @@ def test_a_bucket_without_credentials(digits, tmp_path):
 
 def test_versions_follow_content_and_time(tmp_path):
     """Prevents a changed file from being read by the places of the old one."""
-    path = tmp_path / "a"
-    path.write_bytes(b"1")
-    [before] = versions_of([path])
-    os.utime(path, (1, 1))
-    [touched] = versions_of([path])
-    path.write_bytes(b"12")
-    os.utime(path, (1, 1))
-    assert len({before, touched, *versions_of([path])}) == 3
+    path, found = tmp_path / "a", []
+    for content, times in ((b"1", None), (b"1", (1, 1)), (b"12", (1, 1))):
+        path.write_bytes(content)
+        os.utime(path, times)
+        found += versions_of([path])
+    assert len(set(found)) == 3
 
 
 @pytest.mark.parametrize(
@@ -292,3 +271,99 @@ def test_what_takes_no_url_says_so(capsys, tmp_path, monkeypatch, command, optio
     monkeypatch.chdir(tmp_path)
     assert f"error: {option}: is a URL, by which only data is read" in failure(capsys, command)
     assert not list(tmp_path.iterdir())
+
+
+BLOCK = 4096
+NAMES = [f"s3://bucket/{number}" for number in range(60)]
+
+
+def content_of(name: str) -> bytes:
+    return hashlib.sha256(name.encode()).digest() * (BLOCK // 32)
+
+
+def read(cache: BlockCache, name: str) -> bytes:
+    return cache.block(name, BLOCK, lambda: content_of(name))
+
+
+def read_at_random(cache: BlockCache, seed: int, reads: int) -> int:
+    """Read blocks in another process; its number."""
+    child = os.fork()
+    if child:
+        return child
+    drawn = random.Random(seed)
+    wrong = any(read(cache, name) != content_of(name) for name in drawn.choices(NAMES, k=reads))
+    os._exit(wrong)
+
+
+def test_processes_share_it(tmp_path):
+    """Prevents a full disk, and blocks read while another process writes them or is killed."""
+    cache = BlockCache.open(tmp_path, 20 * BLOCK / 2**30)
+    for killed in (True, False):
+        children = [read_at_random(cache, seed, 100_000 if killed else 300) for seed in range(3)]
+        deadline = time.monotonic() + (0.3 if killed else 600)
+        left = set(children)
+        while left and time.monotonic() < deadline:
+            # While nobody writes.
+            with (tmp_path / "bytes").open("r+b") as ledger:
+                fcntl.flock(ledger, fcntl.LOCK_EX)
+                held = sum(path.stat().st_size for path in tmp_path.glob("??/*"))
+            assert held <= cache.most_bytes
+            for child in set(left):
+                done, status = os.waitpid(child, os.WNOHANG)
+                if done:
+                    assert os.waitstatus_to_exitcode(status) == 0
+                    left.remove(child)
+        for child in left:
+            assert killed
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    kept = [path for path in tmp_path.glob("??/*") if path.suffix != ".part"]
+    assert 5 < len(kept) <= 20
+    assert {path.read_bytes() for path in kept} <= set(map(content_of, NAMES))
+
+
+def test_the_least_recently_used_goes_first(tmp_path):
+    """Prevents a cache that removes just what is read again and again."""
+    cache, fetched = BlockCache.open(tmp_path, 10 * BLOCK / 2**30), []
+    order = [each for name in NAMES[:30] for each in (name, NAMES[0])] + [NAMES[5]]
+    for name in order:
+        cache.block(name, BLOCK, lambda name=name: fetched.append(name) or content_of(name))
+        time.sleep(0.005)  # a clock's tick, by which uses are told apart
+    assert fetched == [*NAMES[:30], NAMES[5]]
+
+
+def test_what_is_damaged_is_fetched_again(tmp_path):
+    """Prevents half a block, of a machine that went down, from being read as a sample."""
+    cache = BlockCache.open(tmp_path / "new", 1)
+    read(cache, "a")
+    [path] = (tmp_path / "new").glob("??/*")
+    path.write_bytes(b"half")
+    assert read(cache, "a") == content_of("a") == path.read_bytes()
+    assert BlockCache.open(tmp_path / "new", 1) == cache
+
+
+def test_a_disk_that_fails_costs_time_alone(tmp_path, monkeypatch):
+    """Prevents a full disk or a removed folder from ending a run, and half a block read later."""
+    cache = BlockCache.open(tmp_path / "cache", 1)
+    assert read(cache, "a") == content_of("a")
+
+    def fill(path: Path, content: bytes) -> None:
+        with path.open("wb") as file:
+            file.write(content[:100])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as full:
+        full.setattr(Path, "write_bytes", fill)
+        assert read(cache, "b") == content_of("b")
+    assert len(list((tmp_path / "cache").glob("??/*"))) == 1
+    shutil.rmtree(tmp_path / "cache")
+    assert [read(cache, name) for name in "ab"] == [content_of("a"), content_of("b")]
+
+
+def test_a_folder_of_other_files_is_refused(tmp_path):
+    """Prevents a user's own files from being removed to make room."""
+    (tmp_path / "mine").write_text("notes")
+    with pytest.raises(UserError, match="holds other files"):
+        BlockCache.open(tmp_path, 1)
+    with pytest.raises(UserError, match="cannot be a cache"):
+        BlockCache.open(tmp_path / "mine" / "below", 1)

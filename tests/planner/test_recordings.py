@@ -1,27 +1,25 @@
-"""Recordings in the data: read from their headers, counted, written into conversations, packed."""
+"""Recordings and videos in files: read from their headers, counted, written into conversations."""
 
 import json
 import math
 import struct
+import sys
+import tarfile
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import soundfile
+from chat_cases import TEMPLATES, write_templated
 from cli_cases import printed
+from jsonl_cases import DIGITS, open_jsonl, open_meta, picture, record_of, said, scan
+from PIL import Image
 from scipy.signal import resample_poly
-from speech_cases import (
-    AUDIO,
-    CLIP_S,
-    HEARS,
-    OMNI,
-    SOUNDS,
-    hearing_tokenizer,
-    make_speech,
-    said,
-    write_sound,
-)
+from speech_cases import AUDIO, CLIP_S, OMNI, SOUNDS, hearing_tokenizer, make_speech, write_sound
 from transformers import WhisperFeatureExtractor
 
 from omnibal.base.errors import UserError
@@ -29,15 +27,17 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.log_mel import log_mel
+from omnibal.data.native_resolution import sampled_frames, video_grid
 from omnibal.data.recordings import BadRecording, Duration, read_clips, read_duration
-from omnibal.data.scan import scan_key, scan_lengths
-from omnibal.data.stored_files import AudioFile
+from omnibal.data.scan import scan_key
+from omnibal.data.shown import seen_videos
+from omnibal.data.stored_files import AudioFile, VideoFile
 from omnibal.data.tokenizer import open_tokenizer
+from omnibal.data.video_files import BadVideo, read_video_frames, read_video_header
+from omnibal.families.named import named_model
 from omnibal.job.plan_data import model_of_lengths
-from omnibal.model.config import config_toml, load_model
+from omnibal.model.config import config_toml
 from omnibal.packing.packs import read_packs
-
-RATES = (8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000)
 
 
 @pytest.fixture(scope="module")
@@ -48,18 +48,6 @@ def tokenizer(digits, tmp_path_factory):
 @pytest.fixture(scope="module")
 def meta(tmp_path_factory) -> Path:
     return make_speech(tmp_path_factory.mktemp("speech"))
-
-
-def open_record(folder: Path, **record) -> Annotations:
-    """Annotations of one sample."""
-    record = {"conversations": said("What?", "7"), **record}
-    (folder / "a.jsonl").write_text(json.dumps(record))
-    (folder / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')
-    return Annotations.open(folder / "meta.json")
-
-
-def scan(annotations: Annotations, tokenizer, model=OMNI, **options):
-    return scan_lengths(annotations, model, tokenizer, lambda _: None, **options)
 
 
 @pytest.mark.parametrize("mel_bins", [80, 128])
@@ -75,8 +63,7 @@ def test_features_are_whispers(mel_bins, seconds):
         np.zeros(len(times)),
     ]
     for wave in waves:
-        whole_S = np.zeros(seconds * 16_000, np.float32)
-        whole_S[: len(wave)] = wave
+        whole_S = np.pad(wave, (0, seconds * 16_000 - len(wave))).astype(np.float32)
         expected = reference(wave, sampling_rate=16_000, return_tensors="np").input_features[0]
         features_BF = log_mel(whole_S, mel_bins)
         assert features_BF.shape == (mel_bins, 100 * seconds) == expected.shape
@@ -86,11 +73,11 @@ def test_features_are_whispers(mel_bins, seconds):
         np.testing.assert_allclose(features_BF, exact, rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("rate_hz", RATES)
+@pytest.mark.parametrize("rate_hz", [8_000, 11_025, 16_000, 22_050, 44_100, 48_000, 96_000])
 def test_clips_from_a_header_are_those_that_are_decoded(tmp_path, rate_hz):
     """Prevents a clip too many or too few, and clips that depend on which others are read."""
     rng = np.random.default_rng(rate_hz)
-    common = math.gcd(16_000, rate_hz)
+    common, per_clip = math.gcd(16_000, rate_hz), AUDIO.frames * 160
     for number in range(6):
         subtype = ("PCM_16", "PCM_24", "FLOAT")[number % 3]
         form = "WAV" if subtype == "FLOAT" else ("FLAC", "WAV")[number // 3]
@@ -99,39 +86,39 @@ def test_clips_from_a_header_are_those_that_are_decoded(tmp_path, rate_hz):
         if number < 2:
             samples = 2 * round(CLIP_S * rate_hz) + number
         wave = rng.uniform(-0.9, 0.9, (samples, int(rng.integers(1, 4))))
-        path = tmp_path / f"{number}.{form.lower()}"
-        soundfile.write(path, wave, rate_hz, subtype=subtype, format=form)
-        assert read_duration(AudioFile(path)) == Duration(samples, rate_hz)
+        file = AudioFile(tmp_path / f"{number}.{form.lower()}")
+        soundfile.write(file.path, wave, rate_hz, subtype=subtype, format=form)
+        assert read_duration(file) == Duration(samples, rate_hz)
 
-        decoded, _ = soundfile.read(path, dtype="float32", always_2d=True)
+        decoded, _ = soundfile.read(file.path, dtype="float32", always_2d=True)
         mono = resample_poly(decoded.mean(axis=1), 16_000 // common, rate_hz // common)
         clips = Duration(samples, rate_hz).clips(AUDIO.frames)
-        assert clips == max(1, -(-len(mono) // (AUDIO.frames * 160)))
-        padded = np.zeros(clips * AUDIO.frames * 160, np.float32)
-        padded[: len(mono)] = mono
-        read = read_clips(AudioFile(path), range(clips), AUDIO.frames)
-        assert np.array_equal(read.ravel(), padded)
+        assert clips == max(1, -(-len(mono) // per_clip))
+        read = read_clips(file, range(clips), AUDIO.frames)
+        assert np.array_equal(read.ravel(), np.pad(mono, (0, clips * per_clip - len(mono))))
         for clip in range(clips):
-            [alone] = read_clips(AudioFile(path), range(clip, clip + 1), AUDIO.frames)
+            [alone] = read_clips(file, range(clip, clip + 1), AUDIO.frames)
             assert np.array_equal(alone, read[clip])
 
 
 def test_a_byte_range_is_read_as_its_file(tmp_path):
     """Prevents a member of a shard from being read with what stands around it."""
     for name, (rate_hz, channels) in SOUNDS.items():
-        write_sound(tmp_path / name, 1.0, rate_hz, channels)
-        content = (tmp_path / name).read_bytes()
+        file = AudioFile(tmp_path / name)
+        write_sound(file.path, 1.0, rate_hz, channels)
+        content = file.path.read_bytes()
         (tmp_path / "shard").write_bytes(b"x" * 999 + content + b"y" * 999)
         member = AudioFile(tmp_path / "shard", name, 999, len(content))
-        assert read_duration(member) == read_duration(AudioFile(tmp_path / name))
-        both = [read_clips(one, range(3), 30) for one in (member, AudioFile(tmp_path / name))]
-        assert np.array_equal(*both)
+        assert read_duration(member) == read_duration(file)
+        assert np.array_equal(*(read_clips(each, range(3), 30) for each in (member, file)))
 
 
 def test_bad_recordings_are_told_apart(tmp_path):
     """Prevents a file that ends early, or is no recording, from being counted as one."""
 
-    def wrong(name: str) -> str:
+    def wrong(name: str, content: bytes | None = None) -> str:
+        if content is not None:
+            (tmp_path / name).write_bytes(content)
         with pytest.raises(BadRecording) as caught:
             read_duration(AudioFile(tmp_path / name))
         assert caught.value.remedy
@@ -141,21 +128,19 @@ def test_bad_recordings_are_told_apart(tmp_path):
         write_sound(tmp_path / name, 1.0, rate_hz, channels)
         content = (tmp_path / name).read_bytes()
         for share in (0.3, 0.9, 0.999):
-            (tmp_path / "cut").write_bytes(content[: int(share * len(content))])
-            assert wrong("cut") == "is truncated", (name, share)
-        (tmp_path / "cut").write_bytes(content[:20])
-        assert wrong("cut").startswith("cannot be read (")
-    (tmp_path / "text.wav").write_text("no sound at all, but text")
-    assert wrong("text.wav").startswith("cannot be read (Format not")
+            cut = content[: int(share * len(content))]
+            assert wrong("cut", cut) == "is truncated", (name, share)
+        assert wrong("cut", content[:20]).startswith("cannot be read (")
+    soundfile.write(tmp_path / "silent.wav", np.zeros(0), 16_000)
+    soundfile.write(tmp_path / "a.ogg", np.zeros(999), 16_000)
+    soundfile.write(tmp_path / "slow.wav", np.zeros(9), 10)
+    soundfile.write(tmp_path / "nan.wav", np.full(9, np.nan), 16_000, subtype="FLOAT")
+    assert wrong("text.wav", b"no sound at all, but text").startswith("cannot be read (Format not")
     assert wrong("none.wav") == "does not exist"
     assert wrong("") == "is a folder"
-    soundfile.write(tmp_path / "silent.wav", np.zeros(0), 16_000)
     assert wrong("silent.wav") == "has no samples"
-    soundfile.write(tmp_path / "a.ogg", np.zeros(999), 16_000)
     assert wrong("a.ogg") == "is OGG, and must be WAV or FLAC"
-    soundfile.write(tmp_path / "slow.wav", np.zeros(9), 10)
     assert wrong("slow.wav").startswith("has 10 samples per second in 1 channel(s)")
-    soundfile.write(tmp_path / "nan.wav", np.full(9, np.nan), 16_000, subtype="FLOAT")
     with pytest.raises(BadRecording, match="not finite"):
         read_clips(AudioFile(tmp_path / "nan.wav"), range(1), 2)
 
@@ -176,13 +161,14 @@ def test_a_wav_that_was_piped_is_whole(tmp_path, of_file, of_data):
     whole, piped = AudioFile(tmp_path / "a.wav"), AudioFile(tmp_path / "b.wav")
     write_sound(whole.path, 0.5, 16_000, 1)
     content = bytearray(whole.path.read_bytes())
-    for place, size in ((4, of_file), (content.index(b"data") + 4, of_data)):
-        content[place : place + 4] = struct.pack("<I", size)
+    behind = content.index(b"data") + 8
+    for end, size in ((8, of_file), (behind, of_data)):
+        content[end - 4 : end] = struct.pack("<I", size)
     piped.path.write_bytes(content)
     assert read_duration(piped) == read_duration(whole) == Duration(8_000, 16_000)
     assert np.array_equal(read_clips(piped, range(2), 30), read_clips(whole, range(2), 30))
     tagged = b"LIST" + struct.pack("<I", 4) + b"INFO"
-    head = bytearray(content[: content.index(b"data") + 8])
+    head = content[:behind]
     head[4:8], head[-4:] = struct.pack("<I", len(head) + len(tagged) - 8), bytes(4)
     piped.path.write_bytes(head + tagged)
     with pytest.raises(BadRecording, match="has no samples"):
@@ -190,8 +176,7 @@ def test_a_wav_that_was_piped_is_whole(tmp_path, of_file, of_data):
 
 
 def test_a_flac_without_its_length_is_not_called_truncated(tmp_path):
-    """Prevents a user from fetching again what is whole; 0 stands for an unknown number of samples
-    (RFC 9639, section 8.2)."""
+    """Prevents fetching again what is whole; 0 is an unknown length (RFC 9639, section 8.2)."""
     path = tmp_path / "a.flac"
     write_sound(path, 0.5, 16_000, 1)
     content = bytearray(path.read_bytes())
@@ -207,92 +192,84 @@ def test_a_flac_without_its_length_is_not_called_truncated(tmp_path):
 @pytest.mark.parametrize("form", ["conversations", "messages"])
 def test_recordings_of_a_record(tmp_path, form):
     """Prevents recordings from being lost, or placed where they were not written."""
-
-    def questions(*texts, **record):
-        turns = said(*texts)
+    both = {"audio": ["b.flac", "a.wav"], "texts": ["A", "a", "B <audio><audio>", "b"]}
+    video = {"audio": "a.wav", "video": ["1.png", "2.png"]}
+    for record, names, asked in (
+        ({"audio": "a.wav"}, ["a.wav"], ["<audio>\nWho?", "B"]),
+        ({"audio": "a.wav", "image": "a.png"}, ["a.wav"], ["<image>\n<audio>\nWho?", "B"]),
+        (both, ["b.flac", "a.wav"], ["A", "B <audio><audio>"]),
+        ({"texts": ["Close <audio>?", "</audio>"]}, [], ["Close <audio>?"]),
+        (video, ["a.wav"], ["<video>\n<audio>\nWho?", "B"]),
+    ):
+        turns = said(*record.get("texts", ("Who?", "I", "B", "b")))
         if form == "messages":
             roles = {"human": "user", "gpt": "assistant"}
             turns = [{"role": roles[one["from"]], "content": one["value"]} for one in turns]
-        [sample] = open_record(tmp_path, **{"conversations": None, form: turns}, **record)
-        return sample, [turn.question for turn in sample.turns]
-
-    sample, asked = questions("Who?", "I", audio="a.wav")
-    assert sample.recordings == (AudioFile(tmp_path / "a.wav"),)
-    assert asked == ["<audio>\nWho?"]
-    _, asked = questions("Who?", "I", audio="a.wav", image="a.png")
-    assert asked == ["<image>\n<audio>\nWho?"]
-    sample, asked = questions("A", "a", "B <audio><audio>", "b", audio=["b.flac", "a.wav"])
-    assert [one.path.name for one in sample.recordings] == ["b.flac", "a.wav"]
-    assert asked == ["A", "B <audio><audio>"]
-    assert (sample.items_until("<audio>", 0), sample.items_until("<audio>", 1)) == (0, 2)
-    sample, asked = questions("Close <audio>?", "</audio>")
-    assert (sample.recordings, asked) == ((), ["Close <audio>?"])
-    sample, asked = questions("What?", "x", audio="a.wav", video=["1.png", "2.png"])
-    assert asked == ["<video>\n<audio>\nWhat?"] and len(sample.videos) == 1
+        shown = {name: record[name] for name in record if name != "texts"}
+        [sample] = open_jsonl(tmp_path, {form: turns, **shown})
+        assert sample.recordings == tuple(AudioFile(tmp_path / name) for name in names)
+        assert [turn.question for turn in sample.turns] == asked
+        assert len(sample.videos) == ("video" in record)
+        before = len(names) if "<audio>" in asked[0] else 0
+        assert [sample.items_until("<audio>", turn) for turn in (0, 1)] == [before, len(names)]
 
 
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"audio": ["a.wav", "b.wav"]}, r"has 0 <audio> for 2 recording\(s\); write one <audio>"),
-        ({"audio": "a.wav", "conversations": said("<audio><audio>", "7")}, "has 2 <audio> for 1"),
-        ({"audio": "a.wav", "conversations": said("x", "<audio>")}, "has <audio> in an answer"),
-        ({"audio": 7}, 'has an odd "audio"; it must be a path, a list of paths'),
-        ({"audio": ["a.wav", ""]}, 'has an odd "audio"'),
+        (record_of(audio=["a.wav", "b.wav"]), r"has 0 <audio> for 2 recording\(s\); write one <au"),
+        (record_of("<audio><audio>", audio="a.wav"), "has 2 <audio> for 1"),
+        (record_of("x", "<audio>", audio="a.wav"), "has <audio> in an answer"),
+        (record_of(audio=7), 'has an odd "audio"; it must be a path, a list of paths'),
+        (record_of(audio=["a.wav", ""]), 'has an odd "audio"'),
     ],
 )
 def test_mistakes_about_recordings(tmp_path, record, message):
     """Prevents a sample whose recordings are not where its text has them."""
     with pytest.raises(UserError, match=f"a.jsonl: line 1 {message}"):
-        open_record(tmp_path, **record)[0]
+        open_jsonl(tmp_path, record)[0]
 
 
 def test_recordings_in_a_conversation(tmp_path, tokenizer):
     """Prevents audio tokens in the wrong place or number, or any loss on them."""
-    piece, per_clip, per_tile = (
-        tokenizer.required,
-        AUDIO.tokens_per_item,
-        OMNI.vision.tokens_per_item,
-    )
     check_tokenizer(OMNI, tokenizer)
+    begin, heard, end = map(tokenizer.required, ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"))
+    first, seen, last = map(tokenizer.required, ("<img>", "<IMG_CONTEXT>", "</img>"))
+    per_clip, per_tile = AUDIO.tokens_per_item, OMNI.vision.tokens_per_item
     conversation = said("a <audio> b <image><audio>", "7", "<audio>", "8")
-    [sample] = open_record(tmp_path, audio=["1", "2", "3"], image="i", conversations=conversation)
+    record = {"audio": ["1", "2", "3"], "image": "i", "conversations": conversation}
+    [sample] = open_jsonl(tmp_path, record)
     encoded = encode_sample(sample, [2], OMNI, tokenizer, [3, 1, 2])
     bare = encode_sample(sample, [0], OMNI, tokenizer, [0, 0, 0])
-    image = [piece("<img>"), *[piece("<IMG_CONTEXT>")] * 2 * per_tile, piece("</img>")]
-    runs = [
-        [piece("<|audio_bos|>"), *[piece("<|AUDIO|>")] * clips * per_clip, piece("<|audio_eos|>")]
-        for clips in (3, 1, 2)
-    ]
+    runs = [[begin, *[heard] * clips * per_clip, end] for clips in (3, 1, 2)]
     expected: list[int] = []
     for number in bare.token_ids.tolist():
-        if number == piece("<|audio_bos|>"):
+        if number == begin:
             expected += runs.pop(0)
-        elif number == piece("<img>"):
-            expected += image
-        elif number not in (piece("<|audio_eos|>"), piece("</img>")):
+        elif number == first:
+            expected += [first, *[seen] * 2 * per_tile, last]
+        elif number not in (end, last):
             expected.append(number)
     assert encoded.token_ids.tolist() == expected and not runs
     assert encoded.loss_mask.sum() == bare.loss_mask.sum()
-    assert not encoded.loss_mask[np.isin(encoded.token_ids, [*image, piece("<|AUDIO|>")])].any()
-    for turn, clips in enumerate(([3, 1], [3, 1, 2])):
+    assert not encoded.loss_mask[np.isin(encoded.token_ids, [first, seen, last, heard])].any()
+    for turn, clips in enumerate((4, 6)):
         prompt = encode_prompt(sample, turn, [2], OMNI, tokenizer, clips_per_recording=[3, 1, 2])
         assert prompt.tolist() == encoded.token_ids[: len(prompt)].tolist()
-        assert np.count_nonzero(prompt == tokenizer.audio_context) == sum(clips) * per_clip
+        assert np.count_nonzero(prompt == tokenizer.audio_context) == clips * per_clip
     with pytest.raises(ValueError, match=r"clips of 2 recording\(s\) were given for 1 and 3"):
         encode_sample(sample, [1], OMNI, tokenizer, [1, 1])
 
 
 def test_recordings_need_a_model_and_a_tokenizer_that_know_them(tmp_path, digits, tokenizer):
     """Prevents a recording from being passed over, or written as words."""
-    [sample] = open_record(tmp_path, audio="a.wav")
-    deaf = load_model("internvl-digits")
+    [sample] = open_jsonl(tmp_path, record_of(audio="a.wav"))
     with pytest.raises(UserError, match=r"has 1 recording\(s\), but the model has no encoder"):
-        encode_sample(sample, [], deaf, tokenizer, [1])
+        encode_sample(sample, [], DIGITS, tokenizer, [1])
     silent = replace(sample, recordings=())
     with pytest.raises(UserError, match='has <audio> in its text and no recording; name it as "au'):
         encode_sample(silent, [], OMNI, tokenizer)
-    assert len(encode_sample(silent, [], deaf, tokenizer).token_ids)
+    assert len(encode_sample(silent, [], DIGITS, tokenizer).token_ids)
     odd = replace(sample, turns=(replace(sample.turns[0], answer="<|audio_eos|>"),))
     with pytest.raises(UserError, match=r"audio_eos\|>' in its text.*, a recording with <audio>"):
         encode_sample(odd, [], OMNI, tokenizer, [1])
@@ -300,12 +277,15 @@ def test_recordings_need_a_model_and_a_tokenizer_that_know_them(tmp_path, digits
         check_tokenizer(OMNI, open_tokenizer(digits / "tokenizer.model"))
 
 
-def test_scanned_lengths_are_those_of_what_is_encoded(meta, tokenizer):
+@pytest.fixture(scope="module")
+def lengths(meta, tokenizer) -> Lengths:
+    return scan(Annotations.open(meta), tokenizer, OMNI).lengths
+
+
+def test_scanned_lengths_are_those_of_what_is_encoded(meta, tokenizer, lengths):
     """Prevents a plan for other clips or tokens than training meets, with and without images."""
-    annotations = Annotations.open(meta)
-    lengths = scan(annotations, tokenizer).lengths
     assert lengths.item_names == ("clips", "tiles")
-    for row, sample in enumerate(annotations):
+    for row, sample in enumerate(Annotations.open(meta)):
         clips = [
             len(read_clips(one, range(read_duration(one).clips(AUDIO.frames)), AUDIO.frames))
             for one in sample.recordings
@@ -321,93 +301,230 @@ def test_scanned_lengths_are_those_of_what_is_encoded(meta, tokenizer):
 def test_bad_recordings_of_a_scan(tmp_path, tokenizer):
     """Prevents a scan that does not name the file, or trains on what it cannot read."""
     write_sound(tmp_path / "a.wav", 1, 16_000, 1)
-    lines = [
-        {"audio": name, "conversations": said("What?", "7")} for name in ("a.wav", "b.wav", ".")
-    ]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
-    (tmp_path / "meta.json").write_text('{"a": {"root": "", "annotation": "a.jsonl"}}')
-    annotations = Annotations.open(tmp_path / "meta.json")
+    records = [record_of(audio=name) for name in ("a.wav", "b.wav", ".")]
+    annotations = open_jsonl(tmp_path, *records)
     with pytest.raises(UserError, match=r"line 2: recording .*b.wav does not exist; correct the p"):
-        scan(annotations, tokenizer)
-    found = scan(annotations, tokenizer, on_error="skip")
+        scan(annotations, tokenizer, OMNI)
+    found = scan(annotations, tokenizer, OMNI, on_error="skip")
     assert found.lengths.items["clips"].tolist() == [math.ceil(1 / CLIP_S)]
     assert [bad.index for bad in found.skipped] == [1, 2]
     with pytest.raises(UserError, match=r"has 1 recording\(s\), but the model has no encoder"):
-        scan(annotations, tokenizer, load_model("internvl-digits"))
+        scan(annotations, tokenizer)
 
 
-def test_lengths_are_of_clips_of_one_size(meta, tokenizer, tmp_path):
+def test_lengths_are_of_clips_of_one_size(lengths, tokenizer, tmp_path):
     """Prevents clips of other sizes than the model's, and other files for models without audio."""
-    annotations = Annotations.open(meta)
-    lengths = scan(annotations, tokenizer).lengths
     write_lengths(lengths, tmp_path / "a.parquet")
     again = read_lengths([tmp_path / "a.parquet"])
-    assert again.sha256 == lengths.sha256
-    assert again.origin == lengths.origin
+    assert (again.sha256, again.origin) == (lengths.sha256, lengths.origin)
     assert model_of_lengths(OMNI, again) == OMNI
     for change in ({"frames": 80}, {"positions_per_token": 2}):
+        changed = OMNI.with_tower("audio", **change)
         with pytest.raises(UserError, match=r"of 40 frames and 5 tokens, but .* has clips of"):
-            model_of_lengths(OMNI.with_tower("audio", **change), again)
-        other = scan_key(OMNI.with_tower("audio", **change), tokenizer)
-        assert other != scan_key(OMNI, tokenizer)
-    assert lengths.origin is not None
+            model_of_lengths(changed, again)
+        assert scan_key(changed, tokenizer) != scan_key(OMNI, tokenizer)
     deaf = lengths.origin.model_copy(update={"clips": None})
     assert "clips" not in deaf.model_dump_json()
     assert type(deaf).model_validate_json(deaf.model_dump_json()) == deaf
 
 
-def test_shards_hold_recordings(tmp_path, meta, tokenizer):
+def test_shards_hold_recordings(tmp_path, meta, tokenizer, lengths):
     """Prevents recordings of a shard from being lost, or taken for another sample's."""
     from webdataset import TarWriter
 
-    annotations = Annotations.open(meta)
-    records = [json.loads(text) for text in (meta.parent / "a.jsonl").read_text().splitlines()]
     with TarWriter(str(tmp_path / "a.tar")) as shard:
-        for number, record in enumerate(records):
+        for number, line in enumerate((meta.parent / "a.jsonl").read_text().splitlines()):
+            record = json.loads(line)
             members = {"json": json.dumps({"conversations": record["conversations"]}).encode()}
             for k, name in enumerate([*record["image"], *record["audio"]]):
                 # Members in another order than their numbers.
-                members[f"{9 + k}.{name.partition('.')[2]}"] = (
-                    meta.parent / "files" / name
-                ).read_bytes()
+                content = (meta.parent / "files" / name).read_bytes()
+                members[f"{9 + k}.{name.partition('.')[2]}"] = content
             shard.write({"__key__": f"{number:04}", **members})
-    (tmp_path / "meta.json").write_text('{"a": {"shards": "a.tar"}}')
-    sharded = Annotations.open(tmp_path / "meta.json")
-    for sample, packed in zip(annotations, sharded, strict=True):
+    sharded = open_meta(tmp_path, a={"shards": "a.tar"})
+    for sample, packed in zip(Annotations.open(meta), sharded, strict=True):
         for one, other in zip(sample.recordings, packed.recordings, strict=True):
             assert one.path.read_bytes() == other.open().read()
-    theirs, ours = (scan(each, tokenizer).lengths for each in (annotations, sharded))
-    assert theirs.items["clips"].tolist() == ours.items["clips"].tolist()
-    assert theirs.tokens.tolist() == ours.tokens.tolist()
+    ours = scan(sharded, tokenizer, OMNI).lengths
+    assert lengths.items["clips"].tolist() == ours.items["clips"].tolist()
+    assert lengths.tokens.tolist() == ours.tokens.tolist()
 
 
 def test_packs_and_a_plan_under_three_limits(meta, tokenizer, tmp_path, capsys):
     """Prevents packs over the limit of any of three loads, by the commands as a user gives them."""
-    model, lengths, packs = (tmp_path / name for name in ("m.toml", "l.parquet", "p.parquet"))
+    model, scanned, packs = (tmp_path / name for name in ("m.toml", "l.parquet", "p.parquet"))
     model.write_text(config_toml(OMNI))
-    scanned = f"lengths {meta} --model {model} --tokenizer-model {tokenizer.path.parent}"
-    assert "clips" in printed(capsys, f"{scanned} -o {lengths}")
-    found = read_lengths([lengths])
+    command = f"lengths {meta} --model {model} --tokenizer-model {tokenizer.path.parent}"
+    assert "clips" in printed(capsys, f"{command} -o {scanned}")
+    found = read_lengths([scanned])
     caps = {name: int(found.column(name).max() * 1.5) for name in ("tiles", "clips", "tokens")}
     limits = f"--max-tiles {caps['tiles']} --max-tokens {caps['tokens']}"
     limits += f" --limit clips={caps['clips']}"
-    printed(capsys, f"pack {lengths} {limits} --dp 2 --micro-batches 1 -o {packs}")
+    printed(capsys, f"pack {scanned} {limits} --dp 2 --micro-batches 1 -o {packs}")
     sizes = "--tp 1 --pp 2 --dp 2 --micro-batches 1"
-    planned = f"plan --lengths {lengths} {limits} --model {model} --cluster laptop-cpu {sizes}"
+    planned = f"plan --lengths {scanned} {limits} --model {model} --cluster laptop-cpu {sizes}"
     printed(capsys, f"{planned} -o {tmp_path / 'plan'}")
     for file in (packs, tmp_path / "plan" / "packs.parquet"):
         scheduled = read_packs(file)
         for name, cap in caps.items():
             sums = scheduled.packs.sums(found.column(name))
-            assert sums.max() <= cap
-            assert np.array_equal(scheduled.column(name), sums)
+            assert sums.max() <= cap and np.array_equal(scheduled.column(name), sums)
 
 
 def test_a_model_that_only_hears(meta, tokenizer, tmp_path):
     """Prevents audio from needing images beside it."""
     annotations = Annotations.open(meta)
     heard = annotations.take(np.flatnonzero([not len(one.images) for one in annotations]))
-    lengths: Lengths = scan(heard, tokenizer, HEARS).lengths
-    assert lengths.item_names == ("clips",)
-    assert lengths.origin is not None and lengths.origin.tiling is None
-    assert model_of_lengths(HEARS, lengths) == HEARS
+    hears = OMNI.model_copy(update={"encoders": {"audio": AUDIO}})
+    lengths = scan(heard, tokenizer, hears).lengths
+    assert lengths.item_names == ("clips",) and lengths.origin.tiling is None
+    assert model_of_lengths(hears, lengths) == hears
+
+
+MODELS = {name: named_model(name) for name in ("qwen2.5-vl-3b", "qwen3-vl-2b")}
+CODECS = {"mp4": "mpeg4", "avi": "mpeg4", "webm": "libvpx", "mkv": "mpeg4"}
+SIZE = (96, 64)
+ASKED = [{"role": "user", "content": "<video>"}, {"role": "assistant", "content": "a"}]
+
+
+def write_clip(path: Path, frames: int, rate: int = 24) -> list[np.ndarray]:
+    """A clip of smooth pictures that differ, and its frames as they are decoded."""
+    av: Any = pytest.importorskip("av")
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(CODECS[path.suffix[1:]], rate=rate)
+        (stream.width, stream.height), stream.pix_fmt = SIZE, "yuv420p"
+        for number in range(frames):
+            coarse = np.random.default_rng(number).integers(0, 256, (3, 3, 3), np.uint8)
+            image = Image.fromarray(coarse).resize(SIZE, Image.Resampling.BICUBIC)
+            container.mux(stream.encode(av.VideoFrame.from_image(image)))
+        container.mux(stream.encode())
+    with av.open(str(path)) as container:
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)]
+
+
+@pytest.mark.parametrize("suffix", sorted(CODECS))
+def test_headers_count_the_frames_that_are_decoded(tmp_path, suffix):
+    """Prevents: other tokens than were counted, whether a container says its frames or not."""
+    for frames in (1, 7, 60):
+        path = tmp_path / f"{frames}.{suffix}"
+        decoded = write_clip(path, frames, rate=12)
+        header = read_video_header(VideoFile(path))
+        assert (header.frames, header.frames_per_second) == (len(decoded), 12) == (frames, 12)
+        assert (header.width, header.height) == SIZE
+        wanted = sorted({0, frames // 2, frames - 1})
+        found = read_video_frames(VideoFile(path), wanted)
+        assert np.array_equal(found, np.stack([decoded[number] for number in wanted]))
+
+
+@pytest.fixture(scope="module")
+def templated(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return open_tokenizer(write_templated(folder, TEMPLATES["chatml"]))
+
+
+@pytest.mark.parametrize("name", sorted(MODELS))
+def test_lengths_count_videos_in_every_form(tmp_path, templated, name):
+    """Prevents: a form of data whose videos are not counted, or otherwise than in the others."""
+    write_clip(tmp_path / "v.mp4", 50)
+    model, question = MODELS[name], "<video>\nWhat?"
+    turns, answer = said(question, "a"), {"role": "assistant", "content": "a"}
+    messages = [{"role": "user", "content": question}, answer]
+    text = {"type": "text", "text": "\nWhat?"}
+    url = {"type": "video_url", "video_url": {"url": f"file://{tmp_path}/v.mp4"}}
+    in_parts, by_url = (
+        {"messages": [{"role": "user", "content": [part, text]}, answer]}
+        for part in ({"type": "video", "video": "v.mp4"}, url)
+    )
+    records = [
+        {"video": "v.mp4", "conversations": turns},
+        {"videos": ["v.mp4"], "conversations": turns},
+        {"video": ["v.mp4"], "messages": messages},
+        {"videos": [{"path": "v.mp4"}], "messages": messages},
+        in_parts,
+        by_url,
+    ]
+    (tmp_path / "0.json").write_text(json.dumps({"messages": messages}))
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "0.json", "0.json")
+        tar.add(tmp_path / "v.mp4", "0.mp4")
+    seen = sampled_frames(50, 24, model.images.video, model.images)
+    grid = video_grid(len(seen), *SIZE, model.images)
+    assert len(seen) == 4 and grid.times == 2
+    counts = set()
+    for annotations in (
+        open_jsonl(tmp_path, *records),
+        open_meta(tmp_path, a={"shards": "a.tar"}),
+    ):
+        lengths = scan(annotations, templated, model).lengths
+        assert set(lengths.column("image_tokens").tolist()) == {grid.patches // 4}
+        counts |= set(zip(lengths.tokens.tolist(), lengths.loss_tokens.tolist(), strict=True))
+    assert len(counts) == 1
+
+
+def test_bad_videos_are_named_in_one_line(tmp_path, templated):
+    """Prevents: a traceback, or a scan that ends, for one file among many."""
+    av: Any = pytest.importorskip("av")
+    with av.open(str(tmp_path / "sound.mp4"), "w") as container:
+        stream = container.add_stream("aac", rate=16_000)
+        frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), "fltp", "mono")
+        frame.sample_rate, frame.time_base = 16_000, Fraction(1, 16_000)
+        container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    for name, frames in (("short.mp4", 1), ("whole.mp4", 30), ("half.avi", 30)):
+        write_clip(tmp_path / name, frames)
+    for name, source in (("cut.mp4", "whole.mp4"), ("half.avi", "half.avi")):
+        content = (tmp_path / source).read_bytes()
+        (tmp_path / name).write_bytes(content[: len(content) // 2])
+    (tmp_path / "text.mp4").write_text("no video" * 99)
+    (tmp_path / "folder.mp4").mkdir()
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/0.png").write_bytes(picture(*SIZE))
+    reasons = {
+        "short.mp4": "has 1 frame(s), and 2 share a patch; name it as an image",
+        "sound.mp4": "has no video stream; replace the file",
+        "cut.mp4": "cannot be read (",
+        "text.mp4": "cannot be read (",
+        "folder.mp4": "is a folder; name a file",
+        "gone.mp4": "does not exist; correct the path",
+        "half.avi": "is cut off; replace the file",
+        "one/0.png": "has 1 frame(s), and 2 share a patch; name it as an image",
+    }
+    names = [name.removesuffix("/0.png") for name in (*reasons, "whole.mp4")]
+    records = [{"messages": ASKED, "videos": [name]} for name in names]
+    annotations = open_jsonl(tmp_path, *records)
+    for model in MODELS.values():
+        found = scan(annotations, templated, model, on_error="skip")
+        assert found.lengths.sample.tolist() == [len(reasons)]
+        for bad, (name, reason) in zip(found.skipped, reasons.items(), strict=True):
+            assert bad.reason.startswith(f"video {tmp_path / name} {reason}")
+            assert "\n" not in bad.message and bad.message.startswith(bad.where)
+
+
+def test_a_file_that_ends_early_is_found_where_it_is_decoded(tmp_path):
+    """Prevents: a run that stops unexplained, as a header promises frames that are not there."""
+    frames = write_clip(tmp_path / "a.mp4", 20)
+    with pytest.raises(BadVideo, match="ends before frame 20, which its header counts"):
+        read_video_frames(VideoFile(tmp_path / "a.mp4"), [0, len(frames)])
+
+
+def test_without_pyav_a_line_says_what_to_install(tmp_path, monkeypatch):
+    """Prevents: a traceback where the extra is not installed."""
+    monkeypatch.setitem(sys.modules, "av", None)
+    [sample] = open_jsonl(tmp_path, {"messages": ASKED, "videos": ["a.mp4"]})
+    with pytest.raises(UserError, match=r'not installed; install it: pip install "omnibal\[video'):
+        seen_videos(sample, MODELS["qwen3-vl-2b"].images)
+
+
+def test_frames_are_those_that_the_processors_choose():
+    """Prevents: other frames than in Transformers, by counts and frames spelled out by hand."""
+    older, newer = (
+        partial(sampled_frames, video=model.images.video, rule=model.images)
+        for model in MODELS.values()
+    )
+    assert older(100, 25) == [0, 12, 25, 37, 50, 62, 75, 87]
+    assert newer(100, 25) == [0, 14, 28, 42, 57, 71, 85, 99]
+    # Never fewer than four, if there are as many; of Qwen2.5-VL an even number.
+    assert older(30, 30) == [0, 7, 15, 22] and older(3, 30) == [0, 1]
+    assert newer(30, 30) == [0, 10, 19, 29] and newer(3, 30) == [0, 1, 2]
+    assert len(older(100_000, 10)) == len(newer(100_000, 10)) == 768
+    assert older(7, 1) == [0, 1, 2, 3, 4, 5]

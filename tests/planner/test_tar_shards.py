@@ -8,33 +8,26 @@ import subprocess
 import sys
 import tarfile
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from jsonl_cases import DIGITS, open_meta, picture, record_of, scan
 from shard_cases import SAMPLES, TURNS, make_samples, write_lines, write_shards
 
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import LocalPool
 from omnibal.data.annotations import Annotations
 from omnibal.data.energon_index import energon_indexes
-from omnibal.data.scan import scan_lengths
 from omnibal.data.tar_shards import Shard, index_shard
-from omnibal.model.config import load_model
 
 webdataset = pytest.importorskip("webdataset")
-MODEL = load_model("internvl-digits")
 COLUMNS = ("tiles", "tokens", "loss_tokens")
 JSON_TURNS = json.dumps({"conversations": TURNS})
 
 
 def open_shards(folder: Path, notation: str = "train-{000..002}.tar", **meta) -> Annotations:
-    (folder / "shards.json").write_text(json.dumps({"a": {"shards": notation, **meta}}))
-    return Annotations.open(folder / "shards.json")
-
-
-def scan(annotations: Annotations, tokenizer, **options):
-    return scan_lengths(annotations, MODEL, tokenizer, lambda _: None, **options)
+    return open_meta(folder, a={"shards": notation, **meta})
 
 
 @pytest.fixture(scope="module")
@@ -55,18 +48,8 @@ def write_tar(path: Path, members: dict[str, bytes], tar_format: int = tarfile.P
             tar.addfile(entry, io.BytesIO(content))
 
 
-def picture(width: int = 20, height: int = 10, kind: str = "png") -> bytes:
-    stored = io.BytesIO()
-    Image.new("RGB", (width, height)).save(stored, kind)
-    return stored.getvalue()
-
-
 def image_bytes(sample) -> list[bytes]:
-    contents = []
-    for image in sample.files:
-        with image.open() as file:
-            contents.append(file.read())
-    return contents
+    return [image.open().read() for image in sample.files]
 
 
 def read_by_webdataset(notation: str) -> list[dict]:
@@ -118,17 +101,15 @@ def test_odd_members_go_where_webdataset_puts_them(tmp_path, tar_format):
     }
     write_tar(tmp_path / "a.tar", members, tar_format)
     annotations = open_shards(tmp_path, "a.tar")
-    found = read_by_webdataset(str(tmp_path / "a.tar"))
+    found, good = read_by_webdataset(str(tmp_path / "a.tar")), []
     assert len(annotations) == len(found)
-    good = []
     for index, expected in enumerate(found):
         if "json" not in expected:
             with pytest.raises(UserError, match=rf"sample {index + 1} has no .*\.json; each key"):
                 _ = annotations[index]
             continue
         names = [name for name in expected if name.rpartition(".")[2] in ("png", "jpg")]
-        names.sort(key=len)
-        contents = [expected[name] for name in names]
+        contents = [expected[name] for name in sorted(names, key=len)]
         record = json.loads(expected["json"])
         record["conversations"][0]["value"] = "<image>" * len(names)
         members[f"{expected['__key__']}.json"] = json.dumps(record).encode()
@@ -160,21 +141,21 @@ def test_files_and_shards_are_scanned_alike(written, tokenizer):
 def test_hash_follows_what_is_in_the_shards(tmp_path):
     """Prevents training on changed data under an old plan, and refusal after a mere move."""
 
-    def sha256(shards: list[dict[str, bytes]]) -> str:
+    def sha256(*shards: dict[str, bytes]) -> str:
         for number, members in enumerate(shards):
             write_tar(tmp_path / f"{number}.tar", members)
         return open_shards(tmp_path, f"{{0..{len(shards) - 1}}}.tar").sha256
 
     one = {"1.json": b"{}", "1.png": picture()}
     two = {"2.json": b"{}", "2.png": picture(kind="jpeg")}
-    reference = sha256([one | two])
-    assert sha256([one, two]) == reference
+    reference = sha256(one | two)
+    assert sha256(one, two) == reference
     changed = [
-        [one | two | {"1.json": b"[]"}],
-        [one | two | {"2.png": picture(21, kind="jpeg") + b" "}],
-        [{"1.json": b"{}", "1.jpg": one["1.png"]} | two],
-        [two | one],
-        [one],
+        one | two | {"1.json": b"[]"},
+        one | two | {"2.png": picture(21, kind="jpeg") + b" "},
+        {"1.json": b"{}", "1.jpg": one["1.png"]} | two,
+        two | one,
+        one,
     ]
     assert len({reference, *map(sha256, changed)}) == 1 + len(changed)
 
@@ -197,51 +178,37 @@ def test_hash_follows_what_is_in_the_shards(tmp_path):
 def test_names_in_a_record(tmp_path, record, expected):
     """Prevents the wrong image, or all of them where the record says which."""
     count = len(expected) if isinstance(expected, list) and "video" not in record else 0
-    turns = [{**TURNS[0], "value": "<image>" * count}, TURNS[1]]
-    content = json.dumps({"conversations": turns, **record}).encode()
-    write_tar(
-        tmp_path / "a.tar", {"f/x.json": content, "f/x.0.png": picture(), "f/x.1.png": picture(9)}
-    )
+    members = {"f/x.json": json.dumps(record_of("<image>" * count, **record)).encode()}
+    write_tar(tmp_path / "a.tar", members | {"f/x.0.png": picture(), "f/x.1.png": picture(9)})
     annotations = open_shards(tmp_path, "a.tar")
     if isinstance(expected, str):
         with pytest.raises(UserError, match=expected) as error:
             _ = annotations[0]
         assert str(error.value).startswith(f"{tmp_path / 'a.tar'}: sample 1 ")
     else:
-        sample = annotations[0]
-        assert sample.identity == "a/f/x"
-        assert [image.name.partition(".")[2] for image in sample.files] == expected
+        assert annotations[0].identity == "a/f/x"
+        assert [image.name.partition(".")[2] for image in annotations[0].files] == expected
 
 
-def test_bad_samples_are_skipped_like_others(written, tmp_path, tokenizer):
+def test_bad_samples_are_skipped_like_others(tmp_path, tokenizer):
     """Prevents one broken member from ending a scan that was asked to go on, or from passing."""
-    record = json.dumps({"conversations": [{**TURNS[0], "value": "<image>"}, TURNS[1]]}).encode()
-    whole = picture(64, 64)
-    contents = [whole, whole[:-9], b"", b"no picture", whole]
-    members = {}
-    for number, content in enumerate(contents):
+    shard, record = tmp_path / "a.tar", json.dumps(record_of("<image>")).encode()
+    whole, members = picture(64, 64), {}
+    for number, content in enumerate([whole, whole[:-9], b"", b"no picture", whole]):
         members |= {f"{number}.json": record, f"{number}.png": content}
-    members |= {"5.json": b"{", "6.png": whole, "7.json": record}
-    write_tar(tmp_path / "a.tar", members)
-    annotations = open_shards(tmp_path, "a.tar")
-    result = scan(annotations, tokenizer, on_error="skip")
+    write_tar(shard, members | {"5.json": b"{", "6.png": whole, "7.json": record})
+    result = scan(open_shards(tmp_path, "a.tar"), tokenizer, on_error="skip")
     assert result.lengths.sample.tolist() == [0, 4]
-    reasons = [sample.reason for sample in result.skipped]
-    shard = tmp_path / "a.tar"
-    for reason, expected in zip(
-        reasons,
-        [
-            f"image {shard}: 1.png is truncated",
-            f"image {shard}: 2.png cannot be read (no known image format)",
-            f"image {shard}: 3.png cannot be read (no known image format)",
-            "is not JSON",
-            "has no 6.json",
-            "has 1 <image> for 0 image(s)",
-        ],
-        strict=True,
-    ):
-        assert reason.startswith(expected)
-    assert all(sample.where in sample.message for sample in result.skipped)
+    reasons = [
+        f"image {shard}: 1.png is truncated",
+        f"image {shard}: 2.png cannot be read (no known image format)",
+        f"image {shard}: 3.png cannot be read (no known image format)",
+        "is not JSON",
+        "has no 6.json",
+        "has 1 <image> for 0 image(s)",
+    ]
+    for skipped, expected in zip(result.skipped, reasons, strict=True):
+        assert skipped.reason.startswith(expected) and skipped.where in skipped.message
 
 
 def test_a_video_that_no_record_names_is_shown(tmp_path):
@@ -249,30 +216,25 @@ def test_a_video_that_no_record_names_is_shown(tmp_path):
     members = {"1.json": JSON_TURNS.encode(), "1.MP4": b"abc", "1.txt": b""}
     write_tar(tmp_path / "a.tar", members)
     [sample] = open_shards(tmp_path, "a.tar")
-    [video] = sample.videos
-    with video.file.open() as file:
-        assert file.read() == b"abc"
+    assert image_bytes(sample) == [b"abc"] and len(sample.videos) == 1
     assert sample.turns[0].question.startswith("<video>\n")
     with pytest.raises(UserError, match=r"sample 1 has the video file 1\.MP4, .* takes frames"):
-        sample.shown(MODEL.tiling)
+        sample.shown(DIGITS.tiling)
     named = json.dumps({"conversations": TURNS, "video": ["1.0.png"]}).encode()
     write_tar(tmp_path / "a.tar", members | {"1.json": named, "1.0.png": picture()})
     assert len(open_shards(tmp_path, "a.tar")[0].files) == 1
 
 
-def truncated(content: bytes) -> bytes:
-    return content[:2000]
-
-
-def without_end(content: bytes) -> bytes:
-    return content.rstrip(b"\0") + bytes(-len(content.rstrip(b"\0")) % 512)
-
-
-def damaged(content: bytes) -> bytes:
-    return content[:1024] + b"x" * 512 + content[1536:]
-
-
-@pytest.mark.parametrize("damage", [truncated, without_end, damaged, lambda content: b""])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda content: content[:2000],
+        lambda content: content.rstrip(b"\0") + bytes(-len(content.rstrip(b"\0")) % 512),
+        lambda content: content[:1024] + b"x" * 512 + content[1536:],
+        lambda content: b"",
+    ],
+    ids=["truncated", "without its end", "damaged", "empty"],
+)
 def test_damaged_shards(tmp_path, damage):
     """Prevents the rest of a half-downloaded shard from being left out without a word."""
     members = {f"{k}.json": JSON_TURNS.encode() for k in range(4)}
@@ -284,28 +246,30 @@ def test_damaged_shards(tmp_path, damage):
     assert str(error.value).startswith(f"{tmp_path / 'a.tar'}: ")
 
 
-def test_mistakes_about_shards(tmp_path):
+@pytest.mark.parametrize(
+    ("members", "notation", "message"),
+    [
+        ("1.json 1.b.png 1.B.png", "a.tar", r"a\.tar: .*duplicate file name"),
+        ("1.json 2.json 1.png 2.png", "a.tar", r"a\.tar: .*files of 1 stand apart"),
+        ("", "train-{001..002}.tar", r"train-001\.tar: no such shard"),
+        ("", "nowhere://a/train.tar", r"nowhere://a/train.tar: cannot be read \(Protocol not"),
+        ("", "train-{001..002.tar", "is not what webdataset expands"),
+    ],
+)
+def test_mistakes_about_shards(tmp_path, members, notation, message):
     """Prevents a wrong path or kind of file from ending in a traceback."""
-    members = {"1.json": JSON_TURNS.encode(), "1.b.png": b"", "1.B.png": b""}
-    write_tar(tmp_path / "a.tar", members)
-    with pytest.raises(UserError, match=r"a\.tar: .*duplicate file name"):
-        open_shards(tmp_path, "a.tar")
-    apart = {"1.json": b"", "2.json": b"", "1.png": b"", "2.png": b""}
-    write_tar(tmp_path / "a.tar", apart)
-    with pytest.raises(UserError, match=r"a\.tar: .*files of 1 stand apart"):
-        open_shards(tmp_path, "a.tar")
+    write_tar(tmp_path / "a.tar", dict.fromkeys(members.split(), b""))
+    with pytest.raises(UserError, match=message):
+        open_shards(tmp_path, notation)
+
+
+def test_a_shard_is_what_the_meta_says(tmp_path):
+    """Prevents a compressed, shortened or removed shard from ending in a traceback."""
     with tarfile.open(tmp_path / "a.tar.gz", "w:gz") as tar:
         tar.addfile(tarfile.TarInfo("1.json"))
     with pytest.raises(UserError, match="not compressed"):
         open_shards(tmp_path, "a.tar.gz")
-    with pytest.raises(UserError, match=r"train-001\.tar: no such shard"):
-        open_shards(tmp_path, "train-{001..002}.tar")
-    with pytest.raises(UserError, match=r"nowhere://a/train.tar: cannot be read \(Protocol not"):
-        open_shards(tmp_path, "nowhere://a/train.tar")
-    with pytest.raises(UserError, match="is not what webdataset expands"):
-        open_shards(tmp_path, "train-{001..002.tar")
-    del members["1.B.png"]
-    write_tar(tmp_path / "a.tar", members)
+    write_tar(tmp_path / "a.tar", {"1.json": JSON_TURNS.encode()})
     with pytest.raises(UserError, match=r"holds 1 samples, but .* states length 3"):
         open_shards(tmp_path, "a.tar", length=3)
     annotations = open_shards(tmp_path, "a.tar")
@@ -315,43 +279,20 @@ def test_mistakes_about_shards(tmp_path):
 
 
 WITHOUT_LIBRARIES = """
-import sys
-sys.modules["webdataset"] = None
-sys.modules["megatron.energon"] = None
+import pickle, sys
+sys.modules["torch"] = sys.modules["megatron"] = sys.modules["webdataset"] = None
 from pathlib import Path
-from omnibal.data.annotations import Annotations
-from omnibal.data.energon_index import energon_indexes
 from omnibal.base.errors import UserError
-from omnibal.base.worker_pool import LocalPool
-for meta in sys.argv[1:]:
+from omnibal.data.annotations import Annotations
+energon, shards, pickled = map(Path, sys.argv[1:])
+for meta in (shards, energon):
     try:
-        Annotations.open(Path(meta))
+        Annotations.open(meta)
     except UserError as error:
         print(error)
-"""
-
-
-def test_a_missing_library_is_named(written):
-    """Prevents a traceback where a user has not installed what only shards need."""
-    folder, _ = written
-    open_shards(folder)
-    (folder / "energon.json").write_text('{"a": {"energon": "x"}}')
-    finished = subprocess.run(
-        [sys.executable, "-c", WITHOUT_LIBRARIES, folder / "shards.json", folder / "energon.json"],
-        capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2],
-    )  # fmt: skip
-    said = finished.stdout.splitlines()
-    assert ['"omnibal[webdataset]"' in said[0], '"omnibal[energon]"' in said[1]] == [True, True]
-
-
-WITHOUT_TORCH = """
-import pickle, sys
-sys.modules["torch"] = sys.modules["megatron"] = None
-from pathlib import Path
-from omnibal.data.annotations import Annotations
-from omnibal.data.energon_index import energon_indexes
-annotations = Annotations.open(Path(sys.argv[1]))
-Path(sys.argv[2]).write_bytes(pickle.dumps(annotations.take(annotations.source + 3)))
+del sys.modules["webdataset"]
+annotations = Annotations.open(shards)
+pickled.write_bytes(pickle.dumps(annotations.take(annotations.source + 3)))
 """
 IN_A_WORKER = """
 import pickle, sys
@@ -362,15 +303,18 @@ assert not {"torch", "webdataset"} & set(sys.modules)
 """
 
 
-def test_shards_need_no_torch(written, tmp_path):
-    """Prevents a planner that needs torch, and workers that import it to read what is indexed."""
+def test_shards_need_no_torch_and_a_missing_library_is_named(written, tmp_path):
+    """Prevents a planner or a worker that needs torch, and a traceback without a library."""
     open_shards(written[0])
-    for program, *arguments in (
-        (WITHOUT_TORCH, written[0] / "shards.json", tmp_path / "pickled"),
-        (IN_A_WORKER, tmp_path / "pickled"),
-    ):
+    (tmp_path / "energon.json").write_text('{"a": {"energon": "x"}}')
+    files, pickled = (tmp_path / "energon.json", written[0] / "meta.json"), tmp_path / "pickled"
+    for program, *arguments in ((WITHOUT_LIBRARIES, *files, pickled), (IN_A_WORKER, pickled)):
         command = [sys.executable, "-c", program, *map(str, arguments)]
-        subprocess.run(command, check=True, cwd=Path(__file__).parents[2])
+        root = Path(__file__).parents[2]
+        output = subprocess.run(command, check=True, cwd=root, stdout=subprocess.PIPE, text=True)
+        said = output.stdout.splitlines()
+        if program is WITHOUT_LIBRARIES:
+            assert '"omnibal[webdataset]"' in said[0] and '"omnibal[energon]"' in said[1]
 
 
 def test_the_same_samples_as_energon_reads(written, tmp_path):
@@ -381,27 +325,20 @@ def test_the_same_samples_as_energon_reads(written, tmp_path):
     from megatron.energon.flavors.webdataset.metadata import WebdatasetMeta
     from megatron.energon.flavors.webdataset.prepare import WebdatasetPreparator
 
-    _, records = written
     (tmp_path / "pictures").symlink_to(written[0] / "pictures")
-    names = [path.name for path in write_shards(tmp_path, records, per_shard=4)]
+    names = [path.name for path in write_shards(tmp_path, written[1], per_shard=4)]
     WebdatasetPreparator.prepare_dataset(
         tmp_path, names, split_parts_ratio=[("train", 0.7), ("val", 0.3)], workers=1
     )
-    split = tmp_path / ".nv-meta/split.yaml"
-    meta = WebdatasetMeta.from_config(EPath(tmp_path), split_part="train")
+    split, path, seen = tmp_path / ".nv-meta/split.yaml", EPath(tmp_path), set()
+    meta = WebdatasetMeta.from_config(path, split_part="train")
     excluded = f"{meta.shards[0].name}/{4 * int(meta.shards[0].name[6:9]) + 1:04}"
     text = split.read_text()
     split.write_text(f"{text[: text.index('exclude')]}exclude: [{excluded}]\n")
-    seen = set()
     for part in ("train", "val"):
-        (tmp_path / "energon.json").write_text(
-            json.dumps({"a": {"energon": str(tmp_path), "split": part}})
-        )
-        annotations = Annotations.open(tmp_path / "energon.json")
-        meta = WebdatasetMeta.from_config(EPath(tmp_path), split_part=part)
-        reader = ShardInfosITarReader(
-            EPath(tmp_path), meta.shards, sample_filter=lambda key: key != excluded
-        )
+        annotations = open_meta(tmp_path, a={"energon": str(tmp_path), "split": part})
+        meta = WebdatasetMeta.from_config(path, split_part=part)
+        reader = ShardInfosITarReader(path, meta.shards, sample_filter=lambda key: key != excluded)
         expected = [sample for k in range(len(reader)) if (sample := reader[k]) is not None]
         assert len(annotations) == len(expected) > 3
         for sample, other in zip(annotations, expected, strict=True):
@@ -410,12 +347,10 @@ def test_the_same_samples_as_energon_reads(written, tmp_path):
             assert sorted(image_bytes(sample)) == sorted(images)
             seen.add(sample.identity)
     assert len(seen) == SAMPLES - 1
-    (tmp_path / "energon.json").write_text('{"a": {"energon": ".", "split": "test"}}')
     with pytest.raises(UserError, match="Energon finds no split 'test'"):
-        Annotations.open(tmp_path / "energon.json")
-    (tmp_path / "energon.json").write_text('{"a": {"energon": "pictures"}}')
+        open_meta(tmp_path, a={"energon": ".", "split": "test"})
     with pytest.raises(UserError, match="prepare the dataset with `energon prepare`"):
-        Annotations.open(tmp_path / "energon.json")
+        open_meta(tmp_path, a={"energon": "pictures"})
 
 
 def write_energon_index(folder: Path, names: list[str]) -> None:
@@ -429,38 +364,33 @@ def write_energon_index(folder: Path, names: list[str]) -> None:
                 key, _, part = entry.name.partition(".")
                 starts.setdefault(key, entry.offset)
                 parts.append((number, len(starts) - 1, part, entry.offset_data, entry.size))
-            ends = [*list(starts.values())[1:], tar.offset]
+            offsets = [*starts.values(), tar.offset]
         counts[name] = len(starts)
-        samples += [
-            (number, key, index, start, end - start)
-            for index, ((key, start), end) in enumerate(zip(starts.items(), ends, strict=True))
-        ]
-        offsets = [*starts.values(), ends[-1]]
-        (folder / name).with_suffix(".tar.idx").write_bytes(
-            struct.pack(f"<{len(offsets)}Q", *offsets)
-        )
+        for index, (key, (start, end)) in enumerate(zip(starts, pairwise(offsets), strict=True)):
+            samples.append((number, key, index, start, end - start))
+        packed = struct.pack(f"<{len(offsets)}Q", *offsets)
+        (folder / name).with_suffix(".tar.idx").write_bytes(packed)
     (folder / ".nv-meta/.info.json").write_text(json.dumps({"shard_counts": counts}))
+    tables = {
+        "samples (tar_file_id, sample_key, sample_index, byte_offset, byte_size)": samples,
+        "sample_parts (tar_file_id, sample_index, part_name, content_byte_offset, "
+        "content_byte_size)": parts,
+    }
     with sqlite3.connect(folder / ".nv-meta/index.sqlite") as database:
-        of_sample = "tar_file_id, sample_key, sample_index, byte_offset, byte_size"
-        database.execute(f"CREATE TABLE samples ({of_sample})")
-        database.executemany("INSERT INTO samples VALUES (?, ?, ?, ?, ?)", samples)
-        of_part = "tar_file_id, sample_index, part_name, content_byte_offset, content_byte_size"
-        database.execute(f"CREATE TABLE sample_parts ({of_part})")
-        database.executemany("INSERT INTO sample_parts VALUES (?, ?, ?, ?, ?)", parts)
+        for table, rows in tables.items():
+            database.execute(f"CREATE TABLE {table}")
+            database.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?, ?)", rows)
 
 
 @pytest.fixture
 def prepared(written, tmp_path) -> list[Shard]:
     """The written shards with an index of Energon's, of which the last shard comes first."""
-    for path in written[0].glob("*.tar"):
-        (tmp_path / path.name).write_bytes(path.read_bytes())
-    names = [f"train-{number:03}.tar" for number in (2, 0, 1)]
-    write_energon_index(tmp_path, names)
-    indexes = energon_indexes(tmp_path, sorted(names))
-    return [
-        Shard(tmp_path / name, listed=index)
-        for name, index in zip(sorted(names), indexes, strict=True)
-    ]
+    names = [path.name for path in sorted(written[0].glob("*.tar"))]
+    for name in names:
+        (tmp_path / name).write_bytes((written[0] / name).read_bytes())
+    write_energon_index(tmp_path, [names[-1], *names[:-1]])
+    indexes = zip(names, energon_indexes(tmp_path, names), strict=True)
+    return [Shard(tmp_path / name, listed=index) for name, index in indexes]
 
 
 def test_energons_index_is_as_good_as_the_shard(prepared):
@@ -471,9 +401,8 @@ def test_energons_index_is_as_good_as_the_shard(prepared):
         assert found.digest == expected.digest
         assert found.start.tolist() == expected.start.tolist()
         assert found.size.tolist() == expected.size.tolist()
-    folder = prepared[0].path.parent
+    folder, names = prepared[0].path.parent, [shard.path.name for shard in prepared]
     (folder / "train-001.tar.idx").unlink()
-    names = [shard.path.name for shard in prepared]
     assert [each is not None for each in energon_indexes(folder, names)] == [True, False, True]
     with sqlite3.connect(folder / ".nv-meta/index.sqlite") as database:
         database.execute("DROP TABLE sample_parts")  # which earlier versions do not have
@@ -482,20 +411,19 @@ def test_energons_index_is_as_good_as_the_shard(prepared):
 
 def test_a_stale_index_of_energons_is_refused(prepared):
     """Prevents lengths by the places of an earlier shard, be it as long and of as many samples."""
-    first, second, third = prepared
-    content = bytearray(first.path.read_bytes())
-    with tarfile.open(first.path) as tar:
+    first, second, third = (shard.path for shard in prepared)
+    content = bytearray(first.read_bytes())
+    with tarfile.open(first) as tar:
         records = [entry for entry in tar if entry.name.endswith(".json")]
     # A record in the middle with one byte less, whatever follows it.
     header, records[4].size = records[4].offset_data - 512, records[4].size - 1
     content[header : header + 512] = records[4].tobuf(tarfile.USTAR_FORMAT)
-    first.path.write_bytes(content)
-    second.path.write_bytes(third.path.read_bytes())
-    third.path.write_bytes(third.path.read_bytes()[:-10240] + bytes(512) * 40)
-    offsets = third.path.with_suffix(".tar.idx")
+    first.write_bytes(content)
+    second.write_bytes(third.read_bytes())
+    third.write_bytes(third.read_bytes()[:-10240] + bytes(512) * 40)
+    offsets = third.with_suffix(".tar.idx")
     offsets.write_bytes(offsets.read_bytes()[8:])
+    stale = r"Energon's index says of it .*`energon prepare` again"
     for shard in prepared:
-        with pytest.raises(
-            UserError, match=r"Energon's index says of it .*`energon prepare` again"
-        ):
+        with pytest.raises(UserError, match=stale):
             index_shard(shard)

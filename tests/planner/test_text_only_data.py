@@ -7,18 +7,16 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-from chat_cases import sample_of
+from chat_cases import FOLDER, sample_of
 from hypothesis import given
 from hypothesis import strategies as st
+from jsonl_cases import DIGITS, open_jsonl, record_of, scan
 from tokenizer_cases import WORDS, byte_level_bpe
 from transformers import PreTrainedTokenizerFast
 
 from omnibal.base.errors import UserError
-from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
-from omnibal.data.lengths import Lengths, read_lengths, write_lengths
-from omnibal.data.sample import Sample
-from omnibal.data.scan import scan_lengths
+from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.job.plan_data import model_of_lengths
 from omnibal.model.config import ModelConfig, load_model
@@ -26,60 +24,13 @@ from omnibal.model.encoders import TilingConfig
 
 pytestmark = pytest.mark.quick
 
-# Of the tokenizers of meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct, without what
-# is for tools; `generation` marks what is learned.
-RELEASED = {
-    "llama3": """\
-{{- bos_token }}
-{%- if not date_string is defined %}
-    {%- set date_string = "26 Jul 2024" %}
-{%- endif %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system_message = messages[0]['content']|trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system_message = "" %}
-{%- endif %}
-{{- "<|start_header_id|>system<|end_header_id|>\\n\\n" }}
-{{- "Cutting Knowledge Date: December 2023\\n" }}
-{{- "Today Date: " + date_string + "\\n\\n" }}
-{{- system_message }}
-{{- "<|eot_id|>" }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endgeneration %}
-    {%- else %}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-{%- endif %}""",
-    "qwen2.5": """\
-{%- if messages[0]['role'] == 'system' %}
-    {{- '<|im_start|>system\\n' + messages[0]['content'] + '<|im_end|>\\n' }}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {{- '<|im_start|>system\\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.\
-<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '\\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{- message.content + '<|im_end|>' }}{%- endgeneration %}{{- '\\n' }}
-    {%- else %}
-        {{- message.content + '<|im_end|>' + '\\n' }}
-    {%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}
-    {{- '<|im_start|>assistant\\n' }}
-{%- endif %}""",
-}
 PIECES = {
     "llama3": ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
     "qwen2.5": ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
 }
+# Of the tokenizers of meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-32B-Instruct, without what
+# is for tools; `generation` marks what is learned.
+RELEASED = {name: (FOLDER / f"released/{name}.jinja").read_text() for name in PIECES}
 MODELS = {"llama3": load_model("llama3.1-8b"), "qwen2.5": load_model("qwen2.5-32b")}
 
 
@@ -94,44 +45,17 @@ def tokenizer_file(folder: Path, template: str) -> Path:
 
 @pytest.fixture(scope="module", params=RELEASED)
 def case(request, tmp_path_factory) -> tuple[ModelConfig, Tokenizer, PreTrainedTokenizerFast]:
-    path = tokenizer_file(tmp_path_factory.mktemp("tokenizer"), request.param)
+    path, name = tokenizer_file(tmp_path_factory.mktemp("tokenizer"), request.param), request.param
     reference = PreTrainedTokenizerFast(
-        tokenizer_file=str(path),
-        bos_token=PIECES[request.param][0],
-        chat_template=RELEASED[request.param],
+        tokenizer_file=str(path), bos_token=PIECES[name][0], chat_template=RELEASED[name]
     )
-    return MODELS[request.param], open_tokenizer(path), reference
+    return MODELS[name], open_tokenizer(path), reference
 
 
-def messages_of(sample: Sample) -> list[dict[str, str]]:
-    said = [] if sample.system is None else [("system", sample.system)]
-    said += [] if sample.greeting is None else [("assistant", sample.greeting)]
-    for turn in sample.turns:
-        said += [("user", turn.question), ("assistant", turn.answer)]
-    return [{"role": role, "content": content} for role, content in said]
-
-
-def assert_as_released(case, sample: Sample) -> None:
-    model, tokenizer, reference = case
-    check_tokenizer(model, tokenizer)
-    said = messages_of(sample)
-    expected = reference.apply_chat_template(
-        said, return_dict=True, return_assistant_tokens_mask=True
-    )
-    encoded = encode_sample(sample, [], model, tokenizer)
-    assert encoded.token_ids.tolist() == expected["input_ids"]
-    mask = [bool(learned) for learned in expected["assistant_masks"]]
-    assert encoded.loss_mask.tolist() == mask
-    asked = reference.apply_chat_template(said[:-1], add_generation_prompt=True)["input_ids"]
-    for chatting in (False, True):
-        prompt = encode_prompt(sample, len(sample.turns) - 1, [], model, tokenizer, chatting)
-        assert prompt.tolist() == asked
-
-
-TEXT = st.lists(st.sampled_from([*WORDS, " ", "\n", "<box>", "<|end|>"]) | st.text(max_size=6))
+WORD = st.sampled_from([*WORDS, " ", "\n", "<box>", "<|end|>"]) | st.text(max_size=6)
+QUESTION = st.lists(WORD).map(lambda words: "".join(words).replace("<image>", ""))
 # An answer that begins with a line end makes one token with the header's.
-ANSWER = TEXT.map(lambda words: "".join(words).replace("<image>", "").lstrip("\n\r"))
-QUESTION = TEXT.map(lambda words: "".join(words).replace("<image>", ""))
+ANSWER = QUESTION.map(lambda text: text.lstrip("\n\r"))
 
 
 @given(
@@ -140,9 +64,24 @@ QUESTION = TEXT.map(lambda words: "".join(words).replace("<image>", ""))
     st.none() | ANSWER,
 )
 def test_any_sample_is_as_the_released_template_has_it(case, turns, system, greeting):
-    """Prevents: a model that is tuned in other words than it was released with, or whose loss falls
-    on a header, a question or the line end after an answer."""
-    assert_as_released(case, sample_of(*turns, system=system, greeting=greeting))
+    """Prevents: tuning in other words than the release's, or loss beside answers and their ends."""
+    model, tokenizer, reference = case
+    sample = sample_of(*turns, system=system, greeting=greeting)
+    check_tokenizer(model, tokenizer)
+    pairs = [("system", system), ("assistant", greeting)]
+    for question, answer in turns:
+        pairs += [("user", question), ("assistant", answer)]
+    said = [{"role": role, "content": text} for role, text in pairs if text is not None]
+    expected = reference.apply_chat_template(
+        said, return_dict=True, return_assistant_tokens_mask=True
+    )
+    encoded = encode_sample(sample, [], model, tokenizer)
+    assert encoded.token_ids.tolist() == expected["input_ids"]
+    assert encoded.loss_mask.tolist() == list(map(bool, expected["assistant_masks"]))
+    asked = reference.apply_chat_template(said[:-1], add_generation_prompt=True)["input_ids"]
+    for chatting in (False, True):
+        prompt = encode_prompt(sample, len(turns) - 1, [], model, tokenizer, chatting)
+        assert prompt.tolist() == asked
 
 
 def test_template_keeps_its_own_pieces_to_itself(case):
@@ -168,23 +107,11 @@ def test_lacking_pieces_are_named_and_images_are_not_asked_for(case, tmp_path):
     assert "IMG" not in message
 
 
-def dataset(folder: Path, *records: dict) -> Annotations:
-    (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    meta = {"texts": {"root": "", "annotation": "a.jsonl"}}
-    (folder / "meta.json").write_text(json.dumps(meta))
-    return Annotations.open(folder / "meta.json")
-
-
-def record_of(question: str, answer: str, **others: object) -> dict:
-    said = [{"from": "human", "value": question}, {"from": "gpt", "value": answer}]
-    return {"conversations": said, **others}
-
-
 def test_a_scan_of_texts_counts_no_tiles(case, tmp_path):
     """Prevents: a column of zeros that asks for a tile cap, or lengths that any model takes."""
     model, tokenizer, _ = case
-    annotations = dataset(tmp_path, record_of("Who?", "It is I."), record_of("And?", "7"))
-    lengths = scan_lengths(annotations, model, tokenizer, lambda done: None).lengths
+    annotations = open_jsonl(tmp_path, record_of("Who?", "It is I."), record_of("And?", "7"))
+    lengths = scan(annotations, tokenizer, model).lengths
     encoded = [encode_sample(sample, [], model, tokenizer) for sample in annotations]
     assert lengths.tokens.tolist() == [len(one.token_ids) for one in encoded]
     assert lengths.loss_tokens.tolist() == [int(one.loss_mask.sum()) for one in encoded]
@@ -195,14 +122,12 @@ def test_a_scan_of_texts_counts_no_tiles(case, tmp_path):
     assert again.origin == lengths.origin and again.sha256 == lengths.sha256
     assert not again.column("tiles").any()
     assert model_of_lengths(model, again) == model
-    internvl = load_model("internvl-digits")
     with pytest.raises(UserError, match="for no images, but internvl-digits has tiles"):
-        model_of_lengths(internvl, again)
-    origin = again.origin.model_copy(
-        update={"image_size": 448, "tokens_per_tile": 256, "tiling": TilingConfig()}
-    )
+        model_of_lengths(DIGITS, again)
+    tiled = {"image_size": 448, "tokens_per_tile": 256, "tiling": TilingConfig()}
+    other = replace(again, origin=again.origin.model_copy(update=tiled))
     with pytest.raises(UserError, match=r"tiles of 448 pixels and 256 tokens, but .* no images"):
-        model_of_lengths(model, replace(again, origin=origin))
+        model_of_lengths(model, other)
 
 
 @pytest.mark.parametrize(
@@ -214,10 +139,8 @@ def test_a_sample_with_an_image_is_one_clear_error(case, tmp_path, shown):
     """Prevents: an image that is silently left out, or a traceback for the lack of an encoder."""
     model, tokenizer, _ = case
     places = "<video>\n" if "video" in shown else "<image>\n" * np.size(shown["image"])
-    records = record_of("Who?", "I."), record_of(f"{places}What?", "b", **shown)
-    annotations = dataset(tmp_path, *records)
+    annotations = open_jsonl(tmp_path, record_of(), record_of(f"{places}What?", "b", **shown))
     with pytest.raises(UserError, match=r"line 2: has \d image\(s\), but the model has no"):
-        scan_lengths(annotations, model, tokenizer, lambda done: None)
-    scan = scan_lengths(annotations, model, tokenizer, lambda done: None, on_error="skip")
-    assert isinstance(scan.lengths, Lengths) and scan.lengths.sample is not None
-    assert scan.lengths.sample.tolist() == [0] and [bad.index for bad in scan.skipped] == [1]
+        scan(annotations, tokenizer, model)
+    found = scan(annotations, tokenizer, model, on_error="skip")
+    assert found.lengths.sample.tolist() == [0] and [bad.index for bad in found.skipped] == [1]

@@ -2,7 +2,6 @@
 
 import json
 import pickle
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
@@ -13,21 +12,20 @@ from sentencepiece import SentencePieceProcessor
 from tokenizer_cases import (
     CONTROLS,
     IMAGES,
+    KINDS,
     SPACE,
     UNUSED,
     WORDS,
-    LlamaNotLegacy,
-    fast_of,
     ids_by,
     save_llama3,
     save_qwen2,
     sentencepiece_model,
-    slow_of,
     write_fast,
+    write_kind,
     write_sentencepiece,
 )
 from tokenizers import Tokenizer as FastModel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from omnibal.base.errors import UserError
 from omnibal.data.chat import check_tokenizer
@@ -41,27 +39,21 @@ TEXTS = st.lists(
     | st.text(max_size=5),
     max_size=8,
 ).map("".join)
+Pair = tuple[Tokenizer, PreTrainedTokenizerBase]
 
 
-@dataclass(frozen=True)
-class Pair:
-    tokenizer: Tokenizer
-    hugging_face: object
-
-
-@pytest.fixture(scope="module", params=["legacy", "no dummy prefix", "not legacy", "fast"])
+@pytest.fixture(scope="module", params=KINDS)
 def pair(request, tmp_path_factory) -> Pair:
-    folder = tmp_path_factory.mktemp("tokenizer")
-    if request.param == "fast":
-        path = write_fast(folder)
-        return Pair(open_tokenizer(path), fast_of(path))
-    if request.param == "not legacy":
-        path = write_sentencepiece(
-            folder, rstrip=True, strips=True, tokenizer_class="LlamaTokenizer", legacy=False
-        )
-        return Pair(open_tokenizer(path), slow_of(path, LlamaNotLegacy, legacy=False))
-    path = write_sentencepiece(folder, dummy_prefix=request.param == "legacy")
-    return Pair(open_tokenizer(path), slow_of(path))
+    """A tokenizer of each kind, and transformers' own."""
+    path, theirs = write_kind(request.param, tmp_path_factory.mktemp("tokenizer"), strips=True)
+    return open_tokenizer(path), theirs
+
+
+def edit_config(folder: Path, **changes: object) -> dict:
+    """Change tokenizer_config.json, and return it."""
+    config = json.loads((folder / CONFIG).read_text()) | changes
+    (folder / CONFIG).write_text(json.dumps(config))
+    return config
 
 
 @given(TEXTS)
@@ -71,7 +63,8 @@ def pair(request, tmp_path_factory) -> Pair:
 @example(f" a{SPACE} b<|user|>\n c<|user|>{SPACE} d")
 def test_ids_are_those_of_transformers(pair, text):
     """Prevents a run between added tokens, a stripped space or an id from differing."""
-    assert pair.tokenizer.encode(text) == ids_by(pair.hugging_face)(text)
+    tokenizer, theirs = pair
+    assert tokenizer.encode(text) == ids_by(theirs)(text)
 
 
 @pytest.mark.parametrize("save", [save_qwen2, save_llama3])
@@ -84,19 +77,14 @@ def test_ids_are_those_of_released_classes(tmp_path, save):
 
 
 def test_pieces_and_size_are_those_of_transformers(pair):
-    """Prevents image tokens that lie beyond the vocabulary that is counted."""
-    tokenizer = pair.tokenizer
+    """Prevents image tokens beyond the vocabulary, and processes that count otherwise."""
+    tokenizer, theirs = pair
     for piece in [*CONTROLS, *IMAGES, "<s>"]:
-        assert tokenizer.id_of(piece) == pair.hugging_face.convert_tokens_to_ids(piece)
+        assert tokenizer.id_of(piece) == theirs.convert_tokens_to_ids(piece)
         assert tokenizer.decode([tokenizer.id_of(piece)]) == piece
     assert tokenizer.id_of("no piece") is None
-    assert tokenizer.vocab_size == max(pair.hugging_face.get_vocab().values()) + 1
+    assert tokenizer.vocab_size == max(theirs.get_vocab().values()) + 1
     assert tokenizer.decode([tokenizer.vocab_size + 7]) == ""
-
-
-def test_processes_get_the_same_tokenizer(pair):
-    """Prevents scanning processes from counting otherwise."""
-    tokenizer = pair.tokenizer
     copy = pickle.loads(pickle.dumps(tokenizer))
     for text in [*WORDS, "<|im_start|>user\n a  b<|im_end|>"]:
         assert copy.encode(text) == tokenizer.encode(text)
@@ -133,15 +121,14 @@ def test_longest_added_token_wins(tmp_path):
     added = {"<box": first, "<box>": first + 1, "<box>>": first + 3}
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     tokenizer = open_tokenizer(path)
-    ids = tokenizer.encode("<box<box><box>>")
-    assert ids == [first, first + 1, first + 3]
+    assert tokenizer.encode("<box<box><box>>") == [first, first + 1, first + 3]
     assert tokenizer.vocab_size == first + 4
 
 
 def test_added_tokens_json_counts_where_the_config_names_none(tmp_path):
     """Prevents image tokens from being missed in checkpoints of the older layout."""
     path = write_sentencepiece(tmp_path)
-    by_config, config = open_tokenizer(path), json.loads((tmp_path / CONFIG).read_text())
+    by_config, config = open_tokenizer(path), edit_config(tmp_path)
     decoder = config.pop("added_tokens_decoder")
     (tmp_path / CONFIG).write_text(json.dumps(config))
     added = {token["content"]: int(number) for number, token in decoder.items()}
@@ -156,11 +143,11 @@ def test_tokens_that_only_the_config_has_are_added(tmp_path):
     """Prevents a tokenizer.json of the language model from hiding what InternVL added."""
     path = write_fast(tmp_path)
     size = open_tokenizer(path).vocab_size
-    config = {"added_tokens_decoder": {str(size): {"content": "<ref>", "special": True}}}
-    (tmp_path / CONFIG).write_text(json.dumps(config))
+    added = {str(size): {"content": "<ref>", "special": True}}
+    edit_config(tmp_path, added_tokens_decoder=added)
     assert open_tokenizer(path).encode("<ref>") == [size]
-    config["added_tokens_decoder"][str(size + 4)] = {"content": "</ref>", "special": True}
-    (tmp_path / CONFIG).write_text(json.dumps(config))
+    added[str(size + 4)] = {"content": "</ref>", "special": True}
+    edit_config(tmp_path, added_tokens_decoder=added)
     with pytest.raises(UserError, match="both must be of one checkpoint"):
         open_tokenizer(path)
 
@@ -182,8 +169,7 @@ FLAGS = ["lstrip", "rstrip", "normalized", "single_word"]
 
 @pytest.mark.parametrize("flags", [{name: True} for name in FLAGS] + [dict.fromkeys(FLAGS, True)])
 def test_flags_of_the_config_count(tmp_path, flags):
-    """Prevents spaces beside a token that the checkpoint's own tokenizer takes away, or a token
-    within a word."""
+    """Prevents spaces beside a token that its own tokenizer takes away, or a token in a word."""
     path = write_fast(tmp_path)
     plain = json.loads(path.read_text())["added_tokens"]
     decoder = {str(token.pop("id")): dict(token) for token in plain}
@@ -215,13 +201,22 @@ def test_what_else_adds_tokens_to_a_fast_tokenizer(tmp_path, config, added):
     assert_as_transformers(tmp_path, ["<more>", "zqz", "a", "<new>"])
 
 
-def test_a_whole_word_is_not_looked_for_beside_sentencepiece(tmp_path):
-    """Prevents a flag from being passed over without a word."""
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", r"tokenizer_config\.json.*restore"),
+        ('{"added_tokens_decoder": {"x": {"content": "a"}}}', r"tokenizer_config\.json.*restore"),
+        (
+            '{"added_tokens_decoder": {"400": {"content": "<more>", "single_word": true}}}',
+            r"<more> as a single_word token.*tokenizer\.json",
+        ),
+    ],
+)
+def test_broken_config_is_named(tmp_path, content, message):
+    """Prevents a traceback, or added tokens or flags that are passed over without a word."""
     path = write_sentencepiece(tmp_path)
-    config = json.loads((tmp_path / CONFIG).read_text())
-    config["added_tokens_decoder"]["400"] = {"content": "<more>", "single_word": True}
-    (tmp_path / CONFIG).write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"<more> as a single_word token.*tokenizer\.json"):
+    (tmp_path / CONFIG).write_text(content)
+    with pytest.raises(UserError, match=message):
         open_tokenizer(path)
 
 
@@ -237,7 +232,7 @@ def test_a_whole_word_is_not_looked_for_beside_sentencepiece(tmp_path):
 def test_begin_token_is_as_the_config_says(tmp_path, kind, given, expected):
     """Prevents a begin token that InternVL2.5 was not trained with, or the lack of one."""
     path = kind(tmp_path)
-    config = json.loads((tmp_path / CONFIG).read_text())
+    config = edit_config(tmp_path)
     config.pop("add_bos_token", None)
     (tmp_path / CONFIG).write_text(json.dumps(config | given))
     assert open_tokenizer(path).add_bos is expected
@@ -247,14 +242,11 @@ def test_hash_covers_all_that_changes_ids(tmp_path):
     """Prevents training with other added tokens than were scanned with."""
     path = write_sentencepiece(tmp_path)
     seen = {open_tokenizer(path).sha256}
-    config = json.loads((tmp_path / CONFIG).read_text())
-    (tmp_path / CONFIG).write_text(json.dumps(config | {"chat_template": "other"}))
+    decoder = edit_config(tmp_path, chat_template="other")["added_tokens_decoder"]
     assert {open_tokenizer(path).sha256} == seen
-    order = reversed(config["added_tokens_decoder"].items())
-    (tmp_path / CONFIG).write_text(json.dumps({**config, "added_tokens_decoder": dict(order)}))
+    edit_config(tmp_path, added_tokens_decoder=dict(reversed(decoder.items())))
     assert {open_tokenizer(path).sha256} == seen
-    config["added_tokens_decoder"]["400"] = {"content": "<more>"}
-    (tmp_path / CONFIG).write_text(json.dumps(config))
+    edit_config(tmp_path, added_tokens_decoder=decoder | {"400": {"content": "<more>"}})
     seen.add(open_tokenizer(path).sha256)
     (tmp_path / CONFIG).unlink()
     seen.add(open_tokenizer(path).sha256)
@@ -265,6 +257,8 @@ def test_hash_covers_all_that_changes_ids(tmp_path):
 
 def test_folder_of_a_checkpoint(tmp_path):
     """Prevents another file of the folder from being taken than the help says."""
+    with pytest.raises(UserError, match="no such tokenizer"):
+        open_tokenizer(tmp_path / "tokenizer.model")
     with pytest.raises(UserError, match=r"holds neither tokenizer\.json nor tokenizer\.model"):
         open_tokenizer(tmp_path)
     slow = write_sentencepiece(tmp_path)
@@ -283,21 +277,6 @@ def test_other_file_is_refused_quietly(tmp_path, capfd, name, content):
     with pytest.raises(UserError, match=r"not a (SentencePiece model|Hugging Face tokenizer)"):
         open_tokenizer(path)
     assert capfd.readouterr().err == ""
-
-
-@pytest.mark.parametrize("content", ["{", '{"added_tokens_decoder": {"x": {"content": "a"}}}'])
-def test_broken_config_is_named(tmp_path, content):
-    """Prevents a traceback, or added tokens that are silently left out."""
-    path = write_sentencepiece(tmp_path)
-    (tmp_path / CONFIG).write_text(content)
-    with pytest.raises(UserError, match=r"tokenizer_config\.json.*restore"):
-        open_tokenizer(path)
-
-
-def test_missing_file_is_named(tmp_path):
-    """Prevents a traceback for a wrong path."""
-    with pytest.raises(UserError, match="no such tokenizer"):
-        open_tokenizer(tmp_path / "tokenizer.model")
 
 
 @pytest.mark.parametrize(

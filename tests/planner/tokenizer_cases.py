@@ -7,7 +7,12 @@ from pathlib import Path
 
 import tokenizers
 from sentencepiece import SentencePieceProcessor, SentencePieceTrainer, SetMinLogLevel
-from transformers import AddedToken, PreTrainedTokenizerFast, Qwen2Tokenizer
+from transformers import (
+    AddedToken,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+    Qwen2Tokenizer,
+)
 from transformers.tokenization_utils_sentencepiece import SentencePieceBackend
 
 CONTROLS = "<|im_start|> <|im_end|> <|system|> <|user|> <|assistant|> <|end|>".split()
@@ -20,6 +25,12 @@ WORDS = [
 ]
 UNUSED = ["[UNUSED_0]", "[UNUSED_1]"]
 SPACE = "\u2581"
+SPECIAL_TOKENS = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "</s>",
+}
 
 
 def sentencepiece_model(dummy_prefix: bool, symbols: list[str], strips: bool = False) -> bytes:
@@ -42,44 +53,25 @@ def sentencepiece_model(dummy_prefix: bool, symbols: list[str], strips: bool = F
     return model.getvalue()
 
 
-def config_of_sentencepiece(model: bytes, rstrip: bool) -> dict:
-    """Two added tokens have ids of the model's own, all others come after it."""
-    processor = SentencePieceProcessor()
-    processor.LoadFromSerializedProto(model)
-    ids = [processor.PieceToId(piece) for piece in UNUSED]
-    ids += range(processor.GetPieceSize(), processor.GetPieceSize() + 20)
-    contents = [*CONTROLS, *IMAGES, "<|endoftext|>"]
-    tokens = {
-        "<unk>": 0, "<s>": 1, "</s>": 2, **dict(zip(contents, ids, strict=False))
-    }  # fmt: skip
-    decoder = {
-        str(number): {
-            "content": content,
-            "lstrip": content == "<quad>",
-            "rstrip": rstrip and content in CONTROLS,
-            "normalized": False,
-            "single_word": False,
-            "special": True,
-        }
-        for content, number in tokens.items()
-    }
-    return {
-        "added_tokens_decoder": decoder,
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-        "unk_token": "<unk>",
-        "pad_token": "</s>",
-        "chat_template": "not read",
-    }
-
-
 def write_sentencepiece(
     folder: Path, dummy_prefix: bool = True, rstrip: bool = False, strips=False, **settings
 ) -> Path:
-    model = sentencepiece_model(dummy_prefix, UNUSED, strips)
+    """Write a model whose config adds tokens: two with ids of the model's own, others after it."""
+    model, processor = sentencepiece_model(dummy_prefix, UNUSED, strips), SentencePieceProcessor()
     (folder / "tokenizer.model").write_bytes(model)
-    config = config_of_sentencepiece(model, rstrip) | settings
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    processor.LoadFromSerializedProto(model)
+    contents = ["<unk>", "<s>", "</s>", *CONTROLS, *IMAGES, "<|endoftext|>"]
+    ids = [0, 1, 2, *map(processor.PieceToId, UNUSED), *range(processor.GetPieceSize(), 999)]
+    no_flags = dict.fromkeys(("lstrip", "rstrip", "normalized", "single_word"), False)
+    decoder = {
+        str(number): {"content": content, "special": True, **no_flags}
+        for number, content in zip(ids, contents, strict=False)
+    }
+    for token in decoder.values():
+        token["lstrip"] = token["content"] == "<quad>"
+        token["rstrip"] = rstrip and token["content"] in CONTROLS
+    config = {"added_tokens_decoder": decoder, "chat_template": "not read", **SPECIAL_TOKENS}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | settings))
     return folder / "tokenizer.model"
 
 
@@ -89,8 +81,7 @@ def slow_of(path: Path, kind: type = SentencePieceBackend, **options) -> Sentenc
     decoder = {
         int(number): AddedToken(**token) for number, token in config["added_tokens_decoder"].items()
     }
-    names = {name: config[name] for name in ("bos_token", "eos_token", "unk_token", "pad_token")}
-    return kind(vocab_file=str(path), added_tokens_decoder=decoder, **names, **options)
+    return kind(vocab_file=str(path), added_tokens_decoder=decoder, **SPECIAL_TOKENS, **options)
 
 
 class LlamaNotLegacy(SentencePieceBackend):
@@ -107,11 +98,7 @@ class LlamaNotLegacy(SentencePieceBackend):
 def byte_level_bpe(
     texts: list[str], words: str = r" ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\n]*|\s*[\n]+|\s+"
 ) -> tokenizers.Tokenizer:
-    """A byte-level BPE like Qwen's, trained on these texts, without added tokens.
-
-    Args:
-        words: pattern of what text is cut into.
-    """
+    """A byte-level BPE like Qwen's, trained on these texts, which a pattern cuts into words."""
     model = tokenizers.Tokenizer(tokenizers.models.BPE())
     model.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
         [
@@ -169,3 +156,19 @@ def fast_of(path: Path) -> PreTrainedTokenizerFast:
 def ids_by(hugging_face) -> Callable[[str], list[int]]:
     """Ids without a begin token."""
     return lambda text: hugging_face(text, add_special_tokens=False).input_ids
+
+
+KINDS = ("legacy", "no dummy prefix", "not legacy", "fast")
+
+
+def write_kind(kind: str, folder: Path, **settings) -> tuple[Path, PreTrainedTokenizerBase]:
+    """Files of a kind of tokenizer, with settings of those not legacy, and transformers' own."""
+    if kind == "fast":
+        path = write_fast(folder)
+        return path, fast_of(path)
+    if kind == "not legacy":
+        llama = {"tokenizer_class": "LlamaTokenizer", "legacy": False}
+        path = write_sentencepiece(folder, rstrip=True, **llama, **settings)
+        return path, slow_of(path, LlamaNotLegacy, legacy=False)
+    path = write_sentencepiece(folder, dummy_prefix=kind == "legacy")
+    return path, slow_of(path)
