@@ -200,15 +200,6 @@ def put_together(
     }
 
 
-def logits_together(plan: Plan, ranks: Sequence[list[torch.Tensor]]) -> list[torch.Tensor]:
-    """Logits of each micro-batch, from what the last stage's ranks have of all words."""
-    words = plan.model.language.vocab_size
-    return [
-        torch.cat([part.squeeze(1) for part in parts], -1)[:, :words]
-        for parts in zip(*groups_of(plan, ranks)[-1], strict=True)
-    ]
-
-
 def keep(outputs: list[torch.Tensor], module, given, output) -> None:
     tensor = output[0] if isinstance(output, tuple) else output
     outputs.append(tensor.detach().clone())
@@ -236,9 +227,11 @@ def assert_computes(
 ) -> None:
     """Ranks have `observed` the logits, loss and gradients that Transformers' model has."""
     results, seen, gradients = zip(*ranks, strict=True)
-    logits = logits_together(plan, [own["head"] for own in seen])
-    for found, other in zip(logits, expected.logits_LW, strict=True):
-        assert_near(found, other, "logits")
+    words, last_stage = plan.model.language.vocab_size, groups_of(plan, seen)[-1]
+    of_ranks = zip(*(own["head"] for own in last_stage), strict=True)
+    for parts, other in zip(of_ranks, expected.logits_LW, strict=True):
+        logits = torch.cat([part.squeeze(1) for part in parts], -1)[:, :words]
+        assert_near(logits, other, "logits")
     norm = sum(one.square().sum().item() for one in expected.gradients.values()) ** 0.5
     for result in results:
         assert result == pytest.approx((expected.loss, norm), rel=TOLERANCE)

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,6 @@ from data_cases import Data, noisy_pictures
 from native_resolution_cases import qwen2_5_vl, qwen3_vl
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
-from toy import stages_of
 
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import ModelConfig
@@ -105,13 +103,6 @@ class NativeData(Data):
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         super().__init__(folder / "a.jsonl", open_tokenizer(folder / "tokenizer"), model)
-
-    def with_model(self, model: ModelConfig) -> "NativeData":
-        """The same samples, read for another model without another scan."""
-        other = object.__new__(NativeData)
-        other.reader, other.lengths = replace(self.reader, model=model), self.lengths
-        [other.whole] = stages_of(model)
-        return other
 
 
 def data_of(kind: str, folder: Path, tokenizer) -> Data:

@@ -1,6 +1,7 @@
 """From packs to tensors: weights, what is random, what cannot be read, and who loads it."""
 
 import io
+import itertools
 import json
 import math
 import multiprocessing
@@ -137,14 +138,8 @@ def test_qualities_are_equally_likely():
 
 def test_keys_of_every_tile_differ():
     """Prevents: tiles, samples, epochs, seeds or purposes that share their random numbers."""
-    keys = [
-        key
-        for purpose in Purpose
-        for seed in (0, 1, 2**32)
-        for epoch in (0, 1)
-        for sample in (0, 1, 2**33)
-        for key in tile_keys(purpose, seed, epoch, sample, 4).tolist()
-    ]
+    draws = itertools.product(Purpose, (0, 1, 2**32), (0, 1), (0, 1, 2**33))
+    keys = [key for draw in draws for key in tile_keys(*draw, 4).tolist()]
     assert len(set(keys)) == len(keys) == 2 * 3 * 2 * 3 * 4
 
 

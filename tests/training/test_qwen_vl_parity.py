@@ -44,20 +44,15 @@ from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 
-MODELS = {
-    "qwen3-vl": qwen3_vl(),
-    "qwen3-vl-tied": qwen3_vl(tied_head=True),
-    "qwen3-vl-moe": qwen3_vl_moe(),
-    "qwen2.5-vl": qwen2_5_vl(kv_heads=2),
-    "qwen2-vl": qwen2_vl(kv_heads=2),
+KINDS = {
+    "qwen3-vl": (qwen3_vl(), Layout.QWEN3_VL),
+    "qwen3-vl-tied": (qwen3_vl(tied_head=True), Layout.QWEN3_VL),
+    "qwen3-vl-moe": (qwen3_vl_moe(), Layout.QWEN3_VL_MOE_STACKED),
+    "qwen2.5-vl": (qwen2_5_vl(kv_heads=2), Layout.QWEN2_5_VL_PREFIXED),
+    "qwen2-vl": (qwen2_vl(kv_heads=2), Layout.QWEN2_VL_PREFIXED),
 }
-OWN_NAMES = {
-    "qwen3-vl": Layout.QWEN3_VL,
-    "qwen3-vl-tied": Layout.QWEN3_VL,
-    "qwen3-vl-moe": Layout.QWEN3_VL_MOE_STACKED,
-    "qwen2.5-vl": Layout.QWEN2_5_VL_PREFIXED,
-    "qwen2-vl": Layout.QWEN2_VL_PREFIXED,
-}
+"""Models, and layouts with the names of Transformers' modules."""
+MODELS = {name: model for name, (model, _) in KINDS.items()}
 GATED = {"qwen2.5-vl": ("language.", "vision.")}
 
 
@@ -123,7 +118,7 @@ def test_imported_model_computes_what_transformers_does(tmp_path, name, layout):
     model = open_released(tmp_path / "released").model
     plan = toy_plan(model, stages_of(model, *cuts), **sizes)
     ranks = run_ranks(plan.parallel, observed, plan, run, batches_of(name))
-    assert_computes(plan, ranks, reference(name), OWN_NAMES[name], GATED.get(name, ("language.",)))
+    assert_computes(plan, ranks, reference(name), KINDS[name][1], GATED.get(name, ("language.",)))
 
 
 def logits_of_folder(links, folder: Path, model: ModelConfig):

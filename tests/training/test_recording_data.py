@@ -63,8 +63,7 @@ def features_by_whisper(sample: Sample) -> list[np.ndarray]:
         common = math.gcd(rate_hz, 16_000)
         mono = resample_poly(wave.mean(axis=1), 16_000 // common, rate_hz // common)
         for start in range(0, len(mono), samples):
-            clip = np.zeros((1, samples), np.float32)
-            clip[0, : len(mono[start : start + samples])] = mono[start : start + samples]
+            clip = np.pad(mono[start : start + samples], (0, samples))[None, :samples]
             found.append(whisper._np_extract_fbank_features(clip, "cpu")[0])
     return found
 
