@@ -8,7 +8,7 @@ from conversion_cases import Computed, keep, micro_batches, model_of
 from ranks import run_ranks
 from released import KINDS, imported, save_released, transformers_model
 from tensor_parallel_cases import by_name
-from toy import OPTIONS, pack, stages_of, toy_plan
+from toy import OPTIONS, cut_plan, pack
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_weights
@@ -25,10 +25,8 @@ FAST = replace(OPTIONS, lr=0.05, min_lr=0.05, clip_grad=0.0)
 
 
 def plan_of(name: str, adapters: AdapterConfig | None) -> Plan:
-    model = model_of(name)
-    plan = toy_plan(model, stages_of(model))
     others = set() if adapters is None else {"vision", "projector", "language"} - {*adapters.parts}
-    return plan.model_copy(update={"adapters": adapters, "frozen": tuple(sorted(others))})
+    return cut_plan(model_of(name), adapters=adapters, frozen=tuple(sorted(others)))
 
 
 def _stepped(links, plan: Plan, run: Path, save: Path | None) -> Computed:

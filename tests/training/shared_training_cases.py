@@ -9,7 +9,7 @@ from chunk_cases import with_chunks
 from data_parallel_cases import encoding_stream
 from length_cases import lengths_of
 from megatron.core import parallel_state
-from tensor_parallel_cases import Feed, model_of
+from tensor_parallel_cases import Feed, model_of, with_unequal_weights
 from toy import share_of, stages_of, toy_batch, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -57,128 +57,93 @@ class Case:
     chunks: int = 1
 
 
-def encoders_beside(pipelines: int, sharded: int = 1) -> DataParallelEncoders:
-    return DataParallelEncoders(
-        pipelines=pipelines,
-        items_per_pass={"vision": 2},
-        kept_items={"vision": 2},
-        item_ms={"vision": 1.0},
-        sharded=sharded,
-    )
+def encoders_beside(sharded: int = 1) -> DataParallelEncoders:
+    of_vision = {"items_per_pass": 2, "kept_items": 2, "item_ms": 1.0}
+    named = {name: {"vision": value} for name, value in of_vision.items()}
+    return DataParallelEncoders(pipelines=2, sharded=sharded, **named)
 
 
 GATHER, HEADS = ContextExchange.GATHER, ContextExchange.HEADS
+IN_PARTS = {"data": 2, "tensor": 2, "sequence_parallel": True}
+DP4_LEVELS = ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS))
+_TIED = {
+    "tied": True, "recompute": ({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
+}  # fmt: skip
 # Each cut rule is with each exchange, and each kind of parallelism with each of both.
 CASES = {
     "dp4": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 4},
+        DP4_LEVELS, {"data": 4}, drop_path=0.3,
         recompute=({}, {"vision": (1,), "language": (0,)}, {"language": (0, 1)}),
-        drop_path=0.3,
     ),
     "dp4-wide": Case(
-        ((4, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
-        {"data": 4},
-        tied=True,
+        ((4, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)), {"data": 4}, tied=True
     ),
     "tp2-sp-dp2": Case(
-        ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)),
-        {"data": 2, "tensor": 2, "sequence_parallel": True},
-        frozen=("vision",),
+        ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)), IN_PARTS, frozen=("vision",),
         recompute=({"language": (1,)}, {"language": (0,)}, {}),
     ),
     "pp2-dp2": Case(
-        ((2, CutRule.CONTIGUOUS, GATHER), (2, CutRule.ZIGZAG, HEADS)),
-        {"data": 2},
-        cuts=(5,),
-        tied=True,
-        recompute=({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
+        ((2, CutRule.CONTIGUOUS, GATHER), (2, CutRule.ZIGZAG, HEADS)), {"data": 2}, cuts=(5,),
+        **_TIED,
     ),
     # Ranks that share some packs have other numbers of packs.
     "pp2-of-two-chunks-dp2": Case(
-        ((2, CutRule.COST, GATHER), (2, CutRule.ZIGZAG, HEADS)),
-        {"data": 2},
-        cuts=(2, 5, 6),
-        tied=True,
-        recompute=({}, {"vision": (0, 1), "language": (1,)}, {"language": (0,)}),
-        drop_path=0.3,
-        chunks=2,
+        ((2, CutRule.COST, GATHER), (2, CutRule.ZIGZAG, HEADS)), {"data": 2}, cuts=(2, 5, 6),
+        chunks=2, drop_path=0.3, **_TIED,
     ),
     "pp2-dp2-vision": Case(
-        ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
-        {"data": 2},
-        cuts=(2,),
-        frozen=("language",),
-        drop_path=0.3,
+        ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)), {"data": 2}, cuts=(2,),
+        frozen=("language",), drop_path=0.3,
     ),
     "dp2-text": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 2},
-        text_only=True,
+        ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.CONTIGUOUS, HEADS)), {"data": 2}, text_only=True
     ),
     "dp4-beside": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 4},
+        DP4_LEVELS, {"data": 4}, drop_path=0.3, beside=encoders_beside(),
         recompute=({}, {"language": (0,)}, {"language": (0, 1)}),
-        drop_path=0.3,
-        beside=encoders_beside(pipelines=2),
     ),
     "pp2-dp2-beside-divided": Case(
-        ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)),
-        {"data": 2},
-        cuts=(2,),
-        beside=encoders_beside(pipelines=2, sharded=4),
+        ((2, CutRule.WHOLE, GATHER), (2, CutRule.COST, HEADS)), {"data": 2}, cuts=(2,),
+        beside=encoders_beside(sharded=4),
     ),
     "tp2-sp-dp2-adapters": Case(
-        ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)),
-        {"data": 2, "tensor": 2, "sequence_parallel": True},
-        frozen=("vision", "projector"),
-        adapters=AdapterConfig(rank=4, alpha=8),
+        ((2, CutRule.COST, GATHER), (2, CutRule.WHOLE, HEADS)), IN_PARTS,
+        frozen=("vision", "projector"), adapters=AdapterConfig(rank=4, alpha=8),
         recompute=({"language": (0,)}, {"language": (0,)}, {}),
     ),
     "dp4-beside-adapters": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 4},
-        frozen=("projector",),
+        DP4_LEVELS, {"data": 4}, frozen=("projector",), beside=encoders_beside(sharded=4),
         adapters=AdapterConfig(rank=4, alpha=8, parts=("vision", "language")),
-        beside=encoders_beside(pipelines=2, sharded=4),
     ),
     "dp4-experts": Case(
-        ((2, CutRule.ZIGZAG, GATHER), (4, CutRule.CONTIGUOUS, HEADS)),
-        {"data": 4, "expert": 4},
-        recompute=({"language": (0,)},) * 3,
-        experts=True,
+        DP4_LEVELS, {"data": 4, "expert": 4}, recompute=({"language": (0,)},) * 3, experts=True
     ),
 }  # fmt: skip
 
 
 def plan_of(case) -> Plan:
     """The case's plan, whose language layers have four key/value heads."""
-    model = model_of(vocabulary=49, kv_heads=4, is_qwen3=case.tied)
-    language = model.language.model_copy(update={"tied_head": case.tied})
+    model = model_of(vocabulary=49, kv_heads=4, is_qwen3=case.tied, tied=case.tied)
     if case.experts:
         # Without the auxiliary loss, which is of a rank's own tokens of a shared pack.
         experts = ExpertsConfig(experts=8, experts_per_token=2, ffn_hidden_size=10)
-        runs = (LayerRun(layers=1, experts=experts),)
-        language = language.model_copy(update={"runs": runs})
-    model = model.model_copy(update={"language": language})
+        model = model.with_tower("language", runs=(LayerRun(layers=1, experts=experts),))
     if case.text_only:
-        model = ModelConfig(name="toy-text", language=language)
+        model = ModelConfig(name="toy-text", language=model.language)
     shapes = [(1, CutRule.CONTIGUOUS, GATHER), *case.levels]
     of_stages = model if case.beside is None else model.without_encoders()
     levels = tuple(
         PlannedLevel(
-            caps=Caps.of(tiles=9, tokens=400 * (index + 1)),
+            caps=Caps.of(tiles=9, tokens=400 * number),
             context=context,
             cut=cut,
             exchange=exchange,
             attention_weight=0.05,
-            recompute=tuple(
-                stage.recompute
-                for stage in stages_of(of_stages, *case.cuts, **case.recompute[index])
-            ),
+            recompute=tuple(s.recompute for s in stages_of(of_stages, *case.cuts, **recompute)),
         )
-        for index, (context, cut, exchange) in enumerate(shapes)
+        for number, ((context, cut, exchange), recompute) in enumerate(
+            zip(shapes, case.recompute, strict=True), 1
+        )
     )
     plan = toy_plan(model, stages_of(of_stages, *case.cuts), **case.sizes)
     changes = {"frozen": case.frozen, "adapters": case.adapters, "beside": case.beside}
@@ -193,17 +158,15 @@ def whole_packs(model, number, rows, drop_path):
         for index, mixed in enumerate(packs):
             samples = [(tiles * bool(model.encoders), text) for tiles, text in mixed]
             batch = toy_batch(model, samples, seed=100 * number + 10 * place + index)
-            weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
             keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + place if drop_path else None
-            row.append(replace(batch, level=level, loss_weights_L=weights, drop_path_keys_T=keys))
+            row.append(replace(with_unequal_weights(batch), level=level, drop_path_keys_T=keys))
         yield level, row
 
 
 def own_batches(plan, number, rows):
     """The micro-batches of this data-parallel rank."""
-    rank, ranks, counts = parallel_state.get_data_parallel_rank(), plan.parallel.data, []
-    batches = []
-    placed = []
+    rank, ranks = parallel_state.get_data_parallel_rank(), plan.parallel.data
+    batches, placed, is_full = [], [], True
     slots = np.zeros(ranks, int)
     for level, row in rows:
         planned = plan.levels[level]
@@ -211,32 +174,24 @@ def own_batches(plan, number, rows):
         blocks = ranks // planned.context
         for first in range(0, len(row), blocks):
             packs = row[first : first + blocks]
-            counts.append(len(packs) * planned.context)
+            is_full &= len(packs) == blocks
             for place, whole in enumerate(packs):
                 block = slice(place * planned.context, (place + 1) * planned.context)
                 placed.append((block.start, slots[block.start], level, whole))
                 slots[block] += 1
-            if rank // planned.context < len(packs):
-                whole = packs[rank // planned.context]
-                batches.append(share_of(whole, planned, rank % planned.context))
-    is_full = all(count == ranks for count in counts)
+                if rank // planned.context == place:
+                    batches.append(share_of(whole, planned, rank % planned.context))
     stream = MicroBatchStream.of(batches)
     if plan.beside is not None:
         placed.sort(key=lambda one: one[:2])
-        packs = [whole for *_, whole in placed]
-        stream = encoding_stream(plan, scheduled_step(placed), packs, batches)
+        first_ranks, slot, levels, packs = zip(*placed, strict=True)
+        counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "tokens")}
+        scheduled = ScheduledPacks.of(
+            Packs.from_lists([[row] for row in range(len(packs))]), lengths_of(**counts),
+            np.zeros(len(packs)), np.array(first_ranks), np.array(slot), level=np.array(levels),
+        )  # fmt: skip
+        stream = encoding_stream(plan, scheduled, packs, batches)
     return replace(stream, rows_are_full=is_full)
-
-
-def scheduled_step(placed) -> ScheduledPacks:
-    """One step of packs, each with its first rank, slot and level."""
-    ranks, slots, levels, packs = zip(*placed, strict=True)
-    counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "tokens")}
-    members = Packs.from_lists([[number] for number in range(len(packs))])
-    return ScheduledPacks.of(
-        members, lengths_of(**counts), np.zeros(len(packs)), *map(np.array, (ranks, slots)),
-        level=np.array(levels),
-    )  # fmt: skip
 
 
 def options_of(case):

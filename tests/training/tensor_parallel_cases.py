@@ -32,20 +32,12 @@ STEPS = [
 ]
 
 
-def model_of(vocabulary=51, kv_heads=2, language_bias=False, is_qwen3=False, **vision):
+def model_of(vocabulary=51, kv_heads=2, language_bias=False, is_qwen3=False, tied=False, **vision):
     """Two layers of each tower; neither heads of the vision encoder nor words divide by 2."""
-    qwen3 = {"qk_norm": True, "head_size": 10} if is_qwen3 else {}
     model = toy_model(**{"layers": 2, "heads": 3, "hidden_size": 24, **vision})
-    language = model.language.model_copy(
-        update={
-            "layers": 2,
-            "vocab_size": vocabulary,
-            "kv_heads": kv_heads,
-            "qkv_bias": language_bias,
-            **qwen3,
-        }
-    )
-    return model.model_copy(update={"language": language})
+    sizes = {"layers": 2, "vocab_size": vocabulary, "kv_heads": kv_heads, "tied_head": tied}
+    qwen3 = {"qk_norm": True, "head_size": 10} if is_qwen3 else {}
+    return model.with_tower("language", **sizes, **qwen3, qkv_bias=language_bias)
 
 
 MODELS = {
@@ -55,14 +47,19 @@ MODELS = {
     # At tensor size 4 the vision encoder's fourth rank has padded heads alone.
     "for-four": model_of(vocabulary=49, kv_heads=4, language_bias=True, heads=5, hidden_size=20),
 }
+TIED, UNTIED = model_of(tied=True), model_of()
+
+
+def with_unequal_weights(batch):
+    """The batch with weights that differ between positions."""
+    weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
+    return replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
 
 
 def batches_of(model, number, packs):
-    """The packs of step `number`, with weights that differ between positions."""
-    for index, pack in enumerate(packs):
-        batch = toy_batch(model, pack, seed=100 * number + index)
-        weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
-        yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
+    """The packs of step `number`."""
+    for index, samples in enumerate(packs):
+        yield with_unequal_weights(toy_batch(model, samples, seed=100 * number + index))
 
 
 def in_turn(plan, number, batches):
@@ -111,50 +108,38 @@ BESIDE = "beside "
 """What names of tensors of data-parallel encoders begin with."""
 
 
+def stages_of_trainer(trainer):
+    """(Beginning of names, stage, its data-parallel model if it is trained) of the whole job."""
+    yield from (("", *pair) for pair in zip(trainer.chunks, trainer.models, strict=True))
+    if trainer.encoders is not None:
+        copies = trainer.encoders.data_parallel
+        yield BESIDE, trainer.encoders.stage, None if copies is None else copies.models[0]
+
+
 def gradients_of(trainer):
     """Gradients of the step by global name, whole on every data-parallel rank."""
     found = {}
-    for stage, model in zip(trainer.chunks, trainer.models, strict=True):
-        if stage.sharded is None:
-            gather_gradients(model)
-        found |= whole_gradients(stage, model)
-    if trainer.encoders is not None:
-        found |= encoder_gradients(trainer.encoders)
+    for begin, stage, model in stages_of_trainer(trainer):
+        if stage.sharded is not None:
+            parts = {flat: gradients.own_Q for flat, gradients in model.gradients.items()}
+            value = whole_of_parts(parts).__getitem__
+        else:
+            if model is not None:
+                gather_gradients(model, dist.group.WORLD if begin else None)
+            value = lambda parameter: parameter.main_grad  # noqa: E731
+        found |= {begin + name: one for name, one in by_name(stage, value).items()}
     return found
-
-
-def encoder_gradients(encoders):
-    """Gradients of data-parallel encoders. Of whole ones each rank has only its share of the summed
-    gradients; now all have all."""
-    model = None if encoders.data_parallel is None else encoders.data_parallel.models[0]
-    if model is not None and encoders.sharded is None:
-        gather_buckets(model.buffers, dist.group.WORLD)
-    return {BESIDE + n: one for n, one in whole_gradients(encoders.stage, model).items()}
-
-
-def whole_gradients(stage, model):
-    """Gradients of a stage by global name, from those of a rank that are whole or a part."""
-    if stage.sharded is None:
-        return by_name(stage, lambda parameter: parameter.main_grad)
-    parts = {flat: gradients.own_Q for flat, gradients in model.gradients.items()}
-    return by_name(stage, whole_of_parts(parts).__getitem__)
 
 
 def weights_of(trainer):
     """Trained weights by global name, whole on every data-parallel rank."""
-    found = {name: one for stage in trainer.chunks for name, one in whole_weights(stage).items()}
-    if trainer.encoders is not None:
-        beside = whole_weights(trainer.encoders.stage)
-        found |= {BESIDE + name: one for name, one in beside.items()}
+    found = {}
+    for begin, stage, *_ in stages_of_trainer(trainer):
+        value = lambda parameter: parameter  # noqa: E731
+        if stage.sharded is not None:
+            value = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats}).__getitem__
+        found |= {begin + name: one for name, one in by_name(stage, value).items()}
     return found
-
-
-def whole_weights(stage):
-    """Trained weights of a stage by global name, whole on every data-parallel rank."""
-    if stage.sharded is None:
-        return by_name(stage, lambda parameter: parameter)
-    parts = {flat: flat.own_Q for flat in stage.sharded.flats}
-    return by_name(stage, whole_of_parts(parts).__getitem__)
 
 
 def whole_of_parts(parts):
@@ -168,17 +153,14 @@ def whole_of_parts(parts):
     return found
 
 
-def gather_gradients(model):
+def gather_gradients(model, group=None):
     """Each data-parallel rank has only its share of the summed gradients; now all have all."""
-    gather_buckets(model.buffers, parallel_state.get_data_parallel_group())
+    group = parallel_state.get_data_parallel_group() if group is None else group
     experts = parallel_state.get_expert_data_parallel_group()
-    gather_buckets(model.expert_parallel_buffers, experts)
-
-
-def gather_buckets(buffers, group):
-    for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
-        own = bucket.grad_data.chunk(group.size())[group.rank()].clone()
-        dist.all_gather_into_tensor(bucket.grad_data, own, group=group)
+    for buffers, ranks in ((model.buffers, group), (model.expert_parallel_buffers, experts)):
+        for bucket in (bucket for buffer in buffers for bucket in buffer.buckets):
+            own = bucket.grad_data.chunk(ranks.size())[ranks.rank()].clone()
+            dist.all_gather_into_tensor(bucket.grad_data, own, group=ranks)
 
 
 def by_name(stage, value):
@@ -200,24 +182,20 @@ def run(plan, steps=STEPS, **options):
     return run_ranks(plan.parallel, functools.partial(train_steps, **options), plan, steps)
 
 
-def on_one_process(plan):
-    """The plan's model with everything in one stage, of packs that nobody shares."""
-    alone = {"context": 1, "recompute": ((),)}
-    return toy_plan(plan.model, stages_of(plan.model)).model_copy(update={
-        "frozen": plan.frozen, "adapters": plan.adapters,
-        "levels": tuple(level.model_copy(update=alone) for level in plan.levels),
-    })  # fmt: skip
-
-
 _ALONE = {}
 
 
 def alone(plan, steps=STEPS, **options):
-    """What one process makes of the plan's model; it runs once for a model and steps."""
-    whole = on_one_process(plan)
-    key = whole.model_dump_json(), repr(steps), repr(options)
+    """What one process makes of the plan's model, of packs that nobody shares; it runs once for a
+    model and steps."""
+    whole = {"context": 1, "recompute": ((),)}
+    plan = toy_plan(plan.model, stages_of(plan.model)).model_copy(update={
+        "frozen": plan.frozen, "adapters": plan.adapters,
+        "levels": tuple(level.model_copy(update=whole) for level in plan.levels),
+    })  # fmt: skip
+    key = plan.model_dump_json(), repr(steps), repr(options)
     if key not in _ALONE:
-        [_ALONE[key]] = run(whole, steps, **options)
+        [_ALONE[key]] = run(plan, steps, **options)
     return _ALONE[key]
 
 
@@ -239,9 +217,7 @@ def compare_resumed(folder, *layouts, steps=STEPS, rel=1e-5, **options):
         first, done = done, done + count
         load = folder if first else None
         ranks = run(plan, steps[first:done], load=load, save=folder, first=first, **options)
-        for rank in ranks:
-            for got, expected in zip(rank[0], results[first:done], strict=True):
-                assert got == pytest.approx(expected, rel=rel)
+        assert_same_results(ranks, results[first:done], rel)
     assert_same_training(ranks, plan, (results[first:], gradients[first:], weights), rel)
 
 
@@ -286,56 +262,38 @@ def whole(name, parts, gated=("language.",)):
     return torch.cat(parts, axis)
 
 
-def gated_towers(model):
-    """What names of towers begin with whose feed-forwards have a gate."""
-    towers = (
-        n for n, one in model.encoders.items() if isinstance(one, ImagesEncoder) and one.gated
-    )
-    return ("language.", *(f"{name}." for name in towers))
-
-
 def assert_equal_whole(ranks, plan, expected):
     """Tensors by name, put together over ranks, are the expected ones and zero beyond them; of
     data-parallel encoders every rank has a copy."""
-    gated = gated_towers(plan.model)
-    rest = {name: one for name, one in expected.items() if BESIDE + name in ranks[0]}
-    for rank in ranks:
-        copies = {n.removeprefix(BESIDE): one for n, one in rank.items() if n.startswith(BESIDE)}
-        _assert_equal([copies], 1, rest, gated)
-    own = [{n: one for n, one in rank.items() if not n.startswith(BESIDE)} for rank in ranks]
-    expected = {name: one for name, one in expected.items() if name not in rest}
-    _assert_equal(own, plan.parallel.tensor, expected, gated)
-
-
-def _assert_equal(ranks, tensor, expected, gated):
-    found = set()
+    towers = plan.model.encoders.items()
+    gated = [f"{name}." for name, one in towers if isinstance(one, ImagesEncoder) and one.gated]
+    found, tensor = set(), plan.parallel.tensor
+    assert len({tuple(name for name in rank if name.startswith(BESIDE)) for rank in ranks}) == 1
     for first in range(0, len(ranks), tensor):
         group = ranks[first : first + tensor]
-        for name in group[0]:
+        for full_name in group[0]:
+            name, parts = full_name.removeprefix(BESIDE), [rank[full_name] for rank in group]
             found.add(name)
-            value = whole(name, [rank[name] for rank in group], gated)
-            real = value[tuple(slice(size) for size in expected[name].shape)]
-            atol = 1e-4 * expected[name].abs().max().item()
-            torch.testing.assert_close(real, expected[name], rtol=1e-4, atol=atol, msg=name)
-            assert value.count_nonzero() == real.count_nonzero(), name
+            copies = [[part] for part in parts] if full_name.startswith(BESIDE) else [parts]
+            for own in copies:
+                value, other = whole(name, own, ("language.", *gated)), expected[name]
+                real = value[tuple(map(slice, other.shape))]
+                atol = 1e-4 * other.abs().max().item()
+                torch.testing.assert_close(real, other, rtol=1e-4, atol=atol, msg=name)
+                assert value.count_nonzero() == real.count_nonzero(), name
     assert found == expected.keys()
+
+
+def assert_same_results(ranks, expected, rel):
+    """Loss, norm and tokens of each step are those of one process on every rank."""
+    for results, *_ in ranks:
+        for got, other in zip(results, expected, strict=True):
+            assert got == pytest.approx(other, rel=rel)
 
 
 def assert_same_training(ranks, plan, reference, rel=1e-5):
     results, gradients, weights = reference
-    for rank in ranks:
-        for got, expected in zip(rank[0], results, strict=True):
-            assert got == pytest.approx(expected, rel=rel)
+    assert_same_results(ranks, results, rel)
     for step, expected in enumerate(gradients):
         assert_equal_whole([rank[1][step] for rank in ranks], plan, expected)
     assert_equal_whole([rank[2] for rank in ranks], plan, weights)
-
-
-def with_head(tied, **changes):
-    """Two layers of each tower and 51 words, which tensor parallelism pads."""
-    model = model_of(**changes)
-    language = model.language.model_copy(update={"tied_head": tied})
-    return model.model_copy(update={"language": language})
-
-
-TIED, UNTIED = with_head(True), with_head(False)

@@ -1,12 +1,13 @@
 """Drop path: which tile skips which branch is the tile's own affair, whoever computes it."""
 
+import functools
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, cut_plan, toy_batch, toy_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.drop_path import branch_scales
@@ -18,75 +19,75 @@ RATE = 0.5
 SAMPLES = [[(2, 9), (1, 14)], [(3, 5)], [(0, 6)]]
 
 
+SCALED = toy_model(layer_scale_init=1.0)
+
+
 def random_keys(tiles, seed):
     values = np.random.default_rng(seed).integers(-(2**63), 2**63 - 1, tiles)
     return torch.from_numpy(values)
 
 
-def losses_of(links, plan, rate=RATE, reverse=False):
+def batches_of(model):
+    for seed, samples in enumerate(SAMPLES):
+        pack = toy_batch(model, samples, seed=seed)
+        yield replace(pack, drop_path_keys_T=random_keys(pack.tiles, seed))
+
+
+def losses_of(links, plan, rate, order):
     """Losses and norms of three steps on the same tiles, in either order."""
     trainer = build_trainer(plan, links, replace(OPTIONS, drop_path_rate=rate), steps=10, seed=3)
-    packs = [toy_batch(plan.model, samples, seed=i) for i, samples in enumerate(SAMPLES)]
-    keys = [random_keys(pack.tiles, seed) for seed, pack in enumerate(packs)]
-    batches = [replace(p, drop_path_keys_T=k) for p, k in zip(packs, keys, strict=True)]
-    if reverse:
-        batches = batches[::-1]
+    batches = [*batches_of(plan.model)][::order]
     results = [train_step(trainer, MicroBatchStream.of(batches)) for _ in range(3)]
     return [(result.loss, result.grad_norm) for result in results]
 
 
-def single_process(rate=RATE, layer_scale_init=1.0, **recompute):
-    model = toy_model(layer_scale_init=layer_scale_init)
-    plan = toy_plan(model, stages_of(model, **recompute))
-    return run_ranks(plan.parallel, losses_of, plan, rate)[0]
+def losses(model, *cuts, rate=RATE, order=1, recompute=None, **sizes):
+    """The same of every rank, as one array."""
+    plan = cut_plan(model, *cuts, recompute=recompute, **sizes)
+    return np.array(run_ranks(plan.parallel, losses_of, plan, rate, order))
+
+
+@functools.cache
+def scaled_losses(rate=RATE):
+    return losses(SCALED, rate=rate)
+
+
+def assert_near(found, expected):
+    np.testing.assert_allclose(found, np.broadcast_to(expected, found.shape), rtol=1e-5)
 
 
 def test_splits_tensor_ranks_recomputation_and_order_draw_alike():
     """Prevents: draws that differ between ranks, between forward and its recomputation, or with
     the place of a tile in the step."""
-    expected = single_process()
-    assert expected[0][0] != pytest.approx(single_process(rate=0.0)[0][0], rel=1e-4)
-    assert single_process(vision=(0, 1, 2, 3)) == expected
-    model = toy_model(layer_scale_init=1.0)
-    for plan in (
-        toy_plan(model, stages_of(model, 3, vision=(0, 3))),
-        toy_plan(model, stages_of(model), tensor=2),
-    ):
-        for rank in run_ranks(plan.parallel, losses_of, plan):
-            for got, want in zip(rank, expected, strict=True):
-                assert got == pytest.approx(want, rel=1e-5)
-    whole = toy_plan(model, stages_of(model))
-    [reordered] = run_ranks(whole.parallel, losses_of, whole, RATE, True)
-    assert reordered[0] == pytest.approx(expected[0], rel=1e-5)
+    expected = scaled_losses()
+    assert expected[0, 0, 0] != pytest.approx(scaled_losses(0.0)[0, 0, 0], rel=1e-4)
+    assert (losses(SCALED, recompute={"vision": (0, 1, 2, 3)}) == expected).all()
+    assert_near(losses(SCALED, 3, recompute={"vision": (0, 3)}), expected)
+    assert_near(losses(SCALED, tensor=2), expected)
+    assert_near(losses(SCALED, order=-1)[:, 0], expected[:, 0])
 
 
 def test_branches_without_layer_scale_are_dropped_as_with_a_scale_of_one():
     """Prevents: encoders without layer scale, which end their branches in another way, of which
     nothing is dropped, or where a recomputed layer drops nothing."""
-    bare = single_process(layer_scale_init=None)
-    assert bare[0][0] == pytest.approx(single_process()[0][0], rel=1e-6)
-    assert bare[0][0] != pytest.approx(single_process(rate=0.0)[0][0], rel=1e-4)
     model = toy_model(layer_scale_init=None)
-    plan = toy_plan(model, stages_of(model, 3, vision=(0, 3)))
-    for rank in run_ranks(plan.parallel, losses_of, plan):
-        for got, want in zip(rank, bare, strict=True):
-            assert got == pytest.approx(want, rel=1e-5)
+    bare = losses(model)
+    assert bare[0, 0, 0] == pytest.approx(scaled_losses()[0, 0, 0], rel=1e-6)
+    assert bare[0, 0, 0] != pytest.approx(scaled_losses(0.0)[0, 0, 0], rel=1e-4)
+    assert_near(losses(model, 3, recompute={"vision": (0, 3)}), bare)
 
 
 def eval_loss(links, plan):
     trainer = build_trainer(plan, links, replace(OPTIONS, drop_path_rate=RATE), steps=10, seed=3)
-    pack = toy_batch(plan.model, SAMPLES[0], seed=0)
-    keys = random_keys(pack.tiles, 0)
-    with_keys = replace(pack, drop_path_keys_T=keys)
-    train_step(trainer, MicroBatchStream.of([with_keys]))
+    [batch, *_] = batches_of(plan.model)
+    train_step(trainer, MicroBatchStream.of([batch]))
     trainer.model.eval()
-    return float(trainer.stage(with_keys)), float(trainer.stage(pack))
+    return float(trainer.stage(batch)), float(trainer.stage(replace(batch, drop_path_keys_T=None)))
 
 
 def test_nothing_is_dropped_in_evaluation():
     """Prevents: held-out losses of a thinned model, or of the last training pack's draws."""
-    model = toy_model(layer_scale_init=1.0)
-    plan = toy_plan(model, stages_of(model))
+    plan = cut_plan(SCALED)
     [(with_keys, without)] = run_ranks(plan.parallel, eval_loss, plan)
     assert with_keys == without
 

@@ -1,18 +1,19 @@
 """A model that sees and hears, cut anywhere: losses, gradients and weights of one process."""
 
+from itertools import pairwise
+
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from ranks import run_ranks
 from tensor_parallel_cases import alone, compare_with_one_process
-from toy import OPTIONS, stages_of, toy_batch, toy_omni_model, toy_plan
+from toy import OPTIONS, cut_plan, toy_batch, toy_omni_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step import links as links_module
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel
-from omnibal.job.plan import Plan
 from omnibal.model.units import model_parts
 from omnibal.pipeline.unit_runs import last_unit
 
@@ -25,32 +26,30 @@ STEPS = [
 
 # Units of the model: 0 vision embed, 1-4 vision layers, 5 vision projector, 6 audio embed,
 # 7-10 audio layers, 11 audio projector, 12 language embed, 13-15 language layers, 16 head.
-CUTS = [
-    pytest.param((9,), {}, id="inside-the-audio-encoder"),
-    pytest.param((6,), {}, id="between-the-encoders"),
-    pytest.param((3, 11), {}, id="inside-vision-and-before-the-audio-projector"),
-    pytest.param((12,), {}, id="before-the-language-embed"),
-    pytest.param((4, 8, 10, 14), {}, id="five-stages-one-of-audio-layers-alone"),
-    pytest.param((9,), {"data": 2}, id="two-pipelines"),
-    pytest.param((), {"tensor": 2}, id="tp2"),
-    pytest.param((9,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2"),
-]
+PLANS = {
+    "inside-the-audio-encoder": ((9,), {}),
+    "between-the-encoders": ((6,), {}),
+    "inside-vision-and-before-the-audio-projector": ((3, 11), {}),
+    "before-the-language-embed": ((12,), {}),
+    "five-stages-one-of-audio-layers-alone": ((4, 8, 10, 14), {}),
+    "two-pipelines": ((9,), {"data": 2}),
+    "tp2": ((), {"tensor": 2}),
+    "tp2-sp-pp2": ((9,), {"tensor": 2, "sequence_parallel": True}),
+}
 
 
-@pytest.mark.parametrize(("cuts", "sizes"), CUTS)
+@pytest.mark.parametrize(("cuts", "sizes"), PLANS.values(), ids=PLANS)
 def test_split_equals_one_process(cuts, sizes):
-    """Prevents: features or gradients of one encoder that are lost, or taken for the other's, where
-    they pass stages that do not hold it; a rank whose packs have no recording that waits for one,
-    or counts differently; an audio encoder whose three heads two ranks cannot share, a norm or
-    convolution whose gradient is a rank's part only."""
+    """Prevents: features or gradients of one encoder lost or taken for the other's, a rank that
+    waits for a recording that its packs lack, and heads or norms that ranks cannot share."""
     recompute = {"vision": (1,), "audio": (0, 2), "language": (1,)}
-    compare_with_one_process(toy_plan(MODEL, stages_of(MODEL, *cuts, **recompute), **sizes), STEPS)
+    compare_with_one_process(cut_plan(MODEL, *cuts, recompute=recompute, **sizes), STEPS)
 
 
 def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
     """Prevents: a stage that waits for an empty tensor, or audio weights without a gradient."""
     steps = [[[(0, 12, 0)], [(0, 9, 0)]], [[(2, 8, 0)], [(0, 6, 0)]], [[(0, 7, 2)]]]
-    plan = toy_plan(MODEL, stages_of(MODEL, 3, 9))
+    plan = cut_plan(MODEL, 3, 9)
     compare_with_one_process(plan, steps)
     heard = [
         [grad.any() for name, grad in of_step.items() if name.startswith("audio_embedding.conv")]
@@ -59,27 +58,17 @@ def test_steps_without_recordings_and_without_any_item_train_and_do_not_hang():
     assert not any(heard[0] + heard[1]) and all(heard[2])
 
 
-def own_part(bias_X: torch.Tensor, part: int) -> torch.Tensor:
-    """q's, k's or v's part of the joint bias of the audio encoder's layers."""
-    return bias_X.unflatten(0, (MODEL.audio.heads, 3, -1))[:, part]
-
-
 def test_keys_of_the_audio_encoder_get_no_bias():
     """Prevents: a bias that Whisper does not have, made of Adam's steps along rounding errors."""
-    _, gradients, weights = alone(toy_plan(MODEL, stages_of(MODEL)), STEPS)
+    _, gradients, weights = alone(cut_plan(MODEL), STEPS)
     names = [name for name in weights if name.startswith("audio.") and name.endswith("qkv.bias")]
     assert len(names) == MODEL.audio.layers
     for name in names:
-        assert not own_part(weights[name], 1).any() and not own_part(gradients[0][name], 1).any()
-        assert own_part(weights[name], 0).all() and own_part(weights[name], 2).all()
-
-
-FROZEN = [
-    ("vision", "vision_projector"),
-    ("audio",),
-    ("vision", "audio", "language"),
-    ("vision", "vision_projector", "audio", "audio_projector"),
-]
+        weight, gradient = (
+            one[name].unflatten(0, (MODEL.audio.heads, 3, -1)) for one in (weights, gradients[0])
+        )
+        assert not weight[:, 1].any() and not gradient[:, 1].any()
+        assert weight[:, [0, 2]].all()
 
 
 def count_sent(links, plan, step):
@@ -97,41 +86,44 @@ def count_sent(links, plan, step):
     links_module.dist.isend = counted
     result = train_step(trainer, MicroBatchStream.of(batches))
     moved = {n: not torch.equal(before[n], p) for n, p in trainer.stage.named_parameters()}
-    return (sent[links.activations], sent[links.gradients]), moved, result.loss
+    return tuple(sent.values()), moved, result.loss
 
 
-def planned_bytes(cost: CostModel, plan: Plan, step) -> list[tuple[int, int]]:
+def planned_bytes(cost, plan, step):
     """Bytes over every cut of a step's micro-batches, by the planner's costs."""
-    features = {"fixed": 0.0, "tiles": 0.0, "clips": 0.0, "tokens": 0.0}
-    for pack in step:
-        batch = toy_batch(plan.model, pack, seed=0)
-        for name, value in (("fixed", 1), ("tiles", batch.tiles), ("clips", batch.clips)):
-            features[name] += value
-        features["tokens"] += batch.tokens
-    vector = torch.tensor([features.get(name, 0.0) for name in cost.features]).double().numpy()
+    batches = [toy_batch(plan.model, pack, seed=0) for pack in step]
+    totals = {
+        name: sum(vars(one)[name] for one in batches) for name in ("tiles", "clips", "tokens")
+    }
+    totals["fixed"] = len(batches)
+    vector = np.array([totals.get(name, 0.0) for name in cost.features])
     last = [cost.units[last_unit(cost.kinds, stage)] for stage in plan.stages[:-1]]
     return [
-        (round(vector @ unit.output_bytes), round(vector @ unit.output_gradient_bytes))
+        tuple(round(vector @ each) for each in (unit.output_bytes, unit.output_gradient_bytes))
         for unit in last
     ]
 
 
-@pytest.mark.parametrize("frozen", [(), *FROZEN], ids=lambda parts: "+".join(parts) or "none")
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        (),
+        ("vision", "vision_projector"),
+        ("audio",),
+        ("vision", "audio", "language"),
+        ("vision", "vision_projector", "audio", "audio_projector"),
+    ],
+    ids=lambda parts: "+".join(parts) or "none",
+)
 def test_what_crosses_cuts_is_what_the_planner_counts_and_frozen_parts_stay(frozen):
     """Prevents: a planner that prices other messages than are sent; gradients of frozen encoders on
     the way back; a frozen part that moves, or a trained one that does not."""
-    plan = toy_plan(MODEL, stages_of(MODEL, 4, 6, 9)).model_copy(update={"frozen": frozen})
-    [(_, _, expected)] = run_ranks(
-        toy_plan(MODEL, stages_of(MODEL)).parallel,
-        count_sent,
-        toy_plan(MODEL, stages_of(MODEL)),
-        STEPS[0],
-    )
+    plan, one = cut_plan(MODEL, 4, 6, 9, frozen=frozen), cut_plan(MODEL)
+    [(_, _, expected)] = run_ranks(one.parallel, count_sent, one, STEPS[0])
     ranks = run_ranks(plan.parallel, count_sent, plan, STEPS[0])
     cost = analytic_cost(MODEL, plan.cluster, plan.parallel, "fp32", frozen)
-    forward = [sent[0] for sent, _, _ in ranks[:-1]]
-    back = [sent[1] for sent, _, _ in ranks[1:]]
-    assert list(zip(forward, back, strict=True)) == planned_bytes(cost, plan, STEPS[0])
+    sent = [(before[0][0], after[0][1]) for before, after in pairwise(ranks)]
+    assert sent == planned_bytes(cost, plan, STEPS[0])
     for _, moved, loss in ranks:
         assert loss == pytest.approx(expected, rel=1e-5)
         for name, is_moved in moved.items():

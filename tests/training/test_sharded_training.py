@@ -2,6 +2,7 @@
 one process that has all of them: same loss, every gradient, same weights after."""
 
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -21,7 +22,7 @@ from tensor_parallel_cases import (
     run,
     whole_of_parts,
 )
-from toy import stages_of, toy_plan
+from toy import cut_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.groups import create_shard_groups
@@ -29,60 +30,60 @@ from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.train import build_trainer
-from omnibal.cost.links import (
-    expert_shard_copies,
-    expert_state_group,
-    shard_copies,
-    state_group,
-)
+from omnibal.cost.links import expert_shard_copies, expert_state_group, shard_copies, state_group
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
-
-
-def plan_of(model=MODELS["300M-like"], frozen=(), recompute=None, cuts=(), **sizes):
-    plan = toy_plan(model, stages_of(model, *cuts, **(recompute or {})), **sizes)
-    return plan.model_copy(update={"frozen": frozen})
-
-
+plan_of = partial(cut_plan, MODELS["300M-like"])
 SOME = {"vision": (1,), "language": (0,)}
 # Every step has ranks with fewer packs than others, and packs without images.
 PLANS = {
     "full": plan_of(data=4, sharded=4, recompute=SOME),
-    "hybrid-tied-frozen": plan_of(
+    "hybrid-tied-frozen": cut_plan(
         TIED, data=4, sharded=2, frozen=("vision",), recompute={"vision": (0,), "language": (1,)}
     ),
     "full-language-frozen": plan_of(data=4, sharded=4, frozen=("language",), recompute=SOME),
-    "tensor": plan_of(MODELS["6B-like"], **IN_PARTS, data=2, sharded=2, recompute=SOME),
+    "tensor": cut_plan(MODELS["6B-like"], **IN_PARTS, data=2, sharded=2, recompute=SOME),
     # Between the forward of a micro-batch and its backward there are others. Units: vision embed,
     # two layers, projector, language embed, two layers, head.
-    "pipeline": plan_of(cuts=(3,), data=2, sharded=2, recompute=SOME),
+    "pipeline": plan_of(3, data=2, sharded=2, recompute=SOME),
     "pipeline-in-vision-frozen": plan_of(
-        cuts=(2,), data=2, sharded=2, frozen=("vision",), recompute={"language": (0, 1)}
+        2, data=2, sharded=2, frozen=("vision",), recompute={"language": (0, 1)}
     ),
-    "pipeline-language-frozen": plan_of(cuts=(6,), data=2, sharded=2, frozen=("language",)),
-    "pipeline-tensor-tied": plan_of(TIED, cuts=(5,), **IN_PARTS, data=2, sharded=2),
-    "pipeline-of-four": plan_of(cuts=(2, 4, 6), data=2, sharded=2),
+    "pipeline-language-frozen": plan_of(6, data=2, sharded=2, frozen=("language",)),
+    "pipeline-tensor-tied": cut_plan(TIED, 5, **IN_PARTS, data=2, sharded=2),
+    "pipeline-of-four": plan_of(2, 4, 6, data=2, sharded=2),
 }
+# Units: vision embed, two layers, projector, language embed, three layers, head.
+MIXTURES = {
+    "experts-2-full": mixture_plan(data=4, expert=2, sharded=4),
+    "experts-4-hybrid": mixture_plan(data=4, expert=4, sharded=2, recompute=(0, 2)),
+    "experts-whole": mixture_plan(data=4, sharded=2),
+    "tensor-experts-4": mixture_plan(**IN_PARTS, data=2, expert=4, sharded=2),
+    "tensor-experts-2": mixture_plan(**IN_PARTS, data=2, expert=2, sharded=2, recompute=(1,)),
+    "pipeline-experts-2": mixture_plan(6, data=2, expert=2, sharded=2),
+    "pipeline-experts-4-hybrid": mixture_plan(5, data=4, expert=4, sharded=2, recompute=(0, 2)),
+    "pipeline-tensor-experts-4": mixture_plan(7, **IN_PARTS, data=2, expert=4, sharded=2),
+}
+TRAINED = (
+    "experts-2-full experts-4-hybrid tensor-experts-4 pipeline-experts-2 pipeline-tensor-experts-4"
+).split()
+SHARED = {"dp4": 4, "dp4-wide": 2, "tp2-sp-dp2": 2, "dp2-text": 2, "dp4-experts": 4}
+"""Cases of packs that ranks share, and how many ranks divide weights."""
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", [*PLANS, *TRAINED])
 def test_same_training_as_one_process(name):
-    """Prevents: a weight, gradient or norm that depends on how ranks divide the weights, and ranks
-    that wait for each other for ever where a pack has no images or a rank no pack."""
-    compare_with_one_process(PLANS[name])
+    """Prevents: a weight, gradient or norm that depends on how ranks divide the weights, experts
+    divided among ranks that hold others, and ranks that wait for ever where a rank has no pack."""
+    compare_with_one_process((PLANS | MIXTURES)[name], rel=1e-5 if name in PLANS else 2e-5)
 
 
-def first_weights(links, plan):
-    """How many parameters there are, each as `initialize_parameters` draws it in a whole stage."""
-    stage = build_trainer(plan, links, OPTIONS, steps=10, seed=3).stage
-    drawn = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats})
-    whole = build_stage(plan, links.rank)
-    initialize_parameters(whole, seed=3)
-    for (name, expected), parameter in zip(
-        whole.named_parameters(), stage.parameters(), strict=True
-    ):
-        assert torch.equal(drawn[parameter], expected), name
-    return len(drawn)
+@pytest.mark.parametrize(("name", "sharded"), SHARED.items())
+def test_shared_packs_train_as_one_process(name, sharded):
+    """Prevents: exchanges of a shared pack and of weights that ranks begin in different orders."""
+    case = shared.CASES[name]
+    plan = shared.plan_of(replace(case, sizes=case.sizes | {"sharded": sharded}))
+    compare_with_one_process(plan, **shared.options_of(case))
 
 
 def test_bf16_trains_as_whole_weights_do():
@@ -127,17 +128,17 @@ def test_a_step_that_is_not_finite_changes_no_part(sharded):
         assert norm > 0 and is_changed
 
 
-MIXTURES = {
-    "experts-2-full": mixture_plan(data=4, expert=2, sharded=4),
-    "experts-4-hybrid": mixture_plan(data=4, expert=4, sharded=2, recompute=(0, 2)),
-    "experts-whole": mixture_plan(data=4, sharded=2),
-    "tensor-experts-4": mixture_plan(**IN_PARTS, data=2, expert=4, sharded=2),
-    "tensor-experts-2": mixture_plan(**IN_PARTS, data=2, expert=2, sharded=2, recompute=(1,)),
-    # Units: vision embed, two layers, projector, language embed, three layers, head.
-    "pipeline-experts-2": mixture_plan(6, data=2, expert=2, sharded=2),
-    "pipeline-experts-4-hybrid": mixture_plan(5, data=4, expert=4, sharded=2, recompute=(0, 2)),
-    "pipeline-tensor-experts-4": mixture_plan(7, **IN_PARTS, data=2, expert=4, sharded=2),
-}
+def first_weights(links, plan):
+    """How many parameters there are, each as `initialize_parameters` draws it in a whole stage."""
+    stage = build_trainer(plan, links, OPTIONS, steps=10, seed=3).stage
+    drawn = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats})
+    whole = build_stage(plan, links.rank)
+    initialize_parameters(whole, seed=3)
+    for (name, expected), parameter in zip(
+        whole.named_parameters(), stage.parameters(), strict=True
+    ):
+        assert torch.equal(drawn[parameter], expected), name
+    return len(drawn)
 
 
 @pytest.mark.parametrize(
@@ -167,36 +168,11 @@ def test_ranks_divide_what_they_are_planned_to(plan):
     """Prevents: experts that are planned to be divided by more ranks than divide them, or over
     other links."""
     parallel = plan.parallel
-    planned = (
-        state_group(parallel),
-        shard_copies(parallel),
-        expert_state_group(parallel),
-        expert_shard_copies(parallel),
-    )
+    planned = [
+        group_of(parallel)
+        for group_of in (state_group, shard_copies, expert_state_group, expert_shard_copies)
+    ]
     for rank, found in enumerate(run_ranks(parallel, groups_of, plan)):
         for ranks, group in zip(found, planned, strict=True):
             assert rank in ranks and len(ranks) == group.ranks
             assert {*np.diff(ranks)} <= {group.stride}
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("experts-2-full", "experts-4-hybrid", "tensor-experts-4"),
-        *("pipeline-experts-2", "pipeline-tensor-experts-4"),
-    ],
-)
-def test_experts_train_as_on_one_process(name):
-    """Prevents: experts that are divided among ranks that hold others, or counted twice."""
-    compare_with_one_process(MIXTURES[name], rel=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("name", "sharded"),
-    [("dp4", 4), ("dp4-wide", 2), ("tp2-sp-dp2", 2), ("dp2-text", 2), ("dp4-experts", 4)],
-)
-def test_shared_packs_train_as_one_process(name, sharded):
-    """Prevents: exchanges of a shared pack and of weights that ranks begin in different orders."""
-    case = shared.CASES[name]
-    plan = shared.plan_of(replace(case, sizes=case.sizes | {"sharded": sharded}))
-    compare_with_one_process(plan, **shared.options_of(case))

@@ -1,7 +1,6 @@
 """Packs that data-parallel ranks share, on four processes, against one process that has them whole:
 same loss, every gradient, same weights after."""
 
-from collections import Counter
 from dataclasses import replace
 from graphlib import TopologicalSorter
 from itertools import pairwise
@@ -52,16 +51,14 @@ def test_bf16_shares_train_as_fp32():
         assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
 
 
+ZIGZAG = (2, CutRule.ZIGZAG, GATHER)
+
+
 def layers_run_again(links, plan):
     """For every level, (language layers that a backward ran again, keys gathered) of one step."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     seen, gathers, gather = [], [], shared_attention.gather_rows
-
-    def counted(*arguments):
-        gathers.append(1)
-        return gather(*arguments)
-
-    shared_attention.gather_rows = counted
+    shared_attention.gather_rows = lambda *given: gathers.append(1) or gather(*given)
     for layer in trainer.stage.language.layers:
         layer.register_forward_hook(lambda layer, *_: seen.append(layer.layer_number - 1))
     found = []
@@ -69,8 +66,7 @@ def layers_run_again(links, plan):
         whole = replace(toy_batch(plan.model, [(1, 20)], seed=1), level=number)
         own = share_of(whole, level, parallel_state.get_data_parallel_rank())
         train_step(trainer, MicroBatchStream.of([own]))
-        forward = len(trainer.stage.language.layers)
-        found.append((sorted(seen[forward:]), len(gathers)))
+        found.append((sorted(seen[len(trainer.stage.language.layers) :]), len(gathers)))
         seen.clear()
         gathers.clear()
     return found
@@ -79,12 +75,8 @@ def layers_run_again(links, plan):
 def test_each_level_recomputes_its_own_layers():
     """Prevents: memory that is not what was planned for a level, and an exchange more than needed:
     one in forward and one before backward, whether the layer is recomputed or not."""
-    case = Case(
-        ((2, CutRule.ZIGZAG, GATHER), (2, CutRule.ZIGZAG, GATHER)),
-        {"data": 2},
-        recompute=({}, {"language": (1,)}, {"language": (0, 1)}),
-    )
-    plan = plan_of(case)
+    recompute = ({}, {"language": (1,)}, {"language": (0, 1)})
+    plan = plan_of(Case((ZIGZAG, ZIGZAG), {"data": 2}, recompute=recompute))
     for found in run_ranks(plan.parallel, layers_run_again, plan):
         assert found == [([], 0), ([1], 4), ([0, 1], 4)]
 
@@ -98,20 +90,24 @@ def own_groups(links, plan):
 
 def test_blocks_are_aligned_runs_of_data_parallel_ranks():
     """Prevents: packs shared with ranks of another tensor-parallel rank or another stage."""
-    case = Case(((4, CutRule.ZIGZAG, GATHER), (2, CutRule.ZIGZAG, GATHER)), {"data": 4})
-    plan = plan_of(case)
-    for rank, (ranks, data) in enumerate(run_ranks(plan.parallel, own_groups, plan)):
-        assert ranks == {2: data[rank // 2 * 2 :][:2], 4: data}
-    for sizes, cuts in (({"tensor": 2, "data": 2}, ()), ({"data": 2}, (4,))):
-        plan = plan_of(Case(((2, CutRule.ZIGZAG, GATHER),) * 2, sizes, cuts=cuts))
-        for ranks, data in run_ranks(plan.parallel, own_groups, plan):
-            assert ranks == {2: data}
+    of_two = (ZIGZAG, ZIGZAG)
+    for case in (
+        Case(((4, CutRule.ZIGZAG, GATHER), ZIGZAG), {"data": 4}),
+        Case(of_two, {"tensor": 2, "data": 2}),
+        Case(of_two, {"data": 2}, cuts=(4,)),
+    ):
+        plan = plan_of(case)
+        sizes = {level.context for level in plan.levels} - {1}
+        for rank, (ranks, data) in enumerate(run_ranks(plan.parallel, own_groups, plan)):
+            place = plan.parallel.place(rank)["data"]
+            assert ranks == {size: data[place // size * size :][:size] for size in sizes}
 
 
 def begun_exchanges(links, plan, case, number):
     """Exchanges of a step that this rank begins, in order, by the ranks that take part."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    begun, start = [], type(trainer.model.bucket_groups[0]).start_grad_sync
+    buckets = type(trainer.model.bucket_groups[0])
+    begun, start = [], buckets.start_grad_sync
 
     def noting(exchange):
         def noted(*arguments, group, **options):
@@ -120,45 +116,28 @@ def begun_exchanges(links, plan, case, number):
 
         return noted
 
-    def reduce(bucket):
-        begun.append(("gradients",))
-        return start(bucket)
-
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         setattr(dist, name, noting(getattr(dist, name)))
-    type(trainer.model.bucket_groups[0]).start_grad_sync = reduce
+    buckets.start_grad_sync = lambda bucket: begun.append(("gradients",)) or start(bucket)
     rows = list(whole_packs(plan.model, number, STEPS[number], case.drop_path))
-    batches = own_batches(plan, number, rows)
     trainer.zero_gradients()
-    trainer.run_micro_batches(batches, PhaseClock())
+    trainer.run_micro_batches(own_batches(plan, number, rows), PhaseClock())
     return begun
 
 
 @pytest.mark.parametrize("number", [0, 1], ids=["full-rows", "short-rows"])
 def test_all_ranks_begin_exchanges_in_one_order(small_buckets, number):
     """Prevents: a deadlock on devices that begin exchanges in the order of their launches, where
-    one rank reduces gradients among the exchanges of a shared pack and another after them.
-
-    There is an order of all exchanges of which every rank's own is a part.
-    """
+    one rank reduces gradients among the exchanges of a shared pack and another after them."""
     case = CASES["dp4"]
     plan = plan_of(case)
-    order = TopologicalSorter()
-    ranks = run_ranks(plan.parallel, begun_exchanges, plan, case, number)
-    for begun in ranks:
-        seen, nodes = Counter(), []
-        for group in begun:
-            nodes.append((group, seen[group]))
-            seen[group] += 1
-        assert seen[("gradients",)] > 3 and len(seen) > 1
+    order = TopologicalSorter()  # of all exchanges, of which every rank's own is a part
+    for begun in run_ranks(plan.parallel, begun_exchanges, plan, case, number):
+        nodes = [(group, begun[:place].count(group)) for place, group in enumerate(begun)]
+        assert begun.count(("gradients",)) > 3 and len(set(begun)) > 1
         for earlier, later in pairwise(nodes):
             order.add(later, earlier)
+        if number == 0:  # where all rows are full, reductions begin before the last exchange
+            last = max(place for place, group in enumerate(begun) if group[0] == "pack")
+            assert begun[-1] == ("gradients",) and begun.index(("gradients",)) < last
     order.prepare()
-    if number == 0:  # where all rows are full, reductions begin before the last exchange
-        assert all(begun[-1] == ("gradients",) for begun in ranks)
-        assert all(begun.index(("gradients",)) < begun_last(begun) for begun in ranks)
-
-
-def begun_last(begun):
-    """Place of the last exchange of a pack."""
-    return max(place for place, group in enumerate(begun) if group[0] == "pack")

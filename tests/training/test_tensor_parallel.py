@@ -18,41 +18,34 @@ from tensor_parallel_cases import (
     run,
     whole,
 )
-from toy import stages_of, toy_batch, toy_plan
+from toy import cut_plan, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.model.config import LanguageConfig
 
-
+MODEL = MODELS["6B-like"]
+IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 # Units of the models: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
 # 5-6 language layers, 7 head. A cut is the position of the first unit after it.
-@pytest.mark.parametrize(
-    ("name", "cuts", "sizes"),
-    [
-        pytest.param("6B-like", (), {"tensor": 2}, id="tp2"),
-        pytest.param("300M-like", (), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp"),
-        pytest.param(
-            "without-qk-norm", (7,), {"tensor": 2, "sequence_parallel": True}, id="tp2-sp-pp2-head"
-        ),
-        pytest.param("6B-like", (), {"tensor": 2, "data": 2}, id="tp2-dp2"),
-        pytest.param("300M-like", (3,), {"data": 2}, id="pp2-dp2"),
-        pytest.param("for-four", (), {"tensor": 4, "sequence_parallel": True}, id="tp4-sp"),
-    ],
-)
-def test_tensor_parallel_equals_one_process(name, cuts, sizes):
-    """Prevents: weights drawn by shard, padding that counts, gradients summed twice or never."""
-    model = MODELS[name]
-    compare_with_one_process(toy_plan(model, stages_of(model, *cuts), **sizes))
+PLANS = {
+    "tp2": cut_plan(MODEL, tensor=2),
+    "tp2-sp": cut_plan(MODELS["300M-like"], **IN_PARTS),
+    "tp2-sp-pp2-head": cut_plan(MODELS["without-qk-norm"], 7, **IN_PARTS),
+    "tp2-dp2": cut_plan(MODEL, tensor=2, data=2),
+    "pp2-dp2": cut_plan(MODELS["300M-like"], 3, data=2),
+    "tp4-sp": cut_plan(MODELS["for-four"], tensor=4, sequence_parallel=True),
+    "vision-alone": cut_plan(MODEL, **IN_PARTS, frozen=("language", "projector")),
+    "all-but-vision": cut_plan(MODEL, **IN_PARTS, frozen=("vision",)),
+    "recomputed": cut_plan(MODEL, 6, recompute={"vision": (0, 1), "language": (0, 1)}, **IN_PARTS),
+}
 
 
-@pytest.mark.parametrize("frozen", [("language", "projector"), ("vision",)], ids=["vision", "rest"])
-def test_part_trained_alone_equals_one_process(frozen):
-    """Prevents: frozen layers that lose gradients between ranks, and errors in the vision encoder's
-    gradients that those of the language model would hide in the norm."""
-    model = MODELS["6B-like"]
-    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
-    compare_with_one_process(plan.model_copy(update={"frozen": frozen}))
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_tensor_parallel_equals_one_process(plan):
+    """Prevents: weights drawn by shard, padding that counts, gradients summed twice or never, or
+    hidden in the norm by larger ones, and recomputation that exchanges in another order."""
+    compare_with_one_process(plan)
 
 
 def gradients_in_norm(links, plan):
@@ -68,43 +61,28 @@ def gradients_in_norm(links, plan):
 @pytest.mark.parametrize("name", ["300M-like", "6B-like"])
 def test_every_gradient_counts_once_in_the_norm(name):
     """Prevents: shards left out, or replicas counted twice, where too small to show in the norm."""
-    model = MODELS[name]
-    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
+    plan = cut_plan(MODELS[name], **IN_PARTS)
     ranks = run_ranks(plan.parallel, gradients_in_norm, plan)
     wholes = [whole(name, [own[name] for _, own in ranks]) for name in ranks[0][1]]
     assert sum(taken for taken, _ in ranks) == sum(map(torch.numel, wholes))
 
 
-def test_recomputed_equals_one_process():
-    """Prevents: recomputation that repeats the exchange between ranks in another order."""
-    model = MODELS["6B-like"]
-    stages = stages_of(model, 6, vision=(0, 1), language=(0, 1))
-    compare_with_one_process(toy_plan(model, stages, tensor=2, sequence_parallel=True))
-
-
 @pytest.mark.parametrize(
-    ("before", "after"),
+    ("before", "after", "first"),
     [
-        pytest.param(((), 1, False), ((), 2, True), id="tp1-to-tp2"),
-        pytest.param(((), 2, True), ((4,), 1, False), id="tp2-to-pp2"),
+        pytest.param(cut_plan(MODEL), cut_plan(MODEL, **IN_PARTS), 2, id="tp1-to-tp2"),
+        pytest.param(cut_plan(MODEL, **IN_PARTS), cut_plan(MODEL, 4), 1, id="tp2-to-pp2"),
     ],
 )
-def test_resumes_under_another_tensor_size(tmp_path, before, after):
+def test_resumes_under_another_tensor_size(tmp_path, before, after, first):
     """Prevents: checkpoints whose weights or moments fit one tensor size, or garbage in padding."""
-    model = MODELS["6B-like"]
-    plans = [
-        toy_plan(model, stages_of(model, *cuts), tensor=tensor, sequence_parallel=is_divided)
-        for cuts, tensor, is_divided in (before, after)
-    ]
-    first = 2 if before[1] == 1 else 1
-    compare_resumed(tmp_path, (plans[0], first), (plans[1], len(STEPS) - first))
+    compare_resumed(tmp_path, (before, first), (after, len(STEPS) - first))
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
 def test_resumes_from_a_vocabulary_padded_otherwise(tmp_path, monkeypatch, tensor):
     """Prevents: checkpoints of before words were padded to 128 a rank that no longer fit."""
-    model = MODELS["6B-like"]
-    plan = toy_plan(model, stages_of(model), tensor=tensor)
+    plan = cut_plan(MODEL, tensor=tensor)
     results, gradients, weights = alone(plan)
     with monkeypatch.context() as earlier:
         least = lambda language, ranks: -(-language.vocab_size // ranks)  # noqa: E731
@@ -131,22 +109,17 @@ def answers(links, plan):
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp-sp"])
 def test_every_rank_gives_the_whole_vocabularys_likeliest_word(sequence_parallel):
     """Prevents: answers from a rank's own words, or words that do not exist."""
-    model = MODELS["6B-like"]
-    [expected] = run_ranks(
-        toy_plan(model, stages_of(model)).parallel, answers, toy_plan(model, stages_of(model))
-    )
+    one, plan = cut_plan(MODEL), cut_plan(MODEL, tensor=2, sequence_parallel=sequence_parallel)
+    [expected] = run_ranks(one.parallel, answers, one)
     assert len(set(expected[0][0])) > 5
-    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=sequence_parallel)
     for rank in run_ranks(plan.parallel, answers, plan):
-        for (words, loss), (expected_words, expected_loss) in zip(rank, expected, strict=True):
-            assert words == expected_words
-            assert loss == pytest.approx(expected_loss, rel=1e-5)
+        for (words, loss), (other_words, other_loss) in zip(rank, expected, strict=True):
+            assert words == other_words and loss == pytest.approx(other_loss, rel=1e-5)
 
 
 def test_bf16_equals_one_process_as_far_as_it_can():
     """Prevents: the exchange of q and k norms from giving another type, or a sum in bf16."""
-    model = MODELS["6B-like"]
-    plan = toy_plan(model, stages_of(model), tensor=2, sequence_parallel=True)
+    plan = cut_plan(MODEL, **IN_PARTS)
     ranks = run(plan.model_copy(update={"precision": "bf16"}))
     expected = [loss for loss, _, _ in alone(plan)[0]]
     for results, _, weights in ranks:

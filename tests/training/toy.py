@@ -1,6 +1,6 @@
 """A toy model, plans that split it anywhere, and random packs, for the training tests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +12,7 @@ from megatron.vlm.inputs.pack_share import Share
 from megatron.vlm.measure.profiler import ProfileOptions
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.levels import Level
@@ -64,44 +65,37 @@ def toy_text_model(**language_changes: object) -> ModelConfig:
     return ModelConfig(name="toy-text", language=language)
 
 
-def toy_plan(
-    model: ModelConfig,
-    stages: Sequence[Stage],
-    data: int = 1,
-    tensor: int = 1,
-    sequence_parallel: bool = False,
-    expert: int = 1,
-    sharded: int = 1,
-) -> Plan:
-    """A hand-written plan, without data or prediction."""
-    parallel = Parallel(
-        tensor=tensor,
-        pipeline=len(stages),
-        data=data,
-        sequence_parallel=sequence_parallel,
-        expert=expert,
-        sharded=sharded,
-    )
+def toy_plan(model: ModelConfig, stages: Sequence[Stage], **sizes: object) -> Plan:
+    """A hand-written plan of these parallel sizes, without data or prediction."""
     return Plan(
         model=model,
         precision="fp32",
-        parallel=parallel,
+        parallel=Parallel(**{"pipeline": len(stages), "data": 1, **sizes}),
         stages=tuple(stages),
         cluster=load_cluster("laptop-cpu"),
         data=None,
     )
 
 
+def cut_plan(
+    model: ModelConfig,
+    *cuts: int,
+    recompute: Mapping[str, tuple[int, ...]] | None = None,
+    frozen: tuple[str, ...] = (),
+    adapters: AdapterConfig | None = None,
+    **sizes: object,
+) -> Plan:
+    """A plan of stages from cut positions, with layers recomputed by tower."""
+    plan = toy_plan(model, stages_of(model, *cuts, **(recompute or {})), **sizes)
+    return plan.model_copy(update={"frozen": frozen, "adapters": adapters})
+
+
 def stages_of(model: ModelConfig, *cuts: int, **recompute: tuple[int, ...]) -> list[Stage]:
     """Stages from cut positions in the unit sequence (1 is right after the vision embed)."""
     stages = []
     for stage in stages_from_cuts(model, cuts):
-        again = [
-            unit
-            for span in stage.units
-            for unit in span.units
-            if unit.layers and unit.layers[0] in recompute.get(unit.name, ())
-        ]
+        units = [unit for span in stage.units for unit in span.units if unit.layers]
+        again = [unit for unit in units if unit.layers[0] in recompute.get(unit.name, ())]
         stages.append(stage.model_copy(update={"recompute": joined(again)}))
     return stages
 
@@ -113,10 +107,10 @@ class ToySample:
 
     ids: list[int]
     loss_mask: list[bool]
-    pixels_TCPP: torch.Tensor | None
-    """None where the model takes no images."""
+    pixels_TCPP: torch.Tensor | None = None
+    """None if the model takes no tiles."""
     frames_CBF: torch.Tensor | None = None
-    """None where the model takes no recordings."""
+    """None if the model takes no recordings."""
 
 
 def toy_sample(
@@ -125,21 +119,20 @@ def toy_sample(
     random = np.random.default_rng(seed)
     assert not tiles or model.takes_images
     assert not clips or model.takes_audio
-    image, sound, pixels_TCPP, frames_CBF = [], [], None, None
+    image, sound, items = [], [], dict[str, torch.Tensor]()
     first = 2 if model.takes_audio else len(model.encoders)
     text = random.integers(first, model.language.vocab_size, text_tokens).tolist()
     if model.takes_images:
         image = [IMAGE_TOKEN] * (tiles * model.vision.tokens_per_item)
         size = model.vision.image_size
-        pixels_TCPP = _normal(random, tiles, 3, size, size)
+        items["pixels_TCPP"] = _normal(random, tiles, 3, size, size)
     if model.takes_audio:
         sound = [AUDIO_TOKEN] * (clips * model.audio.tokens_per_item)
-        frames_CBF = _normal(random, clips, model.audio.mel_bins, model.audio.frames)
+        items["frames_CBF"] = _normal(random, clips, model.audio.mel_bins, model.audio.frames)
     return ToySample(
         ids=[text[0], *image, text[1], *sound, *text[2:]],
         loss_mask=[False] * (len(image) + len(sound) + 2) + [True] * (text_tokens - 2),
-        pixels_TCPP=pixels_TCPP,
-        frames_CBF=frames_CBF,
+        **items,
     )
 
 
@@ -181,49 +174,42 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
     """One rank's share of a pack, cut out of the fields of all of it, token by token."""
     if level.context == 1:
         return whole
-    bounds = {"tiles": item_bounds(whole.tiles, level.context)}
+    feature, bounds = "tiles", item_bounds(whole.tiles, level.context)
     if whole.patches_YX is not None:
-        bounds = {"image_tokens": _image_bounds(whole, level)}
-    share = Share.of(np.array(whole.segment_tokens), level, part, bounds)
-    starts = np.cumsum(whole.segment_tokens) - whole.segment_tokens
-    rows = {  # of every rank, in the pack
-        rank: [
-            starts[sample] + place
-            for sample, first, stop, owner in zip(
-                share.pieces.sample, share.pieces.first, share.pieces.stop, share.pieces.rank,
-                strict=True,
-            )
-            if owner == rank
-            for place in range(first, stop)
-        ]
-        for rank in range(level.context)
-    }  # fmt: skip
+        feature, bounds = "image_tokens", _image_bounds(whole, level)
+    share = Share.of(np.array(whole.segment_tokens), level, part, {feature: bounds})
+    starts, pieces = np.cumsum(whole.segment_tokens) - whole.segment_tokens, share.pieces
+    rows: list[list[int]] = [[] for _ in range(level.context)]  # of every rank, in the pack
+    for rank, start, first, stop in zip(
+        pieces.rank, starts[pieces.sample], pieces.first, pieces.stop, strict=True
+    ):
+        rows[rank] += range(start + first, start + stop)
     local = {row: index for index, row in enumerate(rows[part])}
-    holder = {row: rank for rank, owned in rows.items() for row in owned}
     images: dict[str, object] = {}
     if whole.image_positions_M is not None:
-        [(feature, each)] = bounds.items()
-        own_items, positions = share.own_items(feature), whole.image_positions_M.tolist()
-        per_item = len(positions) // max(int(each[-1]), 1)
-        maker = np.searchsorted(each, np.arange(each[-1]), "right") - 1
-        made = [p for i, p in enumerate(positions) if maker[i // per_item] == part]
-        order = sorted(range(len(made)), key=lambda i: (holder[made[i]], i))
-        own = [(i, p) for i, p in enumerate(positions) if holder[p] == part]
+        holder = {row: rank for rank, owned in enumerate(rows) for row in owned}
+        positions = whole.image_positions_M.tolist()
+        per_item = max(len(positions) // max(int(bounds[-1]), 1), 1)
+        maker = np.searchsorted(bounds, np.arange(len(positions)) // per_item, "right") - 1
+        holders = np.array([holder[position] for position in positions], int)
+        made, own = holders[maker == part], holders == part
         counts = [
-            tuple(who.count(rank) for rank in range(level.context))
-            for who in ([holder[p] for p in made], [maker[i // per_item] for i, _ in own])
+            tuple(np.bincount(ranks, minlength=level.context).tolist())
+            for ranks in (made, maker[own])
         ]
         images = {
-            "image_positions_M": torch.tensor([local[p] for _, p in own], dtype=torch.int64),
-            "sent_features_F": torch.tensor(order, dtype=torch.int64) if positions else None,
+            "image_positions_M": torch.tensor(
+                [local[position] for position in positions if position in local], dtype=torch.int64
+            ),
+            "sent_features_F": torch.from_numpy(made.argsort(kind="stable")) if positions else None,
             "feature_counts": tuple(counts) if positions else ((), ()),
-            **_own_items(whole, feature, own_items),
+            **_own_items(whole, feature, share.own_items(feature)),
         }
     if whole.rope_positions_3S is not None:
         images["rope_positions_3S"] = whole.rope_positions_3S[:, rows[part]]
     kept = [i for i, row in enumerate(whole.loss_positions_L.tolist()) if row in local]
     return MicroBatch(
-        **{"tiles": 0, **{name: len(share.own_items(name)) for name in bounds}},
+        **{"tiles": 0, feature: len(share.own_items(feature))},
         tokens=len(local),
         segment_tokens=tuple(share.own_pieces.tokens.tolist()),
         level=whole.level,
@@ -234,35 +220,38 @@ def share_of(whole: MicroBatch, level: Level, part: int) -> MicroBatch:
             [local[whole.loss_positions_L[i].item()] for i in kept], dtype=torch.int64
         ),
         labels_L=whole.labels_L[kept],
-        loss_weight=whole.loss_weight * (int(share.own_pieces.tokens.sum()) / whole.tokens),
+        loss_weight=whole.loss_weight * (share.tokens / whole.tokens),
         loss_weights_L=whole.loss_weights_L[kept],
     )
 
 
 def _image_bounds(whole: MicroBatch, level: Level) -> np.ndarray:
     """Bounds of the image tokens that each rank encodes, as the planner deals them."""
-    per_cell = len(whole.patches_YX) // max(whole.image_tokens, 1)
-    cells = [(g.rows * g.columns // per_cell) for g in whole.image_grids for _ in range(g.times)]
-    tokens = np.array(cells, np.int64)
+    grids = zip(_cells(whole), whole.image_grids, strict=True)
+    tokens = np.array([cells for cells, grid in grids for _ in range(grid.times)], np.int64)
     pieces = ImagePieces(
         tokens=tokens, squares=tokens**2, sample=0 * tokens, offsets=np.array([0, len(tokens)])
     )
     return pieces.tokens_before(pieces.bounds(level))[0]
 
 
+def _cells(whole: MicroBatch) -> list[int]:
+    """Image tokens of one time of every image or video."""
+    per_cell = len(whole.patches_YX) // max(whole.image_tokens, 1)
+    return [grid.rows * grid.columns // per_cell for grid in whole.image_grids]
+
+
 def _own_items(whole: MicroBatch, feature: str, own: range) -> dict[str, object]:
     """Fields of these items alone."""
     if feature == "tiles":
-        names = ("pixels_TCPP", "drop_path_keys_T")
-        fields = {name: vars(whole)[name] for name in names}
+        fields = {name: vars(whole)[name] for name in ("pixels_TCPP", "drop_path_keys_T")}
         return {n: None if one is None else one[own.start : own.stop] for n, one in fields.items()}
     per_cell, grids, start = len(whole.patches_YX) // max(whole.image_tokens, 1), [], 0
-    for grid in whole.image_grids:
-        cells = grid.rows * grid.columns // per_cell
+    for grid, cells in zip(whole.image_grids, _cells(whole), strict=True):
         places = range(start, start + grid.times * cells, cells)
         times = sum(place in own for place in places)
         grids += [grid._replace(times=times)] * (times > 0)
-        start += grid.times * cells
+        start = places.stop
     values = whole.patches_YX[own.start * per_cell : own.stop * per_cell]
     return {"image_grids": tuple(grids), "patches_YX": values}
 
