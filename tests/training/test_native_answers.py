@@ -20,26 +20,26 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.parallel import Parallel
 
 NEW_TOKENS = 5
+PIXELS = {"image": "pixel_values", "video": "pixel_values_videos"}
 
 
 def samples_of(folder: Path) -> list[Sample]:
     """An image, two around a video, and text alone."""
-    for number, size in enumerate([(30, 22), (9, 40)]):
-        picture(*size, number).save(folder / f"{number}.png")
     (folder / "clip").mkdir()
-    for number in range(5):
-        picture(20, 28, 10 + number).save(folder / f"clip/{number}.png")
-    images = [ImageFile(folder / f"{number}.png") for number in range(2)]
+    sizes = {"0": (30, 22), "1": (9, 40), **{f"clip/{number}": (20, 28) for number in range(5)}}
+    for seed, (name, size) in enumerate(sizes.items()):
+        picture(*size, seed).save(folder / f"{name}.png")
+    images = tuple(ImageFile(folder / f"{number}.png") for number in range(2))
     clip = (video_at(folder / "clip"),)
     return [
         Sample(
-            identity="s", source="s", where="s", images=tuple(shown), videos=videos,
+            identity="s", source="s", where="s", images=shown, videos=videos,
             turns=(Turn(question, "", None),),
         )
         for question, shown, videos in (
             ("<image> a b", images[:1], ()),
             ("<image> a <video> b <image> c", images, clip),
-            ("a b", [], ()),
+            ("a b", (), ()),
         )
     ]  # fmt: skip
 
@@ -58,20 +58,16 @@ def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
     shown = reader.shown(sample)
     prompt = reader.prompt(sample, 0, NEW_TOKENS, chatting=True)
     ids, patches = torch.from_numpy(prompt.token_ids)[None], reader.patches(sample, shown)
-    given, pads = {}, {}
-    each = patches.split([grid.patches for grid, _ in shown])
-    for kind, name, is_video in (
-        ("image", "pixel_values", False),
-        ("video", "pixel_values_videos", True),
-    ):
-        pads[kind] = reader.tokenizer.required(f"<|{kind}_pad|>")
-        chosen = [k for k, item in enumerate(shown) if (item.seconds is not None) == is_video]
+    given, kinds = {}, torch.zeros_like(ids, dtype=torch.int32)
+    items = list(zip(shown, patches.split([grid.patches for grid, _ in shown]), strict=True))
+    for number, (kind, name) in enumerate(PIXELS.items()):
+        kinds[ids == reader.tokenizer.required(f"<|{kind}_pad|>")] = number + 1
+        chosen = [pair for pair in items if (pair[0].seconds is not None) == (kind == "video")]
         if chosen:
-            given[name] = torch.cat([each[k] for k in chosen])
-            given[f"{kind}_grid_thw"] = torch.tensor([tuple(shown[k].grid) for k in chosen])
-        if chosen and is_video and reader.model.images.video.positions_per_second:
-            given["second_per_grid_ts"] = torch.tensor([shown[k].seconds for k in chosen])
-    kinds = (ids == pads["image"]).int() + 2 * (ids == pads["video"]).int()
+            given[name] = torch.cat([own for _, own in chosen])
+            given[f"{kind}_grid_thw"] = torch.tensor([tuple(item.grid) for item, _ in chosen])
+        if chosen and kind == "video" and reader.model.images.video.positions_per_second:
+            given["second_per_grid_ts"] = torch.tensor([item.seconds for item, _ in chosen])
     end = reader.answer_end
     with torch.inference_mode():
         found = model.generate(
@@ -87,10 +83,11 @@ def test_answers_are_those_of_transformers(tmp_path, name):
     model, released = transformers_model(name), tmp_path / "released"
     model.save_pretrained(released)
     write_companions(released)
-    sizes = {"patch_size": 4, "merge_size": 2}
-    size = {"shortest_edge": 64, "longest_edge": 1024}
+    settings = {
+        "patch_size": 4, "merge_size": 2, "size": {"shortest_edge": 64, "longest_edge": 1024},
+    }  # fmt: skip
     for file in ("preprocessor_config.json", "video_preprocessor_config.json"):
-        (released / file).write_text(json.dumps({**sizes, "size": size}))
+        (released / file).write_text(json.dumps(settings))
     run = imported(released, tmp_path / "run")
     samples = samples_of(tmp_path)
     expected = [theirs(model, reader_of(run, sample), sample) for sample in samples]

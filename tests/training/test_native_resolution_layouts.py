@@ -1,32 +1,33 @@
-"""Models of images at their native resolution on four processes against one: same loss, every
-gradient, same weights after."""
+"""Models of images at their native resolution on four processes, their encoders in the pipeline or
+data-parallel, against one process that has everything: same loss, every gradient, same weights."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from native_resolution_cases import pack_of, qwen2_5_vl, qwen3_vl, qwen3_vl_moe, sample_of
+import torch.distributed as dist
+from data_parallel_cases import data_parallel_plan, shares_of
+from length_cases import lengths_of
+from megatron.core import parallel_state
+from native_resolution_cases import (
+    STEPS,
+    WORD,
+    packs_of,
+    qwen2_5_vl,
+    qwen3_vl,
+    qwen3_vl_moe,
+    rope_positions,
+)
 from ranks import run_ranks
 from tensor_parallel_cases import OPTIONS, Feed, compare_resumed, compare_with_one_process
-from toy import stages_of, toy_plan
+from toy import cut_plan
 
-from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.step.schedule import run_forward
 from megatron.vlm.step.train import build_trainer
-from omnibal.data.native_resolution import Grid
+from omnibal.packing.packs import Packs, ScheduledPacks
 
-# Packs as (grids, text tokens). Token counts are odd and even; one has a video, one no loss, and
-# one step's packs no image.
-STEPS = [
-    [
-        [((Grid(1, 6, 4), Grid(1, 2, 8)), 9), ((Grid(1, 4, 4),), 6)],
-        [((), 12), ((), 7)],
-        [((Grid(3, 4, 6),), 5)],
-        [((Grid(1, 2, 2),), 8), ((), 6), ((Grid(1, 4, 10),), 11)],
-    ],
-    [[((), 7)], [((), 12), ((), 3)]],
-    [[((Grid(1, 8, 2),), 20)], [((Grid(1, 4, 4),), 2)], [((Grid(2, 2, 2),), 8)]],
-]
 MODELS = {
     "Qwen3-VL": qwen3_vl(),
     "tied": qwen3_vl(tied_head=True),
@@ -36,28 +37,69 @@ MODELS = {
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 
 
-def packs_of(model, number, packs):
-    """The packs of step `number`, with weights that differ between positions."""
-    for index, pack in enumerate(packs):
-        seeds = range(100 * number + 10 * index, 1_000_000)
-        samples = (
-            sample_of(model, *one, seed=seed) for one, seed in zip(pack, seeds, strict=False)
-        )
-        batch = pack_of(list(samples))
-        weights = torch.linspace(0.5, 1.5, len(batch.labels_L))
-        yield replace(batch, loss_weights_L=weights, loss_weight=weights.sum().item())
+def plan_of(name, cuts=(), **options):
+    """A plan, with data-parallel encoders if it counts pipelines that share them."""
+    if "pipelines" in options:
+        return data_parallel_plan(MODELS[name], cuts, **{"per_pass": 9, "kept": 7} | options)
+    return cut_plan(MODELS[name], *cuts, **options)
 
 
-def plan_of(name, cuts=(), frozen=(), recompute=None, **sizes):
-    model = MODELS[name]
-    plan = toy_plan(model, stages_of(model, *cuts, **(recompute or {})), **sizes)
-    return plan.model_copy(update={"frozen": frozen})
+def scheduled_step(number, ranks):
+    """A step of packs, of which every data-parallel rank has every `ranks`-th; lengths of its
+    samples; and the place in the step of each pack."""
+    packs = STEPS[number]
+    place = np.array(sorted(range(len(packs)), key=lambda place: (place % ranks, place)))
+    samples = [grids for each in place for grids, _ in packs[each]]
+    cells = [
+        [grid.rows * grid.columns // 4 for grid in grids for _ in range(grid.times)]
+        for grids in samples
+    ]
+    lengths = lengths_of(
+        image_tokens=[sum(own) for own in cells],
+        squared_image_tokens=[sum(one**2 for one in own) for own in cells],
+        tokens=[100] * len(cells),
+        loss_tokens=[1] * len(cells),
+    )
+    ends = np.cumsum([len(packs[each]) for each in place])
+    members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, ends))
+    found = ScheduledPacks.of(members, lengths, 0 * place, place % ranks, place // ranks)
+    return found, lengths, place
+
+
+def own_stream(plan, number, packs):
+    """This rank's part of a step: its passes, and its micro-batches without patches, in order."""
+    own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
+    if plan.beside is None:
+        return MicroBatchStream.of(own)
+    scheduled, lengths, order = scheduled_step(number, plan.parallel.data)
+    shares = shares_of(plan, scheduled, dist.get_rank(), lengths).step(0)
+    passes = [encoder_pass(one, [packs[place] for place in order]) for one in shares.passes]
+    texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
+    return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
+
+
+def encoder_pass(planned, packs):
+    patches, grids = [], []
+    for run in planned.runs:
+        own, start = packs[run.row], 0
+        for grid in own.image_grids:
+            stop = start + grid.patches // 4
+            if start in run.items:
+                assert stop - 1 in run.items, "images go whole"
+                grids.append(grid)
+                patches.append(own.patches_YX[4 * start : 4 * stop])
+            start = stop
+    return MicroBatch(
+        tiles=0, image_tokens=planned.items, image_grids=tuple(grids), tokens=0, segment_tokens=(),
+        patches_YX=torch.cat(patches),
+    )  # fmt: skip
 
 
 SOME = {"vision": (1, 2), "language": (0,)}
-# Units: 0 vision embed, 1-5 vision layers of which the second and fourth have deepstack features,
-# 6 projector, 7 language embed, 8-10 language layers of which two take them, 11 head. A cut is the
-# position of the first unit after it.
+ENCODER = ("vision", "projector")
+# A cut is the position of the first unit after it. Units: 0 vision embed, 1-5 vision layers of
+# which the second and fourth have deepstack features, 6 projector, 7 language embed, 8-10 language
+# layers of which two take them, 11 head.
 PLANS = {
     "of-four": ("Qwen3-VL", {"cuts": (3, 6, 9)}),
     "of-four-tied": ("tied", {"cuts": (5, 8, 10), "recompute": SOME}),
@@ -78,6 +120,39 @@ PLANS = {
     "windows-of-four": ("Qwen2.5-VL", {"cuts": (2, 6, 7)}),
     "windows-divided": ("Qwen2.5-VL", {"tensor": 2, "data": 2, "sharded": 2}),
 }  # fmt: skip
+# Units of the language model: 0 embed, 1-3 layers, of which Qwen3-VL's first two take deepstack
+# features, 4 head.
+DATA_PARALLEL = {
+    "features-sent-on": ("Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "divided": 4}),
+    "of-four": (
+        "tied",
+        {"cuts": (1, 2, 3), "pipelines": 1, "per_pass": 4, "recompute": {"language": (0, 1)}},
+    ),
+    "all-divided": ("Qwen3-VL", {"data": 4, "sharded": 4, "pipelines": 4, "divided": 4}),
+    "tensor-pipeline": ("tied", {**IN_PARTS, "cuts": (2,), "pipelines": 1, "divided": 4}),
+    "frozen-vision": (
+        "Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "frozen": ("vision",)},
+    ),
+    "frozen-language": (
+        "Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 1, "frozen": ("language",)},
+    ),
+    "frozen-encoder": (
+        "Qwen3-VL", {"cuts": (2,), "data": 2, "pipelines": 1, "frozen": ENCODER, "divided": 2},
+    ),
+    "experts": ("experts", {"data": 4, "expert": 2, "pipelines": 2}),
+    "windows-divided": (
+        "Qwen2.5-VL", {"cuts": (3,), "data": 2, "pipelines": 1, "divided": 4, "kept": 3},
+    ),
+    "windows-tensor": ("Qwen2.5-VL", {**IN_PARTS, "data": 2, "pipelines": 2}),
+}  # fmt: skip
+TOLD = {"rel": 2e-5, "feed": Feed(packs_of, own_stream)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_before_ranks_fork():
+    """Sets up once what every rank's samples need."""
+    for model in MODELS.values():
+        rope_positions(model, [WORD], ())
 
 
 @pytest.mark.parametrize("name", PLANS)
@@ -85,7 +160,15 @@ def test_same_training_as_one_process(name):
     """Prevents: deepstack features or their gradients lost or mixed up over a cut, patches in
     another order on another stage, and padded heads or divided weights that change a gradient."""
     model, options = PLANS[name]
-    compare_with_one_process(plan_of(model, **options), STEPS, rel=2e-5, feed=Feed(packs_of))
+    compare_with_one_process(plan_of(model, **options), STEPS[:3], **TOLD)
+
+
+@pytest.mark.parametrize("name", DATA_PARALLEL)
+def test_encoders_of_whole_samples_train_as_one_process(name):
+    """Prevents: an image encoded in parts or for another pack, deepstack features or gradients
+    mixed up on their way to first stages and back, and ranks that wait for ever."""
+    model, options = DATA_PARALLEL[name]
+    compare_with_one_process(plan_of(model, **options), STEPS, **TOLD)
 
 
 @pytest.mark.parametrize(
@@ -93,13 +176,17 @@ def test_same_training_as_one_process(name):
     [
         pytest.param("Qwen3-VL", {"cuts": (3,), "tensor": 2}, {"cuts": (5, 9)}, id="deepstack"),
         pytest.param("Qwen2.5-VL", {}, {"tensor": 2, "data": 2, "sharded": 2}, id="windows"),
+        pytest.param(
+            "Qwen3-VL", {"cuts": (3,)}, {"cuts": (2,), "data": 2, "pipelines": 2, "divided": 4},
+            id="data-parallel",
+        ),
     ],
-)
+)  # fmt: skip
 def test_resumes_under_another_layout(tmp_path, name, before, after):
     """Prevents: a checkpoint that has no deepstack projectors, or parts of them, or biases of a
     gate and a value that change places."""
     layouts = (plan_of(name, **before), 1), (plan_of(name, **after), 2)
-    compare_resumed(tmp_path, *layouts, steps=STEPS, rel=2e-5, feed=Feed(packs_of))
+    compare_resumed(tmp_path, *layouts, steps=STEPS[:3], **TOLD)
 
 
 def evaluated(links, plan):
