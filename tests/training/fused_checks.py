@@ -13,42 +13,48 @@ import torch.nn.functional as F
 
 from megatron.vlm.model.fused import activations, cross_entropy, head_norms, residual, rotary
 from megatron.vlm.model.fused.activations import Gelu
+from megatron.vlm.model.fused.residual import Branch, NormWeights
 
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2.0**-6}
 """Most that numbers may be off, of the largest: some last digits."""
-Tensors = list[torch.Tensor | None]
 
 
 class Case:
-    """Random tensors of a type on a device, and what is computed of them in two ways."""
+    """Random tensors of a type on a device, and what is computed of them in several ways."""
 
     def __init__(self, device: str, dtype: torch.dtype) -> None:
         self.device, self.dtype = device, dtype
         self.generator = torch.Generator().manual_seed(0)
 
     def random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=self.generator).to(self.device, self.dtype)
+        """Numbers that have a gradient."""
+        numbers = torch.randn(shape, generator=self.generator)
+        return numbers.to(self.device, self.dtype).requires_grad_()
 
-    def compare(self, fused, formula, inputs: Tensors, fixed=(), kept: Tensors | None = None):
-        """Outputs and all inputs' gradients of an autograd function are the formula's in float64.
+    def compare(self, functions, formula, arguments, kept=None) -> None:
+        """Outputs and gradients of arguments that have one are the formula's in float64.
 
         Args:
-            kept: what it keeps for backward of what is given, in order; moments come besides.
+            functions: an autograd function, and the public one that is it on a device alone.
+            kept: what the first keeps for backward, in order.
         """
-        own = [None if one is None else one.detach().requires_grad_() for one in inputs]
-        outputs = _listed(fused.apply(*own, *fixed))
-        if kept is not None:
-            saved = [one.shape for one in outputs[0].grad_fn.saved_tensors if one is not None]
-            assert saved == [one.shape for one in kept], (fused, saved)
-        exact = [None if one is None else one.detach().double().requires_grad_() for one in inputs]
-        expected = _listed(formula(*exact, *fixed))
-        gradients = [self._gradient_of(output) for output in outputs]
-        torch.autograd.backward(outputs, gradients)
+        exact = [_leaf(one, torch.float64) for one in arguments]
+        expected = _listed(formula(*exact))
+        # Gradients are not contiguous, as they may come.
+        gradients = [self.random(*one.shape[::-1]).detach() for one in expected]
+        gradients = [one.permute(*range(one.dim())[::-1]) for one in gradients]
         torch.autograd.backward(expected, [one.double() for one in gradients])
-        found = [*outputs, *(one.grad for one in own if one is not None)]
-        expected += [one.grad for one in exact if one is not None]
-        for number, (one, other) in enumerate(zip(found, expected, strict=True)):
-            self.same(one, other, (fused, number))
+        expected += _gradients(exact)
+        for number, function in enumerate(functions):
+            own = [_leaf(one) for one in arguments]
+            outputs = _listed(function(*own))
+            if kept is not None and not number:
+                saved = [one.shape for one in outputs[0].grad_fn.saved_tensors if one is not None]
+                assert saved == [one.shape for one in kept if one is not None], (function, saved)
+            given = [one.to(output.dtype) for one, output in zip(gradients, outputs, strict=True)]
+            torch.autograd.backward(outputs, given)
+            for found, other in zip(outputs + _gradients(own), expected, strict=True):
+                self.same(found, other, function)
 
     def same(self, found: torch.Tensor, expected: torch.Tensor, what: object = "") -> None:
         assert found.shape == expected.shape, what
@@ -59,9 +65,16 @@ class Case:
                 msg=lambda text: f"{what}: {text}",
             )  # fmt: skip
 
-    def _gradient_of(self, output: torch.Tensor) -> torch.Tensor:
-        """A gradient that is not contiguous, as they may come."""
-        return self.random(*output.shape[::-1]).permute(*range(output.dim())[::-1]).to(output.dtype)
+
+def _leaf(one, dtype: torch.dtype | None = None):
+    """An argument with a gradient of its own if it has one, in another type if it has numbers."""
+    if not isinstance(one, torch.Tensor) or not one.is_floating_point():
+        return one
+    return one.detach().to(dtype or one.dtype).requires_grad_(one.requires_grad)
+
+
+def _gradients(arguments) -> list[torch.Tensor]:
+    return [one.grad for one in arguments if isinstance(one, torch.Tensor) and one.requires_grad]
 
 
 def _listed(outputs) -> list[torch.Tensor]:
@@ -84,13 +97,15 @@ def _swiglu(inner, bias):
 
 def check_activations(case: Case) -> None:
     """SwiGLU and GELU, of rows that lie apart and of none too."""
+    swiglu = (activations.Swiglu.apply, activations.swiglu)
+    gelu = (activations.BiasGelu.apply, activations.bias_gelu)
     strided = case.random(6, 2, 20)[:, 1:, :14]
     for inner in (case.random(5, 2, 14), strided, case.random(0, 1, 8)):
         bias = case.random(inner.shape[-1])
-        case.compare(activations.Swiglu, _swiglu, [inner, None], kept=[inner])
-        case.compare(activations.Swiglu, _swiglu, [inner, bias], kept=[inner, bias])
+        for some_bias in (None, bias):
+            case.compare(swiglu, _swiglu, [inner, some_bias], [inner, some_bias])
         for form in Gelu:
-            case.compare(activations.BiasGelu, _gelu, [inner, bias], [form], [inner, bias])
+            case.compare(gelu, _gelu, [inner, bias, form], [inner, bias])
 
 
 def _norm(hidden, weight, bias, eps):
@@ -100,51 +115,44 @@ def _norm(hidden, weight, bias, eps):
 
 
 def _add(shortcut, output, bias, scale, tile_scale):
-    tiles = 1 if tile_scale is None else tile_scale.to(shortcut.dtype)[:, None]
+    tiles = 1 if tile_scale is None else tile_scale[:, None]
     biased = output if bias is None else output + bias
     return shortcut + tiles * (1 if scale is None else scale) * biased
 
 
-class _ScaledAddAndNorm(residual.ScaledAddAndNorm):
-    """The same, with what has no gradient at the end."""
-
-    @staticmethod
-    def apply(shortcut, output, bias, scale, weight, norm_bias, tile_scale, eps):
-        return residual.ScaledAddAndNorm.apply(
-            shortcut, output, bias, scale, tile_scale, weight, norm_bias, eps
-        )
-
-
-def _add_and_norm(shortcut, output, bias, scale, weight, norm_bias, tile_scale, eps):
+def _add_and_norm(shortcut, output, bias, scale, tile_scale, weight, norm_bias, eps):
     return _norm(_add(shortcut, output, bias, scale, tile_scale), weight, norm_bias, eps)
 
 
 def check_residual(case: Case) -> None:
     """Norms and residual adds, with and without each of their parts."""
+    norm = (
+        residual.NormAndResidual.apply,
+        lambda hidden, *weights: residual.norm_and_residual(hidden, NormWeights(*weights)),
+    )
+    add = (
+        residual.ScaledAdd.apply,
+        lambda hidden, *branch: residual.add(hidden, Branch(*branch)),
+    )
+    both = (
+        residual.ScaledAddAndNorm.apply,
+        lambda hidden, *parts: residual.add_and_norm(
+            hidden, Branch(*parts[:4]), NormWeights(*parts[4:])
+        ),
+    )
     for tokens, tiles, width in ((7, 3, 20), (0, 2, 8)):
         hidden, output = case.random(tokens, tiles, width), case.random(tokens, tiles, width)
         bias, scale, weight, norm_bias = (case.random(width) for _ in range(4))
-        drop = case.random(tiles)
+        drop = case.random(tiles).detach()
         for shift in (None, norm_bias):
             moments = hidden.new_empty(1 if shift is None else 2, tokens, tiles)
-            kept = [hidden, moments, weight]
-            norm = residual.NormAndResidual
-            case.compare(norm, _norm, [hidden, weight, shift], [1e-6], kept)
+            case.compare(norm, _norm, [hidden, weight, shift, 1e-6], [hidden, moments, weight])
         parts = ((bias, scale, drop), (bias, None, None), (None, scale, None), (None, None, drop))
-        for some_bias, some_scale, some_drop in parts:
-            kept = [output if some_scale is not None else None, some_bias, some_scale, some_drop]
-            case.compare(
-                residual.ScaledAdd, _add, [hidden, output, some_bias, some_scale], [some_drop],
-                [one for one in kept if one is not None],
-            )  # fmt: skip
-        for shift, (some_bias, some_scale, some_drop) in (
-            (None, parts[0]),
-            (norm_bias, (None,) * 3),
-        ):
-            case.compare(
-                _ScaledAddAndNorm, _add_and_norm,
-                [hidden, output, some_bias, some_scale, weight, shift], [some_drop, 1e-5],
-            )  # fmt: skip
+        for some in parts:
+            kept = [output if some[1] is not None else None, *some]
+            case.compare(add, _add, [hidden, output, *some], kept)
+        for shift, some in ((None, parts[0]), (norm_bias, (None,) * 3)):
+            case.compare(both, _add_and_norm, [hidden, output, *some, weight, shift, 1e-5])
 
 
 def _heads(qkv, query_weight, key_weight, width, eps, group):
@@ -158,33 +166,37 @@ def _heads(qkv, query_weight, key_weight, width, eps, group):
 
 def check_head_norms(case: Case) -> None:
     """Norms of q and k on one rank, and as two ranks compute them with sums from each other."""
+    functions = (
+        head_norms.HeadNorms.apply,
+        lambda qkv, query, key, *sizes: head_norms.split_with_norms(qkv, (query, key), *sizes),
+    )
     for tokens in (5, 0):
         qkv, width = case.random(tokens, 2, 3, 12), 12
         weights = [case.random(width) for _ in range(2)]
         kept = [qkv, *weights, qkv.new_empty(2, tokens, 2)]
-        case.compare(head_norms.HeadNorms, _heads, [qkv, *weights], [width, 1e-6, None], kept)
-    qkv, width = case.random(7, 2, 4, 18), 24
-    weights, gradients = [case.random(width) for _ in range(2)], case.random(3, 7, 2, 4, 6)
-    exact = [tensor.double().requires_grad_() for tensor in (qkv, *weights)]
-    outputs = _heads(*exact, width, 1e-6, None)
+        case.compare(functions, _heads, [qkv, *weights, width, 1e-6, None], kept)
+    width, gradients = 24, case.random(3, 7, 2, 4, 6).detach()
+    exact = [_leaf(one, torch.float64) for one in (case.random(7, 2, 4, 18), case.random(2, width))]
+    outputs = _heads(exact[0], *exact[1], width, 1e-6, None)
     torch.autograd.backward(outputs, list(gradients.double()))
-    halves = (slice(0, 2), slice(2, 4))
-    qkvs = [qkv[:, :, own].contiguous() for own in halves]
-    owns = [[weight.view(4, 6)[own].flatten() for weight in weights] for own in halves]
-    grads = [list(gradients[:, :, :, own].contiguous()) for own in halves]
-    sums = sum(head_norms._squares(one) for one in qkvs)
-    pairs = list(zip(qkvs, owns, strict=True))
-    normed = [head_norms._norms(one, own, sums, width, 1e-6) for one, own in pairs]
-    given = [
-        (one, grad, own, normed[0][2]) for one, grad, own in zip(qkvs, grads, owns, strict=True)
+    qkv, weights = (one.detach().to(case.dtype) for one in exact)
+    ranks = [
+        (
+            qkv[:, :, own].contiguous(),
+            list(gradients[:, :, :, own].contiguous()),
+            list(weights.view(2, 4, 6)[:, own].flatten(1)),
+        )
+        for own in (slice(0, 2), slice(2, 4))
     ]
+    sums = sum(head_norms._squares(own) for own, *_ in ranks)
+    normed = [head_norms._norms(own, mine, sums, width, 1e-6) for own, _, mine in ranks]
+    given = [(*rank, normed[0][2]) for rank in ranks]
     along = sum(head_norms._along(*each) for each in given)
     backs = [head_norms._backward(*each, along, width) for each in given]
-    case.same(torch.cat([part[0] for part in normed], 2), outputs[0].detach())
-    case.same(torch.cat([part[1] for part in normed], 2), outputs[1].detach())
-    case.same(torch.cat([part[0] for part in backs], 2), exact[0].grad)
-    of_weights = torch.stack([weight.grad for weight in exact[1:]])
-    case.same(torch.cat([part[1] for part in backs], 1), of_weights)
+    for place in range(2):
+        case.same(torch.cat([part[place] for part in normed], 2), outputs[place].detach())
+    for axis, (parts, leaf) in enumerate(zip(zip(*backs, strict=True), exact, strict=True)):
+        case.same(torch.cat(parts, 2 - axis), leaf.grad)
 
 
 def _turn(heads, cosines, sines):
@@ -196,89 +208,86 @@ def _turn(heads, cosines, sines):
 def _rotary(qkv, per_group, cosines, sines):
     size = 2 * cosines.shape[1]
     query, key, value = qkv.unflatten(-1, (-1, size)).split([per_group, 1, 1], 2)
-    tables = (cosines.double(), sines.double())
-    query, key = (_turn(heads.flatten(1, 2), *tables) for heads in (query, key))
+    query, key = (_turn(heads.flatten(1, 2), cosines, sines) for heads in (query, key))
     return query, key, value.squeeze(2)
 
 
-def _normed_rotary(qkv, query_weight, key_weight, per_group, cosines, sines, eps):
+def _normed_rotary(qkv, per_group, cosines, sines, query_weight, key_weight, eps):
     heads = qkv.unflatten(-1, (-1, len(query_weight)))
     unit = heads / (heads.square().mean(-1, keepdim=True) + eps).sqrt()
     parts = (unit[:, :, :per_group] * query_weight, unit[:, :, [-2]] * key_weight, heads[:, :, -1:])
     return _rotary(torch.cat(parts, 2).flatten(2), per_group, cosines, sines)
 
 
-class _NormAndRotate(rotary.NormAndRotate):
-    """The same, with what has no gradient at the end."""
-
-    @staticmethod
-    def apply(qkv, query_weight, key_weight, per_group, cosines, sines, eps):
-        return rotary.NormAndRotate.apply(
-            qkv, per_group, cosines, sines, query_weight, key_weight, eps
-        )
-
-
 def check_rotary(case: Case) -> None:
     """Rotation of q and k of groups of heads, with a norm of each before it and without."""
-    for samples, groups, per_group, size in (
-        ((3, 1, 6), 2, 3, 8),
-        ((1,), 1, 1, 2),
-        ((0,), 1, 2, 4),
-    ):
+    plain = (
+        rotary.SplitAndRotate.apply,
+        lambda qkv, group, *tables: rotary.split_and_rotate(qkv, group, rotary.Rotation(*tables)),
+    )
+    normed = (
+        rotary.NormAndRotate.apply,
+        lambda qkv, group, cosines, sines, *norms: rotary.split_norm_and_rotate(
+            qkv, group, rotary.Rotation(cosines, sines), rotary.HeadWeights(*norms)
+        ),
+    )
+    for samples, groups, group, size in (((3, 1, 6), 2, 3, 8), ((1,), 1, 1, 2), ((0,), 1, 2, 4)):
         borders = torch.tensor([0, *samples], device=case.device).cumsum(0).to(torch.int32)
         frequencies = 0.1 ** torch.arange(size // 2, device=case.device)
         tables = rotary.rotation(borders, sum(samples), frequencies)
-        qkv = case.random(sum(samples), groups, (per_group + 2) * size)
-        case.compare(rotary.SplitAndRotate, _rotary, [qkv], [per_group, *tables], [*tables])
+        qkv = case.random(sum(samples), groups, (group + 2) * size)
+        case.compare(plain, _rotary, [qkv, group, *tables], [*tables])
         weights = [case.random(size) for _ in range(2)]
-        kept = [qkv, *tables, *weights, qkv.new_empty(sum(samples), groups, per_group + 1)]
-        fixed = [per_group, *tables, 1e-3]
-        case.compare(_NormAndRotate, _normed_rotary, [qkv, *weights], fixed, kept)
+        kept = [qkv, *tables, *weights, qkv.new_empty(sum(samples), groups, group + 1)]
+        case.compare(normed, _normed_rotary, [qkv, group, *tables, *weights, 1e-3], kept)
+
+
+def _cross_entropy(logits, labels, words):
+    own = logits[:, : words.count]
+    return own.logsumexp(1) - own[range(len(labels)), labels]
 
 
 def check_cross_entropy(case: Case) -> None:
-    """The loss with and without padded words, on one rank and as two ranks share the words."""
+    """The loss with and without padded words, on one rank and as ranks share the words."""
+    functions = (
+        cross_entropy.CrossEntropy.apply,
+        lambda logits, *others: cross_entropy.cross_entropy(logits * 1.0, *others),
+    )
     for positions, width, count in ((5, 130, 130), (3, 601, 599), (0, 8, 7), (1, 2, 1)):
-        logits = 4 * case.random(positions, width)
+        logits = (4 * case.random(positions, width)).detach().requires_grad_()
         labels = torch.arange(positions, device=case.device) * 7 % count
         words = cross_entropy.OwnWords(0, count, None)
-        case.compare(
-            cross_entropy.CrossEntropy,
-            lambda logits, labels, words: (
-                logits[:, : words.count].logsumexp(1) - logits[range(len(labels)), labels]
-            ),
-            [logits], [labels, words], [logits, labels, logits[:, 0]],
-        )  # fmt: skip
+        kept = [logits, labels, logits[:, 0]]
+        case.compare(functions, _cross_entropy, [logits, labels, words], kept)
     # Words that cannot be, but for one.
     late = torch.full((2, 50), -torch.inf, device=case.device, dtype=case.dtype)
     late[:, 40] = 1.0
     labels = torch.tensor([40, 40], device=case.device)
     losses = cross_entropy.CrossEntropy.apply(late, labels, cross_entropy.OwnWords(0, 50, None))
     assert not losses.any(), losses
-    _check_divided_cross_entropy(case, 3 * case.random(6, 20))
-
-
-def _check_divided_cross_entropy(case: Case, logits: torch.Tensor) -> None:
-    """Ranks of 12 words each, of which the second's last four are padding, and one of padding."""
+    # Ranks of 12 words each, of which the second's last four are padding, and one of padding.
     labels = torch.tensor([0, 11, 12, 19, 5, 13], device=case.device)
     gradient = torch.rand(6, device=case.device)
-    exact = logits.double().requires_grad_()
+    logits = (3 * case.random(6, 20)).detach()
+    exact = _leaf(logits, torch.float64).requires_grad_()
     losses = F.cross_entropy(exact, labels, reduction="none")
     losses.backward(gradient.double())
-    own = [logits[:, :12].contiguous(), F.pad(logits[:, 12:], (0, 4), value=9.0), logits]
-    places = [(0, 12), (12, 8), (20, 0)]
-    ranks = list(zip(own, places, strict=True))
-    parts = [cross_entropy._partial(mine, labels, *place) for mine, place in ranks]
+    ranks = [
+        (logits[:, :12].contiguous(), labels, 0, 12),
+        (F.pad(logits[:, 12:], (0, 4), value=9.0), labels, 12, 8),
+        (logits, labels, 20, 0),
+    ]
+    parts = [cross_entropy._partial(*rank) for rank in ranks]
     largest = torch.stack([top for top, _ in parts]).amax(0)
-    exponentials = sum(sums[0] * torch.exp(top - largest) for top, sums in parts)
-    normalizer = largest + exponentials.log()
+    normalizer = largest + sum(sums[0] * torch.exp(top - largest) for top, sums in parts).log()
     found = normalizer - sum(sums[1] for _, sums in parts)
     torch.testing.assert_close(found.double(), losses.detach(), rtol=1e-5, atol=1e-5)
-    backs = [
-        cross_entropy._backward(gradient, mine, labels, normalizer, *place) for mine, place in ranks
-    ]
-    assert not backs[1][:, 8:].any() and not backs[2].any()
-    case.same(torch.cat([backs[0], backs[1][:, :8]], 1), exact.grad)
+    first, second, third = (
+        cross_entropy._backward(gradient, own, labels, normalizer, *place)
+        for own, _, *place in ranks
+    )
+    assert not second[:, 8:].any() and not third.any()
+    case.same(torch.cat([first, second[:, :8]], 1), exact.grad)
 
 
 CHECKS = (check_activations, check_residual, check_head_norms, check_rotary, check_cross_entropy)

@@ -2,19 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from fused_checks import CHECKS, Case
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
-from megatron.vlm.model.fused.activations import Gelu, bias_gelu, swiglu
 from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy
-from megatron.vlm.model.fused.residual import Branch, NormWeights, add_and_norm
 
 pytestmark = pytest.mark.quick
-
-
-def random(*shape: int) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
 
 
 @pytest.mark.in_own_process
@@ -25,41 +18,11 @@ def test_bodies_are_their_formulas(check):
     check(Case("cpu", torch.float32))
 
 
-def test_activations_are_their_formulas():
-    """Prevents: gate and value that are taken for each other, and an approximate GELU."""
-    inner, bias = random(3, 2, 8), random(8)
-    gate, value = inner[..., :4], inner[..., 4:]
-    torch.testing.assert_close(swiglu(inner), gate / (1 + (-gate).exp()) * value)
-    biased = inner + bias
-    expected = biased * 0.5 * (1 + torch.erf(biased / 2**0.5))
-    torch.testing.assert_close(bias_gelu(inner, bias), expected)
-    cubed = (8 / torch.pi) ** 0.5 * (biased + 0.044715 * biased**3)
-    for form, exponent in ((Gelu.TANH, cubed), (Gelu.QUICK, 1.702 * biased)):
-        torch.testing.assert_close(bias_gelu(inner, bias, form), biased / (1 + (-exponent).exp()))
-    gate, value = biased[..., :4], biased[..., 4:]
-    torch.testing.assert_close(swiglu(inner, bias), gate / (1 + (-gate).exp()) * value)
-
-
-def test_residual_is_added_before_the_norm():
-    """Prevents: a norm of the branch alone, and a layer scale that leaves out the bias."""
-    shortcut, output, bias, scale = random(5, 2, 6), random(5, 2, 6), random(6), random(6)
-    normed, summed = add_and_norm(
-        shortcut, Branch(output, bias, scale), NormWeights(random(6), None, 1e-6)
-    )
-    torch.testing.assert_close(summed, shortcut + scale * (output + bias))
-    rms = summed.square().mean(-1, keepdim=True).add(1e-6).sqrt()
-    torch.testing.assert_close(normed, summed / rms * random(6))
-
-
 @pytest.mark.in_own_process
 def test_padded_words_are_in_no_softmax():
-    """Prevents: a loss that counts words which do not exist, or gives them a gradient."""
-    logits = random(4, 7).requires_grad_()
-    labels = torch.tensor([0, 4, 2, 1])
-    losses = cross_entropy(logits * 1.0, labels, OwnWords(0, 5, None))
-    expected = F.cross_entropy(logits[:, :5], labels, reduction="none")
-    torch.testing.assert_close(losses, expected)
-    losses.sum().backward()
+    """Prevents: a loss that gives words which do not exist a gradient, however small."""
+    logits = torch.arange(28.0).view(4, 7).cos().requires_grad_()
+    cross_entropy(logits * 1.0, torch.tensor([0, 4, 2, 1]), OwnWords(0, 5, None)).sum().backward()
     assert not logits.grad[:, 5:].any() and logits.grad[:, :5].all()
 
 
