@@ -19,16 +19,13 @@ from megatron.vlm.model.groups import create_encoding_group
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer
-from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
-from omnibal.cost.shaped_rates import Line
+from omnibal.cost.encoder_phase import encoders_cost
 from omnibal.dispatch.items import shares_of_ranks
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 
 WIDTH = 512
-TILES = [[31, 8], [14, 23, 6]]
+TILES = [[31, 8, 0], [14, 23, 6]]
 """Of each pack of each data-parallel rank."""
-
-
 RUNS = 4
 """Most runs of which one must have the planned peak: on a busy machine, threads of gloo hold what
 was exchanged for a moment after the call."""
@@ -44,7 +41,8 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         self.made += [weakref.ref(one) for one in tree_leaves(out) if torch.is_tensor(one)]
-        alive = [one for one in (made() for made in self.made) if one is not None]
+        alive = [one for made in self.made if (one := made()) is not None]
+        self.made = [weakref.ref(one) for one in alive]
         storages = {one.untyped_storage().data_ptr(): one.untyped_storage() for one in alive}
         self.peak = max(self.peak, sum(one.nbytes() for one in storages.values()))
         return out
@@ -65,16 +63,12 @@ class Rows:
 def peak_of_a_step(links, plan, packs):
     """Bytes at once of features and gradients on this rank; and the weight's gradient."""
     stage = Rows(plan.model)
-    trained = frozenset() if "vision" in plan.frozen else frozenset({"vision"})
+    trained = frozenset({"vision"} - {*plan.frozen})
     encoders = Encoders(
-        stage=stage,
-        data_parallel=None,
-        group=create_encoding_group(plan),
-        trained=trained,
-        made={"vision": ("vision",)},
-        trained_features=trained,
+        stage=stage, data_parallel=None, group=create_encoding_group(plan), trained=trained,
+        made={"vision": ("vision",)}, trained_features=trained,
         items_per_pass=plan.beside.items_per_pass,
-    )
+    )  # fmt: skip
     batches = own_stream(plan, 0, packs)
     with LiveBytes() as live:
         step = EncoderStep(encoders, batches, PhaseClock())
@@ -93,34 +87,20 @@ def peak_of_a_step(links, plan, packs):
 
 def planned_bytes(plan):
     """What the plan counts for rows, of an encoder whose layers take no memory."""
-    vision = plan.model.encoders["vision"]
-    nothing = np.zeros(2)
-    row_bytes = 4.0 * plan.model.language.hidden_size
-    is_trained = "vision" not in plan.frozen
-    one = EncoderCost(
-        feature="tiles", forward_ms=nothing, backward_ms=nothing, again_ms=nothing,
-        kept_bytes=nothing, working_bytes=np.zeros((2, 2)), input_bytes=0.0,
-        feature_bytes=vision.tokens_per_item * row_bytes, is_trained=is_trained,
-    )  # fmt: skip
-    line = Line(fixed_ms=0.0, each_ms=0.0)
-    cost = EncodersCost(
-        encoders={"vision": one}, weights_bytes=0.0, gradients_bytes=0.0, optimizer_bytes=0.0,
-        gather_ms=0.0, reduction_ms=0.0, update_ms=0.0, within_node=line, between_nodes=line,
-        tensor=line, peer_bytes=0.0, parallel=plan.parallel, gpus_per_node=4,
-    )  # fmt: skip
-    held = [sum(tiles) for tiles in TILES[: plan.parallel.data]]
-    shared = {"vision": np.array(held).reshape(-1, plan.beside.pipelines)}
+    cost = encoders_cost(plan.model, plan.cluster, plan.parallel, "fp32", plan.frozen)
+    nothing = {"kept_bytes": np.zeros(2), "working_bytes": np.zeros((2, 2)), "input_bytes": 0.0}
+    cost = replace(cost, encoders={"vision": replace(cost.encoders["vision"], **nothing)})
+    held = np.array(TILES[: plan.parallel.data]).sum(1).reshape(-1, plan.beside.pipelines)
     encoded = shares_of_ranks(
-        shared, ranks_of_pipeline=cost.ranks_of_pipeline, item_ms=plan.beside.item_ms
+        {"vision": held}, ranks_of_pipeline=cost.ranks_of_pipeline, item_ms=plan.beside.item_ms
     )
     shares = ItemShares(
-        steps=np.arange(1), pipelines=plan.beside.pipelines, held=shared, encoded=encoded
+        steps=np.arange(1), pipelines=plan.beside.pipelines, held={"vision": held}, encoded=encoded
     )
-    encoder_memory = memory_of_encoders(shares, cost, plan.beside)
+    memory = memory_of_encoders(shares, cost, plan.beside)
     # A pass of one item, its gradient, and rows that tensor-parallel ranks' parts are padded with.
-    slack = (3 * vision.tokens_per_item + 3 * plan.parallel.tensor) * row_bytes
-    arriving = encoder_memory.features + encoder_memory.arrival
-    return max(arriving, encoder_memory.encoding), slack
+    rows = 3 * plan.model.encoders["vision"].tokens_per_item + 3 * plan.parallel.tensor
+    return max(memory.features + memory.arrival, memory.encoding), rows * 4.0 * WIDTH
 
 
 PLACES = {
@@ -138,14 +118,14 @@ def test_features_and_gradients_at_once_are_those_planned(name):
     """Prevents: a plan that runs out of memory in an exchange, as a tensor that is done with is
     still there."""
     sizes, pipelines, frozen = PLACES[name]
-    model = toy_model()
-    language = model.language.model_copy(update={"hidden_size": WIDTH})
-    cuts = (2,) if name.startswith("pp2") else ()
     plan = data_parallel_plan(
-        model.model_copy(update={"language": language}), cuts, pipelines=pipelines, per_pass=1,
-        kept=9, frozen=frozen, **sizes,
+        toy_model().with_tower("language", hidden_size=WIDTH),
+        (2,) if name.startswith("pp2") else (),
+        pipelines=pipelines, per_pass=1, kept=9, frozen=frozen, **sizes,
     )  # fmt: skip
-    packs = packs_of(plan)
+    # Dealt to data-parallel ranks in turn.
+    tiles = np.array(TILES[: plan.parallel.data]).ravel("F").tolist()
+    packs = [toy_batch(plan.model, [(count, 5)], seed=i) for i, count in enumerate(tiles)]
     planned, slack = planned_bytes(plan)
     for _ in range(RUNS):
         ranks = run_ranks(plan.parallel, peak_of_a_step, plan, packs)
@@ -154,18 +134,9 @@ def test_features_and_gradients_at_once_are_those_planned(name):
             break
     assert peak <= planned + slack
     assert slack < 0.1 * planned
-    rows = sum(batch.tiles for batch in packs) * model.encoders["vision"].tokens_per_item
     if not frozen:  # every row's gradient of ones came back once
+        rows = sum(tiles) * plan.model.vision.tokens_per_item
         assert sum(total for _, total in ranks) == rows * WIDTH
-
-
-def packs_of(plan):
-    """Packs of `TILES`, dealt to data-parallel ranks in turn; a rank may have one less."""
-    data = plan.parallel.data
-    slots = max(map(len, TILES[:data]))
-    filled = [tiles + [0] * (slots - len(tiles)) for tiles in TILES[:data]]
-    tiles = [filled[rank][slot] for slot in range(slots) for rank in range(data)]
-    return [toy_batch(plan.model, [(count, 5)], seed=i) for i, count in enumerate(tiles)]
 
 
 def encoded_whole_and_in_passes(links, plan):
@@ -190,7 +161,6 @@ def test_held_out_packs_are_encoded_in_the_passes_of_training():
     [(features, seen)] = run_ranks(plan.parallel, encoded_whole_and_in_passes, plan)
     for whole, in_passes in features:
         assert list(whole) == list(in_passes) == ["vision", "audio"]
-        for name, expected in whole.items():
-            torch.testing.assert_close(in_passes[name], expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(in_passes, whole, rtol=1e-5, atol=1e-6)
     assert [count for count in seen["vision"] if count] == [7, 3, 3, 1, 3, 3]
     assert max(seen["audio"]) <= 3

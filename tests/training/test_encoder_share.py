@@ -1,5 +1,8 @@
 """Shares of data-parallel encoders: what every rank encodes, and where each feature goes."""
 
+from collections import Counter
+from itertools import chain, islice, product
+
 import numpy as np
 import pytest
 from length_cases import lengths_of
@@ -16,57 +19,35 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 pytestmark = pytest.mark.quick
 
 MODEL = toy_model()
-AUDIO = ClipsEncoder(
-    layers=1, hidden_size=16, heads=2, ffn_hidden_size=16, normalization="LayerNorm",
-    qkv_bias=True, qk_norm=False, mel_bins=8, frames=24, positions_per_token=4,
-)  # fmt: skip
-BOTH = MODEL.model_copy(update={"encoders": MODEL.encoders | {"audio": AUDIO}})
-IMAGES = ImagesEncoder(
-    layers=3, hidden_size=16, heads=2, ffn_hidden_size=16, normalization="LayerNorm",
-    qkv_bias=True, qk_norm=False, patch_size=2, deepstack_layers=(0, 1),
-)  # fmt: skip
+SIZES = {
+    "hidden_size": 16, "heads": 2, "ffn_hidden_size": 16, "normalization": "LayerNorm",
+    "qkv_bias": True, "qk_norm": False,
+}  # fmt: skip
+AUDIO = ClipsEncoder(layers=1, mel_bins=8, frames=24, positions_per_token=4, **SIZES)
+IMAGES = ImagesEncoder(layers=3, patch_size=2, deepstack_layers=(0, 1), **SIZES)
 """Takes whole samples, and makes three rows of a cell."""
-MODELS = (
-    MODEL,
-    BOTH,
-    MODEL.model_copy(update={"encoders": {"vision": IMAGES}}),
-    MODEL.model_copy(update={"encoders": {"vision": IMAGES, "audio": AUDIO}}),
-)
+MODELS = [
+    MODEL.model_copy(update={"encoders": {"vision": vision, **audio}})
+    for vision in (MODEL.vision, IMAGES)
+    for audio in ({}, {"audio": AUDIO})
+]
 
 
 def random_packs(random, data, steps):
     """Packs of random items, and lengths of their samples; some ranks have none in a step."""
     each = random.integers(0, 4, (steps, data))
-    places = [
-        (step, rank, slot)
-        for step in range(steps)
-        for rank in range(data)
-        for slot in range(each[step, rank])
-    ]
-    step, rank, slot = (np.array(column) for column in zip((0, 0, 0), *places, strict=True))
-    count = len(step)
-    order = np.lexsort((slot, rank, step))
+    each[0, 0] += 1
+    step, rank = (np.repeat(axis, each.ravel()) for axis in np.indices(each.shape).reshape(2, -1))
+    slot = np.concatenate([np.arange(count) for count in each.ravel()])
+    offsets = np.append(0, np.cumsum(random.integers(1, 4, len(step))))
+    samples = np.arange(offsets[-1])
     items = {
-        name: (random.integers(0, 9, count) * (random.random(count) < 0.6)).astype(np.int32)
-        for name in ("tiles", "clips")
+        name: random.integers(1, most, len(samples)) * (random.random(len(samples)) < share)
+        for name, most, share in (("tiles", 6, 0.4), ("clips", 6, 0.4), ("image_tokens", 9, 0.6))
     }
-    offsets = np.append(0, np.cumsum(random.integers(1, 4, count)))
-    number = int(offsets[-1])
-    cells = (random.integers(1, 9, number) * (random.random(number) < 0.6)).astype(np.int32)
-    packs = Packs(samples=np.arange(number), offsets=offsets)
-    lengths = lengths_of(image_tokens=cells, tokens=cells + 5, loss_tokens=cells)
-    items["image_tokens"] = packs.sums(cells).astype(np.int32)
-    scheduled = ScheduledPacks(
-        packs=packs,
-        step=step[order].astype(np.int64),
-        dp_rank=rank[order].astype(np.int32),
-        slot=slot[order].astype(np.int32),
-        epoch=np.zeros(count, np.int32),
-        items=items,
-        tokens=np.full(count, 100, np.int32),
-        level=np.zeros(count, np.int32),
-    )
-    return scheduled, lengths
+    lengths = lengths_of(**items, tokens=0 * samples + 50)
+    packs = Packs(samples=samples, offsets=offsets)
+    return ScheduledPacks.of(packs, lengths, step, rank, slot), lengths
 
 
 def shares_of_all(seed):
@@ -102,18 +83,18 @@ def shares_of_all(seed):
     ]
 
 
-def rows_made(share, model):
-    """Names of the rows that a rank makes: (pack, encoder, item, row of the item)."""
-    for one in share.passes:
-        for run in one.runs:
-            for item in run.items:
-                for row in range(rows_of(model.encoders[one.encoder])):
-                    yield run.row, one.encoder, item, row
+def items_made(share):
+    """(Pack, encoder, item) of what a rank encodes, in order."""
+    runs = ((run, one.encoder) for one in share.passes for run in one.runs)
+    return [(run.row, encoder, item) for run, encoder in runs for item in run.items]
 
 
-def rows_of(encoder):
-    """Rows of an item: of its tokens, or of its one and two deepstack features."""
-    return 3 if encoder is IMAGES else encoder.tokens_per_item
+def rows_of(items, model):
+    """Names of the rows of items: of their tokens, or of their one and two deepstack features."""
+    for pack, name, item in items:
+        encoder = model.encoders[name]
+        count = 3 if encoder is IMAGES else encoder.tokens_per_item
+        yield from ((pack, name, item, row) for row in range(count))
 
 
 def cut(values, slices):
@@ -122,53 +103,47 @@ def cut(values, slices):
 
 @pytest.mark.parametrize("seed", range(40))
 def test_every_feature_arrives_at_its_place(seed):
-    """Prevents: features in another pack's places, which no shape would show.
-
-    Ranks are played one after the other; rows are names, and are sent as the route says.
-    """
+    """Prevents: an item encoded twice or never, and features in another pack's places, which no
+    shape would show."""
     ranks = shares_of_all(seed)
     parallel, model = ranks[0].ranks.parallel, ranks[0].model
+    # Ranks are played one after the other; rows are names, and are sent as the route says.
     for shares in ([rank.step(step) for rank in ranks] for step in range(3)):
+        made = [items_made(share) for share in shares]
+        assert max(Counter(chain(*made)).values(), default=1) == 1
         for block in range(parallel.data // ranks[0].ranks.pipelines):
             group = sorted(ranks[0].ranks.global_ranks(block))
             leaving = {}
             for rank in group:
-                rows = cut(list(rows_made(shares[rank], model)), shares[rank].route.sent_slices)
-                bounds = np.cumsum([0, *shares[rank].route.sent])
-                assert bounds[-1] == len(rows)
-                for place, target in enumerate(group):
-                    leaving[rank, target] = rows[bounds[place] : bounds[place + 1]]
+                route = shares[rank].route
+                rows = iter(cut(list(rows_of(made[rank], model)), route.sent_slices))
+                for target, count in zip(group, route.sent, strict=True):
+                    leaving[rank, target] = list(islice(rows, count))
+                assert not list(rows)
             for rank in group:
-                check_arrived(shares[rank], [leaving[source, rank] for source in group], rank)
+                check_arrived(shares[rank], [leaving[source, rank] for source in group], model)
 
 
-def check_arrived(share, by_source, rank):
+def check_arrived(share, by_source, model):
     """This rank's rows are its part of its pipeline's, in order, and others get none."""
-    ranks, place = share.ranks, share.ranks.parallel.place(rank)
-    assert list(map(len, by_source)) == share.route.received
+    ranks, route = share.ranks, share.route
+    place = ranks.parallel.place(ranks.rank)
+    assert list(map(len, by_source)) == route.received
     if place["pipeline"]:
         assert not any(by_source)
         return
-    arrived = [row for rows in by_source for row in rows]
-    part = cut(arrived, share.route.received_slices)
-    wanted = []
     own = share.rows[share.pipeline == ranks.pipeline]
-    found = [dict[str, list]() for _ in own]
-    for name, encoder in share.encoders.items():
+    wanted, found = [], [dict[str, list]() for _ in own]
+    for name in share.encoders:
         for row, pack in zip(own, found, strict=True):
             count = int(share.items[name][share.rows == row][0])
-            pack[name] = [
-                (row, name, item, token)
-                for item in range(count)
-                for token in range(rows_of(encoder))
-            ]
+            pack[name] = list(rows_of([(row, name, item) for item in range(count)], model))
             wanted += pack[name]
     for pack, slices in zip(found, share.slices(), strict=True):
         assert all(wanted[slices[name]] == rows for name, rows in pack.items())
-    start = sum(share.route.parts[: place["tensor"]])
-    assert part == wanted[start : start + share.route.parts[place["tensor"]]]
-    assert sum(share.route.parts) == len(wanted)
-    assert max(share.route.parts) - min(share.route.parts) <= 1
+    start, stop = (sum(route.parts[: place["tensor"] + more]) for more in (0, 1))
+    assert cut(list(chain(*by_source)), route.received_slices) == wanted[start:stop]
+    assert sum(route.parts) == len(wanted) and max(route.parts) - min(route.parts) <= 1
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -180,42 +155,19 @@ def test_counted_passes_are_those_of_every_step(seed):
         passes = [rank.step(step).passes for step in range(3)]
         assert counted[1:] == rank.passes_of_steps(1, 3).tolist()
         assert counted == [len(each) for each in passes]
-        for one in (one for each in passes for one in each):
-            most, encoder = (
-                rank.beside.items_per_pass[one.encoder],
-                rank.model.encoders[one.encoder],
-            )
+        for one in chain(*passes):
+            most = rank.beside.items_per_pass[one.encoder]
             assert 1 <= one.items <= most or len(samples_of(one, rank)) == 1
-            assert one.feature == encoder.feature
-        for name, kept in rank.beside.kept_items.items():
-            for each in passes:
-                own = [one for one in each if one.encoder == name]
-                items, is_kept = (sum(one.items for one in ones) for ones in (
-                    own, [one for one in own if one.is_kept],
-                ))  # fmt: skip
-                if rank.model.encoders[name] is not IMAGES:
-                    assert is_kept == min(kept, items)
-                    continue
-                # As many whole samples as fit.
-                again = [cells for one in own if not one.is_kept for cells in samples_of(one, rank)]
-                assert is_kept <= kept and (not again or is_kept + again[0] > kept)
-
-
-@pytest.mark.parametrize("seed", range(12))
-def test_every_item_is_encoded_once(seed):
-    """Prevents: an item that is encoded twice or never."""
-    ranks = shares_of_all(seed)
-    named = [
-        (run.row, one.encoder, item)
-        for rank in ranks
-        for step in range(3)
-        for one in rank.step(step).passes
-        for run in one.runs
-        for item in run.items
-    ]
-    encoders, packs = ranks[0].model.encoders, ranks[0].packs
-    assert len(set(named)) == len(named)
-    assert len(named) == sum(int(packs.column(one.feature).sum()) for one in encoders.values())
+            assert one.feature == rank.model.encoders[one.encoder].feature
+        for (name, kept), each in product(rank.beside.kept_items.items(), passes):
+            own = [one for one in each if one.encoder == name]
+            is_kept = sum(one.items for one in own if one.is_kept)
+            if rank.model.encoders[name] is not IMAGES:
+                assert is_kept == min(kept, sum(one.items for one in own))
+                continue
+            # As many whole samples as fit.
+            again = [cells for one in own if not one.is_kept for cells in samples_of(one, rank)]
+            assert is_kept <= kept and (not again or is_kept + again[0] > kept)
 
 
 def samples_of(planned, rank):
@@ -226,11 +178,9 @@ def samples_of(planned, rank):
     for run in planned.runs:
         cells = rank.lengths.items["image_tokens"][rank.packs.packs[run.row]]
         starts = np.cumsum(cells) - cells
-        held = [
-            c for c, s in zip(cells.tolist(), starts.tolist(), strict=True) if c and s in run.items
-        ]
-        assert sum(held) == len(run.items)
-        found += held
+        held = cells[(cells > 0) & (starts >= run.items.start) & (starts < run.items.stop)]
+        assert held.sum() == len(run.items)
+        found += held.tolist()
     return found
 
 

@@ -1,40 +1,38 @@
 """The packed kernel's call, with what torch 2.11 and 2.13 have for it on CUDA stood in for.
 
-Shapes: T packed tokens, N heads of queries, G of keys and values, D head size.
+Shapes: T packed tokens, K packed keys, N heads of queries, S and C tokens and keys of a sample.
 """
 
 import importlib.util
+from itertools import pairwise
 
 import pytest
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
 from torch.nn.attention import list_flash_attention_impls
 
 from megatron.vlm.inputs.batch import borders_of
 from megatron.vlm.model.attention import attend_by_segment
 from megatron.vlm.model.flash_attention import attend_flash, prefer_flash_attention_3
 
-SEGMENTS = [5, 1, 12, 7]
-BORDERS = torch.tensor([0, *SEGMENTS]).cumsum(0).to(torch.int32)
-LONGEST = max(SEGMENTS)
-
-
-def by_definition(query_TND, key_TND, value_TND, borders, window_size):
-    """Softmax of all pairs of a sample that may see each other."""
-    sample_T = torch.bucketize(torch.arange(len(query_TND)), borders[1:], right=True)
-    seen_TT = sample_T[:, None] == sample_T[None, :]
-    if window_size == (-1, 0):
-        seen_TT = seen_TT.tril()
-    scores_NTT = torch.einsum("qnd,knd->nqk", query_TND, key_TND) / query_TND.shape[-1] ** 0.5
-    weights_NTT = scores_NTT.masked_fill(~seen_TT, -torch.inf).softmax(-1)
-    return torch.einsum("nqk,knd->qnd", weights_NTT, value_TND)
+TOKENS = [5, 1, 12, 7]
+KEYS = [9, 30, 12, 21]
 
 
 def kernel_of_2_11(query, key, value, *borders_and_longest, window_size=(-1, -1)):
-    assert query.shape == key.shape == value.shape, "as many heads of keys as of queries"
-    borders, borders_of_keys, *longest = borders_and_longest
-    assert torch.equal(borders, borders_of_keys) and longest == [LONGEST, LONGEST]
-    return by_definition(query, key, value, borders, window_size)
+    """Softmax of all pairs of a sample, or of a piece that ends where its keys end."""
+    assert query.shape[1:] == key.shape[1:] == value.shape[1:], "as many heads of keys as queries"
+    *borders, longest, longest_keys = borders_and_longest
+    assert all(one.dtype == torch.int32 for one in borders)
+    outputs = []
+    for (start, end), (first, stop) in zip(*map(pairwise, borders), strict=True):
+        assert end - start <= longest and stop - first <= longest_keys
+        scores_NSC = torch.einsum("snd,cnd->nsc", query[start:end], key[first:stop])
+        if window_size == (-1, 0):
+            later_SC = torch.ones_like(scores_NSC[0]).triu(1 + (stop - first) - (end - start))
+            scores_NSC = scores_NSC.masked_fill(later_SC.bool(), -torch.inf)
+        weights_NSC = (scores_NSC / query.shape[-1] ** 0.5).softmax(-1)
+        outputs.append(torch.einsum("nsc,cnd->snd", weights_NSC, value[first:stop]))
+    return torch.cat(outputs)
 
 
 def kernel_of_2_13(query, key, value, *borders_and_longest, window_size=(-1, -1), enable_gqa=False):
@@ -47,58 +45,20 @@ def kernel_of_2_13(query, key, value, *borders_and_longest, window_size=(-1, -1)
 
 @pytest.mark.parametrize("kernel", [kernel_of_2_11, kernel_of_2_13], ids=["2.11", "2.13"])
 @pytest.mark.parametrize("heads", [(6, 2), (4, 1), (3, 3)], ids=["groups", "one-key", "equal"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
-def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, causal):
-    """Prevents: a TypeError at the first layer under a cluster's torch 2.11, and keys given to
-    other queries than theirs."""
+@pytest.mark.parametrize(
+    ("keys", "causal"), [(TOKENS, True), (TOKENS, False), (KEYS, True)],
+    ids=["causal", "full", "pieces"],
+)  # fmt: skip
+def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, keys, causal):
+    """Prevents: a TypeError at the first layer under a cluster's torch 2.11, keys given to other
+    queries than theirs, and a piece of a sample that attends to its sample from the front."""
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
     generator = torch.Generator().manual_seed(0)
-    qkv = [
-        torch.randn(sum(SEGMENTS), count, 8, generator=generator)
-        for count in (heads[0], heads[1], heads[1])
-    ]
-    packed = PackedSeqParams(
-        qkv_format="thd", cu_seqlens_q=BORDERS, cu_seqlens_kv=BORDERS,
-        cu_seqlens_q_padded=BORDERS, cu_seqlens_kv_padded=BORDERS,
-        max_seqlen_q=LONGEST, max_seqlen_kv=LONGEST,
-    )  # fmt: skip
+    shapes = ((TOKENS, heads[0]), (keys, heads[1]), (keys, heads[1]))
+    qkv = [torch.randn(sum(tokens), n, 8, generator=generator) for tokens, n in shapes]
+    packed = borders_of(TOKENS, keys, torch.device("cpu"))
     expected = attend_by_segment(*qkv, packed, causal)
     torch.testing.assert_close(attend_flash(*qkv, packed, causal), expected)
-
-
-def kernel_of_pieces(query, key, value, *borders_and_longest, window_size, enable_gqa):
-    """By definition, a range of queries at a time, of which the last sees the last key."""
-    borders, key_borders, longest, longest_keys = borders_and_longest
-    assert window_size == (-1, 0) and enable_gqa
-    assert borders.dtype == key_borders.dtype == torch.int32
-    served_N = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
-    key_KND, value_KND = key[:, served_N], value[:, served_N]
-    outputs = []
-    for start, end, first, stop in zip(
-        borders[:-1], borders[1:], key_borders[:-1], key_borders[1:], strict=True
-    ):
-        assert end - start <= longest and stop - first <= longest_keys
-        places = torch.arange(stop - first) - (stop - first)
-        seen_SK = places[None, :] <= torch.arange(end - start)[:, None] - (end - start)
-        scores = torch.einsum("snd,knd->nsk", query[start:end], key_KND[first:stop])
-        scores = (scores / query.shape[-1] ** 0.5).masked_fill(~seen_SK, -torch.inf)
-        outputs.append(torch.einsum("nsk,knd->snd", scores.softmax(-1), value_KND[first:stop]))
-    return torch.cat(outputs)
-
-
-def test_pieces_of_samples_have_keys_of_their_own(monkeypatch):
-    """Prevents: a rank's piece of a shared pack that attends, on CUDA or on a CPU, to its sample
-    from the front, as causal attention of unequal lengths is elsewhere."""
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel_of_pieces)
-    queries, keys = [5, 1, 12, 7], [9, 30, 12, 21]
-    packed = borders_of(queries, keys, torch.device("cpu"))
-    generator = torch.Generator().manual_seed(0)
-    qkv = [
-        torch.randn(tokens, heads, 8, generator=generator)
-        for tokens, heads in ((sum(queries), 6), (sum(keys), 2), (sum(keys), 2))
-    ]
-    expected = attend_by_segment(*qkv, packed, True)
-    torch.testing.assert_close(attend_flash(*qkv, packed, True), expected)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,9 @@
 """Attention over a pack that ranks share, beside one process that has all of it, in float64."""
 
 import weakref
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,14 +23,16 @@ from omnibal.model.parallel import Parallel
 pytestmark = pytest.mark.quick
 
 RANKS, HEADS, KEY_HEADS, SIZE = 4, 8, 4, 8
+FOUR = Parallel(pipeline=1, data=RANKS)
 PACKS = [(13, 40, 7, 36), (96,), (3,), (30, 2, 2, 1, 1, 1)]
 """Of samples of these lengths; one is shorter than there are ranks."""
 CPU = torch.device("cpu")
 
 
-def level_of(cut, exchange):
+def share_of(samples, cut, exchange):
     caps = Caps.of(tiles=1, tokens=1)
-    return Level(caps=caps, context=RANKS, cut=cut, exchange=exchange, attention_weight=0.02)
+    level = Level(caps=caps, context=RANKS, cut=cut, exchange=exchange, attention_weight=0.02)
+    return Share.of(np.array(samples), level, dist.get_rank())
 
 
 def whole_pack(samples):
@@ -39,35 +43,25 @@ def whole_pack(samples):
 
 
 def rows_of(share, samples):
-    starts = torch.tensor([0, *samples]).cumsum(0)
-    own = share.own_pieces
-    places = [
-        torch.arange(first, stop) + starts[sample]
-        for sample, first, stop in zip(own.sample, own.first, own.stop, strict=True)
-    ]
-    return torch.cat([torch.zeros(0, dtype=torch.int64), *places])
+    own, starts = share.own_pieces, np.cumsum([0, *samples])
+    ends = zip(starts[own.sample] + own.first, starts[own.sample] + own.stop, strict=True)
+    return torch.tensor([row for first, stop in ends for row in range(first, stop)], dtype=int)
 
 
 def attend_shares(links, padding):
     """Worst difference of output and gradients of every cut, exchange and pack from all tokens."""
     attention._QUERIES_OF_A_MASK = 5  # fewer than most pieces have
-    worst = {}
-    for cut in CutRule:
-        for exchange in ContextExchange:
-            for samples in PACKS:
-                level = level_of(cut, exchange)
-                share = Share.of(torch.tensor(samples).numpy(), level, dist.get_rank())
-                for again in (False, True):
-                    key = (cut.value, exchange.value, samples, again)
-                    worst[key] = difference(share, samples, padding, again)
-    return worst
+    return {
+        case: difference(*case, padding)
+        for case in product(CutRule, ContextExchange, PACKS, (False, True))
+    }
 
 
-def difference(share, samples, padding, again):
+def difference(cut, exchange, samples, again, padding):
+    share = share_of(samples, cut, exchange)
     *qkv, gradient = whole_pack(samples)
     alone = [heads.clone().requires_grad_() for heads in qkv]
-    borders = borders_of(samples, samples, CPU)
-    expected = attend_packed(*alone, borders, True)
+    expected = attend_packed(*alone, borders_of(samples, samples, CPU), True)
     expected.backward(gradient)
     rows = rows_of(share, samples)
     # What the padding has must not matter to any sample.
@@ -81,31 +75,26 @@ def difference(share, samples, padding, again):
         segments = [*share.own_pieces.tokens.tolist(), *([extra] if extra else [])]
         got = attend_packed(*own, borders_of(segments, segments, CPU), True)
     else:
-        shared = shared.recomputed() if again else shared
-        got = shared.attend(*own, attend_packed)
+        got = (shared.recomputed() if again else shared).attend(*own, attend_packed)
     got.backward(torch.cat([gradient[rows], torch.zeros(extra, *got.shape[1:])]))
-    pairs = [(got[: len(rows)], expected[rows])]
-    pairs += [
-        (mine.grad[: len(rows)], whole.grad[rows]) for mine, whole in zip(own, alone, strict=True)
-    ]
-    return max(float((a - b).abs().max()) if len(a) else 0.0 for a, b in pairs)
+    found = [one[: len(rows)] for one in (got, *(mine.grad for mine in own))]
+    wanted = [one[rows] for one in (expected, *(whole.grad for whole in alone))]
+    pairs = zip(found, wanted, strict=True)
+    return max((a - b).abs().max().item() if len(rows) else 0.0 for a, b in pairs)
 
 
 @pytest.mark.parametrize("padding", [0, 3])
 def test_shares_attend_as_one_process(padding):
     """Prevents: a query that misses keys of other ranks or sees later ones, and gradients that do
     not come back to the rank whose token it was, for every cut and exchange."""
-    for worst in run_ranks(Parallel(pipeline=1, data=RANKS), attend_shares, padding):
-        assert len(worst) == len(CutRule) * len(ContextExchange) * len(PACKS) * 2
-        for case, error in worst.items():
-            assert error < 1e-12, case
+    for worst in run_ranks(FOUR, attend_shares, padding):
+        assert max(worst.values()) < 1e-12, max(worst, key=worst.__getitem__)
 
 
 def gathered_keys(links):
     """(Keys that live between forward and backward, gathers of both) not recomputed, and again."""
     samples, found = (200,), []
-    level = level_of(CutRule.ZIGZAG, ContextExchange.GATHER)
-    share = Share.of(torch.tensor(samples).numpy(), level, dist.get_rank())
+    share = share_of(samples, CutRule.ZIGZAG, ContextExchange.GATHER)
     rows, shared = rows_of(share, samples), shared_attention(share, 0, dist.group.WORLD, CPU)
     gather = shared_attention_module.gather_rows
     for one in (shared, shared.recomputed()):
@@ -128,30 +117,30 @@ def gathered_keys(links):
 def test_gathered_keys_are_not_kept_for_backward():
     """Prevents: keys of the whole pack in memory for every layer and micro-batch in flight; and a
     third exchange in a layer that is recomputed anyway."""
-    for kept, recomputed in run_ranks(Parallel(pipeline=1, data=RANKS), gathered_keys):
-        assert kept == (0, 2, 0)
-        assert recomputed == (1, 1, 0)
+    assert run_ranks(FOUR, gathered_keys) == [[(0, 2, 0), (1, 1, 0)]] * RANKS
+
+
+def exchanged_rows(links):
+    """Rank r sends r * (to + 1) % 3 rows to each; every row says whence it came and where it
+    goes, and its gradient must be what its receiver says."""
+    rank = dist.get_rank()
+    rows = [
+        [source, target, n]
+        for source in range(RANKS)
+        for target in range(RANKS)
+        for n in range(source * (target + 1) % 3)
+    ]
+    sent = torch.tensor([row for row in rows if row[0] == rank], dtype=torch.float64)
+    sent = sent.reshape(-1, 3).requires_grad_()
+    counts = np.zeros((RANKS, RANKS), int)
+    for source, target, _ in rows:
+        counts[source, target] += 1
+    got = exchange_rows(sent, counts[rank].tolist(), counts[:, rank].tolist(), dist.group.WORLD)
+    (got * (rank + 1)).sum().backward()
+    expected = [row for row in rows if row[1] == rank]
+    return got.tolist() == expected, torch.equal(sent.grad, sent[:, 1:2].expand(-1, 3) + 1)
 
 
 def test_exchange_of_rows_and_its_gradient():
     """Prevents: features that reach another rank than their tokens, where some ranks send none."""
-    for passed in run_ranks(Parallel(pipeline=1, data=RANKS), check_exchange):
-        assert passed
-
-
-def check_exchange(links):
-    """Rank r sends r * (to + 1) % 3 rows to each; every row says whence it came and where it
-    goes, and its gradient must be what its receiver says."""
-    rank = dist.get_rank()
-    count = [[source * (target + 1) % 3 for target in range(RANKS)] for source in range(RANKS)]
-    sent, received = count[rank], [count[source][rank] for source in range(RANKS)]
-    rows = torch.tensor(
-        [[rank, target, n] for target in range(RANKS) for n in range(sent[target])],
-        dtype=torch.float64,
-    ).reshape(-1, 3).requires_grad_()  # fmt: skip
-    got = exchange_rows(rows, sent, received, dist.group.WORLD)
-    expected = [[source, rank, n] for source in range(RANKS) for n in range(received[source])]
-    (got * (rank + 1)).sum().backward()
-    factors = rows.detach()[:, 1:2] + 1
-    same = got.tolist() == expected or (not expected and not len(got))
-    return same and torch.equal(rows.grad, factors.expand_as(rows))
+    assert run_ranks(FOUR, exchanged_rows) == [(True, True)] * RANKS
