@@ -8,7 +8,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from pipeline_cases import pipeline_plan
+from toy import OPTIONS, toy_batch
 
 from megatron.vlm.backend import WeightGradients, current_device
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
@@ -29,25 +30,15 @@ PACKS = [[(2, 9), (1, 14)], [(0, 12), (0, 7)], [(3, 5)]]
 
 def join() -> PipelineLinks:
     """This process alone, on the first device."""
-    return initialize_distributed(
-        Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0
-    )
+    launch = Launch(rank=0, world_size=1, local_rank=0)
+    return initialize_distributed(launch, Parallel(pipeline=1), seed=0)
 
 
-def varlen_attention(folder: Path) -> None:
-    """The packed kernel gives what one call a sample gives, forward and backward."""
+def attention(folder: Path) -> None:
+    """The packed kernel gives what one call a sample does, of whole samples and of pieces."""
     segments = [5, 300, 1, 128]
-    _assert_same(attended_both_ways(segments, segments))
-
-
-def pieces_attention(folder: Path) -> None:
-    """So it does for pieces of samples, of which the last query sees the last key."""
-    _assert_same(attended_both_ways([5, 300, 1, 128], [5, 700, 260, 1024]))
-
-
-def _assert_same(both: list[list[torch.Tensor]]) -> None:
-    for one, other in zip(*both, strict=True):
-        torch.testing.assert_close(one, other, rtol=3e-2, atol=3e-2)
+    for keys in (segments, [5, 700, 260, 1024]):
+        torch.testing.assert_close(*attended_both_ways(segments, keys), rtol=3e-2, atol=3e-2)
 
 
 def attended_both_ways(segments: list[int], keys: list[int]) -> list[list[torch.Tensor]]:
@@ -97,17 +88,14 @@ def _steps(trainer: Trainer, first: int, last: int) -> list[float]:
 
 def precisions_agree(folder: Path) -> None:
     """The toy model learns on the device, and alike in fp32 and bf16, whose kernels differ."""
-    links = join()
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
-    trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
-    losses = _steps(trainer, 0, 20)
-    assert losses[-1] < losses[0]
-    bf16 = build_trainer(
-        plan.model_copy(update={"precision": "bf16"}), links, OPTIONS, steps=20, seed=3
-    )
-    for one, other in zip(losses, _steps(bf16, 0, 20), strict=True):
-        assert abs(one - other) < 0.05 * one, (one, other)
+    links, losses = join(), []
+    for precision in ("fp32", "bf16"):
+        plan = pipeline_plan().model_copy(update={"precision": precision})
+        trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
+        losses.append(_steps(trainer, 0, 20))
+    fp32, bf16 = map(torch.tensor, losses)
+    assert fp32[-1] < fp32[0]
+    torch.testing.assert_close(bf16, fp32, rtol=0.05, atol=0.0)
 
 
 def real_size_plan() -> Plan:
@@ -141,31 +129,23 @@ def real_size_stage(folder: Path) -> None:
 
 def checkpoint(folder: Path) -> None:
     """What is saved while training goes on brings back the same losses."""
-    links = join()
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
+    links, plan = join(), pipeline_plan()
     trainers = [build_trainer(plan, links, OPTIONS, steps=20, seed=3) for _ in range(2)]
-    options = asdict(OPTIONS)
-    first = trainers[0]
-    writer = CheckpointWriter(
-        folder, plan, first.stages, first.optimizers, first.scheduler, options,
-        keep_last=None, asynchronous=True,
-    )  # fmt: skip
+    first, second = trainers
+    parts, others = (
+        (plan, one.stages, one.optimizers, one.scheduler, asdict(OPTIONS)) for one in trainers
+    )
+    writer = CheckpointWriter(folder, *parts, keep_last=None, asynchronous=True)
     _steps(first, 0, 3)
     writer.save(3, {})
     rest = _steps(first, 3, 6)
     writer.finish()
-    second = trainers[1]
-    loaded = load_checkpoint(
-        folder, plan, second.stages, second.optimizers, second.scheduler, options
-    )
-    assert loaded.step == 3
+    assert load_checkpoint(folder, *others).step == 3
     torch.testing.assert_close(torch.tensor(_steps(second, 3, 6)), torch.tensor(rest))
 
 
+CHECKS = (attention, weight_gradients, precisions_agree, real_size_stage, checkpoint)
+
 if __name__ == "__main__":
-    checks = (
-        varlen_attention, pieces_attention, weight_gradients, precisions_agree, real_size_stage,
-        checkpoint,
-    )  # fmt: skip
-    {check.__name__: check for check in checks}[sys.argv[1]](Path(sys.argv[2]))
+    [check] = [check for check in CHECKS if check.__name__ == sys.argv[1]]
+    check(Path(sys.argv[2]))

@@ -5,28 +5,31 @@ Shapes: T tokens, N heads, D head size.
 """
 
 import gc
+import math
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
+import cuda_checks
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from kept_cases import copies_keys, units_kept
 from length_cases import lengths_of
+from pipeline_cases import pipeline_plan
 from torch.nn.attention.varlen import varlen_attn
-from toy import OPTIONS, stages_of, toy_model, toy_plan
+from toy import OPTIONS
 
 from megatron.vlm.checkpoint.save_load import _on_host
 from megatron.vlm.measure.fake_device import fake_stage
 from megatron.vlm.measure.fake_device.encoding import HeaviestEncoding
 from megatron.vlm.measure.fake_device.fake_stage import run_fake_stage
-from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
+from megatron.vlm.measure.fake_device.mode import fake_cuda
 from megatron.vlm.measure.replay import (
     StageReplayer,
     StandInLinks,
@@ -59,6 +62,9 @@ from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 
+Planned = tuple[Plan, tuple[ScheduledPacks, Lengths]]
+
+CLUSTER = load_cluster("h100-80g")
 MIB = 1 << 20
 MOST_DEVIATION = 0.001
 """Of predicted from allocated peaks."""
@@ -83,54 +89,44 @@ def on_device(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 def memory() -> None:
     """Bytes of tensors that were counted by hand."""
     with fake_cuda() as fake_device:
-        now = torch.cuda.memory_allocated
+        now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
         assert now() == 0
-        one = on_device(100, dtype=torch.float32)  # 400 bytes, in one block of 512
-        assert now() == 512
+        one, empty = on_device(100, dtype=torch.float32), on_device(0)
         view = one[10:]
-        assert now() == 512, "a view has no memory of its own"
-        empty = on_device(0)
-        assert now() == 512
+        assert now() == 512, "a block for 400 bytes: neither a view nor nothing has memory"
         other = on_device(1025, dtype=torch.uint8)
-        assert now() == 512 + 1536
         del one
         assert now() == 512 + 1536, "the view still holds it"
         del view, other, empty
-        assert now() == 0 and torch.cuda.max_memory_allocated() == 2048
+        assert (now(), most()) == (0, 2048)
         whole = on_device(400)
         part = whole[:100]
         whole.untyped_storage().resize_(0)
         assert now() == 0, "its memory is gone, under two tensors that are there"
         torch.cuda.reset_peak_memory_stats()
         whole.untyped_storage().resize_(1025)
-        assert now() == torch.cuda.max_memory_allocated() == 1536
+        assert now() == most() == 1536
         del whole, part
-        assert now() == 0
         torch.cuda.reset_peak_memory_stats()
-        assert torch.cuda.max_memory_allocated() == 0
-        _kept_for_backward(fake_device)
+        assert now() == most() == 0
+        # A product and a norm: what they keep for their backward, and need besides.
+        x_TD = on_device(1024, 512).requires_grad_()  # 1 MiB
+        weight = on_device(512, 512).requires_grad_()  # half
+        y_TD = F.linear(x_TD, weight)
+        assert now() == 2.5 * MIB
+        normed_TD = F.rms_norm(y_TD, (512,), on_device(512), 1e-6)
+        assert now() == 3.5 * MIB + 1024 + 4 * 1024, "its output, weight and a number a row"
+        watch = fake_device.device.memory
+        watch.watch()
+        normed_TD.backward(torch.empty_like(normed_TD))
+        # Input, weight and both results, and gradients of input and weight.
+        assert now() == 5 * MIB, now()
+        assert sum(size for _, size in watch.contents().values()) == watch.highest_bytes
     assert not torch.cuda.is_available(), "the calls are taken back"
 
 
-def _kept_for_backward(fake_device: FakeCuda) -> None:
-    """What a product, a norm and an attention keep, and need besides."""
-    now, watch = torch.cuda.memory_allocated, fake_device.device.memory
-    x_TD = on_device(1024, 512).requires_grad_()  # 1 MiB
-    weight = on_device(512, 512).requires_grad_()  # half
-    y_TD = F.linear(x_TD, weight)
-    assert now() == 2.5 * MIB
-    normed_TD = F.rms_norm(y_TD, (512,), on_device(512), 1e-6)
-    assert now() == 3.5 * MIB + 1024 + 4 * 1024, "its output, weight and a number a row"
-    watch.watch()
-    normed_TD.backward(torch.empty_like(normed_TD))
-    # Input, weight and both results, and gradients of input and weight.
-    assert now() == 5 * MIB, now()
-    assert sum(size for _, size in watch.contents().values()) == watch.highest_bytes
-
-
 def attention() -> None:
-    """Flash attention keeps its inputs, output and a number a row; its backward needs a float32
-    query gradient."""
+    """It keeps inputs, output and a number a row; its backward needs a float32 gradient."""
     with fake_cuda() as fake_device:
         qkv = [on_device(1024, 8, 64).requires_grad_() for _ in range(3)]  # 1 MiB each
         borders = torch.tensor([0, 512, 1024], dtype=torch.int32).to("cuda")
@@ -167,17 +163,15 @@ def refusals() -> None:
     """What a real device refuses, and fake tensors do not."""
     with fake_cuda():
         host = torch.empty(8, 8, dtype=torch.bfloat16)
-        mixed = (on_device(8, 8), on_device(8, 8, dtype=torch.float32))
         borders = torch.tensor([0, 8], dtype=torch.int64).to("cuda")
-        summed = on_device(8, 8, dtype=torch.float32)
-        torch.addmm(
-            summed, on_device(8, 8), on_device(8, 8), out_dtype=torch.float32, out=summed
-        )  # a sum in the type that is asked for
+        summed, pair = on_device(8, 8, dtype=torch.float32), (on_device(8, 8), on_device(8, 8))
+        # A sum in the type that is asked for.
+        torch.addmm(summed, *pair, out_dtype=torch.float32, out=summed)
         cases = {
-            "a matrix product": lambda: torch.addmm(summed, on_device(8, 8), on_device(8, 8)),
-            "one type": lambda: torch.mm(*mixed),
-            "on the device": lambda: torch.mm(on_device(8, 8), host),
-            "devices": lambda: on_device(8, 8) + host,
+            "a matrix product": lambda: torch.addmm(summed, *pair),
+            "one type": lambda: torch.mm(pair[0], summed),
+            "on the device": lambda: torch.mm(pair[0], host),
+            "devices": lambda: pair[0] + host,
             "contiguous": lambda: F.scaled_dot_product_attention(
                 *(on_device(1, 1, 64, 8).transpose(2, 3) for _ in range(3))
             ),
@@ -193,13 +187,13 @@ def refusals() -> None:
 def host_reads() -> None:
     """Values that the host waits for, by where they are read; what is on the host is free."""
     with fake_cuda() as fake_device:
-        tensor = on_device(4)
+        host_reads, tensor = fake_device.device.counts.host_reads, on_device(4)
         torch.tensor([1, 2, 3]).tolist()
-        assert not fake_device.device.counts.host_reads()
+        assert not host_reads()
         tensor.sum().item()
         tensor.cpu()
         torch.tensor([tensor[0], tensor[1]])
-        reads = fake_device.device.counts.host_reads()
+        reads = host_reads()
         assert sum(read.count for read in reads) == 4, reads
         assert all("fake_device_cases.py" in read.where for read in reads), reads
 
@@ -207,27 +201,29 @@ def host_reads() -> None:
 def counts() -> None:
     """Launches, arithmetic and bytes of operations that were counted by hand."""
     with fake_cuda() as fake_device:
+        counts = fake_device.device.counts
         left, right = on_device(64, 32), on_device(32, 16)
         left.view(-1)
-        assert not fake_device.device.counts.operations()
+        assert not counts.operations()
         product = left @ right
         product.zero_()
         product + product
         torch.mm(on_device(8, 30), on_device(30, 8))
-        counted = {one.operation: one for one in fake_device.device.counts.operations()}
-        assert set(counted) == {"aten::mm", "aten::zero_", "aten::add"}
-        assert counted["aten::mm"].kernels == 2
+        counted = {one.operation: one for one in counts.operations()}
+        moved_bytes = {
+            "aten::mm": 2 * (64 * 32 + 32 * 16 + 64 * 16) + 2 * (2 * 8 * 30 + 64),
+            "aten::zero_": 2 * 64 * 16,
+            "aten::add": 3 * 2 * 64 * 16,
+        }
+        assert {name: round(one.gigabytes * 1e9) for name, one in counted.items()} == moved_bytes
+        product = counted["aten::mm"]
         flop = 2 * 64 * 32 * 16 + 2 * 8 * 30 * 8
-        assert round(counted["aten::mm"].tflop * 1e12) == flop
-        moved = 2 * (64 * 32 + 32 * 16 + 64 * 16) + 2 * (2 * 8 * 30 + 64)
-        assert round(counted["aten::mm"].gigabytes * 1e9) == moved
-        assert round(counted["aten::zero_"].gigabytes * 1e9) == 2 * 64 * 16
-        assert round(counted["aten::add"].gigabytes * 1e9) == 3 * 2 * 64 * 16
-        [odd] = fake_device.device.counts.unaligned()
+        assert (product.kernels, round(product.tflop * 1e12)) == (2, flop)
+        [odd] = counts.unaligned()
         assert odd.sizes == (8, 30, 8) and 30 in odd.leading_dimensions
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Layout:
     """A preset with few layers, and how it is laid out."""
 
@@ -236,6 +232,8 @@ class Layout:
     sequence: bool = False
     vision: int = 2
     language: int = 2
+    deepstack: tuple[int, ...] = (0,)
+    """Of the vision layers, of a model that has such."""
     frozen: tuple[str, ...] = ()
     adapters: AdapterConfig | None = None
     recompute: RecomputeRule = RecomputeRule.NONE
@@ -248,19 +246,15 @@ class Layout:
     """Of another than 1F1B the parts of the model have equally many units."""
     edited: bool = False
     """Whether every tower's last layer of a stage, and no other, is recomputed."""
+    kept: int | None = None
+    """Items whose activations data-parallel encoders keep; None where there are no such."""
+    encoder_sharded: int = 1
 
 
-ADAPTERS = AdapterConfig(rank=16, alpha=32)
 SOME_ADAPTERS = AdapterConfig(rank=8, alpha=8, targets=("q_proj", "v_proj", "down_proj"))
 EVERYWHERE = AdapterConfig(rank=16, alpha=32, parts=("vision", "projector", "language"))
-ADAPTED_LAYOUTS = (
-    Layout(
-        model="internvl3-8b", frozen=("vision", "projector"), adapters=SOME_ADAPTERS, tensor=2,
-        sequence=True, stages=2, recompute=RecomputeRule.FULL,
-    ),
-    Layout(model="internvl3-8b", adapters=EVERYWHERE, tensor=2),
-    Layout(model="llama3.1-8b", vision=0, adapters=ADAPTERS, data=4, sharded=4),
-)  # fmt: skip
+INTERLEAVED = PipelineSchedule(name="interleaved", chunks=2)
+ZB_H1, ZB_V = PipelineSchedule(name="zb-h1"), PipelineSchedule(name="zb-v", chunks=2)
 LAYOUTS = (
     Layout(model="internvl2.5-1b", tied=True, stages=2),
     Layout(model="internvl-chat-1.5-6b-20b", tensor=2, sequence=True, stages=2, edited=True),
@@ -280,15 +274,31 @@ LAYOUTS = (
     Layout(model="qwen3-vl-8b", tensor=4, sequence=True, edited=True),
     Layout(model="qwen3-vl-4b", data=4, sharded=4, recompute=RecomputeRule.FULL),
     Layout(model="qwen2.5-vl-7b", tensor=2),
-)  # fmt: skip
-
-INTERLEAVED = PipelineSchedule(name="interleaved", chunks=2)
-ZB_H1, ZB_V = PipelineSchedule(name="zb-h1"), PipelineSchedule(name="zb-v", chunks=2)
-SCHEDULED_LAYOUTS = (
+    # Several chunks, and backwards in two parts.
     Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=INTERLEAVED),
     Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=ZB_V),
     Layout(model="internvl2.5-8b", vision=4, language=4, stages=2, schedule=ZB_H1, edited=True),
-)
+    # Adapters.
+    Layout(
+        model="internvl3-8b", frozen=("vision", "projector"), adapters=SOME_ADAPTERS, tensor=2,
+        sequence=True, stages=2, recompute=RecomputeRule.FULL,
+    ),
+    Layout(model="internvl3-8b", adapters=EVERYWHERE, tensor=2),
+    Layout(
+        model="llama3.1-8b", vision=0, adapters=AdapterConfig(rank=16, alpha=32), data=4, sharded=4
+    ),
+    # Beside data-parallel encoders.
+    Layout(model="internvl2.5-8b", kept=5, data=4, stages=2, encoder_sharded=8),
+    Layout(model="internvl2.5-8b", kept=2, data=4, sharded=4, encoder_sharded=4),
+    Layout(
+        model="internvl-chat-1.5-6b-20b", kept=0, data=4, frozen=("vision",), tensor=8,
+        sequence=True,
+    ),
+    Layout(
+        model="qwen3-vl-8b", vision=3, kept=0, data=4, deepstack=(0, 1), encoder_sharded=4
+    ),
+    Layout(model="qwen2.5-vl-7b", vision=3, kept=3000, data=4, stages=2),
+)  # fmt: skip
 
 
 def _with_last_recomputed(stage: Stage) -> Stage:
@@ -296,284 +306,166 @@ def _with_last_recomputed(stage: Stage) -> Stage:
     return stage.model_copy(update={"recompute": joined(span.units[-1] for span in spans)})
 
 
-def plan_of(layout: Layout) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
-    """A plan of micro-batches at caps, and these."""
-    model = load_model(layout.model)
+def job_of(model: ModelConfig, parallel: Parallel, **options: Any) -> JobSpec:
+    options = {"cluster": CLUSTER, "precision": "bf16"} | options
+    return JobSpec(model=model, parallel=parallel, **options)
+
+
+@cache
+def plan_of(layout: Layout) -> Planned:
+    """A plan, and the micro-batches that it is for."""
+    job = _job_of(layout)
+    data = _data_of(layout, job.model.images is not None)
+    rule = {"method": PartitionMethod.LAYER, "recompute": layout.recompute}
+    made = make_plan(PlanRequest(job=job, data=data, **(rule if layout.kept is None else {})))
+    plan, scheduled = made.plan, made.data or data.schedule(job)
+    changed: dict[str, Any] = {}
+    if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
+        parts, units = layout.stages * layout.schedule.chunks, len(unit_words(job.model))
+        cuts = [round(part * units / parts) for part in range(1, parts)]
+        changed = {"stages": stages_from_cuts(job.model, cuts), "schedule": layout.schedule}
+    if layout.edited:
+        stages = changed.get("stages", plan.stages)
+        changed["stages"] = tuple(map(_with_last_recomputed, stages))
+    if layout.kept is not None:
+        most = 4 if job.model.images is None else 1024
+        passes = {"items_per_pass": {"vision": most}, "kept_items": {"vision": layout.kept}}
+        passes |= {"pipelines": 2, "sharded": layout.encoder_sharded}
+        changed["beside"] = plan.beside.model_copy(update=passes)
+    return _predicted_anew((plan, scheduled), **changed) if changed else plan, scheduled
+
+
+def _job_of(layout: Layout) -> JobSpec:
+    model = load_model(layout.model).with_tower("language", tied_head=layout.tied)
     towers = {"language": layout.language} | ({"vision": layout.vision} if layout.vision else {})
-    model = model.with_layers(**towers).with_tower("language", tied_head=layout.tied)
+    model = model.with_layers(**towers)
     if expert_counts(model):  # which a fake device fills evenly
         model = with_imbalance(model, 1.0)
-    images = {"tiles": 3} if layout.vision else {}
     if model.images is not None:
-        deepstack = (0,) if model.images.deepstack_layers else ()
+        deepstack = layout.deepstack if model.images.deepstack_layers else ()
         full = (1,) if model.images.full_layers else ()
         model = model.with_tower("vision", deepstack_layers=deepstack, full_layers=full)
-        images = {"image_tokens": 700}
-    job = JobSpec(
-        model=model,
-        # No buffers of the communication library, of which a fake device has none.
-        cluster=load_cluster("h100-80g").model_copy(update={"peer_mib": 0.0}),
-        parallel=Parallel(
-            tensor=layout.tensor,
-            pipeline=layout.stages,
-            data=layout.data,
-            sharded=layout.sharded,
-            expert=layout.expert,
-            sequence_parallel=layout.sequence,
-        ),
-        precision="bf16",
-        frozen=layout.frozen,
-        adapters=layout.adapters,
-    )
-    number = 3 if layout.schedule == ONE_FORWARD_ONE_BACKWARD else 4
-    data = MockData(
-        caps=Caps.of(**images, tokens=1000), micro_batches_per_step=number * layout.data
-    )
-    request = PlanRequest(
-        job=job, data=data, method=PartitionMethod.LAYER, recompute=layout.recompute
-    )
-    plan, scheduled = make_plan(request).plan, data.schedule(job)
-    if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
-        parts, units = layout.stages * layout.schedule.chunks, len(unit_words(model))
-        cuts = [round(part * units / parts) for part in range(1, parts)]
-        changed = {"stages": stages_from_cuts(model, cuts), "schedule": layout.schedule}
-        plan = _predicted_anew(plan.model_copy(update=changed), scheduled)
-    if layout.edited:
-        stages = [_with_last_recomputed(stage) for stage in plan.stages]
-        plan = _predicted_anew(plan.model_copy(update={"stages": tuple(stages)}), scheduled)
-    return plan, scheduled
-
-
-def _counted_stages(
-    layouts: Sequence[Layout], *, exact: bool = True
-) -> Iterator[tuple[Layout, Plan, int, FakeStage]]:
-    """Run every stage of the layouts' plans through its heaviest moment.
-
-    Args:
-        exact: whether state is to be the plan's to the byte.
-    """
-    for layout in layouts:
-        plan, scheduled = plan_of(layout)
-        for stage in range(layout.stages):
-            checked = partial(_checked_replayer, stage) if exact else StageReplayer
-            with patch.object(fake_stage, "StageReplayer", checked):
-                counted = heaviest_of(plan, scheduled, stage)
-            yield layout, plan, stage, counted
-
-
-def heaviest_of(
-    plan: Plan,
-    scheduled: tuple[ScheduledPacks, Lengths],
-    stage: int,
-    encoding: HeaviestEncoding | None = None,
-    windows: int = 1,
-) -> FakeStage:
-    """What a stage needs at its heaviest moments, so many of which are tried."""
-    job = JobSpec.of_plan(plan)
-    workload = job.workload(*scheduled, plan.pack_levels)
-    heaviest = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
-    load = random_rows(plan, stage, *scheduled)
-    return run_fake_stage(plan, stage, heaviest[:windows], load, lambda: None, encoding)
-
-
-def whole_stages() -> None:
-    """State to the byte, a peak as it is predicted, and whose contents add up, of stages of many
-    layouts."""
-    for layout, plan, stage, counted in _counted_stages(LAYOUTS):
-        if not copies_keys(plan):
-            deviation = counted.deviation or 1.0
-            most = MOST_DEVIATION
-            if layout.stages > 1 and layout.sharded > 1:
-                most = MOST_TOO_MUCH  # of models of two layers
-            if plan.model.images is not None:
-                most += UNCOUNTED_GIB / counted.allocated_gib
-            least = MOST_DEVIATION if plan.model.images is None else most
-            assert -least < deviation < most, (layout, stage, deviation)
-        total = sum(part.gib for part in counted.contents)
-        assert abs(total - counted.allocated_gib) < 1e-9, layout
-        assert counted.peak_phase in ("forward", "backward", "optimizer"), layout
-        state = [part.gib for part in counted.contents if part.phase == "state"]
-        assert abs(sum(state) - counted.state_gib) < 1e-9, layout
-        inside = [read for read in counted.host_reads if read.phase != "optimizer"]
-        if plan.parallel.expert > 1:
-            # Core asks how many tokens are sent to whom.
-            inside = [read for read in inside if "token_dispatcher" not in read.where]
-        assert not inside, (layout, inside)
-
-
-def scheduled_stages() -> None:
-    """A peak as it is predicted, and whose contents add up, of stages of several chunks, and of
-    backwards in two parts."""
-    for layout, _, stage, counted in _counted_stages(SCHEDULED_LAYOUTS, exact=False):
-        deviation = counted.deviation or 1.0
-        assert abs(deviation) < MOST_OF_SCHEDULES, (layout, stage, deviation)
-        total = sum(part.gib for part in counted.contents)
-        assert abs(total - counted.allocated_gib) < 1e-9, layout
-        phases = {one.phase for one in counted.operations}
-        assert ("backward_weight" in phases) == layout.schedule.in_two, (layout, phases)
-        assert not [read for read in counted.host_reads if read.phase != "optimizer"], layout
-
-
-def adapted_stages() -> None:
-    """State to the byte and a peak as it is predicted, of stages with adapters."""
-    for layout, _, stage, counted in _counted_stages(ADAPTED_LAYOUTS):
-        deviation = counted.deviation or 1.0
-        assert -MOST_DEVIATION < deviation < MOST_OF_ADAPTERS, (layout, stage, deviation)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Beside:
-    """A preset with few layers whose encoders are data-parallel, and how they run."""
-
-    model: str
-    kept: int
-    tensor: int = 1
-    stages: int = 1
-    frozen: tuple[str, ...] = ()
-    sharded: int = 1
-    all_sharded: int = 1
-    """Ranks that divide the language model."""
-    vision: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    """Changes of an encoder of images at their native resolution."""
-
-
-BESIDE = (
-    Beside(model="internvl2.5-8b", kept=5, stages=2, sharded=8),
-    Beside(model="internvl2.5-8b", kept=2, all_sharded=4, sharded=4),
-    Beside(model="internvl-chat-1.5-6b-20b", kept=0, frozen=("vision",), tensor=8),
-)
-
-
-def beside_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
-    """A plan of uneven packs, whose encoders keep so many items."""
-    job = _job_beside(layout, load_model(layout.model).with_layers(vision=2, language=2))
-    data = MockData(caps=Caps.of(tiles=3, tokens=1000), micro_batches_per_step=12)
-    plan = make_plan(PlanRequest(job=job, data=data)).plan
-    return _with_passes(layout, plan, data.schedule(job), 4)
-
-
-def _job_beside(layout: Beside, model: ModelConfig) -> JobSpec:
     parallel = Parallel(
-        tensor=layout.tensor,
-        pipeline=layout.stages,
-        data=4,
-        sharded=layout.all_sharded,
-        sequence_parallel=layout.tensor > 1,
-    )
-    return JobSpec(
-        model=model,
-        cluster=load_cluster("h100-80g"),
-        parallel=parallel,
-        precision="bf16",
-        frozen=layout.frozen,
-        placement=EncoderPlacement.DATA_PARALLEL,
-    )
+        tensor=layout.tensor, pipeline=layout.stages, data=layout.data, sharded=layout.sharded,
+        expert=layout.expert, sequence_parallel=layout.sequence,
+    )  # fmt: skip
+    options = {"frozen": layout.frozen, "adapters": layout.adapters}
+    if layout.kept is not None:
+        return job_of(model, parallel, placement=EncoderPlacement.DATA_PARALLEL, **options)
+    # No buffers of the communication library, of which a fake device has none.
+    return job_of(model, parallel, cluster=CLUSTER.model_copy(update={"peer_mib": 0.0}), **options)
 
 
-def _with_passes(
-    layout: Beside, plan: Plan, scheduled: tuple[ScheduledPacks, Lengths], most: int
-) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
-    """The plan with passes of so many items at most."""
-    changed = {
-        "pipelines": 2, "items_per_pass": {"vision": most}, "kept_items": {"vision": layout.kept},
-        "sharded": layout.sharded,
-    }  # fmt: skip
-    plan = plan.model_copy(update={"beside": plan.beside.model_copy(update=changed)})
-    return _predicted_anew(plan, scheduled), scheduled
+def _data_of(layout: Layout, has_images: bool) -> MockData | SampleData:
+    """Micro-batches at caps; of images at native resolution beside encoders uneven ones."""
+    if layout.kept is not None and has_images:
+        rng = np.random.default_rng(0)
+        number, size = rng.integers(0, 4, 96), rng.integers(4, 24, 96) ** 2
+        cells = (number * size).astype(np.int32)
+        lengths = lengths_of(
+            image_tokens=cells, squared_image_tokens=number * size**2,
+            tokens=cells + rng.integers(20, 90, 96), loss_tokens=np.ones(96),
+        )  # fmt: skip
+        level = Level(caps=Caps.of(image_tokens=2200, tokens=2400))
+        return SampleData(lengths=lengths, levels=(level,), packs_per_step=16)
+    images = {"image_tokens": 700} if has_images else {"tiles": 3} if layout.vision else {}
+    number = 3 if layout.schedule == ONE_FORWARD_ONE_BACKWARD else 4
+    caps = Caps.of(**images, tokens=1000)
+    return MockData(caps=caps, micro_batches_per_step=number * layout.data)
 
 
-def images_plan_of(layout: Beside) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
-    """A plan of uneven packs of images at their native resolution."""
-    model = load_model(layout.model).with_layers(vision=3, language=2)
-    model = model.with_tower("vision", **layout.vision)
-    rng = np.random.default_rng(0)
-    number = rng.integers(0, 4, 96)
-    size = rng.integers(4, 24, 96) ** 2
-    cells = (number * size).astype(np.int32)
-    lengths = lengths_of(
-        image_tokens=cells,
-        squared_image_tokens=number * size**2,
-        tokens=cells + rng.integers(20, 90, 96),
-        loss_tokens=np.ones(96),
-    )
-    level = Level(caps=Caps.of(image_tokens=2200, tokens=2400))
-    data = SampleData(lengths=lengths, levels=(level,), packs_per_step=16)
-    planned = make_plan(PlanRequest(job=_job_beside(layout, model), data=data))
-    return _with_passes(layout, planned.plan, planned.data, 1024)
-
-
-def _predicted_anew(plan: Plan, scheduled: tuple[ScheduledPacks, Lengths]) -> Plan:
+def _predicted_anew(planned: Planned, **changed: object) -> Plan:
+    """The plan with changes, and with the prediction of these."""
+    plan, scheduled = planned[0].model_copy(update=changed), planned[1]
     job = JobSpec.of_plan(plan)
     workload = job.workload(*scheduled, plan.pack_levels)
     prediction = prediction_of(plan, job, scheduled[0], workload)
     return plan.model_copy(update={"prediction": prediction})
 
 
-IMAGES_BESIDE = (
-    Beside(model="qwen3-vl-8b", kept=0, vision={"deepstack_layers": (0, 1)}, sharded=4),
-    Beside(model="qwen2.5-vl-7b", kept=3000, stages=2, vision={"full_layers": (1,)}),
-)
-
-
-def encoders_beside() -> None:
-    """A peak as it is predicted of stages beside data-parallel encoders."""
-    _check_beside(BESIDE, beside_plan_of)
-
-
-def images_beside() -> None:
-    """The same of encoders of images at their native resolution."""
-    _check_beside(IMAGES_BESIDE, images_plan_of)
-
-
-def _check_beside(
-    layouts: Sequence[Beside],
-    plan_of: Callable[[Beside], tuple[Plan, tuple[ScheduledPacks, Lengths]]],
-) -> None:
-    for layout in layouts:
-        plan, scheduled = plan_of(layout)
-        job = JobSpec.of_plan(plan)
-        workload = job.workload(*scheduled, plan.pack_levels)
+def heaviest_of(planned: Planned, stage: int, windows: int = 1) -> FakeStage:
+    """What a stage needs at its heaviest moments, so many of which are tried."""
+    plan, scheduled = planned
+    job = JobSpec.of_plan(plan)
+    workload = job.workload(*scheduled, plan.pack_levels)
+    encoding = None
+    if plan.beside is not None:
         encoding = HeaviestEncoding.of(plan, job, *scheduled, workload)
+    heaviest = heaviest_windows(job.cost_of_all(plan.pack_levels), plan, stage, workload)
+    load = random_rows(plan, stage, *scheduled)
+    return run_fake_stage(plan, stage, heaviest[:windows], load, lambda: None, encoding)
+
+
+def stages() -> None:
+    """A peak as it is predicted, and whose contents add up, of stages of many layouts; and state to
+    the byte where a stage is one chunk that holds all of its weights."""
+    for layout in LAYOUTS:
+        planned = plan_of(layout)
+        is_plain = layout.schedule == ONE_FORWARD_ONE_BACKWARD and layout.kept is None
         for stage in range(layout.stages):
-            counted = heaviest_of(plan, scheduled, stage, encoding)
-            deviation = counted.deviation or 1.0
-            assert abs(deviation) < MOST_DEVIATION, (layout, stage, deviation)
-            assert any(one.phase == "encoder" for one in counted.operations)
-            assert not [read for read in counted.host_reads if read.phase != "optimizer"]
+            checked = partial(_checked_replayer, stage) if is_plain else StageReplayer
+            with patch.object(fake_stage, "StageReplayer", checked):
+                counted = heaviest_of(planned, stage)
+            _check_counted(layout, planned[0], counted)
+
+
+def _check_counted(layout: Layout, plan: Plan, counted: FakeStage) -> None:
+    where, deviation = (layout, counted.stage), counted.deviation or 1.0
+    too_little, too_much = _bounds(layout, plan, counted)
+    assert -too_little < deviation < too_much, (*where, deviation)
+    for total, phases in ((counted.allocated_gib, None), (counted.state_gib, ("state",))):
+        parts = [one.gib for one in counted.contents if phases is None or one.phase in phases]
+        assert abs(sum(parts) - total) < 1e-9, (*where, phases)
+    computing = ("forward", "backward", "backward_weight", "optimizer")
+    beside = () if layout.kept is None else ("encoder",)
+    assert counted.peak_phase in computing + beside, where
+    phases = {one.phase for one in counted.operations}
+    assert ("backward_weight" in phases) == layout.schedule.in_two, (*where, phases)
+    assert ("encoder" in phases) == (layout.kept is not None), (*where, phases)
+    inside = [read for read in counted.host_reads if read.phase != "optimizer"]
+    if plan.parallel.expert > 1:  # Core asks how many tokens are sent to whom.
+        inside = [read for read in inside if "token_dispatcher" not in read.where]
+    assert not inside, (*where, inside)
+
+
+def _bounds(layout: Layout, plan: Plan, counted: FakeStage) -> tuple[float, float]:
+    """How much less and more than what is allocated may be predicted, as shares of it."""
+    if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
+        return MOST_OF_SCHEDULES, MOST_OF_SCHEDULES
+    if layout.adapters is not None or layout.kept is not None:
+        return MOST_DEVIATION, MOST_OF_ADAPTERS if layout.kept is None else MOST_DEVIATION
+    if copies_keys(plan):
+        return math.inf, math.inf
+    # Much of models of two layers.
+    most = MOST_TOO_MUCH if layout.stages > 1 and layout.sharded > 1 else MOST_DEVIATION
+    if plan.model.images is None:
+        return MOST_DEVIATION, most
+    return (most + UNCOUNTED_GIB / counted.allocated_gib,) * 2
 
 
 def tied() -> None:
     """A peak behind the head's backward, where the tied matrix's gradients are whole and wait for
     the embedding's: packs of few tokens, fewer of which carry loss."""
-    for data, sharded in ((4, 4), (4, 1)):
-        plan, scheduled = plan_of_answers(Parallel(pipeline=1, data=data, sharded=sharded))
-        counted = heaviest_of(plan, scheduled, 0)
+    model = load_model("internvl2.5-1b").with_layers(language=2, vision=1)
+    model = model.with_tower("language", tied_head=True)
+    # Short texts, each in a pack of its own, with shorter answers.
+    lengths = lengths_of(tiles=[0] * 16, tokens=[500] * 16, loss_tokens=[5] * 16)
+    levels = (Level(caps=Caps.of(tiles=1, tokens=500)),)
+    data = SampleData(lengths=lengths, packs_per_step=8, levels=levels)
+    for sharded in (4, 1):
+        job = job_of(model, Parallel(pipeline=1, data=4, sharded=sharded))
+        made = make_plan(PlanRequest(job=job, data=data))
+        assert made.data is not None
+        counted = heaviest_of((made.plan, made.data), 0)
         assert counted.peak_at.startswith("embedding.word_embeddings"), counted.peak_at
         assert abs(counted.deviation or 1.0) < MOST_DEVIATION, (sharded, counted.deviation)
-
-
-def plan_of_answers(parallel: Parallel) -> tuple[Plan, tuple[ScheduledPacks, Lengths]]:
-    """A plan of a tied model on short texts, each in a pack of its own, with shorter answers."""
-    model = load_model("internvl2.5-1b").with_layers(language=2, vision=1)
-    count = 4 * parallel.data
-    lengths = lengths_of(tiles=[0] * count, tokens=[500] * count, loss_tokens=[5] * count)
-    job = JobSpec(
-        model=model.with_tower("language", tied_head=True),
-        cluster=load_cluster("h100-80g"),
-        parallel=parallel,
-        precision="bf16",
-    )
-    levels = (Level(caps=Caps.of(tiles=1, tokens=500)),)
-    samples = SampleData(lengths=lengths, packs_per_step=2 * parallel.data, levels=levels)
-    made = make_plan(PlanRequest(job=job, data=samples))
-    assert made.data is not None
-    return made.plan, made.data
 
 
 def building() -> None:
     """A rank that keeps a part of a stage has a unit of it whole at most while it builds, and never
     as much as training is planned to take."""
-    for layout in [one for one in LAYOUTS if one.sharded > 1][::2]:
+    plain = [one for one in LAYOUTS if not one.adapters and one.kept is None]
+    for layout in [one for one in plain if one.sharded > 1][::2]:
         plan, _ = plan_of(layout)
         with fake_cuda(), standing_in(plan.parallel, 0) as links:
             now, most = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
@@ -583,18 +475,14 @@ def building() -> None:
             vectors = [one.nbytes for one in parameters if one.dim() < 2]
             assert now() <= sum(vectors) + 512 * len(parameters), layout
             divide_weights(stage, *create_shard_groups(plan.parallel), first_values(stage, 0))
-            flats = [{id(flat): flat for flat in u.flats} for u in stage.sharded.units]
-            sizes = [
-                [sum(p.nbytes for p in flat.parameters) for flat in unit.values()] for unit in flats
-            ]
-            own = {
-                name: sum(p.nbytes for p in flat.parameters) / flat.groups.shards.size()
-                for unit in flats
-                for name, flat in unit.items()
+            units = [set(unit.flats) for unit in stage.sharded.units]
+            whole_bytes = {
+                flat: sum(p.nbytes for p in flat.parameters) for unit in units for flat in unit
             }
-            largest = max(map(sum, sizes))
-            assert most() <= 1.01 * (sum(own.values()) + largest), layout
-            del stage, flats, parameters
+            own = sum(size / flat.groups.shards.size() for flat, size in whole_bytes.items())
+            largest = max(sum(whole_bytes[flat] for flat in unit) for unit in units)
+            assert most() <= 1.01 * (own + largest), layout
+            del stage, units, whole_bytes, parameters
             gc.collect()
             torch.cuda.reset_peak_memory_stats()
             build_trainer(plan, links, OPTIONS, steps=1, seed=0)
@@ -603,12 +491,30 @@ def building() -> None:
 
 def levels() -> None:
     """A peak of two levels, the longer of which recomputes every layer and the shorter none."""
-    plan, packs, lengths = plan_of_levels()
+    # Two stages; nine packs of a long sample, and nine of three short ones.
+    tiles = np.repeat([9, 2], [9, 27]).astype(np.int32)
+    tokens = tiles * 256 + np.repeat([1600, 250], [9, 27])
+    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=[200] * 36)
+    caps = Caps.of(tiles=6, tokens=2_400), Caps.of(tiles=9, tokens=4_000)
+    own_levels = tuple(Level(caps=each) for each in caps)
+    data = SampleData(lengths=lengths, packs_per_step=6, levels=own_levels)
+    model = load_model("internvl2.5-8b").with_layers(vision=4, language=4)
+    made = make_plan(PlanRequest(job=job_of(model, Parallel(pipeline=2)), data=data))
+    again = tuple(
+        joined(one for span in stage.units for one in span.units if one.layers)
+        for stage in made.plan.stages
+    )
+    recomputed = tuple(
+        PlannedLevel(**dict(level), recompute=recompute)
+        for level, recompute in zip(data.levels, (((),) * len(again), again), strict=True)
+    )
+    scheduled = packs, lengths = made.data
+    plan = _predicted_anew((made.plan, scheduled), levels=recomputed)
     job = JobSpec.of_plan(plan)
     cost, workload = job.cost_of_all(plan.pack_levels), job.workload(packs, lengths, plan.levels)
     both = [stage_memories(cost, [plan.stages_at(level)] * 2, workload) for level in (0, 1)]
     for stage in range(len(plan.stages)):
-        counted = heaviest_of(plan, (packs, lengths), stage, windows=len(packs))
+        counted = heaviest_of((plan, scheduled), stage, windows=len(packs))
         # Tensors on the links are predicted as large as the run's largest: up to two here.
         largest_bytes = packs.tokens.max() * plan.model.language.hidden_size * 2
         too_much = counted.predicted_gib - counted.allocated_gib
@@ -617,39 +523,6 @@ def levels() -> None:
         none, every = (memories[stage].peak_gib for memories in both)
         apart = min(none - counted.predicted_gib, counted.predicted_gib - every)
         assert abs(counted.allocated_gib - counted.predicted_gib) < apart / 5, "levels count little"
-
-
-def plan_of_levels() -> tuple[Plan, ScheduledPacks, Lengths]:
-    """Two stages; nine packs of a long sample, and nine of three short ones."""
-    tiles = np.repeat([9, 2], [9, 27]).astype(np.int32)
-    tokens = tiles * 256 + np.repeat([1600, 250], [9, 27])
-    lengths = lengths_of(tiles=tiles, tokens=tokens, loss_tokens=[200] * 36)
-    caps = Caps.of(tiles=6, tokens=2_400), Caps.of(tiles=9, tokens=4_000)
-    data = SampleData(
-        lengths=lengths,
-        packs_per_step=6,
-        levels=tuple(Level(caps=each) for each in caps),
-    )
-    job = JobSpec(
-        model=load_model("internvl2.5-8b").with_layers(vision=4, language=4),
-        cluster=load_cluster("h100-80g"),
-        parallel=Parallel(pipeline=2),
-        precision="bf16",
-    )
-    made = make_plan(PlanRequest(job=job, data=data))
-    packs, lengths = made.data
-    again = tuple(
-        joined(one for span in stage.units for one in span.units if one.layers)
-        for stage in made.plan.stages
-    )
-    none = ((),) * len(again)
-    levels = tuple(
-        PlannedLevel(**dict(level), recompute=recompute)
-        for level, recompute in zip(data.levels, (none, again), strict=True)
-    )
-    plan = made.plan.model_copy(update={"levels": levels})
-    predicted = prediction_of(plan, job, packs, job.workload(packs, lengths, levels))
-    return plan.model_copy(update={"prediction": predicted}), packs, lengths
 
 
 def _checked_replayer(stage: int, plan: Plan, links: StandInLinks, **more: Any) -> StageReplayer:
@@ -690,17 +563,14 @@ def _room_bytes(trainer: Trainer, is_sharded: bool) -> float:
 
 def device_checks() -> None:
     """What runs on one device in cuda_checks.py, but for the comparison of numbers."""
-    import cuda_checks
-
     with fake_cuda() as fake_device:
         for sizes in (([5, 300, 1], [5, 300, 1]), ([5, 300, 1], [5, 700, 260])):
             both = cuda_checks.attended_both_ways(*sizes)
             shapes = [[one.shape for one in way] for way in both]
             assert shapes[0] == shapes[1]
         assert {one.phase for one in fake_device.device.counts.operations()} == {"build"}
-    toy = toy_plan(toy_model(), stages_of(toy_model()))
     for precision in ("fp32", "bf16"):
-        plan = toy.model_copy(update={"precision": precision})
+        plan = pipeline_plan().model_copy(update={"precision": precision})
         with fake_cuda(), standing_in(plan.parallel, 0) as links:
             trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
             assert len(cuda_checks._steps(trainer, 0, 1)) == 1
@@ -719,13 +589,11 @@ def device_checks() -> None:
 
 def planted() -> None:
     """Mistakes in the model, each found by running one stage."""
-    layout = Layout(model="internvl2.5-1b")
-    plan, scheduled = plan_of(layout)
-    forward = VLMStage.forward
+    planned, forward = plan_of(Layout(model="internvl2.5-1b")), VLMStage.forward
 
     def run_with(change: Callable[[torch.Tensor], torch.Tensor]) -> FakeStage:
-        VLMStage.forward = lambda stage, batch: change(forward(stage, batch))
-        return heaviest_of(plan, scheduled, 0)
+        with patch.object(VLMStage, "forward", lambda stage, batch: change(forward(stage, batch))):
+            return heaviest_of(planned, 0)
 
     def mixed(loss: torch.Tensor) -> torch.Tensor:
         return loss + torch.mm(on_device(8, 8), on_device(8, 8, dtype=torch.float32)).sum()
@@ -742,14 +610,13 @@ def planted() -> None:
 
 
 CASES = (
-    memory, attention, refusals, host_reads, counts, whole_stages, scheduled_stages, adapted_stages,
-    tied, units_kept, building, encoders_beside, images_beside, levels, device_checks, planted,
+    memory, attention, refusals, host_reads, counts, stages, tied, units_kept, building, levels,
+    device_checks, planted,
 )  # fmt: skip
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
-    chosen = sys.argv[1:]
     for case in CASES:
-        if not chosen or case.__name__ in chosen:
+        if not sys.argv[1:] or case.__name__ in sys.argv[1:]:
             case()
             print(f"passed {case.__name__}", flush=True)

@@ -9,8 +9,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 def import_path(*more: Path) -> str:
-    """PYTHONPATH of the repository and of more folders, before what the tests have of it: packages
-    may be there that the Python itself lacks."""
+    """PYTHONPATH of the repository and more folders, before what the tests have of it."""
     own = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(filter(None, [str(REPOSITORY), *map(str, more), own]))
 

@@ -6,15 +6,13 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from cuda_checks import losses_on_one_pack, real_size_plan
+from cuda_checks import CHECKS, losses_on_one_pack, real_size_plan
+from pipeline_cases import pipeline_plan
 from programs import REPOSITORY, import_path, run_program
 from ranks import run_ranks
-from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
 from omnibal.model.config import load_model
-
-HERE = Path(__file__).parent
 
 
 def has_device() -> bool:
@@ -26,42 +24,23 @@ def has_device() -> bool:
     return listed.returncode == 0 and "GPU 0" in listed.stdout
 
 
-@pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
-@pytest.mark.parametrize(
-    "check",
-    [
-        "varlen_attention",
-        "pieces_attention",
-        "weight_gradients",
-        "precisions_agree",
-        "real_size_stage",
-        "checkpoint",
-    ],
-)
-def test_on_device(check, tmp_path, monkeypatch):
-    """Prevents: code that is only right on a CPU. See each check in cuda_checks.py."""
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    result = run_program(HERE / "cuda_checks.py", check, tmp_path)
-    assert result.returncode == 0, result.stdout + result.stderr
+PROGRAMS = [*(("cuda_checks.py", check.__name__) for check in CHECKS), ("fused_checks.py", "cuda")]
 
 
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
-def test_fused_operations_on_device(monkeypatch):
-    """Prevents: a compiled body that is right on a CPU only."""
+@pytest.mark.parametrize(("program", "check"), PROGRAMS, ids=[check for _, check in PROGRAMS])
+def test_on_device(program, check, tmp_path, monkeypatch):
+    """Prevents: code, or compiled bodies, that are only right on a CPU. See each program."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    result = run_program(HERE / "fused_checks.py", "cuda")
+    result = run_program(Path(__file__).with_name(program), check, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_programs_import_what_the_tests_do(monkeypatch):
     """Prevents: checks without Megatron-core where it lies in a folder beside the Python's own."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["packages", "more"]))
-    assert import_path(Path("fake")).split(os.pathsep) == [
-        str(REPOSITORY),
-        "fake",
-        "packages",
-        "more",
-    ]
+    expected = [str(REPOSITORY), "fake", "packages", "more"]
+    assert import_path(Path("fake")).split(os.pathsep) == expected
     monkeypatch.delenv("PYTHONPATH")
     assert import_path() == str(REPOSITORY)
 
@@ -77,8 +56,8 @@ def test_the_check_at_real_size_gets_as_far_as_computing():
     """Prevents: a check for devices that fails before it comes to the device."""
     paper = load_model("internvl-chat-1.5-6b-20b")
     model = real_size_plan().model
-    assert (model.vision.hidden_size, model.vision.layers) == (paper.vision.hidden_size, 2)
-    assert (model.language.hidden_size, model.language.layers) == (paper.language.hidden_size, 2)
-    plan = toy_plan(toy_model(), stages_of(toy_model())).model_copy(update={"precision": "bf16"})
+    for own, whole in ((model.vision, paper.vision), (model.language, paper.language)):
+        assert (own.hidden_size, own.layers) == (whole.hidden_size, 2)
+    plan = pipeline_plan().model_copy(update={"precision": "bf16"})
     [(losses, moved)] = run_ranks(plan.parallel, learn_on_a_cpu, plan)
     assert len(losses) == 4 and len(moved) == 1
