@@ -1,7 +1,8 @@
-"""The profiler's memory against real steps, and its packs against what a fit needs. No timings."""
+"""What the profiler measures, against real steps and what a fit needs; no bounds on times."""
 
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import product
 from unittest import mock
 
 import numpy as np
@@ -9,8 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from native_resolution_cases import qwen2_5_vl, qwen3_vl
+from pipeline_cases import MODEL, pipeline_plan
 from ranks import run_ranks
-from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_model, toy_omni_model, toy_plan
+from rich.console import Console
+from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_omni_model, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.measured_shares import context_sizes
@@ -24,9 +27,11 @@ from megatron.vlm.measure.profiler import (
     profiled_batches,
     random_batch,
 )
+from megatron.vlm.measure.rates import group_sizes, measure_rates
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.measured_sizes import MeasuredSizes
 from omnibal.cost.profile import Measured, fit_residuals
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange
@@ -40,26 +45,28 @@ pytestmark = pytest.mark.quick
 PACKS = [
     [(2, 9), (1, 14)], [(3, 5)], [(1, 8), (1, 6), (2, 11)], [(4, 30), (1, 12)], [(1, 20)],
 ]  # fmt: skip
+OMNI = toy_omni_model()
 
 
-def features_of(batches):
-    """[packs, 5], counted from the tensors themselves."""
-    return np.array(
-        [
-            (
-                1,
-                len(batch.pixels_TCPP),
-                len(batch.token_ids_S),
-                sum(length**2 for length in batch.segment_tokens),
-                len(batch.labels_L),
-            )
-            for batch in batches
-        ],
-        np.float64,
-    )
+def features_of(names, batches):
+    """[packs, features], counted from the tensors themselves."""
+    columns = [
+        {
+            "fixed": 1,
+            "tiles": len(batch.pixels_TCPP),
+            "clips": 0 if batch.frames_CBF is None else len(batch.frames_CBF),
+            "tokens": len(batch.token_ids_S),
+            "squared_tokens": sum(length**2 for length in batch.segment_tokens),
+            "loss_tokens": len(batch.labels_L),
+        }
+        for batch in batches
+    ]
+    return np.array([[counts[name] for name in names] for counts in columns], np.float64)
 
 
-def keep_and_let_go(links):
+@pytest.mark.in_own_process
+def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
+    """Prevents memory that is counted twice, with the weights, or for ever."""
     layer, x = torch.nn.Linear(8, 8, bias=False), torch.randn(100, 8)
     kept = KeptActivations(layer)
     with kept.recording():
@@ -74,11 +81,6 @@ def keep_and_let_go(links):
     assert kept.now_bytes == received.nbytes
     del received
     assert kept.now_bytes == 0
-
-
-def test_kept_bytes_count_each_storage_once_and_until_it_is_let_go():
-    """Prevents memory that is counted twice, with the weights, or for ever."""
-    run_ranks(Parallel(pipeline=1), keep_and_let_go)
 
 
 def by_unit_and_whole(stage, batch):
@@ -100,34 +102,10 @@ def units_and_stage(links, plan):
 
 def test_units_add_up_to_what_a_whole_stage_keeps():
     """Prevents tensors between units that count for both, or for none."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
-    for by_unit, whole in run_ranks(Parallel(pipeline=1), units_and_stage, plan)[0]:
-        assert set(by_unit) == set(unit_names(model))
-        assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
-
-
-def test_units_of_two_encoders_add_up_and_are_measured():
-    """Prevents: an audio encoder that is measured as the first one, or that keeps what is not
-    counted; features of images that go missing before the language embed."""
-    model = toy_omni_model()
-    plan = toy_plan(model, stages_of(model))
-    work = partial(units_and_profile, clips=4)
-    options = replace(PROFILE, max_clips=5)
-    [(by_unit, whole, profile)] = run_ranks(plan.parallel, work, plan, options, 3, (50, 10), 7)
-    assert set(by_unit) == set(unit_names(model))
-    assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
-    cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
-    counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
-    clip, tile = (np.array([name == one for name in cost.features]) for one in ("clips", "tiles"))
-    for name, unit in cost.units.items():
-        assert unit.forward_ms.any() and unit.backward_ms.any()
-        assert not name.startswith("audio") or not unit.forward_ms @ tile
-        if name.endswith("_layer"):
-            assert unit.recompute_ms.any()
-        if name.startswith("audio"):
-            kept = unit.activation_bytes @ clip
-            assert kept == pytest.approx(counted.units[name].activation_bytes @ clip, rel=0.35)
+    [found] = run_ranks(Parallel(pipeline=1), units_and_stage, pipeline_plan())
+    for by_unit, whole in found:
+        assert set(by_unit) == set(unit_names(MODEL))
+        assert sum(by_unit[unit] for unit in unit_names(MODEL)) == pytest.approx(whole, abs=9)
 
 
 def units_and_profile(links, plan, options, *sizes, **items):
@@ -137,33 +115,46 @@ def units_and_profile(links, plan, options, *sizes, **items):
     return by_unit, whole, profiler.result([profiler.round()])
 
 
-@pytest.mark.parametrize("model", [qwen3_vl(), qwen2_5_vl()], ids=["Qwen3-VL", "Qwen2.5-VL"])
-def test_units_of_images_add_up_and_are_measured(model):
-    """Prevents: a kind of encoder layer that no profile has, as few layers are measured, or that
-    costs nothing where images are large; deepstack projectors that count for no unit."""
+CLIPS = (3, (50, 10), 7), {"clips": 4}, replace(PROFILE, max_clips=5)
+OF_IMAGES = replace(PROFILE, max_tiles=0, max_image_tokens=90, max_tokens=150)
+IMAGES = (0, (90, 10), 7), {"images": (24, 16, 12)}, OF_IMAGES
+
+
+@pytest.mark.parametrize(
+    ("model", "batch", "item", "tolerance", "ratios"),
+    [
+        (OMNI, CLIPS, "audio clips", {"abs": 9}, (0.65, 1.35)),
+        # Means of layers that are not all alike: the first language layers add features. And plain
+        # torch keeps more than fused operations.
+        (qwen3_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
+        (qwen2_5_vl(), IMAGES, "vision image_tokens", {"rel": 0.02}, (0.9, 2)),
+    ],
+    ids=["audio", "Qwen3-VL", "Qwen2.5-VL"],
+)
+def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance, ratios):
+    """Prevents: an encoder or a kind of layer that is measured as another, or costs nothing where
+    items are large; features or deepstack projectors that count for no unit."""
+    (sizes, items, options), (tower, feature) = batch, item.split()
     plan = toy_plan(model, stages_of(model))
-    work = partial(units_and_profile, images=(24, 16, 12))
-    options = replace(PROFILE, max_tiles=0, max_image_tokens=90, max_tokens=150)
-    [(by_unit, whole, profile)] = run_ranks(plan.parallel, work, plan, options, 0, (90, 10), 7)
+    work = partial(units_and_profile, **items)
+    [(by_unit, whole, profile)] = run_ranks(plan.parallel, work, plan, options, *sizes)
     kinds = {kind.name: kind.measured_name for kind in unit_kinds(model)}
     names = [kinds[name] for name in unit_names(model)]
-    assert set(by_unit) == set(names)
-    # Means of layers that are not all alike: the first language layers add features.
-    assert sum(by_unit[name] for name in names) == pytest.approx(whole, rel=0.02)
+    assert set(by_unit) == set(names) == {one.unit for one in fit_residuals(profile, model)}
+    assert sum(by_unit[name] for name in names) == pytest.approx(whole, **tolerance)
     cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
     counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
-    token = np.array([name == "image_tokens" for name in cost.features])
+    own, tile = (np.array([name == one for name in cost.features]) for one in (feature, "tiles"))
     for name, unit in cost.units.items():
         assert unit.forward_ms.any() and unit.backward_ms.any(), name
-        if name.startswith("vision"):
-            kept = unit.activation_bytes @ token
-            # Plain torch keeps more than fused operations.
-            assert 0.9 < kept / (counted.units[name].activation_bytes @ token) < 2
-    fitted = {residual.unit for residual in fit_residuals(profile, model)}
-    assert fitted == set(names)
+        assert unit.recompute_ms.any() or not name.endswith("_layer"), name
+        if name.startswith(tower):
+            assert not unit.forward_ms @ tile
+            kept = unit.activation_bytes @ own / (counted.units[name].activation_bytes @ own)
+            assert ratios[0] < kept < ratios[1], name
 
 
-def profile_and_step(links, plan, packs=PACKS, options=PROFILE):
+def profile_and_step(links, plan, packs, options):
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     peak_bytes = peak_activation_bytes(
@@ -173,63 +164,45 @@ def profile_and_step(links, plan, packs=PACKS, options=PROFILE):
     return peak_bytes, profiler.result([profiler.round()])
 
 
-@pytest.mark.parametrize(
-    ("cuts", "recompute"),
-    [
-        pytest.param((3,), {}, id="cut-in-the-vision-tower"),
-        pytest.param((6,), {}, id="cut-before-the-language-embed"),
-        pytest.param((4,), {"vision": (1,), "language": (0, 1, 2)}, id="recomputing-both"),
-    ],
-)
-def test_predicted_peak_activations_are_those_of_a_step(cuts, recompute):
+BOTH = "recomputing-both"
+PEAKS = {
+    "cut-in-the-vision-tower": (pipeline_plan(3), PACKS, PROFILE, 0.03),
+    "cut-before-the-language-embed": (pipeline_plan(6), PACKS, PROFILE, 0.03),
+    BOTH: (pipeline_plan(4, vision=(1,), language=(0, 1, 2)), PACKS, PROFILE, 0.03),
+    # Features of images are held while a stage of audio layers passes them, and not kept.
+    "two-encoders": (
+        toy_plan(OMNI, stages_of(OMNI, 8, vision=(0, 2), audio=(0,))),
+        [[*one, (0, 6, 1 + place)] for place, one in enumerate(PACKS)],
+        replace(PROFILE, max_clips=5), 0.01,
+    ),
+}  # fmt: skip
+
+
+@cache
+def peaks_and_profiles(name):
+    plan, packs, options, _ = PEAKS[name]
+    return run_ranks(plan.parallel, profile_and_step, plan, packs, options)
+
+
+@pytest.mark.parametrize("name", PEAKS)
+def test_predicted_peak_activations_are_those_of_a_step(name):
     """Prevents plans that do not fit, or recompute in vain, in a 1F1B step of unequal packs."""
-    model = toy_model()
-    stages = stages_of(model, *cuts, **recompute)
-    plan = toy_plan(model, stages)
-    ranks = run_ranks(plan.parallel, profile_and_step, plan)
-    profile = ranks[0][1]
-    cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
-    batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(PACKS)]
-    predicted = predicted_bytes(cost, stages, features_of(batches))
-    assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.03)
-
-
-def predicted_bytes(cost, stages, features):
-    """Activations that each stage is predicted to keep in a step of these packs."""
-    slot = np.arange(len(features))
+    (plan, packs, _, rel), ranks = PEAKS[name], peaks_and_profiles(name)
+    cost = Measured(ranks[0][1]).costs(plan.model, plan.cluster, plan.parallel, "fp32")
+    batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
+    slot = np.arange(len(packs))
     one_rank = {"step": 0 * slot, "dp_rank": 0 * slot, "slot": slot, "data_parallel_size": 1}
-    memories = stage_memories(cost, [stages], Workload(features=features, **one_rank))
-    return [memory.activations_gib * GIB for memory in memories]
-
-
-def test_predicted_peak_activations_of_two_encoders_are_those_of_a_step():
-    """Prevents features of images that a stage of audio layers is thought to keep, or not to hold
-    while they pass it."""
-    model = toy_omni_model()
-    stages = stages_of(model, 8, vision=(0, 2), audio=(0,))
-    plan = toy_plan(model, stages)
-    packs = [[*one, (0, 6, 1 + place)] for place, one in enumerate(PACKS)]
-    options = replace(PROFILE, max_clips=5)
-    ranks = run_ranks(plan.parallel, profile_and_step, plan, packs, options)
-    cost = Measured(ranks[0][1]).costs(model, plan.cluster, plan.parallel, "fp32")
-    batches = [toy_batch(model, pack, seed=i) for i, pack in enumerate(packs)]
-    fixed, tiles, *others = features_of(batches).T
-    clips = [len(batch.frames_CBF) for batch in batches]
-    items = {"fixed": fixed, "tiles": tiles, "clips": np.array(clips, np.float64)}
-    columns = items | dict(zip(("tokens", "squared_tokens", "loss_tokens"), others, strict=True))
-    features = np.stack([columns[name] for name in cost.features], 1)
-    predicted = predicted_bytes(cost, stages, features)
-    assert predicted == pytest.approx([peak for peak, _ in ranks], rel=0.01)
+    workload = Workload(features=features_of(cost.features, batches), **one_rank)
+    memories = stage_memories(cost, [plan.stages], workload)
+    predicted = [memory.activations_gib * GIB for memory in memories]
+    assert predicted == pytest.approx([peak for peak, _ in ranks], rel=rel)
 
 
 def test_a_profile_measures_every_unit_link_and_update_on_all_processes():
     """Prevents a profile that lacks a part, or differs from process to process."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model, 4))
-    (_, profile), (_, other) = run_ranks(plan.parallel, profile_and_step, plan)
-    assert profile == other
-    assert profile.processes == 2
-    for unit in unit_names(model):
+    (_, profile), (_, other) = peaks_and_profiles(BOTH)
+    assert profile == other and profile.processes == 2
+    for unit in unit_names(MODEL):
         measured = [m for m in profile.measurements if m.unit == unit]
         assert len({(m.tiles, m.tokens) for m in measured}) == len(measured) >= 6
     assert len({m.parameters for m in profile.optimizer}) == 2
@@ -244,8 +217,7 @@ def profiled_shares(links, plan):
 
 def test_layers_are_measured_on_shares_of_packs():
     """Prevents a profile that lacks an exchange, or says of a share what another rank has."""
-    model = toy_model()
-    ranks = run_ranks(Parallel(pipeline=2), profiled_shares, toy_plan(model, stages_of(model, 4)))
+    ranks = run_ranks(Parallel(pipeline=2), profiled_shares, pipeline_plan(4))
     assert ranks[0] == ranks[1]
     for exchange in ContextExchange:
         shares = [one for one in ranks[0] if one.exchange is exchange]
@@ -260,26 +232,20 @@ def test_layers_are_measured_on_shares_of_packs():
 
 
 def slowdowns(links):
-    found = []
-    for cores in ({0}, {0, 1}):
-        with mock.patch("os.sched_getaffinity", return_value=cores):
-            found.append(_slowdown(10.0 * (1 + dist.get_rank())))
-    return found
+    with mock.patch("os.sched_getaffinity", side_effect=[{0}, {0, 1}]):
+        return [_slowdown(10.0 * (1 + dist.get_rank())) for _ in range(2)]
 
 
 def test_processes_that_share_cores_take_as_long_as_the_slowest():
     """Prevents costs of those that had a core to themselves while others waited for one."""
-    first, second = run_ranks(Parallel(pipeline=1, data=2), slowdowns)
-    assert first == pytest.approx([2.0, 1.0])
-    assert second == pytest.approx([1.0, 1.0])
+    found = run_ranks(Parallel(pipeline=1, data=2), slowdowns)
+    assert found == [pytest.approx([2.0, 1.0]), pytest.approx([1.0, 1.0])]
 
 
-@pytest.mark.parametrize(
-    ("processes", "sizes"), [(1, ()), (2, (2,)), (6, (2,)), (8, (2, 4, 8)), (12, (2, 4))]
-)
-def test_context_sizes_leave_no_process_over(processes, sizes):
+def test_context_sizes_leave_no_process_over():
     """Prevents a measurement that hangs, or that some processes sit out."""
-    assert context_sizes(processes) == sizes
+    found = {count: context_sizes(count) for count in (1, 2, 6, 8, 12)}
+    assert found == {1: (), 2: (2,), 6: (2,), 8: (2, 4, 8), 12: (2, 4)}
 
 
 def runs_of_layers(links, plan):
@@ -295,10 +261,8 @@ def runs_of_layers(links, plan):
 
 def test_layers_are_also_measured_recomputed():
     """Prevents a cost of recomputation of something else, and weights that drift with updates."""
-    model = toy_model()
-    profile, with_graph, without, unchanged = run_ranks(
-        Parallel(pipeline=1), runs_of_layers, toy_plan(model, stages_of(model))
-    )[0]
+    plan = pipeline_plan()
+    [(profile, with_graph, without, unchanged)] = run_ranks(plan.parallel, runs_of_layers, plan)
     layers, packs = 4, len({(m.tiles, m.tokens) for m in profile.measurements})
     # Plain; and forward without a graph, then again with one.
     assert (with_graph, without) == (layers * packs * 2, layers * packs)
@@ -313,17 +277,50 @@ def test_layers_are_also_measured_recomputed():
 )
 def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
     """Prevents packs in which one size follows from the others, so that a fit mixes up costs."""
-    model = toy_model()
-    sizes = {"max_tiles": max_tiles, "max_tokens": max_tokens, "repetitions": 1}
-    options = ProfileOptions(**sizes, tokens_per_sample=tokens_per_sample, layers=1)
-    batches = list(profiled_batches(model, options))
-    features = features_of(batches)
+    options = ProfileOptions(
+        max_tiles=max_tiles, max_tokens=max_tokens, tokens_per_sample=tokens_per_sample,
+        repetitions=1, layers=1,
+    )  # fmt: skip
+    batches, names = list(profiled_batches(MODEL, options)), feature_names(MODEL)
+    features = features_of(names, batches)
     for batch in batches:
         assert sum(batch.segment_tokens) == batch.tokens <= max_tokens
         assert 0 < batch.tiles <= max_tiles
-        assert batch.tiles * model.vision.tokens_per_item <= batch.tokens
-    scaled = features / np.linalg.norm(features, axis=0)
-    assert scaled.shape[1] == len(feature_names(model))
-    assert np.linalg.cond(scaled) < 60
-    mean_length = features[:, 2].sum() / sum(len(batch.segment_tokens) for batch in batches)
+        assert batch.tiles * MODEL.vision.tokens_per_item <= batch.tokens
+    assert np.linalg.cond(features / np.linalg.norm(features, axis=0)) < 60
+    tokens = features[:, names.index("tokens")].sum()
+    mean_length = tokens / sum(len(batch.segment_tokens) for batch in batches)
     assert mean_length == pytest.approx(min(tokens_per_sample, max_tokens), rel=0.3)
+
+
+SIZES = MeasuredSizes(rows=(8, 512), inner=(16, 512), outer=(32,), collective_bytes=(1680, 6720))
+
+
+def measure(links):
+    return measure_rates("this one", "fp32", SIZES, Console(quiet=True))
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_rates_are_of_all_processes(processes):
+    """Prevents: groups that wait for each other, sizes left out, collectives of one process."""
+    ranks = run_ranks(Parallel(pipeline=processes), measure)
+    assert all(rates == ranks[0] for rates in ranks)
+    sizes = [(one.rows, one.inner, one.outer) for one in ranks[0].products]
+    assert sizes == list(product(SIZES.rows, SIZES.inner, SIZES.outer))
+    measured = {(one.kind, one.ranks, one.bytes) for one in ranks[0].collectives}
+    assert measured == {
+        (kind, size, sent)
+        for kind in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+        for size in {1: (), 3: (2, 3)}[processes]
+        for sent in SIZES.collective_bytes
+    }
+    assert [one.bytes for one in ranks[0].copies] == [1 << 27]
+    assert (ranks[0].hidden is None) == (processes == 1)
+    small, large = ranks[0].products[0], ranks[0].products[-1]
+    # 2,048 times the operations; a core may be lost for a moment.
+    assert large.ms > 5 * small.ms
+
+
+def test_group_sizes_are_those_of_tensor_parallelism():
+    """Prevents: groups that no job has, and a group of one."""
+    assert [group_sizes(count) for count in (1, 2, 6, 8)] == [[], [2], [2, 4, 6], [2, 4, 8]]

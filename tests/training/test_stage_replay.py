@@ -2,6 +2,7 @@
 
 import time
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,29 +16,23 @@ from toy import OPTIONS, stages_of
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure import replay as replay_module
 from megatron.vlm.measure.profiler import peak_activation_bytes, random_batch
-from megatron.vlm.measure.replay import (
-    StageReplayer,
-    random_rows,
-    standing_in,
-    state_bytes_of,
-)
+from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
 from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_info, replay_stages
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
-from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan, write_plan
-from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
-from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.job.planner import make_plan
 from omnibal.job.replay import REPLAY_FILES, read_replay
 from omnibal.model.config import load_cluster
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import joined
+from omnibal.steps.pack_settings import PackSettings
+from tests.planner.plan_cases import request
 
 pytestmark = pytest.mark.in_own_process
 
@@ -98,8 +93,7 @@ def own_clock(monkeypatch):
 
 
 def least_ms(plan, count, places):
-    """The least times, in steps of so many micro-batches, of which one in one of the places is 40
-    times as large as the others."""
+    """Least times in steps of so many packs, of which one, in these places, is far larger."""
     large, small = random_batch(MODEL, 200, (4000,), 50), random_batch(MODEL, 2, (40,), 5)
     with standing_in(plan.parallel, 1) as links:
         replayer = StageReplayer(plan, links)
@@ -127,8 +121,7 @@ def test_times_belong_to_the_micro_batches_that_took_them(own_clock, again):
 
 
 def test_times_belong_to_the_chunks_that_took_them(own_clock):
-    """Prevents: passes of a chunk, or parts of a backward, whose times another has, as they come in
-    another order than micro-batches do."""
+    """Prevents: passes of a chunk, or parts of a backward, whose times another has."""
     # This stage holds four vision layers, and then a projector, which costs far less.
     plan = with_chunks(pipeline_plan(1, 5, 6), 2, "zb-v")
     for place, times in least_ms(plan, 4, (0, 3)):
@@ -159,8 +152,7 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
 
 
 def test_replaying_changes_no_weight():
-    """Prevents: weights that run away on made-up gradients, until nothing is finite, or that are
-    overwritten where a rank alone gathers those of others."""
+    """Prevents: weights that run away on made-up gradients, or are overwritten by a gather."""
     plan = pipeline_plan(6, data=2)
     with standing_in(plan.parallel, 1) as links:
         trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
@@ -179,24 +171,21 @@ def planned(tmp_path_factory):
 
 
 def save_planned(directory, *levels):
-    """A plan of two stages and two ranks, of lengths that say nothing of their data, for packs of
-    levels: of so many tokens, with a context size."""
+    """A plan of two stages and ranks, whose levels of packs have (tokens, context size)."""
     rng = np.random.default_rng(0)
-    tiles = rng.integers(0, 5, 60).astype(np.int32)
-    text = rng.integers(4, 30, 60).astype(np.int32)
+    tiles, text = rng.integers(0, 5, 60), rng.integers(4, 30, 60)
     tokens = tiles * MODEL.vision.tokens_per_item + text
-    data = SampleData(
-        lengths=lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 2),
-        packs_per_step=6,
-        levels=tuple(
-            Level(caps=Caps.of(tiles=8, tokens=most), context=context)
-            for most, context in levels or [(120, 1)]
-        ),
-    )
     cluster = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
-    sizes = Parallel(pipeline=2, data=2)
-    job = JobSpec(model=MODEL, cluster=cluster, parallel=sizes, precision="fp32")
-    save_plan(make_plan(PlanRequest(job=job, data=data)), directory)
+    asked = request(
+        model=MODEL, cluster=cluster, packs_per_step=6,
+        lengths=lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 2),
+    )  # fmt: skip
+    own_levels = tuple(
+        Level(caps=Caps.of(tiles=8, tokens=most), context=context)
+        for most, context in levels or [(120, 1)]
+    )
+    data = replace(asked.data, levels=own_levels, settings=PackSettings())
+    save_plan(make_plan(replace(asked, data=data)), directory)
     return directory
 
 
