@@ -7,14 +7,8 @@ from toy import stages_of, toy_plan
 from omnibal.pipeline import schedules
 from omnibal.pipeline.schedules import Pass, PipelineSchedule, Schedule, zero_bubble_v
 
-# Units of the toy model: 0 vision embed, 1-4 vision layers, 5 projector, 6 language embed,
-# 7-9 language layers, 10 head. A cut is the position of the first unit after it.
-CUTS = {
-    4: (3, 6, 8),
-    6: (1, 3, 5, 7, 9),
-    8: (1, 2, 4, 5, 7, 8, 10),
-}
-"""Cuts of the toy model into so many parts."""
+CUTS = {4: (3, 6, 8), 6: (1, 3, 5, 7, 9), 8: (1, 2, 4, 5, 7, 8, 10)}
+"""Cuts of the toy model into so many parts; see pipeline_plan for its units."""
 
 
 def with_chunks(plan, chunks, name="interleaved"):

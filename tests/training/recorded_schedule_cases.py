@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import torch
 from chunk_cases import with_chunks
-from toy import stages_of, toy_model, toy_plan
+from pipeline_cases import pipeline_plan
 
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.model.stage import boundary_shapes
@@ -18,7 +18,6 @@ from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.schedule import run_forward, run_forward_backward
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Operation, Pass, Schedule
 
-MODEL = toy_model()
 CUTS = {1: (), 2: (4,), 3: (3, 8), 4: (2, 7, 9), 5: (1, 3, 7, 9), 6: (1, 3, 5, 7, 9)}
 CUTS[8] = (1, 2, 4, 5, 7, 8, 10)
 BATCHES = [
@@ -96,7 +95,7 @@ class Recorder(torch.nn.Module):
 
 def plan_of(size, chunks=1, name="interleaved"):
     """A plan of the toy model, of one chunk a stage or of several."""
-    plan = toy_plan(MODEL, stages_of(MODEL, *CUTS[size * chunks]))
+    plan = pipeline_plan(*CUTS[size * chunks])
     return plan if chunks == 1 else with_chunks(plan, chunks, name)
 
 
