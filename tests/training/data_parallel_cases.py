@@ -1,6 +1,6 @@
 """Toy plans with data-parallel encoders, and a rank's part of a step of given packs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -51,30 +51,27 @@ def data_parallel_plan(
     return plan.model_copy(update={"beside": beside, "frozen": frozen})
 
 
-def dealt(packs: Sequence[MicroBatch], ranks: int) -> ScheduledPacks:
-    """One step of packs, of which every data-parallel rank has every `ranks`-th."""
+def dealt(
+    packs: Sequence[MicroBatch], ranks: int, packs_per_step: int | None = None
+) -> ScheduledPacks:
+    """Steps of packs, one of all of them if no number is given, of which every data-parallel rank
+    has every `ranks`-th."""
     number = np.arange(len(packs))
+    step, place = np.divmod(number, packs_per_step or len(packs))
     counts = {name: [vars(pack)[name] for pack in packs] for name in ("tiles", "clips", "tokens")}
     members = Packs.from_lists([[one] for one in number])
-    return ScheduledPacks.of(
-        members, lengths_of(**counts), 0 * number, number % ranks, number // ranks
-    )
+    return ScheduledPacks.of(members, lengths_of(**counts), step, place % ranks, place // ranks)
 
 
 def shares_of(
     plan: Plan, scheduled: ScheduledPacks, rank: int, lengths: Lengths | None = None
 ) -> EncoderShares:
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank)
-    levels = plan.levels or [Level(caps=Caps.of(tokens=1))]
     return EncoderShares(
-        model=plan.model,
-        beside=plan.beside,
-        ranks=ranks,
-        gpus_per_node=plan.cluster.gpus_per_node,
-        packs=scheduled,
-        levels=levels,
-        lengths=lengths,
-    )
+        model=plan.model, beside=plan.beside, ranks=ranks,
+        gpus_per_node=plan.cluster.gpus_per_node, packs=scheduled,
+        levels=plan.levels or [Level(caps=Caps.of(tokens=1))], lengths=lengths,
+    )  # fmt: skip
 
 
 def own_stream(plan: Plan, number: int, packs: Sequence[MicroBatch]) -> MicroBatchStream:
@@ -105,18 +102,11 @@ def encoding_stream(
 
 
 def _pass(planned: EncoderPass, packs: Sequence[MicroBatch]) -> MicroBatch:
+    counts = {"tiles": 0, planned.feature: planned.items}
     fields = dict[str, torch.Tensor]()
     for name in ITEM_FIELDS[planned.feature]:
-        parts = list(_parts(planned, packs, name))
+        wholes = [(vars(packs[run.row])[name], run.items) for run in planned.runs]
+        parts = [one[own.start : own.stop] for one, own in wholes if one is not None]
         if parts:
             fields[name] = torch.cat(parts)
-    return MicroBatch(
-        **{"tiles": 0, planned.feature: planned.items}, tokens=0, segment_tokens=(), **fields
-    )
-
-
-def _parts(planned: EncoderPass, packs: Sequence[MicroBatch], name: str) -> Iterator[torch.Tensor]:
-    for run in planned.runs:
-        whole = vars(packs[run.row])[name]
-        if whole is not None:
-            yield whole[run.items.start : run.items.stop]
+    return MicroBatch(**counts, tokens=0, segment_tokens=(), **fields)

@@ -6,10 +6,9 @@ from functools import partial
 import torch
 from chunk_cases import with_chunks
 from data_parallel_cases import data_parallel_plan, own_stream
+from mixture_cases import MODEL as MIXTURE
 from tensor_parallel_cases import Feed, model_of
 from toy import toy_audio_encoder, toy_batch
-
-from omnibal.model.layers import ExpertsConfig, LayerRun
 
 # Packs of (tiles, text tokens) of each step, dealt to data-parallel ranks in turn: fewer packs than
 # slots, all images in one pack, none at all, one pack for all ranks.
@@ -41,6 +40,7 @@ class Case:
     schedule: str = "1f1b"
 
 
+IN_PARTS = {"tensor": 2, "sequence_parallel": True, "data": 2}
 # Units of the language model: 0 embed, 1-2 layers, 3 head.
 CASES = {
     "pp2-dp2": Case({"data": 2}, pipelines=1, cuts=(2,), kept=1, drop_path=0.3),
@@ -48,8 +48,7 @@ CASES = {
         {"data": 2}, pipelines=2, cuts=(1,), kept=0, tied=True, frozen=("language",)
     ),
     "tp2-sp-dp2": Case(
-        {"tensor": 2, "sequence_parallel": True, "data": 2}, pipelines=2, kept=99,
-        recompute={"language": (1,)}, frozen=("vision",),
+        IN_PARTS, pipelines=2, kept=99, recompute={"language": (1,)}, frozen=("vision",),
     ),
     "dp4": Case({"data": 4}, pipelines=2, kept=1, frozen=("projector",)),
     "dp4-frozen": Case({"data": 4}, pipelines=4, frozen=("vision", "projector")),
@@ -58,8 +57,7 @@ CASES = {
         {"data": 2}, cuts=(1, 2, 3), kept=1, tied=True, chunks=2, schedule="interleaved",
     ),
     "tp2-sp-dp2-audio": Case(
-        {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
-        frozen=("audio", "audio_projector"),
+        IN_PARTS, kept=1, audio=True, frozen=("audio", "audio_projector"),
     ),
     # Ranks without a pack, or with one less, compute empty ones to join others.
     "dp4-experts": Case({"data": 4, "expert": 4}, pipelines=2, kept=1, experts=True),
@@ -69,12 +67,10 @@ CASES = {
         {"data": 2}, pipelines=2, cuts=(1,), kept=0, tied=True, frozen=("language",), sharded=2,
     ),
     "tp2-sp-dp2-divided": Case(
-        {"tensor": 2, "sequence_parallel": True, "data": 2}, kept=1, audio=True,
-        frozen=("vision", "audio", "audio_projector"), recompute={"language": (1,)}, sharded=4,
+        IN_PARTS, kept=1, audio=True, frozen=("vision", "audio", "audio_projector"),
+        recompute={"language": (1,)}, sharded=4,
     ),
-    "dp4-all-divided": Case(
-        {"data": 4, "sharded": 4}, pipelines=2, kept=1, audio=True, sharded=4
-    ),
+    "dp4-all-divided": Case({"data": 4, "sharded": 4}, pipelines=2, kept=1, audio=True, sharded=4),
     "dp4-language-divided-frozen": Case(
         {"data": 4, "sharded": 4}, pipelines=2, kept=1, frozen=("language",), sharded=2,
     ),
@@ -82,9 +78,7 @@ CASES = {
         {"data": 2, "sharded": 2}, pipelines=2, cuts=(2,), kept=1, sharded=4, tied=True,
         recompute={"language": (0,)},
     ),
-    "dp4-frozen-divided": Case(
-        {"data": 4}, pipelines=4, frozen=("vision", "projector"), sharded=2,
-    ),
+    "dp4-frozen-divided": Case({"data": 4}, pipelines=4, frozen=("vision", "projector"), sharded=2),
     "pp2-tp2-zb-h1": Case({"tensor": 2}, cuts=(2,), kept=2, schedule="zb-h1"),
     "pp2-dp2-zb-v": Case(
         {"data": 2}, pipelines=2, cuts=(1, 2, 3), kept=1, tied=True, chunks=2, schedule="zb-v",
@@ -93,17 +87,11 @@ CASES = {
 
 
 def model_of_case(case):
-    model = model_of(vocabulary=49, kv_heads=2)
-    language = model.language.model_copy(update={"tied_head": case.tied})
+    model = model_of(vocabulary=49, kv_heads=2).with_tower("language", tied_head=case.tied)
     if case.experts:
-        experts = ExpertsConfig(
-            experts=8, experts_per_token=2, ffn_hidden_size=10, auxiliary_loss=0.5
-        )
-        runs = (LayerRun(layers=1, experts=experts),)
-        language = language.model_copy(update={"runs": runs})
+        model = model.with_tower("language", runs=MIXTURE.language.runs)
     audio = {"audio": toy_audio_encoder(layers=2)} if case.audio else {}
-    encoders = model.encoders | audio
-    return model.model_copy(update={"language": language, "encoders": encoders})
+    return model.model_copy(update={"encoders": model.encoders | audio})
 
 
 def plan_of(case):

@@ -1,87 +1,72 @@
-"""Data-parallel encoders, on four processes, against one process with everything in its
-pipeline: same loss, every gradient, same weights after."""
+"""Data-parallel encoders against one process with all in its pipeline: the same training."""
 
-import logging
 import math
 from dataclasses import replace
 from itertools import chain
 
+import data_parallel_encoder_cases as beside
 import pytest
 import torch
 from data_parallel_cases import own_stream
-from data_parallel_encoder_cases import (
-    CASES,
-    STEPS,
-    Case,
-    feed_of,
-    model_of_case,
-    packs_of,
-    plan_of,
-)
-from ranks import run_ranks
+from pipeline_cases import pipeline_plan
+from ranks import logged, run_ranks
 from tensor_parallel_cases import (
     OPTIONS,
+    alone,
     compare_resumed,
     compare_with_one_process,
     run,
     train_steps,
 )
-from toy import stages_of, toy_plan
 
 from megatron.vlm.step.train import build_trainer, train_step
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_data_parallel_encoders_train_as_one_process(name):
+@pytest.mark.parametrize("case", beside.CASES.values(), ids=beside.CASES)
+def test_data_parallel_encoders_train_as_one_process(case):
     """Prevents: a loss or gradient that depends on who encodes an item, features at the wrong
     token, and ranks that wait for ever for one that has nothing to encode."""
-    case = CASES[name]
-    compare_with_one_process(plan_of(case), STEPS, feed=feed_of(case.drop_path))
+    feed = beside.feed_of(case.drop_path)
+    compare_with_one_process(beside.plan_of(case), beside.STEPS, feed=feed)
 
 
-def in_pipeline(*cuts, frozen=(), **sizes):
-    model = model_of_case(Case({}))
-    return toy_plan(model, stages_of(model, *cuts), **sizes).model_copy(update={"frozen": frozen})
+def plan_of(sizes, **options):
+    return beside.plan_of(beside.Case(sizes, **options))
+
+
+def in_pipeline(*cuts, **options):
+    return pipeline_plan(*cuts, model=beside.model_of_case(beside.Case({})), **options)
 
 
 RESUMES = {
     "pipeline-to-beside": (
-        in_pipeline(2, tensor=2, sequence_parallel=True), plan_of(Case({"data": 2}, cuts=(1,))),
+        in_pipeline(2, tensor=2, sequence_parallel=True), plan_of({"data": 2}, cuts=(1,)),
     ),
     "frozen-language": (
-        plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
+        plan_of({"data": 2}, pipelines=2, frozen=("language",)),
         in_pipeline(tensor=2, frozen=("language",)),
     ),
     "divided-to-pipeline": (
-        plan_of(Case({"data": 4, "sharded": 2}, pipelines=2, sharded=4)), in_pipeline(2, data=2),
+        plan_of({"data": 4, "sharded": 2}, pipelines=2, sharded=4), in_pipeline(2, data=2),
     ),
-    "whole-to-divided": (
-        plan_of(Case({"data": 2}, cuts=(1,))),
-        plan_of(Case({"tensor": 2, "sequence_parallel": True, "data": 2}, sharded=2)),
-    ),
+    "whole-to-divided": (plan_of({"data": 2}, cuts=(1,)), plan_of(beside.IN_PARTS, sharded=2)),
     "frozen-encoders": (
         in_pipeline(5, frozen=("vision", "projector")),
-        plan_of(Case({"data": 2}, frozen=("vision", "projector"))),
+        plan_of({"data": 2}, frozen=("vision", "projector")),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RESUMES)
-def test_resumes_with_encoders_elsewhere(tmp_path, name):
-    """Prevents: a checkpoint that fits one placement of the encoders alone, or moments of another
-    parameter."""
-    before, after = RESUMES[name]
-    compare_resumed(tmp_path, (before, 2), (after, 2), steps=STEPS, feed=feed_of())
+@pytest.mark.parametrize(("before", "after"), RESUMES.values(), ids=RESUMES)
+def test_resumes_with_encoders_elsewhere(tmp_path, before, after):
+    """Prevents: a checkpoint that fits one placement of encoders, or moments of others."""
+    compare_resumed(tmp_path, (before, 2), (after, 2), steps=beside.STEPS, feed=beside.feed_of())
 
 
 def said_by_core(links, plan, folder):
     """What core says of states that differ between ranks, during a save."""
-    lines = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())
-    core = logging.getLogger("megatron.core.dist_checkpointing.validation")
-    core.addHandler(handler)
-    train_steps(links, plan, STEPS[:1], save=folder, feed=feed_of())
+    with logged("megatron.core.dist_checkpointing.validation") as lines:
+        train_steps(links, plan, beside.STEPS[:1], save=folder, feed=beside.feed_of())
     return lines
 
 
@@ -89,8 +74,8 @@ def said_by_core(links, plan, folder):
     "plan",
     [
         in_pipeline(2, data=2),
-        plan_of(Case({"data": 2}, pipelines=2)),
-        plan_of(Case({"data": 2}, pipelines=2, frozen=("language",))),
+        plan_of({"data": 2}, pipelines=2),
+        plan_of({"data": 2}, pipelines=2, frozen=("language",)),
         in_pipeline(5, frozen=("vision", "projector")),
     ],
     ids=["pipeline", "beside", "frozen-language", "frozen-stage"],
@@ -103,10 +88,10 @@ def test_ranks_save_the_same_in_common(tmp_path, plan):
 @pytest.mark.parametrize("sharded", [1, 2])
 def test_bf16_trains_as_fp32(sharded):
     """Prevents: an exchange that mixes types, or gradients lost to rounding."""
-    plan = plan_of(Case({"data": 2}, pipelines=2, audio=True, sharded=sharded))
-    fp32 = run(plan, STEPS, feed=feed_of())[0][0]
+    plan = plan_of({"data": 2}, pipelines=2, audio=True, sharded=sharded)
+    fp32 = alone(plan, beside.STEPS, feed=beside.feed_of())[0]
     plan = plan.model_copy(update={"precision": "bf16"})
-    for results, _, weights in run(plan, STEPS, feed=feed_of()):
+    for results, _, weights in run(plan, beside.STEPS, feed=beside.feed_of()):
         for got, expected in zip(results, fp32, strict=True):
             assert got[:2] == pytest.approx(expected[:2], rel=5e-2)
         assert all(weight.dtype == torch.bfloat16 for weight in weights.values())
@@ -118,14 +103,14 @@ def passes_of_each_kind(links, plan):
     seen = []
     layer = trainer.encoders.stage.encoders["vision"].layers.layers[0]
     layer.register_forward_hook(lambda *call: seen.append(call[1][0].shape[1]))
-    stream = own_stream(plan, 0, list(packs_of(plan.model, 0, STEPS[0])))
+    stream = own_stream(plan, 0, list(beside.packs_of(plan.model, 0, beside.STEPS[0])))
     train_step(trainer, stream)
     return [(one.items, one.is_kept) for one in stream.encoding.passes], seen
 
 
 def test_only_what_is_not_kept_runs_again():
     """Prevents: a forward more than planned, or memory for more items than planned."""
-    plan = plan_of(Case({"data": 2}, pipelines=2, per_pass=2, kept=3))
+    plan = plan_of({"data": 2}, pipelines=2, per_pass=2, kept=3)
     for passes, seen in run_ranks(plan.parallel, passes_of_each_kind, plan):
         assert [items for items, _ in passes] == [2, 1, 2]
         assert [is_kept for _, is_kept in passes] == [True, True, False]
@@ -135,10 +120,9 @@ def test_only_what_is_not_kept_runs_again():
 def poisoned_step(links, plan):
     """Whether a step of poison is skipped and changes nothing, and the next one's loss."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    weights = [held.weights() for held in (trainer.data_parallel, trainer.encoders.data_parallel)]
-    parameters = [*chain(*weights)]
+    parameters = [*trainer.data_parallel.weights(), *trainer.encoders.data_parallel.weights()]
     before = [weight.detach().clone() for weight in parameters]
-    packs = list(packs_of(plan.model, 3, STEPS[3]))
+    packs = list(beside.packs_of(plan.model, 3, beside.STEPS[3]))
     poison = [replace(one, pixels_TCPP=one.pixels_TCPP * float("nan")) for one in packs]
     skipped = train_step(trainer, own_stream(plan, 3, poison)).skipped
     same = all(map(torch.equal, before, parameters))
@@ -148,16 +132,14 @@ def poisoned_step(links, plan):
 @pytest.mark.parametrize("sharded", [1, 2])
 def test_step_that_is_not_finite_changes_no_copy(sharded):
     """Prevents: encoders spoilt on some ranks, and different copies from then on."""
-    plan = plan_of(Case({"data": 2}, cuts=(2,), pipelines=2, sharded=sharded))
-    results = run_ranks(plan.parallel, poisoned_step, plan)
-    assert all(skipped and same for skipped, same, _ in results)
-    assert len({loss for _, _, loss in results}) == 1
-    assert math.isfinite(results[0][2])
+    plan = plan_of({"data": 2}, cuts=(2,), pipelines=2, sharded=sharded)
+    [(skipped, same, loss)] = set(run_ranks(plan.parallel, poisoned_step, plan))
+    assert skipped and same and math.isfinite(loss)
 
 
 def gradients_in_norm(links, plan):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=3)
-    train_step(trainer, own_stream(plan, 0, list(packs_of(plan.model, 0, STEPS[0]))))
+    train_step(trainer, own_stream(plan, 0, list(beside.packs_of(plan.model, 0, beside.STEPS[0]))))
     chains = [one.chained_optimizers for one in trainer.optimizers]
     taken = [grad for each in chain(*chains) for grad in each.get_main_grads_for_grad_norm()]
     return sum(map(torch.numel, taken))
@@ -165,15 +147,11 @@ def gradients_in_norm(links, plan):
 
 def test_every_gradient_counts_once_in_the_norm():
     """Prevents: copies of the encoders counted on every tensor-parallel rank, or on one alone."""
-    plan = plan_of(Case({"tensor": 2, "data": 2}, pipelines=2))
-    model = model_of_case(Case({}))
-    alone = toy_plan(model, stages_of(model))
-    taken = sum(run_ranks(plan.parallel, gradients_in_norm, plan))
-    assert taken - padded_words(plan) == sum(run_ranks(alone.parallel, gradients_in_norm, alone))
-
-
-def padded_words(plan):
-    """Weights of words that only two tensor-parallel ranks have, in the embedding and the head."""
+    plan, whole = plan_of({"tensor": 2, "data": 2}, pipelines=2), in_pipeline()
+    taken, expected = (
+        sum(run_ranks(one.parallel, gradients_in_norm, one)) for one in (plan, whole)
+    )
+    # Words that only two tensor-parallel ranks have, in the embedding and the head.
     language = plan.model.language
-    words = 2 * language.words_of_rank(2) - language.words_of_rank(1)
-    return 2 * words * language.hidden_size
+    padded = 2 * language.words_of_rank(2) - language.words_of_rank(1)
+    assert taken == expected + 2 * padded * language.hidden_size

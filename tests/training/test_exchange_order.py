@@ -1,26 +1,140 @@
-"""Ranks begin their exchanges in one order, group by group, over every feature of the trainer."""
+"""Ranks begin their exchanges in one order, group by group, over every feature of the trainer.
+
+Ranks that begin exchanges of a group in different orders wait for each other for ever on NCCL, and
+on gloo only where a delay lets it happen. So the orders themselves are compared, with random delays
+before each exchange.
+"""
 
 import functools
+import time
+from collections import defaultdict
 from itertools import pairwise
+from typing import NamedTuple
 
 import data_parallel_encoder_cases as beside
+import numpy as np
 import overlap_cases as overlap
 import pytest
 import shared_training_cases as shared
 import tensor_parallel_cases as tensor_parallel
+import torch
+import torch.distributed as dist
 from checkpoint_cases import train_range
 from evaluation_cases import pipeline_answers
-from exchange_log import disagreements, logged_exchanges
+from pipeline_cases import pipeline_plan
 from ranks import run_ranks
-from toy import stages_of, toy_model, toy_plan
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from omnibal.model.config import load_model
 
+MOST_DELAY_S = 0.002
+UNEVEN = ("alltoall", "gather_", "scatter_", "broadcast")
+"""Collectives whose ranks need not name equally many numbers: beginnings of their names."""
 
-def logs_of(plan, steps, **options):
-    """What every rank begins while it trains."""
-    work = functools.partial(tensor_parallel.train_steps, **options)
-    return run_ranks(plan.parallel, logged_exchanges, work, plan, steps)
+
+class Exchange(NamedTuple):
+    """A collective or a message that a rank has begun."""
+
+    kind: str
+    """Name of torch's operation, such as `allreduce_`."""
+    group: tuple[int, ...]
+    """Ranks of its group."""
+    name: str
+    """Name of the group, as several may be of the same ranks."""
+    numbers: int
+    """Numbers in its tensors; 0 where its ranks may have unequally many."""
+    dtype: str
+    peer: int | None
+    """The other rank of a message; None for a collective."""
+
+
+class ExchangeLog(TorchDispatchMode):
+    """Logs the exchanges that this rank begins while it is entered, each after a random delay."""
+
+    def __init__(self):
+        super().__init__()
+        self.begun = []
+        self._rng = np.random.default_rng(dist.get_rank())
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            time.sleep(self._rng.uniform(0, MOST_DELAY_S))
+            self.begun.append(exchange_of(func.overloadpacket.__name__, args))
+        return func(*args, **(kwargs or {}))
+
+
+def exchange_of(kind, args):
+    [group] = [
+        dist.ProcessGroup.unbox(each)
+        for each in args
+        if isinstance(each, torch.ScriptObject) and "ProcessGroup" in str(each._type())
+    ]
+    ranks = tuple(dist.get_process_group_ranks(group))
+    uneven = kind.lstrip("_").startswith(UNEVEN)
+    tensors = [] if uneven else [one for one in tree_leaves(args) if torch.is_tensor(one)]
+    peer = None
+    if kind in ("send", "recv_"):
+        peer = ranks[next(each for each in args if type(each) is int)]
+    dtype = str(tensors[0].dtype) if tensors else ""
+    numbers = sum(one.numel() for one in tensors)
+    return Exchange(kind, ranks, group.group_name, numbers, dtype, peer)
+
+
+def logged_exchanges(links, work, *arguments):
+    """What this rank has begun in `work(links, *arguments)`."""
+    with ExchangeLog() as log:
+        work(links, *arguments)
+    return log.begun
+
+
+def disagreements(logs):
+    """Say where ranks begin exchanges of a group in different orders, or messages go astray.
+
+    Args:
+        logs: of every rank, in the order of ranks.
+    """
+    collectives = defaultdict(lambda: defaultdict(list))
+    messages = defaultdict(lambda: ([], []))
+    for rank, log in enumerate(logs):
+        for each in log:
+            sends = each.kind == "send"
+            if each.peer is None:
+                collectives[each.name, each.group][rank].append(each)
+            else:
+                way = (rank, each.peer) if sends else (each.peer, rank)
+                messages[each.name, *way][sends].append((each.numbers, each.dtype))
+    found = []
+    for (name, group), by_rank in collectives.items():
+        first = by_rank[group[0]]
+        for rank in group[1:]:
+            own = by_rank[rank]
+            if own != first:
+                same = zip(first, own, strict=False)
+                differs = next(
+                    (place for place, (one, other) in enumerate(same) if one != other),
+                    min(len(first), len(own)),
+                )
+                found.append(
+                    f"group {name} of ranks {group}: exchange {differs} of {len(first)} is "
+                    f"{first[differs : differs + 1]} on rank {group[0]}, and of {len(own)} "
+                    f"{own[differs : differs + 1]} on rank {rank}"
+                )
+    for (_, *way), (received, sent) in messages.items():
+        if sent != received:
+            found.append(f"messages from and to {way}: {sent} and {received}")
+    return found
+
+
+def agreed(plan, work, *arguments):
+    """What every rank begins in some work, in the same order as others of its groups."""
+    logs = run_ranks(plan.parallel, logged_exchanges, work, plan, *arguments)
+    assert disagreements(logs) == []
+    return logs
+
+
+def trained(plan, steps, **options):
+    return agreed(plan, functools.partial(tensor_parallel.train_steps, **options), steps)
 
 
 def kinds_of(logs):
@@ -31,10 +145,7 @@ def kinds_of(logs):
 def test_ranks_that_share_packs(name):
     """Prevents: a rank that waits for ever where its packs are of other levels than its block's."""
     case = shared.CASES[name]
-    plan = shared.plan_of(case)
-    logs = logs_of(plan, **shared.options_of(case))
-    assert disagreements(logs) == []
-    assert min(map(len, logs)) > 20
+    assert min(map(len, trained(shared.plan_of(case), **shared.options_of(case)))) > 20
 
 
 @pytest.mark.parametrize("name", ["pp2-dp2", "tp2-sp-dp2-divided", "pp4", "pp2-dp2-zb-v"])
@@ -42,16 +153,7 @@ def test_data_parallel_encoders(tmp_path, name):
     """Prevents: a rank without items that skips an exchange of features which others begin."""
     case = beside.CASES[name]
     feed = beside.feed_of(case.drop_path)
-    logs = logs_of(beside.plan_of(case), beside.STEPS[:2], save=tmp_path, feed=feed)
-    assert disagreements(logs) == []
-
-
-def test_overlapped_reduction_of_several_buckets(small_buckets):
-    """Prevents: buckets that ranks reduce in the order in which their own backwards end."""
-    plan = toy_plan(overlap.MODEL, stages_of(overlap.MODEL, 5), data=2)
-    logs = logs_of(plan, overlap.STEPS)
-    assert disagreements(logs) == []
-    assert "send" in kinds_of(logs)
+    assert kinds_of(trained(beside.plan_of(case), beside.STEPS[:2], save=tmp_path, feed=feed))
 
 
 def save_and_go_on(links, plan, directory):
@@ -62,39 +164,31 @@ def save_and_go_on(links, plan, directory):
 @pytest.mark.parametrize("sizes", [{"tensor": 2, "sequence_parallel": True}, {"data": 2}])
 def test_saving_and_loading(tmp_path, sizes):
     """Prevents: a rank that gathers for a save, or asks for a load, what others do not."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model, 4), **sizes)
-    logs = run_ranks(plan.parallel, logged_exchanges, save_and_go_on, plan, tmp_path)
-    assert disagreements(logs) == []
+    logs = agreed(pipeline_plan(4, **sizes), save_and_go_on, tmp_path)
     assert any("gather" in kind for kind in kinds_of(logs))
 
 
 def test_evaluation_with_experts(digits):
     """Prevents: a rank whose questions are answered that no longer exchanges tokens with others."""
-    model = load_model("internvl-digits-moe")
-    plan = toy_plan(model, stages_of(model, 3), data=2, expert=2)
-    logs = run_ranks(plan.parallel, logged_exchanges, pipeline_answers, plan, digits)
-    assert disagreements(logs) == []
-    assert any("alltoall" in kind for kind in kinds_of(logs))
+    plan = pipeline_plan(3, model=load_model("internvl-digits-moe"), data=2, expert=2)
+    assert any("alltoall" in kind for kind in kinds_of(agreed(plan, pipeline_answers, digits)))
 
 
-def test_another_order_is_noticed(small_buckets):
-    """Prevents: a log that says all is well whatever ranks do."""
-    plan = toy_plan(overlap.MODEL, stages_of(overlap.MODEL, 5), data=2)
-    logs = logs_of(plan, overlap.STEPS)
+def test_buckets_are_reduced_in_one_order_and_another_is_noticed(small_buckets):
+    """Prevents: buckets that ranks reduce as their own backwards end; a blind log."""
+    logs = trained(pipeline_plan(5, model=overlap.MODEL, data=2), overlap.STEPS)
+    assert "send" in kinds_of(logs)
     own = logs[3]
     shared_by_two = [at for at, each in enumerate(own) if each.peer is None and len(each.group) > 1]
-    pairs = [
-        (first, second)
-        for first, second in pairwise(shared_by_two)
-        if own[first].name == own[second].name and own[first] != own[second]
-    ]
-    assert pairs
-    first, second = pairs[0]
+    first, second = next(
+        pair
+        for pair in pairwise(shared_by_two)
+        if len({own[at].name for at in pair}) == 1 and len({own[at] for at in pair}) == 2
+    )
     swapped = [*own]
     swapped[first], swapped[second] = own[second], own[first]
-    (found,) = disagreements([*logs[:3], swapped])
+    [found] = disagreements([*logs[:3], swapped])
     assert "on rank 3" in found
     received = next(at for at, each in enumerate(own) if each.kind == "recv_")
-    (lost,) = disagreements([*logs[:3], own[:received] + own[received + 1 :]])
+    [lost] = disagreements([*logs[:3], own[:received] + own[received + 1 :]])
     assert lost.startswith("messages")
