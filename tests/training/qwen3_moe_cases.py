@@ -1,7 +1,8 @@
 """Qwen3-MoE at toy size, and transformers' model of the same weights."""
 
 import torch
-from toy import toy_text_model
+import torch.nn.functional as F
+from toy import ToySample, toy_text_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from omnibal.model.config import ModelConfig
@@ -11,12 +12,9 @@ from omnibal.model.layers import ExpertsConfig, LayerRun
 def model_of(normalized: bool, auxiliary_loss: float = 0.0) -> ModelConfig:
     """Qwen3-MoE at toy size: norms of heads, wide heads, no biases."""
     experts = ExpertsConfig(
-        experts=6,
-        experts_per_token=2,
-        ffn_hidden_size=12,
-        normalized=normalized,
+        experts=6, experts_per_token=2, ffn_hidden_size=12, normalized=normalized,
         auxiliary_loss=auxiliary_loss,
-    )
+    )  # fmt: skip
     run = LayerRun(layers=1, experts=experts)
     return toy_text_model(runs=(run,), qk_norm=True, head_size=10, qkv_bias=False)
 
@@ -25,36 +23,37 @@ def transformers_model(model: ModelConfig, tensors: dict[str, torch.Tensor]) -> 
     """Transformers' model with these weights."""
     language = model.language
     experts = language.kinds[0].experts
-    assert experts is not None
-    theirs = Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(
-            vocab_size=language.vocab_size,
-            hidden_size=language.hidden_size,
-            num_hidden_layers=language.layers,
-            num_attention_heads=language.heads,
-            num_key_value_heads=language.kv_heads,
-            head_dim=language.head_width,
-            rms_norm_eps=language.norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": language.rope_base},
-            moe_intermediate_size=experts.ffn_hidden_size,
-            num_experts=experts.experts,
-            num_experts_per_tok=experts.experts_per_token,
-            norm_topk_prob=experts.normalized,
-        )
-    )
+    config = Qwen3MoeConfig(
+        vocab_size=language.vocab_size, hidden_size=language.hidden_size,
+        num_hidden_layers=language.layers, num_attention_heads=language.heads,
+        num_key_value_heads=language.kv_heads, head_dim=language.head_width,
+        rms_norm_eps=language.norm_eps,
+        rope_parameters={"rope_type": "default", "rope_theta": language.rope_base},
+        moe_intermediate_size=experts.ffn_hidden_size, num_experts=experts.experts,
+        num_experts_per_tok=experts.experts_per_token, norm_topk_prob=experts.normalized,
+    )  # fmt: skip
+    theirs = Qwen3MoeForCausalLM(config)
     theirs.load_state_dict(tensors)
     return theirs
+
+
+def answer_losses(theirs: Qwen3MoeForCausalLM, sample: ToySample, **options: bool):
+    """Losses of a sample's answers by transformers' model, and the model's whole output."""
+    ids = torch.tensor(sample.ids)
+    asked = torch.tensor(sample.loss_mask).nonzero().squeeze(1) - 1
+    output = theirs.model(input_ids=ids.unsqueeze(0), **options)
+    logits_LW = theirs.lm_head(output.last_hidden_state)[0, asked]
+    return F.cross_entropy(logits_LW, ids[asked + 1], reduction="none"), output
 
 
 def renamed(model: ModelConfig, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """This project's tensors under transformers' names, q, k and v apart."""
     language = model.language
     groups, per_group = language.kv_heads, language.heads // language.kv_heads
-    words = language.vocab_size
     found = {
-        "model.embed_tokens.weight": own["embedding.word_embeddings.weight"][:words],
+        "model.embed_tokens.weight": own["embedding.word_embeddings.weight"][: language.vocab_size],
         "model.norm.weight": own["language.final_layernorm.weight"],
-        "lm_head.weight": own["head.weight"][:words],
+        "lm_head.weight": own["head.weight"][: language.vocab_size],
     }
     names = {
         "self_attention.q_layernorm.weight": "self_attn.q_norm.weight",

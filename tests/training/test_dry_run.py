@@ -1,13 +1,14 @@
-"""What a dry run says about ranks and stages, against those that core and the builder make."""
+"""What a dry run says of ranks and stages, against those that core and the builder make."""
 
 import io
 
 import pytest
 from data_parallel_cases import data_parallel_plan
 from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
+from pipeline_cases import MODEL, pipeline_plan
 from ranks import run_ranks
 from rich.console import Console
-from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.run.dry_run import print_dry_run
 from omnibal.job.plan import PlannedLevel
@@ -16,11 +17,11 @@ from omnibal.model.parallel import Parallel
 
 
 def own_place(links):
-    return (
-        parallel_state.get_tensor_model_parallel_rank(),
-        parallel_state.get_data_parallel_rank(),
-        links.rank,
-    )
+    return {
+        "tensor": parallel_state.get_tensor_model_parallel_rank(),
+        "data": parallel_state.get_data_parallel_rank(),
+        "pipeline": links.rank,
+    }
 
 
 @pytest.mark.parametrize(
@@ -31,33 +32,51 @@ def test_places_are_those_that_core_assigns(sizes):
     parallel = Parallel(**dict(zip(("tensor", "pipeline", "data"), sizes, strict=True)))
     found = run_ranks(parallel, own_place)
     places = [parallel.place(rank) for rank in range(parallel.world_size)]
-    assert [(place["tensor"], place["data"], place["pipeline"]) for place in places] == found
-    first = [parallel.first_rank(stage) for stage in range(parallel.pipeline)]
-    assert [places[rank] for rank in first] == [
-        {"tensor": 0, "data": 0, "pipeline": stage} for stage in range(parallel.pipeline)
-    ]
+    assert [{name: place[name] for name in found[0]} for place in places] == found
+    for stage in range(parallel.pipeline):
+        first = {"tensor": 0, "data": 0, "pipeline": stage}
+        assert places[parallel.first_rank(stage)] == first
+
+
+@pytest.mark.parametrize("sizes", [(1, 2, 4, 2), (2, 2, 4, 4), (4, 1, 2, 2), (2, 2, 2, 4)])
+def test_expert_groups_are_megatrons(sizes):
+    """Prevents ranks from being in other groups than those that Megatron-core makes."""
+    tensor, pipeline, data, expert = sizes
+    parallel = Parallel(
+        tensor=tensor, pipeline=pipeline, data=data, expert=expert, sequence_parallel=tensor > 1
+    )
+    groups = RankGenerator(
+        tp=1, ep=expert, dp=parallel.expert_data, pp=pipeline, cp=1, order="tp-cp-ep-dp-pp"
+    )
+    for group in groups.get_ranks("dp"):
+        places = [parallel.place(rank) for rank in group]
+        assert len({(place["pipeline"], place["expert"]) for place in places}) == 1
+    for group in groups.get_ranks("ep"):
+        assert [parallel.place(rank)["expert"] for rank in group] == [*range(parallel.expert)]
+        assert len({parallel.place(rank)["data"] for rank in group}) == parallel.lockstep_ranks
+
+
+def printed(plan):
+    """Lines of a dry run, each blank a single one."""
+    text = io.StringIO()
+    print_dry_run(plan, Console(file=text, width=140))
+    return [" ".join(line.split()) for line in text.getvalue().splitlines()]
 
 
 def test_stages_name_their_units_and_every_rank_is_listed():
     """Prevents: layers counted from each stage's own 0, or forgotten ranks."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model, 3, 8, vision=(1,), language=(2,)), data=2)
-    text = io.StringIO()
-    print_dry_run(plan, Console(file=text, width=140))
-    printed = text.getvalue()
-    assert "6 processes: tensor 1 x pipeline 3 x data 2" in printed
-    assert "vision embed, vision 0..1 " in printed
-    assert "vision 2..3, projector, language embed, language 0 " in printed
-    assert "language 1..2, head " in printed
-    assert " vision 1 " in printed and " language 2 " in printed
+    text = "\n".join(printed(pipeline_plan(3, 8, vision=(1,), language=(2,), data=2)))
+    for said in (
+        "6 processes: tensor 1 x pipeline 3 x data 2", "vision embed, vision 0..1 ",
+        "vision 2..3, projector, language embed, language 0 ", "language 1..2, head ",
+        " vision 1 ", " language 2 ",
+    ):  # fmt: skip
+        assert said in text
 
 
 def test_data_parallel_encoders_are_listed():
     """Prevents: a dry run that leaves out the encoders where no stage holds them."""
-    plan = data_parallel_plan(toy_model(), (2,), data=4, pipelines=2, per_pass=3, kept=7)
-    text = io.StringIO()
-    print_dry_run(plan, Console(file=text, width=140))
-    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
+    lines = printed(data_parallel_plan(MODEL, (2,), data=4, pipelines=2, per_pass=3, kept=7))
     assert "Beside them, whole on every rank: vision embed, vision 0..3, projector" in lines
     assert "vision 3 7 4" in lines
     assert any(line.startswith("0 language embed, language 0 ") for line in lines)
@@ -65,20 +84,14 @@ def test_data_parallel_encoders_are_listed():
 
 def test_levels_name_their_ranks_and_recomputed_layers():
     """Prevents: a dry run that finds nothing recomputed where levels say what is."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model, 8), data=2)
-    levels = [
+    levels = tuple(
         PlannedLevel(caps=Caps.of(tiles=4, tokens=tokens), context=context, recompute=again)
         for tokens, context, again in (
             (1000, 1, ((), ("language 1",))),
             (8000, 2, (("vision 0..3",), ())),
         )
-    ]
-    text = io.StringIO()
-    plan = plan.model_copy(update={"levels": tuple(levels)})
-    print_dry_run(plan, Console(file=text, width=140))
-    lines = [" ".join(line.split()) for line in text.getvalue().splitlines()]
-    assert "0 4 1,000 1" in lines
-    assert "1 4 8,000 2 contiguous gather" in lines
+    )
+    lines = printed(pipeline_plan(8, data=2).model_copy(update={"levels": levels}))
+    assert {"0 4 1,000 1", "1 4 8,000 2 contiguous gather"} <= set(lines)
     for said in ("level 0: language 1", "level 1: vision 0..3", "level 0: nothing"):
         assert any(said in line for line in lines), said

@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 from mixture_cases import plan_of
-from qwen3_moe_cases import model_of, renamed, transformers_model
+from qwen3_moe_cases import answer_losses, model_of, renamed, transformers_model
 from ranks import run_ranks
 from tensor_parallel_cases import by_name, gather_gradients
 from toy import OPTIONS, pack, toy_sample
@@ -17,7 +16,9 @@ from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.families.text import auxiliary_loss, released_coefficient
 from omnibal.model.config import ModelConfig
 
-SAMPLES = [(0, 12), (0, 7), (0, 16)]
+
+def samples_of(model: ModelConfig):
+    return [toy_sample(model, 0, tokens, seed=i) for i, tokens in enumerate((12, 7, 16))]
 
 
 def ours(links, model: ModelConfig):
@@ -25,8 +26,7 @@ def ours(links, model: ModelConfig):
     unclipped = replace(OPTIONS, clip_grad=0.0)
     trainer = build_trainer(plan_of(model=model), links, unclipped, steps=2, seed=4)
     weights = by_name(trainer.stage, lambda parameter: parameter)
-    batch = pack([toy_sample(model, *counts, seed=i) for i, counts in enumerate(SAMPLES)])
-    result = train_step(trainer, MicroBatchStream.of([batch]))
+    result = train_step(trainer, MicroBatchStream.of([pack(samples_of(model))]))
     gather_gradients(trainer.model)
     return result.loss, weights, by_name(trainer.stage, lambda parameter: parameter.main_grad)
 
@@ -34,14 +34,7 @@ def ours(links, model: ModelConfig):
 def reference(links, model: ModelConfig, tensors: dict[str, torch.Tensor]):
     """Loss and gradients of transformers' model with these weights, sample by sample."""
     theirs = transformers_model(model, tensors)
-    losses = []
-    for i, counts in enumerate(SAMPLES):
-        sample = toy_sample(model, *counts, seed=i)
-        ids = torch.tensor(sample.ids)
-        asked = torch.tensor(sample.loss_mask).nonzero().squeeze(1) - 1
-        logits_LW = theirs(input_ids=ids.unsqueeze(0)).logits[0, asked]
-        losses.append(F.cross_entropy(logits_LW, ids[asked + 1], reduction="none"))
-    loss = torch.cat(losses).mean()
+    loss = torch.cat([answer_losses(theirs, sample)[0] for sample in samples_of(model)]).mean()
     loss.backward()
     return loss.item(), {name: value.grad for name, value in theirs.named_parameters()}
 
@@ -51,8 +44,8 @@ def test_equals_transformers(normalized):
     """Prevents: weights of experts, their order, gate and value, or norms other than Qwen3's."""
     model = model_of(normalized)
     [(loss, weights, gradients)] = run_ranks(plan_of().parallel, ours, model)
-    theirs = run_ranks(plan_of().parallel, reference, model, renamed(model, weights))
-    [(expected, expected_gradients)] = theirs
+    own = renamed(model, weights)
+    [(expected, expected_gradients)] = run_ranks(plan_of().parallel, reference, model, own)
     assert loss == pytest.approx(expected, rel=1e-5)
     found = renamed(model, gradients)
     assert found.keys() == expected_gradients.keys()
@@ -68,8 +61,8 @@ def test_auxiliary_loss_is_transformers_of_all_layers():
     Layers route alike here. Where they do not, Transformers' loss is of their mean, and ours not.
     """
     layers, experts, chosen = 12, 6, 2
-    logits_SE = torch.randn(64, experts, generator=torch.Generator().manual_seed(1))
-    logits_SE = logits_SE.requires_grad_()
+    generator = torch.Generator().manual_seed(1)
+    logits_SE = torch.randn(64, experts, generator=generator, requires_grad=True)
     theirs = load_balancing_loss_func((logits_SE,) * layers, experts, chosen)
     scores_SE = logits_SE.softmax(-1)
     shares_E = torch.bincount(scores_SE.topk(chosen).indices.flatten(), minlength=experts) / 128

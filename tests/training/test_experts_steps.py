@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from mixture_cases import plan_of
-from qwen3_moe_cases import model_of, renamed, transformers_model
+from qwen3_moe_cases import answer_losses, model_of, renamed, transformers_model
 from ranks import run_ranks
 from tensor_parallel_cases import by_name
 from toy import OPTIONS, ToySample, pack, toy_sample
@@ -27,13 +26,12 @@ AUXILIARY_LOSS = 0.05
 
 def packs_of(model: ModelConfig, step: int) -> list[list[ToySample]]:
     """Samples of a step's packs."""
-    places = range(PACKS_PER_STEP * step, PACKS_PER_STEP * (step + 1))
     return [
         [
             toy_sample(model, 0, tokens, seed=place % 7 + i)
             for i, tokens in enumerate(LENGTHS[place % len(LENGTHS)])
         ]
-        for place in places
+        for place in range(PACKS_PER_STEP * step, PACKS_PER_STEP * (step + 1))
     ]
 
 
@@ -51,22 +49,15 @@ def ours(links, plan: Plan):
     return weights, results
 
 
-def plain_loop(
-    links, model: ModelConfig, tensors: dict[str, torch.Tensor], rates: Sequence[float]
-) -> list[tuple[float, float]]:
+def plain_loop(links, model: ModelConfig, tensors: dict[str, torch.Tensor], rates: list[float]):
     """Loss and gradient norm of every step of transformers' model under torch's AdamW."""
     theirs = transformers_model(model, tensors)
-    groups: dict[bool, list[torch.Tensor]] = {True: [], False: []}
-    for value in theirs.parameters():
-        groups[value.dim() > 1].append(value)
-    optimizer = torch.optim.AdamW(
-        [
-            {"params": groups[True], "weight_decay": OPTIONS.weight_decay},
-            {"params": groups[False], "weight_decay": 0.0},
-        ],
-        betas=(OPTIONS.adam_beta1, OPTIONS.adam_beta2),
-        eps=OPTIONS.adam_eps,
-    )
+    groups = [
+        {"params": [value], "weight_decay": OPTIONS.weight_decay * (value.dim() > 1)}
+        for value in theirs.parameters()
+    ]
+    betas = (OPTIONS.adam_beta1, OPTIONS.adam_beta2)
+    optimizer = torch.optim.AdamW(groups, betas=betas, eps=OPTIONS.adam_eps)
     results = []
     for step, rate in enumerate(rates):
         packs = [pack_losses(theirs, samples) for samples in packs_of(model, step)]
@@ -85,21 +76,15 @@ def plain_loop(
 
 def pack_losses(theirs, samples: Sequence[ToySample]) -> tuple[torch.Tensor, torch.Tensor]:
     """Losses of a pack's answers, and its load-balancing loss, summed over layers."""
-    losses, logits = [], []
-    for sample in samples:
-        ids = torch.tensor(sample.ids)
-        asked = torch.tensor(sample.loss_mask).nonzero().squeeze(1) - 1
-        output = theirs.model(input_ids=ids.unsqueeze(0), output_router_logits=True)
-        logits_LW = theirs.lm_head(output.last_hidden_state)[0, asked]
-        losses.append(F.cross_entropy(logits_LW, ids[asked + 1], reduction="none"))
-        logits.append(output.router_logits)
+    found = [answer_losses(theirs, sample, output_router_logits=True) for sample in samples]
+    logits = [output.router_logits for _, output in found]
     experts, chosen = theirs.config.num_experts, theirs.config.num_experts_per_tok
     # Theirs grows with the experts of a token, and is of all layers' tokens together.
     balance = sum(
         load_balancing_loss_func((torch.cat(layer),), experts, chosen) / chosen
         for layer in zip(*logits, strict=True)
     )
-    return torch.cat(losses), balance
+    return torch.cat([losses_L for losses_L, _ in found]), balance
 
 
 def test_equals_a_plain_loop():
