@@ -2,39 +2,39 @@
 for Transformer Engine: PYTHONPATH=.:tests/training/fake_te python tests/training/provider_checks.py
 """
 
+from dataclasses import replace
+
 import torch
 from megatron.core.extensions.transformer_engine import HAVE_TE, TELinear
+from pipeline_cases import MODEL, pipeline_plan
 from ranks import run_alone, run_ranks
-from toy import OPTIONS, pack, stages_of, toy_batch, toy_model, toy_plan, toy_sample
+from toy import OPTIONS, PROFILE, pack, toy_batch, toy_model, toy_sample
 from transformer_engine import Float8CurrentScaling, Format
 from transformer_engine.pytorch.fp8 import FP8GlobalStateManager
 
 from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.measure.profiler import OPTIMIZATION, _plan_of_whole_stages
+from megatron.vlm.measure.profiler import Profiler
 from megatron.vlm.measure.replay import StageReplayer, standing_in
 from megatron.vlm.model.initialize import initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.job import JobSpec
-from omnibal.model.config import load_cluster
 from omnibal.model.parallel import Parallel
 
 MODELS = (
-    toy_model(),
+    MODEL,
     toy_model(normalization="RMSNorm", qkv_bias=False).with_tower(
         "language", qk_norm=True, head_size=10
     ),
 )
 SAMPLES = [(2, 9), (0, 12), (1, 6)]
-FP8_MODEL = toy_model().with_tower(
-    "language", hidden_size=32, head_size=8, ffn_hidden_size=48, layers=4
-)
+FP8_MODEL = MODEL.with_tower("language", hidden_size=32, head_size=8, ffn_hidden_size=48, layers=4)
 
 
 def described(provider, model, tensor):
     """Parameters by name: shape, and how they are divided; and keys of the checkpoint."""
-    stage = build_stage(toy_plan(model, stages_of(model), tensor=tensor), 0, provider=provider)
+    stage = build_stage(pipeline_plan(model=model, tensor=tensor), 0, provider=provider)
     assert any(isinstance(part, TELinear) for part in stage.modules()) == (provider == "te")
     initialize_parameters(stage, seed=5)
     parameters = {
@@ -67,24 +67,22 @@ def trained(links, plan, losses):
     """Losses of two steps of ragged packs, and of the same packs after them."""
     trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=3, provider="te")
     batches = [toy_batch(plan.model, SAMPLES[:count], seed=count) for count in (3, 1)]
-    for _ in range(2):
-        result = train_step(trainer, MicroBatchStream.of(batches))
-        losses.append(result.loss)
+    losses += [train_step(trainer, MicroBatchStream.of(batches)).loss for _ in range(2)]
     losses += [float(one) for one in trainer.run_forward(MicroBatchStream.of(batches))]
 
 
-def in_fp8(links, stages):
+def in_fp8(links, plan):
     """The same losses in FP8 as in bf16, as the stand-in multiplies in bf16; and every linear of
     every language layer in FP8, with the plan's recipe and whole runs of 16 rows, on weights as the
     last update left them."""
-    plan, losses = toy_plan(FP8_MODEL, stages), {"bf16": [], "fp8": []}
+    losses = {"bf16": [], "fp8": []}
     for precision, found in losses.items():
         FP8GlobalStateManager.products.clear()
         trained(links, plan.model_copy(update={"precision": precision}), found)
         if precision == "bf16":
             assert not FP8GlobalStateManager.products
-    layers = stages[links.rank].layers("language")
-    again = stages[links.rank].recomputed("language")
+    stage = plan.stages[links.rank]
+    layers, again = stage.layers("language"), stage.recomputed("language")
     # Two micro-batches of two steps, layers that are recomputed twice; and a forward of each.
     expected = 4 * (4 * (len(layers) + len(again)) + 2 * len(layers))
     products = FP8GlobalStateManager.products
@@ -102,7 +100,7 @@ def is_of_engine(trainer):
 
 def replayed(provider):
     """A replay builds the layers of the provider that it is asked for."""
-    plan = toy_plan(MODELS[0], stages_of(MODELS[0]))
+    plan = pipeline_plan()
     with standing_in(plan.parallel, 0) as links:
         trainer = StageReplayer(plan, links, provider=provider).trainer
         assert is_of_engine(trainer) == (provider == "te")
@@ -110,11 +108,10 @@ def replayed(provider):
 
 def profiled(links, provider):
     """A profile measures the layers of the provider that it is asked for."""
-    sizes, cluster = Parallel(pipeline=1), load_cluster("laptop-cpu")
-    job = JobSpec(model=MODELS[0], cluster=cluster, parallel=sizes, precision="fp32")
-    plan = _plan_of_whole_stages(job, links.size, 1)
-    trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
-    assert is_of_engine(trainer) == (provider == "te")
+    profiler = Profiler(
+        JobSpec.of_plan(pipeline_plan()), links, replace(PROFILE, provider=provider)
+    )
+    assert is_of_engine(profiler._trainer) == (provider == "te")
 
 
 if __name__ == "__main__":
@@ -127,8 +124,8 @@ if __name__ == "__main__":
     for provider in ("local", "te"):
         run_alone(replayed, {"provider": provider})
         run_ranks(Parallel(pipeline=1), profiled, provider)
-    for stages in (
-        stages_of(FP8_MODEL, language=(1, 2)),
-        stages_of(FP8_MODEL, 8, language=(0, 3)),
+    for plan in (
+        pipeline_plan(model=FP8_MODEL, language=(1, 2)),
+        pipeline_plan(8, model=FP8_MODEL, language=(0, 3)),
     ):
-        run_ranks(Parallel(pipeline=len(stages)), in_fp8, stages)
+        run_ranks(plan.parallel, in_fp8, plan)

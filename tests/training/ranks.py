@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -20,22 +21,31 @@ from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_di
 from omnibal.model.parallel import Parallel
 
 TIMEOUT_S = 600
+Work = Callable[..., Any]
 
 
-def run_ranks(
-    parallel: Parallel, work: Callable[..., Any], *arguments: Any, seed: int = 0
-) -> list[Any]:
+def run_ranks(parallel: Parallel, work: Work, *arguments: Any, seed: int = 0) -> list[Any]:
     """`work(links, *arguments)` on every rank; returns the results in rank order.
 
     A rank that fails, or does not end in time, fails the calling test with its traceback.
     """
+    ranks = range(parallel.world_size)
+    return _run_forked([partial(_rank, rank, parallel, seed, work, arguments) for rank in ranks])
+
+
+def run_alone(work: Work, arguments: dict[str, Any]) -> None:
+    """`work(**arguments)` in a forked process that joins no others; fails as `run_ranks` does."""
+    _run_forked([lambda folder: work(**arguments)])
+
+
+def _run_forked(works: list[Work]) -> list[Any]:
+    """Results of works, each in a process of its own, that share a folder."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / str(rank) for rank in range(len(works))]
         processes = [
-            context.Process(
-                target=_rank, args=(rank, parallel, seed, Path(folder), work, arguments)
-            )
-            for rank in range(parallel.world_size)
+            context.Process(target=_save_result, args=(work, path))
+            for work, path in zip(works, paths, strict=True)
         ]
         for process in processes:
             process.start()
@@ -52,10 +62,36 @@ def run_ranks(
         failures = signals + [path.read_text() for path in sorted(Path(folder).glob("*.error"))]
         assert not failures, "\n".join(failures)
         assert not hanging, f"ranks {hanging} did not end within {TIMEOUT_S} s"
-        return [
-            torch.load(Path(folder) / f"{rank}.result", weights_only=False)
-            for rank in range(parallel.world_size)
-        ]
+        return [torch.load(path, weights_only=False) for path in paths]
+
+
+def _save_result(work: Work, path: Path) -> None:
+    faulthandler.enable()  # says where a crash was, where this test's errors are captured
+    try:
+        torch.save(work(path.parent), path)
+    except BaseException:
+        path.with_suffix(".error").write_text(f"rank {path.name}: {traceback.format_exc()}")
+        os._exit(1)
+
+
+def _rank(rank: int, parallel: Parallel, seed: int, work: Work, arguments: tuple, folder: Path):
+    launch = Launch(rank=rank, world_size=parallel.world_size, local_rank=rank)
+    links = initialize_distributed(launch, parallel, seed, f"file://{folder / 'store'}")
+    result = work(links, *arguments)
+    shut_down_distributed()
+    return result
+
+
+def _wait(processes: list[Any]) -> None:
+    """Until all have ended, or the first has failed: the others would wait for it."""
+    deadline = time.monotonic() + TIMEOUT_S
+    running = processes
+    while running and time.monotonic() < deadline and not any(one.exitcode for one in processes):
+        ended = connection.wait([process.sentinel for process in running], 1.0)
+        for process in running:
+            if process.sentinel in ended:
+                process.join(1.0)  # it has closed its files, and is gone in a moment
+        running = [process for process in running if process.is_alive()]
 
 
 @contextmanager
@@ -71,56 +107,3 @@ def logged(name: str = "megatron.vlm") -> Iterator[list[str]]:
         yield lines
     finally:
         log.removeHandler(handler)
-
-
-def run_alone(work: Callable[..., None], arguments: dict[str, Any]) -> None:
-    """`work(**arguments)` in a forked process that joins no others; fails as `run_ranks` does."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as folder:
-        error = Path(folder) / "error"
-        process = context.Process(target=_alone, args=(work, arguments, error))
-        process.start()
-        process.join(TIMEOUT_S)
-        process.kill()
-        assert not error.exists(), error.read_text()
-        assert process.exitcode == 0, f"ended with {process.exitcode}, or not at all"
-
-
-def _alone(work: Callable[..., None], arguments: dict[str, Any], error: Path) -> None:
-    try:
-        work(**arguments)
-    except BaseException:
-        error.write_text(traceback.format_exc())
-        os._exit(1)
-
-
-def _wait(processes: list[Any]) -> None:
-    """Until all have ended, or the first has failed: the others would wait for it."""
-    deadline = time.monotonic() + TIMEOUT_S
-    running = processes
-    while running and time.monotonic() < deadline and not any(one.exitcode for one in processes):
-        ended = connection.wait([process.sentinel for process in running], 1.0)
-        for process in running:
-            if process.sentinel in ended:
-                process.join(1.0)  # it has closed its files, and is gone in a moment
-        running = [process for process in running if process.is_alive()]
-
-
-def _rank(
-    rank: int,
-    parallel: Parallel,
-    seed: int,
-    folder: Path,
-    work: Callable[..., Any],
-    arguments: tuple,
-) -> None:
-    faulthandler.enable()  # says where a crash was, where this test's errors are captured
-    launch = Launch(rank=rank, world_size=parallel.world_size, local_rank=rank)
-    try:
-        links = initialize_distributed(launch, parallel, seed, f"file://{folder / 'store'}")
-        result = work(links, *arguments)
-        torch.save(result, folder / f"{rank}.result")
-        shut_down_distributed()
-    except BaseException:
-        (folder / f"{rank}.error").write_text(f"rank {rank}: {traceback.format_exc()}")
-        os._exit(1)

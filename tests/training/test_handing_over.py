@@ -31,13 +31,9 @@ def test_item_is_the_same_behind_the_pipe(rows):
     """Prevents: content that goes to another tensor, or that is cut where it is large or empty."""
     whole = torch.arange(rows * 64, dtype=torch.float32).view(rows, 64)
     tensors = {
-        "pixels": whole,
-        "turned": whole.T,
-        "part": whole[:, 3:7],
-        "ids": torch.arange(7),
-        "flag": torch.tensor([True, False, True]),
-        "number": torch.tensor(2.5),
-    }
+        "pixels": whole, "turned": whole.T, "part": whole[:, 3:7], "ids": torch.arange(7),
+        "flag": torch.tensor([True, False, True]), "number": torch.tensor(2.5),
+    }  # fmt: skip
     found, packed = sent(Item(tensors, ("a", "b")))
     assert isinstance(packed.content, torch.Tensor) == (whole.nbytes > 1 << 20)
     assert found.texts == ("a", "b") and found.missing is None

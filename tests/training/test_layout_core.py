@@ -16,28 +16,24 @@ from omnibal.model.config import ModelConfig, load_model, preset_names
 from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage import Stage
 
+Chunks = tuple[tuple[str, ...], ...]
 
-def core_chunks(layout: str | list, pipeline: int) -> tuple[tuple[str, ...], ...]:
-    """Words of every chunk, as Megatron-core reads them."""
-    read = PipelineParallelLayerLayout(layout, pipeline)
+
+def core_chunks(layout: str | list, pipeline: int) -> Chunks | None:
+    """Words of every chunk, as Megatron-core reads them; None where it refuses the layout."""
+    try:
+        read = PipelineParallelLayerLayout(layout, pipeline)
+    except AssertionError:
+        return None
     by_turn = zip(*read.layout, strict=True)
     return tuple(tuple(unit.name for unit in chunk) for turn in by_turn for chunk in turn)
 
 
-def core_takes(layout: str | list, pipeline: int) -> bool:
+def our_chunks(layout: str | list, pipeline: int) -> Chunks | None:
     try:
-        core_chunks(layout, pipeline)
-    except AssertionError:
-        return False
-    return True
-
-
-def we_take(layout: str | list, pipeline: int) -> bool:
-    try:
-        parse_layout(layout, pipeline)
+        return parse_layout(layout, pipeline).chunks
     except UserError:
-        return False
-    return True
+        return None
 
 
 def random_stages(model: ModelConfig, pipeline: int, rng: random.Random) -> tuple[Stage, ...]:
@@ -73,10 +69,7 @@ def test_every_preset_is_written_as_core_reads_it(seed):
                 assert parse_layout(written, pipeline) == layout
             read = PipelineParallelLayerLayout(layout.short_text, pipeline)
             read.validate_layer_layout(model.language.layers, model.language.prediction_layers)
-            held = [[unit for chunk in stage for unit in chunk] for stage in read.layout]
-            layers = tuple(stage.count(LayerType.decoder) for stage in held)
             of_parts = [len(stage.layers("language")) for stage in stages]
-            assert layers == tuple(sum(of_parts[stage::pipeline]) for stage in range(pipeline))
             for stage, chunks in enumerate(read.layout):
                 counts = [chunk.count(LayerType.decoder) for chunk in chunks]
                 assert counts == of_parts[stage::pipeline]
@@ -90,40 +83,32 @@ def test_any_text_is_read_or_refused_as_core_does(seed):
     for _ in range(1_500):
         text = "".join(rng.choices("EtttmL|||(()))***231, x", k=rng.randint(0, 14)))
         pipeline = rng.randint(1, 3)
-        assert we_take(text, pipeline) == core_takes(text, pipeline), (text, pipeline)
-        if we_take(text, pipeline):
-            taken += 1
-            assert parse_layout(text, pipeline).chunks == core_chunks(text, pipeline), text
+        chunks = our_chunks(text, pipeline)
+        assert chunks == core_chunks(text, pipeline), (text, pipeline)
+        taken += chunks is not None
     assert 50 < taken < 1_450
 
 
-def test_repeats_are_written_out_as_core_does():
-    """Prevents a reading of nested or neighbouring repeats that is more sensible than core's."""
-    texts = (
-        "E(tt|)*29,m|L", "Et*3|(tt|)*4tt|L", "E|(t|)*4L", "(t*2|)*3L", "(tt)*2*3", "t(*3)*1",
-        "((t)*2)*2", "t*2*2", "()*3", "(t)", "t*0|", "|*3", "Et |L", "", "et|L", "t**2", "t*",
-    )  # fmt: skip
-    for text in texts:
-        assert we_take(text, 1) == core_takes(text, 1), text
-        if we_take(text, 1):
-            assert parse_layout(text, 1).chunks == core_chunks(text, 1), text
+REPEATS = (
+    "E(tt|)*29,m|L", "Et*3|(tt|)*4tt|L", "E|(t|)*4L", "(t*2|)*3L", "(tt)*2*3", "t(*3)*1",
+    "((t)*2)*2", "t*2*2", "()*3", "(t)", "t*0|", "|*3", "Et |L", "", "et|L", "t**2", "t*",
+)  # fmt: skip
+LISTS = (
+    [["embedding", "decoder"], ["Decoder ", "LOSS"]],
+    [["embedding"], ["encoder", "loss"]],
+    [["embedding", "t"], ["loss"]],
+    [[], ["embedding", "loss"]],
+    [["embedding"], ["decoder"], ["loss"]],
+    [[1], ["loss"]],
+    ["embedding", "loss"],
+)
 
 
-def test_lists_are_read_or_refused_as_core_does():
-    """Prevents lists of a recipe that are read with other words than core knows."""
-    cases = (
-        [["embedding", "decoder"], ["Decoder ", "LOSS"]],
-        [["embedding"], ["encoder", "loss"]],
-        [["embedding", "t"], ["loss"]],
-        [[], ["embedding", "loss"]],
-        [["embedding"], ["decoder"], ["loss"]],
-        [[1], ["loss"]],
-        ["embedding", "loss"],
-    )
-    for lists in cases:
-        assert we_take(lists, 2) == core_takes(lists, 2), lists
-        if we_take(lists, 2):
-            assert parse_layout(lists, 2).chunks == core_chunks(lists, 2)
+@pytest.mark.parametrize(("layouts", "pipeline"), [(REPEATS, 1), (LISTS, 2)])
+def test_repeats_and_lists_are_read_or_refused_as_core_does(layouts, pipeline):
+    """Prevents repeats that are read more sensibly than by core, and lists of other words."""
+    for layout in layouts:
+        assert our_chunks(layout, pipeline) == core_chunks(layout, pipeline), layout
 
 
 def test_chunks_of_a_stage_are_those_of_core():
@@ -139,6 +124,16 @@ def test_chunks_of_a_stage_are_those_of_core():
     assert layout.place(4) == "chunk 1 of stage 1"
 
 
+FIRST, LAST = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
+LAYOUT = "pipeline-model-parallel-layout"
+_FIELDS = {
+    FIRST: "num_layers_in_first_pipeline_stage",
+    LAST: "num_layers_in_last_pipeline_stage",
+    LAYOUT: "pipeline_model_parallel_layout",
+}
+"""Fields of Megatron-core's configuration that flags of Megatron-LM set."""
+
+
 def test_the_shortest_flags_that_express_a_split():
     """Prevents a layout where shorter flags do, and shorter flags that say another split."""
 
@@ -148,22 +143,13 @@ def test_the_shortest_flags_that_express_a_split():
         chunks[-1].append("loss")
         return split_flags(Layout(pipeline=len(layers), chunks=tuple(map(tuple, chunks))))
 
-    first, last = "decoder-first-pipeline-num-layers", "decoder-last-pipeline-num-layers"
     assert flags(7) == flags(4, 4, 4) == {}
-    assert flags(3, 5) == {first: "3", last: "5"}
-    assert flags(3, 6, 6, 4) == {first: "3", last: "4"}
-    assert flags(3, 6, 5, 4) == {"pipeline-model-parallel-layout": "Et*3|t*6|t*5|t*4L"}
-    assert flags(0, 5) == {"pipeline-model-parallel-layout": "E|t*5L"}
+    assert flags(3, 5) == {FIRST: "3", LAST: "5"}
+    assert flags(3, 6, 6, 4) == {FIRST: "3", LAST: "4"}
+    assert flags(3, 6, 5, 4) == {LAYOUT: "Et*3|t*6|t*5|t*4L"}
+    assert flags(0, 5) == {LAYOUT: "E|t*5L"}
     even = Layout(pipeline=2, chunks=(("embedding", "decoder"), *[("decoder",)] * 2, ("loss",)))
-    assert split_flags(even) == {"pipeline-model-parallel-layout": "Et|t|t|L"}
-
-
-_FIELDS = {
-    "decoder-first-pipeline-num-layers": "num_layers_in_first_pipeline_stage",
-    "decoder-last-pipeline-num-layers": "num_layers_in_last_pipeline_stage",
-    "pipeline-model-parallel-layout": "pipeline_model_parallel_layout",
-}
-"""Fields of Megatron-core's configuration that flags of Megatron-LM set."""
+    assert split_flags(even) == {LAYOUT: "Et|t|t|L"}
 
 
 def core_layers(layout: Layout, predicted: int) -> tuple[int, ...]:
@@ -171,14 +157,10 @@ def core_layers(layout: Layout, predicted: int) -> tuple[int, ...]:
     flags = split_flags(layout)
     told = {_FIELDS[name]: int(v) if v.isdigit() else v for name, v in flags.items()}
     config = TransformerConfig(
-        num_layers=sum(layout.layers),
-        hidden_size=8,
-        num_attention_heads=1,
-        pipeline_model_parallel_size=layout.pipeline,
-        pipeline_dtype=torch.bfloat16,
-        mtp_num_layers=predicted or None,
-        **told,
-    )
+        num_layers=sum(layout.layers), hidden_size=8, num_attention_heads=1,
+        pipeline_model_parallel_size=layout.pipeline, pipeline_dtype=torch.bfloat16,
+        mtp_num_layers=predicted or None, **told,
+    )  # fmt: skip
     stages = range(layout.pipeline)
     read = config.pipeline_model_parallel_layout
     if read is not None:  # of which core asks the rank of a process group
@@ -187,8 +169,7 @@ def core_layers(layout: Layout, predicted: int) -> tuple[int, ...]:
 
 
 def test_core_builds_the_layers_of_the_flags():
-    """Prevents numbers of the first and the last stage by which core divides the rest otherwise,
-    and flags that it refuses."""
+    """Prevents flags that core refuses, or by which it divides the layers otherwise."""
     rng = random.Random(0)
     for name in ("internvl3.5-8b", "deepseek-v3"):
         model = load_model(name)
@@ -201,23 +182,21 @@ def test_core_builds_the_layers_of_the_flags():
         for first in (1, 2):
             rest, left = divmod(layers - first, 3)
             chunks = [first, rest, rest, rest + left]
-            layout = parse_layout(
-                "E" + "|".join("t" * n for n in chunks) + "m" * predicted + "L", 4
-            )
+            text = "|".join("t" * count for count in chunks)
+            layout = parse_layout(f"E{text}{'m' * predicted}L", 4)
             assert layout.ends and core_layers(layout, predicted) == layout.layers == tuple(chunks)
 
 
 def test_errors_name_the_place():
     """Prevents an error that leaves the wrong letter, chunk or number of stages to be guessed."""
-    with pytest.raises(UserError, match="'x' in chunk 1, written out as 'txt'"):
-        parse_layout("Ett|txt|L", 1)
-    with pytest.raises(UserError, match="3 chunks for 2 pipeline stages"):
-        parse_layout("Ett|t|L", 2)
-    with pytest.raises(UserError, match="chunk 1 of the layout has 'layer'"):
-        parse_layout([["embedding"], ["layer", "loss"]], 2)
-    with pytest.raises(UserError, match="999,999,999 letters"):
-        parse_layout("Et*999999999|L", 2)
-    with pytest.raises(UserError, match="5,001 letters"):
-        parse_layout("t*" + "9" * 4_999, 1)
+    for layout, pipeline, message in (
+        ("Ett|txt|L", 1, "'x' in chunk 1, written out as 'txt'"),
+        ("Ett|t|L", 2, "3 chunks for 2 pipeline stages"),
+        ([["embedding"], ["layer", "loss"]], 2, "chunk 1 of the layout has 'layer'"),
+        ("Et*999999999|L", 2, "999,999,999 letters"),
+        ("t*" + "9" * 4_999, 1, "5,001 letters"),
+    ):
+        with pytest.raises(UserError, match=message):
+            parse_layout(layout, pipeline)
     with pytest.raises(UserError, match="stage 0 does not hold the language embed"):
         layout_of([Stage.of("vision embed"), Stage.of("language embed", "head")], 0)

@@ -5,6 +5,7 @@ import io
 import logging
 import math
 import sys
+from collections import Counter
 from dataclasses import asdict, replace
 from functools import partial
 
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint_cases import limit_file_size
+from data_parallel_cases import dealt
+from pipeline_cases import pipeline_plan
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, toy_batch
 
 from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
@@ -31,34 +34,15 @@ from omnibal.job.runlog import RUN_FILE, read_run
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.packing.packs import Packs, ScheduledPacks
 
 STEPS = 8
 PACKS_PER_STEP = 2
 
 
-def scheduled_packs(batches):
-    numbers = np.arange(len(batches))
-    return ScheduledPacks(
-        packs=Packs.from_lists([[number] for number in numbers]),
-        step=numbers // PACKS_PER_STEP,
-        dp_rank=np.zeros(len(batches), np.int32),
-        slot=(numbers % PACKS_PER_STEP).astype(np.int32),
-        epoch=np.zeros(len(batches), np.int32),
-        items={"tiles": np.array([batch.tiles for batch in batches], np.int32)},
-        tokens=np.array([batch.tokens for batch in batches], np.int32),
-        level=np.zeros(len(numbers), np.int32),
-    )
-
-
 class BrokenSink:
     """A reporting library whose server is gone."""
 
-    def __init__(self):
-        self.calls = 0
-
     def write(self, step, values):
-        self.calls += 1
         raise ConnectionError("no route to host")
 
     def close(self):
@@ -77,11 +61,9 @@ def run_loop(
     batches = [
         toy_batch(plan.model, [(1, 9), (0, 6)], seed=i) for i in range(STEPS * PACKS_PER_STEP)
     ]
-    for step in poisoned:
-        batch = batches[step * PACKS_PER_STEP]
-        batches[step * PACKS_PER_STEP] = replace(
-            batch, pixels_TCPP=batch.pixels_TCPP * float("nan")
-        )
+    for place in (step * PACKS_PER_STEP for step in poisoned):
+        pixels_TCPP = batches[place].pixels_TCPP * math.nan
+        batches[place] = replace(batches[place], pixels_TCPP=pixels_TCPP)
     done, printed = [], io.StringIO()
     writer = CheckpointWriter(
         folder, plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS),
@@ -95,14 +77,10 @@ def run_loop(
         return len(done) == stop_after and links.rank == 1
 
     data = RunData(
-        stop=STEPS,
-        scheduled=scheduled_packs(batches),
-        lengths=None,
+        stop=STEPS, scheduled=dealt(batches, 1, PACKS_PER_STEP), lengths=None,
         sharing=Sharing(dp_rank=0, levels=[Level(caps=Caps.of(tokens=64))]),
-        batches=iter(batches),
-        pack_flops=np.full(len(batches), 1e6),
-        peak_flops_per_s=1e9,
-    )
+        batches=iter(batches), pack_flops=np.full(len(batches), 1e6), peak_flops_per_s=1e9,
+    )  # fmt: skip
     options = RunOptions(save=folder, save_interval=2, last_step=STEPS, **options)
     training = TrainingLoop(
         trainer, iter([data]), options, writer, RunHealth(max_skipped),
@@ -117,15 +95,15 @@ def run_loop(
     return outcome, printed.getvalue().splitlines(), error
 
 
-@pytest.fixture
-def plan():
-    model = toy_model()
-    return toy_plan(model, stages_of(model, 4))
+def run_all(folder, **options):
+    """The same of both ranks, stages of the toy model."""
+    plan = pipeline_plan(4)
+    return run_ranks(plan.parallel, partial(run_loop, **options), plan, folder)
 
 
-def test_run_is_logged_and_saved(plan, tmp_path):
+def test_run_is_logged_and_saved(tmp_path):
     """Prevents: steps without a record, or a last checkpoint that is never made."""
-    ranks = run_ranks(plan.parallel, run_loop, plan, tmp_path)
+    ranks = run_all(tmp_path)
     assert all(outcome.steps == STEPS and not outcome.stopped for outcome, _, _ in ranks)
     records = read_run(tmp_path / RUN_FILE)
     assert [record.step for record in records] == list(range(STEPS))
@@ -140,86 +118,63 @@ def test_run_is_logged_and_saved(plan, tmp_path):
     assert sum(line.startswith("step ") for line in told) == STEPS and untold == []
 
 
-class FakeAllocator:
-    """Figures of a CUDA device, as torch keeps them until they are reset; in GiB."""
-
-    def __init__(self, cuda):
-        self.peak_gib = self.reserved_gib = self.retries = 0
-        cuda.max_memory_allocated = lambda: self.peak_gib * 2**30
-        cuda.max_memory_reserved = lambda: self.reserved_gib * 2**30
-        cuda.memory_stats = lambda: {"num_alloc_retries": self.retries}
-        cuda.reset_peak_memory_stats = self.forget_peaks
-        cuda.reset_accumulated_memory_stats = self.forget_counts
-
-    def forget_peaks(self):
-        self.peak_gib = self.reserved_gib = 0
-
-    def forget_counts(self):
-        self.retries = 0
-
-    def use(self, peak_gib, reserved_gib, retries):
-        self.peak_gib = max(self.peak_gib, peak_gib)
-        self.reserved_gib = max(self.reserved_gib, reserved_gib)
-        self.retries += retries
-
-
 def memory_of_three_steps(links):
-    """On a fake device that the second rank uses more of."""
-    gather.has_cuda = lambda: True
-    device, records = FakeAllocator(torch.cuda), []
-    for peak_gib, reserved_gib, retries in ((5, 9, 0), (3, 8, 2), (4, 8, 1)):
-        more = dist.get_rank()
-        device.use(peak_gib + more, reserved_gib + more, retries * more)
-        records += gather_stage_records(links, dict.fromkeys(Phase, 1.0))
+    """On a device that the second rank uses more of, whose figures torch keeps until a reset."""
+    gather.has_cuda, cuda, more = lambda: True, torch.cuda, dist.get_rank()
+    peaks_gib, retried, records = Counter(), Counter(), []
+    cuda.max_memory_allocated = lambda: peaks_gib["allocated"] * 2**30
+    cuda.max_memory_reserved = lambda: peaks_gib["reserved"] * 2**30
+    cuda.memory_stats = lambda: {"num_alloc_retries": retried["times"]}
+    cuda.reset_peak_memory_stats = peaks_gib.clear
+    cuda.reset_accumulated_memory_stats = retried.clear
+    for allocated, reserved, retries in ((5, 9, 0), (3, 8, 2), (4, 8, 1)):
+        peaks_gib |= Counter(allocated=allocated + more, reserved=reserved + more)  # the larger
+        retried["times"] += retries * more
+        [record] = gather_stage_records(links, dict.fromkeys(Phase, 1.0))
+        records.append((record.peak_gib, record.reserved_gib, record.allocation_retries))
     return records
 
 
 def test_memory_is_each_steps_own():
-    """Prevents: the peak of a first step shown for all, and a device that is full of pieces, or
-    that stops for the driver in every step, without a trace in the log."""
+    """Prevents: a first step's peak shown for all, and memory in pieces that nobody sees."""
     ranks = run_ranks(Parallel(pipeline=1, data=2), memory_of_three_steps)
-    assert ranks[0] == ranks[1]
-    assert [
-        (record.peak_gib, record.reserved_gib, record.allocation_retries) for record in ranks[0]
-    ] == [(6, 10, 0), (4, 9, 2), (5, 9, 1)]
+    assert ranks == [[(6, 10, 0), (4, 9, 2), (5, 9, 1)]] * 2
 
 
-def test_one_rank_that_is_asked_stops_all_with_a_checkpoint(plan, tmp_path):
+def test_one_rank_that_is_asked_stops_all_with_a_checkpoint(tmp_path):
     """Prevents: ranks that train on alone, or a stop that loses the steps since the last save."""
-    ranks = run_ranks(plan.parallel, partial(run_loop, stop_after=3), plan, tmp_path)
+    ranks = run_all(tmp_path, stop_after=3)
     assert all(outcome.steps == 3 and outcome.stopped for outcome, _, _ in ranks)
     assert latest_step(tmp_path) == 3
 
 
-def test_skipped_steps_are_told_and_no_checkpoint_is_made_of_them(plan, tmp_path):
+def test_skipped_steps_are_told_and_no_checkpoint_is_made_of_them(tmp_path):
     """Prevents: poisoned weights that push the last good checkpoint out."""
-    ranks = run_ranks(plan.parallel, partial(run_loop, poisoned=(3, 5, 6)), plan, tmp_path)
+    ranks = run_all(tmp_path, poisoned=(3, 5, 6))
     _, lines, error = ranks[0]
     assert error is None
     told = [line for line in lines if "skipped, the weights stay" in line]
     assert [line.split(":")[0] for line in told] == ["step 3", "step 5", "step 6"]
     assert "(2 in a row, 3 in all)" in told[-1]
-    saved = [line for line in lines if line.startswith("saved")]
-    assert [line[-1] for line in saved] == ["2", "8"]  # not after steps 3 and 5
+    saved = [line[-1] for line in lines if line.startswith("saved")]
+    assert saved == ["2", "8"]  # not after steps 3 and 5
     records = read_run(tmp_path / RUN_FILE)
     assert [record.step for record in records if record.skipped] == [3, 5, 6]
     assert all(math.isfinite(record.loss) for record in records if not record.skipped)
 
 
-def test_too_many_skipped_steps_end_every_rank_with_the_last_checkpoint_whole(plan, tmp_path):
+def test_too_many_skipped_steps_end_every_rank_with_the_last_checkpoint_whole(tmp_path):
     """Prevents: a run that wastes days, and the save before the bad steps left unfinished."""
-    ranks = run_ranks(
-        plan.parallel, partial(run_loop, poisoned=(2, 3, 4, 5), max_skipped=0), plan, tmp_path
-    )
+    ranks = run_all(tmp_path, poisoned=(2, 3, 4, 5), max_skipped=0)
     assert all("1 skipped steps in a row" in error for _, _, error in ranks)
     assert latest_step(tmp_path) == 2
     assert not list(tmp_path.glob("*.part"))
 
 
-def test_broken_reports_do_not_end_a_run(plan, tmp_path):
+def test_broken_reports_do_not_end_a_run(tmp_path):
     """Prevents: training that a metrics server, or a full disk under the log, brings down."""
     (tmp_path / RUN_FILE).mkdir()  # no file can be written there
-    ranks = run_ranks(plan.parallel, partial(run_loop, sinks=(BrokenSink(),)), plan, tmp_path)
+    ranks = run_all(tmp_path, sinks=(BrokenSink(),))
     outcome, lines, _ = ranks[0]
     assert outcome.steps == STEPS
     assert sum("BrokenSink gets nothing from step 0 on" in line for line in lines) == 1
@@ -236,12 +191,9 @@ def test_broken_reports_do_not_end_a_run(plan, tmp_path):
         pytest.param((1, 2, 5, 6), 2, 8, 8, None, id="never-two-in-a-row"),
     ],
 )
-def test_failed_saves_in_a_row_end_every_rank(
-    plan, tmp_path, unwritable, most, trained, newest, verdict
-):
+def test_failed_saves_in_a_row_end_every_rank(tmp_path, unwritable, most, trained, newest, verdict):
     """Prevents: a run of days that looks healthy and leaves no checkpoint."""
-    work = partial(run_loop, unwritable=unwritable, exit_after_failed_saves=most)
-    ranks = run_ranks(plan.parallel, work, plan, tmp_path)
+    ranks = run_all(tmp_path, unwritable=unwritable, exit_after_failed_saves=most)
     assert len(read_run(tmp_path / RUN_FILE)) == trained
     assert latest_step(tmp_path) == newest
     for outcome, _, error in ranks:
@@ -249,15 +201,11 @@ def test_failed_saves_in_a_row_end_every_rank(
         assert verdict is None or (verdict in error and "File too large" in error)
 
 
-def test_log_of_a_daemon_goes_nowhere(monkeypatch):
+@pytest.mark.in_own_process
+def test_log_of_a_daemon_goes_nowhere():
     """Prevents: a run that ends at its first line where it was started without terminal streams."""
+    sys.stdout = sys.stderr = None
+    show_log(0)
     log = logging.getLogger("megatron.vlm")
-    before = log.handlers, log.level, log.propagate
-    monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(sys, "stderr", None)
-    try:
-        show_log(0)
-        log.info("a line")
-        log.warning("a warning")
-    finally:
-        log.handlers, log.level, log.propagate = before
+    log.info("a line")
+    log.warning("a warning")

@@ -1,31 +1,34 @@
-"""What the optimizer's options do, against their formulas."""
+"""What the optimizer's options and the loss's weighting do, against their formulas."""
 
 import math
 from dataclasses import replace
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from pipeline_cases import pipeline_plan
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, pack, toy_batch, toy_sample
 
 from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.inputs.data import LossWeighting
 from megatron.vlm.step.train import build_trainer, train_step
 
 
 def run_steps(links, plan, options, steps, total):
-    """Rates of the steps, and the weights after them."""
+    """Rates of the steps, and the weights before and after them."""
     trainer = build_trainer(plan, links, options, steps=total, seed=3)
     before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
     batch = toy_batch(plan.model, [(1, 9), (0, 6)], seed=0)
     rates = [train_step(trainer, MicroBatchStream.of([batch])).learning_rate for _ in range(steps)]
-    after = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
-    return rates, before, after
+    return rates, before, {name: p.detach() for name, p in trainer.stage.named_parameters()}
 
 
-def trained(options, steps=1, total=10):
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
-    return run_ranks(plan.parallel, run_steps, plan, options, steps, total)[0]
+def trained(steps=1, **changes):
+    plain = {"lr_decay_style": "constant", "lr_warmup_fraction": 0.0}
+    options = replace(OPTIONS, **plain | changes)
+    [result] = run_ranks(pipeline_plan().parallel, run_steps, pipeline_plan(), options, steps, 10)
+    return result
 
 
 def expected_rate(style, step, total, warmup):
@@ -42,8 +45,7 @@ def expected_rate(style, step, total, warmup):
 @pytest.mark.parametrize("style", ["linear", "cosine", "constant"])
 def test_rate_warms_up_and_decays(style):
     """Prevents: a schedule over other steps than the run's, or a first or last one that is lost."""
-    options = replace(OPTIONS, lr_decay_style=style, lr_warmup_fraction=0.2)
-    rates, _, _ = trained(options, steps=10)
+    rates, _, _ = trained(steps=10, lr_decay_style=style, lr_warmup_fraction=0.2)
     assert rates == pytest.approx([expected_rate(style, step, 10, 2) for step in range(1, 11)])
 
 
@@ -54,13 +56,13 @@ def test_weight_decay_spares_vectors():
     gradient: two runs that differ in the decay differ by just that.
     """
     decay = 0.3
-    options = replace(OPTIONS, lr_decay_style="constant", lr_warmup_fraction=0.0, adam_eps=1e-3)
-    _, before, without = trained(replace(options, weight_decay=0.0))
-    _, _, decayed = trained(replace(options, weight_decay=decay))
+    (_, before, without), (_, _, decayed) = (
+        trained(adam_eps=1e-3, weight_decay=one) for one in (0.0, decay)
+    )
     vectors = {name for name, weight in before.items() if weight.dim() == 1}
     assert {"vision_embedding.class_token", "language.final_layernorm.weight"} < vectors
     for name, weight in before.items():
-        taken = 0.0 if name in vectors else options.lr * decay
+        taken = 0.0 if name in vectors else OPTIONS.lr * decay
         torch.testing.assert_close(
             decayed[name], without[name] - taken * weight, rtol=1e-5, atol=1e-7, msg=name
         )
@@ -68,14 +70,95 @@ def test_weight_decay_spares_vectors():
 
 def test_clipping_bounds_the_step():
     """Prevents: a norm that is reported and not applied. SGD-like: a large epsilon of Adam."""
-    options = replace(
-        OPTIONS, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.0, adam_eps=1e4
-    )
-    moved = []
+    norms = []
     for clip in (0.0, 0.05):
-        _, before, after = trained(replace(options, clip_grad=clip, lr=100.0, min_lr=0.0))
-        moved.append({name: before[name] - after[name] for name in before})
-    norms = [math.sqrt(sum(float(m.square().sum()) for m in one.values())) for one in moved]
+        sgd = {"adam_eps": 1e4, "weight_decay": 0.0, "lr": 100.0, "min_lr": 0.0}
+        _, before, after = trained(clip_grad=clip, **sgd)
+        squares = [float((before[name] - after[name]).square().sum()) for name in before]
+        norms.append(math.sqrt(sum(squares)))
     # An update is the rate times the gradient over epsilon.
     assert norms[1] == pytest.approx(100.0 * 0.05 / 1e4, rel=1e-3)
     assert norms[0] > 2 * norms[1]
+
+
+# (tiles, text tokens); two tokens of each carry no loss.
+SAMPLES = [(0, 3), (1, 9), (0, 40), (2, 5), (1, 20), (0, 12)]
+LOSS_TOKENS = [text_tokens - 2 for _, text_tokens in SAMPLES]
+
+
+def gradients_of(links, plan, step, weighting):
+    """Loss and unclipped gradients of one step, which lists each rank's packs of sample numbers."""
+    options = replace(OPTIONS, clip_grad=0.0, loss_weighting=weighting)
+    trainer = build_trainer(plan, links, options, steps=10, seed=3)
+    samples = [toy_sample(plan.model, *sizes, seed=i) for i, sizes in enumerate(SAMPLES)]
+    own = step[parallel_state.get_data_parallel_rank()]
+    batches = [pack([samples[i] for i in one], weighting) for one in own]
+    result = train_step(trainer, MicroBatchStream.of(batches))
+    # Of several ranks each holds a part of the sum.
+    own = trainer.stage.named_parameters() if plan.parallel.data == 1 else ()
+    return result.loss, result.grad_norm, {name: p.main_grad.clone() for name, p in own}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Mean loss and its gradient of every sample by itself."""
+    plan = pipeline_plan()
+    return [
+        run_ranks(plan.parallel, gradients_of, plan, [[[i]]], LossWeighting.TOKEN)[0]
+        for i in range(len(SAMPLES))
+    ]
+
+
+def shares_of(weighting, packs):
+    """What the samples' own means are multiplied by in the loss, as the literature writes it."""
+    total, roots = sum(LOSS_TOKENS), [n**0.5 for n in LOSS_TOKENS]
+    held = {i: sum(LOSS_TOKENS[j] for j in one) for one in packs for i in one}
+    of_tokens = [n / total for n in LOSS_TOKENS]  # the mean over all tokens
+    return {
+        "token": of_tokens,
+        "sum": of_tokens,
+        "sample": [1 / len(SAMPLES)] * len(SAMPLES),  # the mean over samples
+        "sqrt": [root / sum(roots) for root in roots],  # a sample weighs sqrt(n) as a whole
+        # The mean over packs of each one's mean over tokens.
+        "micro-batch": [n / held[i] / len(packs) for i, n in enumerate(LOSS_TOKENS)],
+    }[weighting]
+
+
+def mean_of(alone, weighting, packs):
+    """Loss, gradient norm and gradients by the formula."""
+    shares = shares_of(weighting, packs)
+    loss = sum(share * one[0] for share, one in zip(shares, alone, strict=True))
+    factor = sum(LOSS_TOKENS) if weighting == "sum" else 1  # gradients of the sum over tokens
+    gradients = {
+        name: factor * sum(share * one[2][name] for share, one in zip(shares, alone, strict=True))
+        for name in alone[0][2]
+    }
+    norm = math.sqrt(sum(float(one.double().square().sum()) for one in gradients.values()))
+    return loss, norm, gradients
+
+
+@pytest.mark.parametrize("weighting", LossWeighting)
+def test_gradient_is_the_weighted_mean_of_the_samples_own(alone, weighting):
+    """Prevents: weights that count per rank or pack, and a divisor that is not their sum."""
+    # Two ranks have different numbers of samples, and of packs.
+    two_ranks = [[[5, 4, 3]], [[1, 2], [0]]]
+    for step in ([[[5, 3, 0, 1, 2, 4]]], [[[4], [2, 0], [1], [5, 3]]], two_ranks):
+        cuts = (4,) if len(step) > 1 else ()
+        plan = pipeline_plan(*cuts, data=len(step))
+        loss, norm, gradients = mean_of(alone, weighting, [one for rank in step for one in rank])
+        for got_loss, got_norm, got in run_ranks(
+            plan.parallel, gradients_of, plan, step, weighting
+        ):
+            assert got_loss == pytest.approx(loss, rel=1e-5)
+            assert got_norm == pytest.approx(norm, rel=1e-4)
+            expected, atol = gradients if len(step) == 1 else {}, 1e-6 * max(1, norm)
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=atol)
+
+
+def test_published_names_are_understood():
+    """Prevents: a name of HBP's table 10 that is refused, or means another normalization."""
+    names = {"Ave-Token": "token", "sample-mean": "sample", "Token-Mean": "micro-batch"}
+    for name, value in {**names, "Sum": "sum", "sqrt": "sqrt"}.items():
+        assert LossWeighting(name).value == value
+    with pytest.raises(ValueError, match="mean"):
+        LossWeighting("mean")

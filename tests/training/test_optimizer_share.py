@@ -1,40 +1,37 @@
-"""A resume reads and holds of the optimizer's state what the rank updates, to the bit."""
+"""A resume reads and holds of the optimizer's state what the rank updates, to the bit; also with an
+optimizer that keeps its state as Transformer Engine's FusedAdam does."""
 
 import weakref
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
+from checkpoint_cases import TOTAL_STEPS, train_range
 from megatron.core import dist_checkpointing
+from megatron.core import optimizer as core_optimizer
+from megatron.core.optimizer import distrib_optimizer
+from pipeline_cases import pipeline_plan
 from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, toy_model
 
 from megatron.vlm.checkpoint.files import checkpoint_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
+from megatron.vlm.step.train import build_trainer
 from omnibal.model.parallel import Parallel
 
-_STEPS = 4
 _ROWS = 3 * 2 * 2 * 4 * 16384
 """Bytes of the rows that two parameters are cut in, at both ends of a share; three tensors each."""
 _CUTS = 3 * 2 * 2 * 2
 """Blocks more that are read there, each of two parts where tensor-parallel ranks have stored it."""
 
 
-def wide_model():
-    """Its largest parameters, gated and not, are each longer than a quarter of the model."""
-    model = toy_model(layers=1, ffn_hidden_size=16384)
-    language = model.language.model_copy(update={"layers": 1, "ffn_hidden_size": 8192})
-    return model.model_copy(update={"language": language})
-
-
-def wide_plan(data, tensor):
-    model = wide_model()
-    return toy_plan(model, stages_of(model), data=data, tensor=tensor)
+# Its largest parameters, gated and not, are each longer than a quarter of the model.
+WIDE = toy_model(layers=1, ffn_hidden_size=16384).with_tower(
+    "language", layers=1, ffn_hidden_size=8192
+)
 
 
 class HostMemory(TorchDispatchMode):
@@ -74,21 +71,10 @@ def read_bytes():
     return int(line.split()[1])
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """Bytes of a resume on one rank."""
-
-    read: int
-    peak_of_memory: int
-    share: int
-    weights: list[int]
-    """Of every parameter of the stage, float32."""
-    stored_tensors: int
-
-
 def resumed(links, plan, load, save):
-    """Resume from one directory and save in another."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=_STEPS, seed=5)
+    """Resume from one directory and save in another; returns bytes: read, at most, of the rank's
+    share and of every float32 parameter; and the number of stored tensors."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=5)
     parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
     memory, before = HostMemory(), read_bytes()
     with memory:
@@ -96,38 +82,21 @@ def resumed(links, plan, load, save):
     read = read_bytes() - before
     CheckpointWriter(save, *parts, keep_last=None, asynchronous=False).save(1, {})
     [optimizer] = trainer.optimizers[0].chained_optimizers
-    states = [
-        value
-        for state in optimizer.optimizer.state.values()
-        for key, value in state.items()
-        if key != "step"
-    ]
-    return Resumed(
-        read=read,
-        peak_of_memory=memory.peak,
-        share=sum(value.nbytes for value in states) * 3 // 2,  # moments, and in fp32 the weights
-        weights=[parameter.nbytes for parameter in trainer.stage.parameters()],
-        stored_tensors=2 * len(states) + 2 * len(list(trainer.stage.parameters())),
-    )
+    states = optimizer.optimizer.state.values()
+    moments = [value for state in states for key, value in state.items() if key != "step"]
+    weights = [parameter.nbytes for parameter in trainer.stage.parameters()]
+    share = sum(value.nbytes for value in moments) * 3 // 2  # and in fp32 the weights
+    return read, memory.peak, share, weights, 2 * len(moments) + 2 * len(weights)
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Checkpoints after a step, by tensor-parallel size."""
-    folders = {}
-    for tensor in (1, 2):
-        folders[tensor] = tmp_path_factory.mktemp(f"tensor{tensor}")
-        plan = wide_plan(1, tensor)
-        run_ranks(plan.parallel, trained, plan, folders[tensor])
+    folders = {tensor: tmp_path_factory.mktemp(f"tensor{tensor}") for tensor in (1, 2)}
+    for tensor, folder in folders.items():
+        plan = pipeline_plan(model=WIDE, tensor=tensor)
+        run_ranks(plan.parallel, train_range, plan, 0, 1, None, folder)
     return folders
-
-
-def trained(links, plan, save):
-    trainer = build_trainer(plan, links, OPTIONS, steps=_STEPS, seed=3)
-    train_step(trainer, MicroBatchStream.of([toy_batch(plan.model, [(1, 9)], seed=1)]))
-    trainer.wait_for_weights()
-    parts = (plan, trainer.stages, trainer.optimizers, trainer.scheduler, asdict(OPTIONS))
-    CheckpointWriter(save, *parts, keep_last=None, asynchronous=False).save(1, {})
 
 
 def content(links, path):
@@ -135,29 +104,26 @@ def content(links, path):
     return {name: value for name, value in loaded.items() if torch.is_tensor(value)}
 
 
-CHANGES = {
-    "four-ranks": (1, 1, 4),
-    "tensor-parallel": (2, 2, 2),
-    "from-tensor-parallel": (2, 1, 4),
-    "to-tensor-parallel": (1, 2, 2),
-}
-"""Tensor-parallel size before; tensor- and data-parallel size after."""
-
-
-@pytest.mark.parametrize(("before", "tensor", "data"), CHANGES.values(), ids=CHANGES)
+@pytest.mark.parametrize(
+    ("before", "tensor", "data"),
+    [(1, 1, 4), (2, 2, 2), (2, 1, 4), (1, 2, 2)],
+    ids=["four-ranks", "tensor-parallel", "from-tensor-parallel", "to-tensor-parallel"],
+)
 def test_resume_reads_its_own_share(saved, tmp_path, before, tensor, data):
-    """Prevents: a resume for which a data-parallel rank needs room for other ranks' state, or that
-    gives it values of another place where a parameter is cut between ranks."""
-    plan, checkpoint = wide_plan(data, tensor), checkpoint_path(saved[before], 1)
-    for rank in run_ranks(plan.parallel, resumed, plan, saved[before], tmp_path):
-        largest, whole = max(rank.weights), 3 * sum(rank.weights)
-        assert rank.share < whole / data * 1.1
-        # The moments themselves, which a CPU has in the same memory.
-        held = rank.peak_of_memory - rank.share * 2 // 3
-        assert held < rank.share + largest + _ROWS
+    """Prevents: room for other ranks' state at a resume, or values of another place."""
+    plan = pipeline_plan(model=WIDE, data=data, tensor=tensor)
+    checkpoint = checkpoint_path(saved[before], 1)
+    # Files that describe the checkpoint.
+    described = sum((checkpoint / name).stat().st_size for name in (".metadata", "common.pt"))
+    for read, peak, share, weights, stored in run_ranks(
+        plan.parallel, resumed, plan, saved[before], tmp_path
+    ):
+        assert share < 3 * sum(weights) / data * 1.1
+        # Without the moments themselves, which a CPU has in the same memory.
+        assert peak - share * 2 // 3 < share + max(weights) + _ROWS
         if before >= tensor:  # else of each row only some columns are a rank's
-            about_files = 6 * 1024 * (rank.stored_tensors + _CUTS) + 4 * described(checkpoint)
-            assert rank.read < sum(rank.weights) + rank.share + about_files + _ROWS
+            about_files = 6 * 1024 * (stored + _CUTS) + 4 * described
+            assert read < sum(weights) + share + about_files + _ROWS
     [expected], [found] = (
         run_ranks(Parallel(pipeline=1, data=1), content, path)
         for path in (checkpoint, checkpoint_path(tmp_path, 1))
@@ -168,6 +134,115 @@ def test_resume_reads_its_own_share(saved, tmp_path, before, tensor, data):
         assert torch.equal(found[name][:rows], expected[name][:rows]), name
 
 
-def described(checkpoint):
-    """Bytes of files that describe a checkpoint."""
-    return sum((checkpoint / name).stat().st_size for name in (".metadata", "common.pt"))
+SAVED_STEP = 3
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """AdamW whose moments are by parameter, under two names and no other, and whose step is the
+    group's, which has none before the first one; groups without parameters are passed over."""
+
+    steps_taken: tuple[int, ...] = ()
+
+    def __init__(self, params, lr, weight_decay, betas, eps, adam_w_mode):
+        assert adam_w_mode
+        settings = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {**settings, "bias_correction": True})
+
+    def moment(self, parameter, name):
+        assert name in ("exp_avg", "exp_avg_sq")
+        assert self.state[parameter][name].dtype == torch.float32
+        return self.state[parameter][name]
+
+    def parameters(self):
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def state_dict(self):
+        state_dict = super().state_dict()
+        numbered = dict(enumerate(self.parameters()))
+        state_dict["state"] = {
+            number: {name: self.moment(numbered[number], name) for name in state}
+            for number, state in state_dict["state"].items()
+        }
+        return state_dict
+
+    def load_state_dict(self, state_dict):
+        super().load_state_dict(state_dict)
+        for number, parameter in enumerate(self.parameters()):
+            state = state_dict["state"].get(number, {})
+            self.state[parameter] = {name: value.float().clone() for name, value in state.items()}
+            for name in state:
+                self.moment(parameter, name)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            assert group["bias_correction"]
+            group["step"] = group["step"] + 1 if "step" in group else 1
+            assert isinstance(group["step"], int)  # as the kernel's argument is
+            for parameter in group["params"]:
+                self.update(parameter, group)
+        FusedAdam.steps_taken += (group["step"],)
+
+    def update(self, parameter, group):
+        names, gradient = ("exp_avg", "exp_avg_sq"), parameter.grad
+        if not self.state[parameter]:
+            self.state[parameter] = {name: torch.zeros_like(parameter) for name in names}
+        first, second = (self.moment(parameter, name) for name in names)
+        beta1, beta2 = group["betas"]
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        corrected = first / (1 - beta1 ** group["step"])
+        spread = (second / (1 - beta2 ** group["step"])).sqrt() + group["eps"]
+        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        parameter.sub_(group["lr"] * corrected / spread)
+
+
+def train_with(links, is_fused, *arguments):
+    """As `train_range`, and the step counts that FusedAdam corrected its moments by."""
+    if is_fused:
+        core_optimizer.Adam = distrib_optimizer.Adam = FusedAdam
+        core_optimizer.USING_PYTORCH_OPTIMIZER = False
+        distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+    return *train_range(links, *arguments), FusedAdam.steps_taken
+
+
+def run_range(plan, is_fused, *arguments):
+    ranks = run_ranks(plan.parallel, train_with, is_fused, plan, *arguments)
+    weights = {name: value for _, own, _ in ranks for name, value in own.items()}
+    [steps_taken] = {steps for _, _, steps in ranks}
+    return ranks[0][0], weights, steps_taken
+
+
+def test_resumed_equals_uninterrupted_bit_for_bit(tmp_path):
+    """Prevents: a KeyError on "step" at every resume, and a bias correction that begins again."""
+    plan = pipeline_plan(4, data=2)
+    losses, weights, _ = run_range(plan, True, 0, TOTAL_STEPS, None, None)
+    first, _, steps = run_range(plan, True, 0, SAVED_STEP, None, tmp_path)
+    assert steps == (1, 2, 3)
+    rest, resumed, steps = run_range(plan, True, SAVED_STEP, TOTAL_STEPS, tmp_path, None)
+    assert steps == (4, 5, 6)
+    assert first + rest == losses
+    assert [name for name in weights if not torch.equal(resumed[name], weights[name])] == []
+
+
+@pytest.mark.parametrize("fused_first", [True, False], ids=["fused-to-torch", "torch-to-fused"])
+def test_resumes_with_the_other_optimizer(tmp_path, fused_first):
+    """Prevents: checkpoints that are lost with the image of the cluster that wrote them."""
+    plan = pipeline_plan(4)
+    losses, weights, _ = run_range(plan, fused_first, 0, TOTAL_STEPS, None, None)
+    run_range(plan, fused_first, 0, SAVED_STEP, None, tmp_path)
+    rest, resumed, _ = run_range(plan, not fused_first, SAVED_STEP, TOTAL_STEPS, tmp_path, None)
+    assert rest == pytest.approx(losses[SAVED_STEP:], rel=1e-5)
+    torch.testing.assert_close(resumed, weights, rtol=1e-4, atol=1e-5)
+
+
+def test_state_before_the_first_step_is_saved_and_resumed(tmp_path):
+    """Prevents: a failed first save where every step so far was skipped."""
+    plan = pipeline_plan(4)
+    losses, _, _ = run_range(plan, True, 0, TOTAL_STEPS, None, None)
+    run_range(plan, True, 0, 0, None, tmp_path)
+    resumed, _, steps = run_range(plan, True, 0, TOTAL_STEPS, tmp_path, None)
+    assert steps == (1, 2, 3, 4, 5, 6)
+    assert resumed == losses

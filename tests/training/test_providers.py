@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from commands import launcher
+from pipeline_cases import pipeline_plan
 from programs import run_program
-from toy import stages_of, toy_model, toy_plan
 
 from megatron.vlm.installed import import_failure
 from megatron.vlm.measure.fake_device.job import check_fake_device_precision
@@ -15,13 +15,14 @@ from megatron.vlm.model.stage import build_stage
 from omnibal.base.errors import UserError
 
 HERE = Path(__file__).parent
+TRAINER = ("pretrain_vlm.py", "--plan", "none", "--provider", "te")
 
 
 def test_both_providers_make_the_same_model():
     """Prevents: parameters of other names, shapes or divisions, checkpoints that one provider
     writes and the other cannot load, and arguments that Transformer Engine does not take."""
-    program = ("-W", "ignore", HERE / "provider_checks.py")
-    result = run_program(*program, imports=(HERE / "fake_te",))
+    program = HERE / "provider_checks.py"
+    result = run_program("-W", "ignore", program, imports=(HERE / "fake_te",))
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -34,10 +35,8 @@ def test_a_provider_that_is_not_installed_is_refused(monkeypatch):
 
 
 def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
-    """Prevents: a plan in FP8 that is trained in bf16 without a word, or ends in core's assertion
-    after all ranks have joined."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model)).model_copy(update={"precision": "fp8"})
+    """Prevents: a plan in FP8 trained in bf16, or refused only when all ranks have joined."""
+    plan = pipeline_plan().model_copy(update={"precision": "fp8"})
     with pytest.raises(UserError, match=r"fp8.*--provider te"):
         build_stage(plan, 0)
     with pytest.raises(UserError, match="fake device"):
@@ -52,20 +51,19 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
         check_fake_device_precision(precision)
 
 
-@pytest.mark.parametrize("mode", [("--dry-run",), ("--data", "meta.json")])
+@pytest.mark.parametrize(
+    "mode", ["--dry-run", "--data meta.json --tokenizer-model none --save none"]
+)
 def test_the_trainer_refuses_it_at_once(mode):
     """Prevents: a dry run that says nothing of what ends the run itself."""
-    command = ("pretrain_vlm.py", "--plan", "none", "--provider", "te", *mode)
-    others = ("--tokenizer-model", "none", "--save", "none")
-    ended = launcher().run(*command, *(() if mode == ("--dry-run",) else others))
+    ended = launcher().run(*TRAINER, *mode.split())
     assert ended.returncode == 2 and ended.stderr.count("\n") == 1
     assert "error: --provider te needs Transformer Engine, which is not installed" in ended.stderr
 
 
 @pytest.mark.parametrize("error", ["ImportError", "OSError", "RuntimeError"])
 def test_why_a_package_cannot_be_imported_is_kept(tmp_path, monkeypatch, error):
-    """Prevents: a broken package of compiled code, which raises what it likes, left half-imported
-    for Megatron-core to find."""
+    """Prevents: a package that raises what it likes, left half-imported for core to find."""
     package = f"broken_by_{error}"
     (tmp_path / f"{package}.py").write_text(f'raise {error}("libcudnn.so.9: not found\\nat all")')
     monkeypatch.syspath_prepend(tmp_path)
@@ -79,8 +77,7 @@ def test_one_that_cannot_be_imported_ends_in_one_line(tmp_path):
     package = tmp_path / "transformer_engine"
     package.mkdir()
     (package / "__init__.py").write_text('raise OSError("libcudnn.so.9: not found\\nat all")')
-    command = ("pretrain_vlm.py", "--plan", "none", "--provider", "te", "--dry-run")
-    ended = run_program(*command, imports=(tmp_path,))
+    ended = run_program(*TRAINER, "--dry-run", imports=(tmp_path,))
     assert ended.returncode == 2, ended.stderr
     assert ended.stderr == (
         "error: --provider te: Transformer Engine is installed, but cannot be imported "

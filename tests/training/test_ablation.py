@@ -1,4 +1,5 @@
-"""The ablation's plans: the same samples in each, costs of what is computed, the best split."""
+"""The ablation's plans: the same samples in each, costs of what is computed, the best split; and
+what the README and docs say of it, against what was measured."""
 
 import sys
 from pathlib import Path
@@ -7,19 +8,20 @@ import numpy as np
 import pytest
 import torch
 from length_cases import lengths_of
+from pipeline_cases import pipeline_plan
 from ranks import run_ranks
-from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
+from toy import OPTIONS, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.schedule import run_forward_backward
 from megatron.vlm.step.train import build_trainer
+from omnibal.base.files import read_json_model
 from omnibal.cost.model import pack_features
-from omnibal.data.lengths import Lengths
 from omnibal.job.check import check_plan
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult
-from omnibal.model.config import ModelConfig, load_cluster, load_model
+from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage_cost import stage_times
@@ -27,37 +29,27 @@ from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.workload import Workload
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from ablation import AblationResult, lost_entries, markdown_of, picture
 from ablation_runs import padded_to_longest
 from ablation_variants import AblationJob, Variant, make_variant, recomputing_cost
 
+REPOSITORY = Path(__file__).parents[2]
 SAMPLES_PER_STEP = 22
 """Not whole micro-batches of four."""
 
 
-def random_lengths(model: ModelConfig, samples: int) -> Lengths:
-    rng = np.random.default_rng(0)
-    tiles = rng.integers(0, 5, samples)
-    text = rng.integers(3, 60, samples)
-    tokens = tiles * model.vision.tokens_per_item + text
-    return lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 3)
-
-
-def job_of(model: ModelConfig, samples: int = 300, memory_gib: float = 4.0, **sizes) -> AblationJob:
-    node = {"memory_gib": memory_gib, "gpus_per_node": 8}
-    return AblationJob(
-        model=model,
-        parallel=Parallel(**({"pipeline": 3, "data": 2} | sizes)),
-        cluster=load_cluster("laptop-cpu").model_copy(update=node),
-        caps=Caps.of(tiles=8, tokens=300),
-        samples_per_step=SAMPLES_PER_STEP,
-        lengths=random_lengths(model, samples),
-        seed=1,
-    )
-
-
 @pytest.fixture(scope="module")
 def job() -> AblationJob:
-    return job_of(load_model("internvl-digits"))
+    model, rng = load_model("internvl-digits"), np.random.default_rng(0)
+    tiles, text = rng.integers(0, 5, 300), rng.integers(3, 60, 300)
+    tokens = tiles * model.vision.tokens_per_item + text
+    node = {"memory_gib": 4.0, "gpus_per_node": 8}
+    return AblationJob(
+        model=model, parallel=Parallel(pipeline=3, data=2),
+        cluster=load_cluster("laptop-cpu").model_copy(update=node),
+        caps=Caps.of(tiles=8, tokens=300), samples_per_step=SAMPLES_PER_STEP,
+        lengths=lengths_of(tiles=tiles, tokens=tokens, loss_tokens=text // 3), seed=1,
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -79,13 +71,13 @@ def test_plain_variants_have_the_same_samples_in_every_step(job, results):
     common, careful = (results[v].data[0] for v in (Variant.COMMON, Variant.CAREFUL))
     assert common.steps == careful.steps == -(-len(job.lengths) // SAMPLES_PER_STEP)
     for step in range(common.steps):
-        own = [
+        own, others = (
             set(packs.packs.take(np.flatnonzero(packs.step == step)).samples.tolist())
             for packs in (common, careful)
-        ]
-        assert own[0] == own[1]
+        )
+        assert own == others
         last = step == common.steps - 1
-        assert len(own[0]) == (len(job.lengths) % SAMPLES_PER_STEP if last else SAMPLES_PER_STEP)
+        assert len(own) == (len(job.lengths) % SAMPLES_PER_STEP if last else SAMPLES_PER_STEP)
 
 
 def test_packs_are_balanced_at_about_the_same_step(job, results):
@@ -105,19 +97,13 @@ def test_common_features_are_those_of_padded_micro_batches(job, results):
     packs, padded = results[Variant.COMMON].data
     features = pack_features(packs.packs, padded, job.cost.features)
     lengths = job.lengths
-    for row in range(len(packs)):
-        samples = packs.packs[row].tolist()
+    for row, samples in enumerate(packs.packs[row] for row in range(len(packs))):
         assert 1 <= len(samples) <= 4
-        longest = max(int(lengths.tokens[sample]) for sample in samples)
-        by_hand = [
-            1,
-            sum(int(lengths.column("tiles")[sample]) for sample in samples),
-            len(samples) * longest,
-            len(samples) * longest**2,
-            sum(int(lengths.loss_tokens[sample]) for sample in samples),
-        ]
+        longest, number = lengths.tokens[samples].max(), len(samples)
+        tiles, answers = (lengths.column(n)[samples].sum() for n in ("tiles", "loss_tokens"))
+        by_hand = [1, tiles, number * longest, number * longest**2, answers]
         assert features[row].tolist() == by_hand
-        assert packs.tokens[row] == by_hand[2]
+        assert packs.tokens[row] == number * longest
 
 
 def test_recompute_of_each_variant(results):
@@ -158,9 +144,8 @@ def gradients(links, plan, batch):
 
 def test_padding_changes_neither_loss_nor_gradients():
     """Prevents: padding that is attended to, learned, or that moves an image or an answer."""
-    model = toy_model()
-    plan = toy_plan(model, stages_of(model))
-    batch = toy_batch(model, [(1, 9), (0, 6), (2, 20), (1, 4)], seed=5)
+    plan = pipeline_plan()
+    batch = toy_batch(plan.model, [(1, 9), (0, 6), (2, 20), (1, 4)], seed=5)
     padded = padded_to_longest(batch)
     longest = max(batch.segment_tokens)
     assert padded.segment_tokens == (longest,) * 4
@@ -170,5 +155,30 @@ def test_padding_changes_neither_loss_nor_gradients():
     )
     assert padded_loss == pytest.approx(plain_loss, rel=1e-6)
     assert plain_loss > 0 and all(grad.any() for grad in plain.values())
-    for name, grad in plain.items():
-        torch.testing.assert_close(with_padding[name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    torch.testing.assert_close(with_padding, plain, rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def result() -> AblationResult:
+    return read_json_model(AblationResult, REPOSITORY / "docs" / "ablation.json", "measure it")
+
+
+def test_readme_and_picture_show_what_was_measured(result):
+    """Prevents: figures on the front page that no command gave."""
+    assert markdown_of(result) in (REPOSITORY / "README.md").read_text()
+    drawn = (REPOSITORY / "docs" / "ablation.svg").read_text()
+    assert drawn == picture(result.layouts[-1])
+
+
+def test_lost_time_adds_up(result):
+    """Prevents: a table of lost time that hides some."""
+    for layout in result.layouts:
+        for one in layout.variants:
+            total = sum(lost_entries(one).values())
+            if one.trained:
+                step = one.trained.usual_step_ms + one.trained.logging_ms
+            else:
+                step = sum(one.replayed.step_ms) / len(one.replayed.step_ms)
+            assert total == pytest.approx(step)
+            # Rounds of every plan, as they were paired.
+            assert len(one.step_ms) == len(one.predicted_ms) == len(one.samples)
