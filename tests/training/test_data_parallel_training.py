@@ -24,8 +24,7 @@ from megatron.vlm.step.train import build_trainer, train_step
 
 @pytest.mark.parametrize("case", beside.CASES.values(), ids=beside.CASES)
 def test_data_parallel_encoders_train_as_one_process(case):
-    """Prevents: a loss or gradient that depends on who encodes an item, features at the wrong
-    token, and ranks that wait for ever for one that has nothing to encode."""
+    """Prevents: training that depends on who encodes an item, and ranks that wait for ever."""
     feed = beside.feed_of(case.drop_path)
     compare_with_one_process(beside.plan_of(case), beside.STEPS, feed=feed)
 

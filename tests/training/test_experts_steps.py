@@ -88,8 +88,7 @@ def pack_losses(theirs, samples: Sequence[ToySample]) -> tuple[torch.Tensor, tor
 
 
 def test_equals_a_plain_loop():
-    """Prevents: what one step does not show: moments of experts lost or shared out wrongly, a decay
-    or a rate of their own, packs added up or gradients clipped otherwise over expert ranks."""
+    """Prevents: moments of experts lost or shared out wrongly, rates or decays of their own."""
     model = model_of(normalized=True, auxiliary_loss=AUXILIARY_LOSS)
     plan = plan_of(model=model, data=2, expert=2)
     (weights, found), _ = run_ranks(plan.parallel, ours, plan)

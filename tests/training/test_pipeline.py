@@ -85,10 +85,7 @@ def plainly_packed(model, number, packs):
 
 
 def poisoned(links, plan, factor):
-    """Loss of the step after a poisoned one, and whether it is skipped too.
-
-    Pixels are no numbers; or one rank's one parameter has gradients so much larger.
-    """
+    """Loss of the step after one of pixels that are no numbers, or of one rank's huge gradient."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     weights = list(trainer.stage.parameters())
     before = [weight.detach().clone() for weight in weights]

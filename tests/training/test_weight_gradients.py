@@ -128,8 +128,7 @@ def steps_that_add(links, plan):
 
 @pytest.mark.parametrize("plan", FUSED.values(), ids=FUSED)
 def test_fused_weight_gradients_train_the_same(plan, monkeypatch):
-    """Prevents: a linear whose gradient is lost, or counted twice beside the tied matrix's other
-    use, by tensor-parallel ranks or by recomputation."""
+    """Prevents: a gradient that is lost, or counted twice beside the tied matrix's other use."""
     compare_fused(monkeypatch, plan, PLAIN_STEPS, steps_that_add)
 
 
