@@ -1,12 +1,17 @@
 """Schedules run by an event loop that is not the simulator's."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule, Schedule
 from omnibal.pipeline.simulate import Timeline, simulate_schedule
+from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import PerStepCosts, stage_times
+from omnibal.pipeline.unit_runs import stage_units
+from omnibal.pipeline.workload import Workload
 
 F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 SCHEDULES = [
@@ -21,11 +26,62 @@ Key = tuple[int, Operation]
 """(stage, operation)."""
 
 
+def workload_of(
+    counts: Sequence[Sequence[int]] | np.ndarray, features: np.ndarray | None = None, **columns
+) -> Workload:
+    """So many micro-batches of every rank of every step, [steps, ranks]."""
+    number = np.asarray(counts)
+    step, rank = (np.repeat(axis.ravel(), number.ravel()) for axis in np.indices(number.shape))
+    slot = np.concatenate([np.arange(count) for count in number.ravel()])
+    features = np.zeros((len(slot), 1)) if features is None else features
+    at = {"step": step, "dp_rank": rank, "slot": slot, "data_parallel_size": number.shape[1]}
+    return Workload(features=features, **at, **columns)
+
+
+def nothing_once(stages: int, **changes: np.ndarray) -> PerStepCosts:
+    """Steps in which nothing but these is exchanged or updated."""
+    usual = dict.fromkeys(("reduction_ms", "gather_ms", "tied_ms", "update_ms"), np.zeros(stages))
+    return PerStepCosts(**(usual | {"buckets": np.ones(stages)} | changes))
+
+
 def simulate_1f1b(forward_ms: np.ndarray, backward_ms: np.ndarray, *others) -> Timeline:
     """Steps of passes [steps, m, p] in 1F1B; `others` are as of `simulate_schedule`."""
     _, micro_batches, stages = forward_ms.shape
     passes = {F: forward_ms, B: backward_ms}
     return simulate_schedule(planned_graph(stages, micro_batches), passes, *others)
+
+
+def needed_ms(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> float:
+    """Passes of all micro-batches on stages that recompute nothing, without collectives."""
+    times = stage_times(cost, stages, features)
+    units = [cost.units[unit] for stage in stages for unit in stage_units(cost.kinds, stage)]
+    collective_ms = sum(unit.collective_ms.sum(axis=0) for unit in units)
+    passes_ms = times.forward_ms + times.backward_ms
+    return float(passes_ms.sum() - features.sum(axis=0) @ collective_ms)
+
+
+Held = set[tuple[int, int]]
+"""(chunk, micro-batch)."""
+
+
+def held_in_list(operations: Sequence[Operation]) -> list[tuple[Operation, Held, Held]]:
+    """Every operation, what is kept for backwards meanwhile, and for gradients of weights alone."""
+    kept: Held = set()
+    late: Held = set()
+    found = []
+    for one in operations:
+        place = one.chunk, one.micro_batch
+        if one.kind is F:
+            kept.add(place)
+        found.append((one, set(kept), set(late)))
+        if one.kind in (B, BI):
+            kept.remove(place)
+        if one.kind is BI:
+            late.add(place)
+        if one.kind is BW:
+            late.remove(place)
+    assert not kept and not late
+    return found
 
 
 def event_loop(

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from cost_cases import random_cost, small_model
 from partition_cases import frozen as frozen_unit
-from schedule_cases import SCHEDULES
+from schedule_cases import BI, BW, SCHEDULES, F, held_in_list, workload_of
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.schedule_memory import counted_memories, schedule_memories
-from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule
+from omnibal.pipeline.schedules import Operation, PipelineSchedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
@@ -19,7 +19,6 @@ from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
 
-F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 MODEL = small_model(4, 7)  # 15 units
 
 
@@ -28,31 +27,22 @@ def random_case(
 ) -> tuple[CostModel, list[tuple[Stage, ...]], Workload]:
     """Costs, parts at every level, and two steps of two ranks with 1 to 9 micro-batches each."""
     cost = random_cost(rng, MODEL)
-    frozen = {
-        name: replace(
-            frozen_unit(unit), late_bytes=0 * unit.late_bytes, passing_bytes=unit.boundary_bytes
-        )
-        for name, unit in cost.units.items()
-        if name.startswith("vision") and rng.random() < 0.5
-    }
-    if "vision_embed" in frozen and "vision_layer" in frozen:
-        cost = replace(cost, units={**cost.units, **frozen})
+    units = dict(cost.units)
+    for name in ("vision_embed", "vision_layer") if rng.random() < 0.5 else ():
+        passing = {"late_bytes": 0 * units[name].late_bytes}
+        passing["passing_bytes"] = units[name].boundary_bytes
+        units[name] = replace(frozen_unit(units[name]), **passing)
+    cost = replace(cost, units=units)
     cost = side_by_side([cost, replace(cost)][:levels])
     parts = pipeline * schedule.chunks
     cuts = sorted(rng.choice(np.arange(1, 15), parts - 1, replace=False).tolist())
-    stages_at = [
-        stages_from_cuts(MODEL, cuts, rng.integers(0, 3, (parts, 2)).tolist())
-        for _ in range(levels)
-    ]
-    counts = rng.integers(1, 10, 4)
-    rows = [(run // 2, run % 2, slot) for run, n in enumerate(counts) for slot in range(n)]
-    step, rank, slot = np.array(rows).T
-    features = rng.uniform(0, 3, (len(rows), len(cost.features) // levels))
+    recomputed = rng.integers(0, 3, (levels, parts, 2)).tolist()
+    stages_at = [stages_from_cuts(MODEL, cuts, numbers) for numbers in recomputed]
+    counts = rng.integers(1, 10, (2, 2))
+    features = rng.uniform(0, 3, (counts.sum(), len(cost.features) // levels))
     features[:, 0] = 1
-    level = rng.integers(0, levels, len(rows))
-    return cost, stages_at, Workload(
-        features=features, step=step, dp_rank=rank, slot=slot, data_parallel_size=2, level=level
-    )  # fmt: skip
+    level = rng.integers(0, levels, len(features))
+    return cost, stages_at, workload_of(counts, features, level=level)
 
 
 class Walk:
@@ -92,10 +82,11 @@ class Walk:
     def kept(self, chunk: int, row: int) -> list[float]:
         """Of every unit of a chunk."""
         x = self.features[row]
-        return [
-            float(x @ (unit.boundary_bytes if again else unit.activation_bytes))
-            for unit, again in self.of(chunk, row)
-        ]
+        kept = [u.boundary_bytes if a else u.activation_bytes for u, a in self.of(chunk, row)]
+        return [float(x @ bytes_) for bytes_ in kept]
+
+    def held(self, chunk: int, row: int) -> float:
+        return sum(self.kept(chunk, row)) + float(self.features[row] @ self.entering[chunk])
 
     def late(self, chunk: int, row: int) -> list[float]:
         x = self.features[row]
@@ -115,11 +106,8 @@ class Walk:
         names, last = self.units[one.chunk], units[-1][0]
         most, passed = entering, dict[str, float]()
         for index, (unit, again) in enumerate(units):
-            needed = (
-                entering
-                + sum(kept[: index + 1])
-                + float(((unit.two_part_bytes if in_two else unit.transient_bytes) @ x).max())
-            )
+            working = unit.two_part_bytes if in_two else unit.transient_bytes
+            needed = entering + sum(kept[: index + 1]) + float((working @ x).max())
             if not unit.has_backward:
                 passed[names[index]] = float(unit.passing_bytes @ x)
                 most = max(most, needed + sum(passed.values())) if one.kind is F else most
@@ -135,24 +123,12 @@ class Walk:
 
     def peak(self, operations: tuple[Operation, ...], first: int) -> float:
         """Most bytes besides links and state."""
-        kept: set[tuple[int, int]] = set()
-        late: set[tuple[int, int]] = set()
         most = 0.0
-        for one in operations:
-            place = one.chunk, first + one.micro_batch
-            others = [
-                sum(self.kept(*each)) + float(self.features[each[1]] @ self.entering[each[0]])
-                for each in kept - {place}
-            ]
-            others += [sum(self.late(*each)) for each in late - {place}]
-            most = max(most, sum(others) + self.running(one, place[1]))
-            if one.kind is F:
-                kept.add(place)
-            elif one.kind is BW:
-                late.remove(place)
-            else:
-                kept.remove(place)
-                late |= {place} if one.kind is BI else set()
+        for one, kept, late in held_in_list(operations):
+            here = {(one.chunk, one.micro_batch)}
+            others = sum(self.held(chunk, first + i) for chunk, i in kept - here)
+            others += sum(sum(self.late(chunk, first + i)) for chunk, i in late - here)
+            most = max(most, others + self.running(one, first + one.micro_batch))
         return most
 
 
@@ -164,10 +140,8 @@ def test_memory_is_that_of_a_walk_over_the_operations(schedule: PipelineSchedule
     for pipeline in (2, 3, 4):
         cost, stages_at, workload = random_case(rng, schedule, pipeline, levels)
         # Links and what units share are as large as the largest micro-batch needs; tested below.
-        units = {
-            name: replace(unit, shared_bytes=0 * unit.shared_bytes)
-            for name, unit in cost.units.items()
-        }
+        nothing = np.zeros(len(cost.features))
+        units = {name: replace(unit, shared_bytes=nothing) for name, unit in cost.units.items()}
         cost, features = replace(cost, units=units), features_of(workload, cost)
         memories = counted_memories(cost, stages_at, workload, schedule)
         for stage, parts in enumerate(schedule.parts_of(len(stages_at[0]))):
@@ -185,14 +159,10 @@ def test_memory_is_that_of_a_walk_over_the_operations(schedule: PipelineSchedule
 
 
 def peers_of(schedule: PipelineSchedule, pipeline: int, stage: int) -> list[tuple[object, object]]:
-    """What each chunk of a stage has its input from and gives its output to: another stage, or for
-    what stays on this one the cut."""
+    """Source and target of every chunk of a stage: another stage, or the cut within this one."""
     turns = schedule.name == "zb-v"
-    stages = [
-        each
-        for chunk in range(schedule.chunks)
-        for each in (range(pipeline)[::-1] if turns and chunk % 2 else range(pipeline))
-    ]
+    orders = [range(pipeline), range(pipeline)[:: -1 if turns else 1]]
+    stages = [each for chunk in range(schedule.chunks) for each in orders[chunk % 2]]
     places = [part for part, each in enumerate(stages) if each == stage]
 
     def peer(part: int, cut: int) -> object:
@@ -208,8 +178,7 @@ def links_bytes(
     largest: np.ndarray,
     peers: list[tuple[object, object]],
 ) -> float:
-    """Tensors of the cuts around chunks, at the level where they are most: the largest of those
-    that go the same way to or from the same stage."""
+    """Tensors of cuts at their largest level; those of one peer and direction share their room."""
     names, rooms = [*cost.units], dict[tuple[object, str], float]()
 
     def most(form: np.ndarray) -> float:
@@ -240,23 +209,18 @@ def test_1f1b_is_counted_alike_by_both():
     schedule = SCHEDULES[0]
     for pipeline in (1, 2, 4):
         cost, stages_at, workload = random_case(rng, schedule, pipeline, 1)
-        nothing = np.zeros(len(cost.features))
-        head = replace(
-            cost.units["head"], output_bytes=nothing, output_gradient_bytes=nothing
-        )  # which goes nowhere
+        to_nowhere = dict.fromkeys(
+            ("output_bytes", "output_gradient_bytes"), np.zeros(len(cost.features))
+        )
+        head = replace(cost.units["head"], **to_nowhere)
         cost = replace(cost, units={**cost.units, "head": head})
         largest = workload.features.max(axis=0)
-        for stage, once, again in zip(
-            stages_at[0],
-            schedule_memories(cost, stages_at, workload, schedule),
-            counted_memories(cost, stages_at, workload, schedule),
-            strict=True,
-        ):
-            peers: list[tuple[object, object]] = [(-1, 1)]
-            links = links_bytes(cost, [stage_units(cost.kinds, stage)], largest, peers) / GIB
+        given = cost, stages_at, workload
+        both = schedule_memories(*given, schedule), counted_memories(*given, schedule)
+        for stage, once, again in zip(stages_at[0], *both, strict=True):
+            units = [stage_units(cost.kinds, stage)]
+            links = links_bytes(cost, units, largest, [(-1, 1)]) / GIB
             assert once.state_gib == again.state_gib
             assert once.activations_gib <= again.activations_gib + 1e-12
             assert once.peak_gib - 1e-9 <= again.peak_gib <= once.peak_gib + links
-        assert schedule_memories(cost, stages_at, workload) == stage_memories(
-            cost, stages_at, workload
-        )
+        assert schedule_memories(*given) == stage_memories(*given)

@@ -4,30 +4,22 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from schedule_cases import SCHEDULES, event_loop
+from schedule_cases import SCHEDULES, event_loop, nothing_once, workload_of
 
 from omnibal.pipeline import simulate
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps, simulate_ranks
-from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes
+from omnibal.pipeline.stage_cost import StageTimes
 from omnibal.pipeline.workload import Workload
 
 pytestmark = pytest.mark.quick
-
-Rank = tuple[int, int]
-"""(step, rank)."""
 
 
 def random_workload(rng: np.random.Generator, ranks: int) -> Workload:
     """Two steps, of which the first rank has a micro-batch at least, and no two as many."""
     counts = rng.integers(0, 9, (2, ranks))
     counts[:, 0] += 1
-    rows = [(s, r, i) for (s, r), n in np.ndenumerate(counts) for i in range(n)]
-    step, rank, slot = np.array(rows).T
-    return Workload(
-        features=np.zeros((len(rows), 1)), step=step, dp_rank=rank, slot=slot,
-        data_parallel_size=ranks,
-    )  # fmt: skip
+    return workload_of(counts)
 
 
 def random_times(rng: np.random.Generator, rows: int, parts: int) -> StageTimes:
@@ -44,29 +36,16 @@ def random_times(rng: np.random.Generator, rows: int, parts: int) -> StageTimes:
 
 def ran_alone(
     schedule: PipelineSchedule, stages: int, times: StageTimes, workload: Workload
-) -> dict[Rank, dict]:
-    """Start and end of every operation of every rank that has any."""
+) -> dict[tuple[int, int], dict]:
+    """Start and end of every operation, by step and rank."""
     ran = {}
     for rank in {*zip(workload.step.tolist(), workload.dp_rank.tolist(), strict=True)}:
         rows = (workload.step == rank[0]) & (workload.dp_rank == rank[1])
         own = times.rows(rows)
-        durations = {
-            Pass.FORWARD: own.forward_ms,
-            Pass.BACKWARD: own.backward_ms,
-            Pass.BACKWARD_INPUT: own.backward_ms - own.weight_ms,
-            Pass.BACKWARD_WEIGHT: own.weight_ms,
-        }
+        durations = {kind: own.pass_ms(kind) for kind in Pass}
         listed = schedule.rule(stages, schedule.chunks, int(rows.sum()))
         ran[rank] = event_loop(listed, durations, own.forward_link_ms, own.backward_link_ms)
     return ran
-
-
-def nothing_once(stages: int) -> PerStepCosts:
-    nothing = np.zeros(stages)
-    return PerStepCosts(
-        reduction_ms=nothing, gather_ms=nothing, buckets=np.ones(stages), tied_ms=nothing,
-        update_ms=nothing,
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -86,8 +65,8 @@ def test_random_steps_are_as_an_event_loop_runs_them(schedule: PipelineSchedule)
             assert steps.busy_ms[step].sum() == pytest.approx(busy / ranks)
         first = workload.of_steps([0])
         timeline = simulate_ranks(times.rows(workload.step == 0), first, schedule)
-        for (_, rank), operations in ((key, ops) for key, ops in ran.items() if key[0] == 0):
-            for (stage, one), (start, end) in operations.items():
+        for rank in (rank for step, rank in ran if step == 0):
+            for (stage, one), (start, end) in ran[0, rank].items():
                 at = rank, one.micro_batch, timeline.schedule.part(stage, one.chunk)
                 assert timeline.start_ms[one.kind][at] == pytest.approx(start)
                 assert timeline.end_ms[one.kind][at] == pytest.approx(end)
@@ -102,21 +81,17 @@ def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
     workload = random_workload(rng, 2)
     times = random_times(rng, len(workload), stages * schedule.chunks)
     reduction_ms = rng.exponential(6, stages)
-    once = replace(nothing_once(stages), reduction_ms=reduction_ms)
+    once = nothing_once(stages, reduction_ms=reduction_ms)
     last = {Pass.BACKWARD, Pass.BACKWARD_WEIGHT}
     expected = np.zeros((2, stages))
     for (step, _), operations in ran_alone(schedule, stages, times, workload).items():
+        ended = np.zeros((stages, schedule.chunks))
+        for (stage, one), (_, end) in operations.items():
+            if one.kind in last:
+                ended[stage, one.chunk] = max(ended[stage, one.chunk], end)
         for stage in range(stages):
-            ends = sorted(
-                max(
-                    end
-                    for (place, one), (_, end) in operations.items()
-                    if (place, one.chunk) == (stage, chunk) and one.kind in last
-                )
-                for chunk in range(schedule.chunks)
-            )
             reduced = 0.0
-            for end in ends:
+            for end in np.sort(ended[stage]):
                 reduced = max(reduced, end) + reduction_ms[stage] / schedule.chunks
             expected[step, stage] = max(expected[step, stage], reduced)
     for entries in (simulate._CHUNK_ENTRIES, 1):
@@ -128,14 +103,9 @@ def test_what_is_reduced_waits_for_the_last_gradient_of_its_chunk(
 def test_ranks_that_share_micro_batches_run_by_one_list():
     """Prevents ranks that wait for each other from running one micro-batch at different times."""
     rng, stages, schedule = np.random.default_rng(1), 3, SCHEDULES[-1]
-    counts = (7, 5)
-    rows = [(0, rank, slot) for rank, n in enumerate(counts) for slot in range(n)]
-    step, rank, slot = np.array(rows).T
-    workload = Workload(
-        features=np.zeros((len(rows), 1)), step=step, dp_rank=rank, slot=slot, data_parallel_size=2,
-        context=np.where(slot < 5, 2, 1),
-    )  # fmt: skip
-    times = random_times(rng, len(rows), stages * 2)
+    workload = workload_of([[7, 5]])
+    workload = replace(workload, context=np.where(workload.slot < 5, 2, 1))
+    times = random_times(rng, len(workload), stages * 2)
     timeline = simulate_ranks(times, workload, schedule)
     for kind, starts in timeline.start_ms.items():
         np.testing.assert_allclose(starts[0, :5], starts[1, :5])

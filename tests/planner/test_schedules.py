@@ -5,6 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from schedule_cases import BI, BW, B, F, Held, held_in_list
 
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
@@ -28,7 +29,6 @@ from omnibal.pipeline.simulate import simulate_schedule
 
 pytestmark = pytest.mark.quick
 
-F, B, BI, BW = Pass.FORWARD, Pass.BACKWARD, Pass.BACKWARD_INPUT, Pass.BACKWARD_WEIGHT
 SIZES = [(1, 1), (5, 1), (1, 4), (2, 4), (3, 4), (4, 4), (9, 4), (7, 2), (13, 6)]
 """(micro-batches, stages)."""
 
@@ -51,16 +51,14 @@ CASES = [
 def bubble_ms(
     rule: Callable, stages: int, chunks: int, micro_batches: int, durations: Mapping[Pass, float]
 ) -> tuple[float, float]:
-    """Of equal stages without links, durations those of a chunk: idle time of a stage in the step,
-    and the most of any between its own first operation and its last."""
+    """Idle time of equal stages in a step, and the most between a stage's first and last pass."""
     graph, rows = operation_graph(rule, stages, chunks, micro_batches), (1, micro_batches)
     values = {kind: np.full((*rows, stages * chunks), durations[kind]) for kind in graph.kinds}
     links = np.zeros((*rows, stages * chunks - 1))
     timeline = simulate_schedule(graph, values, links, links, np.array([micro_batches]))
     work_ms = micro_batches * chunks * sum(durations[kind] for kind in graph.kinds)
-    begun_ms = [
-        timeline.start_ms[F][0, 0, graph.schedule.part(stage, 0)] for stage in range(stages)
-    ]
+    first = [graph.schedule.part(stage, 0) for stage in range(stages)]
+    begun_ms = timeline.start_ms[F][0, 0, first]
     spans_ms = timeline.finish_ms[0] - begun_ms
     return float(timeline.step_ms[0] - work_ms), float(spans_ms.max() - work_ms)
 
@@ -118,31 +116,6 @@ def test_random_sizes_are_schedules():
             assert len(graph) == (2 + two_parts) * stages * chunks * micro_batches
 
 
-Held = set[tuple[int, int]]
-"""(chunk, micro-batch)."""
-
-
-def held_in_list(operations: Sequence[Operation]) -> list[tuple[Operation, Held, Held]]:
-    """Every operation with all that is kept for its backward meanwhile, and all of which only
-    gradients of weights are to come, by walking the list."""
-    kept: Held = set()
-    late: Held = set()
-    found = []
-    for one in operations:
-        place = one.chunk, one.micro_batch
-        if one.kind is F:
-            kept.add(place)
-        found.append((one, set(kept), set(late)))
-        if one.kind in (B, BI):
-            kept.remove(place)
-        if one.kind is BI:
-            late.add(place)
-        if one.kind is BW:
-            late.remove(place)
-    assert not kept and not late
-    return found
-
-
 @pytest.mark.parametrize(
     ("rule", "stages", "chunks", "micro_batches"),
     [case for case in CASES if not case.id.startswith("forward")],
@@ -156,14 +129,10 @@ def test_what_is_in_flight_is_read_from_the_list(rule, stages, chunks, micro_bat
 
     for stage, operations in enumerate(graph.schedule.operations):
         passes = held_in_passes(graph, stage)
-        ran = zip(passes.kind, passes.micro_batch, passes.chunk, strict=True)
-        counted = [
-            (Operation(Pass(kind), micro_batch, chunk), places(held), places(late))
-            for (kind, micro_batch, chunk), held, late in zip(
-                ran, passes.held, passes.late, strict=True
-            )
-        ]
-        assert counted == held_in_list(operations)
+        ran = map(Pass, passes.kind), passes.micro_batch, passes.chunk
+        listed = [Operation(*each) for each in zip(*ran, strict=True)]
+        counted = zip(listed, map(places, passes.held), map(places, passes.late), strict=True)
+        assert list(counted) == held_in_list(operations)
 
 
 def test_1f1b_keeps_no_more_than_the_stages_that_are_left():
@@ -186,11 +155,10 @@ def test_lists_that_say_so_hold_for_fewer_micro_batches(rule, chunks):
         schedule = rule(p, chunks, m)
         assert schedule.is_prefix_closed
         for fewer in range(m):
-            shortened = tuple(
-                tuple(one for one in operations if one.micro_batch < fewer)
-                for operations in schedule.operations
-            )
-            assert shortened == rule(p, chunks, fewer).operations
+            for operations, short in zip(
+                schedule.operations, rule(p, chunks, fewer).operations, strict=True
+            ):
+                assert tuple(one for one in operations if one.micro_batch < fewer) == short
 
 
 def test_stage_order_counts_passes_of_every_shorter_step():
@@ -201,9 +169,8 @@ def test_stage_order_counts_passes_of_every_shorter_step():
             order, count = StageOrder.of_stages(graph)[stage], np.arange(1, m + 1)
             ahead, behind = [], []
             for fewer in count:
-                kinds = [
-                    one.kind for one in graph.schedule.operations[stage] if one.micro_batch < fewer
-                ]
+                operations = graph.schedule.operations[stage]
+                kinds = [one.kind for one in operations if one.micro_batch < fewer]
                 ahead.append(kinds.index(B))
                 behind.append(kinds[::-1].index(F))
             assert order.forwards_before_first_backward(count).tolist() == ahead
