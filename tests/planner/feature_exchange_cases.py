@@ -1,39 +1,87 @@
 """Times of passes of encoders and of an exchange of features, one by one."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from itertools import product
 
 import numpy as np
 from exchange_cases import simulated_ms
 
 from omnibal.cost.encoder_phase import EncoderCost, EncodersCost
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.pipeline.encoder_search import PlacementProblem, kept_choices
+from omnibal.pipeline.encoder_waits import ItemShares
 
 
-def node_of(cost: EncodersCost, pipelines: int, block: int, number: int) -> int:
-    """Node of a rank of a group, by its number: pipeline, stage, tensor."""
-    sizes, of_pipeline = cost.parallel, cost.ranks_of_pipeline
-    data_rank = block * pipelines + number // of_pipeline
-    stage, shard = divmod(number % of_pipeline, sizes.tensor)
-    return ((stage * sizes.data + data_rank) * sizes.tensor + shard) // cost.gpus_per_node
+def choice_of(
+    pipelines: int, a_pass: int, kept: Mapping[str, int], **others
+) -> DataParallelEncoders:
+    """A choice of equal passes of all encoders, whose items take 1 ms."""
+    of_all = {"items_per_pass": dict.fromkeys(kept, a_pass), "item_ms": dict.fromkeys(kept, 1.0)}
+    return DataParallelEncoders(pipelines=pipelines, kept_items=kept, **(of_all | others))
+
+
+def random_choice(
+    rng, costs: Mapping[int, EncodersCost], below: Mapping[str, tuple[int, int]]
+) -> DataParallelEncoders:
+    """A choice of passes and kept items below these numbers, with times unlike those of costs."""
+    cost = next(iter(costs.values()))
+    size = cost.parallel.data
+    sizes = {name: int(rng.integers(1, below[name][0])) for name in cost.encoders}
+    return DataParallelEncoders(
+        pipelines=int(rng.choice([each for each in range(1, size + 1) if size % each == 0])),
+        items_per_pass=sizes,
+        kept_items={name: int(rng.integers(0, below[name][1])) for name in sizes},
+        item_ms={name: ms * rng.uniform(0.3, 3) for name, ms in cost.item_ms(sizes).items()},
+        square_ms=cost.square_ms,
+        sharded=int(rng.choice(list(costs))),
+    )
+
+
+def every_choice(problem: PlacementProblem, fewest: int = 1) -> Iterator[DataParallelEncoders]:
+    """Every choice that the search may make, of passes of `fewest` items and more."""
+    cost = problem.any_encoders
+    none = dict.fromkeys(cost.encoders, 0)
+    square_ms = {name: round(ms, 12) for name, ms in cost.square_ms.items()}
+    for pipelines in (1, 2):
+        for a_pass in (fewest * 2**power for power in range(5)):
+            item_ms = cost.item_ms(dict.fromkeys(none, a_pass))
+            rounded = {name: round(ms, 6) for name, ms in item_ms.items()}
+            beside = choice_of(pipelines, a_pass, none, item_ms=rounded, square_ms=square_ms)
+            most = ItemShares.of(problem.workload, problem.features, cost, beside).most()
+            if a_pass >= 2 * max(fewest, *most.values()):
+                break
+            for kept, sharded in product(kept_choices(cost, most), problem.encoders):
+                yield beside.model_copy(update={"kept_items": kept, "sharded": sharded})
+
+
+def ranks_of_group(cost: EncodersCost, pipelines: int, block: int) -> np.ndarray:
+    """Ranks of the job that a group has, in its order: pipeline, stage, tensor."""
+    sizes = cost.parallel
+    found = [
+        (stage * sizes.data + block * pipelines + pipeline) * sizes.tensor + shard
+        for pipeline in range(pipelines)
+        for stage in range(sizes.pipeline)
+        for shard in range(sizes.tensor)
+    ]
+    return np.array(found)
 
 
 def messages_ms(
     cost: EncodersCost, pipelines: int, block: int, moved: Iterable[tuple[int, int, float]]
 ) -> float:
     """Time of messages within a node beside those between nodes, of source, target and bytes."""
+    groups = range(cost.parallel.data // pipelines)
+    node = [ranks_of_group(cost, pipelines, each) // cost.gpus_per_node for each in groups]
     size = pipelines * cost.ranks_of_pipeline
     sent, received = np.zeros((2, size)), np.zeros((2, size))
     for source, target, bytes_ in moved:
-        nodes = {node_of(cost, pipelines, block, each) for each in (source, target)}
+        is_across = int(node[block][source] != node[block][target])
         if source != target:
-            sent[len(nodes) - 1, source] += bytes_
-            received[len(nodes) - 1, target] += bytes_
+            sent[is_across, source] += bytes_
+            received[is_across, target] += bytes_
     within, across = np.maximum(sent, received).max(axis=1)
-    blocks = range(cost.parallel.data // pipelines)
-    is_within = all(
-        len({node_of(cost, pipelines, each, number) for number in range(size)}) == 1
-        for each in blocks
-    )
-    line = cost.within_node if is_within else cost.between_nodes
+    line = cost.between_nodes if np.ptp(node, axis=1).any() else cost.within_node
     slower_ms = max(cost.within_node.each_ms * within, cost.between_nodes.each_ms * across)
     return line.fixed_ms * (size - 1) + slower_ms
 
@@ -42,8 +90,9 @@ Passes = dict[bool, list[tuple[int, ...]]]
 """Items of passes and, of whole samples, their squares: kept ones, and those that run again."""
 
 
-def equal_passes(items: int, a_pass: int, kept: int) -> Passes:
-    """Passes of so many items, of which some are kept."""
+def equal_passes(beside: DataParallelEncoders, name: str, items: int) -> Passes:
+    """Passes of so many items of an encoder."""
+    a_pass, kept = beside.items_per_pass[name], beside.kept_items[name]
     found: Passes = {}
     for is_kept, left in ((True, min(items, kept)), (False, max(items - kept, 0))):
         whole, rest = divmod(left, a_pass)
@@ -51,9 +100,29 @@ def equal_passes(items: int, a_pass: int, kept: int) -> Passes:
     return found
 
 
+def ranks_ms(
+    cost: EncodersCost, pipelines: int, passes: Mapping[str, list[list[Passes]]]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Forward and backward of every rank, [groups, ranks of a group, 2], by the passes of encoders,
+    groups and ranks; and the same were all of a block equally busy."""
+    groups = cost.parallel.data // pipelines
+    order = [ranks_of_group(cost, pipelines, block).tolist() for block in range(groups)]
+    place = {rank: (b, n) for b, group in enumerate(order) for n, rank in enumerate(group)}
+    found, alone = np.zeros((2, groups, pipelines * cost.ranks_of_pipeline, 2))
+    for first, (name, one) in product(range(0, len(place), cost.sharded), cost.encoders.items()):
+        places = [place[rank] for rank in range(first, first + cost.sharded)]
+        own = [passes[name][block][number] for block, number in places]
+        silent = replace(one, exchange=None)
+        together = lockstep_ms(one, own)
+        exposed = together - lockstep_ms(silent, own)
+        for at, of_rank in zip(places, own, strict=True):
+            found[at] += together
+            alone[at] += exposed + lockstep_ms(silent, [of_rank])
+    return found, alone
+
+
 def lockstep_ms(cost: EncoderCost, ranks: list[Passes]) -> np.ndarray:
-    """Forward and backward of ranks whose passes begin and end together, each as long as one with
-    the most items and squares of any of them."""
+    """Forward and backward of ranks in lockstep, by the most items and squares of each pass."""
     total = np.zeros(2)
     for is_kept in (True, False):
         for number in range(max(len(passes[is_kept]) for passes in ranks)):
@@ -64,11 +133,8 @@ def lockstep_ms(cost: EncoderCost, ranks: list[Passes]) -> np.ndarray:
 
 
 def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple[float, float]:
-    """Forward and backward of a pass, unit by unit beside what its ranks exchange, if they do.
-
-    Args:
-        work: items and, of whole samples, their squares.
-    """
+    """Forward and backward of a pass of items (and squares of whole samples), unit by unit beside
+    what its ranks exchange, if they do."""
     one, again = np.array([1, *work]), 0.0 if is_kept else 1.0
     if cost.exchange is None:
         return float(one @ cost.forward_ms), float(one @ (cost.backward_ms + again * cost.again_ms))
