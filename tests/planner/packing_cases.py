@@ -12,11 +12,26 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 REAL_LENGTHS = Path(__file__).parents[3] / "shared" / "data" / "lengths"
 
 
-def assert_valid(packs, lengths: Lengths, caps: Caps) -> None:
+def assert_valid(packs: Packs, lengths: Lengths, caps: Caps) -> None:
     assert sorted(packs.samples.tolist()) == list(range(len(lengths)))
     assert (np.diff(packs.offsets) > 0).all()
-    assert packs.sums(lengths.column("tiles")).max() <= caps["tiles"]
-    assert packs.sums(lengths.tokens).max() <= caps["tokens"]
+    for name in caps.names:
+        assert packs.sums(lengths.column(name)).max() <= caps[name]
+
+
+def all_patterns(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
+    """Every pack that fits, [patterns, sizes]: how many samples it has of each."""
+    patterns: list[np.ndarray] = []
+
+    def extend(pattern: np.ndarray, first: int) -> None:
+        patterns.append(pattern)
+        for size in range(first, len(pattern)):
+            more = pattern + (np.arange(len(pattern)) == size)
+            if (sizes @ more <= caps).all():
+                extend(more, size)
+
+    extend(np.zeros(sizes.shape[1], int), 0)
+    return np.array(patterns)
 
 
 def sequential_packs(tokens: Sequence[int], packing_length: int) -> list[list[int]]:

@@ -22,9 +22,8 @@ def random_pack(rng: np.random.Generator) -> np.ndarray:
 def owners(pieces: Pieces, tokens: np.ndarray) -> list[np.ndarray]:
     """Rank of every token of every sample, by walking over the pieces."""
     ranks = [np.full(count, -1) for count in tokens]
-    for rank, sample, first, stop in zip(
-        pieces.rank, pieces.sample, pieces.first, pieces.stop, strict=True
-    ):
+    columns = pieces.rank, pieces.sample, pieces.first, pieces.stop
+    for rank, sample, first, stop in zip(*columns, strict=True):
         assert (ranks[sample][first:stop] == -1).all()
         ranks[sample][first:stop] = rank
     return ranks
@@ -73,25 +72,23 @@ def test_a_sample_is_divided_where_two_ranks_have_tokens_of_it(rule: CutRule) ->
 def test_ranks_have_equal_tokens_cost_or_attention() -> None:
     """Prevents rules that do not balance what they are named for."""
     rng = np.random.default_rng(7)
+    balanced = {
+        CutRule.CONTIGUOUS: (1, 0),
+        CutRule.COST: (1, 0.01),
+        CutRule.ZIGZAG: (0, 1),
+        CutRule.WHOLE: (1, 0.01),
+    }
     for _ in range(20):
-        tokens, context = random_pack(rng) + 200, 4
-        count = cut_pack(tokens, level(CutRule.CONTIGUOUS, context))
-        per_rank = np.bincount(count.rank, count.tokens, minlength=context)
-        assert per_rank.max() - per_rank.min() <= 1
-        weight = 0.01
-        cost = cut_pack(tokens, level(CutRule.COST, context, weight))
-        squares = cost.stop**2 - cost.first**2
-        costs = np.bincount(cost.rank, cost.tokens + weight * squares, minlength=context)
+        tokens, loads = random_pack(rng) + 200, {}
+        for rule, (linear, square) in balanced.items():
+            cut = cut_pack(tokens, level(rule, 4, 0.01))
+            cost = linear * cut.tokens + square * (cut.stop**2 - cut.first**2)
+            loads[rule] = np.bincount(cut.rank, cost, minlength=4)
+        assert np.ptp(loads[CutRule.CONTIGUOUS]) <= 1
         # Half a token at either end, at the cost of the last token of the longest sample.
-        assert costs.max() - costs.min() <= 2 * (1 + 2 * weight * tokens.max())
-        zigzag = cut_pack(tokens, level(CutRule.ZIGZAG, context))
-        squares = np.bincount(zigzag.rank, zigzag.stop**2 - zigzag.first**2, minlength=context)
-        assert squares.max() <= squares.mean() * 1.1
-        whole = cut_pack(tokens, level(CutRule.WHOLE, context, weight))
-        costs = np.bincount(
-            whole.rank, whole.tokens + weight * (whole.stop**2 - whole.first**2), minlength=context
-        )
-        assert costs.max() <= 1.27 * costs.mean()
+        assert np.ptp(loads[CutRule.COST]) <= 2 * (1 + 2 * 0.01 * tokens.max())
+        assert loads[CutRule.ZIGZAG].max() <= loads[CutRule.ZIGZAG].mean() * 1.1
+        assert loads[CutRule.WHOLE].max() <= 1.27 * loads[CutRule.WHOLE].mean()
 
 
 def test_items_are_divided_evenly() -> None:

@@ -33,8 +33,7 @@ def device_ms(tokens: Sequence[int], level: Level) -> float:
 
 
 @pytest.mark.parametrize(
-    ("context", "cap", "fills"),
-    [(2, 32, True), (8, 32, True), (2, 2_048, True), (8, 2_048, False)],
+    ("context", "cap", "fills"), [(2, 32, True), (8, 32, True), (2, 2_048, True), (8, 2_048, False)]
 )
 def test_samples_fill_where_that_takes_less_time(context, cap, fills):
     """Prevents short samples in shared packs that exchange them for more than a pack costs."""
@@ -53,9 +52,7 @@ def test_samples_fill_where_that_takes_less_time(context, cap, fills):
 
 def test_samples_that_stay_whole_fill_for_nothing():
     """Prevents a rule that thinks each sample of a shared pack is exchanged."""
-    levels = (
-        Level(caps=Caps.of(tokens=3_000)),
-        Level(caps=Caps.of(tokens=65_536), context=8, cut=CutRule.WHOLE),
-    )
-    worth = JOB.worth_filling(texts([16, 2_048, 2_049, 60_000]), levels)
+    short = Level(caps=Caps.of(tokens=3_000))
+    long = Level(caps=Caps.of(tokens=65_536), context=8, cut=CutRule.WHOLE)
+    worth = JOB.worth_filling(texts([16, 2_048, 2_049, 60_000]), (short, long))
     assert worth[1, :-1].tolist() == [True, True, False]

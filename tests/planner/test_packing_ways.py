@@ -14,9 +14,12 @@ from omnibal.packing.fill import fill_by_pairs, fill_one_by_one
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
 from omnibal.packing.packing import PackingMethod, pack_samples
+from omnibal.packing.packs import Packs
 from omnibal.packing.patterns import group_sizes
 from omnibal.packing.rest import Rest
 from tools.make_lengths import make_lengths as make_mixture
+
+LARGE = Caps.of(tiles=128, tokens=32_768)
 
 
 def balanced(lengths, caps, seed=0):
@@ -63,13 +66,12 @@ def test_large_caps_need_what_the_sums_need(max_tiles, max_tokens, samples):
 
 def test_level_packs_are_mixtures():
     """Prevents packs of many samples that are of one kind, though their sums are right."""
-    caps = Caps.of(tiles=128, tokens=32_768)
-    lengths = mixture(5000, caps)
-    packs = balanced(lengths, caps)
+    lengths = mixture(5000, LARGE)
+    packs = balanced(lengths, LARGE)
     for part in (lengths.column("tiles"), lengths.tokens):
         sums = packs.sums(part)
         assert sums.std() < 0.01 * sums.mean()
-    assert np.diff(packs.offsets).std() < np.diff(pack_isf(lengths, caps, 0).offsets).std()
+    assert np.diff(packs.offsets).std() < np.diff(pack_isf(lengths, LARGE, 0).offsets).std()
 
 
 def test_one_giant_costs_one_pack():
@@ -108,17 +110,16 @@ def test_first_fit_equals_its_rule():
     caps = Caps.of(tiles=9, tokens=500)
     for _ in range(20):
         count = int(rng.integers(1, 60))
-        tiles, tokens = rng.integers(0, 10, count), rng.integers(1, 501, count)
+        sizes = np.stack([rng.integers(0, 10, count), rng.integers(1, 501, count)])
         first, expected = rng.random(count), []
         for sample in sorted(range(count), key=lambda i: -first[i]):
             for pack in expected:
-                held = [*pack, sample]
-                if tiles[held].sum() <= caps["tiles"] and tokens[held].sum() <= caps["tokens"]:
+                if (sizes[:, [*pack, sample]].sum(axis=1) <= caps.values).all():
                     pack.append(sample)
                     break
             else:
                 expected.append([sample])
-        assert pack_first_fit(np.stack([tiles, tokens]), first, caps.values) == expected
+        assert pack_first_fit(sizes, first, caps.values) == expected
 
 
 def test_samples_of_many_tiles_meet_samples_of_many_tokens():
@@ -128,9 +129,7 @@ def test_samples_of_many_tiles_meet_samples_of_many_tokens():
     sizes = np.stack([share * 512, np.maximum((1 - share) * 131_072, 1)], axis=1).astype(int)
     lengths, caps = make_lengths(sizes.tolist()), Caps.of(tiles=512, tokens=131_072)
     packs = pack_nearest(sizes.T, caps.values)
-    assert sorted(sample for pack in packs for sample in pack) == list(range(600))
-    assert max(sizes[pack].sum(axis=0)[0] for pack in packs) <= 512
-    assert max(sizes[pack].sum(axis=0)[1] for pack in packs) <= 131_072
+    assert_valid(Packs.from_lists(packs), lengths, caps)
     larger = np.maximum(*(sizes / (512, 131_072)).T)
     plain = pack_first_fit(sizes.T, larger, caps.values)
     assert len(balanced(lengths, caps)) <= min(len(packs), len(plain)) + 1
@@ -141,10 +140,8 @@ def test_thousands_of_small_samples_in_a_pack_are_packed():
     rng = np.random.default_rng(9)
     tiles = np.where(rng.random(500) < 0.05, 9, 0)
     tokens = np.where(rng.random(500) < 0.05, 65_536, rng.integers(1, 30, 500))
-    balanced(
-        make_lengths(np.stack([tiles, tokens], axis=1).tolist()),
-        Caps.of(tiles=9, tokens=65_536),
-    )
+    lengths = make_lengths(np.stack([tiles, tokens], axis=1).tolist())
+    balanced(lengths, Caps.of(tiles=9, tokens=65_536))
 
 
 def test_best_fit_with_many_tile_counts_keeps_the_caps():
@@ -154,9 +151,7 @@ def test_best_fit_with_many_tile_counts_keeps_the_caps():
     caps = Caps.of(tiles=512, tokens=10_000)
     rest = Rest(lengths.sizes(caps.names), caps.values)
     packs = rest.best_fit(rng)
-    assert sorted(np.concatenate(packs).tolist()) == list(range(800))
-    assert max(lengths.column("tiles")[pack].sum() for pack in packs) <= 512
-    assert max(lengths.tokens[pack].sum() for pack in packs) <= 10_000
+    assert_valid(Packs.from_lists(packs), lengths, caps)
 
 
 @pytest.mark.parametrize("most", [1, 7, 40, 500])
@@ -183,8 +178,7 @@ def test_types_are_split_where_tokens_spread_most(most):
 
 
 def test_packs_filled_one_by_one_are_the_best_of_what_is_left():
-    """Prevents copies of a sample that are taken more often than there are, and packs with room for
-    a more valuable set."""
+    """Prevents copies taken more often than there are, and room for a more valuable set."""
     rng = np.random.default_rng(6)
     for _ in range(40):
         kinds = rng.integers(1, 9, (2, 3))
@@ -205,18 +199,15 @@ def test_pairs_are_the_best_there_are():
     rng = np.random.default_rng(4)
     caps = Caps.of(tiles=20, tokens=1000)
     for _ in range(30):
-        tiles, tokens = rng.integers(3, 9, 25), rng.integers(200, 500, 25)
+        sizes = np.stack([rng.integers(3, 9, 25), rng.integers(200, 500, 25)])
         values, first = rng.random(25), rng.random(25)
         opened = int(first.argmax())
         others = [i for i in range(25) if i != opened]
-        sets = [(i,) for i in others] + list(combinations(others, 2))
-        room = (20 - tiles[opened], 1000 - tokens[opened])
-        best = max(
-            values[list(s)].sum()
-            for s in sets
-            if tiles[list(s)].sum() <= room[0] and tokens[list(s)].sum() <= room[1]
-        )
-        pack = next(fill_by_pairs(np.stack([tiles, tokens]), values, first, caps.values))
+        sets = [[i] for i in others] + [*map(list, combinations(others, 2))]
+        room = caps.values - sizes[:, opened]
+        fits = [s for s in sets if (sizes[:, s].sum(axis=1) <= room).all()]
+        best = max(values[s].sum() for s in fits)
+        pack = next(fill_by_pairs(sizes, values, first, caps.values))
         assert pack[0] == opened
         assert values[pack[1:]].sum() == pytest.approx(best)
 
@@ -224,10 +215,9 @@ def test_pairs_are_the_best_there_are():
 @pytest.mark.parametrize("leading", Leading)
 def test_level_packs_hold_every_sample_once(leading):
     """Prevents samples lost or doubled when packs trade them, and packs far from level."""
-    caps = Caps.of(tiles=128, tokens=32_768)
-    lengths = mixture(2000, caps)
-    sizes = lengths.sizes(caps.names)
-    packs = deal_level(sizes, 60, caps.values, leading, np.random.default_rng(0))
+    lengths = mixture(2000, LARGE)
+    sizes = lengths.sizes(LARGE.names)
+    packs = deal_level(sizes, 60, LARGE.values, leading, np.random.default_rng(0))
     assert sorted(packs.samples.tolist()) == list(range(2000))
     tokens = packs.sums(lengths.tokens)
     assert tokens.max() - tokens.min() < 0.01 * tokens.mean()
@@ -239,8 +229,7 @@ def test_level_packs_of_image_tokens_are_level():
     items = rng.integers(1, 3000, 4000) * (rng.random(4000) < 0.7)
     assert len(np.unique(items)) > 1000
     sizes = np.stack([items, items + rng.integers(20, 1000, 4000)])
-    caps = np.array([65_536, 65_536])
-    packs = deal_level(sizes, 100, caps, Leading.ITEMS, rng)
+    packs = deal_level(sizes, 100, np.array([65_536, 65_536]), Leading.ITEMS, rng)
     assert sorted(packs.samples.tolist()) == list(range(4000))
     tokens = packs.sums(sizes[1])
     assert tokens.max() - tokens.min() < 0.02 * tokens.mean()

@@ -34,9 +34,12 @@ LEVELS = (Level(caps=Caps.of(tiles=9, tokens=512)),)
 
 
 def single_sample_packs(tokens: np.ndarray) -> tuple[Packs, Lengths]:
-    count = len(tokens)
-    lengths = lengths_of(tiles=np.arange(count) % 4, tokens=tokens)
-    return Packs.from_lists([[i] for i in range(count)]), lengths
+    lengths = lengths_of(tiles=np.arange(len(tokens)) % 4, tokens=tokens)
+    return Packs.from_lists([[i] for i in range(len(tokens))]), lengths
+
+
+def some_lengths(seed: int, count: int = 100) -> Lengths:
+    return single_sample_packs(np.random.default_rng(seed).integers(50, 300, count))[1]
 
 
 def schedule(tokens: np.ndarray, dp: int, micro_batches: int, seed: int = 0) -> ScheduledPacks:
@@ -57,13 +60,17 @@ def draw(lengths: Lengths, dp: int = 2, micro_batches: int = 3, **changes) -> Sc
 
 @given(count=st.integers(1, 60), dp=st.integers(1, 5), micro_batches=st.integers(1, 5))
 def test_places_are_complete_and_gapless(count, dp, micro_batches):
-    """Prevents lost packs, doubled slots, steps of other sizes, and ranks without their share."""
+    """Prevents lost packs, doubled slots, uneven steps or ranks, and sums of another row."""
+    tokens = np.arange(10, count + 10)
     if count < dp:
         with pytest.raises(UserError, match=f"{count} packs for {dp} data-parallel ranks"):
-            schedule(np.arange(1, count + 1), dp, micro_batches)
+            schedule(tokens, dp, micro_batches)
         return
-    scheduled = schedule(np.arange(1, count + 1), dp, micro_batches)
-    assert sorted(scheduled.packs.samples.tolist()) == list(range(count))
+    scheduled = schedule(tokens, dp, micro_batches)
+    samples = scheduled.packs.samples
+    assert sorted(samples.tolist()) == list(range(count))
+    assert scheduled.tokens.tolist() == tokens[samples].tolist()
+    assert scheduled.column("tiles").tolist() == (samples % 4).tolist()
     sizes = np.bincount(scheduled.step)
     full = dp * micro_batches
     assert np.count_nonzero(sizes != full) <= 1
@@ -79,15 +86,6 @@ def test_places_are_complete_and_gapless(count, dp, micro_batches):
             assert scheduled.slot[here].tolist() == list(range(counts[rank]))
 
 
-def test_columns_are_the_packs_own_sums():
-    """Prevents tiles or tokens that belong to another row after sorting."""
-    scheduled = schedule(np.arange(10, 47), dp=2, micro_batches=4)
-    _, lengths = single_sample_packs(np.arange(10, 47))
-    first = scheduled.packs.samples
-    assert scheduled.tokens.tolist() == lengths.tokens[first].tolist()
-    assert scheduled.column("tiles").tolist() == lengths.column("tiles")[first].tolist()
-
-
 def test_dealing_is_near_the_best_possible():
     """Prevents ranks that wait for each other although a better deal of the same packs exists."""
     rng = np.random.default_rng(1)
@@ -95,10 +93,7 @@ def test_dealing_is_near_the_best_possible():
         tokens = rng.integers(50, 500, 6)
         scheduled = schedule(tokens, dp=2, micro_batches=3)
         worst = rank_sums(scheduled, scheduled.tokens, 2).max()
-        best = min(
-            max(tokens[list(p[:3])].sum(), tokens[list(p[3:])].sum())
-            for p in permutations(range(6))
-        )
+        best = min(max(sum(p[:3]), sum(p[3:])) for p in permutations(tokens.tolist()))
         assert worst <= best * 1.2
 
 
@@ -131,11 +126,8 @@ def test_light_packs_fill_and_drain_the_pipeline():
 
 
 def test_load_does_not_follow_the_step_number():
-    """Prevents an order that is sorted by load, which would bias training.
-
-    Over many seeds, the correlation of a step's number and its load must spread around 0 as it does
-    for a random order, with standard deviation 1 / sqrt(steps - 1).
-    """
+    """Prevents an order by load, which would bias training: correlations of a step's number and
+    load spread around 0 as those of random orders, with deviation 1 / sqrt(steps - 1)."""
     tokens = np.random.default_rng(4).integers(50, 500, 4000)
     scores = []
     for seed in range(40):
@@ -167,11 +159,8 @@ def test_neighbouring_steps_are_not_alike():
 
 
 def test_sources_are_spread_evenly_over_the_epoch():
-    """Prevents a source that comes early or late.
-
-    The steps of an epoch are cut into ten parts; each source's samples per part must vary no more
-    than if steps were drawn at random (their own variance, times 10 parts, over 40 seeds).
-    """
+    """Prevents a source that comes early or late: its samples vary between ten parts of an epoch
+    no more than if steps were drawn at random (their own variance, times 10, over 40 seeds)."""
     rng = np.random.default_rng(5)
     source = rng.choice(3, 6000, p=[0.6, 0.3, 0.1])
     # Each source has its own lengths, so that steps are of one source more than of others.
@@ -194,23 +183,18 @@ def test_sources_are_spread_evenly_over_the_epoch():
 
 @pytest.mark.parametrize("dp", [1, 2, 3, 5, 12])
 def test_steps_do_not_depend_on_the_ranks(dp):
-    """Prevents samples that are skipped or repeated when a run goes on with other ranks.
-
-    5 ranks do not divide the 12 packs of a step.
-    """
-    _, lengths = single_sample_packs(np.random.default_rng(5).integers(50, 300, 300))
+    """Prevents samples skipped or repeated with other ranks; 5 do not divide a step's 12 packs."""
+    lengths = some_lengths(5, 300)
     planned = draw(lengths, dp=4, micro_batches=3)
-    again = deal_steps(
-        steps_of(planned), lengths, lambda packs: packs.sums(lengths.tokens), dp, LEVELS
-    )
+    steps = steps_of(planned)
+    again = deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens), dp, LEVELS)
     assert again.sha256 != planned.sha256
-    assert steps_of(again).sha256 == steps_of(planned).sha256
-    for step in range(planned.steps):
-        trained = [
-            sorted(s for row in np.flatnonzero(p.step == step) for s in p.packs[row].tolist())
-            for p in (planned, again)
-        ]
-        assert trained[0] == trained[1]
+    assert steps_of(again).sha256 == steps.sha256
+    trained = []
+    for packs in (planned, again):
+        step = np.repeat(packs.step, np.diff(packs.packs.offsets))
+        trained.append(sorted(zip(step, packs.packs.samples, strict=True)))
+    assert trained[0] == trained[1]
     cursor = planned.steps // 3
     seen = [planned.packs[row] for row in np.flatnonzero(planned.step < cursor)]
     rest = [again.packs[row] for row in np.flatnonzero(again.step >= cursor)]
@@ -219,7 +203,7 @@ def test_steps_do_not_depend_on_the_ranks(dp):
 
 def test_epochs_are_joined_and_drawn_anew():
     """Prevents epochs that repeat one packing, and step numbers that start again."""
-    _, lengths = single_sample_packs(np.random.default_rng(5).integers(50, 300, 100))
+    lengths = some_lengths(5)
     scheduled = draw(lengths)
     assert np.unique(scheduled.step).tolist() == list(range(scheduled.steps))
     members = []
@@ -232,16 +216,19 @@ def test_epochs_are_joined_and_drawn_anew():
     assert scheduled.step[scheduled.epoch == 0].max() < scheduled.step[scheduled.epoch == 1].min()
 
 
-def test_an_epoch_does_not_depend_on_how_many_follow():
-    """Prevents a longer training run from changing the data of its first epoch."""
-    _, lengths = single_sample_packs(np.random.default_rng(6).integers(50, 300, 100))
-    one, two = draw(lengths, epochs=1), draw(lengths, epochs=2)
+def test_an_epoch_follows_the_seed_alone():
+    """Prevents equal runs that differ, and first epochs of longer runs that do."""
+    lengths = some_lengths(6)
+    one, two, again, other = (
+        draw(lengths, **each) for each in ({"epochs": 1}, {}, {}, {"seed": 1})
+    )
     assert one.packs.samples.tolist() == two.packs.samples[:100].tolist()
+    assert two.sha256 == again.sha256 != other.sha256
 
 
 def test_packs_that_are_there_are_as_good_as_new():
     """Prevents a job that is tried on kept packs from getting other steps than its plan."""
-    _, lengths = single_sample_packs(np.random.default_rng(6).integers(50, 300, 100))
+    lengths = some_lengths(6)
     isf = PackSettings(packing=PackingMethod.ISF, seed=3, epochs=2)
 
     def steps(packed: list[Packs] | None = None) -> Steps:
@@ -253,23 +240,13 @@ def test_packs_that_are_there_are_as_good_as_new():
     assert steps(pack_epochs(lengths, replace(isf, seed=4), LEVELS)).sha256 != kept.sha256
 
 
-@pytest.mark.parametrize(("change", "same"), [({}, True), ({"seed": 1}, False)])
-def test_hash_follows_the_seed(change, same):
-    """Prevents schedules that differ between two equal runs, and a seed that is ignored."""
-    _, lengths = single_sample_packs(np.random.default_rng(7).integers(50, 300, 100))
-    assert (draw(lengths).sha256 == draw(lengths, **change).sha256) is same
-
-
 def test_full_last_steps_are_not_always_of_the_lightest():
     """Prevents the lightest packs of every epoch from being its last step where all are full."""
     rng = np.random.default_rng(3)
     load, items = rng.uniform(1, 2, 24), np.zeros(24, np.int64)
     for rest_last in (True, False):
-        lightest = {
-            int(match_packs(items, load, 4, 2, seed, rest_last=rest_last)[load.argmin()])
-            for seed in range(40)
-        }
-        assert lightest == set(range(6))
+        found = [match_packs(items, load, 4, 2, seed, rest_last=rest_last) for seed in range(40)]
+        assert {int(steps[load.argmin()]) for steps in found} == set(range(6))
     # What is over and fills no step is the last one.
     steps = match_packs(items[:22], load[:22], 4, 2, 0, rest_last=True)
     assert np.bincount(steps).tolist() == [4] * 5 + [2]
