@@ -1,7 +1,6 @@
 """The README and the pages of docs/: short enough, and right about links, files and commands."""
 
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,20 +43,15 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-def command_lines(page: Path) -> Iterator[str]:
-    """The lines of a page's code blocks, with continued lines joined."""
-    for block in _BLOCK.findall(page.read_text()):
-        yield from block.replace("\\\n", " ").splitlines()
-
-
 def options_of(command: str) -> set[str]:
     """Every option of a command of `omnibal`."""
     parameters = get_command(app).commands[command].params
     return {name for one in parameters for name in (*one.opts, *one.secondary_opts)}
 
 
-def test_readme_is_short():
-    """Prevents: a front page that grows until nobody reads it to the end."""
+def test_readme_is_short_and_reaches_design_and_log():
+    """Prevents: a front page that nobody reads to the end, and pages that nobody finds."""
+    assert {"docs/design.md", "docs/log.md"} <= set(_LINK.findall(README.read_text()))
     lines = README.read_text().splitlines()
     assert len(lines) <= MOST_LINES, f"move some of the {len(lines)} lines to a page of docs/"
 
@@ -84,7 +78,8 @@ def test_named_files_exist(page: Path):
 @each_guide
 def test_commands_exist_with_their_options(page: Path):
     """Prevents: a command that ends with `no such option` when it is pasted."""
-    for line in command_lines(page):
+    blocks = "".join(_BLOCK.findall(page.read_text()))
+    for line in blocks.replace("\\\n", " ").splitlines():
         words = line.split()
         if words[:1] == ["omnibal"]:
             outside_quotes = re.sub(r'"[^"]*"', "", line)
@@ -96,25 +91,12 @@ def test_commands_exist_with_their_options(page: Path):
             assert all(f'"{option}"' in source for option in trainer_options), line
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_guide_begins_with_a_command(subject: str):
-    """Prevents: a page that is hard to enter, and one that the README does not lead to."""
-    text = (ROOT / "docs" / f"{subject}.md").read_text()
-    assert re.match(r"# [^\n]+\n\n```\n(omnibal|python|scripts/|\./scripts/)", text)
-    assert f"](docs/{subject}.md)" in README.read_text()
-
-
-@pytest.mark.parametrize("page", TRAINERS, ids=lambda page: page.name)
-def test_page_of_a_trainer_begins_with_the_two_commands(page: Path):
-    """Prevents: a trainer's page that says how it works before what to type, or is not reached."""
-    text = page.read_text()
-    assert re.match(
-        r"# [^\n]+\n\n```\nomnibal plan [^`]*--for [^`]*\nomnibal export [^`]*```", text
-    )
-    assert f"](trainers/{page.name})" in (ROOT / "docs" / "trainers.md").read_text()
-
-
-def test_readme_reaches_design_and_log():
-    """Prevents: pages that nobody finds."""
-    linked = set(_LINK.findall(README.read_text()))
-    assert {"docs/design.md", "docs/log.md"} <= linked
+@pytest.mark.parametrize("page", GUIDES[1:], ids=lambda page: page.name)
+def test_guide_begins_with_a_command(page: Path):
+    """Prevents: a page that explains before what to type, or that no other page leads to."""
+    begins, index = "(omnibal|python|scripts/|\\./scripts/)", README
+    if page in TRAINERS:
+        begins = "omnibal plan [^`]*--for [^`]*\nomnibal export [^`]*```"
+        index = ROOT / "docs" / "trainers.md"
+    assert re.match(rf"# [^\n]+\n\n```\n{begins}", page.read_text())
+    assert f"]({page.relative_to(index.parent)})" in index.read_text()

@@ -1,7 +1,6 @@
 """Outputs of commands: never in the place of an input, of each other, or of a device."""
 
 import contextlib
-import hashlib
 import json
 import os
 import socket
@@ -33,48 +32,42 @@ DIGITS = "--model internvl-digits --cluster laptop-cpu"
 def made(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("made")
     write_lengths(example_lengths(), folder / "l.parquet")
-    (folder / "l.json").write_text('[{"vit_num": 1, "token_num": 99, "image_flags": 1}]')
-    (folder / "meta.json").write_text('{"a": {"token_lengths": "l.json"}}')
     write_profile(example_profile(), folder / "profile.json")
     save_plan(make_plan(request()), folder / "plan")
-    (folder / "run").mkdir()
-    (folder / "run" / "run.jsonl").write_text("\n")
-    (folder / "replay").mkdir()
-    (folder / "replay" / "stage_1.json").write_text("{}")
     (folder / "tokenizer.model").write_bytes(train_tokenizer(iter(["abc 0123456789"])))
-    for name in ("annotations.jsonl", "added_tokens.json", "x.skipped.txt"):
-        (folder / name).write_text("{}\n")
-    (folder / "data.json").write_text(
-        '{"a": {"root": "", "annotation": "annotations.jsonl"},'
-        ' "b": {"root": "", "annotation": "x.skipped.txt"}}'
-    )
-    (folder / "m.toml").write_text("")
+    sources = {"a": "annotations.jsonl", "b": "x.skipped.txt"}
+    sources = {name: {"root": "", "annotation": path} for name, path in sources.items()}
+    for name, text in {
+        "l.json": '[{"vit_num": 1, "token_num": 99, "image_flags": 1}]',
+        "meta.json": '{"a": {"token_lengths": "l.json"}}',
+        "data.json": json.dumps(sources),
+        **dict.fromkeys(("annotations.jsonl", "added_tokens.json", "x.skipped.txt"), "{}\n"),
+        "run/run.jsonl": "\n",
+        "replay/stage_1.json": "{}",
+        "m.toml": "",
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
     (folder / "linked").symlink_to(folder / "l.parquet")
     (folder / "linked_plan").symlink_to(folder / "plan")
     os.link(folder / "plan" / "plan.json", folder / "hard")
     return folder
 
 
-def contents(folder: Path) -> dict[str, str]:
-    return {
-        str(path): hashlib.sha256(path.read_bytes()).hexdigest()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
-    }
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+SCANNED = ("data.json", "annotations.jsonl", "tokenizer.model", "added_tokens.json", "x")
 SCAN = "lengths data.json --model internvl-digits --tokenizer-model tokenizer.model"
 
 
 @pytest.mark.parametrize(
     "command",
     [
-        f"{PACK} l.parquet -o l.parquet",
-        f"{PACK} l.parquet -o ./plan/../l.parquet",
-        f"{PACK} l.parquet -o linked",
+        *(f"{PACK} l.parquet -o {name}" for name in ("l.parquet", "./plan/../l.parquet", "linked")),
         f"{PACK} meta.json -o l.json",
-        f"{PACK} l.parquet --model m.toml -o m.toml",
-        f"{PACK} l.parquet --cluster m.toml -o m.toml",
+        *(f"{PACK} l.parquet {option} m.toml -o m.toml" for option in ("--model", "--cluster")),
         "report plan -o plan/plan.json",
         "report linked_plan -o plan/packs.parquet",
         "report plan -o plan/profile.json",
@@ -82,14 +75,9 @@ SCAN = "lengths data.json --model internvl-digits --tokenizer-model tokenizer.mo
         "report plan --replay replay -o replay/stage_1.json",
         "simulate plan --trace plan/plan.json",
         "simulate plan --trace hard",
-        f"plan {DIGITS} --steps-of plan -o plan",
-        f"plan {DIGITS} --steps-of plan -o linked_plan",
+        *(f"plan {DIGITS} --steps-of plan -o {name}" for name in ("plan", "linked_plan")),
         f"plan {DIGITS} --lengths plan/lengths.parquet -o plan",
-        f"{SCAN} -o data.json",
-        f"{SCAN} -o annotations.jsonl",
-        f"{SCAN} -o tokenizer.model",
-        f"{SCAN} -o added_tokens.json",
-        f"{SCAN} -o x",
+        *(f"{SCAN} -o {name}" for name in SCANNED),
     ],
 )
 def test_no_output_replaces_an_input(capsys, made, monkeypatch, command):
@@ -175,21 +163,14 @@ def test_a_link_stays_and_its_file_is_written(tmp_path):
     assert (tmp_path / "link.part").read_text() == "the user's"
 
 
-def test_scan_into_a_device_leaves_no_files_beside_it(capsys, digits_of_one, monkeypatch):
+def test_scan_into_a_device_leaves_no_files_beside_it(tmp_path, monkeypatch):
     """Prevents `/dev/null.partial` and `/dev/null.skipped.txt`."""
-    monkeypatch.chdir(digits_of_one)
-    before = set(Path("/dev").iterdir())
-    run(f"{SCAN} --on-error skip -o /dev/null")
-    assert set(Path("/dev").iterdir()) == before
-
-
-@pytest.fixture
-def digits_of_one(tmp_path) -> Path:
     make_dataset(tmp_path / "digits", 10, 10, 0)
-    train = tmp_path / "digits" / "train"
-    (train / "data.json").write_bytes((train / "meta.json").read_bytes())
-    (train / "tokenizer.model").write_bytes((train / "../tokenizer.model").read_bytes())
-    return train
+    monkeypatch.chdir(tmp_path / "digits" / "train")
+    before = set(Path("/dev").iterdir())
+    inputs = "lengths meta.json --model internvl-digits --tokenizer-model ../tokenizer.model"
+    run(f"{inputs} --on-error skip -o /dev/null")
+    assert set(Path("/dev").iterdir()) == before
 
 
 def test_plans_of_every_way_are_accepted(capsys, made, tmp_path, monkeypatch):

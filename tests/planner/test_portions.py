@@ -1,6 +1,7 @@
 """Data in portions: dealt, packed, proven together, written, read and checked one at a time."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.check import check_plan, open_plan, open_portion
 from omnibal.job.plan import Plan, portion_folder, portion_packs_file, read_plan
-from omnibal.job.plan_files import save_plan
+from omnibal.job.plan_files import PlanFiles, save_plan
 from omnibal.job.plan_portions import EarlierPortions, data_of_steps
 from omnibal.job.planner import PlanResult
 from omnibal.model.limits import Caps
@@ -26,14 +27,12 @@ from omnibal.search.goal import Earlier, Goal, Samples
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import PortionedSamples, all_places
 
-CAPS = Caps.of(tiles=9, tokens=400)
 EPOCHS = 2
 
 
 def planned(lengths: Lengths, folder: Path, portion_samples: int, **settings) -> Plan:
-    data = Samples(
-        lengths=lengths, caps=CAPS, micro_batches=4, portion_samples=portion_samples, **settings
-    )
+    settings = {"micro_batches": 4, "portion_samples": portion_samples} | settings
+    data = Samples(lengths=lengths, caps=Caps.of(tiles=9, tokens=400), **settings)
     return save_plan(plan(Goal(job=job_spec(), data=data)).result, folder)
 
 
@@ -53,20 +52,21 @@ def samples(count: int, seed: int) -> Lengths:
     return lengths_of(tiles=tiles, tokens=tiles * 30 + rng.integers(5, 200, count))
 
 
+@pytest.fixture(scope="module")
+def to_train(in_portions) -> PlanFiles:
+    return open_plan(in_portions, to_train=True)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_counts_of_portions_are_those_of_all(seed):
     """Prevents: a size that two portions have from being counted once, or kept twice."""
     sizes = samples(500, seed).sizes(["tiles", "tokens"])
     joined = SizeCounts.joined([SizeCounts.of(part) for part in np.split(sizes, [80, 300], axis=1)])
-    counted = {}
-    for pair in sizes.T.tolist():
-        counted[tuple(pair)] = counted.get(tuple(pair), 0) + 1
-    expected = sorted(counted)
-    assert joined.amounts.T.tolist() == [list(pair) for pair in expected]
-    assert joined.counts.tolist() == [counted[pair] for pair in expected]
-    assert joined.sums.tolist() == sizes.sum(axis=1).tolist()
-    few = joined.thinned(100)
-    assert {tuple(pair) for pair in few.T.tolist()} == set(counted)
+    amounts, counts = np.unique(sizes, axis=1, return_counts=True)
+    np.testing.assert_array_equal(joined.amounts, amounts)
+    np.testing.assert_array_equal(joined.counts, counts)
+    np.testing.assert_array_equal(joined.sums, sizes.sum(axis=1))
+    np.testing.assert_array_equal(np.unique(joined.thinned(100), axis=1), amounts)
 
 
 def test_samples_are_dealt_once_and_the_largest_first():
@@ -76,11 +76,9 @@ def test_samples_are_dealt_once_and_the_largest_first():
     assert dealt.count == 4
     rows = [dealt.samples(number).sample for number in range(4)]
     assert sorted(np.concatenate(rows).tolist()) == list(range(1000))
-    first = dealt.samples(0)
-    assert first.tokens.max() == every.tokens.max()
-    assert first.items["tiles"].max() == every.items["tiles"].max()
-    seeds = [dealt.settings_of(place).seed for place in all_places(3, 4)]
-    assert len(set(seeds)) == 12
+    for name in ("tokens", "tiles"):
+        assert dealt.samples(0).column(name).max() == every.column(name).max()
+    assert len({dealt.settings_of(place).seed for place in all_places(3, 4)}) == 12
     assert PortionedSamples.of(every, PackSettings(portion_samples=1000)) is None
 
 
@@ -100,11 +98,11 @@ def test_every_sample_is_trained_once_an_epoch(in_portions):
         assert packs_of_epoch >= data.fewest_packs
     assert data.steps == sum(each.steps for each in data.portions)
     sentences = check_plan(in_portions)
-    assert any("portions of 2 epochs hold" in sentence for sentence in sentences)
-    assert any("above the" in sentence for sentence in sentences)
+    for told in ("portions of 2 epochs hold", "above the"):
+        assert told in "\n".join(sentences)
 
 
-def test_all_portions_together_are_one_run(in_portions):
+def test_all_portions_together_are_one_run(in_portions, to_train):
     """Prevents: steps, epochs or samples of a report or an export that are not those trained."""
     files = open_plan(in_portions)
     packs, lengths = files.steps
@@ -115,7 +113,7 @@ def test_all_portions_together_are_one_run(in_portions):
     assert (packs.tokens == packs.packs.sums(lengths.tokens)).all()
     step = 0
     while step < data.steps:
-        held, own, own_lengths = open_portion(files_to_train(in_portions), step)
+        held, own, own_lengths = open_portion(to_train, step)
         assert held.start == step
         rows = np.flatnonzero((packs.step >= held.start) & (packs.step < held.stop))
         together = packs.take(rows)
@@ -124,10 +122,6 @@ def test_all_portions_together_are_one_run(in_portions):
         by_row = own_lengths.sample[own.packs.samples]
         assert (by_row == lengths.sample[together.packs.samples]).all()
         step = held.stop
-
-
-def files_to_train(folder: Path):
-    return open_plan(folder, to_train=True)
 
 
 def test_data_of_one_portion_is_planned_as_ever(tmp_path):
@@ -146,13 +140,7 @@ def test_data_of_one_portion_is_planned_as_ever(tmp_path):
 def test_a_replaced_portion_is_refused(in_portions, tmp_path):
     """Prevents: training on packs of another epoch, or a plan.json with other sums."""
     plan_json = json.loads((in_portions / "plan.json").read_text())
-    copied = tmp_path / "plan"
-    copied.mkdir()
-    for path in in_portions.rglob("*"):
-        if path.is_file():
-            place = copied / path.relative_to(in_portions)
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(path.read_bytes())
+    copied = shutil.copytree(in_portions, tmp_path / "plan")
     folder = portion_folder(copied, 1)
     (folder / "packs-001.parquet").write_bytes((folder / "packs-000.parquet").read_bytes())
     with pytest.raises(UserError, match=r"portions/00001/packs-001.parquet has the content hash"):
@@ -167,32 +155,28 @@ def samples_of_steps(folder: Path) -> list[list[list[int]]]:
     """Samples of every pack of every step, whatever ranks have them."""
     packs, lengths = open_plan(folder).steps
     own = [lengths.sample[packs.packs[pack]].tolist() for pack in range(len(packs))]
-    steps = [[] for _ in range(packs.steps)]
-    for step, samples_of_pack in zip(packs.step.tolist(), own, strict=True):
-        steps[step].append(samples_of_pack)
-    return [sorted(step) for step in steps]
+    rows = [np.flatnonzero(packs.step == step) for step in range(packs.steps)]
+    return [sorted(own[row] for row in of_step) for of_step in rows]
 
 
 @pytest.mark.parametrize("data_parallel", [1, 3])
-def test_steps_in_portions_are_taken_over_by_other_ranks(in_portions, tmp_path, data_parallel):
-    """Prevents: a plan for other ranks that no run can go on with, or with other samples in a step,
-    by listing the samples of every pack."""
-    earlier = open_plan(in_portions, to_train=True)
-    data = Earlier(plan=earlier.plan, data=earlier.data, directory=in_portions)
+def test_other_ranks_take_over_steps_in_portions(in_portions, to_train, tmp_path, data_parallel):
+    """Prevents: a plan for other ranks with other samples in a step, by listing every pack."""
+    earlier = to_train.plan
+    data = Earlier(plan=earlier, data=to_train.data, directory=in_portions)
     job = job_spec(parallel=Parallel(pipeline=1, data=data_parallel))
     made = save_plan(plan(Goal(job=job, data=data)).result, tmp_path / "plan")
-    assert made.data.steps_sha256 == earlier.plan.data.steps_sha256
-    assert made.data.fewest_packs == earlier.plan.data.fewest_packs
+    assert made.data.steps_sha256 == earlier.data.steps_sha256
+    assert made.data.fewest_packs == earlier.data.fewest_packs
     assert samples_of_steps(tmp_path / "plan") == samples_of_steps(in_portions)
     assert open_plan(tmp_path / "plan").steps[0].dp_rank.max() == data_parallel - 1
     assert made.prediction.gpu_days > 0
     assert any("portions of 2 epochs hold" in line for line in check_plan(tmp_path / "plan"))
 
 
-def test_steps_in_portions_need_their_directory(in_portions):
+def test_steps_in_portions_need_their_directory(to_train):
     """Prevents: a plan of the first portion alone, given for the whole run's."""
-    earlier = open_plan(in_portions)
-    data = Earlier(plan=earlier.plan, data=earlier.data)
+    data = Earlier(plan=to_train.plan, data=to_train.data)
     with pytest.raises(UserError, match="no directory was given to read them from"):
         plan(Goal(job=job_spec(), data=data))
 
@@ -210,26 +194,23 @@ def test_packs_of_some_steps_are_those_of_the_run(in_portions):
     assert (packs.tokens == packs.packs.sums(lengths.tokens)).all()
 
 
-def test_a_run_in_portions_is_planned_anew(in_portions, tmp_path):
-    """Prevents: a run of large data that loses its samples with a device, or keeps a plan whose
-    packs were dealt anew."""
-    files = files_to_train(in_portions)
-    fewer = save_plan(replan(files, None, gpus=2).result, tmp_path / "fewer")
+def test_a_run_in_portions_is_planned_anew(in_portions, to_train, tmp_path):
+    """Prevents: large data lost with a device, and packs dealt anew although the plan stays."""
+    fewer = save_plan(replan(to_train, None, gpus=2).result, tmp_path / "fewer")
     assert fewer.parallel.world_size == 2
     assert samples_of_steps(tmp_path / "fewer") == samples_of_steps(in_portions)
     check_plan(tmp_path / "fewer")
-    same = replan(files, None, gpus=files.plan.parallel.world_size)
+    same = replan(to_train, None, gpus=to_train.plan.parallel.world_size)
     assert same.gain == 0
     made = save_plan(same.result, tmp_path / "same")
-    assert made.data.steps_sha256 == files.plan.data.steps_sha256
-    assert made.prediction == files.plan.prediction
+    assert made.data.steps_sha256 == to_train.plan.data.steps_sha256
+    assert made.prediction == to_train.plan.prediction
 
 
-def test_portions_that_are_kept_are_the_same_files(in_portions, tmp_path):
+def test_portions_that_are_kept_are_the_same_files(in_portions, to_train, tmp_path):
     """Prevents: packs that are dealt anew, in a worse order, where a plan's stages stay."""
-    files = files_to_train(in_portions)
-    portions = EarlierPortions(data=files.plan.data, directory=in_portions, are_kept=True)
-    kept = PlanResult(plan=files.plan, data=files.data, search=None, portions=portions)
+    portions = EarlierPortions(data=to_train.plan.data, directory=in_portions, are_kept=True)
+    kept = PlanResult(plan=to_train.plan, data=to_train.data, search=None, portions=portions)
     save_plan(kept, tmp_path / "kept")
     for path in in_portions.rglob("*.*"):
         assert path.read_bytes() == (tmp_path / "kept" / path.relative_to(in_portions)).read_bytes()

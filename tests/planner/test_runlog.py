@@ -36,20 +36,9 @@ STAGE = StageRecord(forward_ms=1, backward_ms=2, wait_ms=3, data_ms=0, optimizer
 
 
 def record(step: int, **changed) -> StepRecord:
-    fields = {
-        "step": step,
-        "epoch": 0,
-        "loss": 1.5,
-        "loss_tokens": 10,
-        "samples": 2,
-        "tiles": 3,
-        "tokens": 90,
-        "step_ms": 7.0,
-        "learning_rate": 1e-3,
-        "grad_norm": 0.25,
-        "stages": (STAGE,),
-    }
-    return StepRecord(**(fields | changed))
+    counts = {"epoch": 0, "loss_tokens": 10, "samples": 2, "tiles": 3, "tokens": 90}
+    figures = {"loss": 1.5, "step_ms": 7.0, "learning_rate": 1e-3, "grad_norm": 0.25}
+    return StepRecord(**({"step": step, "stages": (STAGE,)} | counts | figures | changed))
 
 
 def write_lines(path: Path, *records: StepRecord, tail: str = "") -> Path:
@@ -107,86 +96,61 @@ def test_a_diverged_step_is_written_and_read(tmp_path, loss):
 
 @pytest.mark.parametrize("cut", [1, 10, 60, None])
 def test_a_line_that_is_being_written_is_left_out(tmp_path, cut):
-    """Prevents a report on a run in progress from failing now and then."""
-    tail = record(1).model_dump_json()[:cut]
-    assert read_run(write_lines(tmp_path / "run.jsonl", record(0), tail=tail)) == [record(0)]
+    """Prevents reports that fail during a run, and records joined to a killed run's half line."""
+    path = tmp_path / "run.jsonl"
+    append_record(record(0), path)
+    path.write_text(path.read_text() + record(1).model_dump_json()[:cut])
+    assert read_run(path) == [record(0)]
+    append_record(record(1, loss=9.0), path)
+    assert read_run(path) == [record(0), record(1, loss=9.0)]
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"),
+    ("name", "content", "expected"),
     [
-        (None, "no such file; pretrain_vlm.py writes it"),
-        (b"", "holds no step yet"),
-        (b'{"step": 0', "holds no step yet"),
-        (b'{"step": 0\n', "line 1: Invalid JSON"),
-        (b"\n", "line 1: Invalid JSON"),
-        (b"{}\n", "line 1: step: Field required"),
-        (b"\xff\n", "not UTF-8"),
+        (RUN_FILE, None, "no such file; pretrain_vlm.py writes it"),
+        (RUN_FILE, b"", "holds no step yet"),
+        (RUN_FILE, b'{"step": 0', "holds no step yet"),
+        (RUN_FILE, b'{"step": 0\n', "line 1: Invalid JSON"),
+        (RUN_FILE, b"\n", "line 1: Invalid JSON"),
+        (RUN_FILE, b"{}\n", "line 1: step: Field required"),
+        (RUN_FILE, b"\xff\n", "not UTF-8"),
+        (RUN_INFO_FILE, None, ".*; pretrain_vlm.py writes it into --save"),
+        (RUN_INFO_FILE, b"{", ".*; pretrain_vlm.py writes it into --save"),
+        (RUN_INFO_FILE, b'{"model": "m"}', ".*; pretrain_vlm.py writes it into --save"),
     ],
 )
-def test_a_broken_log_is_refused(tmp_path, content, expected):
-    """Prevents steps from missing in a report without a word."""
-    path = tmp_path / "run.jsonl"
+def test_a_broken_file_is_refused(tmp_path, name, content, expected):
+    """Prevents steps missing in a report without a word, and a traceback for another folder."""
+    path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(UserError, match=rf"run\.jsonl: {expected}"):
-        read_run(path)
+    with pytest.raises(UserError, match=rf"{name}: {expected}"):
+        read_run(path) if name == RUN_FILE else read_run_info(tmp_path)
 
 
-def test_run_info_comes_back(tmp_path):
-    """Prevents a report from taking one run for another."""
+def test_run_info_and_evaluation_come_back(tmp_path):
+    """Prevents lost accuracies, and one run taken for another or refused without evaluation."""
     info = RunInfo(model="internvl-digits", packs_sha256="ab")
     write_run_info(info, tmp_path)
     assert read_run_info(tmp_path) == info
-    assert [path.name for path in tmp_path.iterdir()] == [RUN_INFO_FILE]
-
-
-@pytest.mark.parametrize("content", [None, "{", '{"model": "m"}'])
-def test_missing_or_broken_run_info(tmp_path, content):
-    """Prevents a traceback for a folder that is not a run's."""
-    if content is not None:
-        (tmp_path / RUN_INFO_FILE).write_text(content)
-    with pytest.raises(UserError, match=r"run\.json: .*; pretrain_vlm.py writes it into --save"):
-        read_run_info(tmp_path)
-
-
-def test_evaluation_comes_back(tmp_path):
-    """Prevents accuracies from being lost, and a run without evaluation from being refused."""
     assert read_evaluation(tmp_path) is None
     kind = KindAccuracy(kind="single", questions=4, correct=3, chance=0.25)
     evaluation = Evaluation(step=9, kinds=(kind,), examples=())
     path = write_evaluation(evaluation, tmp_path)
-    assert path == tmp_path / EVALUATION_FILE
     assert read_evaluation(tmp_path) == evaluation
-    assert list(tmp_path.iterdir()) == [path]
+    assert {path, *tmp_path.iterdir()} == {tmp_path / RUN_INFO_FILE, tmp_path / EVALUATION_FILE}
     path.write_text('{"step": -1}')
     with pytest.raises(UserError, match=r"evaluation\.json: step: .*; run the evaluation again"):
         read_evaluation(tmp_path)
 
 
-def test_steps_are_appended_after_a_kill_in_mid_line(tmp_path):
-    """Prevents a resumed run from joining its first line to the half line of the killed one."""
-    path = tmp_path / "run.jsonl"
-    for step in (0, 1):
-        append_record(record(step=step, loss=1.0 + step), path)
-    with path.open("a") as log:
-        log.write('{"step": 2, "lo')
-    append_record(record(step=2, loss=9.0), path)
-    assert [line.loss for line in read_run(path)] == [1.0, 2.0, 9.0]
-
-
 def test_steps_that_no_checkpoint_holds_are_dropped(tmp_path):
-    """Prevents: figures of a killed run's last steps beside those that were trained in their place.
-
-    A line that is no record stays, for whoever reads the log to complain about.
-    """
+    """Prevents: figures of steps trained again; odd lines stay, for the reader to refuse."""
     path = tmp_path / RUN_FILE
     drop_records(path, 3)
     assert not path.exists()
-    for step in (0, 1, 2, 3, 4, 2):
-        append_record(record(step=step), path)
-    with path.open("ab") as log:
-        log.write(b"odd\n" + b'{"step": 1')
+    write_lines(path, *map(record, (0, 1, 2, 3, 4, 2)), tail='odd\n{"step": 1')
     drop_records(path, 3)
     lines = path.read_text().split("\n")
     assert [json.loads(line)["step"] for line in lines[:4]] == [0, 1, 2, 2]
@@ -213,10 +177,9 @@ def test_a_slow_rank_is_named():
         times = dict.fromkeys(("forward_ms", "backward_ms", "wait_ms", "data_ms"), 1.0)
         return StageRecord(**times, optimizer_ms=1.0, peak_gib=1.0, ranks_ms=ranks_ms)
 
-    records = [
-        record(step, stages=(stage(10, 10.5, 9.8), stage(10, noise, 15)))
-        for step, noise in enumerate((10, 40, 10.2))
-    ]
+    noises = enumerate((10, 40, 10.2))
+    stages = {step: (stage(10, 10.5, 9.8), stage(10, noise, 15)) for step, noise in noises}
+    records = [record(step, stages=of_step) for step, of_step in stages.items()]
     [slow] = summarise_run(records, 6, None).slow_ranks
     assert (slow.stage, slow.rank) == (1, 2)
     assert slow.factor == pytest.approx(15 / 10.2)

@@ -40,17 +40,11 @@ def imported(path: Path) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("folder", "top"),
     [("planner", "omnibal"), ("", "megatron/vlm"), ("", "tools")],
-    ids=["planner", "trainer", "tools"],
 )
 def test_every_package_has_a_quick_test(folder, top):
-    """Prevents: a package that is added, and that `make quick` or `make planner-quick` then knows
-    nothing of."""
-    names = {name for path in quick_modules(TESTS / folder) for name in imported(path)}
-    lacking = [
-        package
-        for package in packages(top)
-        if not any(name == package or name.startswith(f"{package}.") for name in names)
-    ]
+    """Prevents: a new package that `make quick` or `make planner-quick` does not test."""
+    names = {f"{name}." for path in quick_modules(TESTS / folder) for name in imported(path)}
+    lacking = [each for each in packages(top) if not any(n.startswith(f"{each}.") for n in names)]
     assert not lacking, f"mark a module of tests/{folder} as quick that imports from {lacking}"
 
 
@@ -60,8 +54,7 @@ def test_launchers_are_quick():
 
 
 def test_no_module_of_tests_is_imported():
-    """Prevents: a module whose tests cannot be moved, renamed or run without another's, and one
-    that is loaded twice under two names."""
+    """Prevents: tests that cannot be moved or run alone, or are loaded under two names."""
     found = [
         f"{path.relative_to(REPOSITORY)} imports {name}"
         for path in sorted(TESTS.rglob("*.py"))
@@ -72,8 +65,7 @@ def test_no_module_of_tests_is_imported():
 
 
 def test_no_two_modules_have_one_name():
-    """Prevents: the cases of another folder under the name that a module asks for, as all folders
-    of tests lie on one path."""
+    """Prevents: another folder's cases under a name, as all folders of tests lie on one path."""
     names = Counter(path.name for path in TESTS.glob("*.py"))
     for folder in ("planner", "training", "trainers", "tools"):
         names.update(path.name for path in (TESTS / folder).glob("*.py"))
