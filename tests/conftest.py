@@ -44,11 +44,7 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile(
-    "random",
-    settings.get_profile("fixed"),
-    max_examples=1000,
-    derandomize=False,
-    print_blob=True,
+    "random", settings.get_profile("fixed"), max_examples=1000, derandomize=False, print_blob=True
 )
 settings.load_profile("fixed")
 
@@ -74,10 +70,9 @@ def forks_safely() -> Iterator[None]:
 
 
 def pytest_collection_finish() -> None:
-    """Spare what is imported by now, and the tests themselves, every garbage collection.
+    """Spare what is imported by now every garbage collection.
 
-    One marks each of half a million objects. In a forked process that copies all their memory,
-    which took longer than the work of most ranks.
+    One marks half a million objects; in a forked process that copies all their memory.
     """
     gc.collect()
     gc.freeze()

@@ -130,8 +130,7 @@ def of_torchrun(starts: Starts) -> tuple[dict[str, str], list[str], dict[str, st
     ("nodes", "gpus", "port"), [(4, "8", "29500"), (64, "8", "29500"), (2, "4", "29999")]
 )
 def test_nodes_under_torchrun(bench, nodes, gpus, port):
-    """Prevents: nodes that wait for each other at different places, a save cut off at 30 s, and
-    nodes of another size, or a port in use, that need a script of their own."""
+    """Prevents: nodes that wait at different places, and a save cut off at 30 s."""
     last = str(nodes - 1)
     own = {"GPUS_PER_NODE": gpus, "MASTER_PORT": port} if nodes == 2 else {}
     starts = bench.started(NODES_SCRIPT, nodes, last, "node-a", *bench.job, "--lr", "1e-5", **own)
@@ -160,16 +159,13 @@ def test_a_range_of_nodes_under_torchrun(bench):
     assert bench.start(NODES_SCRIPT, "3:", "0", "node-a", *bench.job).returncode == 2
 
 
-@pytest.mark.parametrize(
-    "script", [[ONE_NODE_SCRIPT], [NODES_SCRIPT, 1, 0, "localhost"]], ids=["8gpu", "nodes"]
-)
-def test_one_node_under_torchrun(bench, script):
+def test_one_node_under_torchrun(bench):
     """Prevents: two jobs of one node that meet at one port, and settings that do not arrive."""
     own = {
         "OMP_NUM_THREADS": "2", "NCCL_IB_HCA": "mlx5", "CUDA_MODULE_LOADING": "LAZY",
         "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:512", "CUDA_DEVICE_MAX_CONNECTIONS": "8",
     }  # fmt: skip
-    [(arguments, environment)] = bench.started(*script, *bench.job, **own)
+    [(arguments, environment)] = bench.started(ONE_NODE_SCRIPT, *bench.job, **own)
     assert arguments[:3] == ["--standalone", "--nproc-per-node", "8"]
     assert arguments[-8:] == bench.trainer_arguments()
     assert environment == own

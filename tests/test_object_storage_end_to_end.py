@@ -12,11 +12,12 @@ from end_to_end_cases import (
     losses,
     pair_succeeds,
     plan_of,
-    rank_environments,
+    ranks_start,
+    ranks_succeed,
     training,
     wait_for_steps,
 )
-from s3_cases import Server, needs_s3, started_s3
+from s3_cases import needs_s3, started_s3
 
 DATA = "s3://data/meta.json"
 
@@ -28,26 +29,12 @@ def server(digits, tmp_path_factory):
         yield server
 
 
-def starts(server: Server, command: list[object]):
-    environments = [each | server.environment for each in rank_environments(2)]
-    return launcher().start(tuple(command), environments)
-
-
-def succeed(server: Server, command: list[object]) -> None:
-    with starts(server, command) as started:
-        ended = started.ended
-    assert not any(one.returncode for one in ended), "".join(one.stderr for one in ended)
-
-
 @needs_s3
 def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp_path):
-    """Prevents: other losses than those of a disk, a cache that grows past its size or is not read
-    again, and a kill from which a run with remote data cannot go on."""
+    """Prevents: other losses than a disk's, a cache too large or unread, or a final kill."""
     again, index = tmp_path / "again.parquet", tmp_path / "index"
-    scan = (
-        "-m", "omnibal", "lengths", DATA, *MODEL, "--tokenizer-model", digits / "tokenizer.model",
-        "-o", again, "--data-index", index, "--processes", "1",
-    )  # fmt: skip
+    scan = ("-m", "omnibal", "lengths", DATA, *MODEL, "--data-index", index, "--processes", "1")
+    scan += ("--tokenizer-model", digits / "tokenizer.model", "-o", again)
     scanned = launcher().run(*scan, **server.environment)
     assert scanned.returncode == 0, scanned.stderr
     assert again.read_bytes() == lengths.read_bytes()
@@ -61,7 +48,9 @@ def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp
         return [*words, "--data-index", index, "--data-cache", tmp_path / cache]
 
     killed, second, most_bytes = tmp_path / "killed", tmp_path / "second", 60_000
-    with starts(server, command(killed, "large", "--save-interval", "1")) as ranks:
+    with ranks_start(
+        2, *command(killed, "large", "--save-interval", "1"), **server.environment
+    ) as ranks:
         wait_for_steps(killed, 2)
         deadline, announced = time.monotonic() + 600, killed / "latest_checkpointed_iteration.txt"
         while not announced.exists() and time.monotonic() < deadline:
@@ -70,11 +59,11 @@ def test_a_run_from_a_bucket_is_that_of_local_files(server, lengths, digits, tmp
             os.kill(pid, signal.SIGKILL)
     assert len(losses(killed)) < len(losses(whole))
     small = ("--data-cache-gib", most_bytes / 2**30)  # all images are twice that
-    succeed(server, command(killed, "small", *small, "--load", killed))
+    ranks_succeed(2, *command(killed, "small", *small, "--load", killed), **server.environment)
     assert losses(killed) == losses(whole)
     held = sum(path.stat().st_size for path in (tmp_path / "small").glob("??/*"))
     assert most_bytes / 2 < held <= most_bytes
     before = server.reads_of(".png")
-    succeed(server, command(second, "large", "--train-iters", "2"))
+    ranks_succeed(2, *command(second, "large", "--train-iters", "2"), **server.environment)
     assert losses(second) == losses(whole)[:2]
     assert server.reads_of(".png") == before > 40

@@ -5,7 +5,7 @@ import random
 from pathlib import Path
 
 import pytest
-from end_to_end_cases import losses, pair_succeeds, refuse, succeed, training
+from end_to_end_cases import PLANNER, losses, pair_succeeds, refuse, succeed, training
 
 WORDS = "the sum of two numbers is seven what do you read in this line a tree and a house".split()
 MODEL = """\
@@ -36,21 +36,14 @@ def write_texts(folder: Path, samples: int, seed: int) -> Path:
         if number % 3 == 0:
             said.append(("system", " ".join(draw.choices(WORDS, k=5))))
         for _ in range(draw.randint(1, 3)):
-            for speaker, most in (("user", 40), ("assistant", 20)):
-                said.append((speaker, " ".join(draw.choices(WORDS, k=draw.randint(2, most)))))
-        lines.append(json.dumps({"id": number, **record_of(said, number)}) + "\n")
+            for role, most in (("user", 40), ("assistant", 20)):
+                said.append((role, " ".join(draw.choices(WORDS, k=draw.randint(2, most)))))
+        messages = [{"role": role, "content": text} for role, text in said]
+        lines.append(json.dumps({"id": number, "messages": messages}) + "\n")
     (folder / "texts.jsonl").write_text("".join(lines))
     meta = {"texts": {"annotation": "texts.jsonl"}}
     (folder / "meta.json").write_text(json.dumps(meta))
     return folder / "meta.json"
-
-
-def record_of(said: list[tuple[str, str]], number: int) -> dict[str, list]:
-    """In both forms that data come in, turn by turn."""
-    if number % 2:
-        return {"messages": [{"role": role, "content": text} for role, text in said]}
-    speakers = {"user": "human", "assistant": "gpt", "system": "system"}
-    return {"conversations": [{"from": speakers[role], "value": text} for role, text in said]}
 
 
 @pytest.fixture(scope="module")
@@ -61,22 +54,17 @@ def texts(tmp_path_factory, digits) -> Path:
     write_texts(folder / "heldout", 6, seed=1)
     (folder / "tokenizer.model").write_bytes((digits / "tokenizer.model").read_bytes())
     (folder / "model.toml").write_text(MODEL)
-    model = ("--model", folder / "model.toml")
-    tokenizer = ("--tokenizer-model", folder / "tokenizer.model")
-    succeed(
-        "-m", "omnibal", "lengths", folder / "train" / "meta.json", *model, *tokenizer,
-        "-o", folder / "lengths.parquet",
-    )  # fmt: skip
+    scan = ("-m", "omnibal", "lengths", folder / "train" / "meta.json", "--tokenizer-model")
+    model = ("--model", folder / "model.toml", "-o", folder / "lengths.parquet")
+    succeed(*scan, folder / "tokenizer.model", *model)
     return folder
 
 
 def plan_of(texts: Path, name: str, *options: object) -> Path:
     """Of one cap alone: texts have nothing else to limit."""
-    succeed(
-        "-m", "omnibal", "plan", "--model", texts / "model.toml", "--cluster", "laptop-cpu",
-        "--precision", "fp32", "--lengths", texts / "lengths.parquet", "--max-tokens", "600",
-        "--micro-batches", "4", *options, "-o", texts / name,
-    )  # fmt: skip
+    data = ("--model", texts / "model.toml", "--lengths", texts / "lengths.parquet")
+    caps = ("--max-tokens", "600", "--micro-batches", "4")
+    succeed(*PLANNER, *data, *caps, *options, "-o", texts / name)
     return texts / name
 
 
@@ -84,21 +72,21 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
     """Prevents: a command that asks for tiles, or fails, where the model has no encoder."""
     pair, alone = tmp_path / "pair", tmp_path / "alone"
     plan = plan_of(texts, "plan", "--pp", "2")
-    assert "language embed" in succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")
+    listed = succeed("pretrain_vlm.py", "--plan", plan, "--dry-run")
+    assert "2 processes: tensor 1 x pipeline 2 x data 1" in listed
+    assert "language embed" in listed and "head" in listed
     pair_succeeds(*training(plan, texts, pair, "--train-iters", "1"))
     heldout = ("--eval-data", texts / "heldout" / "meta.json", "--max-new-tokens", "2")
     validate = ("--eval-interval", "1", "--eval-samples", "5")
-    said = pair_succeeds(
-        *training(plan, texts, pair, "--load", pair, "--train-iters", "2", *heldout, *validate)
-    )
+    resume = ("--load", pair, "--train-iters", "2", *heldout, *validate)
+    said = pair_succeeds(*training(plan, texts, pair, *resume))
     assert f"resuming {pair} after step 1" in said
     assert "validation after step 2" in said
-    succeed(*training(plan_of(texts, "single"), texts, alone, "--train-iters", "2"))
+    single = plan_of(texts, "single")
+    succeed(*training(single, texts, alone, "--train-iters", "2"))
     assert losses(pair) == pytest.approx(losses(alone), rel=1e-4)
     assert json.loads((pair / "evaluation.json").read_text())["step"] == 2
-    dropped = training(
-        plan_of(texts, "single"), texts, tmp_path / "none", "--drop-path-rate", "0.1"
-    )
+    dropped = training(single, texts, tmp_path / "none", "--drop-path-rate", "0.1")
     assert "has no encoder of images, whose layers are dropped" in refuse(*dropped)
     page = tmp_path / "report.html"
     report = ("-m", "omnibal", "report", plan, "--run", pair, "-o", page, "--json")
@@ -120,42 +108,34 @@ def test_texts_are_planned_trained_resumed_and_reported(texts, tmp_path):
 
 def test_caps_and_parallel_sizes_are_searched_for(texts):
     """Prevents: a table that has a column of tiles where texts have none."""
-    lengths, cluster = texts / "lengths.parquet", ("--cluster", "laptop-cpu")
-    model = ("--model", texts / "model.toml", *cluster, "--precision", "fp32")
-    said = succeed("-m", "omnibal", "caps", lengths, *model, "--samples-per-step", "12")
+    lengths, model = texts / "lengths.parquet", ("--model", texts / "model.toml")
+    job = (*model, "--cluster", "laptop-cpu", "--precision", "fp32", "--samples-per-step", "12")
+    said = succeed("-m", "omnibal", "caps", lengths, *job)
     assert "use: --max-tokens " in said and "tiles" not in said
-    sizes = ("--gpus", "2", "--samples-per-step", "12", "--max-tokens", "600")
-    said = succeed(
-        "-m", "omnibal", "plan", *model, *sizes, "--lengths", lengths, "-o", texts / "searched"
-    )
+    sizes = ("--gpus", "2", "--max-tokens", "600", "--lengths", lengths)
+    said = succeed("-m", "omnibal", "plan", *job, *sizes, "-o", texts / "searched")
     assert "Strategies for 2 devices" in said and "tiles" not in said
 
 
 def test_texts_are_profiled_and_replayed(texts, tmp_path):
     """Prevents: a profile or a replay that looks for tiles."""
-    profile = tmp_path / "profile.json"
-    succeed(
-        "-m", "omnibal", "profile", "--model", texts / "model.toml", "--precision", "fp32",
-        "--max-tokens", "300", "--lengths", texts / "lengths.parquet", "--layers", "1",
-        "--repetitions", "1", "-o", profile,
-    )  # fmt: skip
+    profile, data = tmp_path / "profile.json", texts / "train" / "meta.json"
+    shape = ("--max-tokens", "300", "--lengths", texts / "lengths.parquet", "--layers", "1")
+    measure = ("--model", texts / "model.toml", "--precision", "fp32", "--repetitions", "1")
+    succeed("-m", "omnibal", "profile", *measure, *shape, "-o", profile)
     plan = plan_of(texts, "measured", "--pp", "2", "--profile", profile)
-    replayed = succeed(
-        "tools/replay.py", plan, "-o", tmp_path / "replay", "--steps", "1", "--repetitions", "1",
-        "--data", texts / "train" / "meta.json", "--tokenizer-model", texts / "tokenizer.model",
-    )  # fmt: skip
+    replay = ("tools/replay.py", plan, "--steps", "1", "--repetitions", "1", "--data", data)
+    tokenizer = ("--tokenizer-model", texts / "tokenizer.model")
+    replayed = succeed(*replay, *tokenizer, "-o", tmp_path / "replay")
     assert "stage 1 waits" in replayed
 
 
 def test_what_cannot_be_built_is_not_replayed(texts, tmp_path):
     """Prevents: a traceback, or times of other layers than the plan's."""
     windowed = texts / "windowed.toml"
-    windowed.write_text(
-        MODEL.replace("[language]", "[language]\nruns = [{layers = 1, window = 8}]")
-    )
-    succeed(
-        "-m", "omnibal", "plan", "--model", windowed, "--cluster", "laptop-cpu", "--precision",
-        "fp32", "--max-tokens", "64", "-o", tmp_path / "plan",
-    )  # fmt: skip
+    runs = "[language]\nruns = [{layers = 1, window = 8}]"
+    windowed.write_text(MODEL.replace("[language]", runs))
+    plan = ("--model", windowed, "--max-tokens", "64", "-o", tmp_path / "plan")
+    succeed(*PLANNER, *plan)
     refused = refuse("tools/replay.py", tmp_path / "plan", "-o", tmp_path / "replay")
     assert "layers of kind language_layer_window8, so it cannot be replayed" in refused

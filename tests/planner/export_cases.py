@@ -1,10 +1,4 @@
-"""Plans to export, made without a search, and the data that they are of.
-
-    case = export_case(TargetName.MS_SWIFT, seed=0, ranks=8)
-    case.export(folder / "data.jsonl", folder / "export")
-
-writes an export of 10,000 samples.
-"""
+"""Plans to export, made without a search, and the data that they are of."""
 
 import heapq
 import json

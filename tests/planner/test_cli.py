@@ -105,8 +105,7 @@ def test_flags_are_the_documented_ones():
 
 
 def test_pack_prints_one_json_object(capsys, tmp_path, lengths_file):
-    """Prevents logs on stdout, missing keys, figures that are not those of the file, and packs that
-    cannot be made again."""
+    """Prevents logs on stdout, missing keys, other figures than the file's, and other packs."""
     out, contents = tmp_path / "new/packs.parquet", []
     for seed in (2, 1, 1):
         told = result(capsys, f"{PACK} --dp 2 --seed {seed}", lengths_file, "-o", out)
@@ -133,8 +132,7 @@ def test_ranks_without_a_pack_are_told_of(capsys, tmp_path, lengths_file, ranks)
 
 
 def test_packs_of_isf_are_far_from_the_fewest(capsys, monkeypatch, tmp_path):
-    """Prevents a packing that gets worse with every iteration without a word, and minutes of
-    proving that its packs might be the fewest."""
+    """Prevents a packing that gets worse without a word, and minutes of seeking a bound for it."""
     # Few sets of such samples fill a pack of 9 tiles: ISF needs more packs than must be.
     tiles, lumpy = np.repeat([5, 3], [600, 400]), tmp_path / "lumpy.parquet"
     write_lengths(lengths_of(tiles=tiles, tokens=tiles * 290, loss_tokens=tiles), lumpy)
@@ -391,8 +389,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, command, expected):
-    """Prevents tracebacks, multi-line dumps, a wrong status, half-written results, hours of work
-    and full memory for a slipped digit."""
+    """Prevents tracebacks, dumps, half-written results, and hours of work for a slipped digit."""
     monkeypatch.chdir(tmp_path)
     cluster = (PRESETS / "clusters/laptop-cpu.toml").read_text()
     without = "\n".join(line for line in cluster.split("\n") if not line.startswith("bf16"))
@@ -445,8 +442,7 @@ def test_version_and_help(capsys):
 
 
 def test_output_that_cannot_be_written_is_found_first(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents an hour of scanning or planning whose result has no place, and a bare error number
-    for a full or broken disk."""
+    """Prevents an hour of work whose result has no place, and a bare number for a full disk."""
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path)
     for command, options in (("plan", f"{PLAN} --lengths"), ("pack", f"{PACK} --dp 2")):
         read = f"omnibal.cli.{command}.read_lengths"
@@ -512,8 +508,7 @@ def start_no_profiler(monkeypatch, profile: Profile) -> list[list[str]]:
 
 
 def test_profile_hands_its_options_on(capsys, tmp_path, monkeypatch, lengths_file):
-    """Prevents options that the profiler never sees, its output from mixing with the JSON, and a
-    profile of other samples than those that are trained."""
+    """Prevents options that the profiler never sees, mixed output, and other samples' profile."""
     output = tmp_path / "new/profile.json"
     commands = start_no_profiler(monkeypatch, example_profile())
     more = "--processes 2 --layers 3 --precision fp32 --provider te"
@@ -560,8 +555,7 @@ def test_profile_writes_a_cluster_that_plans_take(capsys, tmp_path, monkeypatch,
     [(["--pp", "2", "--dp", "2"], "", 4), (["--gpus", "4"], "--image-share 0.25", 2)],
 )
 def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles):
-    """Prevents shapes whose images are not the share that is stated, sizes that need data, and
-    invented totals for a plan without data."""
+    """Prevents another share of images than stated, and invented totals of a plan without data."""
     command = f"{DIGITS} --max-tokens 128 {share}"
     told = result(capsys, command, *sizes, "-o", tmp_path / "plan")
     plan = read_plan(tmp_path / "plan")
@@ -577,8 +571,7 @@ def test_tokens_alone_say_what_shapes_are(tmp_path, capsys, sizes, share, tiles)
 
 
 def test_a_log_has_a_line_about_every_half_minute(capsys):
-    """Prevents: a search of minutes that says nothing in a job's log, a line a candidate, and
-    control sequences or empty bars."""
+    """Prevents: a log that is silent for minutes, has a line a candidate, or control sequences."""
     with progress("scanning", 3) as of_short_work:
         of_short_work(3)
     assert capsys.readouterr().err == ""

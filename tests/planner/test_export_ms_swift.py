@@ -74,8 +74,7 @@ def test_ms_swift_makes_the_plans_packs_and_steps(tmp_path, data, seed, ranks):
 
 
 def test_deepspeed_takes_as_many_packs_a_step(tmp_path):
-    """Prevents: a global batch of one rank's packs, or of all ranks' squared, and a command that
-    trains rows which are not there, without a word."""
+    """Prevents: another global batch, and a command that trains rows which are not there."""
     case = export_case(TargetName.MS_SWIFT_DEEPSPEED, seed=0, ranks=8)
     made = case.export(None, tmp_path / "export")
     flags = flags_of(made.exported.command)
@@ -156,8 +155,7 @@ def test_rows_say_what_the_records_say(tmp_path):
 
 
 def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
-    """Prevents: a token more for every image than was counted, as its template writes a break,
-    other samples trained otherwise than they were counted, and columns of unknown type."""
+    """Prevents: samples trained otherwise than they were counted, and columns of unknown type."""
     annotations = annotations_of(tmp_path / "data.jsonl", RECORDS)
     for of_tiles, question in ((False, "<image>\nWhat?"), (True, "<image>What?")):
         row = row_of(annotations[0], of_tiles=of_tiles)
@@ -208,8 +206,7 @@ def test_flags_say_how_the_plan_is_divided():
 
 
 def test_flags_say_the_plans_adapters():
-    """Prevents: whole weights trained for a plan of adapters, modules of an encoder that has none
-    in the plan, and adapters that another trainer is not told."""
+    """Prevents: whole weights, or other modules, trained for a plan of adapters."""
     adapters = AdapterConfig(rank=16, alpha=32, targets=("q_proj", "v_proj"))
     plan, command = command_of(adapters=adapters, frozen=("vision", "projector"))
     flags = flags_of(command)

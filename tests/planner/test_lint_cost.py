@@ -56,8 +56,7 @@ LM, BRIDGE, SWIFT = TargetName.MEGATRON_LM, TargetName.MEGATRON_BRIDGE, TargetNa
 def test_an_exported_line_costs_what_its_plan_does(
     name, model, parallel, tokens, precision, chunks, tmp_path
 ):
-    """Prevents: a linter that calls a plan's own flags slower, larger or different, and chunks
-    that are written on other stages than planned, or not at all."""
+    """Prevents: a plan's own flags, or its chunks, called slower, larger or different."""
     sizes, target = load_model(model), TARGETS[name]
     # Of samples that are routed evenly and equally long, as made-up ones are.
     runtime = target.runtime.model_copy(update={"sample_tokens": tokens})
@@ -234,8 +233,7 @@ def test_a_data_set_is_packed_to_the_line():
 
 @pytest.mark.parametrize("launcher", ["megatron-lm", "ms-swift"])
 def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
-    """Prevents: a traceback, or micro-batches that are counted once for every rank that shares
-    them."""
+    """Prevents: a traceback, or micro-batches counted once for every rank that shares them."""
     line = {
         "megatron-lm": "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --micro-batch-size 1 "
         "--use-distributed-optimizer --seq-length 4096 --global-batch-size 16 "
@@ -321,8 +319,7 @@ LAUNCHED = {
 
 @pytest.mark.parametrize("launcher", LAUNCHED)
 def test_advice_has_chunks_where_the_trainer_takes_them(launcher):
-    """Prevents: advice of one chunk a stage that is slower than what the trainer can be told,
-    chunks that it refuses, and flags that say other ones than were predicted."""
+    """Prevents: advice without chunks that is slower, and flags of others than predicted."""
     sizes, model = LAUNCHED[launcher], load_model(INTERNVL)
     verdict = Verdict.of(of_line(f"{sizes} 8", model))
     better = verdict.better

@@ -53,8 +53,7 @@ def fields(launch: Launch, names: str) -> tuple:
 
 
 def test_a_script_is_read_to_its_launch():
-    """Prevents: sizes of variables, arrays and defaults that are lost on the way to the rules, and
-    a variable that the user gives and the script overrules."""
+    """Prevents: sizes of variables and arrays that are lost, and a given one that is overruled."""
     launch = read_launch(SCRIPT, {})
     assert fields(launch, "gpus tensor pipeline micro_batch global_batch") == (16, 4, 2, 1, 64)
     assert (launch.sequence_length, launch.sequence_parallel) == (4096, True)

@@ -194,7 +194,6 @@ def write_plan_of(folder: Path, text: str | None = None, **changes) -> Plan:
 
 
 def write_run_of(folder: Path, records: list[runlog.StepRecord], text="documents") -> None:
-    """Write folder/run."""
     (folder / "run").mkdir()
     info = runlog.RunInfo(model="internvl-digits", packs_sha256=PACKS.sha256, provider="te")
     runlog.write_run_info(info, folder / "run")
@@ -286,8 +285,7 @@ def test_headline_gives_measured_and_predicted(page):
 
 
 def test_stages_have_their_own_times_and_memory(page):
-    """Prevents a time per micro-batch from standing beside one per step, kinds of memory in each
-    other's columns, and a share of the wrong capacity."""
+    """Prevents a time per micro-batch beside one per step, and memory of another kind."""
     units = (
         (["0", "3", "0", "2 + 0"], "17.0", "vision embed"),
         (["1", "1", "4", "0 + 1"], "9.0", "projector, language embed, head"),

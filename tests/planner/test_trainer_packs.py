@@ -116,10 +116,7 @@ KINDS = ["real", "lognormal", "heavy tails", "all equal", "one huge"]
 def scheduled(
     lengths: Lengths, rules: PackRules, ranks: int, tokens: float, epochs=1, job=None
 ) -> tuple[ScheduledPacks, SampleData]:
-    """Packs under `tokens` times the longest sample, 4 a rank and step.
-
-    By `isf` their sums differ, which is harder to keep apart, and it is fast.
-    """
+    """Packs under `tokens` times the longest sample, 4 a rank and step, by `isf`: sums differ."""
     job = job or job_spec(parallel=Parallel(pipeline=1, data=ranks))
     most = int(tokens * lengths.tokens.max())
     data = SampleData(
@@ -232,8 +229,7 @@ def test_two_epochs_that_come_together_are_refused():
 
 
 def test_ranks_in_lockstep_keep_like_packs():
-    """Prevents an order for the trainer's sake that undoes the dealing of packs to ranks which
-    share out experts: their slots stay alike."""
+    """Prevents an order that undoes the dealing of packs to ranks which share out experts."""
     model = load_model("internvl-digits-moe")
     job = job_spec(model=model, parallel=Parallel(pipeline=1, data=8, expert=4))
     uneven = {}

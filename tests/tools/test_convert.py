@@ -32,7 +32,6 @@ sys.path.insert(0, str(ROOT / "tests" / "training"))
 from released import KINDS, save_released, transformers_model, write_tokenizer  # noqa: E402
 
 MIB = 2**20
-SHARD_BYTES = 20_000
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +39,7 @@ def checkpoint(tmp_path_factory) -> Path:
     """A sharded checkpoint with a tokenizer; not to be changed."""
     folder = tmp_path_factory.mktemp("released") / "small"
     model = transformers_model(KINDS["6b-llama"])
-    save_released(model, folder, "internlm2", torch.bfloat16, SHARD_BYTES)
+    save_released(model, folder, "internlm2", torch.bfloat16, 20_000)
     write_tokenizer(folder)
     return folder
 

@@ -190,8 +190,7 @@ def test_digits_are_single_tokens_and_text_round_trips(scans):
 
 
 def test_finished_dataset_is_kept(scans, capfd, monkeypatch):
-    """Prevents the second quickstart from making everything again, or with other arguments, and
-    training on the former composition under the present one's name."""
+    """Prevents a dataset made again every time, or taken for one of other arguments or versions."""
     before = {path: path.stat().st_mtime_ns for path in scans.rglob("*")}
     assert main(["--output", str(scans), *arguments("scans")]) == 0
     assert "already made" in capfd.readouterr().out
@@ -312,8 +311,7 @@ def spectrum(sound: np.ndarray) -> np.ndarray:
 
 
 def test_voices_say_the_words_of_their_digits(spoken):
-    """Prevents labels of other digits than are said: each is nearest to the same word by the same
-    voice in another style, and answers are those of the voices."""
+    """Prevents other words than labels: the nearest by the same voice in another style is right."""
     both = [
         say_all([Utterance("en+m1", speed, pitch, digit) for digit in range(10)])
         for speed, pitch in ((150, 45), (170, 55))

@@ -70,14 +70,7 @@ class Planned:
 def planned(
     data: Path, target: str, seed: int, ranks: int, *, job: str = SMALL, workers: int = 0
 ) -> Planned:
-    """Plan 10,000 samples for a trainer and export it, as `omnibal plan` and `omnibal export` do.
-
-    Args:
-        data: of `write_lines` or `write_shards`; plans and exports stand beside it.
-        seed: of the samples' lengths.
-        job: model, cluster and sizes other than the data-parallel ranks.
-        workers: loader processes of every rank.
-    """
+    """Plan 10,000 samples for a trainer and export the plan, by the commands."""
     name = f"{target}-{seed}-{ranks}{job.replace(' ', '')}"
     lengths, plan = data.with_name(f"lengths{seed}.parquet"), data.with_name(f"plan-{name}")
     export = Path(tempfile.mkdtemp(dir=data.parent)) / "export"

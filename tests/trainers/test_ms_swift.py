@@ -32,10 +32,7 @@ def rows_of(made: Planned) -> list[dict]:
 
 
 def packed(made: Planned) -> list[list[int]]:
-    """Samples of every pack that ms-swift makes of the exported rows, by number.
-
-    Rows of a pack begin with its largest sample, so their order is the export's own.
-    """
+    """Samples of every pack that ms-swift makes of the exported rows, in the export's order."""
     flags = made.flags
     numbers = [int(row["messages"][-1]["content"]) for row in rows_of(made)]
     lengths = [[int(made.tokens[number])] for number in numbers]
@@ -96,8 +93,7 @@ def test_ms_swift_loads_every_row_in_its_order(data):
 
 @pytest.fixture
 def megatron_arguments(monkeypatch) -> type:
-    """Arguments of `megatron sft`. Their module imports mcore_bridge, which needs Transformer
-    Engine and has no part in parsing."""
+    """Arguments of `megatron sft`, whose module imports mcore_bridge, which parses nothing."""
     for name in ("mcore_bridge", "mcore_bridge.model"):
         monkeypatch.setitem(sys.modules, name, MagicMock())
     from swift.megatron.arguments import MegatronSftArguments

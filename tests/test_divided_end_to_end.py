@@ -1,0 +1,214 @@
+"""Plans whose ranks divide weights, encoders or packs, through the commands as they are typed."""
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from end_to_end_cases import (
+    PLAN,
+    assert_same_evaluation,
+    losses,
+    ranks_succeed,
+    records,
+    succeed,
+    training,
+)
+
+from megatron.vlm.run.arguments import parse_arguments
+from megatron.vlm.run.launch import Launch
+from megatron.vlm.run.pretrain import load_run, open_trainable
+from omnibal.base.errors import UserError
+from omnibal.job.plan import PlannedLevel, read_plan
+from omnibal.job.plan_files import data_of_plan, save_plan
+from omnibal.job.planner import PlanResult
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.model.levels import CutRule
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.unit_runs import stages_from_cuts
+
+ENCODERS = DataParallelEncoders(
+    pipelines=2,
+    items_per_pass={"vision": 4},
+    kept_items={"vision": 3},
+    item_ms={"vision": 1.0},
+    sharded=2,
+)
+
+
+def edited(source: Path, name: str, edit: Callable[[dict], None]) -> Path:
+    """A copy of a plan's folder with another plan.json."""
+    folder = shutil.copytree(source, source.with_name(name))
+    plan = json.loads((folder / "plan.json").read_text())
+    edit(plan)
+    (folder / "plan.json").write_text(json.dumps(plan))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def plans(single, tmp_path_factory) -> dict[str, Path]:
+    """The same steps on one rank, and on several that divide something."""
+    base = tmp_path_factory.mktemp("plans")
+
+    def planned(name: str, *sizes: str) -> Path:
+        succeed(*PLAN, "--steps-of", single, *sizes, "-o", base / name)
+        return base / name
+
+    def with_sharded_weights(plan: dict) -> None:
+        plan["parallel"]["sharded"] = 2
+        plan["prediction"] = None
+
+    wide, pairs = planned("wide", "--dp", "4"), planned("pairs", "--pp", "2", "--dp", "2")
+    beside = planned("beside", "--pp", "2", "--dp", "2", "--encoder", "data-parallel")
+    return {
+        "single": single,
+        "sharded": edited(wide, "sharded", with_sharded_weights),
+        "staged": edited(pairs, "staged", with_sharded_weights),
+        "beside": beside,
+        "divided": edited(beside, "divided", lambda plan: plan["beside"].update(sharded=4)),
+        "pair": shared_plan(single, base / "pair", 2, (1, 2)),
+        "four": shared_plan(single, base / "four", 4, (2, 4), ENCODERS),
+    }
+
+
+def shared_plan(
+    single: Path,
+    folder: Path,
+    data: int,
+    contexts: tuple[int, int],
+    beside: DataParallelEncoders | None = None,
+) -> Path:
+    """The same steps on so many ranks: short packs shared by `contexts[0]`, others by `[1]`."""
+    plan = read_plan(single)
+    packs, sample_lengths = data_of_plan(plan, single)
+    short, caps = int(np.median(packs.tokens)), plan.data.caps
+    levels = tuple(
+        PlannedLevel(
+            caps=Caps.of(tiles=caps["tiles"], tokens=cap),
+            context=context,
+            cut=CutRule.ZIGZAG,
+            recompute=(again,),
+        )
+        for context, cap, again in zip(
+            contexts, (short, caps["tokens"]), ((), ("language 0",)), strict=True
+        )
+    )
+    dealt = deal(packs, (packs.tokens > short).astype(np.int32), contexts, data)
+    of_data = {
+        "method": "other",
+        "packs_sha256": dealt.sha256,
+        "micro_batches_per_step": -(-plan.data.packs_per_step // data),
+    }
+    changes = {
+        "parallel": Parallel(pipeline=1, data=data),
+        "levels": levels,
+        "data": plan.data.model_copy(update=of_data),
+        "settings_sha256": None,
+        "prediction": None,
+        "beside": beside,
+    }
+    if beside is not None:
+        changes["stages"] = stages_from_cuts(plan.model.without_encoders(), ())
+    shared = plan.model_copy(update=changes)
+    shared = type(plan).model_validate_json(shared.model_dump_json())
+    save_plan(PlanResult(plan=shared, data=(dealt, sample_lengths), search=None), folder)
+    return folder
+
+
+def deal(
+    packs: ScheduledPacks, level: np.ndarray, contexts: tuple[int, int], data: int
+) -> ScheduledPacks:
+    """Rows of packs of one level: full ones first, then the others, the widest first."""
+    place = {"dp_rank": np.zeros(len(packs), np.int32), "slot": np.zeros(len(packs), np.int32)}
+    for step in range(packs.steps):
+        rows = []
+        for one, context in enumerate(contexts):
+            members = np.flatnonzero((packs.step == step) & (level == one))
+            size = data // context
+            rows += [(members[k : k + size], context) for k in range(0, len(members), size)]
+        rows.sort(key=lambda row: -len(row[0]) * row[1])
+        for slot, (members, context) in enumerate(rows):
+            place["slot"][members] = slot
+            place["dp_rank"][members] = np.arange(len(members)) * context
+    order = np.lexsort((place["slot"], place["dp_rank"], packs.step))
+    moved = packs.take(order)
+    columns = {name: column[order] for name, column in place.items()}
+    fields = {name: getattr(moved, name) for name in moved.__slots__}
+    return ScheduledPacks(**{**fields, **columns, "level": level[order]})
+
+
+@pytest.fixture(scope="module")
+def held(digits) -> tuple[object, ...]:
+    """Options of a run's last step."""
+    data = ("--eval-data", digits / "heldout" / "meta.json", "--eval-samples", "12")
+    return (*data, "--eval-interval", "3", "--max-new-tokens", "2", "--train-iters", "3")
+
+
+@pytest.fixture(scope="module")
+def alone(single, digits, held, tmp_path_factory) -> Path:
+    """Three steps of one process."""
+    save = tmp_path_factory.mktemp("runs") / "alone"
+    succeed(*training(single, digits, save, *held))
+    return save
+
+
+@pytest.mark.parametrize(
+    ("first", "others"),
+    [
+        (("sharded", 4), [("single", 1), ("sharded", 4)]),
+        (("single", 1), [("staged", 4)]),
+        (("beside", 4), [("single", 1), ("divided", 4), ("beside", 4)]),
+        (("pair", 2), [("four", 4)]),
+    ],
+    ids=["weights", "weights of stages", "encoders", "packs"],
+)
+def test_ranks_that_divide_train_resume_and_answer_as_one_process(
+    plans, alone, digits, held, tmp_path, first, others
+):
+    """Prevents: a plan that the trainer cannot follow, or go on from where another began."""
+    plan, ranks = first
+    begun, saves = tmp_path / "begun", []
+    ranks_succeed(ranks, *training(plans[plan], digits, begun, "--train-iters", "2"))
+    if plan == "pair":
+        checked = succeed("-m", "omnibal", "check", plans[plan])
+        assert "levels of context size 1, 2" in checked
+    for plan, ranks in others:
+        # The last goes on in the same directory.
+        saves.append(begun if (plan, ranks) == others[-1] else tmp_path / plan)
+        resume = training(plans[plan], digits, saves[-1], "--load", begun, *held)
+        said = ranks_succeed(ranks, *resume)
+    assert f"resuming {begun} after step 2" in said
+    for save in saves:
+        expected = losses(alone) if save == begun else losses(alone)[2:]
+        assert losses(save) == pytest.approx(expected, rel=1e-4)
+    counted = [
+        [(record["samples"], record["tokens"], record["tiles"]) for record in records(save)]
+        for save in (begun, alone)
+    ]
+    assert counted[0] == counted[1]
+    assert_same_evaluation([*saves, alone])
+    if plan == "beside":
+        assert all(s["encoder_ms"] > 0 for record in records(begun) for s in record["stages"])
+        page = tmp_path / "report.html"
+        succeed("-m", "omnibal", "report", plans[plan], "--run", begun, "-o", page)
+        headings = re.findall("<th[^>]*>([^<]*)</th>", page.read_text())
+        assert {"encoders\nms", "exchange\nms"} <= set(headings)
+
+
+@pytest.mark.parametrize(
+    ("plan", "ranks", "told"),
+    [("beside", 4, "the plan's encoders"), ("pair", 2, "the plan has packs that rank")],
+)
+def test_other_layers_are_refused(plans, digits, tmp_path, monkeypatch, plan, ranks, told):
+    """Prevents: Transformer Engine's layers, or attention over a part of a pack, untested."""
+    command = training(plans[plan], digits, tmp_path / "run")
+    monkeypatch.setattr("sys.argv", [str(word) for word in command])
+    arguments, launch = parse_arguments().run, Launch(rank=0, world_size=ranks, local_rank=0)
+    with pytest.raises(UserError, match=f"--provider te was given, but {told}"):
+        load_run(replace(arguments, provider="te"), open_trainable(plans[plan]), launch)

@@ -1,0 +1,182 @@
+"""The commands of the quickstarts on small datasets, and the order of the scripts themselves."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+from commands import REPOSITORY
+from end_to_end_cases import PLANNER, losses, pair_succeeds, ranks_succeed, succeed, training
+
+from megatron.vlm.conversion.importing import open_released
+from omnibal import cli
+from omnibal.model.config import load_model
+from tools import make_native_digits, make_spoken_digits
+
+OMNI, QWEN = ("--model", "internvl-digits-omni"), ("--model", "qwen3-vl-digits")
+
+
+@pytest.fixture(scope="module")
+def spoken(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("spoken") / "dataset"
+    make_spoken_digits.make_dataset(folder, samples=60, heldout_samples=25, seed=0)
+    return folder
+
+
+def test_digits_that_are_said_are_scanned_planned_trained_and_asked_for(spoken, tmp_path):
+    """Prevents: commands of the quickstart of three modalities that do not fit together."""
+    given = ("--tokenizer-model", spoken / "tokenizer.model")
+    lengths, data, runs = tmp_path / "lengths.parquet", spoken / "train" / "meta.json", {}
+    succeed("-m", "omnibal", "lengths", data, *OMNI, *given, "-o", lengths)
+    for encoder in ("pipeline", "beside"):
+        plan, runs[encoder] = tmp_path / encoder, tmp_path / f"run_{encoder}"
+        options = ("--pp", "2", "--lengths", lengths, "--window", "20", "--encoder", encoder)
+        caps = ("--max-tiles", "8", "--limit", "clips=8", "--max-tokens", "320")
+        succeed(*PLANNER, *OMNI, *caps, *options, "-o", plan)
+        assert "clips" in succeed("-m", "omnibal", "check", plan)
+        pair_succeeds(*training(plan, spoken, runs[encoder], "--train-iters", "2"))
+    # Windows are the same steps wherever the encoders are.
+    assert losses(runs["beside"]) == pytest.approx(losses(runs["pipeline"]), rel=1e-5)
+    pair_succeeds(
+        "pretrain_vlm.py", "--plan", tmp_path / "pipeline", *given, "--skip-train",
+        "--load", runs["pipeline"], "--save", runs["pipeline"],
+        "--eval-data", spoken / "heldout" / "meta.json", "--max-new-tokens", "2",
+    )  # fmt: skip
+    evaluation = json.loads((runs["pipeline"] / "evaluation.json").read_text())
+    kinds = {"said", "shown", "same", "said line", "shown line", "arithmetic"}
+    assert {kind["kind"] for kind in evaluation["kinds"]} == kinds
+
+
+@pytest.fixture(scope="module")
+def native(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("native") / "dataset"
+    make_native_digits.make_dataset(folder, samples=60, heldout_samples=12, seed=0)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def given(native) -> tuple[object, ...]:
+    """Options that name the tokenizer."""
+    return "--tokenizer-model", native / "tokenizer"
+
+
+@pytest.fixture(scope="module")
+def planner(native, given, tmp_path_factory) -> tuple[object, ...]:
+    """How the scanned data are planned."""
+    lengths, data = tmp_path_factory.mktemp("lengths") / "l.parquet", native / "train" / "meta.json"
+    succeed("-m", "omnibal", "lengths", data, *QWEN, *given, "-o", lengths)
+    caps = ("--limit", "image_tokens=160", "--max-tokens", "320", "--epochs", "1")
+    return *PLANNER, *QWEN, *caps, "--lengths", lengths
+
+
+@pytest.fixture(scope="module")
+def asked(native) -> tuple[object, ...]:
+    return "--eval-data", native / "heldout" / "meta.json", "--max-new-tokens", "2"
+
+
+def test_images_of_many_sizes_are_scanned_planned_trained_asked_about_and_exported(
+    native, given, planner, asked, tmp_path
+):
+    """Prevents: commands of Qwen's quickstart that do not fit together."""
+    plan, run, out = tmp_path / "plan", tmp_path / "run", tmp_path / "exported"
+    succeed(*planner, "--pp", "2", "--micro-batches", "3", "-o", plan)
+    assert "image_tokens" in succeed("-m", "omnibal", "check", plan)
+    pair_succeeds(*training(plan, native, run, "--train-iters", "2", *given))
+    assert len(losses(run)) == 2
+    again = ("--plan", plan, *given, "--load", run, "--save", run)
+    pair_succeeds("pretrain_vlm.py", "--skip-train", *again, *asked)
+    evaluation = json.loads((run / "evaluation.json").read_text())
+    assert {"single", "position", "arithmetic"} <= {kind["kind"] for kind in evaluation["kinds"]}
+    succeed("tools/convert.py", "export", run, "--layout", "qwen3-vl", *given, "-o", out)
+    config = json.loads((out / "config.json").read_text())
+    assert (config["image_token_id"], config["vision_start_token_id"]) == (5, 3)
+    assert open_released(out).model.language.kinds == load_model(QWEN[1]).language.kinds
+    assert {"chat_template.jinja", "preprocessor_config.json"} <= {p.name for p in out.iterdir()}
+
+
+def test_encoders_train_and_answer_alike_beside_the_pipeline(
+    native, given, planner, asked, tmp_path
+):
+    """Prevents: data-parallel encoders trained or asked otherwise than those of a pipeline."""
+    single, beside = tmp_path / "single", tmp_path / "beside"
+    succeed(*planner, "--packing-levels", "1", "--samples-per-step", "20", "-o", single)
+    sizes = ("--pp", "2", "--dp", "2", "--encoder", "data-parallel")
+    succeed(*PLANNER, *QWEN, "--steps-of", single, *sizes, "-o", beside)
+    plan = json.loads((beside / "plan.json").read_text())
+    plan["beside"] |= {"sharded": 4, "items_per_pass": {"vision": 60}, "kept_items": {"vision": 90}}
+    (beside / "plan.json").write_text(json.dumps(plan))
+    found = []
+    for folder, ranks in ((single, 1), (beside, 4)):
+        save = tmp_path / f"run-{folder.name}"
+        ranks_succeed(ranks, *training(folder, native, save, "--train-iters", "2", *given, *asked))
+        evaluation = json.loads((save / "evaluation.json").read_text())
+        found.append((losses(save), evaluation["kinds"]))
+    assert found[1][0] == pytest.approx(found[0][0], rel=1e-5)
+    assert found[1][1] == found[0][1]
+
+
+def script_commands(name: str, folder: Path, *arguments: str) -> tuple[int, list[list], str]:
+    """Status of a script in a new folder, the stand-ins that it has started, and its errors."""
+    programs, scripts, log = folder / "bin", folder / "scripts", folder / "started"
+    for made in (programs, scripts):
+        made.mkdir(parents=True)
+    for script in (f"{name}.sh", "quickstart_steps.sh"):
+        (scripts / script).write_text((REPOSITORY / "scripts" / script).read_text())
+    # `refuse` is as environment.sh has it; what makes .venv is left out.
+    environment = (REPOSITORY / "scripts" / "environment.sh").read_text()
+    refuse = re.search(r"^refuse\(\) \{.*?^\}", environment, re.MULTILINE | re.DOTALL)
+    assert refuse is not None
+    (scripts / "environment.sh").write_text(
+        f'cd "$(dirname "${{BASH_SOURCE[0]}}")/.."\n{refuse[0]}\nPATH="{programs}:$PATH"\n'
+    )
+    (programs / "stand-in-python").symlink_to(sys.executable)
+    for word in ("python", "omnibal", "torchrun"):
+        program = programs / word
+        program.write_text(
+            # Through env, as the kernel ends an interpreter's path at its first space.
+            "#!/usr/bin/env stand-in-python\nimport json, sys, os\n"
+            f"print(json.dumps([{word!r}, *sys.argv[1:]]), file=open({str(log)!r}, 'a'))\n"
+            "made = [sys.argv[i + 1] for i, w in enumerate(sys.argv) if w in ('--save',)]\n"
+            "[os.makedirs(one, exist_ok=True) for one in made]\n"
+        )
+        program.chmod(0o755)
+    command = ["bash", str(scripts / f"{name}.sh"), *arguments]
+    done = subprocess.run(command, text=True, capture_output=True, timeout=600)
+    started = log.read_text().splitlines() if log.exists() else []
+    return done.returncode, list(map(json.loads, started)), done.stderr
+
+
+TRAINED = "python lengths profile plan check torchrun torchrun"
+
+
+@pytest.mark.parametrize(
+    ("script", "names"),
+    [
+        ("quickstart", "python python report"),
+        ("quickstart_omni", "report"),
+        ("quickstart_qwen", "python report python lengths plan torchrun torchrun python"),
+    ],
+)
+def test_script_gives_options_that_exist(tmp_path, script, names):
+    """Prevents: a quickstart that ends in a usage error after minutes."""
+    status, commands, errors = script_commands(script, tmp_path / "all")
+    assert status == 0, errors
+    assert [one[one[0] == "omnibal"] for one in commands] == f"{TRAINED} {names}".split()
+    group = typer.main.get_command(cli.app)
+    for program, name, *words in commands:
+        if program == "omnibal":
+            known = {flag for option in group.commands[name].params for flag in option.opts}
+            assert {word for word in words if re.fullmatch("--?[a-z].*", word)} <= known
+
+
+def test_omni_script_takes_the_place_of_the_encoders(tmp_path):
+    """Prevents: minutes of work before a word that is none of the two is found."""
+    status, commands, errors = script_commands("quickstart_omni", tmp_path / "no", "nowhere")
+    assert status == 2 and not commands
+    assert errors.splitlines() == ["error: nowhere: must be pipeline or beside; give one"]
+    for place in ("beside", "pipeline"):
+        _, commands, _ = script_commands("quickstart_omni", tmp_path / place, place)
+        assert commands[3][:2] == ["omnibal", "plan"] and place in commands[3]
