@@ -216,8 +216,7 @@ def test_missing_arguments_show_the_usage(bench, script):
 @pytest.mark.parametrize("nodes", [1, 4, 64])
 def test_ranks_under_slurm(bench, nodes):
     """Prevents: ranks that do not find each other, or that Slurm's signals do not reach."""
-    starts = bench.started(SBATCH, *bench.job, "--lr", "1e-5", **bench.slurm(nodes))
-    (srun, _), *ranks = starts
+    (srun, _), *ranks = bench.started(SBATCH, *bench.job, "--lr", "1e-5", **bench.slurm(nodes))
     assert {"--kill-on-bad-exit=1", "--cpus-per-task=8"} <= set(srun)
     world = 8 * nodes
     for rank, (arguments, environment) in zip((0, world - 1), ranks, strict=True):

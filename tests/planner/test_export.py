@@ -31,8 +31,7 @@ from omnibal.model.targets import OWN, TARGETS, TargetName
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import Stage
 
-SWIFT, XTUNER = TargetName.MS_SWIFT, TargetName.XTUNER
-MEGATRON = TargetName.MEGATRON_LM
+SWIFT, XTUNER, MEGATRON = TargetName.MS_SWIFT, TargetName.XTUNER, TargetName.MEGATRON_LM
 VISION = ("vision embed", "vision 0..3", "projector")
 FIRST = Stage.of(*VISION, "language embed", "language 0..1")
 LAST = Stage.of("language 2..3", "head")
@@ -224,8 +223,7 @@ def failing(path: Path) -> None:
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_an_export_is_written_whole_or_not_at_all(tmp_path, place):
     """Prevents: half an export that looks like one."""
-    case = small_case()
-    given = export_input(case.files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
+    given = export_input(small_case().files, TARGETS[SWIFT], None, tmp_path / "deep/export", 0)
     names = ["a/one", "b", "c"]
     writers = {name: lambda path: path.write_text("x") and None for name in names}
     writers[names[place]] = failing

@@ -180,7 +180,6 @@ def test_the_better_split_is_the_best_of_all(memory_gib):
 def test_the_least_recomputation_is_the_least():
     """Prevents: advice to recompute layers that would fit anyway."""
     verdict = verdict_of("mb-q25vl-72b")
-    assert verdict.least is not None
     launched = verdict.launched
     number = max(len(part.recomputed("language")) for part in verdict.least.parts)
     fewer = [recomputing(part, number - 1, 0) for part in launched.parts]

@@ -395,8 +395,8 @@ def test_page_needs_nothing_else(page):
     parsed = Page(page)
     assert not re.search(r"https?:|//\w|url\((?!#)|@import", page)
     assert parsed.names.isdisjoint({"script", "link", "img", "iframe", "object", "embed"})
-    drawings = [attrs for tag, attrs in parsed.tags if tag == "svg"]
-    assert len(drawings) > 8 and all(attrs["aria-label"] for attrs in drawings)
+    labels = [attrs["aria-label"] for tag, attrs in parsed.tags if tag == "svg"]
+    assert len(labels) > 8 and all(labels)
 
 
 def test_timeline_draws_every_pass_of_the_simulated_step(folder):

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from commands import launcher
+from commands import REPOSITORY, launcher
 
 from megatron.vlm.conversion import own_weights
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
@@ -27,9 +27,8 @@ from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from omnibal.model.config import load_model
 from tools import convert
 
-ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "training"))
-from released import KINDS, save_released, transformers_model, write_tokenizer  # noqa: E402
+sys.path.insert(0, str(REPOSITORY / "tests" / "training"))
+from released import KINDS, save_released, transformers_model, write_tokenizer
 
 MIB = 2**20
 
@@ -89,7 +88,7 @@ def test_round_trip_by_the_command(tmp_path, checkpoint):
     """Prevents: a script that only works inside the tests, or does not say what it wrote."""
     imported = subprocess.run(
         [sys.executable, "tools/convert.py", "import", checkpoint, "-o", tmp_path / "run"],
-        cwd=ROOT, capture_output=True, text=True, timeout=600,
+        cwd=REPOSITORY, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert imported.returncode == 0, imported.stderr
     assert "layout internvl-internlm2" in imported.stdout

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from commands import launcher
+from commands import REPOSITORY, launcher
 
 from omnibal.cost.analytic import model_flops
 from omnibal.job.replay import REPLAY_FILES
@@ -20,7 +20,6 @@ from scripts.gpu_proof.result import Machine, PartResult, Proof
 from scripts.gpu_proof.running import Context, run_part
 from scripts.gpu_proof.settings import FAKE_DEVICE, REAL, TINY
 
-REPOSITORY = Path(__file__).parents[2]
 NO_MACHINE = Machine(device=None, memory_gib=None, cuda=None, python="3", versions={})
 
 
