@@ -6,10 +6,8 @@ from collections.abc import Sequence
 def simulated_ms(
     compute_ms: Sequence[float], gather_ms: Sequence[float], reduce_ms: Sequence[float]
 ) -> float:
-    """Time of units in turn beside one link: an event at a time, each gather one unit ahead.
-
-    The link serves a unit's gather first, then the reduction of the unit before.
-    """
+    """Time of units in turn beside one link, which serves a gather one unit ahead, then the
+    reduction of the unit before."""
     link_ms, compute_end = gather_ms[0], 0.0
     ready = [link_ms]
     for unit, own_ms in enumerate(compute_ms):

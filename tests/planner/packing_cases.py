@@ -35,10 +35,8 @@ def all_patterns(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
 
 
 def sequential_packs(tokens: Sequence[int], packing_length: int) -> list[list[int]]:
-    """Rows of packs by `calculate_matched_group` of ms-swift 4.6.0 with `sequential`, restated.
-
-    One pack is open; a row that does not fit ends it, and so does its last token.
-    """
+    """Rows of packs by `calculate_matched_group` of ms-swift 4.6.0 with `sequential`, restated: a
+    row that does not fit ends the open pack, and so does its last token."""
     packs: list[list[int]] = []
     pack, total = list[int](), 0
     for row, count in enumerate(tokens):

@@ -90,10 +90,8 @@ def event_loop(
     forward_link_ms: np.ndarray,
     backward_link_ms: np.ndarray,
 ) -> dict[Key, tuple[float, float]]:
-    """When every operation starts and ends, by running whatever stage can go on first.
-
-    Knows where tensors go, not what operations wait for: whoever ends a pass delivers its output.
-    """
+    """Start and end of every operation. The stage that can go on first runs, and delivers its
+    output: the loop knows where tensors go, not what operations wait for."""
     stages, parts = schedule.stages, schedule.stages * schedule.chunks
     queues = [list(operations) for operations in schedule.operations]
     free = [0.0] * stages

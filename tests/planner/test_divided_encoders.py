@@ -175,8 +175,7 @@ def by_way() -> dict[WeightSharding, PlanResult]:
 
 
 def test_first_stages_have_room_to_evaluate(by_way) -> None:
-    """Prevents: a first stage out of memory when it has whole encoders for held-out data, and such
-    room on other stages."""
+    """Prevents: a first stage out of memory by whole encoders, or their room on other stages."""
     cost = encoders_cost(MODEL, SLOW, JOB, "bf16", sharded=16)
     # One rank's four tiles, of which two are kept, in passes of two.
     shares = ItemShares(

@@ -153,10 +153,7 @@ def test_many_samples_are_told_apart_by_finer_types(monkeypatch):
 
 @pytest.mark.parametrize("name", ["charts", "ocr"])
 def test_packs_are_mixtures(name):
-    """Prevents packs of one kind of sample, which are as few and train worse.
-
-    The spread of samples per pack must be below that of ISF, whose packs are random.
-    """
+    """Prevents packs of one kind of sample, which train worse; ISF's, at random, spread more."""
     lengths, caps = family(name, 2000)
     sizes = [np.diff(pack_samples(lengths, caps, m, 0).offsets) for m in PackingMethod]
     assert sizes[0].std() < sizes[1].std()
