@@ -62,3 +62,12 @@ def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
     units = range(1, len(unit_names(model)))
     every = (stages_from_cuts(model, cuts) for cuts in combinations(units, parts - 1))
     return [parts for parts in every if all(part.layer_count for part in parts)]
+
+
+def equal_steps(shape: tuple[int, int, int], features: np.ndarray, **columns) -> Workload:
+    """Steps of ranks with equally many micro-batches: so many of each, in this order."""
+    step, dp_rank, slot = (axis.ravel() for axis in np.indices(shape))
+    return Workload(
+        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=shape[1],
+        **columns,
+    )  # fmt: skip

@@ -10,7 +10,7 @@ from omnibal.cost.source import ANALYTIC
 from omnibal.data.lengths import Lengths, LengthsOrigin
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, SampleData
-from omnibal.job.planner import PlanRequest
+from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
@@ -18,6 +18,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
 from omnibal.packing.packing import PackingMethod
+from omnibal.search.trial import Comparison
 from omnibal.steps.pack_settings import PackSettings
 
 MODEL = load_model("internvl-digits")
@@ -137,3 +138,35 @@ def example_profile(activation_bytes: int | None = None) -> Profile:
             for tiles, tokens in shapes
         ),
     )
+
+
+def search_request(kind: type[Comparison], defaults: dict, changes: dict) -> Comparison:
+    """A search of fields of its own, of its job, and of settings of packs."""
+    given = defaults | changes
+    job = job_spec(**{name: given.pop(name) for name in JOB if name in given})
+    return kind(job=job, settings=settings_of(given), **given)
+
+
+def planned_ms_per_sample(searched: Comparison, caps: Caps, parallel: Parallel) -> float:
+    """As the planner alone predicts it: a line through steps just below and above the samples, or
+    the nearest steps where both have equally many."""
+    job, samples = searched.job.sized(parallel), len(searched.lengths)
+    data = SampleData(
+        lengths=searched.lengths,
+        settings=searched.settings,
+        levels=(Level(caps=caps),),
+        packs_per_step=parallel.data,
+    )
+    packs = len(data.schedule(job)[0])
+    micro_batches = max(searched.samples_per_step * packs / samples / parallel.data, 1)
+    points = []
+    for whole in (int(np.floor(micro_batches)), int(np.ceil(micro_batches))):
+        of_steps = replace(data, packs_per_step=whole * parallel.data)
+        plan = make_plan(PlanRequest(job=job, data=of_steps)).plan
+        points.append((samples / plan.data.steps, plan.prediction.step_ms))
+    (fewer, short_ms), (more, long_ms) = points
+    if fewer == more:
+        is_lower = round(micro_batches) == np.floor(micro_batches)
+        return (short_ms if is_lower else long_ms) / fewer
+    slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
+    return slope + start / searched.samples_per_step

@@ -28,38 +28,6 @@ def replay_info(plan: Plan, steps: tuple[int, ...], **changes) -> ReplayInfo:
     return ReplayInfo(**(defaults | changes))
 
 
-def stage_replays(
-    plan: Plan,
-    cost: CostModel,
-    workload: Workload,
-    steps: tuple[int, ...],
-    factors: tuple[float, ...],
-    *,
-    with_working_memory: bool = True,
-) -> list[StageReplay]:
-    """Stage s takes `factors[s]` times what it is predicted to take without other devices, and
-    keeps `s + 1` GiB of activations."""
-    rows, schedule = np.flatnonzero(np.isin(workload.step, steps)), plan.schedule
-    silent = causes_of(cost, plan.stages_at_levels, workload.rows(rows)).silent
-    update_ms = per_step_costs(cost, plan.stages, schedule).update_ms
-    parts_of, has_late = schedule.parts_of(len(plan.stages)), len(schedule.passes) > 2
-    return [
-        StageReplay(
-            stage=stage,
-            rows=tuple(rows.tolist()),
-            forward_ms=tuple((factor * silent.forward_ms[:, parts]).ravel()),
-            backward_ms=tuple((factor * silent.backward_ms[:, parts]).ravel()),
-            weight_ms=tuple((factor * silent.weight_ms[:, parts]).ravel()) if has_late else (),
-            recompute_ms=tuple((factor * silent.recompute_ms[:, parts]).ravel()),
-            update_ms=float(update_ms[stage]),
-            state_gib=0.5,
-            activations_gib=stage + 1.0,
-            with_working_memory=with_working_memory,
-        )
-        for stage, (factor, parts) in enumerate(zip(factors, parts_of, strict=True))
-    ]
-
-
 def write_replay(
     directory: Path,
     plan: Plan,
@@ -71,13 +39,37 @@ def write_replay(
     with_working_memory: bool = True,
     **info,
 ) -> list[StageReplay]:
-    """A replay directory; of all steps if none are named, and as predicted if no factors are."""
+    """A replay directory; of all steps if none are named, and as predicted if no factors are.
+
+    Stage s takes `factors[s]` times what it is predicted to take without other devices, and keeps
+    `s + 1` GiB of activations.
+    """
     chosen = tuple(np.unique(workload.step).tolist()) if steps is None else steps
     REPLAY_FILES.open(directory, replay_info(plan, chosen, **info))
-    factors = factors or (1.0,) * plan.parallel.pipeline
-    replays = stage_replays(
-        plan, cost, workload, chosen, factors, with_working_memory=with_working_memory
-    )
-    for replay in replays:
-        REPLAY_FILES.write(replay, directory)
+    rows, schedule = np.flatnonzero(np.isin(workload.step, chosen)), plan.schedule
+    silent = causes_of(cost, plan.stages_at_levels, workload.rows(rows)).silent
+    update_ms = per_step_costs(cost, plan.stages, schedule).update_ms
+    has_late, replays = len(schedule.passes) > 2, []
+    for stage, parts in enumerate(schedule.parts_of(len(plan.stages))):
+        forward, backward, weight, recompute = (
+            tuple((factors[stage] if factors else 1.0) * each[:, parts].ravel())
+            for each in (
+                silent.forward_ms, silent.backward_ms, silent.weight_ms, silent.recompute_ms,
+            )
+        )  # fmt: skip
+        replays.append(
+            StageReplay(
+                stage=stage,
+                rows=tuple(rows.tolist()),
+                forward_ms=forward,
+                backward_ms=backward,
+                weight_ms=weight if has_late else (),
+                recompute_ms=recompute,
+                update_ms=float(update_ms[stage]),
+                state_gib=0.5,
+                activations_gib=stage + 1.0,
+                with_working_memory=with_working_memory,
+            )
+        )
+        REPLAY_FILES.write(replays[-1], directory)
     return replays

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
-from partition_cases import all_cuts
+from partition_cases import all_cuts, equal_steps, planners_figures
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
@@ -53,14 +53,7 @@ FORWARD_MS = {
 def random_workload(
     rng: np.random.Generator, steps: int, m: int, features: int = 5, ranks: int = 2
 ) -> Workload:
-    index = np.arange(steps * ranks * m)
-    return Workload(
-        features=random_features(rng, len(index), features),
-        step=index // (ranks * m),
-        dp_rank=index // m % ranks,
-        slot=index % m,
-        data_parallel_size=ranks,
-    )
+    return equal_steps((steps, ranks, m), random_features(rng, steps * ranks * m, features))
 
 
 def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
@@ -70,15 +63,9 @@ def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
 def paper_cost(language_layer_ms: float) -> CostModel:
     cost = analytic_cost(MODEL, load_cluster("a100-80g"), Parallel(pipeline=4), "bf16")
     fixed = np.eye(5)[0] * language_layer_ms
-    units = {
-        unit: replace(value, forward_ms=fixed * FORWARD_MS[unit])
-        for unit, value in cost.units.items()
-    }
+    times_ms = {name: fixed * ms for name, ms in FORWARD_MS.items()}
+    units = {name: replace(unit, forward_ms=times_ms[name]) for name, unit in cost.units.items()}
     return replace(cost, units=units)
-
-
-def mean_step_ms(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> float:
-    return simulate_run(cost, stages, workload).step_ms.mean()
 
 
 @pytest.mark.parametrize("method", ["parameter", "layer", "profile"])
@@ -95,18 +82,13 @@ def test_splits_are_the_most_even_of_all(method: str):
         workload = random_workload(rng, 2, 3)
         mean = workload.features.mean(axis=0)
         sizes = {
-            unit: {
-                "parameter": value.parameters,
-                "layer": int(unit in LAYERS),
-                "profile": value.forward_ms @ mean,
-            }[method]
-            for unit, value in cost.units.items()
-        }
+            "parameter": {name: unit.parameters for name, unit in cost.units.items()},
+            "layer": {name: int(name in LAYERS) for name in cost.units},
+            "profile": {name: unit.forward_ms @ mean for name, unit in cost.units.items()},
+        }[method]
         ranked = []
         for stages in all_cuts(model, p):
-            loads = [
-                sum(sizes[unit] for unit in stage_units(cost.kinds, stage)) for stage in stages
-            ]
+            loads = [sum(map(sizes.get, stage_units(cost.kinds, stage))) for stage in stages]
             squares = sum(load**2 for load in loads)
             ranked.append((round(max(loads), 6), round(squares, 6), cuts_of(stages)))
         ranked.sort()
@@ -155,11 +137,9 @@ def test_recompute_rules_follow_their_definition(towers: str, fewest: int):
                 ]
                 with pytest.raises(UserError, match="memory cap") as raised:
                     baseline_stages(*given)
-                need, stage = re.search(
-                    r"puts ([\d.]+) GiB on stage (\d)", str(raised.value)
-                ).groups()
-                assert float(need) == pytest.approx(max(least) / GIB, abs=0.0051)
-                assert int(stage) == np.argmax(least)
+                said = re.search(r"puts ([\d.]+) GiB on stage (\d)", str(raised.value))
+                assert float(said[1]) == pytest.approx(max(least) / GIB, abs=0.0051)
+                assert int(said[2]) == np.argmax(least)
                 outcomes["too large"] += rule == RecomputeRule.FRONT
                 continue
             stages = baseline_stages(*given)
@@ -188,13 +168,9 @@ def peaks_from_the_front(
     cost: CostModel, stages: tuple[Stage, ...], index: int, workload: Workload
 ) -> list[float]:
     """Peak bytes of one stage for every number of layers recomputed from its front."""
-    layers = stages[index].layer_count
-    peaks = []
-    for number in range(layers + 1):
-        changed = with_front(stages, index, number)
-        memories = stage_memories(cost, [changed], workload)
-        peaks.append(memories[index].peak_gib * GIB)
-    return peaks
+    numbers = range(stages[index].layer_count + 1)
+    every = [stage_memories(cost, [with_front(stages, index, n)], workload) for n in numbers]
+    return [memories[index].peak_gib * GIB for memories in every]
 
 
 def test_bmp_ranks_all_moves_of_the_anchor():
@@ -237,11 +213,8 @@ def test_bmp_keeps_the_fastest_of_its_runs():
         mean = workload.features.mean(axis=0)
         candidates = bmp_candidates(cost, model, mean, cuts_of(profile))
         runs = list(dict.fromkeys([cuts_of(profile), *candidates]))
-        peaks, times = [], []
-        for stages in (stages_from_cuts(model, cuts) for cuts in runs):
-            memories = stage_memories(cost, [stages], workload)
-            peaks.append(max(memory.peak_gib for memory in memories) * GIB)
-            times.append(mean_step_ms(cost, stages, workload))
+        every = [planners_figures(cost, stages_from_cuts(model, cuts), workload) for cuts in runs]
+        times, peaks = zip(*every, strict=True)
         cap = rng.choice([rng.uniform(0.8 * min(peaks), max(peaks)), np.inf])
         fitting = [ms for peak, ms in zip(peaks, times, strict=True) if peak <= cap]
         given = (PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, p, cap)
@@ -251,11 +224,8 @@ def test_bmp_keeps_the_fastest_of_its_runs():
                 baseline_stages(*given)
             continue
         stages = baseline_stages(*given)
-        assert cuts_of(stages) in runs
-        assert mean_step_ms(cost, stages, workload) == pytest.approx(min(fitting))
+        assert times[runs.index(cuts_of(stages))] == pytest.approx(min(fitting))
         if len(fitting) == len(runs):
-            anchor_ms = mean_step_ms(cost, profile, workload)
-            assert mean_step_ms(cost, stages, workload) <= anchor_ms
             outcomes["anchor" if stages == profile else "faster"] += 1
         outcomes["passed over"] += len(fitting) < len(runs)
     assert min(outcomes.values()) >= 1, outcomes
@@ -271,8 +241,7 @@ def test_bmp_runs_its_anchor_where_the_ranking_does_not():
         workload = random_workload(rng, 1, 4)
         given = (RecomputeRule.NONE, cost, model, workload, 4)
         anchor = baseline_stages(PartitionMethod.PROFILE, *given, np.inf)
-        memories = stage_memories(cost, [anchor], workload)
-        cap = max(memory.peak_gib for memory in memories) * GIB * (1 + 1e-9)
+        cap = planners_figures(cost, anchor, workload)[1] * (1 + 1e-9)
         stages = baseline_stages(PartitionMethod.BMP, *given, cap)
         mean = workload.features.mean(axis=0)
         if cuts_of(anchor) not in bmp_candidates(cost, model, mean, cuts_of(anchor)):
@@ -296,10 +265,7 @@ def test_bmp_simulates_whole_steps_of_the_entire_run(monkeypatch: pytest.MonkeyP
     assert len(simulated) in (15, 16)
     for step in simulated:
         steps, packs = np.unique(step, return_counts=True)
-        assert len(steps) == 200
-        assert set(packs) == {6}
-        assert steps[0] == 0
-        assert steps[-1] == 449
+        assert (len(steps), steps[0], steps[-1], set(packs)) == (200, 0, 449, {6})
         assert np.diff(steps).max() <= 3
 
 
@@ -320,41 +286,40 @@ def test_the_public_code_s_anchor_for_the_published_times():
 )
 def test_splits_of_the_paper_s_model(method: str, layers: list[tuple[int, int]], mib: float):
     """Prevents baselines other than OmniBal's: its splits and Table 4's communication volumes."""
-    cost = paper_cost(1.0)
-    stages = baseline_stages(
-        PartitionMethod(method),
-        RecomputeRule.NONE,
-        cost,
-        MODEL,
-        workload_of_a_step(np.tile(PACK, (4, 1))),
-        4,
-        np.inf,
-    )
-    assert [
-        (len(stage.layers("vision")), len(stage.layers("language"))) for stage in stages
-    ] == layers
-    assert cut_bytes(cost, MODEL, cuts_of(stages), PACK).sum() / 2**20 == pytest.approx(
-        mib, abs=0.1
-    )
+    cost, steps = paper_cost(1.0), workload_of_a_step(np.tile(PACK, (4, 1)))
+    given = PartitionMethod(method), RecomputeRule.NONE, cost, MODEL, steps, 4, np.inf
+    stages = baseline_stages(*given)
+    held = [(len(stage.layers("vision")), len(stage.layers("language"))) for stage in stages]
+    assert held == layers
+    volume = cut_bytes(cost, MODEL, cuts_of(stages), PACK).sum()
+    assert volume / 2**20 == pytest.approx(mib, abs=0.1)
 
 
 def test_the_published_bmp_split_is_run():
     """Prevents losing the paper's own result, 22V | 23V | 24L | 24L, cut after the projector."""
-    cost = paper_cost(17.5)
-    anchor = (23, 46, 72)
-    published = (23, 47, 72)
+    cost, anchor, published = paper_cost(17.5), (23, 46, 72), (23, 47, 72)
     assert published in bmp_candidates(cost, MODEL, PACK, anchor)
     volume = cut_bytes(cost, MODEL, published, PACK).sum()
     assert volume / 2**20 == pytest.approx(144.0 - 12.7, abs=0.1)
 
 
-@pytest.mark.parametrize(("method", "rule"), [("omnibal", "front"), ("layer", "cheapest")])
-def test_the_joint_search_is_not_a_baseline(method: str, rule: str):
-    """Prevents comparing the joint search with something else under its name."""
-    given = PartitionMethod(method), RecomputeRule(rule)
-    cost, model = random_cost(np.random.default_rng(0)), small_model(2, 2)
-    with pytest.raises(UserError, match=f"{method} was given with recompute rule {rule}"):
-        baseline_stages(*given, cost, model, workload_of_a_step(np.tile(PACK, (2, 1))), 2, np.inf)
+@pytest.mark.parametrize(
+    ("method", "rule", "levels", "message"),
+    [
+        ("omnibal", "front", 1, "omnibal was given with recompute rule front"),
+        ("layer", "cheapest", 1, "layer was given with recompute rule cheapest"),
+        ("layer", "front", 2, "layer was given with packs of 2 levels; only the method"),
+    ],
+)
+def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int, message: str):
+    """Prevents comparing the joint search with something else under its name, and stages that
+    recompute the same at every level as if the method had said so."""
+    rng = np.random.default_rng(0)
+    cost = random_cost(rng)
+    costs = side_by_side([cost] * levels) if levels > 1 else cost
+    given = PartitionMethod(method), RecomputeRule(rule), costs, small_model(2, 2)
+    with pytest.raises(UserError, match=message):
+        baseline_stages(*given, random_workload(rng, 1, 2), 2, np.inf)
 
 
 @pytest.mark.parametrize("rule", ["front", "full"])
@@ -369,19 +334,7 @@ def test_frozen_layers_are_not_recomputed(rule: str):
     assert all(not stage.recomputed("vision") for stage in stages)
     recomputed = sum(len(stage.recomputed("language")) for stage in stages)
     assert recomputed == (model.language.layers if rule == "full" else 0)
-    again = [
-        stage.model_copy(
-            update={"recompute": (Span("vision", stage.layers("vision")), *stage.recompute)}
-        )
-        for stage in stages
-    ]
+    spans = [(Span("vision", stage.layers("vision")), *stage.recompute) for stage in stages]
+    again = [s.model_copy(update={"recompute": r}) for s, r in zip(stages, spans, strict=True)]
     times = [stage_times(cost, each, workload.features).recompute_ms for each in (stages, again)]
     np.testing.assert_array_equal(*times)
-
-
-def test_other_methods_refuse_levels():
-    """Prevents stages that recompute the same at every level as if the method had said so."""
-    cost, model = random_cost(np.random.default_rng(0)), small_model(2, 2)
-    given = PartitionMethod.LAYER, RecomputeRule.FRONT, side_by_side([cost, cost]), model
-    with pytest.raises(UserError, match="layer was given with packs of 2 levels; only the method"):
-        baseline_stages(*given, random_workload(np.random.default_rng(0), 1, 2), 2, 1e15)

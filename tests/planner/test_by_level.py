@@ -80,21 +80,23 @@ def test_filling_is_first_fit():
     for _ in range(40):
         sizes = np.stack([rng.integers(0, 4, 60), rng.integers(1, 120, 60)])
         own, *queues = np.split(rng.permutation(60), [6, 20])
-        packs = Packs.from_lists([own[:2], own[2:5], own[5:]])
-        caps, allowed = np.array([12, 420]), rng.random(60) < 0.8
-        filled, left = fill_packs(packs, caps, queues, sizes, allowed)
-        wanted, rest = first_fits([own[:2], own[2:5], own[5:]], caps, queues, sizes, allowed)
+        given = np.array([12, 420]), queues, sizes, rng.random(60) < 0.8
+        parts = np.split(own, [2, 5])
+        filled, left = fill_packs(Packs.from_lists(parts), *given)
+        wanted, rest = first_fits(parts, *given)
         assert [filled[number].tolist() for number in range(3)] == wanted
         assert [sorted(queue) for queue in left] == rest
 
 
 def fewest_packs(sizes: np.ndarray, cap: int) -> int:
     """Fewest packs of samples of these tokens, by all ways to put them together."""
-    for count in range(1, len(sizes) + 1):
-        for where in product(range(count), repeat=len(sizes)):
-            if np.bincount(where, weights=sizes, minlength=count).max() <= cap:
-                return count
-    return 0
+    every = (
+        count
+        for count in range(1, len(sizes) + 1)
+        for where in product(range(count), repeat=len(sizes))
+        if np.bincount(where, weights=sizes, minlength=count).max() <= cap
+    )
+    return next(every, 0)
 
 
 def test_levels_are_packed_into_the_fewest_packs():

@@ -6,19 +6,18 @@ from functools import cache
 
 import numpy as np
 import pytest
+from cli_cases import printed
 from length_cases import make_lengths
 from plan_cases import (
-    JOB,
     MODEL,
     example_lengths,
     example_profile,
-    job_spec,
     origin_of,
+    planned_ms_per_sample,
     request,
-    settings_of,
+    search_request,
 )
 
-from omnibal import cli
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, Profile, model_sha256, write_profile
 from omnibal.cost.source import ANALYTIC
@@ -59,48 +58,27 @@ def profile_with_fixed_costs(fixed_ms: float) -> Profile:
     return profile.model_copy(update=changes)
 
 
-def search_request(**changes) -> CapSearchRequest:
-    fields = {"cost_source": Measured(profile_with_fixed_costs(2.0))}
-    fields |= {name: changes.pop(name) for name in JOB if name in changes}
+def request_of(**changes) -> CapSearchRequest:
     defaults = {
-        "job": job_spec(**fields),
+        "cost_source": Measured(profile_with_fixed_costs(2.0)),
         "lengths": example_lengths(count=150),
         "samples_per_step": SAMPLES_PER_STEP,
         "samples": 1000,
         "rule": CapRule.TIME,
     }
-    settings = settings_of(changes)
-    return CapSearchRequest(settings=settings, **(defaults | changes))
+    return search_request(CapSearchRequest, defaults, changes)
 
 
 def search(**changes) -> CapSearch:
-    return search_caps(search_request(**changes), lambda done: None)
+    return search_caps(request_of(**changes), lambda done: None)
 
 
-def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
-    """As the planner alone predicts it: a line through steps just below and above the samples, or
-    the nearest steps where both have equally many."""
-    ranks = searched.job.parallel.data
-    common = {
-        "cluster": searched.job.cluster,
-        "caps": caps,
-        "lengths": searched.lengths,
-        "packing": searched.settings.packing,
-        "cost_source": searched.job.cost_source,
-        "epochs": 1,
-    }
-    packs = make_plan(request(packs_per_step=ranks, **common)).plan.data.packs
-    micro_batches = max(searched.samples_per_step * packs / len(searched.lengths) / ranks, 1)
-    points = []
-    for whole in (np.floor(micro_batches), np.ceil(micro_batches)):
-        plan = make_plan(request(packs_per_step=int(whole) * ranks, **common)).plan
-        points.append((len(searched.lengths) / plan.data.steps, plan.prediction.step_ms))
-    (fewer, short_ms), (more, long_ms) = points
-    if fewer == more:
-        is_lower = round(micro_batches) == np.floor(micro_batches)
-        return (short_ms if is_lower else long_ms) / fewer
-    slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
-    return slope + start / searched.samples_per_step
+def planned_alone(searched: CapSearchRequest, caps: Caps) -> float:
+    return planned_ms_per_sample(searched, caps, searched.job.parallel)
+
+
+def least_of(lengths: Lengths) -> Caps:
+    return least_caps(lengths, ("tiles", "tokens"))
 
 
 @pytest.mark.parametrize(
@@ -108,18 +86,15 @@ def planned_ms_per_sample(searched: CapSearchRequest, caps: Caps) -> float:
 )
 def test_winner_is_the_best_of_the_planners_own_predictions(packing, compared):
     """Prevents a second cost formula, another drawing of packs, and a winner that is not best."""
-    searched = search_request(packing=packing, lengths=example_lengths(count=120))
+    searched = request_of(packing=packing, lengths=example_lengths(count=120))
     found = search_caps(searched, lambda done: None)
     assert len(found.candidates) >= 10
     candidates = found.candidates[:compared]
-    planned = [planned_ms_per_sample(searched, each.caps) for each in candidates]
+    planned = [planned_alone(searched, each.caps) for each in candidates]
     shown = [each.ms_per_sample for each in candidates]
     np.testing.assert_allclose(shown, planned, rtol=1e-9)
-    ties = [
-        each for each, ms in zip(candidates, planned, strict=True) if ms <= 1.003 * min(planned)
-    ]
-    smallest = min(ties, key=lambda each: each.caps["tiles"] / 4 + each.caps["tokens"] / 160)
-    assert smallest.caps == found.best
+    ties = [each.caps for each in candidates if each.ms_per_sample <= 1.003 * min(planned)]
+    assert found.best == min(ties, key=lambda caps: caps["tiles"] / 4 + caps["tokens"] / 160)
     assert shown[1:] == sorted(shown[1:])
 
 
@@ -136,11 +111,11 @@ def test_ties_go_to_the_smaller_caps():
 
 def test_few_candidates_come_close_to_all():
     """Prevents a grid or moves that miss where the best caps are."""
-    searched = search_request(cost_source=Measured(profile_with_fixed_costs(2.0)))
+    searched = request_of()
     found = search_caps(searched, lambda done: None)
-    least = least_caps(searched.lengths, ("tiles", "tokens"))
+    least = least_of(searched.lengths)
     everywhere = [
-        planned_ms_per_sample(searched, Caps.of(tiles=tiles, tokens=tokens))
+        planned_alone(searched, Caps.of(tiles=tiles, tokens=tokens))
         for tiles in range(least["tiles"], 4 * least["tiles"] + 1, 4)
         for tokens in range(160, 641, 160)
     ]
@@ -160,14 +135,12 @@ def test_less_memory_excludes_large_caps():
     """Prevents caps that cannot be trained, and feasible ones that are called infeasible."""
     costs = {"cost_source": Measured(profile_with_fixed_costs(50.0))}
     roomy = search(**costs)
-    tight_cluster = CLUSTER.model_copy(
-        update={"memory_gib": 0.255 * roomy.candidates[0].peak_gib / 0.9}
-    )
+    gib = 0.255 * roomy.candidates[0].peak_gib / 0.9
+    tight_cluster = CLUSTER.model_copy(update={"memory_gib": gib})
     tight = search(cluster=tight_cluster, **costs)
-    assert not roomy.infeasible
+    assert tight.infeasible and not roomy.infeasible
     assert tight.best["tokens"] < roomy.best["tokens"]
     assert max(each.peak_gib for each in tight.candidates) <= memory_cap_gib(tight_cluster)
-    assert tight.infeasible
     for caps, reason in tight.infeasible.items():
         with pytest.raises(UserError, match="more than the memory cap"):
             make_plan(request(cluster=tight_cluster, caps=caps, epochs=1, **costs))
@@ -176,12 +149,10 @@ def test_less_memory_excludes_large_caps():
 
 def test_no_caps_fit():
     """Prevents a traceback or a list of failures where one error can say what would help."""
-    with pytest.raises(UserError) as raised:
+    words = "at max_tiles 4 and max_tokens 160.*GiB per device at best.*more pipeline"
+    with pytest.raises(UserError, match=words) as raised:
         search(cluster=CLUSTER.model_copy(update={"memory_gib": 0.001}))
-    message = str(raised.value)
-    for words in ("at max_tiles 4 and max_tokens 160", "GiB per device at best", "more pipeline"):
-        assert words in message
-    assert "largest must be split or dropped" in message
+    assert "largest must be split or dropped" in str(raised.value)
 
 
 @pytest.mark.parametrize(
@@ -229,7 +200,7 @@ def test_text_alone_has_caps_by_time_only():
 def test_seed_decides_the_result():
     """Prevents results that depend on the processes, or on anything but the request."""
     few = {"samples": 40, "samples_per_step": 8, "packing": PackingMethod.ISF}
-    first, again = search(**few), search_caps(search_request(**few), lambda done: None, processes=2)
+    first, again = search(**few), search_caps(request_of(**few), lambda done: None, processes=2)
     assert first == again
     assert search(seed=1, **few).candidates != first.candidates
 
@@ -238,9 +209,9 @@ def test_seed_decides_the_result():
 def test_progress_ends_at_the_end(rule):
     """Prevents a bar that stops half-way or runs over."""
     done: list[int] = []
-    found = search_caps(search_request(rule=rule), done.append)
+    found = search_caps(request_of(rule=rule), done.append)
     assert done[:-1].count(1) == len(done) - 1 >= len(found.candidates)
-    assert sum(done) == max_candidates(search_request(rule=rule)) == 32
+    assert sum(done) == max_candidates(request_of(rule=rule)) == 32
     assert done[-1] >= 0
 
 
@@ -294,9 +265,7 @@ def test_papers_rule_is_what_its_code_does(tokens_per_tile):
             for size in (lengths.column("tiles"), lengths.tokens)
         )
     assert len(scores) > 1
-    assert paper_caps(lengths, least_caps(lengths, ("tiles", "tokens")), seed) == sorted(
-        scores, key=scores.get
-    )
+    assert paper_caps(lengths, least_of(lengths), seed) == sorted(scores, key=scores.get)
 
 
 @pytest.mark.parametrize(
@@ -307,14 +276,14 @@ def test_papers_rule_ends_at_4_to_5_samples(size):
     rng = np.random.default_rng(0)
     sizes = [(size[0] + n % 2, size[1] + int(rng.integers(99))) for n in range(400)]
     lengths = make_lengths(sizes)
-    for caps in paper_caps(lengths, least_caps(lengths, ("tiles", "tokens")), 0):
+    for caps in paper_caps(lengths, least_of(lengths), 0):
         assert 4 <= len(lengths) / len(pack_isf(lengths, caps, 0)) <= 5
 
 
 def test_papers_rule_skips_what_does_not_fit_into_memory():
     """Prevents the rule from choosing caps that cannot be trained while others of it can."""
     costs = {"lengths": documents(), "rule": CapRule.PAPER, "samples": 800}
-    by_rule = paper_caps(documents(), least_caps(documents(), ("tiles", "tokens")), 0)
+    by_rule = paper_caps(documents(), least_of(documents()), 0)
     assert [each.caps for each in search(**costs).candidates] == by_rule
     none_gib, all_gib = 0.001, CLUSTER.memory_gib
     for _ in range(30):
@@ -336,54 +305,36 @@ LUMPY = make_lengths([(5, 1400)] * 600 + [(3, 900)] * 400)
 
 
 def test_isf_is_warned_of_where_filtering_does_harm():
-    """Prevents silence at caps of 9 for samples of 5 tiles, and a warning where all is well."""
-    lumpy = Caps.of(tiles=9, tokens=4096)
+    """Prevents silence at caps of 9 for samples of 5 tiles, a warning where all is well, and caps
+    that are due to ISF from being taken as they are."""
+    lumpy, searched = Caps.of(tiles=9, tokens=4096), request_of(lengths=LUMPY)
     once, by_default = (len(pack_isf(LUMPY, lumpy, 0, iterations=each)) for each in (1, 10))
     assert by_default > once
     note = isf_note(LUMPY, lumpy, 0)
-    assert f"{once:,}" in note
-    assert f"{by_default:,}" in note
-    assert "--packing balanced" in note
+    assert all(words in note for words in (f"{once:,}", f"{by_default:,}", "--packing balanced"))
     assert isf_note(documents(), Caps.of(tiles=20, tokens=8192), 0) is None
+    candidate = replace(search().candidates[0], caps=lumpy)
+    chosen = CapSearch(candidates=(candidate,), infeasible={}, is_largest=False)
+    assert note in notes(searched, chosen)
+    assert not notes(replace(searched, settings=PackSettings()), chosen)
 
 
 CAPS = "caps --model internvl-digits --cluster laptop-cpu --pp 2 --dp 2 --precision fp32"
-
-
-def run(*arguments: object) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*CAPS.split(), "--processes", "1", *map(str, arguments)])
-    assert not ended.value.code
+CAPS += " --processes 1 --packing isf --samples-per-step 30 --samples 100 --seed 3"
 
 
 def test_command_prints_one_json_object(capsys, tmp_path):
     """Prevents options that the search never sees, and notes mixed with the result."""
+    profile = profile_with_fixed_costs(50.0)
     write_lengths(example_lengths(count=150), tmp_path / "lengths.parquet")
-    write_profile(profile_with_fixed_costs(50.0), tmp_path / "profile.json")
-    given = (tmp_path / "lengths.parquet", "--profile", tmp_path / "profile.json")
-    expected = search_request(
+    write_profile(profile, tmp_path / "profile.json")
+    files = (tmp_path / "lengths.parquet", "--profile", tmp_path / "profile.json")
+    result = json.loads(printed(capsys, f"{CAPS} --memory-gib 0.011 --json", *files))
+    found = search(
         cluster=CLUSTER.model_copy(update={"memory_gib": 0.011}),
-        cost_source=Measured(profile_with_fixed_costs(50.0)),
-        samples_per_step=30,
-        samples=100,
-        seed=3,
-    )
-    options = "--packing isf --samples-per-step 30 --samples 100 --seed 3 --memory-gib 0.011"
-    run(*given, *options.split(), "--json")
-    found = search_caps(expected, lambda done: None)
-    printed = json.loads(capsys.readouterr().out)
-    assert list(printed) == ("max_tiles max_tokens rule candidates infeasible seconds".split())
-    assert Caps.of(tiles=printed["max_tiles"], tokens=printed["max_tokens"]) == found.best
-    assert printed["candidates"] == [candidate.as_dict() for candidate in found.candidates]
-    assert len(printed["infeasible"]) == len(found.infeasible) > 0
-
-
-def test_caps_that_are_due_to_isf_are_noted():
-    """Prevents caps that are due to ISF from being taken as they are."""
-    lumpy = search_request(lengths=LUMPY, packing=PackingMethod.ISF)
-    candidate = replace(
-        search(packing=PackingMethod.ISF).candidates[0], caps=Caps.of(tiles=9, tokens=4096)
-    )
-    chosen = CapSearch(candidates=(candidate,), infeasible={}, is_largest=False)
-    assert isf_note(LUMPY, Caps.of(tiles=9, tokens=4096), 0) in notes(lumpy, chosen)
-    assert not notes(replace(lumpy, settings=PackSettings()), chosen)
+        cost_source=Measured(profile), samples_per_step=30, samples=100, seed=3,
+    )  # fmt: skip
+    assert list(result) == "max_tiles max_tokens rule candidates infeasible seconds".split()
+    assert Caps.of(tiles=result["max_tiles"], tokens=result["max_tokens"]) == found.best
+    assert result["candidates"] == [candidate.as_dict() for candidate in found.candidates]
+    assert len(result["infeasible"]) == len(found.infeasible) > 0

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
-from partition_cases import all_cuts
+from partition_cases import all_cuts, equal_steps
 
 from omnibal.cost.model import CostModel
 from omnibal.model.targets import RecomputeFreedom, StageRules
@@ -27,18 +27,15 @@ TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
 
 def ragged_steps(rng: np.random.Generator, micro_batches: int, ranks: int) -> Workload:
     """Two steps, in which the last rank may lack micro-batches."""
-    packs = equal_steps(rng, micro_batches, ranks)
+    packs = steps_of(rng, micro_batches, ranks)
     lacks = (packs.dp_rank == ranks - 1) & (packs.slot >= rng.integers(1, micro_batches + 1))
     return packs if ranks == 1 else packs.rows(np.flatnonzero(~lacks))
 
 
-def equal_steps(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Workload:
+def steps_of(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Workload:
     """Two steps of equally many micro-batches on every rank."""
-    step, dp_rank, slot = (each.ravel() for each in np.indices((2, ranks, micro_batches)))
-    features = random_features(rng, len(step))
-    return Workload(
-        features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=ranks
-    )
+    shape = 2, ranks, micro_batches
+    return equal_steps(shape, random_features(rng, 2 * ranks * micro_batches))
 
 
 def predicted_ms(
@@ -52,32 +49,26 @@ def predicted_ms(
     return float(predict_steps(times, packs, once, schedule).step_ms.mean())
 
 
-SCHEDULES = (TWO_CHUNKS, PipelineSchedule(name="zb-v", chunks=2))
-
-
-@pytest.mark.parametrize(("seed", "schedule"), [*product(range(2), SCHEDULES)])
-def test_without_a_cap_the_best_of_all_cuts_is_found(seed: int, schedule: PipelineSchedule) -> None:
+@pytest.mark.parametrize(
+    ("seed", "layers", "stages", "schedule"),
+    [
+        *product(range(2), [5], [2], [TWO_CHUNKS, PipelineSchedule(name="zb-v", chunks=2)]),
+        *product(range(3), [6], [3], [PipelineSchedule(name="zb-h1")]),
+    ],
+)
+def test_without_a_cap_the_best_of_all_cuts_is_found(
+    seed: int, layers: int, stages: int, schedule: PipelineSchedule
+) -> None:
     """Prevents: a search that misses the best cut, or that simulates another step than a plan's."""
     rng = np.random.default_rng(seed)
-    model, cost = small_model(3, 5), random_cost(rng)
+    model, cost = small_model(3, layers), random_cost(rng)
     packs = ragged_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
-    found = search_parts(cost, model, packs, 2, np.inf, schedule)
+    found = search_parts(cost, model, packs, stages, np.inf, schedule)
     assert found.step_ms == pytest.approx(predicted_ms(cost, found.stages, packs, schedule))
-    best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in all_cuts(model, 4))
+    cuts = all_cuts(model, stages * schedule.chunks)
+    best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in cuts)
     assert found.step_ms == pytest.approx(best_ms)
     assert found.lower_bound_ms <= best_ms
-
-
-def test_of_one_chunk_with_backwards_in_two_parts_the_best_of_all_cuts_is_found() -> None:
-    """Prevents: times of both parts of a backward that are not a plan's."""
-    schedule = PipelineSchedule(name="zb-h1")
-    for seed in range(3):
-        rng = np.random.default_rng(seed)
-        model, cost = small_model(3, 6), random_cost(rng)
-        packs = ragged_steps(rng, 5, 2)
-        found = search_parts(cost, model, packs, 3, np.inf, schedule)
-        best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in all_cuts(model, 3))
-        assert found.step_ms == pytest.approx(best_ms)
 
 
 def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
@@ -91,12 +82,23 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
         assert found.step_ms == pytest.approx(exact.step_ms)
 
 
-def peak_bytes(
-    cost: CostModel, parts: tuple[Stage, ...], packs: Workload, schedule: PipelineSchedule
-) -> float:
+Options = list[tuple[Stage, ...]]
+
+
+def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> float:
     """Peak of the fullest stage, as plans are checked by it."""
-    memories = schedule_memories(cost, [parts], packs, schedule)
+    memories = schedule_memories(cost, [parts], packs, TWO_CHUNKS)
     return max(memory.peak_gib for memory in memories) * GIB
+
+
+def best_of(
+    cost: CostModel, packs: Workload, options: Options, share: float
+) -> tuple[float, Options, float]:
+    """A cap that such a share of options fits, these, and the mean step of the fastest."""
+    peaks = np.array([peak_bytes(cost, each, packs) for each in options])
+    cap_bytes = float(np.quantile(peaks, share))
+    fitting = [each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes]
+    return cap_bytes, fitting, min(predicted_ms(cost, each, packs) for each in fitting)
 
 
 def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
@@ -116,14 +118,11 @@ def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) ->
     """Prevents: parts over the cap, and recomputation that costs more than it must."""
     rng = np.random.default_rng(seed)
     model, cost = small_model(2, 3), random_cost(rng)
-    packs = equal_steps(rng, 4)
+    packs = steps_of(rng, 4)
     options = [each for cut in all_cuts(model, 4) for each in with_all_recomputed(cost, cut)]
-    peaks = np.array([peak_bytes(cost, each, packs, TWO_CHUNKS) for each in options])
-    cap_bytes = float(np.quantile(peaks, 0.2))
-    fitting = (each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes)
-    best_ms = min(predicted_ms(cost, each, packs) for each in fitting)
+    cap_bytes, _, best_ms = best_of(cost, packs, options, 0.2)
     found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
-    assert peak_bytes(cost, found.stages, packs, TWO_CHUNKS) <= cap_bytes * (1 + 1e-9)
+    assert peak_bytes(cost, found.stages, packs) <= cap_bytes * (1 + 1e-9)
     assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
 
 
@@ -132,7 +131,7 @@ def test_the_bound_is_below_every_cut() -> None:
     for seed in range(5):
         rng = np.random.default_rng(seed)
         model, cost = small_model(2, 4), random_cost(rng)
-        packs = equal_steps(rng, int(rng.integers(1, 6)))
+        packs = steps_of(rng, int(rng.integers(1, 6)))
         bound_ms = least_work_ms(PartProblem.of(cost, model, packs, 2, np.inf, TWO_CHUNKS))
         steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
         assert 0 < bound_ms <= min(steps)
@@ -166,13 +165,10 @@ def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_fir
     model, embed = small_model(2, 5), unit_names(small_model(2, 5)).index(LANGUAGE_EMBED)
     for seed in range(2):
         rng = np.random.default_rng(seed)
-        cost, packs = random_cost(rng), equal_steps(rng, 4)
+        cost, packs = random_cost(rng), steps_of(rng, 4)
         cuts = [cut for cut in all_cuts(model, 4) if not on_first or cut[0].size > embed]
         options = [each for cut in cuts for each in told(cut, rules.recompute)]
-        peaks = np.array([peak_bytes(cost, each, packs, TWO_CHUNKS) for each in options])
-        cap_bytes = float(np.quantile(peaks, 0.3))
-        fitting = [each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes]
+        cap_bytes, fitting, best_ms = best_of(cost, packs, options, 0.3)
         found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS, rules=rules)
         assert found.stages in fitting
-        best_ms = min(predicted_ms(cost, each, packs) for each in fitting)
         assert found.step_ms <= best_ms * 1.03

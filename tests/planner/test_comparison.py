@@ -20,11 +20,14 @@ from ablation_picture import ShownStep, before_and_after
 pytestmark = pytest.mark.quick
 
 
-def shown_step(title: str, scale: float, recomputed: float) -> ShownStep:
+def shown_step(
+    title: str, scale: float, recomputed: float, shape: tuple[int, int] = (6, 3)
+) -> ShownStep:
+    """Of so many micro-batches on so many stages."""
     rng = np.random.default_rng(1)
-    forward_ms = scale * rng.uniform(5, 15, (6, 3))
+    forward_ms = scale * rng.uniform(5, 15, shape)
     recompute_ms = recomputed * forward_ms
-    links = np.full((6, 2), 0.5)
+    links = np.full((shape[0], shape[1] - 1), 0.5)
     timeline = simulate_step(forward_ms, 2 * forward_ms + recompute_ms, links, links)
     return ShownStep(
         title=title, note="<made> & up", timeline=timeline, recompute_ms=recompute_ms, samples=24
@@ -93,15 +96,7 @@ def test_figures_are_those_of_the_timelines(panels) -> None:
 
 def test_many_stages() -> None:
     """Prevents rows that grow out of the picture, and labels of thin rows on one another."""
-    ones, links = np.ones((40, 32)), np.zeros((40, 31))
-    step = ShownStep(
-        title="deep",
-        note="32 stages",
-        timeline=simulate_step(ones, 2 * ones, links, links),
-        recompute_ms=0 * ones,
-        samples=40,
-    )
-    figure = before_and_after("Deep", [step])
+    figure = before_and_after("Deep", [shown_step("deep", 1.0, 0.0, (40, 32))])
     assert 72 * figure.get_figheight() < 600
     labels = [text.get_text() for text in figure.axes[0].get_yticklabels()]
     assert labels == ["stage 0", "stage 31"]

@@ -3,20 +3,23 @@
 import pickle
 import re
 from dataclasses import replace
+from functools import cache
 from itertools import product
 
 import pytest
 from plan_cases import MODEL, changed, example_lengths, example_profile, request
 
+from omnibal import Free, Goal, Samples, plan, training_job
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, SampleData, least_caps
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstraints
 from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
@@ -28,6 +31,9 @@ from omnibal.search.feasible import (
     gib_text,
     smaller_caps,
 )
+from omnibal.search.goal import ShapesAlone
+from omnibal.search.level_estimates import LevelRule
+from omnibal.search.strategy import FreeSizes
 from omnibal.steps.steps import steps_of
 
 LIMITED = StageRules(
@@ -37,27 +43,34 @@ ANY = Caps.of(tiles=1, tokens=1)
 """Of which every sample is larger."""
 
 
-def fits(planned: PlanRequest) -> bool:
+def fits(asked: PlanRequest | Goal) -> bool:
     try:
-        make_plan(planned)
+        plan(asked) if isinstance(asked, Goal) else make_plan(asked)
     except UserError:
         return False
     return True
 
 
-def with_memory(planned: PlanRequest, gib: float) -> PlanRequest:
-    return changed(planned, cluster=planned.job.cluster.model_copy(update={"memory_gib": gib}))
+def with_memory(asked: PlanRequest | Goal, gib: float) -> PlanRequest | Goal:
+    cluster = asked.job.cluster.model_copy(update={"memory_gib": gib})
+    return replace(asked, job=replace(asked.job, cluster=cluster))
 
 
-def least_memory(planned: PlanRequest) -> float:
+@cache
+def least_memory(asked: PlanRequest | Goal, accuracy: float = 1e-3) -> float:
     """GiB of a device, by trying: just enough for a plan."""
     low, high = 0.0, 0.02
-    while not fits(with_memory(planned, high)):
+    while not fits(with_memory(asked, high)):
         low, high = high, 2 * high
-    while high - low > 1e-3 * high:
+    while high - low > accuracy * high:
         middle = (low + high) / 2
-        low, high = (low, middle) if fits(with_memory(planned, middle)) else (middle, high)
+        low, high = (low, middle) if fits(with_memory(asked, middle)) else (middle, high)
     return high
+
+
+def tightened(planned: PlanRequest, share: float) -> PlanRequest:
+    """With such a share of the memory that is just enough."""
+    return with_memory(planned, share * least_memory(planned))
 
 
 def sized(planned: PlanRequest, **sizes: int) -> PlanRequest:
@@ -74,51 +87,47 @@ def one_epoch(**changes) -> PlanRequest:
     return request(**(given | changes))
 
 
+ROOMY, ROOMY_SHAPES = one_epoch(), one_epoch(lengths=None)
+
+
 def changes_of(planned: PlanRequest) -> tuple[Change, ...]:
     return find_changes(planned).changes
 
 
-LARGER = {
-    "tensor": [{"tensor": 2, "sequence_parallel": True}],
-    "pipeline": [{"pipeline": size} for size in range(3, 9)],
-    "data": [{"data": 2}, {"data": 3}, {"data": 4}],
-}
+LARGER = (
+    [{"tensor": 2, "sequence_parallel": True}],
+    [{"pipeline": size} for size in range(3, 9)],
+    [{"data": 2}, {"data": 3}, {"data": 4}],
+)
 
 
 @pytest.mark.parametrize(
-    ("lengths", "share"),
-    [
-        *(
-            pytest.param(example_lengths(), share, id=f"data-{share}")
-            for share in (0.97, 0.7, 0.55)
-        ),
-        *(pytest.param(None, share, id=f"shapes-{share}") for share in (0.85, 0.55)),
-    ],
+    ("roomy", "share"),
+    [*product([ROOMY], (0.97, 0.7, 0.55)), *product([ROOMY_SHAPES], (0.85, 0.55))],
+    ids=["data-0.97", "data-0.7", "data-0.55", "shapes-0.85", "shapes-0.55"],
 )
-def test_changes_are_the_smallest_that_fit(lengths, share):
+def test_changes_are_the_smallest_that_fit(roomy, share):
     """Prevents advice that does not help, and more devices than are needed."""
-    roomy = one_epoch(lengths=lengths)
-    planned = with_memory(roomy, share * least_memory(roomy))
+    planned = tightened(roomy, share)
     assert not fits(planned)
     found = changes_of(planned)
     for change in found:
         assert fits(change.request)
-        assert change.need_gib <= memory_cap_gib(change.request.job.cluster)
-        figures = re.search(r"needs (\S+) of (\S+) GiB\)$", change.text)
-        shown = [float(figure) for figure in figures.groups()]
         exact = [change.need_gib, memory_cap_gib(change.request.job.cluster)]
-        assert shown == pytest.approx(exact, rel=0.005)
-    expected = []
-    for kinds in LARGER.values():
-        requests = [sized(planned, **sizes) for sizes in kinds]
-        expected += [each for each in requests if fits(each)][:1]
-    larger = {
-        change.request.job.parallel
-        for change in found
-        if change.request.job.parallel != planned.job.parallel and len(change.text.split("--")) == 2
+        assert exact[0] <= exact[1]
+        figures = re.search(r"needs (\S+) of (\S+) GiB\)$", change.text)
+        assert list(map(float, figures.groups())) == pytest.approx(exact, rel=0.005)
+    expected = set()
+    for kinds in LARGER:
+        requests = (sized(planned, **sizes) for sizes in kinds)
+        expected |= {each.job.parallel for each in [*filter(fits, requests)][:1]}
+    parallels = [change.request.job.parallel for change in found]
+    assert expected == {
+        parallel
+        for parallel, change in zip(parallels, found, strict=True)
+        if parallel != planned.job.parallel and len(change.text.split("--")) == 2
     }
-    assert larger == {each.job.parallel for each in expected}
-    sizes = [change.request.job.parallel.world_size for change in found]
+    sizes = [parallel.world_size for parallel in parallels]
     assert sizes[:-1] == sorted(sizes[:-1])
 
 
@@ -127,39 +136,35 @@ def test_changes_keep_to_limits_of_stages():
     most = Parallel(pipeline=MODEL.language.layers)
     roomy = one_epoch(lengths=None, parallel=most, packs_per_step=8)
     limited = replace(roomy, job=replace(roomy.job, trainer=TrainerConstraints(stages=LIMITED)))
-    planned = with_memory(limited, 0.8 * least_memory(limited))
-    found = changes_of(planned)
+    found = changes_of(tightened(limited, 0.8))
     assert all(
         fits(change.request) and change.request.job.trainer.stages == LIMITED for change in found
     )
     sizes = [change.request.job.parallel for change in found]
-    assert [each for each in sizes if each.pipeline != most.pipeline] == [
-        Parallel(pipeline=2, data=2)
-    ]
+    others = [each for each in sizes if each.pipeline != most.pipeline]
+    assert others == [Parallel(pipeline=2, data=2)]
 
 
 def test_no_size_between_is_left_out():
     """Prevents four times the ranks where three times would do."""
-    roomy = one_epoch(lengths=None)
-    planned = with_memory(roomy, 1.002 * least_memory(sized(roomy, data=3)))
+    planned = with_memory(ROOMY_SHAPES, 1.002 * least_memory(sized(ROOMY_SHAPES, data=3)))
     assert not fits(sized(planned, data=2))
     assert 3 in [change.request.job.parallel.data for change in changes_of(planned)]
+
+
+BALANCED = one_epoch(packing=PackingMethod.BALANCED)
 
 
 @pytest.mark.parametrize("share", [0.95, 0.8])
 def test_next_larger_caps_do_not_fit(share):
     """Prevents caps smaller than needed, or ones that a sample does not fit."""
-    roomy = one_epoch(packing=PackingMethod.BALANCED)
-    planned = with_memory(roomy, share * least_memory(roomy))
+    planned = tightened(BALANCED, share)
     change = changes_of(planned)[0]
-    tried = [
-        planned.data.caps,
-        *smaller_caps(planned.data.caps, least_caps(planned.data.lengths, ("tiles", "tokens"))),
-    ]
-    chosen = tried.index(change.request.data.caps)
-    assert fits(change.request)
-    assert not fits(changed(planned, caps=tried[chosen - 1]))
+    least = least_caps(planned.data.lengths, ("tiles", "tokens"))
+    tried = [planned.data.caps, *smaller_caps(planned.data.caps, least)]
     caps = change.request.data.caps
+    assert fits(change.request)
+    assert not fits(changed(planned, caps=tried[tried.index(caps) - 1]))
     text = f"--max-tokens {caps['tokens']} --max-tiles {caps['tiles']} instead of 512 and 8"
     assert change.text.startswith(text)
 
@@ -171,22 +176,18 @@ def test_smaller_caps_are_round_and_hold_every_sample():
         Caps.of(tiles=8, tokens=3584),
     ]
     lengths = example_lengths()
-    for caps in smaller_caps(
-        Caps.of(tiles=8, tokens=512), least_caps(lengths, ("tiles", "tokens"))
-    ):
-        assert caps["tokens"] >= lengths.tokens.max()
-        assert caps["tiles"] >= lengths.column("tiles").max()
     least = Caps.of(tiles=int(lengths.column("tiles").max()), tokens=int(lengths.tokens.max()))
-    assert smaller_caps(least, least_caps(lengths, ("tiles", "tokens"))) == []
-    assert smaller_caps(ANY, ANY) == []
+    limits = least_caps(lengths, ("tiles", "tokens"))
+    for caps in smaller_caps(Caps.of(tiles=8, tokens=512), limits):
+        assert caps["tokens"] >= least["tokens"] and caps["tiles"] >= least["tiles"]
+    assert smaller_caps(least, limits) == smaller_caps(ANY, ANY) == []
 
 
 def test_two_larger_sizes_where_one_is_not_enough():
     """Prevents silence where more devices would do, though not in one direction."""
     alone = [{"tensor": 2}, {"data": 4}, {"pipeline": 8}]
-    roomy = one_epoch(lengths=None)
-    enough = 0.9 * min(least_memory(sized(roomy, **sizes)) for sizes in alone)
-    planned = with_memory(roomy, enough)
+    enough = 0.9 * min(least_memory(sized(ROOMY_SHAPES, **sizes)) for sizes in alone)
+    planned = with_memory(ROOMY_SHAPES, enough)
     found = changes_of(planned)
     (pair,) = (change for change in found if " --pp " in change.text and "--tp 2" in change.text)
     assert fits(pair.request)
@@ -215,40 +216,28 @@ def test_device_with_more_memory():
 
 def test_a_larger_device_needs_its_own_memory():
     """Prevents advice that does not help while --memory-gib stays on the command line."""
-    small = load_cluster("a100-80g").model_copy(update={"memory_gib": 20.0})
-    planned = PlanRequest(
-        job=JobSpec(
-            model=load_model("internvl2-8b"),
-            cluster=small,
-            parallel=Parallel(pipeline=2, data=2),
-            precision="bf16",
-        ),
-        data=MockData(caps=Caps.of(tiles=4, tokens=2048), micro_batches_per_step=4),
-    )
-    told = [text for text, _ in feasible._roomier(planned)]
-    assert told[-2:] == [
-        f"--cluster {name} and no --memory-gib instead of a100-80g"
-        for name in ("h200-141g", "b200-180g")
-    ]
-    whole = replace(planned, job=replace(planned.job, cluster=load_cluster("a100-80g")))
-    assert [text for text, _ in feasible._roomier(whole)] == [
-        f"--cluster {name} instead of a100-80g" for name in ("h200-141g", "b200-180g")
-    ]
+    whole = one_epoch(
+        model=load_model("internvl2-8b"), cluster=load_cluster("a100-80g"), precision="bf16",
+        parallel=Parallel(pipeline=2, data=2), lengths=None,
+    )  # fmt: skip
+    for planned, also in ((whole, ""), (with_memory(whole, 20.0), " and no --memory-gib")):
+        named = [text for text, _ in feasible._roomier(planned)]
+        assert named[-2:] == [
+            f"--cluster {name}{also} instead of a100-80g" for name in ("h200-141g", "b200-180g")
+        ]
+        assert also or len(named) == 2
 
 
 def test_steps_that_are_given_stay():
     """Prevents other caps for steps that are packed, and another number of packs in them."""
-    roomy = one_epoch()
-    scheduled, _ = make_plan(roomy).data
-    given = changed(roomy, steps=steps_of(scheduled))
-    planned = with_memory(given, 0.9 * least_memory(given))
+    scheduled, _ = ROOMY.data.schedule(ROOMY.job)
+    planned = tightened(changed(ROOMY, steps=steps_of(scheduled)), 0.9)
     found = changes_of(planned)
     assert found
-    assert all(change.request.data.caps == planned.data.caps for change in found)
-    assert all(
-        change.request.data.packs_per_step == planned.data.packs_per_step for change in found
-    )
-    assert all(fits(change.request) for change in found)
+    for change in found:
+        data = change.request.data
+        assert (data.caps, data.packs_per_step) == (planned.data.caps, planned.data.packs_per_step)
+        assert fits(change.request)
 
 
 def test_jobs_of_levels_are_told_what_fits():
@@ -258,9 +247,7 @@ def test_jobs_of_levels_are_told_what_fits():
         Level(caps=Caps.of(tiles=8, tokens=512), context=2),
     )
     roomy = one_epoch(parallel=Parallel(pipeline=2, data=2))
-    roomy = changed(roomy, levels=levels, packs_per_step=8)
-    planned = with_memory(roomy, 0.95 * least_memory(roomy))
-    found = changes_of(planned)
+    found = changes_of(tightened(changed(roomy, levels=levels, packs_per_step=8), 0.95))
     assert found
     for change in found:
         assert change.request.data.levels == levels
@@ -268,19 +255,12 @@ def test_jobs_of_levels_are_told_what_fits():
         assert not fits(with_memory(change.request, 0.98 * change.need_gib))
 
 
-def advice_of(planned: PlanRequest) -> str:
-    with pytest.raises(DoesNotFit) as raised:
-        make_plan(planned)
-    return find_changes(planned).message(raised.value)
-
-
 LAYER = {"method": PartitionMethod.LAYER, "recompute": RecomputeRule.NONE}
 
 
 def test_named_methods_are_told_of_more_than_the_search():
     """Prevents "nothing is enough" though nothing but the search was tried."""
-    roomy = one_epoch()
-    tight = with_memory(roomy, 0.8 * least_memory(roomy))
+    tight = tightened(ROOMY, 0.8)
     expected = [change.request.job.parallel for change in changes_of(tight)]
     found = changes_of(replace(tight, **LAYER))
     assert [change.request.job.parallel for change in found] == expected
@@ -294,9 +274,9 @@ def test_named_methods_are_told_of_more_than_the_search():
 def test_only_what_was_tried_is_called_not_enough(method):
     """Prevents caps or devices from being ruled out that were never looked at."""
     kinds = ("--max-tokens", "--tp", "--pp", "--dp", "preset device", "joint partition")
-    model = {"model_sha256": model_sha256(one_epoch().job.model)}
+    model = {"model_sha256": model_sha256(MODEL)}
     profile = example_profile(activation_bytes=2**20).model_copy(update=model)
-    scheduled, _ = make_plan(one_epoch()).data
+    scheduled, _ = ROOMY.data.schedule(ROOMY.job)
     for changes, absent in (
         ({}, set()),
         ({"steps": steps_of(scheduled)}, {"--max-tokens"}),
@@ -305,9 +285,10 @@ def test_only_what_was_tried_is_called_not_enough(method):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
         if "cost_source" not in changes:
             # No preset is large enough for a model of so many parameters either.
-            vast = tiny.job.model.language.model_copy(update={"vocab_size": 10**10})
-            tiny = changed(tiny, model=tiny.job.model.model_copy(update={"language": vast}))
-        message = advice_of(tiny)
+            tiny = changed(tiny, model=MODEL.with_tower("language", vocab_size=10**10))
+        with pytest.raises(DoesNotFit) as raised:
+            make_plan(tiny)
+        message = find_changes(tiny).message(raised.value)
         assert "what would fit" not in message
         named = message.rpartition("is enough: ")[2]
         wanted = set(kinds) - absent - (set() if method else {"joint partition"})
@@ -334,8 +315,7 @@ def test_small_devices_have_figures(gib):
 
 def test_many_samples_are_drawn_from(monkeypatch):
     """Prevents minutes of packing millions of samples for every cap that is tried."""
-    roomy = one_epoch(lengths=example_lengths(count=300))
-    planned = with_memory(roomy, 0.9 * least_memory(roomy))
+    planned = tightened(ROOMY, 0.9)
     monkeypatch.setattr(feasible, "SAMPLES", 200)
     seen: list[int] = []
     packed = SampleData.packed
@@ -346,8 +326,7 @@ def test_many_samples_are_drawn_from(monkeypatch):
 
     monkeypatch.setattr(SampleData, "packed", counted)
     found = changes_of(planned)
-    assert found
-    assert set(seen) == {200}
+    assert found and set(seen) == {200}
     assert all(len(change.request.data.lengths) == 300 for change in found)
 
 
@@ -355,3 +334,89 @@ def test_other_mistakes_are_said_as_they_are():
     """Prevents a mistake that has nothing to do with memory from being answered with advice."""
     with pytest.raises(UserError, match="exceed the caps"):
         find_changes(one_epoch(caps=Caps.of(tiles=1, tokens=64)))
+
+
+CAPS = Caps.of(tiles=8, tokens=512)
+SHAPES = ShapesAlone(caps=CAPS)
+REPLICATED = (WeightSharding.REPLICATED,)
+ALL = tuple(WeightSharding)
+
+
+def goal_of(gib: float, gpus: int, *, shardings=ALL, data=SHAPES, **sizes) -> Goal:
+    free = Free(sizes=FreeSizes(gpus=gpus, **sizes), shardings=shardings)
+    job = training_job("internvl-digits", "laptop-cpu")
+    return with_memory(Goal(job=job, data=data, free=free), gib)
+
+
+def enough_for(gpus: int, **given) -> float:
+    return least_memory(goal_of(1.0, gpus, **given), 0.03)
+
+
+@cache
+def enough_for_four_ranks() -> float:
+    """GiB with which four data-parallel ranks fit if they divide weights, and no other way."""
+    return 1.1 * enough_for(4, tensor=1, pipeline=1)
+
+
+def told(goal: Goal) -> str:
+    with pytest.raises(UserError, match="what would fit: ") as error:
+        plan(goal)
+    assert "\n" not in str(error.value)
+    return str(error.value).partition("what would fit: ")[2]
+
+
+@pytest.mark.parametrize("data", [SHAPES, Samples(lengths=example_lengths(count=100), caps=CAPS)])
+def test_as_many_devices_as_are_named_are_planned(data):
+    """Prevents: advice to use more devices that does not say how many, or says too few."""
+    gib = enough_for(4, data=data)
+    advice = told(goal_of(gib, 1, data=data))
+    [gpus] = map(int, re.findall(r"--gpus (\d+) instead of 1, as in --tp ", advice))
+    assert fits(goal_of(gib, gpus, data=data))
+    of_a_node = training_job("internvl-digits", "laptop-cpu").cluster.gpus_per_node
+    for fewer in range(max(of_a_node, 2), gpus):
+        assert not fits(goal_of(gib, fewer, data=data))
+
+
+def test_what_was_given_is_named_where_it_stands_in_the_way():
+    """Prevents: more devices advised where weights that ranks divide would fit, or free sizes."""
+    gib = enough_for_four_ranks()
+    advice = told(goal_of(gib, 4, shardings=REPLICATED, tensor=1, pipeline=1))
+    assert "--sharding auto instead of replicated, as in --tp 1 --pp 1 --dp 4 --sharding" in advice
+    [named] = re.findall(r"no (--\w\w) 1, as in", advice) or [None]
+    for option, left in {"--tp": {"pipeline": 1}, "--pp": {"tensor": 1}}.items():
+        if named in (option, None):
+            assert fits(goal_of(gib, 4, shardings=REPLICATED, **left)) == (named == option)
+
+
+def test_smaller_caps_are_named():
+    """Prevents: "smaller caps" that nobody has tried."""
+    data, half = (ShapesAlone(caps=Caps.of(tiles=tiles, tokens=256 * tiles)) for tiles in (32, 16))
+    gib = enough_for(2, data=half)
+    advice = told(goal_of(gib, 2, data=data))
+    [caps] = re.findall(r"--max-tokens (\d+) --max-tiles (\d+) instead of", advice)
+    tokens, tiles = map(int, caps)
+    assert fits(goal_of(gib, 2, data=ShapesAlone(caps=Caps.of(tiles=tiles, tokens=tokens))))
+
+
+def four_ranks(**given) -> Goal:
+    """Of four data-parallel ranks that fit if they divide weights."""
+    parallel = Parallel(pipeline=1, data=4)
+    job = training_job("internvl-digits", "laptop-cpu", parallel=parallel)
+    return with_memory(Goal(job=job, **given), enough_for_four_ranks())
+
+
+@pytest.mark.parametrize("levels", [LevelRule(count=1), LevelRule()])
+def test_given_sizes_with_samples_are_told_of_sharding(levels):
+    """Prevents: a search of levels that ends with general advice, or names stages alone."""
+    data = Samples(lengths=example_lengths(), caps=CAPS)
+    goal = four_ranks(data=data, free=Free(levels=levels, shardings=REPLICATED))
+    assert "--sharding full instead of replicated (needs " in told(goal)
+    assert fits(replace(goal, free=replace(goal.free, shardings=(WeightSharding.FULL,))))
+
+
+def test_reasons_of_what_was_not_chosen_are_no_advice():
+    """Prevents: a plan whose table of other ways says what would fit in its place."""
+    free = Free(shardings=ALL, placements=(EncoderPlacement.PIPELINE,))
+    sharding = plan(four_ranks(data=SHAPES, free=free)).sharding
+    assert sharding.chosen is WeightSharding.FULL
+    assert "memory cap" in sharding.reason and "what would fit" not in sharding.reason

@@ -15,7 +15,7 @@ from omnibal import Free, Goal, Planned, Samples, plan, training_job
 from omnibal.base.errors import UserError
 from omnibal.cli.run import RunOptions
 from omnibal.data.lengths import write_lengths
-from omnibal.job.plan import read_plan
+from omnibal.job.plan import Plan, read_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
@@ -24,7 +24,8 @@ from omnibal.search.goal import Stream
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
 
-DIGITS = "plan --model internvl-digits --cluster laptop-cpu --gpus 4"
+DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
+CAPPED = f"{DIGITS} --max-tiles 8 --max-tokens 512"
 
 
 def long_tailed(count: int = 800) -> Samples:
@@ -41,22 +42,24 @@ def ms_per_sample(planned: Planned) -> float:
 
 def test_what_is_free_is_no_slower_than_what_is_forced():
     """Prevents a joint search that loses what a narrower one finds."""
-    job, free = training_job("llama3.1-8b", "h100-80g"), Free.everything(gpus=8)
+    job, data, free = (
+        training_job("llama3.1-8b", "h100-80g"),
+        long_tailed(),
+        Free.everything(gpus=8),
+    )
     free = replace(free, placements=(EncoderPlacement.PIPELINE,))
-    data = long_tailed()
-    best = plan(Goal(job=job, data=data, free=free))
-    assert best.result.plan.levels
+    forced = (
+        {"levels": LevelRule(count=1)},
+        {"levels": LevelRule(is_hbp=True)},
+        {"sizes": FreeSizes(gpus=8, tensor=2, pipeline=1)},
+        {"sizes": FreeSizes(gpus=8, tensor=8, pipeline=1)},
+    )
+    best, one, *others = (
+        plan(Goal(job=job, data=data, free=replace(free, **given))) for given in ({}, *forced)
+    )
+    assert best.result.plan.levels and not one.result.plan.levels
     assert best.strategies is not None and 0 < best.strategies.gap < 1
-    forced = [replace(free, levels=rule) for rule in (LevelRule(count=1), LevelRule(is_hbp=True))]
-    forced += [
-        replace(free, sizes=FreeSizes(gpus=8, tensor=tensor, pipeline=pipeline))
-        for tensor, pipeline in ((2, 1), (8, 1))
-    ]
-    for other in forced:
-        found = plan(Goal(job=job, data=data, free=other))
-        assert ms_per_sample(best) <= ms_per_sample(found) * 1.001
-    one = plan(Goal(job=job, data=data, free=forced[0]))
-    assert not one.result.plan.levels
+    assert all(ms_per_sample(best) <= ms_per_sample(each) * 1.001 for each in others)
     assert ms_per_sample(best) < 0.9 * ms_per_sample(one)
 
 
@@ -75,64 +78,51 @@ def test_the_placement_of_encoders_is_searched_for_with_sizes():
     assert best.placement.chosen is best.strategies.best.placement
 
 
-def test_windows_of_a_stream_at_free_sizes(tmp_path, capsys):
+def test_windows_of_a_stream_at_free_sizes(tmp_path, lengths_file):
     """Prevents a stream that sizes cannot be chosen for, or whose windows they change."""
-    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
-    command = f"{DIGITS} --max-tiles 8 --max-tokens 512 --window 40"
-    run(command, "--lengths", tmp_path / "lengths.parquet", "-o", tmp_path / "plan")
-    planned = read_plan(tmp_path / "plan")
+
+    def planned_on(sizes: str) -> Plan:
+        options = f"{CAPPED} --window 40 {sizes} --lengths"
+        run(options, lengths_file, "-o", tmp_path / sizes)
+        return read_plan(tmp_path / sizes)
+
+    planned = planned_on("--gpus 4")
     assert planned.data.window == 40 and planned.parallel.world_size == 4
-    run("check", tmp_path / "plan")
-    capsys.readouterr()
+    run("check", tmp_path / "--gpus 4")
     # As the slowest of the sizes that can be given, one by one.
-    times = []
-    for tensor, pipeline in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4)):
-        sizes = f"--tp {tensor} --pp {pipeline} --dp {4 // (tensor * pipeline)}"
-        given = command.replace("--gpus 4", sizes)
-        name = tmp_path / f"plan-{tensor}-{pipeline}"
-        run(given, "--lengths", tmp_path / "lengths.parquet", "-o", name)
-        times.append(read_plan(name).prediction.samples_per_second_per_gpu)
-    assert planned.prediction.samples_per_second_per_gpu >= max(times) * (1 - 1e-9)
+    given = [
+        planned_on(f"--tp {tensor} --pp {pipeline} --dp {4 // (tensor * pipeline)}")
+        for tensor, pipeline in ((1, 1), (1, 2), (2, 1), (2, 2), (1, 4))
+    ]
+    best, *rates = (each.prediction.samples_per_second_per_gpu for each in (planned, *given))
+    assert best >= max(rates) * (1 - 1e-9)
 
 
-def test_steps_of_an_earlier_plan_at_free_sizes(tmp_path, capsys):
+def test_steps_of_an_earlier_plan_at_free_sizes(tmp_path, lengths_file):
     """Prevents a run that cannot go on with the sizes that are best for other devices."""
-    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
-    first = (
-        "plan --model internvl-digits --cluster laptop-cpu --dp 2 --max-tiles 8 --max-tokens 512"
-    )
-    run(first, "--lengths", tmp_path / "lengths.parquet", "-o", tmp_path / "first")
-    run(DIGITS, "--steps-of", tmp_path / "first", "-o", tmp_path / "again")
-    first_plan, again = (read_plan(tmp_path / name) for name in ("first", "again"))
+    run(f"{CAPPED} --dp 2", "--lengths", lengths_file, "-o", tmp_path / "first")
+    run(f"{DIGITS} --gpus 4 --steps-of", tmp_path / "first", "-o", tmp_path / "again")
+    first, again = (read_plan(tmp_path / name) for name in ("first", "again"))
     assert again.parallel.world_size == 4
-    assert again.data.steps_sha256 == first_plan.data.steps_sha256
+    assert again.data.steps_sha256 == first.data.steps_sha256
     run("check", tmp_path / "again")
 
 
-def test_another_method_at_free_sizes(tmp_path, capsys):
+def test_another_method_at_free_sizes(tmp_path, lengths_file):
     """Prevents sizes that are compared by the joint search and planned by another method."""
-    write_lengths(example_lengths(), tmp_path / "lengths.parquet")
-    given = f"{DIGITS} --max-tiles 8 --max-tokens 512 --method parameter --recompute none"
-    run(given, "--lengths", tmp_path / "lengths.parquet", "-o", tmp_path / "plan")
-    planned = read_plan(tmp_path / "plan")
-    assert all(not stage.recompute for stage in planned.stages)
+    given = f"{CAPPED} --gpus 4 --method parameter --recompute none --lengths"
+    run(given, lengths_file, "-o", tmp_path / "plan")
+    assert all(not stage.recompute for stage in read_plan(tmp_path / "plan").stages)
 
 
-def test_a_step_is_named_by_its_samples(tmp_path, capsys):
+@pytest.mark.parametrize("samples", [40, 80])
+def test_a_step_is_named_by_its_samples(tmp_path, samples):
     """Prevents a number of samples that means another step where sizes are given."""
     write_lengths(example_lengths(count=400), tmp_path / "lengths.parquet")
-    given = (
-        "plan --model internvl-digits --cluster laptop-cpu --dp 2 --max-tiles 8 --max-tokens 512"
-    )
-    for samples in (40, 80):
-        run(
-            f"{given} --samples-per-step {samples} --lengths",
-            tmp_path / "lengths.parquet",
-            "-o",
-            tmp_path / str(samples),
-        )
-        data = read_plan(tmp_path / str(samples)).data
-        assert data.samples / data.steps == pytest.approx(samples, rel=0.15)
+    given = f"{CAPPED} --dp 2 --samples-per-step {samples} --lengths"
+    run(given, tmp_path / "lengths.parquet", "-o", tmp_path / "plan")
+    data = read_plan(tmp_path / "plan").data
+    assert data.samples / data.steps == pytest.approx(samples, rel=0.15)
 
 
 @pytest.mark.parametrize("conflict", CONFLICTS, ids=lambda each: f"{each.one} {each.other}")
@@ -160,36 +150,32 @@ def test_needs_and_conflicts_do_not_contradict():
             check_together({one: "first", other: "second"})
 
 
-def test_a_goal_refuses_what_the_command_line_does(capsys, tmp_path):
+@pytest.mark.parametrize(
+    ("window", "free", "options"),
+    [
+        (40, {}, "--window 40"),
+        (None, {"split": SplitRule(method=PartitionMethod.LAYER)}, "--method layer"),
+    ],
+)
+def test_a_goal_refuses_what_the_command_line_does(capsys, tmp_path, window, free, options):
     """Prevents a goal from Python that the command line would refuse."""
     lengths = example_lengths()
     write_lengths(lengths, tmp_path / "lengths.parquet")
-    job = training_job("internvl-digits", "laptop-cpu")
-    by_levels = Free(levels=LevelRule(count=2))
-    for data, free, options in (
-        (Stream(lengths=lengths, window=40), by_levels, "--window 40 --packing-levels 2"),
-        (
-            Samples(lengths=lengths),
-            replace(by_levels, split=SplitRule(method=PartitionMethod.LAYER)),
-            "--packing-levels 2 --method layer",
-        ),
-    ):
-        with pytest.raises(UserError, match="cannot be given with"):
-            Goal(job=job, data=data, free=free)
-        given = f"plan --model internvl-digits --cluster laptop-cpu {options} --lengths"
-        said = failure(capsys, given, tmp_path / "lengths.parquet", "-o", tmp_path / "p")
-        assert "cannot be given with" in said
+    data = Stream(lengths=lengths, window=window) if window else Samples(lengths=lengths)
+    with pytest.raises(UserError, match="cannot be given with"):
+        job, by_levels = training_job("internvl-digits", "laptop-cpu"), LevelRule(count=2)
+        Goal(job=job, data=data, free=Free(levels=by_levels, **free))
+    given = f"{DIGITS} {options} --packing-levels 2 --lengths"
+    said = failure(capsys, given, tmp_path / "lengths.parquet", "-o", tmp_path / "p")
+    assert "cannot be given with" in said
 
 
 def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, capfd):
     """Prevents a run that hides its steps, or scans and plans again what is there."""
-    given = (
-        f"run --model internvl-digits --cluster laptop-cpu --gpus 2 --no-start --data "
-        f"{shlex.quote(str(digits / 'train' / 'meta.json'))} --tokenizer-model "
-        f"{shlex.quote(str(digits / 'tokenizer.model'))}"
-    )
+    given = "run --model internvl-digits --cluster laptop-cpu --gpus 2 --no-start --data"
+    files = digits / "train" / "meta.json", "--tokenizer-model", digits / "tokenizer.model"
     for repeated in (False, True):
-        run(given, "-o", tmp_path / "job", "--", "--lr", "1e-3")
+        run(given, *files, "-o", tmp_path / "job", "--", "--lr", "1e-3")
         shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("$ ")]
         assert [line.split()[2] for line in shown] == ["lengths", "plan", "check"]
         assert [line.endswith("(done)") for line in shown] == [repeated, repeated, False]
@@ -202,13 +188,8 @@ def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, 
 
 def test_a_run_on_several_nodes_is_submitted():
     """Prevents a job of many devices that is started on one node."""
-    asked = RunOptions(
-        model="internvl2.5-8b",
-        cluster="h100-80g",
-        data=Path("data.jsonl"),
-        output=Path("job"),
-        gpus=32,
-    )
+    files = {"data": Path("data.jsonl"), "output": Path("job")}
+    asked = RunOptions(model="internvl2.5-8b", cluster="h100-80g", gpus=32, **files)
     cluster = load_cluster("h100-80g")
     words = shlex.split(asked.launch(cluster, 32, []))
     assert words[words.index("--nodes") + 1] == "4"

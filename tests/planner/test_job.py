@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import fields
 from operator import attrgetter
 from types import ModuleType
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -21,9 +22,7 @@ from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, check_parallel
-from omnibal.packing.packing import PackingMethod
 from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
-from omnibal.steps.pack_settings import PackSettings
 
 pytestmark = pytest.mark.quick
 
@@ -81,38 +80,22 @@ def test_other_sizes_have_other_costs() -> None:
     assert job.parallel == Parallel(pipeline=2, data=2)
 
 
-def counting(
-    monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str, function: Callable
-) -> list:
-    calls: list = []
-
-    def counted(*arguments, **options):
-        calls.append(arguments)
-        return function(*arguments, **options)
-
-    monkeypatch.setattr(module, name, counted)
-    return calls
+def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: Callable) -> Mock:
+    counted = Mock(wraps=function)
+    monkeypatch.setattr(module, function.__name__, counted)
+    return counted
 
 
 def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Prevents a plan, and a search with its dozens of plans, from doing both again and again."""
-    made = counting(monkeypatch, source_module, "analytic_cost", analytic_cost)
-    checked = counting(monkeypatch, job_module, "check_parallel", check_parallel)
+    made = counting(monkeypatch, source_module, analytic_cost)
+    checked = counting(monkeypatch, job_module, check_parallel)
     planned = request(epochs=1)
     make_plan(planned)
     make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
-    search_caps(
-        CapSearchRequest(
-            settings=PackSettings(packing=PackingMethod.ISF),
-            job=planned.job,
-            lengths=example_lengths(),
-            samples_per_step=50,
-            samples=100,
-            rule=CapRule.TIME,
-        ),
-        lambda done: None,
-    )
-    assert (len(made), len(checked)) == (1, 1)
+    of_caps = {"job": planned.job, "lengths": example_lengths(), "rule": CapRule.TIME}
+    search_caps(CapSearchRequest(**of_caps, samples_per_step=50, samples=100), lambda done: None)
+    assert (made.call_count, checked.call_count) == (1, 1)
 
 
 @pytest.mark.parametrize("source", [ANALYTIC, MEASURED], ids=["counted", "measured"])
@@ -134,9 +117,10 @@ def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None
 def test_data_that_cannot_be_planned_is_refused_with_the_request() -> None:
     """Prevents a request that exists and that no plan can be made of."""
     few = changed(request(epochs=1), packs_per_step=2)
-    with pytest.raises(UserError, match="at most 1,000,000"):
-        changed(few, packs_per_step=2_000_002)
-    with pytest.raises(UserError, match="at most 1,000,000"):
-        request(lengths=None, packs_per_step=2_000_002)
-    with pytest.raises(UserError, match="fewer --epochs"):
-        changed(few, epochs=1_000_000)
+    for asked, changes, message in (
+        (lambda **given: changed(few, **given), {"packs_per_step": 2_000_002}, "at most 1,000,000"),
+        (request, {"lengths": None, "packs_per_step": 2_000_002}, "at most 1,000,000"),
+        (lambda **given: changed(few, **given), {"epochs": 1_000_000}, "fewer --epochs"),
+    ):
+        with pytest.raises(UserError, match=message):
+            asked(**changes)

@@ -1,7 +1,5 @@
 """What an encoding group's nodes keep of the features that they need, beside all dealings."""
 
-from collections import Counter
-
 import numpy as np
 import pytest
 
@@ -16,11 +14,8 @@ pytestmark = pytest.mark.quick
 def random_nodes(rng: np.random.Generator, most: int = 4) -> tuple[np.ndarray, int, int]:
     """Node of every rank of a group of some job, its pipelines, and their ranks."""
     pipelines, blocks = int(rng.integers(1, most)), int(rng.integers(1, 3))
-    sizes = Parallel(
-        tensor=int(rng.integers(1, 3)),
-        pipeline=int(rng.integers(1, 3)),
-        data=pipelines * blocks,
-    )
+    tensor, pipeline = (int(size) for size in rng.integers(1, 3, 2))
+    sizes = Parallel(tensor=tensor, pipeline=pipeline, data=pipelines * blocks)
     node = nodes_of_groups(sizes, pipelines, int(rng.integers(1, 5)))
     return node[rng.integers(0, blocks)], pipelines, sizes.tensor * sizes.pipeline
 
@@ -52,13 +47,12 @@ def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) ->
     ranks = len(node)
     share = np.bincount(found.rank, found.count, ranks)
     np.testing.assert_array_equal(share, np.bincount(anywhere.rank, anywhere.count, ranks))
-    encoded = Counter(
+    encoded = sorted(
         (pack, number)
         for pack, first, count in zip(found.pack, found.first, found.count, strict=True)
         for number in range(first, first + count)
     )
-    assert set(encoded) == {(pack, number) for pack in range(4) for number in range(items[pack])}
-    assert set(encoded.values()) <= {1}
+    assert encoded == [(pack, number) for pack in range(4) for number in range(items[pack])]
     target = node[::of_pipeline]
     at_home = int(found.count[node[found.rank] == target[home[found.pack]]].sum())
     states: dict[tuple[int, ...], int] = {tuple(share.astype(int).tolist()): 0}

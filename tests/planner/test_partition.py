@@ -2,14 +2,15 @@
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
-from level_cases import brute_force, walked
-from partition_cases import frozen, planners_figures, random_packs
+from level_cases import brute_force, level_case, walked
+from partition_cases import equal_steps, frozen, planners_figures, random_packs
 from scipy.optimize import nnls
 
 from omnibal.base.errors import UserError
@@ -18,15 +19,16 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
-from omnibal.pipeline import partition, split_search
+from omnibal.pipeline import partition, split_search, stage_options
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
+from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
 from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -50,17 +52,14 @@ def random_case(rng: np.random.Generator, most_layers: int) -> tuple[CostModel, 
     # Drawn apart, so that cases which are known by their seed stay what they are.
     apart = rng.spawn(1)[0]
     cost = tied(cost) if apart.random() < 0.3 else cost
-    return overlapped(cost, apart), model, packs, p
-
-
-def overlapped(cost: CostModel, rng: np.random.Generator) -> CostModel:
-    """The costs with a gather of weights, and in most cases with buckets that are hidden."""
+    # A gather of weights, and in most cases buckets that are hidden.
     whole = sum(unit.trained_parameters for unit in cost.units.values())
-    return replace(
+    cost = replace(
         cost,
-        rates=replace(cost.rates, weight_gather_ms=10 ** rng.uniform(-7, -4.5)),
-        bucket_parameters=math.inf if rng.random() < 0.2 else whole / rng.uniform(0.5, 8),
+        rates=replace(cost.rates, weight_gather_ms=10 ** apart.uniform(-7, -4.5)),
+        bucket_parameters=math.inf if apart.random() < 0.2 else whole / apart.uniform(0.5, 8),
     )
+    return cost, model, packs, p
 
 
 def random_case_of(
@@ -90,80 +89,53 @@ def tied(cost: CostModel) -> CostModel:
     return replace(cost, units=units, tied_parameters=3_000_000)
 
 
-def large_case(layers: tuple[int, int], p: int) -> tuple[CostModel, ModelConfig, Workload]:
-    """InternVL with so many vision and language layers, on packs that all differ."""
+def large_case(
+    layers: tuple[int, int], p: int, share_of_least: float
+) -> tuple[CostModel, ModelConfig, Workload, int, float]:
+    """InternVL with so many vision and language layers, on packs that all differ, and a cap."""
     base = load_model("internvl-chat-1.5-6b-20b")
     model = base.with_layers(vision=layers[0], language=layers[1])
     rng = np.random.default_rng(1)
-    shape = steps, ranks, micro_batches = 4, 2, 16
-    packs = steps * ranks * micro_batches
-    tiles = rng.integers(5, 10, packs)
-    tokens = 4096 - rng.integers(0, 400, packs)
-    features = np.stack([np.ones(packs), tiles, tokens, tokens**2 / 3, tokens / 4], axis=1)
-    step, dp_rank, slot = (axis.ravel() for axis in np.indices(shape))
-    cost = analytic_cost(
-        model, load_cluster("a100-80g"), Parallel(tensor=4, pipeline=p, data=ranks), "bf16"
-    )
-    return (
-        cost,
-        model,
-        Workload(
-            features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=ranks
-        ),
-    )
+    tiles = rng.integers(5, 10, 128)
+    tokens = 4096 - rng.integers(0, 400, 128)
+    features = np.stack([np.ones(128), tiles, tokens, tokens**2 / 3, tokens / 4], axis=1)
+    sizes = Parallel(tensor=4, pipeline=p, data=2)
+    cost = analytic_cost(model, load_cluster("a100-80g"), sizes, "bf16")
+    packs = equal_steps((4, 2, 16), features)
+    return cost, model, packs, p, share_of_least * least_peak_of_splits(cost, model, packs, p)
 
 
-def of_walk(cost: CostModel, stages: tuple[Stage, ...], packs: Workload) -> tuple[float, float]:
-    """Step ms and largest peak in bytes."""
-    step_ms, peaks = walked([cost], [stages], packs)
-    return step_ms, max(peaks)
-
-
-def test_the_search_equals_brute_force():
-    """Prevents a split or recomputed set that is not the best, and caps wrongly held or passed."""
+@pytest.mark.parametrize(
+    ("towers", "most", "least"),
+    [
+        ("", 4, {"infeasible": 4, "recomputed": 4, "kept": 4}),
+        ("language", 6, {"recomputed": 5}),
+        ("runs", 7, {"recomputed": 5, "several": 1}),
+        ("vision runs", 7, {"recomputed": 5, "several": 1}),
+        ("vision audio language", 7, {"recomputed": 5, "several": 1}),
+    ],
+)
+def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, int]):
+    """Prevents a split or recomputed set that is not the best, caps wrongly held or passed, and
+    towers or kinds of layer that are counted, recomputed or numbered as another's."""
     rng = np.random.default_rng(0)
-    outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0}
-    for number in range(55):
-        cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else 4)
+    outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0, "several": 0}
+    for number in range(20 if towers else 55):
+        if towers:
+            cost, model, packs, p = random_case_of(rng, towers, most)
+        else:
+            cost, model, packs, p = random_case(rng, 6 if number % 20 == 0 else most)
         times, peaks_of_all = brute_force([cost], model, packs, p)
         low, high = peaks_of_all.min(), peaks_of_all.max()
-        cap = rng.uniform(low - 0.1 * (high - low), low + 0.8 * (high - low))
         assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        cap = rng.uniform(low - (0 if towers else 0.1) * (high - low), low + 0.8 * (high - low))
         if cap < low:
             outcomes["infeasible"] += 1
             with pytest.raises(UserError, match="more than the memory cap") as raised:
                 search_stages(cost, model, packs, p, cap)
             stated = float(re.search(r"needs ([\d.]+) GiB", str(raised.value))[1])
             assert stated == pytest.approx(low / GIB, abs=0.005)
-            cap = low * (1 + 1e-9)
-        result = search_stages(cost, model, packs, p, cap)
-        check_stages(model, result.stages)
-        best_ms = times[peaks_of_all <= cap].min()
-        assert result.step_ms == pytest.approx(best_ms, rel=2e-9)
-        assert result.lower_bound_ms == result.step_ms
-        step_ms, peak = planners_figures(cost, result.stages, packs)
-        assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
-        assert peak <= cap * (1 + 1e-9)
-        assert (step_ms, peak) == pytest.approx(of_walk(cost, result.stages, packs), rel=1e-9)
-        recomputed = any(stage.recomputed_layers for stage in result.stages)
-        outcomes["recomputed" if recomputed else "kept"] += 1
-    assert min(outcomes.values()) >= 4, outcomes
-
-
-@pytest.mark.parametrize(
-    ("towers", "most"),
-    [("language", 6), ("runs", 7), ("vision runs", 7), ("vision audio language", 7)],
-)
-def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
-    """Prevents towers or kinds of layer that are counted, recomputed or numbered as another's."""
-    rng = np.random.default_rng(0)
-    recomputed = several = 0
-    for _ in range(20):
-        cost, model, packs, p = random_case_of(rng, towers, most)
-        times, peaks_of_all = brute_force([cost], model, packs, p)
-        low, high = peaks_of_all.min(), peaks_of_all.max()
-        cap = low * (1 + 1e-9) + rng.uniform(0, 0.8) * (high - low)
-        assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        cap = max(cap, low * (1 + 1e-9))
         result = search_stages(cost, model, packs, p, cap)
         check_stages(model, result.stages)
         best_ms = times[peaks_of_all <= cap].min()
@@ -171,11 +143,118 @@ def test_the_search_equals_brute_force_for_any_towers(towers: str, most: int):
         step_ms, peak = planners_figures(cost, result.stages, packs)
         assert result.step_ms == pytest.approx(step_ms, rel=1e-12)
         assert peak <= cap * (1 + 1e-9)
-        assert (step_ms, peak) == pytest.approx(of_walk(cost, result.stages, packs), rel=1e-9)
+        walked_ms, peaks = walked([cost], [result.stages], packs)
+        assert (step_ms, peak) == pytest.approx((walked_ms, max(peaks)), rel=1e-9)
         again = [np.count_nonzero(recomputed_counts(cost.kinds, s)) for s in result.stages]
-        recomputed += max(again) > 0
-        several += max(again) > 1
-    assert recomputed >= 5 and (several >= 1 or towers == "language"), (recomputed, several)
+        outcomes["recomputed" if max(again) else "kept"] += 1
+        outcomes["several"] += max(again) > 1
+    assert all(outcomes[name] >= count for name, count in least.items()), outcomes
+
+
+@pytest.mark.parametrize(
+    ("towers", "most", "contexts", "ranks", "cases", "lockstep_ranks"),
+    [
+        ("language", 4, (1, 2), 2, 24, 1),
+        ("language", 3, (1, 2, 4), 4, 12, 1),
+        ("language", 4, (1, 1), 2, 12, 1),
+        ("vision language", 3, (1, 4), 4, 12, 1),
+        ("language", 4, (1, 2), 2, 8, 2),
+        ("vision language", 3, (1, 1), 2, 8, 2),
+    ],
+)
+def test_the_search_over_levels_equals_brute_force(
+    monkeypatch: pytest.MonkeyPatch,
+    towers: str,
+    most: int,
+    contexts: Sequence[int],
+    ranks: int,
+    cases: int,
+    lockstep_ranks: int,
+):
+    """Prevents a split or recomputed set that is not the best, a level's layers taken for
+    another's, ranks that share a pack simulated as if they did not wait for each other, bounds
+    above what is possible where the search is cut short, and levels that recompute different layers
+    where ranks that share out experts would wait for each other for ever."""
+    rng = np.random.default_rng(0)
+    unlike = infeasible = cut_short = 0
+    for _ in range(cases):
+        costs, model, packs, p = level_case(rng, towers, most, contexts, ranks)
+        cost, packs = side_by_side(costs), packs.in_groups_of(lockstep_ranks)
+        times, peaks = brute_force(costs, model, packs, p, alike=lockstep_ranks > 1)
+        low, high = peaks.min(), peaks.max()
+        assert least_peak_of_splits(cost, model, packs, p) == pytest.approx(low, rel=1e-9)
+        cap = rng.uniform(low - 0.2 * (high - low), low + 0.8 * (high - low))
+        if cap < low:
+            infeasible += 1
+            with pytest.raises(UserError, match="more than the memory cap"):
+                search_stages(cost, model, packs, p, cap)
+            cap = low * (1 + 1e-9)
+        best_ms = times[peaks <= cap].min()
+        result = search_stages(cost, model, packs, p, cap)
+        assert result.step_ms == result.lower_bound_ms == pytest.approx(best_ms, rel=2e-9)
+        unlike += len(set(map(str, result.stages_at))) > 1
+        quick = search_stages(cost, model, packs, p, cap, prove=False)
+        with monkeypatch.context() as coarsely:
+            coarsely.setattr(stage_options, "_MOST_OPTIONS", 1)
+            coarse = search_stages(cost, model, packs, p, cap)
+        for found in (result, quick, coarse):
+            for stages in found.stages_at:
+                check_stages(model, stages)
+            step_ms, of_stages = walked(costs, found.stages_at, packs)
+            assert found.step_ms == pytest.approx(step_ms, rel=1e-9)
+            assert found.lower_bound_ms <= best_ms * (1 + 1e-9)
+            assert max(of_stages) <= cap * (1 + 1e-9)
+        cut_short += coarse.gap > 0
+        assert 0 < least_step_ms(cost, model, packs, p) <= best_ms * (1 + 1e-9)
+    assert unlike == 0 if lockstep_ranks > 1 else unlike >= cases / 4
+    assert infeasible
+    assert cut_short or "vision" not in towers or lockstep_ranks > 1
+
+
+def test_memory_of_levels_is_that_of_a_walk():
+    """Prevents a peak that leaves out what micro-batches of another level keep meanwhile."""
+    rng = np.random.default_rng(1)
+    for _ in range(6):
+        costs, model, packs, p = level_case(rng, "vision language", 4, (1, 2, 2), 4)
+        cost = side_by_side(costs)
+        for _ in range(10):
+            middle = np.arange(2, len(unit_names(model)) - 1)
+            cuts = sorted(rng.choice(middle, p - 1, replace=False).tolist())
+            plain = stages_from_cuts(model, cuts)
+            held = [[len(stage.layers(tower)) for tower in model.towers] for stage in plain]
+            stages_at = [stages_from_cuts(model, cuts, rng.integers(0, np.add(held, 1)).tolist())
+                         for _ in range(3)]  # fmt: skip
+            memories = stage_memories(cost, stages_at, packs)
+            found = [memory.peak_gib * GIB for memory in memories]
+            assert found == pytest.approx(walked(costs, stages_at, packs)[1])
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+def test_a_large_model_of_levels_is_searched_with_few_options(
+    monkeypatch: pytest.MonkeyPatch, stages: int
+):
+    """Prevents a search without end, or a split that does not fit."""
+    monkeypatch.setattr(stage_options, "_MOST_OPTIONS", 400)
+    model = load_model("llama3.1-70b")
+    parallel = Parallel(tensor=8, pipeline=stages, data=8, sequence_parallel=True)
+    cluster = load_cluster("h100-80g").model_copy(update={"memory_gib": 1000.0})
+    of_all = side_by_side([analytic_cost(model, cluster, parallel, "bf16")] * 3)
+    rng = np.random.default_rng(0)
+    contexts, tokens = np.array([1, 2, 8]), np.array([4096, 16384, 32768])
+    # One level for a slot of a step, whatever the rank.
+    level = rng.choice(3, (2, 1, 12), p=[0.6, 0.2, 0.2]).repeat(8, axis=1).ravel()
+    share = tokens[level] / contexts[level] * rng.uniform(0.9, 1, len(level))
+    squares = share * tokens[level] * rng.uniform(0.2, 1, len(level))
+    features = np.stack([np.ones(len(level)), share, squares, share / 2], axis=1)
+    packs = equal_steps((2, 8, 12), features, level=level, context=contexts[level])
+    cap = 1.25 * least_peak_of_splits(of_all, model, packs, stages)
+    results = [search_stages(of_all, model, packs, stages, cap) for _ in range(2)]
+    assert results[0].stages_at == results[1].stages_at
+    assert results[0].gap < 0.1
+    recomputed = [sum(s.recomputed_layers for s in at) for at in results[0].stages_at]
+    assert len(set(recomputed)) > 1
+    memories = stage_memories(of_all, results[0].stages_at, packs)
+    assert max(memory.peak_gib for memory in memories) * GIB <= cap * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -202,13 +281,9 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
         cost = random_cost(rng)
         units = dict(cost.units)
         for layer, feature in zip(LAYERS, (1, 2), strict=True):
-            forward_ms = rng.uniform(0.5, 1) * np.eye(5)[feature]
-            units[layer] = replace(
-                units[layer],
-                forward_ms=forward_ms,
-                backward_ms=2 * forward_ms,
-                recompute_ms=0.8 * forward_ms,
-            )
+            ms = rng.uniform(0.5, 1) * np.eye(5)[feature]
+            times_ms = {"forward_ms": ms, "backward_ms": 2 * ms, "recompute_ms": 0.8 * ms}
+            units[layer] = replace(units[layer], **times_ms)
         cost = replace(cost, units=units)
         features = random_features(rng, 4)
         features[0, 1:3] = 0
@@ -224,11 +299,9 @@ def test_micro_batches_that_cost_nothing_decide_nothing():
 def test_steps_that_take_no_time_are_searched():
     """Prevents a search without end: no limit is below nothing, and none grows from it."""
     rng = np.random.default_rng(0)
-    cost, nothing = random_cost(rng), np.zeros(5)
-    units = {
-        unit: replace(unit_cost, forward_ms=nothing, backward_ms=nothing, recompute_ms=nothing)
-        for unit, unit_cost in cost.units.items()
-    }
+    cost = random_cost(rng)
+    nothing = dict.fromkeys(("forward_ms", "backward_ms", "recompute_ms"), np.zeros(5))
+    units = {name: replace(unit, **nothing) for name, unit in cost.units.items()}
     model, packs = small_model(2, 2), random_packs(rng, 3)
     cost = replace(cost, units=units)
     result = search_stages(cost, model, packs, 2, 1e15)
@@ -252,15 +325,9 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
 
 def test_rows_with_another_number_of_micro_batches_are_told_apart():
     """Prevents that a micro-batch of zeros, which still costs links, is dropped or added."""
-    features = np.zeros((5, 5))
+    features = np.zeros((6, 5))
     features[[0, 3]] = 1
-    packs = Workload(
-        features=features,
-        step=np.array([0, 0, 0, 1, 1]),
-        dp_rank=np.zeros(5, np.int64),
-        slot=np.array([0, 1, 2, 0, 1]),
-        data_parallel_size=1,
-    )
+    packs = equal_steps((2, 1, 3), features).rows(np.arange(5))
     steps = SampledSteps.of(packs, random_cost(np.random.default_rng(0)))
     assert sorted(steps.counts[steps.rows].ravel()) == [2, 3]
 
@@ -310,40 +377,31 @@ def every_split(options: list[StageOptions], units: int) -> np.ndarray:
 
 
 def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
-    """Prevents an inexact result that claims to be proven, and a bound above what is possible."""
-    cost, model, packs = large_case((30, 50), 8)
-    cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
-    best = search_stages(cost, model, packs, 8, cap)
+    """Prevents an inexact result that claims to be proven, a bound above what is possible, and an
+    effort that is not limited."""
+    case = large_case((30, 50), 8, 1.3)
+    best, little = (search_stages(*case, effort=effort) for effort in (1.0, 1e-6))
     assert best.lower_bound_ms == best.step_ms
-    monkeypatch.setattr(split_search, "_FIRST_WIDTH", 1)
-    monkeypatch.setattr(split_search, "_MAX_WIDTH", 1)
-    monkeypatch.setattr(split_search, "_MAX_ROUNDS", 1)
-    cut_short = search_stages(cost, model, packs, 8, cap)
+    assert little.simulated < best.simulated
+    assert little.lower_bound_ms <= best.step_ms <= little.step_ms
+    for limit in ("_FIRST_WIDTH", "_MAX_WIDTH", "_MAX_ROUNDS"):
+        monkeypatch.setattr(split_search, limit, 1)
+    cut_short = search_stages(*case)
     assert cut_short.lower_bound_ms < cut_short.step_ms
     assert cut_short.lower_bound_ms <= best.step_ms * (1 + 1e-9)
     assert cut_short.step_ms >= best.step_ms * (1 - 1e-9)
     assert cut_short.simulated < best.simulated
 
 
-def test_little_effort_ends_with_what_it_has():
-    """Prevents an effort that is not limited, or a bound that was never proven."""
-    cost, model, packs = large_case((30, 50), 8)
-    cap = 1.3 * least_peak_of_splits(cost, model, packs, 8)
-    full, little = (search_stages(cost, model, packs, 8, cap, effort=e) for e in (1.0, 1e-6))
-    assert little.simulated < full.simulated
-    assert little.lower_bound_ms <= full.step_ms <= little.step_ms
-
-
 def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
     """Prevents a search of minutes where the bounds do not meet."""
-    cost, model, packs = large_case((30, 50), 20)
-    cap = 1.2 * least_peak_of_splits(cost, model, packs, 20)
+    case = large_case((30, 50), 20, 1.2)
     monkeypatch.setattr(partition, "MAX_WORK", 1e6)
-    first, again = (search_stages(cost, model, packs, 20, cap) for _ in range(2))
+    first, again = (search_stages(*case) for _ in range(2))
     assert first.lower_bound_ms < first.step_ms
     assert (first.stages, first.lower_bound_ms) == (again.stages, again.lower_bound_ms)
     monkeypatch.setattr(partition, "MAX_WORK", 1e8)
-    longer = search_stages(cost, model, packs, 20, cap)
+    longer = search_stages(*case)
     assert longer.lower_bound_ms > first.lower_bound_ms
     assert first.lower_bound_ms <= longer.step_ms <= first.step_ms
 
@@ -353,19 +411,15 @@ def test_a_narrow_search_is_proven_by_what_it_learns(
     monkeypatch: pytest.MonkeyPatch, share_of_least: float
 ):
     """Prevents a search that stops, or goes on in vain, once all splits that had room are known."""
-    cost, model, packs = large_case((45, 80), 8)
-    monkeypatch.setattr(split_search, "_FIRST_WIDTH", 40)
-    monkeypatch.setattr(split_search, "_MAX_WIDTH", 40)
-    cap = share_of_least * least_peak_of_splits(cost, model, packs, 8)
-    result = search_stages(cost, model, packs, 8, cap)
+    for limit in ("_FIRST_WIDTH", "_MAX_WIDTH"):
+        monkeypatch.setattr(split_search, limit, 40)
+    result = search_stages(*large_case((45, 80), 8, share_of_least))
     assert result.step_ms < result.lower_bound_ms * 1.004
 
 
 def test_what_has_no_room_is_learned_from():
     """Prevents a bound that stays where it is, as no path is known of the splits that decide it."""
-    cost, model, packs = large_case((60, 100), 12)
-    cap = 1.2 * least_peak_of_splits(cost, model, packs, 12)
-    problem = partition._problem(cost, model, packs, 12, cap)
+    problem = partition._problem(*large_case((60, 100), 12, 1.2))
     search = partition._descend(problem, 1.0, lambda enough: enough)
     bounds_ms = []
     for _ in range(4):
@@ -387,13 +441,7 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
     rng = np.random.default_rng(2)
     cost, model = random_cost(rng), small_model(2, 2)
     features = np.ones((6_001, 5))
-    packs = Workload(
-        features=features,
-        step=np.arange(6_001),
-        dp_rank=np.zeros(6_001, np.int64),
-        slot=np.zeros(6_001, np.int64),
-        data_parallel_size=1,
-    )
+    packs = equal_steps((6_001, 1, 1), features)
     simulated = packs.some_steps(MAX_SIMULATED_STEPS)
     features[np.setdiff1d(packs.step, simulated.step), 1:] = 100
     predicted_ms = [
@@ -406,13 +454,12 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
 @pytest.mark.parametrize("share_of_least", [10.0, 1.3])
 def test_a_large_model_is_searched_with_few_simulations(share_of_least: float):
     """Prevents bounds so weak that the search is not over in seconds, and a changing result."""
-    cost, model, packs = large_case((45, 80), 8)
-    cap = share_of_least * least_peak_of_splits(cost, model, packs, 8)
-    result = search_stages(cost, model, packs, 8, cap)
-    check_stages(model, result.stages)
+    case = large_case((45, 80), 8, share_of_least)
+    result, again = search_stages(*case), search_stages(*case)
+    check_stages(case[1], result.stages)
     assert result.lower_bound_ms == result.step_ms
     assert result.simulated < 2_000
-    assert search_stages(cost, model, packs, 8, cap).stages == result.stages
+    assert again.stages == result.stages
 
 
 def test_only_sampled_steps_are_simulated_but_all_packs_fit():
@@ -420,12 +467,9 @@ def test_only_sampled_steps_are_simulated_but_all_packs_fit():
     not sampled."""
     rng = np.random.default_rng(3)
     cost, model = random_cost(rng), small_model(3, 3)
-    step, slot = (axis.ravel() for axis in np.indices((200, 2)))
-    features = random_features(rng, len(step))
-    packs = Workload(
-        features=features, step=step, dp_rank=0 * step, slot=slot, data_parallel_size=1
-    )
-    sampled = sampled_steps(packs)
+    features = random_features(rng, 400)
+    packs = equal_steps((200, 1, 2), features)
+    step, sampled = packs.step, sampled_steps(packs)
     assert len(np.unique(sampled.step)) == partition.MAX_SAMPLED_STEPS
     heaviest = 37
     assert not (sampled.features == features[step == heaviest][0]).all(axis=1).any()
@@ -481,6 +525,6 @@ def test_stages_that_are_not_the_model_are_refused(
 
 def test_an_empty_stage_is_refused():
     """Prevents a stage that only passes tensors on."""
-    empty = Stage.of()
+    model = small_model(3, 3)
     with pytest.raises(UserError, match="stage 1 of 2 is empty"):
-        check_stages(small_model(3, 3), [*stages_from_cuts(small_model(3, 3), ()), empty])
+        check_stages(model, [*stages_from_cuts(model, ()), Stage.of()])

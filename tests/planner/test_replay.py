@@ -1,6 +1,7 @@
 """Replays put together to steps, against the prediction and against steps simulated one by one."""
 
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +20,8 @@ from omnibal.job.plan import Plan, PlannedLevel
 from omnibal.job.planner import make_plan
 from omnibal.job.replay import (
     REPLAY_FILES,
+    ReplaySummary,
+    StageReplay,
     chosen_steps,
     heaviest_rows,
     read_replay,
@@ -67,6 +70,16 @@ class Job:
             schedule=plan.schedule,
         )  # fmt: skip
 
+    def write(
+        self, folder: Path, steps: tuple[int, ...] | None = (0,), **info
+    ) -> list[StageReplay]:
+        return write_replay(folder, self.plan, self.cost, self.workload, steps, **info)
+
+    def read(self, folder: Path, **changes) -> ReplaySummary:
+        """Of the plan with other fields."""
+        plan = self.plan.model_copy(update=changes)
+        return read_replay(folder, plan, self.cost, self.workload)
+
 
 def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
     """Unequal packs of the example lengths, in steps of two data-parallel ranks."""
@@ -78,80 +91,55 @@ def job_of(name: str, cluster: str, parallel: Parallel, **stages) -> Job:
     return Job(plan=plan, cost=cost, data=made.data)
 
 
+SCHEDULES = {
+    "interleaved": PipelineSchedule(name="interleaved", chunks=2),
+    # It is of exactly so many micro-batches.
+    "back_and_forth": PipelineSchedule(name="zb-v", chunks=2),
+    "in_two_parts": PipelineSchedule(name="zb-h1"),
+}
+
+
+@cache
+def job_named(name: str) -> Job:
+    """Four stages of the digits model, some layers of them recomputed, or as `name` says."""
+    if name == "two_levels":
+        return two_levels(job_named("small"))
+    if name == "tensor_parallel":
+        # Two stages whose 25 vision heads are padded to 26, on two tensor-parallel ranks.
+        sizes = Parallel(tensor=2, pipeline=2, data=2, sequence_parallel=True)
+        stages = {"cuts": (40,), "recomputed": [(10, 0), (0, 20)]}
+        return job_of("internvl-chat-1.5-6b-20b", "a100-80g", sizes, **stages)
+    if name in SCHEDULES:
+        small, schedule = job_named("small"), SCHEDULES[name]
+        sizes = Parallel(pipeline=4 // schedule.chunks, data=2)
+        plan = small.plan.model_copy(update={"parallel": sizes, "schedule": schedule})
+        return replace(small, plan=plan)
+    stages = {"cuts": CUTS, "recomputed": [(1, 0), (3, 0), (0, 1), (0, 0)]}
+    return job_of("internvl-digits", "laptop-cpu", Parallel(pipeline=4, data=2), **stages)
+
+
 @pytest.fixture(scope="module")
 def small() -> Job:
-    """Four stages of the digits model, some layers of them recomputed."""
-    return job_of(
-        "internvl-digits",
-        "laptop-cpu",
-        Parallel(pipeline=4, data=2),
-        cuts=(2, 5, 8),
-        recomputed=[(1, 0), (3, 0), (0, 1), (0, 0)],
-    )
+    return job_named("small")
 
 
-@pytest.fixture(scope="module")
-def tensor_parallel() -> Job:
-    """Two stages whose 25 vision heads are padded to 26, on two tensor-parallel ranks."""
-    return job_of(
-        "internvl-chat-1.5-6b-20b",
-        "a100-80g",
-        Parallel(tensor=2, pipeline=2, data=2, sequence_parallel=True),
-        cuts=(40,),
-        recomputed=[(10, 0), (0, 20)],
-    )
+CUTS = (2, 5, 8)
 
 
-def scheduled(small: Job, name: str, chunks: int) -> Job:
-    """The same packs in another schedule, on two stages of several chunks."""
-    pipeline = 4 // chunks
-    parallel = small.plan.parallel.model_copy(update={"pipeline": pipeline})
-    schedule = PipelineSchedule(name=name, chunks=chunks)
-    plan = small.plan.model_copy(update={"parallel": parallel, "schedule": schedule})
-    return replace(small, plan=plan)
-
-
-@pytest.fixture(scope="module")
-def interleaved(small: Job) -> Job:
-    return scheduled(small, "interleaved", 2)
-
-
-@pytest.fixture(scope="module")
-def back_and_forth(small: Job) -> Job:
-    """In a schedule that is of exactly so many micro-batches."""
-    return scheduled(small, "zb-v", 2)
-
-
-@pytest.fixture(scope="module")
-def in_two_parts(small: Job) -> Job:
-    return scheduled(small, "zb-h1", 1)
-
-
-OTHER_SCHEDULES = ["interleaved", "back_and_forth", "in_two_parts"]
-
-
-@pytest.fixture(scope="module")
 def two_levels(small: Job) -> Job:
     """The same packs, the larger half as a level that costs more and recomputes all layers."""
     packs, lengths = small.data
-    model, stages = small.plan.model, small.plan.stages
+    stages, caps = small.plan.stages, small.plan.data.caps
     half = int(np.median(packs.tokens))
-    caps = small.plan.data.caps
-    every = stages_from_cuts(
-        model,
-        cuts=(2, 5, 8),
-        recomputed=[(len(s.layers("vision")), len(s.layers("language"))) for s in stages],
-    )
-    none: tuple[tuple[str, ...], ...] = ((),) * len(stages)
+    all_layers = [(len(s.layers("vision")), len(s.layers("language"))) for s in stages]
+    every = stages_from_cuts(small.plan.model, cuts=CUTS, recomputed=all_layers)
     levels = (
-        PlannedLevel(caps=Caps.of(tiles=caps["tiles"], tokens=half), recompute=none),
+        PlannedLevel(caps=Caps.of(tiles=caps["tiles"], tokens=half), recompute=((),) * len(stages)),
         PlannedLevel(caps=caps, recompute=tuple(stage.recompute for stage in every)),
     )
     bare = tuple(stage.model_copy(update={"recompute": ()}) for stage in stages)
-    longer = {
-        name: replace(unit, forward_ms=2 * unit.forward_ms)
-        for name, unit in small.cost.units.items()
-    }
+    units = small.cost.units.items()
+    longer = {name: replace(unit, forward_ms=2 * unit.forward_ms) for name, unit in units}
     return Job(
         plan=small.plan.model_copy(update={"stages": bare, "levels": levels}),
         cost=side_by_side([small.cost, replace(small.cost, units=longer)]),
@@ -159,14 +147,13 @@ def two_levels(small: Job) -> Job:
     )
 
 
-@pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels", *OTHER_SCHEDULES])
-def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["small", "tensor_parallel", "two_levels", *SCHEDULES])
+def test_replay_as_predicted_is_the_prediction(tmp_path: Path, name: str) -> None:
     """Prevents a replay that adds to, or leaves out of, what was measured: every difference from
     the prediction must be the devices'."""
-    job = request.getfixturevalue(name)
-    write_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
-    replay = read_replay(tmp_path / "replay", job.plan, job.cost, job.workload)
-    predicted = job.predict()
+    job = job_named(name)
+    job.write(tmp_path, None)
+    replay, predicted = job.read(tmp_path), job.predict()
     assert replay.step_ms == pytest.approx(predicted.step_ms)
     assert replay.predicted_step_ms == pytest.approx(predicted.step_ms)
     assert replay.idle_fraction == pytest.approx(predicted.bubble_fraction)
@@ -183,34 +170,29 @@ def test_replay_as_predicted_is_the_prediction(request, tmp_path: Path, name: st
         assert replay.lost.padding_ms > 0 < replay.lost.communication_ms
 
 
-@pytest.mark.parametrize("name", ["small", *OTHER_SCHEDULES])
-def test_slower_stage_is_in_every_pass(request, tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["small", *SCHEDULES])
+def test_slower_stage_is_in_every_pass(tmp_path: Path, name: str) -> None:
     """Prevents a measured time in another chunk's place, or in that of a backward's other part."""
-    job: Job = request.getfixturevalue(name)
+    job = job_named(name)
     plan, size = job.plan, job.plan.parallel.pipeline
     factors = (1.0, 2.0, *[1.0] * (size - 2))
-    write_replay(tmp_path / "replay", plan, job.cost, job.workload, (0, 3), factors=factors)
-    replay = read_replay(tmp_path / "replay", plan, job.cost, job.workload)
+    job.write(tmp_path, (0, 3), factors=factors)
+    replay = job.read(tmp_path)
     rows = np.isin(job.workload.step, (0, 3))
     times = workload_times(job.cost, [plan.stages], job.workload.rows(rows))
     of_parts = np.array(factors)[[plan.schedule.placement.stage_of(k, size) for k in range(4)]]
-    slower = replace(
-        times,
-        forward_ms=times.forward_ms * of_parts,
-        backward_ms=times.backward_ms * of_parts,
-        weight_ms=times.weight_ms * of_parts,
-        recompute_ms=times.recompute_ms * of_parts,
-    )
+    passes = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
+    slower = replace(times, **{name: getattr(times, name) * of_parts for name in passes})
     once = per_step_costs(job.cost, plan.stages, plan.schedule)
     expected = predict_steps(slower, job.workload.rows(rows), once, plan.schedule)
     assert replay.each_step_ms == pytest.approx(expected.step_ms)
     assert (replay.each_step_ms > replay.predicted_each_step_ms).all()
 
 
-@pytest.mark.parametrize("name", OTHER_SCHEDULES)
-def test_heaviest_windows_are_steps_that_need_as_much(request, name: str) -> None:
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
     """Prevents micro-batches that need most among others of their step, and less by themselves."""
-    job: Job = request.getfixturevalue(name)
+    job = job_named(name)
     plan, cost, workload = job.plan, job.cost, job.workload
     memories = schedule_memories(cost, plan.stages_at_levels, workload, plan.schedule)
 
@@ -224,11 +206,8 @@ def test_heaviest_windows_are_steps_that_need_as_much(request, name: str) -> Non
         beside_links_gib = most_gib(workload, stage)
         assert windows[0].predicted_gib == pytest.approx(beside_links_gib)
         assert beside_links_gib < memory.activations_gib + memory.transient_gib
-        heaviest = [
-            most_gib(own, stage)
-            for own in map(workload.rows, heaviest_rows(cost, plan, stage, workload))
-        ]
-        assert max(heaviest) == pytest.approx(beside_links_gib)
+        heaviest = map(workload.rows, heaviest_rows(cost, plan, stage, workload))
+        assert max(most_gib(own, stage) for own in heaviest) == pytest.approx(beside_links_gib)
         for window in windows:
             rows = workload.rows(window.rows)
             assert (np.diff(window.rows) == 1).all() and len({*rows.step}) == 1
@@ -243,10 +222,7 @@ def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) 
     and from being left out where it is."""
     stages = small.predict().stages
     for counted in (True, False):
-        replays = write_replay(
-            tmp_path / f"{counted}", small.plan, small.cost, small.workload, (0,),
-            with_working_memory=counted,
-        )  # fmt: skip
+        replays = small.write(tmp_path / f"{counted}", with_working_memory=counted)
         for replay, stage in zip(replays, stages, strict=True):
             memory = stage.memory
             kept = memory.weights_gib + memory.gradients_gib + memory.optimizer_gib
@@ -257,26 +233,23 @@ def test_peak_stands_beside_what_was_measured_of_it(small: Job, tmp_path: Path) 
 
 def test_replay_of_another_plan_is_refused(small: Job, tmp_path: Path) -> None:
     """Prevents times of other stages or packs beside this plan's prediction."""
-    write_replay(tmp_path / "replay", small.plan, small.cost, small.workload, (0,))
-    predicted = small.plan.model_copy(update={"prediction": small.predict()})
-    read_replay(tmp_path / "replay", predicted, small.cost, small.workload)
+    small.write(tmp_path)
+    small.read(tmp_path, prediction=small.predict())
     fewer = tuple(s.model_copy(update={"recompute": ()}) for s in small.plan.stages)
-    other = small.plan.model_copy(update={"stages": fewer})
     with pytest.raises(UserError, match="is the replay of another plan"):
-        read_replay(tmp_path / "replay", other, small.cost, small.workload)
+        small.read(tmp_path, stages=fewer)
 
 
 def test_unfinished_replay_is_refused(small: Job, tmp_path: Path) -> None:
     """Prevents a step without the stages that were not replayed yet."""
-    folder = tmp_path / "replay"
     with pytest.raises(UserError, match=r"replay\.json: no such file"):
-        read_replay(folder, small.plan, small.cost, small.workload)
-    write_replay(folder, small.plan, small.cost, small.workload, (0,))
+        small.read(tmp_path)
+    small.write(tmp_path)
     for stage in (1, 2):
-        (folder / f"stage_{stage}.json").unlink()
-    assert [kept.stage for kept in REPLAY_FILES.read(folder, 4)] == [0, 3]
+        (tmp_path / f"stage_{stage}.json").unlink()
+    assert [kept.stage for kept in REPLAY_FILES.read(tmp_path, 4)] == [0, 3]
     with pytest.raises(UserError, match=r"stage 1 is not replayed yet \(2 of 4 are not\)"):
-        read_replay(folder, small.plan, small.cost, small.workload)
+        small.read(tmp_path)
 
 
 def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
@@ -293,19 +266,17 @@ def test_replay_goes_on_only_as_it_began(small: Job, tmp_path: Path) -> None:
 
 def test_stage_of_other_packs_is_refused(small: Job, tmp_path: Path) -> None:
     """Prevents times of one micro-batch in another's place, and lists that do not fit."""
-    folder = tmp_path / "replay"
-    replays = write_replay(folder, small.plan, small.cost, small.workload, (0,))
+    replays = small.write(tmp_path)
     rows = tuple(row + 1 for row in replays[2].rows)
-    REPLAY_FILES.write(replays[2].model_copy(update={"rows": rows}), folder)
-    with pytest.raises(UserError, match="stage 2 is not of the packs of its steps"):
-        read_replay(folder, small.plan, small.cost, small.workload)
-    REPLAY_FILES.write(replays[2].model_copy(update={"rows": rows[:-1]}), folder)
-    with pytest.raises(UserError, match="differ in length"):
-        read_replay(folder, small.plan, small.cost, small.workload)
-    for replay in replays:
-        REPLAY_FILES.write(replay.model_copy(update={"rows": rows}), folder)
-    with pytest.raises(UserError, match="stage 0 is not of the packs of its steps"):
-        read_replay(folder, small.plan, small.cost, small.workload)
+    for changed, other, message in (
+        (replays[2:3], rows, "stage 2 is not of the packs of its steps"),
+        (replays[2:3], rows[:-1], "differ in length"),
+        (replays, rows, "stage 0 is not of the packs of its steps"),
+    ):
+        for replay in changed:
+            REPLAY_FILES.write(replay.model_copy(update={"rows": other}), tmp_path)
+        with pytest.raises(UserError, match=message):
+            small.read(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -381,9 +352,10 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         assert len(set(chosen)) == len(chosen) <= 2
 
 
-def test_heaviest_packs_are_found_at_their_own_levels(small: Job, two_levels: Job) -> None:
+def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
     """Prevents a memory peak that is looked for as if all packs recomputed the same layers."""
-    plan, cost, workload = two_levels.plan, two_levels.cost, two_levels.workload
+    job = job_named("two_levels")
+    plan, cost, workload = job.plan, job.cost, job.workload
     lighter = 0
     for stage, memory in enumerate(stage_memories(cost, plan.stages_at_levels, workload)):
         most_gib = memory.activations_gib + memory.transient_gib

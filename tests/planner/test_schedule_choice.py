@@ -26,34 +26,39 @@ from omnibal.steps.steps import pack_epochs
 
 ONE_ALONE = OWN.model_copy(update={"schedules": frozenset({"1f1b"})})
 DATA = ShapesAlone(caps=Caps.of(tokens=4096, tiles=8), micro_batches=4)
+MANY, OF_MANY = {"parallel": Parallel(pipeline=32)}, FreeSizes(gpus=32, pipeline=32)
+IN_FP8 = {"precision": "fp8"}
 
 
-def job(*, runs_all: bool) -> JobSpec:
-    """A model on two stages of two pipelines, for a trainer that runs all schedules or 1F1B."""
-    made = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=2, data=2))
-    return made if runs_all else replace(made, trainer=ONE_ALONE)
+def job(model: str = "internvl3-2b", **changes) -> JobSpec:
+    """A model on two stages of two pipelines."""
+    given = {"parallel": Parallel(pipeline=2, data=2)} | changes
+    return training_job(model, "h100-80g", **given)
+
+
+def plan_of(job: JobSpec, schedule: ScheduleName | None, **free) -> Planned:
+    data = replace(DATA, micro_batches=None, packs_per_step=4) if free else DATA
+    return plan(Goal(job=job, data=data, free=Free(schedule=schedule, **free)))
 
 
 @cache
 def planned(schedule: ScheduleName | None, *, runs_all: bool = True) -> Planned:
-    """The plan in a schedule, or in the best that the trainer runs."""
-    goal = Goal(job=job(runs_all=runs_all), data=DATA, free=Free(schedule=schedule))
-    return plan(goal)
+    """The plan in a schedule, or in the best that a trainer of all or of 1F1B runs."""
+    return plan_of(job() if runs_all else replace(job(), trainer=ONE_ALONE), schedule)
 
 
 def test_the_fastest_of_all_schedules_is_taken() -> None:
     """Prevents: a schedule that is slower than another one, or over the memory cap."""
     best = planned(None)
     assert best.result.plan.schedule == best.schedule.chosen
-    names: tuple[ScheduleName, ...] = ("1f1b", "zb-v", "interleaved")
-    others = {name: planned(name) for name in names}
+    others = {name: planned(name) for name in ("1f1b", "zb-v", "interleaved")}
     steps_ms = {name: each.prediction.step_ms for name, each in others.items()}
-    assert {each.result.plan.schedule.name for each in others.values()} == set(names)
+    assert all(each.result.plan.schedule.name == name for name, each in others.items())
     assert best.prediction.step_ms <= min(steps_ms.values()) * 1.005
     assert best.prediction.step_ms < 0.95 * steps_ms["1f1b"]
     for each in (best, *others.values()):
         peak_gib = max(stage.memory.peak_gib for stage in each.prediction.stages)
-        assert fits_cap(peak_gib, job(runs_all=True).memory_cap_gib)
+        assert fits_cap(peak_gib, job().memory_cap_gib)
         assert len(each.result.plan.stages) == 2 * each.result.plan.schedule.chunks
     saved = 1 - best.prediction.step_ms / steps_ms["1f1b"]
     assert f"{saved:.1%} faster than in 1f1b" in best.schedule.reason
@@ -72,10 +77,8 @@ def test_what_the_trainer_does_not_run_is_planned_if_it_is_named() -> None:
 def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
     """Prevents: a search of sizes that leaves schedules out, or takes a slower plan for them."""
     sizes = FreeSizes(gpus=4, pipeline=4)
-    data = ShapesAlone(caps=DATA.caps, packs_per_step=4)
     one, every = (
-        plan(Goal(job=job(runs_all=runs_all), data=data, free=Free(sizes=sizes, schedule=None)))
-        for runs_all in (False, True)
+        plan_of(each, None, sizes=sizes) for each in (replace(job(), trainer=ONE_ALONE), job())
     )
     assert every.result.plan.schedule.name != "1f1b"
     assert every.prediction.step_ms < one.prediction.step_ms
@@ -108,46 +111,35 @@ def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.Monke
 
 def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
     """Prevents: a refusal because the best sizes in 1F1B have one stage, where others have more."""
-    data = ShapesAlone(caps=DATA.caps, packs_per_step=4)
-    free = Free(sizes=FreeSizes(gpus=2), schedule="interleaved")
-    made = plan(Goal(job=job(runs_all=True), data=data, free=free))
-    assert made.result.plan.schedule.name == "interleaved"
-    assert made.result.plan.parallel.pipeline == 2
-    usual = plan(Goal(job=job(runs_all=True), data=data, free=Free(sizes=FreeSizes(gpus=2))))
-    assert usual.result.plan.parallel.pipeline == 1
+    made, usual = (
+        plan_of(job(), name, sizes=FreeSizes(gpus=2)).result.plan
+        for name in ("interleaved", "1f1b")
+    )
+    assert (made.schedule.name, made.parallel.pipeline) == ("interleaved", 2)
+    assert usual.parallel.pipeline == 1
 
 
-def test_a_schedule_without_room_is_refused_before_any_search(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("changes", "schedule", "free", "message"),
+    [
+        (MANY, "interleaved", {}, "here are 32 with 52 layers together"),
+        (MANY, "interleaved", {"sizes": OF_MANY}, "here are 32 with 52 layers together"),
+        (IN_FP8, "zb-h1", {}, "products in FP8"),
+        (IN_FP8, "zb-v", {}, r"--schedule zb-v cannot be: products in FP8"),
+        ({"parallel": Parallel(pipeline=1, data=2)}, "interleaved", {}, "needs 2 pipeline stages"),
+        ({"trainer": "megatron-lm"}, "zb-h1", {}, Feature.SCHEDULE.value),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused_before_any_search(
+    monkeypatch: pytest.MonkeyPatch, changes: dict, schedule: ScheduleName, free: dict, message: str
 ) -> None:
-    """Prevents: minutes of a search in 1F1B before a line that the sizes alone decide."""
+    """Prevents: minutes of a search in 1F1B before a line that the sizes alone decide, and plans
+    that the trainer refuses."""
 
     def searched(*_: object, **__: object) -> None:
         raise AssertionError("a plan was searched for")
 
     monkeypatch.setattr(planning, "make_ordered_plan", searched)
     monkeypatch.setattr(planning, "search_with_levels", searched)
-    many = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=32))
-    with pytest.raises(UserError, match="here are 32 with 52 layers together"):
-        plan(Goal(job=many, data=DATA, free=Free(schedule="interleaved")))
-    sizes = FreeSizes(gpus=32, pipeline=32)
-    with pytest.raises(UserError, match="here are 32 with 52 layers together"):
-        data = ShapesAlone(caps=DATA.caps, packs_per_step=4)
-        plan(Goal(job=many, data=data, free=Free(sizes=sizes, schedule="interleaved")))
-    in_fp8 = replace(job(runs_all=True), precision="fp8")
-    with pytest.raises(UserError, match="products in FP8"):
-        plan(Goal(job=in_fp8, data=DATA, free=Free(schedule="zb-h1")))
-
-
-def test_what_a_schedule_cannot_have_is_said_in_one_line() -> None:
-    """Prevents: plans that the trainer refuses."""
-    in_fp8 = replace(job(runs_all=True), precision="fp8")
-    single = training_job("internvl3-2b", "h100-80g", parallel=Parallel(pipeline=1, data=2))
-    other = training_job("internvl3-2b", "h100-80g", trainer="megatron-lm")
-    for asked, schedule, message in (
-        (in_fp8, "zb-v", r"--schedule zb-v cannot be: products in FP8"),
-        (single, "interleaved", "needs 2 pipeline stages at least"),
-        (other, "zb-h1", Feature.SCHEDULE.value),
-    ):
-        with pytest.raises(UserError, match=message):
-            plan(Goal(job=asked, data=DATA, free=Free(schedule=schedule)))
+    with pytest.raises(UserError, match=message):
+        plan_of(job(**changes), schedule, **free)

@@ -28,6 +28,7 @@ from omnibal.search.level_estimates import ProfiledLength, candidate_caps, hbp_l
 from omnibal.search.level_sets import (
     LEAST_GAIN,
     LevelRequest,
+    LevelSearch,
     hbp_trial,
     is_one_level,
     search_levels,
@@ -48,6 +49,13 @@ def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
     )
 
 
+def level_request(
+    lengths: Lengths, tokens: int, ranks: int, pipeline: int = 1, **changes
+) -> LevelRequest:
+    data = data_of(lengths, ranks, tokens)
+    return LevelRequest(**({"job": job_of(ranks, pipeline), "data": data} | changes))
+
+
 def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
     return SampleData(
         settings=PackSettings(packing=PackingMethod.ISF),
@@ -57,8 +65,8 @@ def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
     )
 
 
-def ignore(done: int) -> None:
-    pass
+def found_of(request: LevelRequest, processes: int = 1) -> LevelSearch:
+    return search_levels(request, lambda done: None, processes)
 
 
 TABLE_19 = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 3.05)]
@@ -106,10 +114,10 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
 
     Estimates do not know of the pipeline's bubble, so that there the best may be missed by more.
     """
-    job, lengths = job_of(4, pipeline), long_tailed(800, 65_536)
-    data = data_of(lengths, 4, 65_536)
+    lengths = long_tailed(800, 65_536)
+    request = level_request(lengths, 65_536, 4, pipeline)
+    job, data, found = request.job, request.data, found_of(request)
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
-    found = search_levels(LevelRequest(job=job, data=data), ignore)
     trials = LevelTrials(
         job=job, data=data, tokens_per_step=found.tokens_per_step, longest=data.least_caps()
     )
@@ -131,21 +139,20 @@ def test_short_data_needs_one_level():
     """Prevents levels, or time spent on them, where all samples are short."""
     rng = np.random.default_rng(0)
     lengths = texts(np.clip(rng.lognormal(np.log(1_200), 0.6, 2_000), 40, 4_096))
-    request = LevelRequest(job=job_of(4), data=data_of(lengths, 4, 4_096))
-    assert is_one_level(request)
+    assert is_one_level(level_request(lengths, 4_096, 4))
     with pytest.raises(UserError, match="packs of these samples may have 1"):
-        LevelRequest(job=job_of(4), data=data_of(lengths, 4, 4_096), exactly=2)
+        level_request(lengths, 4_096, 4, exactly=2)
 
 
 def test_samples_too_long_for_a_rank_are_shared():
     """Prevents a job that is refused although several ranks together hold its longest sample."""
     lengths = texts(np.full(60, 250_000))
-    request = LevelRequest(job=job_of(8), data=data_of(lengths, 8, 262_144))
+    request = level_request(lengths, 262_144, 8)
     assert not is_one_level(request)
-    found = search_levels(request, ignore)
-    assert len(found.best) == 1 and found.best[0].context > 1
+    (best,) = found_of(request).best
+    assert best.context > 1
     with pytest.raises(UserError, match="no levels of packs can be trained on"):
-        search_levels(LevelRequest(job=job_of(1), data=data_of(lengths, 1, 262_144)), ignore)
+        found_of(level_request(lengths, 262_144, 1))
 
 
 def test_no_context_size_is_looked_at_in_vain():
@@ -169,9 +176,9 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
     lengths = texts(np.random.default_rng(0).integers(60_000, 120_000, 100))
     parallel = Parallel(tensor=4, pipeline=1, data=8)
     job = replace(job_of(8), cluster=load_cluster("h100-80g"), parallel=parallel)
-    request = LevelRequest(job=job, data=data_of(lengths, 8, 131_072))
+    request = level_request(lengths, 131_072, 8, job=job)
     assert request.most_levels == 1 and not is_one_level(request)
-    found = search_levels(request, ignore)
+    found = found_of(request)
     alone = next(trial for trial in found.ranking if are_plain(trial.levels))
     assert found.best[0].context > 1 and alone.recomputed_layers[0] > 0
     assert found.ranking[0].ms_per_sample < 0.95 * alone.ms_per_sample
@@ -188,15 +195,13 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
 def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline, may_lower):
     """Prevents jobs that are refused for too few packs, which more ranks could share."""
     top = int(top_caps(texts(tokens), ["tokens"])["tokens"])
-    data = data_of(texts(tokens), ranks, top)
-    request = LevelRequest(job=job_of(ranks, pipeline), data=data, may_lower=may_lower)
+    request = level_request(texts(tokens), top, ranks, pipeline, may_lower=may_lower)
     assert not is_one_level(request)
-    found = search_levels(request, ignore)
-    trained = replace(data, levels=found.best)
-    packs, _ = trained.schedule(request.job)
+    best = found_of(request).best
+    packs, _ = replace(request.data, levels=best).schedule(request.job)
     assert len(packs.packs.samples) == len(tokens)
-    assert found.best[-1].context > 1
-    assert may_lower == (found.best[-1].caps["tokens"] < top)
+    assert best[-1].context > 1
+    assert may_lower == (best[-1].caps["tokens"] < top)
 
 
 def test_levels_without_packs_are_left_out():
@@ -222,63 +227,53 @@ def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
     level = Level(caps=Caps.of(tokens=8))
     trials = [
         LevelTrial(
-            levels=(level,) * count,
-            ms_per_sample=ms,
-            packs=(1,) * count,
-            recomputed_layers=(0,) * count,
-            micro_batches=1,
+            levels=(level,) * count, packs=(1,) * count, recomputed_layers=(0,) * count,
+            ms_per_sample=ms, micro_batches=1,
         )
         for count, ms in ((1, 1.008), (2, 1.004), (3, 1.0))
-    ]
+    ]  # fmt: skip
     assert shorter_first(trials, LEAST_GAIN)[0].ms_per_sample == 1.008
     assert shorter_first(trials, LEAST_GAIN, trials[1])[0].ms_per_sample == 1.004
 
 
 def test_what_memory_is_missing_is_said():
     """Prevents a refusal that does not say how much is missing, or advises what does not help."""
-    lengths = texts(np.full(20, 60_000))
     large = replace(job_of(8), model=load_model("llama3.1-70b"))
-    with pytest.raises(
-        DoesNotFit, match=r"shared by 8 rank.*needs [\d.]+ GiB .*raise --tp or --pp,"
-    ):
-        search_levels(LevelRequest(job=large, data=data_of(lengths, 8, 65_536)), ignore)
-    lengths = texts(np.full(8, 1_000_000))
+    missing = r"shared by 8 rank.*needs [\d.]+ GiB .*raise --tp or --pp,"
+    with pytest.raises(DoesNotFit, match=missing):
+        found_of(level_request(texts(np.full(20, 60_000)), 65_536, 8, job=large))
     with pytest.raises(DoesNotFit, match=r"state alone are 89.*--dp for more ranks"):
-        search_levels(LevelRequest(job=job_of(2), data=data_of(lengths, 2, 1_000_000)), ignore)
-
-
-def with_curriculum(data: SampleData, steps: int) -> SampleData:
-    return replace(data, settings=replace(data.settings, curriculum_steps=steps))
+        found_of(level_request(texts(np.full(8, 1_000_000)), 1_000_000, 2))
 
 
 def test_a_curriculum_that_is_too_long_is_refused_first():
     """Prevents a search of minutes that ends with the refusal of what was known before it."""
-    data = data_of(long_tailed(400, 32_768), 2, 32_768)
-    longer = with_curriculum(data, 10_000)
-    done = []
+    data, done = data_of(long_tailed(400, 32_768), 2, 32_768), []
+    short, long = (
+        replace(data, settings=replace(data.settings, curriculum_steps=steps))
+        for steps in (2, 10_000)
+    )
     with pytest.raises(UserError, match="an epoch has about"):
-        search_levels(LevelRequest(job=job_of(2), data=longer), done.append)
+        search_levels(LevelRequest(job=job_of(2), data=long), done.append)
     assert not done
-    found = search_levels(LevelRequest(job=job_of(2), data=with_curriculum(data, 2)), ignore)
+    found = found_of(LevelRequest(job=job_of(2), data=short))
     assert all(len(trial.levels) > 1 for trial in found.ranking)
 
 
-def test_as_many_levels_as_asked_for():
+@pytest.mark.parametrize("count", [2, 3])
+def test_as_many_levels_as_asked_for(count):
     """Prevents a number of levels that is a wish."""
-    data = data_of(long_tailed(1_500, 65_536), 4, 65_536)
-    for count in (2, 3):
-        request = LevelRequest(job=job_of(4), data=data, exactly=count)
-        found = search_levels(request, ignore)
-        assert all(len(trial.levels) == count for trial in found.ranking)
-        assert found.best[-1].caps == data.caps
-    by_rule = hbp_trial(LevelRequest(job=job_of(4), data=data)).levels
-    assert by_rule[-1].caps == data.caps and len(by_rule) > 1
+    request = level_request(long_tailed(1_500, 65_536), 65_536, 4, exactly=count)
+    found = found_of(request)
+    assert all(len(trial.levels) == count for trial in found.ranking)
+    by_rule = hbp_trial(replace(request, exactly=None)).levels
+    assert found.best[-1].caps == by_rule[-1].caps == request.data.caps and len(by_rule) > 1
 
 
 def test_searches_are_deterministic_on_any_number_of_processes():
     """Prevents plans that differ from run to run."""
-    request = LevelRequest(job=job_of(2), data=data_of(long_tailed(800, 32_768), 2, 32_768))
-    one, two = search_levels(request, ignore, 1), search_levels(request, ignore, 2)
+    request = level_request(long_tailed(800, 32_768), 32_768, 2)
+    one, two = (found_of(request, processes) for processes in (1, 2))
     assert one.best == two.best
     assert [t.ms_per_sample for t in one.ranking] == [t.ms_per_sample for t in two.ranking]
 
@@ -286,13 +281,9 @@ def test_searches_are_deterministic_on_any_number_of_processes():
 def test_given_steps_are_shared_anew():
     """Prevents a resumed run whose blocks do not fit its ranks, or that trains other steps."""
     lengths = long_tailed(600, 65_536)
-    levels = (
-        Level(caps=Caps.of(tokens=8_192)),
-        Level(caps=Caps.of(tokens=65_536), context=8),
-    )
+    levels = (Level(caps=Caps.of(tokens=8_192)), Level(caps=Caps.of(tokens=65_536), context=8))
     job, fewer = job_of(8), job_of(2)
-    data = data_of(lengths, 8, 65_536)
-    data = replace(data, levels=levels).drawn(job)
+    data = replace(data_of(lengths, 8, 65_536), levels=levels).drawn(job)
     again = shared_anew(fewer, data)
     assert [level.caps for level in again.levels] == [level.caps for level in levels]
     assert max(level.context for level in again.levels) <= 2
@@ -325,10 +316,7 @@ def test_the_recomputed_share_is_the_least_that_fits():
         ]) / job.parallel.pipeline  # fmt: skip
         needed = (stays + (features @ working.T).max(axis=1)).max(axis=1)
         fits = np.linspace(0, 1, 201)[needed <= 100]
-        if not len(fits):
-            assert found > 0.994
-            infinite += 1
-        else:
-            assert fits[0] - 0.0051 <= found <= fits[0] + 1e-9
-            some += 0 < found
+        assert (fits[0] - 0.0051 <= found <= fits[0] + 1e-9) if len(fits) else found > 0.994
+        some += len(fits) > 0 and found > 0
+        infinite += not len(fits)
     assert some > 10 and infinite > 10

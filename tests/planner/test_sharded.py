@@ -50,6 +50,20 @@ def over(ranks: int, **sizes: int) -> Parallel:
     return Parallel(**({"pipeline": 1, "data": ranks, "sharded": ranks} | sizes))
 
 
+def job(ranks: int, **changes: object) -> JobSpec:
+    """A job whose ranks divide all."""
+    cluster = load_cluster("h100-80g")
+    whole = JobSpec(model=MODEL, cluster=cluster, parallel=over(ranks), precision="bf16")
+    return replace(whole, **changes)
+
+
+def data_of(
+    lengths: Lengths, packs_per_step: int, tiles: int = 30, tokens: int = 8192
+) -> SampleData:
+    levels = (Level(caps=Caps.of(tiles=tiles, tokens=tokens)),)
+    return SampleData(lengths=lengths, levels=levels, packs_per_step=packs_per_step)
+
+
 def measured_cluster(hidden: float | None) -> ClusterConfig:
     """Devices of which reductions were measured to be slower than gathers, and what both hide."""
     measured = {"all_reduce": 4.0, "all_gather": 2.0, "reduce_scatter": 0.5}
@@ -100,12 +114,8 @@ def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: 
         nothing = [0.0] * len(units)
         whole = simulated_ms(list(forward[units]), list(exchange.gather_ms[units]), nothing)
         assert forward[units].sum() + ahead == pytest.approx(whole, rel=1e-9)
-        turned = units[::-1]
-        whole = simulated_ms(
-            list(backward[turned]),
-            list(exchange.gather_back_ms[turned]),
-            list(exchange.reduce_ms[turned]),
-        )
+        exchanged = backward, exchange.gather_back_ms, exchange.reduce_ms
+        whole = simulated_ms(*(list(each[units[::-1]]) for each in exchanged))
         assert backward[units].sum() + behind == pytest.approx(whole, rel=1e-9)
 
 
@@ -128,9 +138,8 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
     exchange = ShardedExchange.of(cost, unit_names(MODEL), cluster, over(ranks), "bf16", runtime)
     gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
-        parameters, byte_ms = cost.units[kind.name].parameters, 0.0
-        for _ in range(1, ranks):
-            byte_ms += parameters / ranks / (5e6 * 0.5)
+        # All shares but a rank's own come to it.
+        byte_ms = (ranks - 1) * cost.units[kind.name].parameters / ranks / (5e6 * 0.5)
         gather_ms, reduce_ms = 2 * byte_ms + 0.03, gradient_bytes * byte_ms + 0.03
         is_trained = kind.tower == "language"
         found = exchange.gather_ms, exchange.gather_back_ms, exchange.reduce_ms
@@ -277,14 +286,12 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
 
     By hand: of the ranks that divide weights, every so many `ranks` hold the same experts.
     """
-    parallel = Parallel(
-        tensor=tensor, pipeline=1, data=data, expert=expert, sharded=sharded,
-        sequence_parallel=tensor > 1,
-    )  # fmt: skip
+    sizes = {"tensor": tensor, "expert": expert, "sharded": sharded}
+    parallel = over(data, **sizes, sequence_parallel=tensor > 1)
     cluster = load_cluster("h100-80g").model_copy(update={"rates": {}})
     model = expert_model().with_tower("language", heads=4, kv_heads=4)
-    job = JobSpec(model=model, cluster=cluster, parallel=parallel, precision="bf16")
-    cost, rates = job.cost, job.cost.expert_rates
+    divided = job(8, model=model, cluster=cluster, parallel=parallel)
+    cost, rates = divided.cost, divided.cost.expert_rates
     assert (rates.weight_bytes, rates.gradient_bytes) == (2 / ranks, 4 / ranks)
     assert rates.optimizer_bytes == 12 / ranks
     # An all-reduce sends its bytes twice, but for a copy's own.
@@ -301,10 +308,10 @@ def test_experts_are_divided_by_the_ranks_that_hold_the_same(
         line = pass_line(cluster, group, "bf16")
         sent = size * (group.ranks - 1) / group.ranks
         expected += [line.fixed_ms + line.each_ms * each * sent for each in (2, 4)]
-    assert job.exchange is not None
-    found = job.exchange.gather_ms[place], job.exchange.reduce_ms[place]
+    exchange = divided.exchange
+    found = exchange.gather_ms[place], exchange.reduce_ms[place]
     assert found == pytest.approx(expected)
-    assert job.exchange.gather_back_ms[place] == found[0]
+    assert exchange.gather_back_ms[place] == found[0]
     state = unit_bytes(cost, layer)
     assert state == pytest.approx(18 * (others / sharded + layer.expert_parameters / ranks))
     assert cost.source.endswith(f"experts over {ranks}")
@@ -316,17 +323,6 @@ def test_stages_of_divided_weights_send_over_the_links_of_the_whole_job() -> Non
     whole, shared = (job(8, parallel=each).cost for each in ways)
     assert shared.link_ms_per_byte == whole.link_ms_per_byte
     assert shared.link_ms_per_byte > job(4, parallel=over(4, pipeline=2)).cost.link_ms_per_byte
-
-
-def job(ranks: int, **changes: object) -> JobSpec:
-    """A job whose ranks divide all."""
-    whole = JobSpec(
-        model=MODEL,
-        cluster=load_cluster("h100-80g"),
-        parallel=over(ranks),
-        precision="bf16",
-    )
-    return replace(whole, **changes)
 
 
 def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
@@ -345,30 +341,16 @@ def test_a_rank_holds_its_share_of_what_zero_divides() -> None:
 
 def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
     """Prevents: plans for FSDP refused as if every rank held the model whole."""
-    large = load_model("internvl2-26b")
-    data = SampleData(
-        lengths=example_lengths(count=600),
-        levels=(Level(caps=Caps.of(tiles=40, tokens=8192)),),
-        packs_per_step=32,
-    )
+    large, data = load_model("internvl2-26b"), data_of(example_lengths(count=600), 32, tiles=40)
     own, other = (
-        PlanRequest(
-            job=JobSpec(
-                model=large,
-                cluster=load_cluster("h100-80g"),
-                parallel=trainer.held(Parallel(pipeline=1, data=32)),
-                precision="bf16",
-                trainer=trainer,
-            ),
-            data=data,
-        )
+        job(32, model=large, trainer=trainer, parallel=trainer.held(Parallel(pipeline=1, data=32)))
         for trainer in (OWN, XTUNER)
     )
     with pytest.raises(UserError, match="needs"):
-        make_plan(own)
-    prediction = make_plan(other).plan.prediction
+        make_plan(PlanRequest(job=own, data=data))
+    prediction = make_plan(PlanRequest(job=other, data=data)).plan.prediction
     memory = prediction.stages[0].memory
-    cost = analytic_cost(large, load_cluster("h100-80g"), Parallel(pipeline=1), "bf16")
+    cost = own.sized(Parallel(pipeline=1)).cost
     parameters = sum(cost.units[name].parameters for name in unit_names(large))
     assert memory.weights_gib * 32 == pytest.approx(2 * parameters / 2**30, rel=0.02)
     assert prediction.lost.communication_ms > 0
@@ -377,16 +359,10 @@ def test_a_model_too_large_for_one_device_is_planned_on_many() -> None:
 @pytest.mark.parametrize("frozen", [(), ("vision",), ("language",)])
 def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> None:
     """Prevents: an exchange that all falls on the head's stage."""
-    cluster = measured_cluster(hidden=0.0)
-    one, three = (
-        JobSpec(
-            model=MODEL, cluster=cluster, parallel=over(4, pipeline=pipeline), precision="bf16",
-            frozen=frozen,
-        )
-        for pipeline in (1, 3)
-    )  # fmt: skip
+    given = {"cluster": measured_cluster(hidden=0.0), "frozen": frozen}
+    one, three = (job(4, parallel=over(4, pipeline=pipeline), **given) for pipeline in (1, 3))
     features = np.ones((2, one.cost.features.index("exposed_forward_ms")))
-    whole, divided = (job.exchange.exposed_ms(features) for job in (one, three))
+    whole, divided = (each.exchange.exposed_ms(features) for each in (one, three))
     layer = [kind.name for kind in one.cost.kinds].index("language_layer")
     again = three.exchange.gather_back_ms[layer] + three.exchange.reduce_ms[layer]
     # Two stages more begin with a layer's gather, and end with its sum.
@@ -398,8 +374,7 @@ def test_stages_have_what_is_exposed_between_them(frozen: tuple[str, ...]) -> No
         shares = [getattr(three.cost.units[name], exposed)[column] for name in names]
         assert sum(shares) == pytest.approx(1)
         assert max(shares) < 0.5
-        of_layers = [getattr(three.cost.units["language_layer"], exposed)[column]]
-        assert of_layers[0] > 0
+        assert getattr(three.cost.units["language_layer"], exposed)[column] > 0
 
 
 @pytest.mark.parametrize(
@@ -457,10 +432,8 @@ def test_tensor_parallel_ranks_gather_their_parts() -> None:
     """Prevents: whole weights gathered on every tensor-parallel rank, over links that the other
     tensor-parallel ranks of the node use too; and gathers hidden behind their exchange."""
     alone, parts = (
-        job(2, parallel=Parallel(tensor=tensor, pipeline=1, data=16, sharded=16,
-                                 sequence_parallel=tensor > 1))
-        for tensor in (1, 2)
-    )  # fmt: skip
+        job(2, parallel=over(16, tensor=tensor, sequence_parallel=tensor > 1)) for tensor in (1, 2)
+    )
     names = [kind.name for kind in alone.cost.kinds]
     layer = names.index("language_layer")
     line = pass_line(alone.cluster, Group(16, stride=2), "bf16")
@@ -481,8 +454,7 @@ def test_ranks_that_share_packs_gather_beside_their_own_tokens() -> None:
         Level(caps=Caps.of(tiles=12, tokens=440), context=4),
     )
     shared = job(8)
-    lengths = example_lengths(count=400)
-    data = SampleData(lengths=lengths, packs_per_step=16, levels=levels)
+    data = replace(data_of(example_lengths(count=400), 16), levels=levels)
     packs, lengths = data.schedule(shared)
     workload = shared.workload(packs, lengths, levels)
     names = feature_names_at(shared.cost.features, levels)
@@ -508,13 +480,12 @@ def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
     lengths = example_lengths(count=600)
     for sharded in (8, 4):
         shared = job(8, parallel=over(8, sharded=sharded))
-        levels = (Level(caps=Caps.of(tiles=12, tokens=2048)),)
-        data = SampleData(lengths=lengths, packs_per_step=32, levels=levels)
+        data = data_of(lengths, 32, tiles=12, tokens=2048)
         steps_ms = {}
         for dealt in ("alike", "apart"):
             of_deal = shared if dealt == "alike" else job(8, parallel=over(8, sharded=1))
             packs, used = data.schedule(of_deal)
-            workload = shared.workload(packs, used, levels)
+            workload = shared.workload(packs, used, data.levels)
             stages = [stages_from_cuts(MODEL, ())]
             times = workload_times(shared.cost, stages, workload)
             once = per_step_costs(shared.cost, stages[0])
@@ -523,10 +494,9 @@ def test_ranks_of_a_group_run_in_lockstep_with_like_packs() -> None:
                 walked_step_ms(times, workload, np.flatnonzero(workload.step == step), sharded)
                 for step in range(packs.steps)
             ]
-            once_ms = once.without_exchange().update_ms[0] + once.exposed_ms(
-                times.backward_ms[:, 0].max()
-            )
-            assert found_ms == pytest.approx(np.array(walked_ms) + once_ms[0], rel=0.02)
+            exposed_ms = once.exposed_ms(times.backward_ms[:, 0].max())
+            once_ms = once.without_exchange().update_ms[0] + exposed_ms[0]
+            assert found_ms == pytest.approx(np.array(walked_ms) + once_ms, rel=0.02)
             steps_ms[dealt] = found_ms.mean()
             lost = lost_time(shared.cost, stages, workload, float(found_ms.mean()))
             assert lost.expert_wait_ms > 0
@@ -559,21 +529,13 @@ def test_padding_is_one_more_segment_of_every_pack() -> None:
 
 def test_padding_of_packs_is_told_from_needed_work() -> None:
     """Prevents: padding counted as needed work, or any of it where packs are equally long."""
-    padded = JobSpec(
-        model=MODEL, cluster=load_cluster("h100-80g"),
-        parallel=Parallel(pipeline=1, data=4, sharded=4), precision="bf16", trainer=XTUNER,
-    )  # fmt: skip
+    padded = job(4, trainer=XTUNER)
     plain = replace(padded, trainer=lifted(XTUNER, LimitName.PADDED))
     lengths = example_lengths(count=200)
     longest = int(lengths.tokens.max())
     equal = replace(lengths, tokens=np.full_like(lengths.tokens, longest))
     for samples, is_even in ((lengths, False), (equal, True)):
-        data = SampleData(
-            lengths=samples,
-            levels=(Level(caps=Caps.of(tiles=30, tokens=longest)),),
-            packs_per_step=8,
-        )
-        packs = data.schedule(padded)
+        packs = data_of(samples, 8, tokens=longest).schedule(padded)
         lost, needed = lost_of(padded, *packs), lost_of(plain, *packs)
         assert lost.ideal_ms == pytest.approx(needed.ideal_ms)
         of_packs_ms = lost.padding_ms - needed.padding_ms  # besides that of attention heads
@@ -595,11 +557,7 @@ def test_tokens_without_loss_cost_the_head_too() -> None:
     """Prevents: logits of prompts left out for trainers that compute them."""
     plain = job(2, parallel=over(2, sharded=1))
     whole = replace(plain, trainer=TrainerConstraints(stages=StageRules(head_on_all_tokens=True)))
-    lengths = example_lengths(count=200)
-    data = SampleData(
-        lengths=lengths, levels=(Level(caps=Caps.of(tiles=30, tokens=8192)),), packs_per_step=4
-    )
-    packs, lengths = data.schedule(plain)
+    packs, lengths = data_of(example_lengths(count=200), 4).schedule(plain)
     column = plain.cost.features.index("loss_tokens")
     of_loss = plain.workload(packs, lengths, LEVELS).features[:, column]
     of_all = whole.workload(packs, lengths, LEVELS).features[:, column]

@@ -83,10 +83,8 @@ def numbers_of(
 
 def recomputing(stage: Stage, numbers: dict[str, int]) -> Stage:
     """The stage with the first layers of its towers recomputed."""
-    words = []
-    for tower, number in numbers.items():
-        held = stage.layers(tower)
-        words += [f"{tower} {layer}" for layer in held[: min(number, len(held))]]
+    held = {tower: stage.layers(tower)[:number] for tower, number in numbers.items()}
+    words = [f"{tower} {layer}" for tower, layers in held.items() for layer in layers]
     return Stage.of(*map(str, stage.units), recompute=words)
 
 
@@ -94,13 +92,12 @@ def brute_force(
     cost: CostModel, model: ModelConfig, packs: Workload, p: int, rules: StageRules
 ) -> tuple[np.ndarray, np.ndarray]:
     """Step ms and largest peak in bytes of everything that the rules allow."""
-    figures = {}
-    for stages in allowed_stages(model, p, rules):
-        for numbers in numbers_of(model, cost, p, rules.recompute):
-            given = tuple(recomputing(*each) for each in zip(stages, numbers, strict=True))
-            if given not in figures:
-                figures[given] = planners_figures(cost, given, packs)
-    times, peaks = np.array([*figures.values()]).T
+    every = {
+        tuple(map(recomputing, stages, numbers))
+        for stages in allowed_stages(model, p, rules)
+        for numbers in numbers_of(model, cost, p, rules.recompute)
+    }
+    times, peaks = np.array([planners_figures(cost, stages, packs) for stages in every]).T
     return times, peaks
 
 
@@ -146,7 +143,7 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
             refused += 1
             with pytest.raises(DoesNotFit, match=r"pipeline stages.* needs .* more than the"):
                 search_stages(cost, model, packs, p, cap, rules=rules)
-            cap = low * (1 + 1e-9)
+        cap = max(cap, low * (1 + 1e-9))
         best_ms = times[peaks <= cap].min()
         result = search_stages(cost, model, packs, p, cap, rules=rules)
         check_stages(model, result.stages)
@@ -158,50 +155,51 @@ def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
     assert recomputed >= 5 and refused, (recomputed, refused)
 
 
+def limited_by(**rules: bool) -> TrainerConstraints:
+    return TrainerConstraints(stages=StageRules(**rules))
+
+
 def test_more_stages_than_rules_allow_are_refused():
     """Prevents a search over splits of which there is none, which would end in a traceback."""
     model = load_model("internvl-digits")
     layers = model.language.layers
     for rules, most in (
-        (StageRules(language_everywhere=True), layers),
-        (StageRules(encoders_on_first=True), layers + 1),
-        (StageRules(), model.layers),
+        ({"language_everywhere": True}, layers),
+        ({"encoders_on_first": True}, layers + 1),
+        ({}, model.layers),
     ):
-        job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most))
+        job = replace(job_spec(), trainer=limited_by(**rules)).sized(Parallel(pipeline=most))
         with pytest.raises(UserError, match=f"at most {most}$"):
-            job_spec(trainer=TrainerConstraints(stages=rules), parallel=Parallel(pipeline=most + 1))
+            job.sized(Parallel(pipeline=most + 1))
 
 
 def test_whole_encoders_cost_what_they_cost_alone():
     """Prevents encoders that a trainer computes whole from being planned at a share of their time,
     memory or parameters, and a language model that changes with them."""
-    sizes = {"model": load_model("internvl2.5-8b"), "cluster": load_cluster("h100-80g")}
-    shared_out = JobSpec(**sizes, precision="bf16", parallel=FOUR_TENSOR_RANKS)
-    alone = JobSpec(**sizes, precision="bf16", parallel=Parallel(pipeline=2, data=2))
-    whole = replace(shared_out, trainer=TrainerConstraints(stages=StageRules(encoders_whole=True)))
-    names = [each.name for each in fields(UnitCost)]
+    model, cluster = load_model("internvl2.5-8b"), load_cluster("h100-80g")
+    shared_out = job_spec(
+        model=model, cluster=cluster, precision="bf16", parallel=FOUR_TENSOR_RANKS
+    )
+    alone = shared_out.sized(Parallel(pipeline=2, data=2))
+    whole = replace(shared_out, trainer=limited_by(encoders_whole=True))
     for kind in whole.cost.kinds:
         as_in = shared_out if kind.tower == LANGUAGE else alone
-        for name in names:
+        for name in (each.name for each in fields(UnitCost)):
             found, expected = (getattr(job.cost.units[kind.name], name) for job in (whole, as_in))
             np.testing.assert_array_equal(found, expected, f"{kind.name} {name}")
-    # InternViT-300M with its projector, by the model's card: 304 million parameters and 33.
-    encoder = encoders_stage(sizes["model"])
-    assert trained_parameters(whole.cost, held_units(whole.cost, [encoder]))[0] == pytest.approx(
-        337e6, rel=0.01
+    of_whole, of_share = (
+        trained_parameters(job.cost, held_units(job.cost, [encoders_stage(model)]))[0]
+        for job in (whole, shared_out)
     )
-    assert trained_parameters(shared_out.cost, held_units(shared_out.cost, [encoder]))[0] < 100e6
+    # InternViT-300M with its projector, by the model's card: 304 million parameters and 33.
+    assert of_whole == pytest.approx(337e6, rel=0.01) and of_share < 100e6
 
 
 def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
     """Prevents a check, or a resumed run, that predicts the plan as another trainer runs it."""
-    asked = request(
-        parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True),
-        model=load_model("internvl-digits"),
-    )
+    asked = request(parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True))
     swift = TARGETS[TargetName.MS_SWIFT]
-    job = replace(asked.job, trainer=swift)
-    made = make_plan(replace(asked, job=job))
+    made = make_plan(replace(asked, job=replace(asked.job, trainer=swift)))
     save_plan(made, tmp_path / "plan")
     check_plan(tmp_path / "plan")
     assert JobSpec.of_plan(made.plan).trainer == swift
@@ -215,9 +213,8 @@ def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
 
 def test_what_does_not_go_with_limited_stages_is_refused():
     """Prevents a plan by another method, of levels or with data-parallel encoders."""
-    rules = StageRules(encoders_on_first=True)
     asked = request()
-    limited = replace(asked.job, trainer=TrainerConstraints(stages=rules))
+    limited = replace(asked.job, trainer=limited_by(encoders_on_first=True))
     with pytest.raises(UserError, match="joint search"):
         replace(asked, job=limited, method=PartitionMethod.LAYER)
     levels = (Level(caps=Caps.of(tiles=4, tokens=256)), Level(caps=asked.data.caps))
@@ -241,17 +238,10 @@ def test_shared_numbers_are_walked_one_step_at_a_time(freedom: RecomputeFreedom)
     every_number, vision = freedom is RecomputeFreedom.LANGUAGE, [0, 3]
     every = {(a, 0, b) for a in vision for b in range(5)}
     for numbers in sorted(every):
-        place = vision.index(numbers[0])
-        assert list(choices.larger_encoders(numbers)) == [
-            (larger, 0, 0) for larger in vision[place + 1 : place + 2]
-        ]
-        assert list(choices.smaller_encoders(numbers)) == [
-            (smaller, *numbers[1:]) for smaller in vision[max(place - 1, 0) : place]
-        ]
-        worth = np.array([3, 1, 4])
-        larger = [number for number in (1, 3, 4) if number > numbers[-1]]
-        found = choices.larger_language(numbers, worth)
-        if not larger:
-            assert found is None
-        else:
-            assert found == (*numbers[:-1], larger[0] if every_number else 4)
+        larger = [(3, 0, 0)] if numbers[0] == 0 else []
+        smaller = [(0, *numbers[1:])] if numbers[0] == 3 else []
+        assert list(choices.larger_encoders(numbers)) == larger
+        assert list(choices.smaller_encoders(numbers)) == smaller
+        more = [number for number in (1, 3, 4) if number > numbers[-1]]
+        expected = (*numbers[:-1], more[0] if every_number else 4) if more else None
+        assert choices.larger_language(numbers, np.array([3, 1, 4])) == expected

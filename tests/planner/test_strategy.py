@@ -5,36 +5,35 @@ import dataclasses
 import json
 from dataclasses import replace
 from io import StringIO
+from itertools import product
+from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+from cli_cases import status
 from cost_cases import assumed_h100, random_cost, small_model, workload_of_a_step
 from expert_cases import DIGITS
 from length_cases import lengths_of
 from plan_cases import (
-    ISF,
-    JOB,
     MODEL,
     example_lengths,
     example_profile,
-    job_spec,
-    request,
-    settings_of,
+    planned_ms_per_sample,
+    search_request,
 )
 from rate_cases import tiled_rates
 from rich.console import Console
 
-from omnibal import cli
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import Measured, model_sha256
 from omnibal.cost.source import ANALYTIC
-from omnibal.data.lengths import write_lengths
 from omnibal.job.plan import read_plan
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
+from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.simulate import simulate_run
 from omnibal.pipeline.unit_runs import stages_from_cuts
@@ -66,21 +65,19 @@ CAPS = Caps.of(tiles=8, tokens=320)
 
 
 def strategy_request(**changes) -> StrategyRequest:
-    fields = {"cluster": CLUSTER}
-    fields |= {name: changes.pop(name) for name in JOB if name in changes}
     own = {field.name for field in dataclasses.fields(FreeSizes)}
     sizes = {"gpus": 4} | {name: changes.pop(name) for name in own if name in changes}
-    alone = Parallel(tensor=fields.get("cost_source", ANALYTIC).tensor or 1, pipeline=1)
+    tensor = changes.get("cost_source", ANALYTIC).tensor or 1
     defaults = {
-        "job": job_spec(**fields, parallel=alone),
         "sizes": FreeSizes(**sizes),
+        "cluster": CLUSTER,
+        "parallel": Parallel(tensor=tensor, pipeline=1),
         "lengths": example_lengths(),
         "samples_per_step": 50,
         "samples": 1000,
         "caps": CAPS,
     }
-    settings = settings_of(changes)
-    return StrategyRequest(settings=settings, **(defaults | changes))
+    return search_request(StrategyRequest, defaults, changes)
 
 
 def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
@@ -91,8 +88,21 @@ def with_sizes(searched: StrategyRequest, **changes: int) -> StrategyRequest:
     return replace(searched, sizes=replace(searched.sizes, **changes))
 
 
+def found_of(searched: StrategyRequest) -> StrategySearch:
+    return search_strategies(searched, lambda done: None)
+
+
 def search(**changes) -> StrategySearch:
-    return search_strategies(strategy_request(**changes), lambda done: None)
+    return found_of(strategy_request(**changes))
+
+
+def listed(found: StrategySearch) -> list[Parallel]:
+    """Sizes of everything that a search names."""
+    return [each.parallel for each in (*found.ranking, *found.ruled_out)]
+
+
+def assert_all_listed(found: StrategySearch, searched: StrategyRequest) -> None:
+    assert sorted(map(str, listed(found))) == sorted(map(str, possible_parallels(searched)))
 
 
 def sizes(parallel: Parallel) -> tuple[int, int, int]:
@@ -103,86 +113,37 @@ def sizes(parallel: Parallel) -> tuple[int, int, int]:
 @pytest.mark.parametrize("given", [{}, {"tensor": 2}, {"pipeline": 3}, {"tensor": 1, "data": 2}])
 def test_all_possible_sizes_are_found(gpus, given):
     """Prevents a combination from being left out, doubled, or tried although it cannot be."""
-    expected = []
-    for tensor in range(1, gpus + 1):
-        for pipeline in range(1, gpus + 1):
-            for data in range(1, gpus + 1):
-                wanted = {"tensor": tensor, "pipeline": pipeline, "data": data}
-                if tensor * pipeline * data != gpus or given | wanted != wanted | given:
-                    continue
-                if any(wanted[name] != size for name, size in given.items()):
-                    continue
-                try:
-                    check_parallel(MODEL, Parallel(**wanted), CLUSTER)
-                except UserError:
-                    continue
-                expected.append((tensor, pipeline, data))
-    try:
+    expected, found = [], []
+    for chosen in product(range(1, gpus + 1), repeat=3):
+        wanted = dict(zip(("tensor", "pipeline", "data"), chosen, strict=True))
+        if prod(chosen) == gpus and given.items() <= wanted.items():
+            with contextlib.suppress(UserError):
+                check_parallel(MODEL, Parallel(**wanted), CLUSTER)
+                expected.append(chosen)
+    with contextlib.suppress(UserError):
         found = possible_parallels(strategy_request(gpus=gpus, **given))
-    except UserError:
-        found = []
-    assert [sizes(each) for each in found] == sorted(expected)
+    assert [sizes(each) for each in found] == expected
     assert all(each.sequence_parallel == (each.tensor > 1) for each in found)
-
-
-def plan_of(searched: StrategyRequest, parallel: Parallel, micro_batches: int) -> PlanResult:
-    return make_plan(
-        request(
-            model=searched.job.model,
-            cluster=searched.job.cluster,
-            parallel=parallel,
-            caps=searched.caps,
-            lengths=searched.lengths,
-            packing=searched.settings.packing,
-            packs_per_step=micro_batches * parallel.data,
-            epochs=1,
-        )
-    )
-
-
-def planned_ms_per_sample(searched: StrategyRequest, parallel: Parallel) -> float:
-    """As the planner alone predicts it: a line through steps just below and above the samples."""
-    packs = plan_of(searched, parallel, 1).plan.data.packs
-    samples = len(searched.lengths)
-    wanted = searched.samples_per_step * packs / samples / parallel.data
-    points = []
-    for micro_batches in (int(np.floor(wanted)), int(np.ceil(wanted))):
-        plan = plan_of(searched, parallel, micro_batches).plan
-        points.append((samples / plan.data.steps, plan.prediction.step_ms))
-    (fewer, short_ms), (more, long_ms) = points
-    if fewer == more:
-        return short_ms / fewer
-    slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
-    return slope + start / searched.samples_per_step
-
-
-def planned_times(searched: StrategyRequest) -> dict[Parallel, float]:
-    """Milliseconds per sample of all sizes that fit, each planned alone."""
-    planned = {}
-    for parallel in possible_parallels(searched):
-        with contextlib.suppress(DoesNotFit):
-            planned[parallel] = planned_ms_per_sample(searched, parallel)
-    return planned
 
 
 def found_as_planned(searched: StrategyRequest) -> StrategySearch:
     """What is found, whose best, times and bounds are those of sizes planned alone."""
-    found, planned = search_strategies(searched, lambda done: None), planned_times(searched)
-    best_ms = min(planned.values())
-    assert found.best.ms_per_sample == pytest.approx(best_ms, rel=1e-9)
+    found, planned = found_of(searched), {}
+    for parallel in possible_parallels(searched):
+        with contextlib.suppress(DoesNotFit):
+            planned[parallel] = planned_ms_per_sample(searched, searched.caps, parallel)
     times = [each.ms_per_sample for each in found.ranking]
     assert times == sorted(times)
+    assert times[0] == pytest.approx(min(planned.values()), rel=1e-9)
     for each in found.ranking:
         assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
         assert each.samples_per_second == pytest.approx(1e3 / each.ms_per_sample)
         assert sum(each.lost.named().values()) == pytest.approx(each.ms_per_sample)
     for each in found.ruled_out:
-        if each.parallel in planned:
-            if each.most_samples_per_second is not None:
-                bound_ms = 1e3 / each.most_samples_per_second
-                assert bound_ms <= planned[each.parallel] * (1 + 1e-9)
-    listed = [each.parallel for each in (*found.ranking, *found.ruled_out)]
-    assert sorted(map(str, listed)) == sorted(map(str, possible_parallels(searched)))
+        if each.parallel in planned and each.most_samples_per_second is not None:
+            bound_ms = 1e3 / each.most_samples_per_second
+            assert bound_ms <= planned[each.parallel] * (1 + 1e-9)
+    assert_all_listed(found, searched)
     return found
 
 
@@ -200,16 +161,10 @@ def test_ranking_with_experts_is_the_planners_own():
     """Prevents an expert size that is not tried, or timed as another one is."""
     searched = strategy_request(model=DIGITS, gpus=4, samples_per_step=30)
     every = [
-        Parallel(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=4 // (tensor * pipeline),
-            expert=expert,
-            sequence_parallel=tensor > 1,
-        )
-        for tensor, pipeline in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
-        for expert in (1, 2, 4)
-        if 4 // pipeline % expert == 0
+        Parallel(tensor=t, pipeline=p, data=4 // (t * p), expert=e, sequence_parallel=t > 1)
+        for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+        for e in (1, 2, 4)
+        if 4 // p % e == 0
     ]
     assert possible_parallels(searched) == every
     found = found_as_planned(searched)
@@ -247,19 +202,17 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
     fast = {"intra_node_gb_per_s": 1_000.0, "inter_node_gb_per_s": 1_000.0, "link_latency_us": 0}
     winners = set()
     for changes in (fast, SLOW, fast | {"memory_gib": 0.05}, {"memory_gib": 0.03}):
-        cluster = CLUSTER.model_copy(update=changes)
         searched = strategy_request(
-            cluster=cluster, gpus=8, samples_per_step=30, shardings=tuple(WeightSharding)
-        )
+            cluster=CLUSTER.model_copy(update=changes), gpus=8, samples_per_step=30,
+            shardings=tuple(WeightSharding),
+        )  # fmt: skip
         every = possible_parallels(searched)
         one_stage = [each for each in every if each.pipeline == 1]
         assert {each.pipeline for each in every if each.sharded > 1} == {1, 2, 4}
-        ways = {(each.tensor, each.sharding) for each in one_stage}
-        assert {(1, way) for way in WeightSharding} <= ways
+        assert {each.sharding for each in one_stage if each.tensor == 1} == {*WeightSharding}
         assert {each.sharded for each in one_stage if each.tensor == 1} == {1, 4, 8}
-        found = found_as_planned(searched)
-        winners.add(found.best.parallel.sharding)
-        choice = ShardingChoice.of_strategies(found)
+        choice = ShardingChoice.of_strategies(found := found_as_planned(searched))
+        winners.add(choice.chosen)
         assert choice.chosen is found.best.parallel.sharding
         assert {choice.chosen, *choice.others} == {each.sharding for each in every}
     assert WeightSharding.REPLICATED in winners and len(winners) > 1
@@ -269,19 +222,15 @@ def test_sharded_weights_rank_as_the_planner_alone_says():
 def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step):
     """Prevents a limit of plans that loses the best, hides what was left out."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
-    every = search_strategies(searched, lambda done: None)
+    every = found_of(searched)
     monkeypatch.setattr(parallel_sizes, "_MOST_PLANNED", 4)
     # All are estimated, also those that bounds rule out.
     for slack in ("_ESTIMATE_SLACK", "_LIKELY", "_NEAR"):
         monkeypatch.setattr(bounded, slack, 10)
-    done: list[int] = []
-    few = search_strategies(searched, done.append)
-    assert min(done) >= 0
-    assert sum(done) == progress_total(searched)
+    few = found_ending_with_its_progress(searched)
     assert few.best == every.best
     assert few.planned <= len(few.ranking) <= 4
-    listed = [each.parallel for each in (*few.ranking, *few.ruled_out)]
-    assert sorted(map(str, listed)) == sorted(map(str, possible_parallels(searched)))
+    assert_all_listed(few, searched)
     estimated = {
         each.parallel: each.estimated_samples_per_second
         for each in few.ruled_out
@@ -291,7 +240,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     slower = [each.ms_per_sample for each in every.ranking if each.parallel in estimated]
     assert min(slower, default=np.inf) >= few.best.ms_per_sample * (1 - few.gap)
     for parallel, per_second in estimated.items():
-        planned_ms = planned_ms_per_sample(searched, parallel)
+        planned_ms = planned_ms_per_sample(searched, CAPS, parallel)
         assert 1e3 / per_second == pytest.approx(planned_ms, rel=0.15)
     left = without_best(few, "no")
     for each in left.ruled_out[1:]:
@@ -311,7 +260,7 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
         _, bound = find_bound(setting, (Sizing(parallel), CAPS))
         assert isinstance(bound, Bound)
         bounds.append(bound.least_ms)
-        assert bound.least_ms <= planned_ms_per_sample(searched, parallel) * (1 + 1e-9)
+        assert bound.least_ms <= planned_ms_per_sample(searched, CAPS, parallel) * (1 + 1e-9)
     assert sum(bound > 0 for bound in bounds) > len(bounds) / 3
 
 
@@ -321,58 +270,40 @@ def test_memory_rules_out_what_cannot_be_planned():
     for share in np.arange(0.7, 0.1, -0.1):
         tight = CLUSTER.model_copy(update={"memory_gib": share * peak_gib / 0.9})
         searched = strategy_request(cluster=tight, gpus=8)
-        found = search_strategies(searched, lambda done: None)
+        found = found_of(searched)
         if len(found.ranking) < len(possible_parallels(searched)) / 2:
             break
     without_room = {
         each.parallel: each for each in found.ruled_out if each.most_samples_per_second is None
     }
-    assert found.ranking
     assert without_room
-    for parallel in possible_parallels(searched):
-        if parallel in without_room:
-            out = without_room[parallel]
-            assert out.need_gib > memory_cap_gib(tight)
-            shown = [float(word) for word in out.why.split() if word[0].isdigit()]
-            assert shown == pytest.approx([out.need_gib, memory_cap_gib(tight)], rel=0.005)
-            with pytest.raises(UserError, match="GiB"):
-                planned_ms_per_sample(searched, parallel)
+    for parallel, out in without_room.items():
+        assert out.need_gib > memory_cap_gib(tight)
+        shown = [float(word) for word in out.why.split() if word[0].isdigit()]
+        assert shown == pytest.approx([out.need_gib, memory_cap_gib(tight)], rel=0.005)
+        with pytest.raises(UserError, match="GiB"):
+            planned_ms_per_sample(searched, CAPS, parallel)
     assert max(each.peak_gib for each in found.ranking) <= memory_cap_gib(tight)
 
 
 def test_caps_and_strategies_are_timed_alike():
     """Prevents caps that are best by `omnibal caps` and not by the choice of strategies."""
-    parallel = Parallel(pipeline=2, data=2)
-    shared = {
-        "job": job_spec(cluster=CLUSTER, parallel=parallel),
-        "lengths": example_lengths(),
-        "settings": ISF,
-        "samples_per_step": 50,
-        "samples": 1000,
-    }
-    by_caps = search_caps(CapSearchRequest(**shared, rule=CapRule.TIME), lambda done: None)
+    shared = {"lengths": example_lengths(), "samples_per_step": 50, "samples": 1000}
+    of_caps = search_request(CapSearchRequest, shared, {"cluster": CLUSTER, "rule": CapRule.TIME})
+    by_caps = search_caps(of_caps, lambda done: None)
     assert len(by_caps.candidates) > 5
     for candidate in by_caps.candidates[::5]:
-        found = search_strategies(
-            StrategyRequest(
-                **shared,
-                sizes=FreeSizes(gpus=4, tensor=1, pipeline=2),
-                caps=candidate.caps,
-            ),
-            lambda done: None,
-        )
+        found = search(tensor=1, pipeline=2, caps=candidate.caps)
         assert found.best.ms_per_sample == pytest.approx(candidate.ms_per_sample, rel=1e-12)
         assert found.best.micro_batches == candidate.micro_batches
 
 
 def test_processes_do_not_matter():
-    """Prevents results that depend on which process was the first."""
-    changes = {"gpus": 2, "caps": None, "samples": 100, "samples_per_step": 20}
-    one, two = (
-        search_strategies(strategy_request(**changes), lambda done: None, processes)
-        for processes in (1, 2)
-    )
-    assert one == two
+    """Prevents results that depend on which process was the first, and a bar that stops half-way
+    or runs over."""
+    searched = strategy_request(gpus=2, caps=None, samples=100, samples_per_step=20)
+    one = found_ending_with_its_progress(searched)
+    assert one == search_strategies(searched, lambda done: None, 2)
 
 
 def test_caps_are_chosen_for_each_strategy():
@@ -390,14 +321,11 @@ def test_caps_are_chosen_for_each_strategy():
     assert free.best.ms_per_sample <= search(caps=CAPS, **few).best.ms_per_sample * 1.02
 
 
-@pytest.mark.parametrize("caps", [CAPS, None], ids=["given", "searched for"])
-def test_progress_ends_at_the_end(caps):
-    """Prevents a bar that stops half-way or runs over."""
-    searched = strategy_request(caps=caps, samples=100, samples_per_step=20)
+def found_ending_with_its_progress(searched: StrategyRequest) -> StrategySearch:
     done: list[int] = []
-    search_strategies(searched, done.append)
-    assert sum(done) == progress_total(searched)
-    assert min(done) >= 0
+    found = search_strategies(searched, done.append)
+    assert sum(done) == progress_total(searched) and min(done) >= 0
+    return found
 
 
 def test_loser_is_told_why():
@@ -405,27 +333,24 @@ def test_loser_is_told_why():
     slow_links = CLUSTER.model_copy(update={"link_latency_us": 10_000})
     found = search(cluster=slow_links, samples_per_step=300)
     assert found.best.why == "best"
+    of_best = found.best.lost.named()
     for each in found.ranking[1:]:
         name, percent = each.why.split(", ")[0].rsplit(" ", 1)
-        key = "ideal" if name == "compute" else name
-        more_ms = each.lost.named()[key] - found.best.lost.named()[key]
-        assert percent == f"{more_ms / found.best.ms_per_sample:+.0%}"
-        assert all(
-            more_ms >= each.lost.named()[other] - found.best.lost.named()[other]
-            for other in each.lost.named()
-        )
+        more_ms = {cause: ms - of_best[cause] for cause, ms in each.lost.named().items()}
+        most_ms = more_ms["ideal" if name == "compute" else name]
+        assert most_ms == max(more_ms.values())
+        assert percent == f"{most_ms / found.best.ms_per_sample:+.0%}"
     assert len(found.ranking) > 1
 
 
 def test_ranks_without_a_pack_are_refused():
     """Prevents a comparison in which a strategy trains larger steps than the others."""
     few = {"samples_per_step": 6, "lengths": example_lengths(count=60), "gpus": 8}
-    packs = plan_of(strategy_request(**few), Parallel(pipeline=1), 1).plan.data.packs
+    packs = len(pack_samples(few["lengths"], CAPS, PackingMethod.ISF, 0))
     found = search(**few)
     idle = {each.parallel for each in found.ruled_out if "packs for" in each.why}
-    every = {each.parallel for each in (*found.ranking, *found.ruled_out)}
-    assert idle == {each for each in every if each.data > 6 * packs / 60}
-    assert idle < every
+    assert idle == {each for each in listed(found) if each.data > 6 * packs / 60}
+    assert idle < {*listed(found)}
     with pytest.raises(
         UserError, match=r"at least 8 data-parallel ranks.*larger --samples-per-step"
     ):
@@ -460,8 +385,7 @@ def test_profile_decides_the_tensor_size():
     """Prevents measured costs from being used for another tensor size than was measured."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
     found = search(cost_source=Measured(profile))
-    every = [*found.ranking, *found.ruled_out]
-    assert {each.parallel.tensor for each in every} == {1}
+    assert {each.tensor for each in listed(found)} == {1}
     with pytest.raises(UserError, match="are not those of internvl-digits"):
         search(cost_source=Measured(example_profile()))
     with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
@@ -473,32 +397,28 @@ def test_profile_decides_the_tensor_size():
 
 PLAN = (
     "plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 --gpus 4 "
-    "--encoder pipeline"
+    "--encoder pipeline --samples-per-step 40 --json --lengths"
 )
 
 
-def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int | None, list[Parallel]]:
+def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int, list[Parallel]]:
     """Exit code and sizes tried, where the first strategies do not fit all data."""
-    write_lengths(example_lengths(), directory / "lengths.parquet")
     tried: list[Parallel] = []
 
     def scarcely(planned: PlanRequest) -> PlanResult:
         tried.append(planned.job.parallel)
         if len(tried) <= unfit:
-            raise DoesNotFit(
-                f"needs too much on {planned.job.parallel.pipeline} stages", "buy memory"
-            )
+            stages = planned.job.parallel.pipeline
+            raise DoesNotFit(f"needs too much on {stages} stages", "buy memory")
         return make_plan(planned)
 
     monkeypatch.setattr("omnibal.planning.make_ordered_plan", scarcely)
     # The best alone is planned at a time, here and not in other processes.
     monkeypatch.setattr("omnibal.planning._FINALISTS", 1)
-    files = ["--lengths", str(directory / "lengths.parquet"), "-o", str(directory / "plan")]
-    with pytest.raises(SystemExit) as ended:
-        cli.main([*PLAN.split(), "--samples-per-step", "40", "--json", *files])
-    return ended.value.code, tried
+    return status(PLAN, directory / "lengths.parquet", "-o", directory / "plan"), tried
 
 
+@pytest.mark.usefixtures("lengths_file")
 def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, tmp_path, capsys):
     """Prevents an error although another strategy fits, and the wrong one named the best."""
     code, tried = run_plan(monkeypatch, tmp_path, unfit=1)
@@ -515,6 +435,7 @@ def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, 
     assert f"--tp {tried[0].tensor} --pp {tried[0].pipeline} --dp {tried[0].data}" in notes[0]
 
 
+@pytest.mark.usefixtures("lengths_file")
 def test_no_strategy_fits_all_data(monkeypatch, tmp_path, capsys):
     """Prevents a traceback, or the cause of the slowest strategy in place of the best's."""
     code, tried = run_plan(monkeypatch, tmp_path, unfit=99)
@@ -531,8 +452,7 @@ def test_without_best_compares_with_the_next():
     left = without_best(found, "no")
     assert [each.parallel for each in left.ranking] == [e.parallel for e in found.ranking[1:]]
     assert left.best.why == "best"
-    every = {each.parallel for each in (*found.ranking, *found.ruled_out)}
-    assert {each.parallel for each in (*left.ranking, *left.ruled_out)} == every
+    assert {*listed(left)} == {*listed(found)}
     assert (left.ruled_out[0].parallel, left.ruled_out[0].why) == (found.best.parallel, "no")
     compared = [each for each in left.ruled_out if each.most_samples_per_second is not None]
     assert compared
@@ -605,22 +525,15 @@ def test_slices_that_are_measured_to_be_slow_are_not_chosen():
     late = tuple(one.model_copy(update={"ms": one.ms + 0.03}) for one in tiled.products)
     alone = tiled.model_copy(update={"products": late, "collectives": (), "copies": ()})
 
-    def searched(rates, **fixed) -> StrategySearch:
-        return search(
-            model=load_model("internvl2-2b"),
-            cluster=cluster.model_copy(update={"rates": rates}),
-            precision="bf16",
-            gpus=8,
-            samples_per_step=8,
-            samples=100,
-            caps=Caps.of(tiles=9, tokens=1024),
-            lengths=example_lengths(count=100),
-            **fixed,
-        )
-
+    given = {
+        "model": load_model("internvl2-2b"), "precision": "bf16", "gpus": 8, "samples_per_step": 8,
+        "samples": 100, "caps": Caps.of(tiles=9, tokens=1024),
+        "lengths": example_lengths(count=100),
+    }  # fmt: skip
     chosen, penalty = [], []
     for rates in ({}, {"bf16": alone}):
-        chosen.append(searched(rates).ranking[0].parallel.tensor)
-        whole, slices = (searched(rates, tensor=size).ranking[0] for size in (1, 8))
+        given["cluster"] = cluster.model_copy(update={"rates": rates})
+        chosen.append(search(**given).best.parallel.tensor)
+        whole, slices = (search(**given, tensor=size).best for size in (1, 8))
         penalty.append(slices.ms_per_sample / whole.ms_per_sample)
     assert chosen[1] < chosen[0] and penalty[0] < 1 < penalty[1]
