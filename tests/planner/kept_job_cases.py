@@ -7,6 +7,7 @@ writes the figures again, after a change that is meant to change plans.
 
 import hashlib
 import json
+import re
 import shlex
 import tempfile
 from contextlib import redirect_stderr, redirect_stdout
@@ -113,51 +114,33 @@ def _write(folder: Path, name: str, images: ImageSizes | None = None, **columns:
 
 
 def plan_job(job: str, data: Path, plan: Path) -> dict[str, Any]:
-    """Plan a job by its command, and return what `omnibal plan --json` prints.
-
-    Args:
-        job: options, where --lengths names a file of `data`.
-        plan: the plan directory to write.
-    """
-    words = shlex.split(job)
-    if "--lengths" in words:
-        at = words.index("--lengths") + 1
-        words[at] = str(data / f"{words[at]}.parquet")
+    """Plan a job by its command, whose --lengths names a file of `data`; return what it prints."""
+    words = re.sub(r"(?<=--lengths )(\w+)", rf"{shlex.quote(str(data))}/\1.parquet", job)
     printed = StringIO()
     try:
         with redirect_stdout(printed), redirect_stderr(StringIO()) as errors:
-            cli.main(["plan", *words, "--json", "-o", str(plan)])
+            cli.main(["plan", *shlex.split(words), "--json", "-o", str(plan)])
     except SystemExit as ended:
-        if ended.code:
-            raise AssertionError(errors.getvalue()) from None
+        assert not ended.code, errors.getvalue()
     return json.loads(printed.getvalue())
 
 
 def plan_figures(result: dict[str, Any], plan: Path) -> dict[str, Any]:
-    """Return the figures of a plan that a user sees: packs, stages, times, memory."""
+    """Return the figures of a plan that a user sees, and the hash of its packs' columns, if any."""
     stages = [
         {name: stage[name] for name in ("recompute", "forward_ms", "backward_ms", "peak_gib")}
         | {name: count for name, count in stage.items() if name.endswith("_layers")}
         for stage in result["stages"]
     ]
-    written = json.loads((plan / "plan.json").read_text())
     figures = {name: result.get(name) for name in ("step_ms", "packs", "steps", "levels")}
-    return figures | {
-        "stages": stages,
-        "parallel": written["parallel"],
-        "packs_sha256": packs_sha256(plan),
-    }
-
-
-def packs_sha256(plan: Path) -> str | None:
-    """Return the hash of the columns of packs.parquet. None if the plan is of shapes only."""
-    if not (plan / "packs.parquet").exists():
-        return None
-    digest = hashlib.sha256()
-    table = pq.read_table(plan / "packs.parquet")
-    for name in table.column_names:
-        digest.update(json.dumps([name, table[name].to_pylist()]).encode())
-    return digest.hexdigest()
+    written = json.loads((plan / "plan.json").read_text())
+    figures |= {"stages": stages, "parallel": written["parallel"], "packs_sha256": None}
+    if (plan / "packs.parquet").exists():
+        digest, table = hashlib.sha256(), pq.read_table(plan / "packs.parquet")
+        for name in table.column_names:
+            digest.update(json.dumps([name, table[name].to_pylist()]).encode())
+        figures["packs_sha256"] = digest.hexdigest()
+    return figures
 
 
 def main() -> None:

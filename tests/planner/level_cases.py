@@ -5,12 +5,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import combinations, pairwise, product
-from typing import Any
 
 import numpy as np
 from cost_cases import LinksInTime, model_of, random_cost, random_features
 
-from omnibal.cost.model import CostModel, ParameterRates
+from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import unit_names
 from omnibal.pipeline.schedules import Operation, Pass, one_forward_one_backward
@@ -21,33 +20,23 @@ from omnibal.pipeline.workload import Workload
 
 def random_costs(rng: np.random.Generator, model: ModelConfig, levels: int) -> list[CostModel]:
     """Costs of every level: other times and bytes, but parameters and links alike."""
-    exchange = _random_exchange(rng, random_cost(np.random.default_rng(0), model).rates)
-    first, *others = (replace(random_cost(rng, model), **exchange) for _ in range(levels))
-    costs = [first]
-    for other in others:
-        units = {
-            name: replace(
-                unit,
-                parameters=first.units[name].parameters,
-                trained_parameters=first.units[name].trained_parameters,
-            )
-            for name, unit in other.units.items()
-        }
-        costs.append(replace(first, units=units))
-    return costs
-
-
-def _random_exchange(rng: np.random.Generator, rates: ParameterRates) -> dict[str, Any]:
-    """Rates of data-parallel ranks' exchange, from next to nothing to more than a pass takes."""
     (own,) = rng.spawn(1)
-    return {
+    # Rates of data-parallel ranks' exchange, from next to nothing to more than a pass takes.
+    exchange = {
         "bucket_parameters": float(own.choice([np.inf, 3e6, 3e5])),
         "rates": replace(
-            rates,
+            random_cost(np.random.default_rng(0), model).rates,
             weight_gather_ms=float(10 ** own.uniform(-7, -5)),
             gradient_reduction_ms=float(10 ** own.uniform(-7, -5)),
         ),
     }
+    first, *others = (replace(random_cost(rng, model), **exchange) for _ in range(levels))
+    sizes = {
+        name: {size: getattr(unit, size) for size in ("parameters", "trained_parameters")}
+        for name, unit in first.units.items()
+    }
+    units = ({n: replace(unit, **sizes[n]) for n, unit in each.units.items()} for each in others)
+    return [first, *(replace(first, units=each) for each in units)]
 
 
 def random_level_packs(
@@ -116,27 +105,28 @@ class Run:
         return any("experts" in unit for unit in self.units)
 
 
-Sets = Sequence[tuple[dict[str, int], ...]]
+Sets = Sequence[tuple[tuple[tuple[str, int], ...], ...]]
 """Choices of numbers of recomputed layers, by level and kind."""
 
 
 def every_set(cost: CostModel, units: tuple[str, ...], levels: int, alike: bool) -> Sets:
     """All numbers of recomputed layers, or those that are the same at every level."""
     layers = [kind.name for kind in cost.kinds if kind.is_layer]
-    numbers = product(*(range(units.count(kind) + 1) for kind in layers))
-    sets = [dict(zip(layers, each, strict=True)) for each in numbers]
+    sets = [*product(*([(kind, n) for n in range(units.count(kind) + 1)] for kind in layers))]
     return [(each,) * levels for each in sets] if alike else [*product(sets, repeat=levels)]
 
 
 def run_of(costs: Sequence[CostModel], units: tuple[str, ...], packs: Workload, sets: Sets) -> Run:
     cost, levels = costs[0], range(len(costs))
     of_level = [packs.features * (packs.level == level)[:, None] for level in levels]
-    keys = [{str(chosen[level]): chosen[level] for chosen in sets} for level in levels]
     figures = [
-        {key: _figures(costs[n], units, again, of_level[n]) for key, again in keys[n].items()}
-        for n in levels
+        {
+            numbers: _figures(costs[n], units, dict(numbers), of_level[n])
+            for numbers in {*numbers_at}
+        }
+        for n, numbers_at in enumerate(zip(*sets, strict=True))
     ]
-    found = np.array([sum(figures[n][str(chosen[n])] for n in levels) for chosen in sets])
+    found = np.array([sum(figures[n][chosen[n]] for n in levels) for chosen in sets])
     last = max(units, key=list(cost.units).index)
     sizes = [
         max(
@@ -194,8 +184,7 @@ def _figures(
 def _memory(
     cost: CostModel, held: tuple[str, ...], again: list[bool], features: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What micro-batches keep between forward and backward, [rows], and need while a unit runs,
-    [2, rows], forward and backward."""
+    """Bytes kept until the backward, [rows], and needed in forward and backward, [2, rows]."""
     first, last = held[0], max(held, key=list(cost.units).index)
     gradient = features @ cost.units[last].output_gradient_bytes
     layers = {kind.name: kind.tower for kind in cost.kinds if kind.is_layer}
@@ -408,7 +397,7 @@ def walked(
     runs = []
     for at_levels in zip(*stages_at, strict=True):
         again = [recomputed_counts(kinds, stage).tolist() for stage in at_levels]
-        chosen = tuple(dict(zip(names, counts, strict=True)) for counts in again)
+        chosen = tuple(tuple(zip(names, counts, strict=True)) for counts in again)
         runs.append(run_of(costs, stage_units(kinds, at_levels[0]), packs, [chosen]))
     peaks = [float(run_peaks(run, n, len(runs), packs)[0]) for n, run in enumerate(runs)]
     return float(split_ms(costs, runs, packs).ravel()[0]), peaks

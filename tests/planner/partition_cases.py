@@ -1,16 +1,18 @@
 """Random packs, what the planner predicts for them, and units that are not trained."""
 
+from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 from cost_cases import random_features
 
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.config import ModelConfig
-from omnibal.model.units import unit_names
+from omnibal.model.targets import RecomputeFreedom
+from omnibal.model.units import LANGUAGE, unit_names
 from omnibal.pipeline.simulate import simulate_run
-from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -46,15 +48,9 @@ def random_packs(rng: np.random.Generator, micro_batches: int, features_of: int 
 
 def frozen(unit: UnitCost) -> UnitCost:
     """The unit without a backward, as the first units of a model are when they are not trained."""
-    nothing = np.zeros_like(unit.forward_ms)
-    return replace(
-        unit,
-        backward_ms=nothing,
-        activation_bytes=nothing,
-        boundary_bytes=nothing,
-        output_gradient_bytes=nothing,
-        trained_parameters=0,
-    )
+    names = ("backward_ms", "activation_bytes", "boundary_bytes", "output_gradient_bytes")
+    nothing = dict.fromkeys(names, np.zeros_like(unit.forward_ms))
+    return replace(unit, **nothing, trained_parameters=0)
 
 
 def all_cuts(model: ModelConfig, parts: int) -> list[tuple[Stage, ...]]:
@@ -71,3 +67,27 @@ def equal_steps(shape: tuple[int, int, int], features: np.ndarray, **columns) ->
         features=features, step=step, dp_rank=dp_rank, slot=slot, data_parallel_size=shape[1],
         **columns,
     )  # fmt: skip
+
+
+def numbers_of(
+    model: ModelConfig, cost: CostModel, p: int, freedom: RecomputeFreedom
+) -> Iterator[list[dict[str, int]]]:
+    """Every choice of numbers of recomputed layers: of every stage, by tower."""
+    with_backward = {k.tower for k in cost.kinds if k.is_layer and cost.units[k.name].has_backward}
+    layers = {name: tower.layers for name, tower in model.encoders.items() if name in with_backward}
+    language = model.language.layers
+    if freedom is RecomputeFreedom.STAGES:
+        most = max([*(tower.layers for tower in model.encoders.values()), language])
+        for numbers in product(range(most + 1), repeat=p):
+            yield [dict.fromkeys([*model.encoders, LANGUAGE], number) for number in numbers]
+        return
+    encoders = [(0, number) for number in layers.values()]
+    of_language = (0, language) if freedom is RecomputeFreedom.ALL else range(language + 1)
+    for *of_encoders, number in product(*encoders, of_language):
+        yield [dict(zip(layers, of_encoders, strict=True)) | {LANGUAGE: number}] * p
+
+
+def recomputing(stage: Stage, numbers: dict[str, int]) -> Stage:
+    """The stage with so many of the first layers recomputed that it holds of each tower."""
+    again = [Span(tower, stage.layers(tower)[:number]) for tower, number in numbers.items()]
+    return stage.model_copy(update={"recompute": tuple(span for span in again if span.layers)})

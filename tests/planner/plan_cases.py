@@ -1,9 +1,13 @@
 """A small planning request, for the tests of plans and of their checks."""
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import replace
+from types import ModuleType
+from unittest.mock import Mock
 
 import numpy as np
+import pytest
 
 from omnibal.cost.profile import Profile, UnitMeasurement
 from omnibal.cost.source import ANALYTIC
@@ -170,3 +174,10 @@ def planned_ms_per_sample(searched: Comparison, caps: Caps, parallel: Parallel) 
         return (short_ms if is_lower else long_ms) / fewer
     slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
     return slope + start / searched.samples_per_step
+
+
+def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: Callable) -> Mock:
+    """What a module calls by this name, with a note of every call."""
+    counted = Mock(wraps=function)
+    monkeypatch.setattr(module, function.__name__, counted)
+    return counted

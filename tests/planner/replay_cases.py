@@ -6,11 +6,7 @@ import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.job.plan import Plan, plan_sha256
-from omnibal.job.replay import (
-    REPLAY_FILES,
-    ReplayInfo,
-    StageReplay,
-)
+from omnibal.job.replay import REPLAY_FILES, ReplayInfo, StageReplay
 from omnibal.pipeline.lost_time import causes_of
 from omnibal.pipeline.stage_cost import per_step_costs
 from omnibal.pipeline.workload import Workload

@@ -312,8 +312,7 @@ def test_the_published_bmp_split_is_run():
     ],
 )
 def test_the_joint_search_is_not_a_baseline(method: str, rule: str, levels: int, message: str):
-    """Prevents comparing the joint search with something else under its name, and stages that
-    recompute the same at every level as if the method had said so."""
+    """Prevents something else under the joint search's name, and levels that a method ignores."""
     rng = np.random.default_rng(0)
     cost = random_cost(rng)
     costs = side_by_side([cost] * levels) if levels > 1 else cost

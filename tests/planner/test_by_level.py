@@ -37,8 +37,7 @@ def pack(lengths, *, seed=0, method=PackingMethod.BALANCED, levels=LEVELS, may_f
     fills=st.booleans(),
 )
 def test_every_sample_is_packed_once_within_its_level(sizes, method, fills):
-    """Prevents lost and doubled samples, packs above their level's caps, and a pack's level that
-    depends on what filled it."""
+    """Prevents lost or doubled samples, packs above caps, and levels by what filled a pack."""
     lengths = make_lengths(sizes)
     may_fill = None if fills else np.zeros((3, len(sizes)), bool)
     packs = pack(lengths, method=method, may_fill=may_fill)

@@ -172,15 +172,13 @@ def without_row(row: int) -> Change:
     return lambda packs: packs.take(np.delete(np.arange(len(packs)), row))
 
 
-def in_order(packs: ScheduledPacks, row: int, other: int) -> np.ndarray:
-    """Rows of the packs, of which two trade places."""
-    order = np.arange(len(packs))
-    order[[row, other]] = order[[other, row]]
-    return order
-
-
 def swapped(row: int, other: int) -> Change:
-    return lambda packs: packs.take(in_order(packs, row, other))
+    def change(packs: ScheduledPacks) -> ScheduledPacks:
+        order = np.arange(len(packs))
+        order[[row, other]] = order[[other, row]]
+        return packs.take(order)
+
+    return change
 
 
 def later_steps(packs: ScheduledPacks) -> ScheduledPacks:
@@ -502,8 +500,7 @@ def leaves(value: object, place: tuple = ()) -> Iterator[tuple]:
 
 @pytest.mark.parametrize("has_samples", [True, False])
 def test_every_edit_of_model_and_data_is_refused(tmp_path, has_samples):
-    """Prevents another epsilon, base of RoPE, system message or seed from being trained than was
-    planned, as these are in none of the figures."""
+    """Prevents training another epsilon, RoPE base or seed than planned: they are in no figure."""
     lengths = example_lengths(origin_of(MODEL)) if has_samples else None
     directory = tmp_path / "plan"
     save_plan(make_plan(request(lengths=lengths)), directory)
@@ -622,8 +619,7 @@ def test_plan_of_other_data_is_refused(tmp_path):
     ("changes", "expected"), [({"lengths": None}, "shapes only"), ({}, "do not say which data")]
 )
 def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
-    """Prevents a queue's wait for a plan that the trainer then refuses, and a plan of shapes that
-    passes whatever it needs."""
+    """Prevents a wait for a plan that is then refused, and shapes that pass at any memory."""
     result = make_plan(request(**changes))
     save_plan(result, tmp_path / "plan")
     check_plan(tmp_path / "plan")

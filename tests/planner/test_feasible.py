@@ -7,13 +7,12 @@ from functools import cache
 from itertools import product
 
 import pytest
-from plan_cases import MODEL, changed, example_lengths, example_profile, request
+from plan_cases import MODEL, changed, counting, example_lengths, example_profile, request
 
 from omnibal import Free, Goal, Samples, plan, training_job
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.profile import Measured, model_sha256
-from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import MockData, SampleData, least_caps
+from omnibal.job.plan_data import MockData, least_caps
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import EncoderPlacement
@@ -21,19 +20,14 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstraints
-from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.search import feasible
-from omnibal.search.feasible import (
-    Advice,
-    Change,
-    find_changes,
-    gib_text,
-    smaller_caps,
-)
+from omnibal.search.feasible import Advice, Change, find_changes, gib_text, smaller_caps
 from omnibal.search.goal import ShapesAlone
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
+from omnibal.steps import steps
 from omnibal.steps.steps import steps_of
 
 LIMITED = StageRules(
@@ -198,9 +192,8 @@ def test_two_larger_sizes_where_one_is_not_enough():
 
 def test_device_with_more_memory():
     """Prevents the smallest device that would do from being missed, or a profile's from leaving."""
-    model = load_model("internvl-chat-1.5-6b-20b")
     planned = request(
-        model=model,
+        model=load_model("internvl-chat-1.5-6b-20b"),
         cluster=load_cluster("a100-80g"),
         parallel=Parallel(tensor=2, pipeline=2, data=1, sequence_parallel=True),
         precision="bf16",
@@ -317,16 +310,9 @@ def test_many_samples_are_drawn_from(monkeypatch):
     """Prevents minutes of packing millions of samples for every cap that is tried."""
     planned = tightened(ROOMY, 0.9)
     monkeypatch.setattr(feasible, "SAMPLES", 200)
-    seen: list[int] = []
-    packed = SampleData.packed
-
-    def counted(data: SampleData, job: JobSpec):
-        seen.append(len(data.lengths))
-        return packed(data, job)
-
-    monkeypatch.setattr(SampleData, "packed", counted)
+    packed = counting(monkeypatch, steps, pack_samples)
     found = changes_of(planned)
-    assert found and set(seen) == {200}
+    assert found and {len(call.args[0]) for call in packed.call_args_list} == {200}
     assert all(len(change.request.data.lengths) == 300 for change in found)
 
 

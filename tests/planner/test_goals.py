@@ -1,53 +1,54 @@
-"""Goals: what is free is searched for together, and what does not go together is one table."""
+"""Goals: what is free is searched for together, the schedule too, and conflicts are one table."""
 
 import shlex
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from cli_cases import failure, run
-from length_cases import lengths_of
-from plan_cases import example_lengths
+from length_cases import long_tailed
+from plan_cases import MODEL, counting, example_lengths, origin_of, request
 
-from omnibal import Free, Goal, Planned, Samples, plan, training_job
+from omnibal import Free, Goal, Planned, Samples, plan, planning, training_job
 from omnibal.base.errors import UserError
 from omnibal.cli.run import RunOptions
 from omnibal.data.lengths import write_lengths
+from omnibal.job import plan_data
+from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, read_plan
+from omnibal.job.planner import make_ordered_plan, ordered_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.targets import OWN
+from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
+from omnibal.pipeline.schedules import ScheduleName
+from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search import schedule_choice
 from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, check_together
-from omnibal.search.goal import Stream
+from omnibal.search.goal import ShapesAlone, Stream
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
+from omnibal.steps.steps import pack_epochs
 
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 CAPPED = f"{DIGITS} --max-tiles 8 --max-tokens 512"
 
 
-def long_tailed(count: int = 800) -> Samples:
-    rng = np.random.default_rng(0)
-    tokens = np.clip(rng.lognormal(6.5, 1.4, count).round(), 30, 65_536).astype(int)
-    return Samples(lengths=lengths_of(tokens=np.append(tokens, 65_536)), samples_per_step=200)
-
-
 def ms_per_sample(planned: Planned) -> float:
-    prediction = planned.prediction
-    assert prediction.samples_per_second_per_gpu is not None
-    return 1e3 / prediction.samples_per_second_per_gpu
+    return 1e3 / planned.prediction.samples_per_second_per_gpu
 
 
 def test_what_is_free_is_no_slower_than_what_is_forced():
     """Prevents a joint search that loses what a narrower one finds."""
-    job, data, free = (
-        training_job("llama3.1-8b", "h100-80g"),
-        long_tailed(),
-        Free.everything(gpus=8),
-    )
-    free = replace(free, placements=(EncoderPlacement.PIPELINE,))
+    job = training_job("llama3.1-8b", "h100-80g")
+    data = Samples(lengths=long_tailed(800, 65_536), samples_per_step=200)
+    free = replace(Free.everything(gpus=8), placements=(EncoderPlacement.PIPELINE,))
     forced = (
         {"levels": LevelRule(count=1)},
         {"levels": LevelRule(is_hbp=True)},
@@ -70,9 +71,8 @@ def test_the_placement_of_encoders_is_searched_for_with_sizes():
     best = plan(Goal(job=job, data=data, free=free))
     for placement in EncoderPlacement:
         found = plan(Goal(job=job, data=data, free=replace(free, placements=(placement,))))
-        assert (found.result.plan.beside is not None) == (
-            placement is not EncoderPlacement.PIPELINE
-        )
+        is_beside = found.result.plan.beside is not None
+        assert is_beside == (placement is not EncoderPlacement.PIPELINE)
         # Caps are moved from those of the few best sizes and placements.
         assert ms_per_sample(best) <= ms_per_sample(found) * 1.005
     assert best.placement.chosen is best.strategies.best.placement
@@ -195,3 +195,106 @@ def test_a_run_on_several_nodes_is_submitted():
     assert words[words.index("--nodes") + 1] == "4"
     assert words[words.index("--gpus-per-node") + 1] == "8"
     assert "train_nodes.sh" in asked.launch(cluster, 4, [])
+
+
+ONE_ALONE = OWN.model_copy(update={"schedules": frozenset({"1f1b"})})
+DATA = ShapesAlone(caps=Caps.of(tokens=4096, tiles=8), micro_batches=4)
+MANY, OF_MANY = {"parallel": Parallel(pipeline=32)}, FreeSizes(gpus=32, pipeline=32)
+IN_FP8 = {"precision": "fp8"}
+
+
+def job(model: str = "internvl3-2b", **changes) -> JobSpec:
+    """A model on two stages of two pipelines."""
+    given = {"parallel": Parallel(pipeline=2, data=2)} | changes
+    return training_job(model, "h100-80g", **given)
+
+
+def plan_of(job: JobSpec, schedule: ScheduleName | None, **free) -> Planned:
+    data = replace(DATA, micro_batches=None, packs_per_step=4) if free else DATA
+    return plan(Goal(job=job, data=data, free=Free(schedule=schedule, **free)))
+
+
+@cache
+def planned(schedule: ScheduleName | None, *, runs_all: bool = True) -> Planned:
+    """The plan in a schedule, or in the best that a trainer of all or of 1F1B runs."""
+    return plan_of(job() if runs_all else replace(job(), trainer=ONE_ALONE), schedule)
+
+
+def test_the_fastest_of_all_schedules_is_taken() -> None:
+    """Prevents: a schedule that is slower than another one, or over the memory cap."""
+    best = planned(None)
+    assert best.result.plan.schedule == best.schedule.chosen
+    others = {name: planned(name) for name in ("1f1b", "zb-v", "interleaved")}
+    steps_ms = {name: each.prediction.step_ms for name, each in others.items()}
+    assert all(each.result.plan.schedule.name == name for name, each in others.items())
+    assert best.prediction.step_ms <= min(steps_ms.values()) * 1.005
+    assert best.prediction.step_ms < 0.95 * steps_ms["1f1b"]
+    for each in (best, *others.values()):
+        peak_gib = max(stage.memory.peak_gib for stage in each.prediction.stages)
+        assert fits_cap(peak_gib, job().memory_cap_gib)
+        assert len(each.result.plan.stages) == 2 * each.result.plan.schedule.chunks
+    saved = 1 - best.prediction.step_ms / steps_ms["1f1b"]
+    assert f"{saved:.1%} faster than in 1f1b" in best.schedule.reason
+    idle = others["1f1b"].prediction.bubble_fraction
+    assert best.schedule.reason.endswith(f"in place of {idle:.1%}")
+
+
+def test_what_the_trainer_does_not_run_is_planned_if_it_is_named() -> None:
+    """Prevents: a plan by default that cannot be trained, and a schedule that cannot be studied."""
+    usual = planned(None, runs_all=False)
+    assert (usual.result.plan.schedule.name, usual.schedule.reason) == ("1f1b", "")
+    assert planned("zb-v", runs_all=False).result.plan == planned("zb-v").result.plan
+
+
+def test_free_sizes_are_planned_in_the_best_schedule_too() -> None:
+    """Prevents: a search of sizes that leaves schedules out, or takes a slower plan for them."""
+    sizes = FreeSizes(gpus=4, pipeline=4)
+    one, every = (
+        plan_of(each, None, sizes=sizes) for each in (replace(job(), trainer=ONE_ALONE), job())
+    )
+    assert every.result.plan.schedule.name != "1f1b"
+    assert every.prediction.step_ms < one.prediction.step_ms
+
+
+def test_the_fastest_plan_is_put_in_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prevents: packs that stay as dealt in the schedule that is taken, or are made anew for it."""
+    asked = request(lengths=example_lengths(origin_of(MODEL)), packing=PackingMethod.BALANCED)
+    samples = Samples(lengths=asked.data.lengths, caps=asked.data.caps, epochs=2, micro_batches=4)
+    free = Free(levels=LevelRule(count=1), schedule=None)
+    ordered = counting(monkeypatch, schedule_choice, ordered_plan)
+    packed = counting(monkeypatch, plan_data, pack_epochs)
+    made = plan(Goal(job=asked.job, data=samples, free=free))
+    assert made.schedule.chosen.name != "1f1b"
+    assert ordered.call_count == packed.call_count == 1
+    expected = make_ordered_plan(replace(asked, schedule=made.schedule.chosen))
+    assert made.result.plan == expected.plan
+    assert made.schedule.steps_ms[made.schedule.chosen] == made.prediction.step_ms
+
+
+def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
+    """Prevents: a refusal because the best sizes in 1F1B have one stage, where others have more."""
+    made, usual = (
+        plan_of(job(), name, sizes=FreeSizes(gpus=2)).result.plan
+        for name in ("interleaved", "1f1b")
+    )
+    assert (made.schedule.name, made.parallel.pipeline) == ("interleaved", 2)
+    assert usual.parallel.pipeline == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "schedule", "free", "message"),
+    [
+        (MANY, "interleaved", {}, "here are 32 with 52 layers together"),
+        (MANY, "interleaved", {"sizes": OF_MANY}, "here are 32 with 52 layers together"),
+        (IN_FP8, "zb-h1", {}, "products in FP8"),
+        (IN_FP8, "zb-v", {}, r"--schedule zb-v cannot be: products in FP8"),
+        ({"parallel": Parallel(pipeline=1, data=2)}, "interleaved", {}, "needs 2 pipeline stages"),
+        ({"trainer": "megatron-lm"}, "zb-h1", {}, Feature.SCHEDULE.value),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(monkeypatch, changes, schedule, free, message):
+    """Prevents: minutes of a search before a refusal, and plans that the trainer refuses."""
+    for search in ("make_ordered_plan", "search_with_levels"):
+        monkeypatch.setattr(planning, search, Mock(side_effect=AssertionError))
+    with pytest.raises(UserError, match=message):
+        plan_of(job(**changes), schedule, **free)

@@ -1,14 +1,12 @@
 """The job: refused where it is wrong, and checked and costed once."""
 
-from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from operator import attrgetter
-from types import ModuleType
-from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from plan_cases import MODEL, changed, example_lengths, example_profile, job_spec, request
+from plan_cases import MODEL, changed, counting, example_lengths, example_profile, job_spec, request
 
 from omnibal.base.errors import UserError
 from omnibal.cost import source as source_module
@@ -61,10 +59,8 @@ def test_costs_are_those_of_its_source(frozen: tuple[str, ...]) -> None:
     """Prevents costs of other fields than the job has."""
     counted, measured = job_spec(frozen=frozen), job_spec(frozen=frozen, cost_source=MEASURED)
     sizes = MODEL, counted.cluster, counted.parallel, counted.precision, frozen
-    for job, expected in (
-        (counted, analytic_cost(*sizes)),
-        (measured, Measured(PROFILE).costs(*sizes)),
-    ):
+    every = (counted, analytic_cost(*sizes)), (measured, MEASURED.costs(*sizes))
+    for job, expected in every:
         assert job.cost.source == expected.source
         for unit, cost in expected.units.items():
             np.testing.assert_array_equal(job.cost.units[unit].forward_ms, cost.forward_ms)
@@ -78,12 +74,6 @@ def test_other_sizes_have_other_costs() -> None:
     split = job.sized(Parallel(tensor=2, pipeline=2))
     assert split.cost.units["head"].parameters < job.cost.units["head"].parameters
     assert job.parallel == Parallel(pipeline=2, data=2)
-
-
-def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: Callable) -> Mock:
-    counted = Mock(wraps=function)
-    monkeypatch.setattr(module, function.__name__, counted)
-    return counted
 
 
 def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,11 +106,11 @@ def test_a_plan_directory_gives_its_job_again(tmp_path, source, lengths) -> None
 
 def test_data_that_cannot_be_planned_is_refused_with_the_request() -> None:
     """Prevents a request that exists and that no plan can be made of."""
-    few = changed(request(epochs=1), packs_per_step=2)
-    for asked, changes, message in (
-        (lambda **given: changed(few, **given), {"packs_per_step": 2_000_002}, "at most 1,000,000"),
-        (request, {"lengths": None, "packs_per_step": 2_000_002}, "at most 1,000,000"),
-        (lambda **given: changed(few, **given), {"epochs": 1_000_000}, "fewer --epochs"),
+    few = partial(changed, changed(request(epochs=1), packs_per_step=2))
+    for asked, message in (
+        (partial(few, packs_per_step=2_000_002), "at most 1,000,000"),
+        (partial(request, lengths=None, packs_per_step=2_000_002), "at most 1,000,000"),
+        (partial(few, epochs=1_000_000), "fewer --epochs"),
     ):
         with pytest.raises(UserError, match=message):
-            asked(**changes)
+            asked()

@@ -11,15 +11,6 @@ from omnibal.model.parallel import Parallel
 pytestmark = pytest.mark.quick
 
 
-def random_nodes(rng: np.random.Generator, most: int = 4) -> tuple[np.ndarray, int, int]:
-    """Node of every rank of a group of some job, its pipelines, and their ranks."""
-    pipelines, blocks = int(rng.integers(1, most)), int(rng.integers(1, 3))
-    tensor, pipeline = (int(size) for size in rng.integers(1, 3, 2))
-    sizes = Parallel(tensor=tensor, pipeline=pipeline, data=pipelines * blocks)
-    node = nodes_of_groups(sizes, pipelines, int(rng.integers(1, 5)))
-    return node[rng.integers(0, blocks)], pipelines, sizes.tensor * sizes.pipeline
-
-
 @pytest.mark.parametrize("gpus_per_node", [1, 3, 8])
 def test_ranks_are_on_the_nodes_of_megatrons_order(gpus_per_node: int) -> None:
     """Prevents: shares that keep items on a node that is another one in the job."""
@@ -35,10 +26,14 @@ def test_ranks_are_on_the_nodes_of_megatrons_order(gpus_per_node: int) -> None:
 
 @pytest.mark.parametrize("seed", range(60))
 def test_no_dealing_of_these_shares_keeps_more_items_on_their_node(seed: int) -> None:
-    """Prevents: features sent between nodes although the node that needs them had room, and shares
-    that are less even for it; against all orders of the items."""
+    """Prevents: features sent between nodes in vain, and uneven shares, by all orders of items."""
     rng = np.random.default_rng(seed)
-    node, pipelines, of_pipeline = random_nodes(rng)
+    # The node of every rank of a group of some job.
+    pipelines, blocks = int(rng.integers(1, 4)), int(rng.integers(1, 3))
+    tensor, pipeline = (int(size) for size in rng.integers(1, 3, 2))
+    sizes = Parallel(tensor=tensor, pipeline=pipeline, data=pipelines * blocks)
+    of_groups = nodes_of_groups(sizes, pipelines, int(rng.integers(1, 5)))
+    node, of_pipeline = of_groups[rng.integers(0, blocks)], tensor * pipeline
     home = np.sort(rng.integers(0, pipelines, 4))
     items = rng.integers(0, 3, 4)
     given = {"pipelines": pipelines, "ranks_of_pipeline": of_pipeline, "item_ms": {"vision": 1.0}}

@@ -1,16 +1,24 @@
-"""The joint search against brute force, and stages against the model they are cut from."""
+"""The searches for stages and for a schedule's parts against brute force, and stages' model."""
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import product
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost, random_features, small_model, workload_of_a_step
 from level_cases import brute_force, level_case, walked
-from partition_cases import equal_steps, frozen, planners_figures, random_packs
+from partition_cases import (
+    all_cuts,
+    equal_steps,
+    frozen,
+    numbers_of,
+    planners_figures,
+    random_packs,
+    recomputing,
+)
 from scipy.optimize import nnls
 
 from omnibal.base.errors import UserError
@@ -18,19 +26,30 @@ from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.parallel import Parallel
-from omnibal.model.units import unit_names
+from omnibal.model.targets import RecomputeFreedom, StageRules
+from omnibal.model.units import LANGUAGE_EMBED, unit_names
 from omnibal.pipeline import partition, split_search, stage_options
 from omnibal.pipeline.bounds import least_step_ms
+from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.schedule_memory import schedule_memories
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.simulate import predict_steps, simulate_run
 from omnibal.pipeline.stage import Stage
+from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.stage_options import StageOptions, on_paths, stage_choices
-from omnibal.pipeline.unit_runs import check_stages, recomputed_counts, stages_from_cuts
+from omnibal.pipeline.unit_runs import (
+    check_stages,
+    layer_kinds,
+    recomputed_counts,
+    stages_from_cuts,
+    unit_counts,
+)
 from omnibal.pipeline.workload import Workload
 
 LAYERS = ("vision_layer", "language_layer")
@@ -116,8 +135,7 @@ def large_case(
     ],
 )
 def test_the_search_equals_brute_force(towers: str, most: int, least: dict[str, int]):
-    """Prevents a split or recomputed set that is not the best, caps wrongly held or passed, and
-    towers or kinds of layer that are counted, recomputed or numbered as another's."""
+    """Prevents results that are not the best or do not fit, and layers of another kind."""
     rng = np.random.default_rng(0)
     outcomes = {"infeasible": 0, "recomputed": 0, "kept": 0, "several": 0}
     for number in range(20 if towers else 55):
@@ -171,10 +189,8 @@ def test_the_search_over_levels_equals_brute_force(
     cases: int,
     lockstep_ranks: int,
 ):
-    """Prevents a split or recomputed set that is not the best, a level's layers taken for
-    another's, ranks that share a pack simulated as if they did not wait for each other, bounds
-    above what is possible where the search is cut short, and levels that recompute different layers
-    where ranks that share out experts would wait for each other for ever."""
+    """Prevents a result that is not the best, layers of another level, ranks that share a pack and
+    do not wait, bounds above what is possible, and levels that deadlock ranks with experts."""
     rng = np.random.default_rng(0)
     unlike = infeasible = cut_short = 0
     for _ in range(cases):
@@ -230,9 +246,7 @@ def test_memory_of_levels_is_that_of_a_walk():
 
 
 @pytest.mark.parametrize("stages", [1, 4])
-def test_a_large_model_of_levels_is_searched_with_few_options(
-    monkeypatch: pytest.MonkeyPatch, stages: int
-):
+def test_a_large_model_of_levels_is_searched_with_few_options(monkeypatch, stages):
     """Prevents a search without end, or a split that does not fit."""
     monkeypatch.setattr(stage_options, "_MOST_OPTIONS", 400)
     model = load_model("llama3.1-70b")
@@ -377,8 +391,7 @@ def every_split(options: list[StageOptions], units: int) -> np.ndarray:
 
 
 def test_a_spent_budget_is_admitted(monkeypatch: pytest.MonkeyPatch):
-    """Prevents an inexact result that claims to be proven, a bound above what is possible, and an
-    effort that is not limited."""
+    """Prevents an inexact result that claims to be proven, and an effort that is not limited."""
     case = large_case((30, 50), 8, 1.3)
     best, little = (search_stages(*case, effort=effort) for effort in (1.0, 1e-6))
     assert best.lower_bound_ms == best.step_ms
@@ -407,9 +420,7 @@ def test_a_gap_that_stays_open_is_given_up(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("share_of_least", [10.0, 1.3, 1.2])
-def test_a_narrow_search_is_proven_by_what_it_learns(
-    monkeypatch: pytest.MonkeyPatch, share_of_least: float
-):
+def test_a_narrow_search_is_proven_by_what_it_learns(monkeypatch, share_of_least):
     """Prevents a search that stops, or goes on in vain, once all splits that had room are known."""
     for limit in ("_FIRST_WIDTH", "_MAX_WIDTH"):
         monkeypatch.setattr(split_search, limit, 40)
@@ -436,8 +447,7 @@ def test_what_has_no_room_is_learned_from():
 
 
 def test_the_bound_of_a_long_run_is_below_its_prediction():
-    """Prevents comparing a bound on all steps with a prediction on 2,000 of them: here the heavy
-    steps are those that are not simulated."""
+    """Prevents a bound on all steps beside a prediction of 2,000, if others are heavy."""
     rng = np.random.default_rng(2)
     cost, model = random_cost(rng), small_model(2, 2)
     features = np.ones((6_001, 5))
@@ -463,8 +473,7 @@ def test_a_large_model_is_searched_with_few_simulations(share_of_least: float):
 
 
 def test_only_sampled_steps_are_simulated_but_all_packs_fit():
-    """Prevents a search as long as the run, and a plan that runs out of memory in a step that was
-    not sampled."""
+    """Prevents a search as long as the run, and a plan too large in a step that was not sampled."""
     rng = np.random.default_rng(3)
     cost, model = random_cost(rng), small_model(3, 3)
     features = random_features(rng, 400)
@@ -487,16 +496,6 @@ def test_recomputed_layers_are_the_earliest_of_their_stage():
     assert [stage.recomputed("language") for stage in stages] == [(), (), (1, 2)]
 
 
-def test_cuts_and_stages_are_each_others_inverse():
-    """Prevents an off-by-one between the unit list and stages, for every possible split."""
-    model = small_model(2, 3)
-    for cuts in combinations(range(1, len(unit_names(model))), 3):
-        stages = stages_from_cuts(model, cuts)
-        check_stages(model, stages)
-        sizes = [stage.size for stage in stages]
-        assert tuple(np.cumsum(sizes)[:-1]) == cuts
-
-
 @pytest.mark.parametrize(
     ("index", "units", "recompute", "message"),
     [
@@ -511,9 +510,7 @@ def test_cuts_and_stages_are_each_others_inverse():
         (0, None, ["language 0"], r"recomputes language 0 but holds vision 0\.\.1;"),
     ],
 )
-def test_stages_that_are_not_the_model_are_refused(
-    index: int, units: list[str] | None, recompute: list[str], message: str
-):
+def test_stages_that_are_not_the_model_are_refused(index, units, recompute, message):
     """Prevents training from a hand-edited plan that loses, repeats or misplaces layers."""
     model = small_model(3, 3)
     stages = list(stages_from_cuts(model, (3, 7)))
@@ -528,3 +525,135 @@ def test_an_empty_stage_is_refused():
     model = small_model(3, 3)
     with pytest.raises(UserError, match="stage 1 of 2 is empty"):
         check_stages(model, [*stages_from_cuts(model, ()), Stage.of()])
+
+
+TWO_CHUNKS = PipelineSchedule(name="interleaved", chunks=2)
+
+
+def ragged_steps(rng: np.random.Generator, micro_batches: int, ranks: int) -> Workload:
+    """Two steps, in which the last rank may lack micro-batches."""
+    packs = steps_of(rng, micro_batches, ranks)
+    lacks = (packs.dp_rank == ranks - 1) & (packs.slot >= rng.integers(1, micro_batches + 1))
+    return packs if ranks == 1 else packs.rows(np.flatnonzero(~lacks))
+
+
+def steps_of(rng: np.random.Generator, micro_batches: int, ranks: int = 1) -> Workload:
+    """Two steps of equally many micro-batches on every rank."""
+    shape = 2, ranks, micro_batches
+    return equal_steps(shape, random_features(rng, 2 * ranks * micro_batches))
+
+
+def predicted_ms(
+    cost: CostModel,
+    parts: tuple[Stage, ...],
+    packs: Workload,
+    schedule: PipelineSchedule = TWO_CHUNKS,
+) -> float:
+    """Mean step, by the simulator of one plan."""
+    times, once = workload_times(cost, (parts,), packs), per_step_costs(cost, parts, schedule)
+    return float(predict_steps(times, packs, once, schedule).step_ms.mean())
+
+
+@pytest.mark.parametrize(
+    ("seed", "layers", "stages", "schedule"),
+    [
+        *product(range(2), [5], [2], [TWO_CHUNKS, PipelineSchedule(name="zb-v", chunks=2)]),
+        *product(range(3), [6], [3], [PipelineSchedule(name="zb-h1")]),
+    ],
+)
+def test_without_a_cap_the_best_of_all_cuts_is_found(seed, layers, stages, schedule):
+    """Prevents: a search that misses the best cut, or that simulates another step than a plan's."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(3, layers), random_cost(rng)
+    packs = ragged_steps(rng, int(rng.integers(2, 7)), int(rng.integers(1, 3)))
+    found = search_parts(cost, model, packs, stages, np.inf, schedule)
+    assert found.step_ms == pytest.approx(predicted_ms(cost, found.stages, packs, schedule))
+    cuts = all_cuts(model, stages * schedule.chunks)
+    best_ms = min(predicted_ms(cost, parts, packs, schedule) for parts in cuts)
+    assert found.step_ms == pytest.approx(best_ms)
+    assert found.lower_bound_ms <= best_ms
+
+
+def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
+    """Prevents: bounds or moves that leave out the best stages, with ranks of unequal numbers."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(4, 8), random_cost(rng)
+        packs = ragged_steps(rng, 6, 2)
+        exact = search_stages(cost, model, packs, 3, 1e12)
+        found = search_parts(cost, model, packs, 3, 1e12, ONE_FORWARD_ONE_BACKWARD)
+        assert found.step_ms == pytest.approx(exact.step_ms)
+
+
+Options = Collection[tuple[Stage, ...]]
+
+
+def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> float:
+    """Peak of the fullest stage, as plans are checked by it."""
+    memories = schedule_memories(cost, [parts], packs, TWO_CHUNKS)
+    return max(memory.peak_gib for memory in memories) * GIB
+
+
+def best_of(
+    cost: CostModel, packs: Workload, options: Options, share: float
+) -> tuple[float, Options, float]:
+    """A cap that such a share of options fits, these, and the mean step of the fastest."""
+    peaks = np.array([peak_bytes(cost, each, packs) for each in options])
+    cap_bytes = float(np.quantile(peaks, share))
+    fitting = [each for each, peak in zip(options, peaks, strict=True) if peak <= cap_bytes]
+    return cap_bytes, fitting, min(predicted_ms(cost, each, packs) for each in fitting)
+
+
+def with_all_recomputed(cost: CostModel, parts: tuple[Stage, ...]) -> Iterator[tuple[Stage, ...]]:
+    """Parts with every choice of what they recompute, the earliest layers of each kind."""
+    layers = layer_kinds(cost.kinds)
+    every = []
+    for part in parts:
+        counts = unit_counts(cost.kinds, part)[layers].tolist()
+        every.append([*product(*(range(count + 1) for count in counts))])
+    cuts = np.cumsum([part.size for part in parts])[:-1].tolist()
+    model = small_model(2, 3)
+    return (stages_from_cuts(model, cuts, numbers) for numbers in product(*every))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_cap_is_kept_by_nearly_the_best_of_all_recomputed_layers(seed: int) -> None:
+    """Prevents: parts over the cap, and recomputation that costs more than it must."""
+    rng = np.random.default_rng(seed)
+    model, cost = small_model(2, 3), random_cost(rng)
+    packs = steps_of(rng, 4)
+    options = [each for cut in all_cuts(model, 4) for each in with_all_recomputed(cost, cut)]
+    cap_bytes, _, best_ms = best_of(cost, packs, options, 0.2)
+    found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS)
+    assert peak_bytes(cost, found.stages, packs) <= cap_bytes * (1 + 1e-9)
+    assert best_ms * (1 - 1e-9) <= found.step_ms <= best_ms * 1.03
+
+
+def test_the_bound_is_below_every_cut() -> None:
+    """Prevents: a proof of what is not so."""
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        model, cost = small_model(2, 4), random_cost(rng)
+        packs = steps_of(rng, int(rng.integers(1, 6)))
+        bound_ms = least_work_ms(PartProblem.of(cost, model, packs, 2, np.inf, TWO_CHUNKS))
+        steps = [predicted_ms(cost, parts, packs) for parts in all_cuts(model, 4)]
+        assert 0 < bound_ms <= min(steps)
+
+
+@pytest.mark.parametrize("freedom", ["language", "stages"])
+@pytest.mark.parametrize("on_first", [True, False])
+def test_numbers_that_a_trainer_is_told_are_nearly_the_best(freedom: str, on_first: bool) -> None:
+    """Prevents: chunks that a trainer cannot be told, and numbers larger than they must be."""
+    rules = StageRules(encoders_on_first=on_first, recompute=RecomputeFreedom(freedom))
+    model, embed = small_model(2, 5), unit_names(small_model(2, 5)).index(LANGUAGE_EMBED)
+    for seed in range(2):
+        rng = np.random.default_rng(seed)
+        cost, packs = random_cost(rng), steps_of(rng, 4)
+        cuts = [cut for cut in all_cuts(model, 4) if not on_first or cut[0].size > embed]
+        every = [*numbers_of(model, cost, 2, rules.recompute)]
+        # The stages of both parts of a device recompute as many.
+        options = {tuple(map(recomputing, cut, 2 * each)) for cut in cuts for each in every}
+        cap_bytes, fitting, best_ms = best_of(cost, packs, options, 0.3)
+        found = search_parts(cost, model, packs, 2, cap_bytes, TWO_CHUNKS, rules=rules)
+        assert found.stages in fitting
+        assert found.step_ms <= best_ms * 1.03

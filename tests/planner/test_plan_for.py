@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from cli_cases import failure, printed, status
 from length_cases import make_lengths
-from plan_cases import MODEL, example_lengths, request
+from plan_cases import MODEL, counting, example_lengths, request
 
 from omnibal.data.lengths import write_lengths
 from omnibal.job.check import open_plan
@@ -18,7 +18,7 @@ from omnibal.job.plan_files import data_of_plan
 from omnibal.job.planner import make_plan
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, TargetName
+from omnibal.model.targets import ANY_PACKS, FREE, OWN, TARGETS, TargetName, TrainerConstraints
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.search.limit_costs import (
     CostOfLimits,
@@ -29,6 +29,7 @@ from omnibal.search.limit_costs import (
     rates_lifted,
     requests_lifted,
 )
+from omnibal.steps import steps
 from omnibal.steps.next_fit import next_fit_packs
 
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
@@ -44,9 +45,8 @@ def run(capsys, command: str, *arguments: object) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("name", TargetName)
 def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths_file, name):
-    """Prevents a trainer that no plan can be made for, a plan that does not say whom it is for or
-    that other commands refuse, one that is predicted to be faster under limits, and exports of
-    other packs or steps."""
+    """Prevents a trainer that no plan can be made for, a plan that other commands refuse or that is
+    predicted to be faster under limits, and exports of other packs or steps."""
     target, plan, folder = TARGETS[name], tmp_path / "plan", tmp_path / "export"
     sizes = "--dp 2" if target.most_pipeline == 1 else "--pp 2 --dp 2"
     caps = "--max-tokens 512" if target.packs.tokens_alone else "--max-tokens 512 --max-tiles 8"
@@ -168,8 +168,7 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths_file
 
 @pytest.mark.parametrize("name", ["ms-swift", "megatron-bridge"])
 def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
-    """Prevents: a plan in 1F1B for a trainer that is faster with chunks, chunks for numbers of
-    micro-batches that it refuses, and encoders on a later chunk than the first."""
+    """Prevents: 1F1B where chunks are faster, and chunks that a trainer refuses."""
     base = "plan --model internvl3-2b --cluster h100-80g --pp 2 --dp 2 --max-tokens 4096"
     options = "--for", name, "--schedule", "auto", "-o", tmp_path / "plan", "--micro-batches"
     even, odd = (run(capsys, base, *options, count)[0] for count in (4, 5))
@@ -181,35 +180,26 @@ def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
     assert even["slower_than_free"] < odd["slower_than_free"]
 
 
-def test_a_limit_is_lifted_alone():
+def parts_of(limits: TrainerConstraints) -> dict[str, object]:
+    """All limits by name."""
+    named = {"sharding": limits.shardings, "schedules": limits.schedules}
+    return {**dict(limits.stages), **dict(limits.packs), **named}
+
+
+@pytest.mark.parametrize("name", TargetName)
+def test_a_limit_is_lifted_alone(name):
     """Prevents a limit that is not lifted, or another that is lifted with it unsaid."""
-    for name in TargetName:
-        limits = TARGETS[name]
-        for limit in LimitName:
-            fewer = lifted(limits, limit)
-            # Other sizes are another limit of a trainer that divides weights over all ranks.
-            assert fewer.name == (None if limit is LimitName.SHARDING else name)
-            changed = {
-                field
-                for before, after in ((limits.stages, fewer.stages), (limits.packs, fewer.packs))
-                for field in type(before).model_fields
-                if getattr(before, field) != getattr(after, field)
-            }
-            changed |= {"sharding"} if limits.shardings != fewer.shardings else set()
-            changed |= {"schedules"} if limits.schedules != fewer.schedules else set()
-            together = {
-                LimitName.SHARDING: {"schedules"},
-                LimitName.ORDER: {"full_steps"},
-            }
-            assert changed <= {limit.value} | together.get(limit, set())
-        without = limits
-        for limit in LimitName:
-            without = lifted(without, limit)
-        assert (without.stages, without.packs, without.shardings) == (
-            FREE,
-            ANY_PACKS,
-            OWN.shardings,
-        )
+    limits = without = TARGETS[name]
+    together = {LimitName.SHARDING: {"schedules"}, LimitName.ORDER: {"full_steps"}}
+    for limit in LimitName:
+        fewer, without = lifted(limits, limit), lifted(without, limit)
+        # Other sizes are another limit of a trainer that divides weights over all ranks.
+        assert fewer.name == (None if limit is LimitName.SHARDING else name)
+        before, after = parts_of(limits), parts_of(fewer)
+        changed = {part for part in before if before[part] != after[part]}
+        assert changed <= {limit.value} | together.get(limit, set())
+    left = without.stages, without.packs, without.shardings
+    assert left == (FREE, ANY_PACKS, OWN.shardings)
 
 
 def test_limits_that_cannot_bind_are_not_looked_at():
@@ -263,23 +253,17 @@ def test_limits_are_compared_on_some_samples_packed_once(monkeypatch):
     result = make_plan(replace(asked, job=job, data=replace(asked.data, rules=limits.packs)))
     requests = requests_lifted(limits, result, PackingMethod.BALANCED, free)
     assert len(requests) >= 3
-    packed = []
-
-    def pack(samples, *arguments, **options):
-        packed.append(len(samples))
-        return pack_samples(samples, *arguments, **options)
-
-    monkeypatch.setattr("omnibal.steps.steps.pack_samples", pack)
-    done = []
+    packed, done = counting(monkeypatch, steps, pack_samples), []
     of_all = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
-    assert done == [1] * len(requests) and set(packed) == {3000} and len(packed) <= 2
+    assert done == [1] * len(requests) and packed.call_count <= 2
+    assert {len(call.args[0]) for call in packed.call_args_list} == {3000}
     for name, fewer in requests.items():
         assert of_all[name] == pytest.approx(rate_of(make_plan(fewer)))
     monkeypatch.setattr("omnibal.search.limit_costs._COMPARED_SAMPLES", 900)
-    packed.clear()
+    packed.reset_mock()
     of_some = rates_lifted(limits, result, PackingMethod.BALANCED, requests, done.append)
-    assert set(packed) == {900} and len(packed) <= 2
-    assert of_some.keys() == of_all.keys()
+    assert {len(call.args[0]) for call in packed.call_args_list} == {900}
+    assert packed.call_count <= 2 and of_some.keys() == of_all.keys()
     for name, rate in of_some.items():
         assert rate == pytest.approx(of_all[name], rel=0.05), name
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -151,12 +152,10 @@ def test_failed_save_leaves_the_old_plan(tmp_path, monkeypatch, place):
     directory = tmp_path / "plan"
     save_plan(make_plan(request(seed=1)), directory)
     before, rename = saved_bytes(directory), Path.rename
-
-    def full_disk(*_):
-        raise OSError("disk full")
+    full_disk = Mock(side_effect=OSError("disk full"))
 
     def refuse_the_new(path, target):
-        return full_disk() if path.name == "new" else rename(path, target)
+        return (full_disk if path.name == "new" else rename)(path, target)
 
     if place == "new":
         monkeypatch.setattr(Path, "rename", refuse_the_new)

@@ -19,17 +19,11 @@ def rows() -> list[tuple[list[str], list[str], str]]:
     assert found is not None
     lines = [line for line in found[1].splitlines() if line.startswith("| `")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    return [(options(one), options(other), why) for one, other, why in cells]
-
-
-def options(cell: str) -> list[str]:
-    """The options of a cell."""
-    return re.findall(r"`([^`]+)`", cell)
+    return [(*(re.findall(r"`([^`]+)`", each) for each in (a, b)), why) for a, b, why in cells]
 
 
 def test_tables_are_the_codes():
-    """Prevents: a page that promises a pair which is refused, or gives a reason that is not the
-    code's."""
+    """Prevents: a page that promises a pair which is refused, or gives another reason."""
     written = [(one, other, why) for (one,), others, why in rows() for other in others]
     in_code = [(each.one.value, each.other.value, each.why) for each in CONFLICTS]
     in_code += [(one.value, other.value, why) for one, other, why in NEEDS]

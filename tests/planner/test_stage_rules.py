@@ -2,14 +2,14 @@
 
 from collections.abc import Iterator
 from dataclasses import fields, replace
-from itertools import combinations, pairwise, product
+from itertools import combinations, pairwise
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from cost_cases import model_of, random_cost
-from partition_cases import frozen, planners_figures, random_packs
+from partition_cases import frozen, numbers_of, planners_figures, random_packs, recomputing
 from plan_cases import job_spec, request
 
 from omnibal.base.errors import DoesNotFit, UserError
@@ -24,13 +24,7 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import (
-    TARGETS,
-    RecomputeFreedom,
-    StageRules,
-    TargetName,
-    TrainerConstraints,
-)
+from omnibal.model.targets import TARGETS, RecomputeFreedom, StageRules, TrainerConstraints
 from omnibal.model.units import LANGUAGE
 from omnibal.pipeline.baselines import PartitionMethod
 from omnibal.pipeline.bounds import least_step_ms
@@ -53,39 +47,11 @@ def allowed_stages(model: ModelConfig, p: int, rules: StageRules) -> Iterator[tu
     is_layer = [span.layers is not None for span in words]
     for cuts in combinations(range(1, len(words)), p - 1):
         runs = list(pairwise((0, *cuts, len(words))))
-        if not all(any(is_layer[a:b]) for a, b in runs):
-            continue
-        stages = [Stage.of(*map(str, words[a:b])) for a, b in runs]
-        if rules.encoders_on_first and not stages[0].holds("language embed"):
-            continue
-        if rules.language_everywhere and not all(len(s.layers(LANGUAGE)) for s in stages):
-            continue
-        yield tuple(stages)
-
-
-def numbers_of(
-    model: ModelConfig, cost: CostModel, p: int, freedom: RecomputeFreedom
-) -> Iterator[list[dict[str, int]]]:
-    """Every choice of numbers: of every stage, by tower."""
-    with_backward = {k.tower for k in cost.kinds if k.is_layer and cost.units[k.name].has_backward}
-    layers = {name: tower.layers for name, tower in model.encoders.items() if name in with_backward}
-    language = model.language.layers
-    if freedom is RecomputeFreedom.STAGES:
-        most = max([*(tower.layers for tower in model.encoders.values()), language])
-        for numbers in product(range(most + 1), repeat=p):
-            yield [dict.fromkeys([*model.encoders, LANGUAGE], number) for number in numbers]
-        return
-    encoders = [(0, number) for number in layers.values()]
-    of_language = (0, language) if freedom is RecomputeFreedom.ALL else range(language + 1)
-    for *of_encoders, number in product(*encoders, of_language):
-        yield [dict(zip(layers, of_encoders, strict=True)) | {LANGUAGE: number}] * p
-
-
-def recomputing(stage: Stage, numbers: dict[str, int]) -> Stage:
-    """The stage with the first layers of its towers recomputed."""
-    held = {tower: stage.layers(tower)[:number] for tower, number in numbers.items()}
-    words = [f"{tower} {layer}" for tower, layers in held.items() for layer in layers]
-    return Stage.of(*map(str, stage.units), recompute=words)
+        stages = tuple(Stage.of(*map(str, words[a:b])) for a, b in runs)
+        on_first = stages[0].holds("language embed") or not rules.encoders_on_first
+        everywhere = all(len(s.layers(LANGUAGE)) for s in stages) or not rules.language_everywhere
+        if on_first and everywhere and all(any(is_layer[a:b]) for a, b in runs):
+            yield stages
 
 
 def brute_force(
@@ -127,8 +93,7 @@ def random_case(
 
 @pytest.mark.parametrize("freedom", list(RecomputeFreedom)[1:])
 def test_the_search_under_rules_equals_brute_force(freedom: RecomputeFreedom):
-    """Prevents stages or recomputed layers that a trainer cannot be told, better ones that are
-    missed, and bounds that are none under rules."""
+    """Prevents stages that a trainer cannot be told, missed better ones, and wrong bounds."""
     rng = np.random.default_rng(5)
     recomputed = refused = 0
     for towers in TOWERS * 2:
@@ -174,8 +139,7 @@ def test_more_stages_than_rules_allow_are_refused():
 
 
 def test_whole_encoders_cost_what_they_cost_alone():
-    """Prevents encoders that a trainer computes whole from being planned at a share of their time,
-    memory or parameters, and a language model that changes with them."""
+    """Prevents encoders that a trainer computes whole, at a share of their costs."""
     model, cluster = load_model("internvl2.5-8b"), load_cluster("h100-80g")
     shared_out = job_spec(
         model=model, cluster=cluster, precision="bf16", parallel=FOUR_TENSOR_RANKS
@@ -198,7 +162,7 @@ def test_whole_encoders_cost_what_they_cost_alone():
 def test_a_plan_for_a_trainer_is_checked_by_its_cost(tmp_path: Path):
     """Prevents a check, or a resumed run, that predicts the plan as another trainer runs it."""
     asked = request(parallel=Parallel(tensor=2, pipeline=2, sequence_parallel=True))
-    swift = TARGETS[TargetName.MS_SWIFT]
+    swift = TARGETS["ms-swift"]
     made = make_plan(replace(asked, job=replace(asked.job, trainer=swift)))
     save_plan(made, tmp_path / "plan")
     check_plan(tmp_path / "plan")

@@ -49,15 +49,7 @@ from omnibal.search.parallel_sizes import (
     strategy_samples_per_step,
     without_best,
 )
-from omnibal.search.strategy import (
-    Bound,
-    FreeSizes,
-    Setting,
-    Sizing,
-    StrategyRequest,
-    find_bound,
-    pack_at,
-)
+from omnibal.search.strategy import FreeSizes, Setting, Sizing, StrategyRequest, find_bound, pack_at
 from omnibal.search.weight_sharding import ShardingChoice
 
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
@@ -82,10 +74,6 @@ def strategy_request(**changes) -> StrategyRequest:
 
 def possible_parallels(searched: StrategyRequest) -> list[Parallel]:
     return [sizing.parallel for sizing in possible_sizings(searched)]
-
-
-def with_sizes(searched: StrategyRequest, **changes: int) -> StrategyRequest:
-    return replace(searched, sizes=replace(searched.sizes, **changes))
 
 
 def found_of(searched: StrategyRequest) -> StrategySearch:
@@ -139,22 +127,15 @@ def found_as_planned(searched: StrategyRequest) -> StrategySearch:
         assert each.ms_per_sample == pytest.approx(planned[each.parallel], rel=1e-9)
         assert each.samples_per_second == pytest.approx(1e3 / each.ms_per_sample)
         assert sum(each.lost.named().values()) == pytest.approx(each.ms_per_sample)
-    for each in found.ruled_out:
-        if each.parallel in planned and each.most_samples_per_second is not None:
+    ruled_out = [each for each in found.ruled_out if each.most_samples_per_second is not None]
+    for each in ruled_out:
+        if each.estimated_samples_per_second is None:
+            assert each.most_samples_per_second * CLEARLY_WORSE < found.best.samples_per_second
+        if each.parallel in planned:
             bound_ms = 1e3 / each.most_samples_per_second
             assert bound_ms <= planned[each.parallel] * (1 + 1e-9)
     assert_all_listed(found, searched)
     return found
-
-
-def test_ranking_is_the_planners_own():
-    """Prevents a second cost formula, other packs, and a winner that is not the fastest."""
-    searched = strategy_request(gpus=8, samples_per_step=30)
-    assert len(possible_parallels(searched)) > 5
-    found = found_as_planned(searched)
-    assert found.ruled_out
-    for each in found.ruled_out:
-        assert each.most_samples_per_second * CLEARLY_WORSE < found.best.samples_per_second
 
 
 def test_ranking_with_experts_is_the_planners_own():
@@ -169,12 +150,8 @@ def test_ranking_with_experts_is_the_planners_own():
     assert possible_parallels(searched) == every
     found = found_as_planned(searched)
     assert {each.parallel.expert for each in found.ranking} == {1, 2, 4}
-    fixed = possible_parallels(with_sizes(searched, expert=4))
+    fixed = possible_parallels(strategy_request(model=DIGITS, expert=4))
     assert fixed == [each for each in every if each.expert == 4]
-    with pytest.raises(UserError, match="expert size 3 does not divide the 4 experts"):
-        possible_parallels(with_sizes(searched, expert=3))
-    with pytest.raises(UserError, match=r"--pp 4 --ep 2: .* an --ep that divides tensor x data"):
-        possible_parallels(with_sizes(searched, pipeline=4, expert=2))
 
 
 SLOW = {"intra_node_gb_per_s": 0.05, "inter_node_gb_per_s": 0.02}
@@ -198,7 +175,7 @@ def test_experts_in_sharded_weights_rank_as_the_planner_alone_says():
 
 
 def test_sharded_weights_rank_as_the_planner_alone_says():
-    """Prevents: a way to hold weights that is not tried, or timed as another."""
+    """Prevents another cost formula, other packs, a slower winner, and untried shardings."""
     fast = {"intra_node_gb_per_s": 1_000.0, "inter_node_gb_per_s": 1_000.0, "link_latency_us": 0}
     winners = set()
     for changes in (fast, SLOW, fast | {"memory_gib": 0.05}, {"memory_gib": 0.03}):
@@ -258,7 +235,6 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
     bounds = []
     for parallel in possible_parallels(searched):
         _, bound = find_bound(setting, (Sizing(parallel), CAPS))
-        assert isinstance(bound, Bound)
         bounds.append(bound.least_ms)
         assert bound.least_ms <= planned_ms_per_sample(searched, CAPS, parallel) * (1 + 1e-9)
     assert sum(bound > 0 for bound in bounds) > len(bounds) / 3
@@ -299,8 +275,7 @@ def test_caps_and_strategies_are_timed_alike():
 
 
 def test_processes_do_not_matter():
-    """Prevents results that depend on which process was the first, and a bar that stops half-way
-    or runs over."""
+    """Prevents results that depend on processes, and a bar that stops half-way or runs over."""
     searched = strategy_request(gpus=2, caps=None, samples=100, samples_per_step=20)
     one = found_ending_with_its_progress(searched)
     assert one == search_strategies(searched, lambda done: None, 2)
@@ -365,6 +340,11 @@ def test_ranks_without_a_pack_are_refused():
         ({"gpus": 6, "tensor": 3}, "tensor size 3 does not divide"),
         ({"gpus": 99, "pipeline": 99}, "pipeline size 99 is more than"),
         ({"gpus": 97, "data": 1}, "multiply to 97 GPUs with --dp 1.*at most .* pipeline stages"),
+        ({"model": DIGITS, "expert": 3}, "expert size 3 does not divide the 4 experts"),
+        (
+            {"model": DIGITS, "pipeline": 4, "expert": 2},
+            "--pp 4 --ep 2: .* an --ep that divides tensor x data",
+        ),
         *(
             ({"gpus": gpus, "shardings": (way,)}, f"{gpus} GPUs were given with --sharding {way}")
             for gpus, way in ((1, WeightSharding.FULL), (4, WeightSharding.HYBRID))
@@ -386,8 +366,6 @@ def test_profile_decides_the_tensor_size():
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
     found = search(cost_source=Measured(profile))
     assert {each.tensor for each in listed(found)} == {1}
-    with pytest.raises(UserError, match="are not those of internvl-digits"):
-        search(cost_source=Measured(example_profile()))
     with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
         search(cost_source=Measured(profile), tensor=2)
     of_two = profile.model_copy(update={"tensor": 2})
