@@ -50,10 +50,8 @@ FORWARD_MS = {
 """The paper's vision and language layers relative to each other, and guesses of the rest."""
 
 
-def random_workload(
-    rng: np.random.Generator, steps: int, m: int, features: int = 5, ranks: int = 2
-) -> Workload:
-    return equal_steps((steps, ranks, m), random_features(rng, steps * ranks * m, features))
+def random_workload(rng: np.random.Generator, steps: int, m: int, features: int = 5) -> Workload:
+    return equal_steps((steps, 2, m), random_features(rng, 2 * steps * m, features))
 
 
 def cuts_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:

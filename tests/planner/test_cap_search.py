@@ -41,7 +41,6 @@ from omnibal.search.caps import (
 from omnibal.steps.pack_settings import PackSettings
 
 CLUSTER = load_cluster("laptop-cpu")
-SAMPLES_PER_STEP = 50
 
 
 def profile_with_fixed_costs(fixed_ms: float) -> Profile:
@@ -60,7 +59,7 @@ def request_of(**changes) -> CapSearchRequest:
     defaults = {
         "cost_source": Measured(profile_with_fixed_costs(2.0)),
         "lengths": example_lengths(count=150),
-        "samples_per_step": SAMPLES_PER_STEP,
+        "samples_per_step": 50,
         "samples": 1000,
         "rule": CapRule.TIME,
     }

@@ -59,9 +59,7 @@ def long_and_short(count: int = 240) -> Lengths:
     return replace(lengths, tokens=lengths.tokens + extra)
 
 
-def planned_with_levels(
-    packs: ScheduledPacks | None = None, packs_per_step: int = 12
-) -> PlanResult:
+def planned_with_levels(packs=None, packs_per_step: int = 12) -> PlanResult:
     """A plan of two levels: packs of one rank, and longer ones of two, which recompute a layer."""
     stages = stages_from_cuts(OF_LEVELS.model, (4,))
     long = {"context": 2, "cut": CutRule.ZIGZAG, "recompute": ((), stages[1].units[-2].units[:1])}

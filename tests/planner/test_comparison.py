@@ -20,9 +20,7 @@ from ablation_picture import ShownStep, before_and_after
 pytestmark = pytest.mark.quick
 
 
-def shown_step(
-    title: str, scale: float, recomputed: float, shape: tuple[int, int] = (6, 3)
-) -> ShownStep:
+def shown_step(title: str, scale: float, recomputed: float, shape=(6, 3)) -> ShownStep:
     """Of so many micro-batches on so many stages."""
     rng = np.random.default_rng(1)
     forward_ms = scale * rng.uniform(5, 15, shape)

@@ -585,18 +585,13 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
         assert found.step_ms == pytest.approx(exact.step_ms)
 
 
-Options = Collection[tuple[Stage, ...]]
-
-
 def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> float:
     """Peak of the fullest stage, as plans are checked by it."""
     memories = schedule_memories(cost, [parts], packs, TWO_CHUNKS)
     return max(memory.peak_gib for memory in memories) * GIB
 
 
-def best_of(
-    cost: CostModel, packs: Workload, options: Options, share: float
-) -> tuple[float, Options, float]:
+def best_of(cost: CostModel, packs: Workload, options: Collection, share: float) -> tuple:
     """A cap that such a share of options fits, these, and the mean step of the fastest."""
     peaks = np.array([peak_bytes(cost, each, packs) for each in options])
     cap_bytes = float(np.quantile(peaks, share))

@@ -32,6 +32,8 @@ from omnibal.search.limit_costs import (
 from omnibal.steps import steps
 from omnibal.steps.next_fit import next_fit_packs
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PLAN = f"{DIGITS} --dp 2 --micro-batches 4 --packing isf"
 
@@ -53,9 +55,7 @@ def test_a_plan_is_made_and_exported_for_every_trainer(capsys, tmp_path, lengths
     options = f"{sizes} {caps} --micro-batches 3 --epochs 2 --packing isf --for {name} --lengths"
     summary, notes = run(capsys, f"{DIGITS} {options}", lengths_file, "-o", plan)
     assert summary["made_for"] == json.loads((plan / "plan.json").read_text())["made_for"] == name
-    rate, free = (
-        summary[key] for key in ("samples_per_second_per_gpu", "free_samples_per_second_per_gpu")
-    )
+    rate, free = (summary[f"{of}samples_per_second_per_gpu"] for of in ("", "free_"))
     assert summary["slower_than_free"] == pytest.approx(1 - rate / free)
     assert all(0 <= each["slower"] < 1 for each in summary["limits"])
     assert 0 <= summary["slower_than_free"] < 1

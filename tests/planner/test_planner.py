@@ -123,7 +123,6 @@ def test_ranks_are_balanced_in_predicted_time():
         features @ (cost.forward_ms + cost.backward_ms) * repeats.get(unit, 1)
         for unit, cost in cost.units.items()
     )
-
     rank_ms = rank_sums(packs, pack_ms, dp=2)[:-1]
     assert (rank_ms.max(axis=1) / rank_ms.mean(axis=1)).mean() < 1.01
 

@@ -36,6 +36,8 @@ from omnibal.search.level_estimates import ProfiledLength, candidate_caps, hbp_l
 from omnibal.search.level_sets import LEAST_GAIN, LevelRequest, is_one_level, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
 
+pytestmark = pytest.mark.usefixtures("in_this_process")
+
 MODEL = load_model("llama3.1-8b")
 
 
@@ -44,9 +46,7 @@ def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
     return JobSpec(model=MODEL, cluster=cluster, parallel=parallel, precision="bf16")
 
 
-def level_request(
-    lengths: Lengths, tokens: int, ranks: int, pipeline: int = 1, **changes
-) -> LevelRequest:
+def level_request(lengths, tokens: int, ranks: int, pipeline: int = 1, **changes) -> LevelRequest:
     data = data_of(lengths, ranks, tokens)
     return LevelRequest(**({"job": job_of(ranks, pipeline), "data": data} | changes))
 

@@ -57,9 +57,7 @@ def job(ranks: int, **changes: object) -> JobSpec:
     return replace(whole, **changes)
 
 
-def data_of(
-    lengths: Lengths, packs_per_step: int, tiles: int = 30, tokens: int = 8192
-) -> SampleData:
+def data_of(lengths: Lengths, packs_per_step: int, tiles=30, tokens=8192) -> SampleData:
     levels = (Level(caps=Caps.of(tiles=tiles, tokens=tokens)),)
     return SampleData(lengths=lengths, levels=levels, packs_per_step=packs_per_step)
 

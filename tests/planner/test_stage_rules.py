@@ -37,7 +37,6 @@ from omnibal.pipeline.stage_cost import held_units, trained_parameters
 from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
 from omnibal.pipeline.workload import Workload
 
-FOUR_TENSOR_RANKS = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
 TOWERS = ["language", "runs", "vision language", "vision runs", "vision audio language"]
 
 
@@ -141,9 +140,8 @@ def test_more_stages_than_rules_allow_are_refused():
 def test_whole_encoders_cost_what_they_cost_alone():
     """Prevents encoders that a trainer computes whole, at a share of their costs."""
     model, cluster = load_model("internvl2.5-8b"), load_cluster("h100-80g")
-    shared_out = job_spec(
-        model=model, cluster=cluster, precision="bf16", parallel=FOUR_TENSOR_RANKS
-    )
+    sizes = Parallel(tensor=4, pipeline=2, data=2, sequence_parallel=True)
+    shared_out = job_spec(model=model, cluster=cluster, precision="bf16", parallel=sizes)
     alone = shared_out.sized(Parallel(pipeline=2, data=2))
     whole = replace(shared_out, trainer=limited_by(encoders_whole=True))
     for kind in whole.cost.kinds:
