@@ -281,6 +281,7 @@ def test_ranks_that_are_all_data_parallel_have_a_pack_each(
 ):
     """Prevents a step that the user did not give and that is too small for the trainer's ranks."""
     if sizes is not None:
+        lengths_file = tmp_path / "few.parquet"
         write_lengths(make_lengths(sizes), lengths_file)
     command = f"plan --model internvl-digits {options} --for xtuner --no-compare --lengths"
     run(capsys, command, lengths_file, "-o", tmp_path / "plan")

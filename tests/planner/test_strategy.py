@@ -386,7 +386,7 @@ PLAN = (
 )
 
 
-def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int, list[Parallel]]:
+def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[int, list[Parallel]]:
     """Exit code and sizes tried, where the first strategies do not fit all data."""
     tried: list[Parallel] = []
 
@@ -400,13 +400,14 @@ def run_plan(monkeypatch, directory: Path, unfit: int) -> tuple[int, list[Parall
     monkeypatch.setattr("omnibal.planning.make_ordered_plan", scarcely)
     # The best alone is planned at a time, here and not in other processes.
     monkeypatch.setattr("omnibal.planning._FINALISTS", 1)
-    return status(PLAN, directory / "lengths.parquet", "-o", directory / "plan"), tried
+    return status(PLAN, lengths, "-o", directory / "plan"), tried
 
 
-@pytest.mark.usefixtures("lengths_file")
-def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, tmp_path, capsys):
+def test_runner_up_is_planned_where_the_best_does_not_fit(
+    monkeypatch, lengths_file, tmp_path, capsys
+):
     """Prevents an error although another strategy fits, and the wrong one named the best."""
-    code, tried = run_plan(monkeypatch, tmp_path, unfit=1)
+    code, tried = run_plan(monkeypatch, lengths_file, tmp_path, unfit=1)
     assert not code
     assert len(set(tried)) == 2
     planned = read_plan(tmp_path / "plan")
@@ -420,10 +421,9 @@ def test_runner_up_is_planned_where_the_best_does_not_fit_all_data(monkeypatch, 
     assert f"--tp {tried[0].tensor} --pp {tried[0].pipeline} --dp {tried[0].data}" in notes[0]
 
 
-@pytest.mark.usefixtures("lengths_file")
-def test_no_strategy_fits_all_data(monkeypatch, tmp_path, capsys):
+def test_no_strategy_fits_all_data(monkeypatch, lengths_file, tmp_path, capsys):
     """Prevents a traceback, or the cause of the slowest strategy in place of the best's."""
-    code, tried = run_plan(monkeypatch, tmp_path, unfit=99)
+    code, tried = run_plan(monkeypatch, lengths_file, tmp_path, unfit=99)
     assert code == 2
     assert len(tried) == len(set(tried)) > 1
     error = capsys.readouterr().err.splitlines()[-1]
