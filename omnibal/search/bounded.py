@@ -68,9 +68,7 @@ class BoundedTrials:
 
     def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
         """Bound the choices and return choices with a state that may fit."""
-        found = try_all(
-            partial(find_bound, self.setting), choices, self.processes, lambda done: None
-        )
+        found = try_all(partial(find_bound, self.setting), choices, self.processes)
         for choice, each in found.items():
             if isinstance(each, Need):
                 self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib

@@ -22,7 +22,7 @@ from omnibal.model.limits import Caps, check_limits, in_canonical_order, words
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
-from omnibal.search.engine import Trials
+from omnibal.search.engine import Trials, whole_progress
 from omnibal.search.trial import Comparison, Trial, time_per_sample
 from omnibal.steps.metrics import dist_ratio
 
@@ -141,23 +141,17 @@ def search_caps(
     Among caps within 0.3 % the smallest win. Every sample fits.
     """
     space = cap_space(request, request.limited, request.fixed)
-    left = max_candidates(request)
+    with whole_progress(max_candidates(request), on_progress) as advance:
 
-    def advance(done: int) -> None:
-        nonlocal left
-        left -= done
-        on_progress(done)
+        def trials(share: int) -> _CapTrials:
+            drawn = request.drawn(share)
+            work, lengths = partial(_evaluated, drawn), drawn.lengths
+            return _CapTrials(work=work, processes=processes, on_done=advance, lengths=lengths)
 
-    def trials(share: int) -> _CapTrials:
-        drawn = request.drawn(share)
-        work = partial(_evaluated, drawn)
-        return _CapTrials(work=work, processes=processes, on_done=advance, lengths=drawn.lengths)
-
-    if request.rule is CapRule.PAPER:
-        search = _search_by_paper(request, trials(1), space.least)
-    else:
-        search = _search_by_time(trials(_COARSE_SHARE), trials(1), space)
-    on_progress(left)
+        if request.rule is CapRule.PAPER:
+            search = _search_by_paper(request, trials(1), space.least)
+        else:
+            search = _search_by_time(trials(_COARSE_SHARE), trials(1), space)
     if not search.candidates:
         raise UserError(_unusable(search.infeasible, space.least))
     return search

@@ -115,11 +115,7 @@ CONFLICTS = (
 
 
 def check_together(given: Mapping[Feature, str]) -> None:
-    """Raise if features conflict.
-
-    Args:
-        given: features, and how they were given, for the message.
-    """
+    """Raise if features conflict. `given` has the options of each feature for the message."""
     for one in Feature:
         against = [each for each in CONFLICTS if each.one is one and each.other in given]
         if one in given and against:

@@ -72,9 +72,7 @@ def relative_ms(prediction: Prediction | PredictedStep) -> float:
 
 
 def _compared(
-    placement: EncoderPlacement,
-    own: Prediction | PredictedStep,
-    other: Prediction | PredictedStep,
+    placement: EncoderPlacement, own: Prediction | PredictedStep, other: Prediction | PredictedStep
 ) -> str:
     change = relative_ms(own) / relative_ms(other) - 1
     # Ideal times differ too, by work that tensor-parallel ranks divide.

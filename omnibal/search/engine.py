@@ -1,6 +1,7 @@
 """Search engine: every choice is tried once, in parallel, with deterministic results."""
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
@@ -11,11 +12,27 @@ Choice = TypeVar("Choice", bound=Hashable)
 Found = TypeVar("Found")
 
 
+@contextmanager
+def whole_progress(
+    total: int, on_progress: Callable[[int], None]
+) -> Iterator[Callable[[int], None]]:
+    """Yield a function to report progress, and report the rest of `total` at the end."""
+    done = 0
+
+    def advance(newly: int) -> None:
+        nonlocal done
+        done += newly
+        on_progress(newly)
+
+    yield advance
+    on_progress(total - done)
+
+
 def try_all(
     work: Callable[[Choice], tuple[Choice, Found]],
     choices: Sequence[Choice],
     processes: int,
-    on_done: Callable[[int], None],
+    on_done: Callable[[int], None] = lambda done: None,
 ) -> dict[Choice, Found]:
     """Try choices in parallel. Results are in the order of choices."""
     found = {}

@@ -7,12 +7,13 @@ plan may choose faster sizes.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.plan_data import least_caps, limited_features
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import WeightSharding
+from omnibal.model.parallel import SIZE_OPTIONS, WeightSharding
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.caps import cap_space
 from omnibal.search.feasible import (
@@ -89,14 +90,11 @@ def _of_smaller_caps(goal: Goal) -> _Candidates:
 def _of_free_sizes(goal: Goal) -> _Candidates:
     sizes = goal.free.sizes
     assert sizes is not None
-    for option, given, others in (
-        ("--tp", sizes.tensor, replace(sizes, tensor=None)),
-        ("--pp", sizes.pipeline, replace(sizes, pipeline=None)),
-        ("--dp", sizes.data, replace(sizes, data=None)),
-        ("--ep", sizes.expert, replace(sizes, expert=None)),
-    ):
-        if given is not None:
-            yield f"no {option} {given}", replace(goal, free=replace(goal.free, sizes=others))
+    for name, option in SIZE_OPTIONS.items():
+        others: dict[str, Any] = {name: None}
+        if (given := getattr(sizes, name)) is not None:
+            freed = replace(goal.free, sizes=replace(sizes, **others))
+            yield f"no {option} {given}", replace(goal, free=freed)
 
 
 def _of_more_devices(goal: Goal) -> _Candidates:

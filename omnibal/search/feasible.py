@@ -14,7 +14,7 @@ from functools import partial
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
 from omnibal.job.planner import PlanRequest, placement_problem
-from omnibal.model.config import ClusterConfig, load_cluster, preset_names
+from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, preset_names
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, option_of, words
 from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding, expert_sizes
@@ -177,11 +177,9 @@ def _try_all(changes: "_Changes") -> None:
         )
         both = (changes.sized(tensor=tensor, pipeline=pipeline) for tensor, pipeline in pairs)
         changes.first("a larger --tp and --pp together", both)
-    larger = sorted(
-        changes.found[same_devices:],
-        key=lambda change: change.request.job.parallel.world_size,
+    changes.found[same_devices:] = sorted(
+        changes.found[same_devices:], key=lambda change: change.request.job.parallel.world_size
     )
-    changes.found[same_devices:] = larger
     changes.first("a preset device with more memory", _roomier(request))
 
 
@@ -302,6 +300,24 @@ def _options_beside(parallel: Parallel, other: Parallel) -> str:
     )
 
 
+def layouts_of(
+    model: ModelConfig, devices: int, sizes: Iterable[tuple[int, int]], divides: bool = True
+) -> list[Parallel]:
+    """Return layouts of tensor and pipeline sizes, with sequence parallelism if it `divides`."""
+    return [
+        Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            sequence_parallel=tensor > 1 and divides,
+            expert=expert,
+        )
+        for tensor, pipeline in sizes
+        for data in [devices // (tensor * pipeline)]
+        for expert in expert_sizes(model, tensor, data)
+    ]
+
+
 def _same_devices(request: PlanRequest) -> list[Parallel]:
     """Layouts on the same devices with any sharding, by ascending state."""
     job = request.job
@@ -312,18 +328,7 @@ def _same_devices(request: PlanRequest) -> list[Parallel]:
         for pipeline in range(1, job.pipeline_model.layers + 1)
         if devices % (tensor * pipeline * context) == 0
     ]
-    whole = [
-        Parallel(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            sequence_parallel=tensor > 1,
-            expert=expert,
-        )
-        for tensor, pipeline in stages
-        for data in [devices // (tensor * pipeline)]
-        for expert in expert_sizes(job.model, tensor, data)
-    ]
+    whole = layouts_of(job.model, devices, stages)
     held = (each.held(way, job.cluster) for each in whole for way in WeightSharding)
     allowed = [each for each in dict.fromkeys(held) if each is not None and job.allows(each)]
     allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))

@@ -91,8 +91,7 @@ class ShapesAlone:
     """Packs of all ranks per step if sizes are free. None for a pack per device."""
 
     def __post_init__(self) -> None:
-        packs = {"micro_batches": self.micro_batches, "packs_per_step": self.packs_per_step}
-        _check_counts(1, **packs)
+        _check_counts(1, micro_batches=self.micro_batches, packs_per_step=self.packs_per_step)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -100,11 +100,7 @@ def attention_weights(job: JobSpec) -> dict[str, float]:
 
 
 def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
-    """Return possible context sizes: powers of two that divide the data-parallel size.
-
-    Args:
-        caps: of packs, to exclude shares that are too small. None for all sizes.
-    """
+    """Return the powers of two that divide the data-parallel size, if `caps` leave large shares."""
     ranks, most = job.parallel.data, MAX_CONTEXT
     if caps is not None:
         most = min(most, max(caps["tokens"] // _LEAST_SHARE_TOKENS, 1))
@@ -146,10 +142,8 @@ def estimated_form(
 ) -> FormEstimate:
     """Estimate the time of all packs of one level.
 
-    Packs with similar times form a row, with the time of its slowest share.
-
-    Args:
-        tokens_per_step: of one rank.
+    Packs with similar times form a row, with the time of its slowest share. `tokens_per_step` is of
+    one rank.
     """
     (cost,) = job.costs_at([level])
     whole = WholeModel.of(job, cost)

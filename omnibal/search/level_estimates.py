@@ -214,8 +214,7 @@ class LevelEstimates:
     def tops(self, *, may_lower: bool) -> list[tuple[Level, ...]]:
         """Return one level at every context size, for data with few packs or little free memory.
 
-        Args:
-            may_lower: whether to try token caps below the top caps too.
+        Token caps below the top caps are included if `may_lower`.
         """
         every = self._lower_tops() if may_lower else [self.data.caps]
         found: list[tuple[Level, ...]] = []

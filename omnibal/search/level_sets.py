@@ -22,7 +22,7 @@ from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.search.engine import Trials
+from omnibal.search.engine import Trials, whole_progress
 from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares, least_ms_per_sample
 from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates, most_shared
 from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
@@ -102,27 +102,20 @@ def search_levels(
 
     Among sets within 1 % the set with fewest levels wins, unless HBP's is faster.
     """
-    left = max_trials()
-
-    def advance(done: int) -> None:
-        nonlocal left
-        left -= done
-        on_progress(done)
-
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
     near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
     rival = estimates.by_hbp() if near and request.exactly is None else None
-    trials = _Trials.of(request, estimates.tokens_per_step, processes, advance, rival)
-    trials.run(near if rival is None else [*near, rival])
-    _try_one_level(request, estimates, trials)
-    if not trials.found:
-        raise _nothing_fits(request, trials)
-    for _ in range(ROUNDS):
-        trials.run(estimates.moves(trials.ranked()[0].levels))
-    final = trials.on_more_samples()
-    finalists = [each.levels for each in trials.ranked()[:_FINALISTS]]
-    final.run(finalists if trials.rival is None else [*finalists, trials.rival])
-    on_progress(left)
+    also = [] if rival is None else [rival]
+    with whole_progress(max_trials(), on_progress) as advance:
+        trials = _Trials.of(request, estimates.tokens_per_step, processes, advance, rival)
+        trials.run([*near, *also])
+        _try_one_level(request, estimates, trials)
+        if not trials.found:
+            raise _nothing_fits(request, trials)
+        for _ in range(ROUNDS):
+            trials.run(estimates.moves(trials.ranked()[0].levels))
+        final = trials.on_more_samples()
+        final.run([*(each.levels for each in trials.ranked()[:_FINALISTS]), *also])
     ranking = final.ranked() if final.found else trials.ranked()
     return LevelSearch(
         ranking=tuple(ranking),
@@ -237,9 +230,8 @@ def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
     ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
     if tokens >= ranks * data.caps["tokens"]:
         return True
-    return (
-        len(pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.settings.seed)) >= ranks
-    )
+    packs = pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.settings.seed)
+    return len(packs) >= ranks
 
 
 def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:

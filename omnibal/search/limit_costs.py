@@ -4,7 +4,7 @@ Fewer limits never make a plan slower, so if a search finds otherwise, the faste
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Self
 
@@ -197,10 +197,7 @@ class CostOfLimits:
         return {
             "slower_than_free": self.slower,
             "free_gap": self.gap,
-            "limits": [
-                {"limit": cost.limit.value, "words": cost.words, "slower": cost.slower}
-                for cost in self.limits
-            ],
+            "limits": [asdict(cost) for cost in self.limits],
         }
 
 

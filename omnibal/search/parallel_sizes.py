@@ -21,11 +21,12 @@ from omnibal.cost.links import shard_group
 from omnibal.job.plan_data import limited_features
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.parallel import Parallel, expert_sizes
+from omnibal.model.parallel import Parallel
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space, usual_samples_per_step
 from omnibal.search.encoder_placement import neither
-from omnibal.search.feasible import gib_text
+from omnibal.search.engine import whole_progress
+from omnibal.search.feasible import gib_text, layouts_of
 from omnibal.search.schedule_choice import check_may_run, may_run
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
@@ -145,26 +146,17 @@ def search_strategies(
     sizings = possible_sizings(request)
     setting = Setting(request=request.drawn(), packs={})
     space = cap_space(request, limited_features(request.job.model))
-    left = progress_total(request)
-
-    def advance(done: int) -> None:
-        nonlocal left
-        left -= done
-        on_progress(done)
-
-    trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
-    if request.caps is None:
-        levels = [space.level(factor)[-1] for factor in _LEVELS]
-    else:
-        levels = [request.caps]
+    levels = [space.level(factor)[-1] for factor in _LEVELS]
+    levels = levels if request.caps is None else [request.caps]
     every = [(sizing, caps) for sizing in sizings for caps in dict.fromkeys(levels)]
-    trials.run(every, _MOST_PLANNED)
-    if request.caps is None and trials.planned:
-        finalists = trials.ranked()[:_FINALISTS]
-        moves = space.moves(finalists[0].caps, _MOVE)
-        moved = [(each.sizing, caps) for each in finalists for caps in dict.fromkeys(moves)]
-        trials.run(moved, _MOST_MOVES_PLANNED)
-    on_progress(left)
+    with whole_progress(progress_total(request), on_progress) as advance:
+        trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
+        trials.run(every, _MOST_PLANNED)
+        if request.caps is None and trials.planned:
+            finalists = trials.ranked()[:_FINALISTS]
+            moves = space.moves(finalists[0].caps, _MOVE)
+            moved = [(each.sizing, caps) for each in finalists for caps in dict.fromkeys(moves)]
+            trials.run(moved, _MOST_MOVES_PLANNED)
     if not trials.planned:
         raise _unusable(trials, sizings)
     return _result(trials, sizings)
@@ -189,20 +181,9 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
 def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     _check_given(request)
     divides = request.sizes.sequence_parallel is not False
-    ways, cluster = request.shardings, request.job.cluster
-    whole = [
-        Parallel(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            sequence_parallel=tensor > 1 and divides,
-            expert=expert,
-        )
-        for tensor in _divisors(request.sizes.gpus)
-        for pipeline in _divisors(request.sizes.gpus // tensor)
-        for data in [request.sizes.gpus // (tensor * pipeline)]
-        for expert in expert_sizes(request.job.model, tensor, data)
-    ]
+    ways, cluster, gpus = request.shardings, request.job.cluster, request.sizes.gpus
+    stages = [(size, number) for size in _divisors(gpus) for number in _divisors(gpus // size)]
+    whole = layouts_of(request.job.model, gpus, stages, divides)
     held = ((way, each.held(way, cluster)) for each in whole for way in ways)
     always = request.job.trainer.always_shards
     # On one rank sharded and replicated are equal, unless the trainer always shards.
@@ -251,10 +232,8 @@ def _check_given(request: StrategyRequest) -> None:
     product = math.prod(fixed.values())
     if sizes.gpus % product:
         product_text = " x ".join(f"{name} {size}" for name, size in fixed.items())
-        below, above = (
-            sizes.gpus // product * product,
-            -(-sizes.gpus // product) * product,
-        )
+        below = sizes.gpus // product * product
+        above = below + product
         near = f"{below} or {above}" if below else str(above)
         raise UserError(
             f"{sizes.gpus} GPUs are no multiple of {product_text} = {product}, and the parallel "

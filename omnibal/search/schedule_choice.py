@@ -78,7 +78,7 @@ class ScheduleChoice:
 
 def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]:
     """Return schedules of these names, without 1F1B, that fit a job's stages and layers."""
-    stages, layers = job.parallel.pipeline, _layers(job)
+    stages, layers = job.parallel.pipeline, job.pipeline_model.layers
     every = [
         PipelineSchedule(name="zb-h1"),
         PipelineSchedule(name="zb-v", chunks=2),
@@ -88,17 +88,8 @@ def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]
     return [each for each in has_room if stages > 1]
 
 
-def _layers(job: JobSpec) -> int:
-    model = job.pipeline_model
-    return model.language.layers + sum(each.layers for each in model.encoders.values())
-
-
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
-    """Return why a job cannot run a schedule. None if it can.
-
-    Args:
-        micro_batches: per rank and step, the max if they vary.
-    """
+    """Return why a job cannot run a schedule with up to `micro_batches` per rank and step."""
     if not request.is_joint:
         return "only the joint search cuts a model for it"
     job = request.job
@@ -137,7 +128,7 @@ def may_run(job: JobSpec, name: str) -> bool:
 def check_may_run(jobs: Sequence[JobSpec], name: str) -> None:
     """Raise if no job may run this schedule, before any search."""
     if not any(may_run(job, name) for job in jobs):
-        job = max(jobs, key=lambda each: (each.parallel.pipeline, _layers(each)))
+        job = max(jobs, key=lambda each: (each.parallel.pipeline, each.pipeline_model.layers))
         whys = (_obstacle_of_job(job, each) for each in schedules_of({name}, job))
         raise _cannot_be(job, name, [why for why in whys if why])
 
@@ -146,7 +137,7 @@ def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
     """Error of a job that cannot run a schedule, with these reasons or for too few layers."""
     few = (
         "it needs 2 pipeline stages at least, with a layer in every chunk, and here are "
-        f"{job.parallel.pipeline} with {_layers(job)} layers together"
+        f"{job.parallel.pipeline} with {job.pipeline_model.layers} layers together"
     )
     why = words(list(dict.fromkeys(whys))) if whys else few
     return UserError(f"--schedule {name} cannot be: {why}; give --schedule 1f1b")

@@ -141,11 +141,7 @@ class FoundLevels:
 def search_with_levels(
     request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
 ) -> StrategySearch:
-    """Rank strategies of one level, and of several levels if the rule asks for them.
-
-    Args:
-        rule: sets of levels to search. Count 1 for no search.
-    """
+    """Rank strategies of one level, and of several levels unless the rule's count is 1."""
     if rule.count == 1:
         return search_strategies(request, on_progress, processes)
     plain: StrategySearch | None = None
@@ -195,10 +191,7 @@ def joined(
 
 
 def _search_sets(
-    levels: LevelSetting,
-    sizings: Sequence[Sizing],
-    advance: Callable[[int], None],
-    processes: int,
+    levels: LevelSetting, sizings: Sequence[Sizing], advance: Callable[[int], None], processes: int
 ) -> FoundLevels:
     """Strategies with the levels of minimal predicted time per sample."""
     levels.pack()
@@ -224,9 +217,7 @@ def _search_sets(
         # All samples may need more memory and make fewer packs than the subset.
         planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
     return FoundLevels(
-        strategies=tuple(planned.found.values()),
-        least_ms_per_sample=bound_ms,
-        sets=len(near),
+        strategies=tuple(planned.found.values()), least_ms_per_sample=bound_ms, sets=len(near)
     )
 
 

@@ -15,7 +15,7 @@ from omnibal.job.planner import PlanRequest
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level, largest_caps
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel, WeightSharding
+from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.prediction import LostTime
@@ -62,9 +62,7 @@ class FreeSizes:
 
     def are(self, parallel: Parallel) -> bool:
         """Whether sizes match the fixed sizes."""
-        wanted = (self.tensor, self.pipeline, self.data, self.expert)
-        sizes = (parallel.tensor, parallel.pipeline, parallel.data, parallel.expert)
-        return all(want in (None, size) for want, size in zip(wanted, sizes, strict=True))
+        return all(getattr(self, n) in (None, getattr(parallel, n)) for n in SIZE_OPTIONS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -218,8 +216,7 @@ def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int
     """Return choices with a pack for every rank. Makes missing packs."""
     if setting.request.given is None:
         caps = list(dict.fromkeys(caps for _, caps in choices if caps not in setting.packs))
-        work = partial(pack_at, setting)
-        setting.packs.update(try_all(work, caps, processes, lambda done: None))
+        setting.packs.update(try_all(partial(pack_at, setting), caps, processes))
     return [choice for choice in choices if setting.micro_batches(choice) >= 1]
 
 

@@ -109,13 +109,10 @@ class Trial:
         else:
             more = (wanted - samples[0]) / (samples[-1] - samples[0])
             weights = [(1 - more) / wanted, more / wanted]
+        sizes = zip(whole, requests, samples, weights, strict=False)
         return [
-            StepSize(
-                micro_batches=number, request=request, samples=of_step, steps_per_sample=weight
-            )
-            for number, request, of_step, weight in zip(
-                whole, requests, samples, weights, strict=False
-            )
+            StepSize(micro_batches=number, request=request, samples=each, steps_per_sample=weight)
+            for number, request, each, weight in sizes
         ]
 
     def _at(self, micro_batches: int) -> PlanRequest:
@@ -148,12 +145,8 @@ class GivenTrial:
         packs, _ = self.request.data.schedule(self.request.job)
         samples = len(packs.packs.samples) / packs.steps
         whole = max(round(self.micro_batches(samples_per_step)), 1)
-        each = 1 / samples
-        return [
-            StepSize(
-                micro_batches=whole, request=self.request, samples=samples, steps_per_sample=each
-            )
-        ]
+        steps = {"samples": samples, "steps_per_sample": 1 / samples}
+        return [StepSize(micro_batches=whole, request=self.request, **steps)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
