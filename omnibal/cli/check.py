@@ -4,10 +4,7 @@ from omnibal.cli.console import print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
 
 
-def check(
-    directory: DirectoryArgument,
-    as_json: JsonOption = False,
-) -> None:
+def check(directory: DirectoryArgument, as_json: JsonOption = False) -> None:
     """Prove that training can follow a plan, or say why not."""
     from omnibal.job.check import check_and_open, training_obstacles
     from omnibal.pipeline.reading import slow_reading

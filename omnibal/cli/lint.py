@@ -10,10 +10,9 @@ import typer
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
-from omnibal.cli.options import JsonOption, ModelOption, count_option
+from omnibal.cli.options import JsonOption, ModelOption, size_option
 from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Launcher
-from omnibal.model.parallel import MAX_DEVICES
 
 _MOST_BYTES = 2**20
 """Max size of a script; larger files are data."""
@@ -33,9 +32,7 @@ def lint(
         Launcher | None,
         typer.Option(help="trainer that it starts (default: told by its program and flags)"),
     ] = None,
-    gpus: Annotated[
-        int | None, count_option("GPUs of the job (default: those of the line)", most=MAX_DEVICES)
-    ] = None,
+    gpus: Annotated[int | None, size_option("GPUs of the job (default: those of the line)")] = None,
     variables: Annotated[
         list[str] | None,
         typer.Option(
@@ -78,10 +75,8 @@ def lint(
     parts += [f"DP {checked.data}"] if checked.data is not None else []
     parts += [f"{checked.virtual} chunks a stage"] if checked.virtual else []
     parts += [f"EP {launch.expert}", f"ETP {checked.expert_tensor}"] if launch.expert > 1 else []
-    layers_shown = []
-    if layers is not None and len(layers) > 1:
-        stages = ", ".join("+".join(map(str, chunks)) for chunks in layers)
-        layers_shown = [f"layers by stage: {stages}"]
+    stages = ", ".join("+".join(map(str, chunks)) for chunks in layers or ())
+    layers_shown = [f"layers by stage: {stages}"] if len(layers or ()) > 1 else []
     print_result(
         as_json,
         result,

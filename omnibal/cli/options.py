@@ -4,6 +4,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -45,11 +46,13 @@ def preset_help(kind: str) -> str:
     return f"{kind} preset (`omnibal presets` lists them) or TOML file"
 
 
-def count_option(help_text: str, *names: str, least: int = 1, most: int = MAX_COUNT) -> Any:
+def count_option(help_text: str, least: int = 1, most: int = MAX_COUNT) -> Any:
     """Make an integer option."""
-    return typer.Option(*names, min=least, max=most, help=help_text)
+    return typer.Option(min=least, max=most, help=help_text)
 
 
+size_option = partial(count_option, most=MAX_DEVICES)
+"""Make an option of a number of devices."""
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
@@ -150,8 +153,7 @@ class JobOptions:
         ),
     ] = None
     lora_rslora: Annotated[
-        bool,
-        typer.Option("--lora-rslora", help="with --lora-rank: scale by alpha / sqrt(rank)"),
+        bool, typer.Option("--lora-rslora", help="with --lora-rank: scale by alpha / sqrt(rank)")
     ] = False
     precision: Annotated[
         Precision,
@@ -170,7 +172,6 @@ class JobOptions:
     expert_imbalance: Annotated[
         float | None,
         typer.Option(
-            "--expert-imbalance",
             min=1,
             max=MAX_IMBALANCE,
             help="tokens of the fullest expert-parallel rank over the mean, which time and memory "
@@ -258,31 +259,21 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeOptions:
-    tp: Annotated[
-        int | None, count_option("tensor-parallel size (default: 1)", "--tp", most=MAX_DEVICES)
-    ] = None
-    pp: Annotated[
-        int | None,
-        count_option("pipeline-parallel size, stages (default: 1)", "--pp", most=MAX_DEVICES),
-    ] = None
-    dp: Annotated[
-        int | None, count_option("data-parallel size (default: 1)", "--dp", most=MAX_DEVICES)
-    ] = None
+    tp: Annotated[int | None, size_option("tensor-parallel size (default: 1)")] = None
+    pp: Annotated[int | None, size_option("pipeline-parallel size, stages (default: 1)")] = None
+    dp: Annotated[int | None, size_option("data-parallel size (default: 1)")] = None
     ep: Annotated[
         int | None,
-        count_option(
+        size_option(
             "expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
-            "layer, a divisor of --tp x --dp (default: 1)",
-            "--ep",
-            most=MAX_DEVICES,
+            "layer, a divisor of --tp x --dp (default: 1)"
         ),
     ] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
-            "--sequence-parallel/--no-sequence-parallel",
             help="divide the language model's activations between parallel blocks too (default: "
-            "with --tp above 1)",
+            "with --tp above 1)"
         ),
     ] = None
 

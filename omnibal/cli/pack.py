@@ -22,6 +22,7 @@ from omnibal.cli.options import (
     count_option,
     limits_given,
     preset_help,
+    size_option,
 )
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
@@ -35,7 +36,7 @@ from omnibal.model.limits import (
     check_limits,
     check_packs_per_step,
 )
-from omnibal.model.parallel import MAX_DEVICES, Parallel
+from omnibal.model.parallel import Parallel
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import ScheduledPacks, write_packs
 from omnibal.steps.metrics import measure_packs
@@ -61,7 +62,7 @@ class LimitOptions:
 class StepOptions:
     """Options for packing samples, and matching packs into steps of all ranks."""
 
-    dp: Annotated[int, count_option("data-parallel ranks", most=MAX_DEVICES)]
+    dp: Annotated[int, size_option("data-parallel ranks")]
     micro_batches: Annotated[
         int, count_option("packs of one rank in a step", most=MAX_PACKS_PER_STEP)
     ] = DEFAULT_MICRO_BATCHES
@@ -156,8 +157,7 @@ def pack(
     load_ms = job.load_ms(packs.packs, samples)
     metrics = measure_packs(packs, samples, data.levels, steps.dp, load_ms, least)
     if steps.packing is PackingMethod.ISF:
-        note = isf_note(samples, caps, steps.seed)
-        print_notes([] if note is None else [note])
+        print_notes(filter(None, [isf_note(samples, caps, steps.seed)]))
     print_notes(_ranks_without_packs(packs, steps.dp))
     name, source = job.model.name, job.cost.source
     result = metrics.as_dict() | {"seconds": seconds, "load": source, "model": name}

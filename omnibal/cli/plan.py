@@ -26,6 +26,7 @@ from omnibal.cli.options import (
     SizeOptions,
     count_option,
     limits_given,
+    size_option,
 )
 from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.window_options import Dispatch, window_facts
@@ -43,7 +44,7 @@ from omnibal.model.limits import (
     option_of,
     words,
 )
-from omnibal.model.parallel import MAX_DEVICES, WeightSharding
+from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import trainer_of
 from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
@@ -60,28 +61,12 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
 
 DEFAULT_IMAGE_SHARE = 0.5
 _FEATURES = {
-    "gpus": Feature.SIZES,
-    "micro_batches": Feature.MICRO_BATCHES,
-    "samples_per_step": Feature.SAMPLES_PER_STEP,
-    "levels": Feature.LEVELS,
-    "curriculum_steps": Feature.CURRICULUM,
-    "lengths": Feature.SAMPLES,
-    "window": Feature.WINDOW,
-    "dispatch": Feature.DISPATCH,
-    "packing": Feature.PACKING,
-    "seed": Feature.SEED,
-    "epochs": Feature.EPOCHS,
-    "mixture": Feature.MIXTURE,
-    "max_tiles": Feature.LIMITS,
-    "max_tokens": Feature.LIMITS,
-    "limit": Feature.LIMITS,
-    "image_share": Feature.IMAGE_SHARE,
-    "steps_of": Feature.EARLIER,
-    "method": Feature.SPLIT,
-    "recompute": Feature.SPLIT,
-    "schedule": Feature.SCHEDULE,
-    "made_for": Feature.TRAINER,
-    "compare": Feature.COMPARE,
+    "--max-tiles": Feature.LIMITS,
+    "--max-tokens": Feature.LIMITS,
+    "--limit": Feature.LIMITS,
+    "--method": Feature.SPLIT,
+    "--recompute": Feature.SPLIT,
+    **{feature.value: feature for feature in Feature},
 }
 """Features by option."""
 
@@ -152,15 +137,13 @@ class DataOptions(LevelOptions):
     ] = None
 
     def files(self) -> list[Path]:
-        earlier = [] if self.steps_of is None else [self.steps_of]
-        mixture = [] if self.mixture is None else [self.mixture]
-        return [*earlier, *mixture, *length_files(self.lengths or [])]
+        given = filter(None, (self.steps_of, self.mixture))
+        return [*given, *length_files(self.lengths or [])]
 
     def caps(self, model: ModelConfig, packed_by_tokens: Lengths | None = None) -> Caps | None:
         """Return the caps of a pack for a model, or None if searched for.
 
-        Args:
-            packed_by_tokens: samples for trainers that limit packs by tokens only.
+        `packed_by_tokens` are the samples for trainers that limit packs by tokens only.
         """
         from omnibal.job.plan_data import caps_of_tokens, limited_features, shape_caps
 
@@ -244,10 +227,9 @@ class StrategyOptions(TrainerOptions):
 
     gpus: Annotated[
         int | None,
-        count_option(
+        size_option(
             "devices to choose parallel sizes for; any of --tp, --pp, --dp and --ep that is "
-            "given stays as it is",
-            most=MAX_DEVICES,
+            "given stays as it is"
         ),
     ] = None
     samples_per_step: Annotated[
@@ -340,25 +322,19 @@ def plan(
     planned = planning.plan(goal, ConsoleListener())
     written = save_plan(planned.result, output)
     planned = replace(planned, result=replace(planned.result, plan=written))
-    slow = slow_reading(planned.prediction)
-    print_notes(
-        [
-            *model_notes(given.model),
-            *([slow] if slow else []),
-            *notes_for(strategy.target, planned.result),
-        ]
-    )
+    slow = filter(None, [slow_reading(planned.prediction)])
+    print_notes([*model_notes(given.model), *slow, *notes_for(strategy.target, planned.result)])
     _print_plan(as_json, planned, _compared(strategy, data, goal, planned))
 
 
 def _check_options(context: typer.Context, data: DataOptions, partition: PlacementOptions) -> None:
     """Raise for conflicting options."""
     given: dict[Feature, str] = {}
-    options = {one.name: one.opts[0] for one in context.command.params}
-    for name, feature in _FEATURES.items():
-        source = context.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
-            text, value = options[name], context.params[name]
+    for option in context.command.params:
+        name, text = option.name or "", option.opts[0]
+        source, feature = context.get_parameter_source(name), _FEATURES.get(text)
+        if feature is not None and source is not None and source.name == "COMMANDLINE":
+            value = context.params[name]
             if value is False:  # the option's negative name
                 text = text.replace("--", "--no-", 1)
             elif value is not True and not isinstance(value, list):
@@ -385,9 +361,8 @@ def _goal(
     from omnibal.search.goal import Free, Goal
 
     free_sizes = None if strategy.gpus is None else sizes.free(strategy.gpus)
-    job = given.job(
-        sizes.parallel() if free_sizes is None else None, trainer=trainer_of(strategy.made_for)
-    )
+    fixed_sizes = sizes.parallel() if free_sizes is None else None
+    job = given.job(fixed_sizes, trainer=trainer_of(strategy.made_for))
     placements = partition.placements(is_free=free_sizes is not None)
     if partition.encoder != EncoderPlacement.DATA_PARALLEL.option and not job.model.encoders:
         placements = (EncoderPlacement.PIPELINE,)

@@ -8,7 +8,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import ConsoleListener, print_result
-from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
+from omnibal.cli.options import DirectoryArgument, JsonOption, count_option, size_option
 from omnibal.model.parallel import MAX_DEVICES
 from omnibal.report.replan_tables import misprediction_table, replan_facts, replan_summary
 
@@ -19,12 +19,8 @@ def replan(
     run: Annotated[
         Path | None, typer.Option(help="directory of the run trained from it (its --save)")
     ] = None,
-    gpus: Annotated[
-        int | None, count_option("devices to go on with (default: the plan's)", most=MAX_DEVICES)
-    ] = None,
-    nodes: Annotated[
-        int | None, count_option("nodes to go on with, all of each", most=MAX_DEVICES)
-    ] = None,
+    gpus: Annotated[int | None, size_option("devices to go on with (default: the plan's)")] = None,
+    nodes: Annotated[int | None, size_option("nodes to go on with, all of each")] = None,
     after: Annotated[
         int | None, count_option("steps trained (default: those of the run's log)", least=0)
     ] = None,

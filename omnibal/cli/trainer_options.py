@@ -78,8 +78,7 @@ def cost_of_limits(
 ) -> "CostOfLimits | None":
     """Compare a plan with plans without the trainer's limits, or return None without such plans.
 
-    Args:
-        plan_freely: makes the plan without limits, with its search gap.
+    `plan_freely` returns the plan without limits and its search gap.
     """
     from omnibal.search.limit_costs import CostOfLimits, rate_of, rates_lifted, requests_lifted
 
@@ -100,8 +99,7 @@ def summary_of(
     options: TrainerOptions, cost: "CostOfLimits | None", *, has_samples: bool
 ) -> dict[str, Any]:
     """Return the trainer and its limits' cost for JSON."""
-    made_for = None if options.made_for is None else options.made_for.value
-    summary: dict[str, Any] = {"made_for": made_for}
+    summary: dict[str, Any] = {"made_for": options.made_for}
     if cost is not None:
         summary["free_samples_per_second_per_gpu"] = cost.free_rate if has_samples else None
         summary |= cost.as_dict()
