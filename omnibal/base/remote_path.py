@@ -166,7 +166,10 @@ def versions_of(paths: Sequence[Path]) -> list[str]:
     listed: dict[Path, str] = {}
     for folder, files in folders.items():
         if len(files) >= _ASKED_TOGETHER:
-            listed |= _versions_in(folder)
+            with _answering(folder) as (storage, name):
+                found = [each for each in storage.ls(name, detail=True) if each["type"] == "file"]
+            for each in found:
+                listed[folder / each["name"].rpartition("/")[2]] = _Known.of(each).version
     return [listed.get(path) or version_of(path) for path in paths]
 
 
@@ -178,16 +181,6 @@ def version_of(path: Path) -> str:
     if stat.S_ISDIR(found.st_mode):
         raise IsADirectoryError(errno.EISDIR, "Is a directory", str(path))
     return f"{found.st_size}:{found.st_mtime_ns}"
-
-
-def _versions_in(folder: RemotePath) -> dict[Path, str]:
-    with _answering(folder) as (files, name):
-        found = files.ls(name, detail=True)
-    return {
-        folder / each["name"].rpartition("/")[2]: _Known.of(each).version
-        for each in found
-        if each["type"] == "file"
-    }
 
 
 @dataclass(frozen=True, slots=True)

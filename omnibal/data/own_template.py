@@ -84,11 +84,10 @@ class OwnTemplate:
     @property
     def repeated(self) -> tuple[str, ...]:
         """Pieces repeated per image or video token."""
-        shown = () if self.images is None else (self.images.repeated,)
-        watched = (
-            () if self.rule is None or self.rule.video is None else (self.rule.video.text.each,)
-        )
-        return tuple(dict.fromkeys((*shown, *watched)))
+        shown = [] if self.images is None else [self.images.repeated]
+        if self.rule is not None and self.rule.video is not None:
+            shown.append(self.rule.video.text.each)
+        return tuple(dict.fromkeys(shown))
 
     @property
     def control_pieces(self) -> tuple[str, ...]:
@@ -147,10 +146,7 @@ def encode_conversation(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids, int64 [tokens], and loss mask, bool.
 
-    A token is learned if its first character is.
-
-    Args:
-        tokens_per_place: per image, or per placeholder of a video's text.
+    A token is learned if its first character is. Places are images and a video's placeholders.
     """
     ids, starts = template.tokenizer.encode_with_places(written.text)
     first = np.array(starts, np.int64)

@@ -10,7 +10,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import check_same_data
 from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, ExportInput
-from omnibal.export.expressible import first_obstacle
+from omnibal.export.expressible import obstacles
 from omnibal.export.order_file import ORDER_FILE, write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.run_page import RUN_PAGE, run_page
@@ -51,9 +51,7 @@ def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -
     expected = Expected.of(given)
     shared = [*_unlike_predicted(given), *_left_out(expected)]
     exported = replace(
-        exported,
-        given_up=(*exported.given_up, *shared),
-        notes=(*exported.notes, *_on_trust(given)),
+        exported, given_up=(*exported.given_up, *shared), notes=(*exported.notes, *_on_trust(given))
     )
     return Export(given=given, exported=exported, expected=expected)
 
@@ -87,7 +85,7 @@ def export_input(
 
 def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:
     """Raise if the trainer cannot express the plan."""
-    obstacle = first_obstacle(files.plan, files.data, target)
+    obstacle = next(obstacles(files.plan, files.data, target), None)
     if obstacle is not None:
         raise UserError(
             f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "

@@ -141,10 +141,8 @@ def _write_packs(
     seen = set[int]()
     with path.open("w", encoding="utf-8") as file:
         for pack in map(int, lines):
-            found = (
-                _find_members(annotations, int(n))
-                for n in numbers[offsets[pack] : offsets[pack + 1]]
-            )
+            here = numbers[offsets[pack] : offsets[pack + 1]].tolist()
+            found = (_find_members(annotations, index) for index in here)
             samples = [[each.dataset, each.key, each.parts] for each in found]
             number = -1 if pack in seen else pack
             seen.add(pack)

@@ -17,11 +17,6 @@ from omnibal.steps.next_fit import next_fit_packs
 Data = tuple[ScheduledPacks, Lengths]
 
 
-def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
-    """Return the first part of a plan that the trainer cannot express, as a sentence, or None."""
-    return next(obstacles(plan, data, target), None)
-
-
 def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iterator[str]:
     """Yield a sentence for each part of a plan that the trainer cannot express."""
     yield from _of_sizes(plan, target)

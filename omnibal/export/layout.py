@@ -89,12 +89,9 @@ class Layout:
 
 
 def layout_of(stages: Sequence[Stage], prediction_layers: int, chunks: int = 1) -> Layout:
-    """Return the language model layers of every stage.
+    """Return the language model layers of every stage, or of every chunk in model order.
 
-    Args:
-        stages: of a plan, or its parts in model order with several chunks.
-        prediction_layers: multi-token prediction layers, planned with the head.
-        chunks: per stage.
+    Multi-token prediction layers are planned with the head.
     """
     first = Stage.of("language embed").units[0].name
     if not stages[0].holds(first):

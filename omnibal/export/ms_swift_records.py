@@ -43,12 +43,7 @@ def write_rows(
 
 
 def _write_row(
-    file: BinaryIO,
-    annotations: Annotations,
-    sample: int,
-    begins: dict[str, int],
-    *,
-    of_tiles: bool,
+    file: BinaryIO, annotations: Annotations, sample: int, begins: dict[str, int], *, of_tiles: bool
 ) -> None:
     """Write a row, and record the offset where optional keys first occur."""
     stored = annotations.stored(sample)

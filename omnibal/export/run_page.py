@@ -6,7 +6,6 @@ from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.order_file import COLUMNS, ORDER_FILE
 from omnibal.job.plan import Plan
-from omnibal.pipeline.stage import Span
 
 RUN_PAGE = "RUN.md"
 
@@ -70,14 +69,10 @@ def _stages(plan: Plan, expected: Expected) -> str:
     parts, rows = plan.stages_at(0), []
     for number, peak in enumerate(expected.peak_gib):
         chunks = [parts[part] for part in plan.parts_of(number)]
-        units = " / ".join(_words(chunk.units) for chunk in chunks)
-        again = " / ".join(_words(chunk.recompute) or "nothing" for chunk in chunks)
+        units = " / ".join(", ".join(map(str, chunk.units)) for chunk in chunks)
+        again = " / ".join(", ".join(map(str, chunk.recompute)) or "nothing" for chunk in chunks)
         rows.append((str(number), units, again, f"{peak:.1f}"))
     return _table(("stage", "holds", "recomputes", "peak, GiB"), rows)
-
-
-def _words(spans: Sequence[Span]) -> str:
-    return ", ".join(map(str, spans))
 
 
 def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

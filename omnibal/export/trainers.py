@@ -24,10 +24,7 @@ def export_of(
 ) -> Export:
     """Make a plan's files for a trainer, not yet written.
 
-    Args:
-        data: annotation file or meta JSON. None omits files that name samples.
-        folder: destination.
-        workers: loader processes of every rank, if files depend on them.
+    Without `data`, files that name samples are left out. Every rank has `workers` loader processes.
     """
     target = TARGETS[name]
     check_expressible(files, target)  # before the data is read, which may take long

@@ -42,14 +42,10 @@ def read_launch(
     gpus: int | None = None,
     line_number: int | None = None,
 ) -> Launch:
-    """Read a launch line, or a script that has one.
+    """Read a command, flags alone, overrides of a Bridge recipe, or a script with a launch line.
 
-    Args:
-        text: a command, flags alone, overrides of a Bridge recipe, or a whole script.
-        given: values of variables by name, overriding the text's own.
-        launcher: its trainer; by default inferred from the program and the flags.
-        gpus: of the job; by default from the text.
-        line_number: first line of the launch in the text, if it has several.
+    The variables of `given`, `launcher` and `gpus` override the text's own. A script with several
+    launch lines needs the `line_number` of one.
     """
     command = _launch_command(read_script(text, given), line_number)
     flags = read_flags(command.words)

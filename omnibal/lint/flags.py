@@ -32,7 +32,6 @@ _SECTIONS = (
 """Sections of a Bridge recipe's configuration with overridable fields."""
 _OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft)=(.*)", re.DOTALL)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
-_NOTHING = ("none", "null", "")
 
 
 def canonical(name: str) -> str:
@@ -176,4 +175,4 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
 
 def is_nothing(text: str | None) -> bool:
     """Whether a value means None, as in overrides."""
-    return text is not None and text.strip().lower() in _NOTHING
+    return text is not None and text.strip().lower() in ("none", "null", "")

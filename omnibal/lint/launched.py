@@ -324,11 +324,7 @@ def _micro_batches(
 
 
 def _stages(line: Line, model: ModelConfig, layers: Sequence[Sequence[int]]) -> tuple[Stage, ...]:
-    """Return stages with the line's recomputation, all encoders first, chunks merged.
-
-    Args:
-        layers: language model layers by stage and chunk, or by chunk in model order.
-    """
+    """Return stages of these layers with the line's recomputation, all encoders first."""
     units = unit_words(model)
     first = len(units) - model.language.layers - 1
     cuts = list(accumulate(map(sum, layers[:-1]), initial=first))[1:]

@@ -13,9 +13,7 @@ from omnibal.lint.line import Line
 from omnibal.model.config import Precision
 from omnibal.model.fp8 import TRAINED_FP8, Fp8, Fp8Recipe
 
-_ENDS = ("start", "end")
 _ATTENTION = ("fp8-dot-product-attention", "fp8-multi-head-attention")
-_NO_FP8_GRADIENTS = "no-fp8-wgrad"
 
 
 class _Named(NamedTuple):
@@ -99,7 +97,7 @@ def notes_on_precision(line: Line) -> Iterator[str]:
         )
     if any(map(line.on, _ATTENTION)):
         yield "attention is predicted in bf16, and the line has it in FP8"
-    if line.on(_NO_FP8_GRADIENTS):
+    if line.on("no-fp8-wgrad"):
         yield "gradients of weights are predicted in FP8, and the line has them in bf16"
 
 
@@ -111,5 +109,5 @@ def _bf16_layers(line: Line) -> int:
         usual = (usual or 1) if line.on("first-last-layers-bf16") else 0
     if not usual:
         return 0
-    given = [line.number(f"num-layers-at-{end}-in-bf16") for end in _ENDS]
+    given = [line.number(f"num-layers-at-{end}-in-bf16") for end in ("start", "end")]
     return sum(usual if number is None else number for number in given)

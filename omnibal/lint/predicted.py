@@ -176,14 +176,7 @@ def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) ->
             cost, job.model, workload, stages, cap_bytes, rules=rules, prove=False
         ).stages
     return search_parts(
-        cost,
-        job.model,
-        workload,
-        stages,
-        cap_bytes,
-        schedule,
-        rules=rules,
-        effort=_EFFORT,
+        cost, job.model, workload, stages, cap_bytes, schedule, rules=rules, effort=_EFFORT
     ).stages
 
 
@@ -221,11 +214,9 @@ def least_recompute(launched: Launched) -> Costed | None:
 def _with_numbers(
     launched: Launched, numbers: np.ndarray, encoders: int | None
 ) -> tuple[Stage, ...]:
-    """Set every chunk's recomputed layers by stage.
+    """Recompute `numbers` layers of the language model per chunk, [stages], and of each encoder.
 
-    Args:
-        numbers: recomputed language model layers per chunk. [stages]
-        encoders: recomputed layers of each encoder; defaults to the language model's number.
+    Encoders have the language model's number if `encoders` is None.
     """
     # Part k is on stage k % stages.
     of_parts = zip(launched.parts, numbers.tolist() * launched.schedule.chunks, strict=True)

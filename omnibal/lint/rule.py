@@ -1,6 +1,6 @@
 """A rule of launch lines, and groups of rules per module."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
@@ -67,12 +67,12 @@ class RuleGroup:
         source: str,
         *,
         severity: Severity = "refused",
-        launchers: frozenset[Launcher] = frozenset(Launcher),
+        launchers: Iterable[Launcher] = Launcher,
     ) -> Callable[[Check], Check]:
         """Decorator: add a rule, from the function's name and docstring."""
 
         def add(check: Check) -> Check:
-            self.rules.append(Rule(source, check, severity, launchers))
+            self.rules.append(Rule(source, check, severity, frozenset(launchers)))
             return check
 
         return add

@@ -8,7 +8,6 @@ from omnibal.lint.rule import BRIDGE, CORE, SWIFT, Problems, RuleGroup
 
 RULES = RuleGroup()
 rule, validate_args = RULES.rule, RULES.validate_args
-_OF_BRIDGE = frozenset((Launcher.MEGATRON_BRIDGE,))
 _STATE = "core/parallel_state.py"
 
 
@@ -23,7 +22,7 @@ def gpus_known(line: Line) -> Problems:
         )
 
 
-@rule("this command", severity="warning", launchers=_OF_BRIDGE)
+@rule("this command", severity="warning", launchers={Launcher.MEGATRON_BRIDGE})
 def recipe_settings(line: Line) -> Problems:
     """What a recipe sets is not read, and is judged as if it were not set."""
     for recipe in filter(None, map(line.text, ("recipe", "model-recipe-name", "mr"))):
@@ -125,7 +124,7 @@ def interleaved_remainder(line: Line) -> Problems:
         )
 
 
-@validate_args(launchers=ARGPARSE | _OF_BRIDGE)
+@validate_args(launchers=ARGPARSE | {Launcher.MEGATRON_BRIDGE})
 def context_divides_sequence(line: Line) -> Problems:
     """The sequence must be a multiple of twice the context size."""
     length = line.number("seq-length") or line.launch.sequence_length
@@ -134,7 +133,7 @@ def context_divides_sequence(line: Line) -> Problems:
         yield f"{length:,} tokens and CP {context}", f"use a multiple of {2 * context} tokens"
 
 
-@rule(f"training/config.py, validate, {BRIDGE}", launchers=_OF_BRIDGE)
+@rule(f"training/config.py, validate, {BRIDGE}", launchers={Launcher.MEGATRON_BRIDGE})
 def packing_and_micro_batch(line: Line) -> Problems:
     """A packed data set needs micro-batch 1, and packing in the batch more than 1."""
     size = line.launch.micro_batch

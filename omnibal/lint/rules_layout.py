@@ -8,7 +8,6 @@ from omnibal.lint.rule import CORE, SWIFT, Problems, RuleGroup
 RULES = RuleGroup()
 rule, core_config = RULES.rule, RULES.core_config
 _LAYOUT = "core/transformer/pipeline_parallel_layer_layout.py"
-_OF_SWIFT = frozenset((Launcher.MS_SWIFT,))
 
 
 def _whole(line: Line) -> Layout | None:
@@ -44,7 +43,7 @@ def layout_divides_stages(line: Line) -> Problems:
     )
 
 
-@core_config("1344", launchers=frozenset(Launcher) - _OF_SWIFT)
+@core_config("1344", launchers=set(Launcher) - {Launcher.MS_SWIFT})
 def layout_chunks(line: Line) -> Problems:
     """A layout's chunks a stage must be the virtual pipeline size, if that is given."""
     layout, given = _whole(line), line.launch.virtual
@@ -54,7 +53,7 @@ def layout_chunks(line: Line) -> Problems:
         yield f"{chunks}, and the virtual pipeline size is {given}", change
 
 
-@rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers=_OF_SWIFT)
+@rule(f"megatron_args.py:1096-1117, {SWIFT}", severity="ignored", launchers={Launcher.MS_SWIFT})
 def layout_over_virtual_size(line: Line) -> Problems:
     """A layout stands above the virtual pipeline size."""
     layout, given = line.layout, line.launch.virtual

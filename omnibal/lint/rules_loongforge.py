@@ -7,7 +7,7 @@ from omnibal.lint.line import Line
 from omnibal.lint.rule import LOONGFORGE, Problems, RuleGroup
 
 RULES = RuleGroup()
-rule = partial(RULES.rule, launchers=frozenset((Launcher.LOONGFORGE,)))
+rule = partial(RULES.rule, launchers={Launcher.LOONGFORGE})
 _ARGUMENTS = "loongforge/train/arguments.py"
 _OF_SPLIT = f"{_ARGUMENTS}, _validate_legacy_pipeline_args, {LOONGFORGE}"
 _LAYERS, _CHUNKS = "--custom-pipeline-layers", "--custom-virtual-pipeline-layers"

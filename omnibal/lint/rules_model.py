@@ -7,8 +7,6 @@ from omnibal.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
 RULES = RuleGroup()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _PARALLEL = "core/model_parallel_config.py"
-_MEGATRON_LM = frozenset((Launcher.MEGATRON_LM,))
-_OF_RECIPES = frozenset((Launcher.MEGATRON_BRIDGE,))
 
 
 @rule("this command, --model", severity="warning")
@@ -52,13 +50,13 @@ def _linear_context(line: Line) -> Problems:
         yield f"a gated delta net and CP {line.launch.context}", "use CP 1, or a newer core"
 
 
-@core_config("983", launchers=_MEGATRON_LM)
+@core_config("983", launchers={Launcher.MEGATRON_LM})
 def delta_net_without_context(line: Line) -> Problems:
     """This core's gated delta net cannot be divided over context ranks."""
     return _linear_context(line)
 
 
-@core_config("983", severity="warning", launchers=_OF_RECIPES | {Launcher.LOONGFORGE})
+@core_config("983", severity="warning", launchers={Launcher.MEGATRON_BRIDGE, Launcher.LOONGFORGE})
 def delta_net_and_core(line: Line) -> Problems:
     """Core 0.16.1 refuses this and newer ones do not."""
     return _linear_context(line)
@@ -69,7 +67,7 @@ def _sequence(line: Line) -> Problems:
         yield "sequence parallelism with TP 1", "leave it out, or raise TP"
 
 
-@rule(f"{_PARALLEL}:409, {CORE}", launchers=_OF_RECIPES)
+@rule(f"{_PARALLEL}:409, {CORE}", launchers={Launcher.MEGATRON_BRIDGE})
 def sequence_needs_tensor(line: Line) -> Problems:
     """Sequence parallelism needs tensor parallelism."""
     return _sequence(line)

@@ -10,7 +10,7 @@ _BLOCK = "core/transformer/transformer_block.py"
 _MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 
 
-@core_config("1155-1161", launchers=frozenset(Launcher) - {Launcher.MS_SWIFT})
+@core_config("1155-1161", launchers=set(Launcher) - {Launcher.MS_SWIFT})
 def recompute_words(line: Line) -> Problems:
     """Granularity is full or selective, and the method block or uniform."""
     granularity, method = (line.text(f"recompute-{name}") for name in ("granularity", "method"))

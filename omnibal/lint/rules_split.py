@@ -8,7 +8,6 @@ from omnibal.lint.split import even_ends
 RULES = RuleGroup()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _BLOCK = "core/transformer/transformer_block.py"
-_OF_SWIFT = frozenset((Launcher.MS_SWIFT,))
 _SIZED_CHUNKS = "--num-layers-per-virtual-pipeline-stage"
 _COUNTED_CHUNKS = "--num-virtual-stages-per-pipeline-rank"
 
@@ -157,7 +156,7 @@ def end_stages_or_counted(line: Line) -> Problems:
         yield "both are given", "leave one of them out"
 
 
-@rule(f"megatron_args.py:885, {SWIFT}", launchers=_OF_SWIFT)
+@rule(f"megatron_args.py:885, {SWIFT}", launchers={Launcher.MS_SWIFT})
 def end_stages_need_pipeline(line: Line) -> Problems:
     """Layers of the first or last stage need a pipeline."""
     if _ends(line) and line.launch.pipeline == 1:
@@ -194,7 +193,7 @@ def sized_chunks_divide_stage(line: Line) -> Problems:
         yield f"{layers} layers of a stage in chunks of {size}", f"use chunks of {others}"
 
 
-@validate_args(severity="ignored", launchers=ARGPARSE | _OF_SWIFT)
+@validate_args(severity="ignored", launchers=ARGPARSE | {Launcher.MS_SWIFT})
 def one_chunk(line: Line) -> Problems:
     """One chunk is the same as none."""
     if line.launch.virtual == 1 and line.launch.layout is None:

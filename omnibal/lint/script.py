@@ -129,11 +129,9 @@ class _Reader:
             if not (match["name"] or match["braced"]):
                 return match[0]
             value = " ".join(self._value(match))
-            return (
-                re.sub(r"\S+", lambda run: shlex.quote(run[0]), value)
-                if splits
-                else (shlex.quote(value))
-            )
+            if not splits:
+                return shlex.quote(value)
+            return re.sub(r"\S+", lambda run: shlex.quote(run[0]), value)
 
         text = _UNQUOTED.sub(expanded, raw)
         try:

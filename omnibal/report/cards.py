@@ -32,10 +32,7 @@ class Card:
 
 
 def headline_cards(
-    plan: Plan,
-    run: RunSummary | None,
-    replay: ReplaySummary | None,
-    records: Sequence[StepRecord],
+    plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, records: Sequence[StepRecord]
 ) -> list[Card]:
     prediction, sources = plan.prediction, figures_by_source(plan, run, replay)
     idle = {name: percent(figures.bubble_fraction) for name, figures in sources.items()}
@@ -83,9 +80,7 @@ def _fit(
 
 
 def _step(
-    prediction: Prediction | None,
-    sources: Mapping[str, StepFigures],
-    replay: ReplaySummary | None,
+    prediction: Prediction | None, sources: Mapping[str, StepFigures], replay: ReplaySummary | None
 ) -> list[Card]:
     values, notes = {name: milliseconds(one.step_ms) for name, one in sources.items()}, []
     if prediction and "measured" in sources:

@@ -14,7 +14,6 @@ from omnibal.job.runlog import StepRecord
 from omnibal.model.limits import USABLE_MEMORY_FRACTION, Caps, memory_cap_gib, words
 from omnibal.model.units import LANGUAGE
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.stage import Span
 from omnibal.report.drawing import (
     COLOURS,
     NARROW,
@@ -73,23 +72,19 @@ def split_figure(plan: Plan) -> PageFigure:
     colours |= {LANGUAGE: "orange"}
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
     figure, axes = new_axes(WIDE, 80 + 30 * len(at_levels[0]))
-
-    def draw(stage: int, place: int, unit: Span) -> None:
-        layer = unit.layers[0] if unit.layers else None
-        again = any(layer in stages[stage].recomputed(unit.name) for stages in at_levels)
-        label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * again
-        axes.barh(
-            *(stage, 1, 0.8, place),
-            facecolor=COLOURS[colours.get(unit.name, "grey")],
-            edgecolor=COLOURS["paper"],
-            hatch="//" if again else None,
-            label=label,
-        )
-
-    for number_, stage in enumerate(at_levels[0]):
+    for index, stage in enumerate(at_levels[0]):
         units = [unit for span in stage.units for unit in span.units]
         for place, unit in enumerate(units):
-            draw(number_, place, unit)
+            layer = unit.layers[0] if unit.layers else None
+            again = any(layer in stages[index].recomputed(unit.name) for stages in at_levels)
+            label = _EDGES if layer is None else f"{unit.name} layer" + ", recomputed" * again
+            axes.barh(
+                *(index, 1, 0.8, place),
+                facecolor=COLOURS[colours.get(unit.name, "grey")],
+                edgecolor=COLOURS["paper"],
+                hatch="//" if again else None,
+                label=label,
+            )
     label_rows(axes, [f"stage {stage}" for stage in range(len(at_levels[0]))])
     axes.set_xlabel("units of the stage")
     add_legend(figure, columns=6)

@@ -79,17 +79,9 @@ class ReportInput:
 
 
 def write_report(
-    files: PlanFiles,
-    run_directory: Path | None,
-    output: Path,
-    replay_directory: Path | None = None,
+    files: PlanFiles, run_directory: Path | None, output: Path, replay_directory: Path | None = None
 ) -> ReportInput:
-    """Write the report of a plan, and of its run and replay if given.
-
-    Args:
-        run_directory: with `run.json`, `run.jsonl` and, once evaluated, `evaluation.json`.
-        replay_directory: made by tools/replay.py.
-    """
+    """Write the report of a plan, and of its run and its replay by tools/replay.py if given."""
     shown = _read(files, run_directory, replay_directory)
     write_ascii(render(shown), output)
     return shown

@@ -109,9 +109,7 @@ def stages_table(
 
 
 def memory_table(
-    plan: Plan,
-    run: RunSummary | None = None,
-    replay: ReplaySummary | None = None,
+    plan: Plan, run: RunSummary | None = None, replay: ReplaySummary | None = None
 ) -> Table | None:
     """Predicted memory by kind, sum, and peaks by source, with data-parallel encoders last."""
     cap_gib = memory_cap_gib(plan.cluster)
@@ -388,10 +386,7 @@ def mixture_table(mixture: MixtureSeen) -> Table:
 
 
 def provenance_facts(
-    plan: Plan,
-    replay: ReplaySummary | None,
-    run: RunSummary | None,
-    records: Sequence[StepRecord],
+    plan: Plan, replay: ReplaySummary | None, run: RunSummary | None, records: Sequence[StepRecord]
 ) -> Facts:
     entries: dict[str, str | Marked] = {
         "Plan schema": f"version {plan.schema_version}",

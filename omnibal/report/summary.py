@@ -210,11 +210,7 @@ def _replayed_figures(replay: ReplaySummary) -> StepFigures:
 def _simulated_time(
     step_ms: float, stage: Sequence[float], encoder_ms: float = 0.0, exchange_ms: float = 0.0
 ) -> StageTime:
-    """Split a simulated step like the run log, with the rest of the step as update.
-
-    Args:
-        stage: forward and backward ms of a step, and the stage's idle share.
-    """
+    """Split a simulated step like the run log, with the rest of the step as update."""
     forward_ms, backward_ms, wait_fraction = stage
     wait_ms = wait_fraction * step_ms
     rest_ms = step_ms - forward_ms - backward_ms - wait_ms - encoder_ms - exchange_ms

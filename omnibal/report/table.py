@@ -70,11 +70,7 @@ class Table:
 
     @classmethod
     def of_rows(
-        cls,
-        title: str,
-        titles: Iterable[str | Column],
-        *sections: Sequence[Row],
-        caption: str = "",
+        cls, title: str, titles: Iterable[str | Column], *sections: Sequence[Row], caption: str = ""
     ) -> "Table":
         """Make a table of sections. A title alone is a column of numbers."""
         columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]

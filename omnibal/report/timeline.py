@@ -76,10 +76,8 @@ def draw_step(
 ) -> None:
     """Draw a row of passes for every stage, with idle time as empty space.
 
-    Args:
-        micro_batches: number drawn; other ranks may have more.
-        recompute_ms: recomputation in each backward, drawn separately. [micro-batches, parts]
-        end_ms: end of the axis, by default of the step.
+    Recomputation in each backward, [micro-batches, parts], is drawn separately. The axis ends with
+    the step by default.
     """
     schedule = timeline.schedule
     if end_ms is None:

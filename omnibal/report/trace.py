@@ -27,9 +27,7 @@ def chrome_trace(
 ) -> dict[str, Any]:
     """Trace all ranks and stages of a step, from its first forward to its last backward.
 
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        stages_at: parts of the model per level, or `[stages]` for a single level.
+    Costs and stages are of all levels (`omnibal.pipeline.level_costs.side_by_side`).
     """
     events: list[dict[str, Any]] = []
     of_step = workload.of_steps([step])

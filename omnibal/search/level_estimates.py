@@ -249,7 +249,8 @@ class LevelEstimates:
                     if found is not None:
                         yield (*before, found.level, *after)
             for factor in _CAP_MOVES if after else ():
-                moved = self._moved(level.caps, factor)
+                tokens = round(level.caps["tokens"] * factor / _TOKENS_UNIT) * _TOKENS_UNIT
+                moved = scaled(self.caps[-1], max(tokens, 1))
                 least = before[-1].caps["tokens"] if before else 0
                 if least < moved["tokens"] < after[0].caps["tokens"]:
                     found = self._best((step[0], moved))
@@ -277,10 +278,6 @@ class LevelEstimates:
         # A level without own samples makes no packs.
         kept = (level for level, count in zip(levels, own, strict=True) if count)
         return tuple(kept)
-
-    def _moved(self, caps: Caps, factor: float) -> Caps:
-        tokens = round(caps["tokens"] * factor / _TOKENS_UNIT) * _TOKENS_UNIT
-        return scaled(self.caps[-1], max(tokens, 1))
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
         """Level with head exchange if heads divide evenly, as in HBP, else with gather."""

@@ -69,13 +69,12 @@ class Comparison:
         Full steps and next fit are off: filling the last step is overweighted on few samples, and
         reading order does not change packs.
         """
-        of_trials = {"full_steps": False, "next_fit": False}
         return SampleData(
             lengths=self.lengths,
             settings=replace(self.settings, epochs=1, curriculum_steps=0),
             levels=levels,
             packs_per_step=self.job.parallel.data,
-            rules=self.rules.model_copy(update=of_trials),
+            rules=self.rules.model_copy(update={"full_steps": False, "next_fit": False}),
         )
 
 
