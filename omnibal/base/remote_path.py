@@ -153,12 +153,7 @@ def check_local(options: Mapping[str, Any]) -> None:
 
 
 def versions_of(paths: Sequence[Path]) -> list[str]:
-    """Version per file, its size with ETag or time.
-
-    Raises:
-        OSError: missing or unreadable file.
-        StorageError: unreachable storage.
-    """
+    """Version per file, its size with ETag or time; raises OSError, StorageError if unreachable."""
     folders: dict[RemotePath, list[RemotePath]] = defaultdict(list)
     for path in paths:
         if isinstance(path, RemotePath):

@@ -59,9 +59,7 @@ def write_order(
     sample = sample_numbers(order, lengths)
     columns = {
         "pack": pa.array(pack),
-        "step": pa.array(order.step[pack]),
-        "rank": pa.array(order.rank[pack]),
-        "slot": pa.array(order.slot[pack]),
+        **{name: pa.array(getattr(order, name)[pack]) for name in ("step", "rank", "slot")},
         "source": pa.DictionaryArray.from_arrays(
             pa.array(lengths.source[rows]), list(lengths.source_names)
         ),

@@ -27,13 +27,9 @@ class ReadingOrder:
     @classmethod
     def of(cls, scheduled: ScheduledPacks) -> Self:
         """Sort a plan's packs by step, then slot, then rank."""
-        order = np.lexsort((scheduled.dp_rank, scheduled.slot, scheduled.step))
-        return cls(
-            packs=scheduled.packs.take(order),
-            step=scheduled.step[order],
-            rank=scheduled.dp_rank[order],
-            slot=scheduled.slot[order],
-        )
+        step, rank, slot = scheduled.step, scheduled.dp_rank, scheduled.slot
+        packs = cls(packs=scheduled.packs, step=step, rank=rank, slot=slot)
+        return packs.take(np.lexsort((rank, slot, step)))
 
     def __len__(self) -> int:
         return len(self.packs)

@@ -73,7 +73,7 @@ def _files(given: ExportInput) -> dict[str, Writer]:
         file, paths = lengths.source[order.packs.samples], list(lengths.source_names)
     else:
         file = annotations.file[sample_numbers(order, lengths)]
-        paths = [str(path) for path in _paths(annotations)]
+        paths = [str(path.absolute()) for path in annotations.files]
     # File, line, characters and tokens per sample in reading order: tokens 0 to all, no characters.
     plain, start = np.full(len(record), _PLAIN), np.zeros(len(record))
     columns = [file, record, plain, plain, start, lengths.tokens[order.packs.samples]]
@@ -82,11 +82,6 @@ def _files(given: ExportInput) -> dict[str, Writer]:
         "samples.npy": array_file(np.stack(columns, axis=1).astype(np.int64)),
         "paths.json": json_file(paths),
     }
-
-
-def _paths(annotations: Annotations) -> list[Path]:
-    """Absolute paths of annotation files."""
-    return [path.absolute() for path in annotations.files]
 
 
 def _settings(given: ExportInput) -> str:
@@ -139,9 +134,8 @@ def _roots(annotations: Annotations) -> dict[Path, Path]:
     """Return the image root of each annotation file (a dataset in XTuner)."""
     pairs = np.unique(np.stack([annotations.file, annotations.source], axis=1), axis=0)
     roots: dict[Path, Path] = {}
-    paths = _paths(annotations)
     for file, source in pairs.tolist():
-        path, root = paths[file], annotations.roots[source].absolute()
+        path, root = annotations.files[file].absolute(), annotations.roots[source].absolute()
         if roots.setdefault(path, root) != root:
             raise UserError(
                 f"{path}: is of several sources, whose images are in {roots[path]} and in {root}; "

@@ -29,5 +29,4 @@ def findings_of(launch: Launch, model: ModelConfig) -> list[Finding]:
     """Return a launch's findings, refusals first."""
     line = line_of(launch, model)
     found = (rule.finding(line) for group in GROUPS for rule in group.rules)
-    told = [finding for finding in found if finding is not None]
-    return sorted(told, key=lambda finding: _ORDER.index(finding.severity))
+    return sorted(filter(None, found), key=lambda finding: _ORDER.index(finding.severity))

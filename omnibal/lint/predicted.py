@@ -163,11 +163,7 @@ def _schedules(launched: Launched) -> Iterator[PipelineSchedule]:
 
 
 def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:
-    """Search a schedule's parts within the trainer's limits.
-
-    Raises:
-        DoesNotFit: nothing is found that fits the cap.
-    """
+    """Search a schedule's parts within the trainer's limits; raise DoesNotFit above the cap."""
     job, cap_bytes = launched.job, cap_gib * GIB
     cost, stages = job.cost_of_all(launched.levels), job.parallel.pipeline
     rules, workload = job.trainer.stages, launched.workload

@@ -167,7 +167,8 @@ class LevelEstimates:
         for level, step in steps:
             some = self._some(step)
             if some is not None:
-                forms.append(self._scaled(step, self._estimated(level, some)))
+                form = estimated_form(self.job, level, *some, self.tokens_per_step)
+                forms.append(self._scaled(step, form))
         if self.needs_rows and sum(form.rows for form in forms) < self._steps:
             return []  # a step has no row of packs
         ms = self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
@@ -264,10 +265,9 @@ class LevelEstimates:
             some = self._some((None, caps))
             if some is None:
                 continue
-            forms = [
-                self._estimated(self._hbp_form(caps["tokens"], context), some)
-                for context in possible_contexts(self.job, caps)
-            ]
+            contexts = possible_contexts(self.job, caps)
+            tried = (self._hbp_form(caps["tokens"], context) for context in contexts)
+            forms = [estimated_form(self.job, form, *some, self.tokens_per_step) for form in tried]
             best = min(forms, key=lambda form: form.rows_ms)
             if math.isfinite(best.rows_ms):
                 mean_ms = best.rows_ms / float(some[1].tokens.sum())
@@ -305,9 +305,6 @@ class LevelEstimates:
         """Steps to train all samples."""
         tokens = float(self.data.lengths.tokens.sum(dtype=np.int64))
         return tokens / self.job.parallel.data / self.tokens_per_step
-
-    def _estimated(self, level: Level, some: tuple[Packs, Lengths]) -> FormEstimate:
-        return estimated_form(self.job, level, *some, self.tokens_per_step)
 
     def _best(self, step: Step, contexts: Sequence[int] | None = None) -> FormEstimate | None:
         """Fastest form of a level for all its samples. None if no form fits."""

@@ -50,9 +50,9 @@ class RuledOut:
     """Parallel sizes that were not planned."""
 
     sizing: Sizing
-    need_gib: float | None
+    need_gib: float | None = None
     """Min memory per device over all caps tried and splits. Set if no caps fit."""
-    most_samples_per_second: float | None
+    most_samples_per_second: float | None = None
     """Upper bound. Set if some caps may fit and all such caps have a bound."""
     why: str
     estimated_samples_per_second: float | None = None
@@ -299,7 +299,7 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
 def without_best(search: StrategySearch, why: str) -> StrategySearch:
     """Return the search without its best strategy, which must not be the only one."""
     lost, *others = search.ranking
-    out = RuledOut(sizing=lost.sizing, need_gib=None, most_samples_per_second=None, why=why)
+    out = RuledOut(sizing=lost.sizing, why=why)
     return replace(
         search,
         ranking=tuple(replace(each, why=_why(each, others[0])) for each in others),
@@ -337,8 +337,6 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
     if not choices:
         return RuledOut(
             sizing=sizing,
-            need_gib=None,
-            most_samples_per_second=None,
             why=f"a step has {_most_packs(trials)} packs for {sizing.parallel.data:,} ranks",
         )
     best_ms, least_ms = trials.best_ms(), trials.least_ms
@@ -352,7 +350,6 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
         bound_ms = min(may_fit)
         return RuledOut(
             sizing=sizing,
-            need_gib=None,
             most_samples_per_second=1e3 / bound_ms if bound_ms else None,
             why=f"at best {bound_ms / best.ms_per_sample - 1:+.0%}",
             estimated_samples_per_second=None if slower_ms is None else 1e3 / slower_ms,
@@ -360,7 +357,7 @@ def _ruled_out(trials: BoundedTrials, sizing: Sizing, best: Strategy) -> RuledOu
     need_gib = min(trials.need_gib[choice] for choice in choices)
     cap_gib = trials.setting.request.job.memory_cap_gib
     why = f"needs at least {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
-    return RuledOut(sizing=sizing, need_gib=need_gib, most_samples_per_second=None, why=why)
+    return RuledOut(sizing=sizing, need_gib=need_gib, why=why)
 
 
 def _most_packs(trials: BoundedTrials) -> str:

@@ -129,15 +129,6 @@ def _plan_set(
         return choice, error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class FoundLevels:
-    strategies: tuple[Strategy, ...]
-    least_ms_per_sample: float
-    """Lower bound over all sets of levels at all sizes."""
-    sets: int
-    """Number of sets with near-minimal estimates."""
-
-
 def search_with_levels(
     request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
 ) -> StrategySearch:
@@ -154,13 +145,28 @@ def search_with_levels(
     sizings = possible_sizings(request)
     setting = Setting(request=request.drawn(), packs={})
     levels = LevelSetting.of(setting, request, rule)
-    found = _search_sets(levels, sizings, on_progress, processes)
-    if plain is None and not found.strategies:
+    found, sets, least_ms = _search_sets(levels, sizings, on_progress, processes)
+    if plain is None and not found:
         raise failed or UserError(
             f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give "
             "--packing-levels auto, or more GPUs"
         )
-    return joined(request, plain, found)
+    others = () if plain is None else plain.ranking
+    ranking = sorted([*others, *found], key=lambda each: each.ms_per_sample)
+    if others and not are_plain(ranking[0].levels):
+        # Several levels must be clearly faster than one level.
+        limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
+        if ranking[0].ms_per_sample > limit_ms:
+            ranking.remove(others[0])
+            ranking.insert(0, others[0])
+    return StrategySearch.of(
+        request,
+        ranking,
+        ruled_out=() if plain is None else plain.ruled_out,
+        choices=sets + (0 if plain is None else plain.choices),
+        planned=len(found) + (0 if plain is None else plain.planned),
+        gap=max(1 - least_ms / ranking[0].ms_per_sample, 0.0),
+    )
 
 
 def levels_total(request: StrategyRequest) -> int:
@@ -168,32 +174,10 @@ def levels_total(request: StrategyRequest) -> int:
     return len(possible_sizings(request)) + _MOST_SIMULATED + ROUNDS * _MOST_MOVES + 2 * _FINALISTS
 
 
-def joined(
-    request: StrategyRequest, plain: StrategySearch | None, found: FoundLevels
-) -> StrategySearch:
-    """Rank all strategies, with levels first only if sufficiently faster than one level."""
-    others = () if plain is None else plain.ranking
-    ranking = sorted([*others, *found.strategies], key=lambda each: each.ms_per_sample)
-    if others and not are_plain(ranking[0].levels):
-        limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
-        if ranking[0].ms_per_sample > limit_ms:
-            ranking.remove(others[0])
-            ranking.insert(0, others[0])
-    gap = max(1 - found.least_ms_per_sample / ranking[0].ms_per_sample, 0.0)
-    return StrategySearch.of(
-        request,
-        ranking,
-        ruled_out=() if plain is None else plain.ruled_out,
-        choices=found.sets + (0 if plain is None else plain.choices),
-        planned=len(found.strategies) + (0 if plain is None else plain.planned),
-        gap=gap,
-    )
-
-
 def _search_sets(
     levels: LevelSetting, sizings: Sequence[Sizing], advance: Callable[[int], None], processes: int
-) -> FoundLevels:
-    """Strategies with the levels of minimal predicted time per sample."""
+) -> tuple[list[Strategy], int, float]:
+    """Strategies of the fastest levels, number of near-minimal sets, and a bound on all sets."""
     levels.pack()
     found = try_all(partial(_estimate_sets, levels), sizings, processes, advance)
     of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
@@ -216,9 +200,7 @@ def _search_sets(
     if not planned.found:
         # All samples may need more memory and make fewer packs than the subset.
         planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
-    return FoundLevels(
-        strategies=tuple(planned.found.values()), least_ms_per_sample=bound_ms, sets=len(near)
-    )
+    return list(planned.found.values()), len(near), bound_ms
 
 
 def _ranked(
