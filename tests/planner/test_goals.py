@@ -68,7 +68,7 @@ def test_what_is_free_is_no_slower_than_what_is_forced():
 
 def test_the_placement_of_encoders_is_searched_for_with_sizes():
     """Prevents a placement that is only compared at sizes that suit the other one."""
-    job, free = training_job("internvl-digits", "laptop-cpu"), Free.everything(gpus=4)
+    job, free = training_job("internvl-digits", "laptop-cpu"), Free.everything(gpus=2)
     data = Samples(lengths=example_lengths(), samples_per_step=40)
     best = plan(Goal(job=job, data=data, free=free))
     for placement in EncoderPlacement:

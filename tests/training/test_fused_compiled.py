@@ -14,9 +14,12 @@ def test_compiled_bodies_compute_what_is_written(tmp_path):
     # The compiler's command line does not quote torch's folder, whose path may have a space.
     installed = tmp_path / "installed"
     installed.symlink_to(Path(find_spec("torch").origin).parent.parent)
+    inductor = {"CACHE_DIR": str(tmp_path / "compiled"), "COMPILE_THREADS": "1"}
     ended = run_program(
-        Path(__file__).with_name("fused_checks.py"), "cpu",
-        imports=(installed,), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "compiled"),
-    )  # fmt: skip
+        Path(__file__).with_name("fused_checks.py"),
+        "cpu",
+        imports=(installed,),
+        **{f"TORCHINDUCTOR_{name}": value for name, value in inductor.items()},
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "compiled 19 bodies" in ended.stdout
