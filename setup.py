@@ -8,20 +8,8 @@ from setuptools import find_namespace_packages, setup
 VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_text()).group(1)
 
 PLANNER = [
-    *(
-        "jinja2",
-        "matplotlib",
-        "numpy",
-        "pillow",
-        "pyarrow",
-        "pydantic>=2",
-        "rich",
-        "scipy",
-        "sentencepiece",
-        "soundfile",
-        "tokenizers",
-    ),
-    "typer",
+    *("huggingface-hub", "jinja2", "matplotlib", "numpy", "pillow", "pyarrow", "pydantic>=2"),
+    *("rich", "scipy", "sentencepiece", "soundfile", "tokenizers", "typer"),
 ]
 # megatron-core is pinned: the trainer extends its block and repairs three of its functions. Its
 # checkpoints need psutil, which it does not say. safetensors is what released checkpoints are in.

@@ -2,11 +2,14 @@
 
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from commands import REPOSITORY
@@ -21,12 +24,16 @@ from end_to_end_cases import (
     ranks_start,
     records,
     refuse,
+    run,
     run_ranks,
     succeed,
     training,
     wait_for_steps,
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from megatron.vlm.checkpoint.files import latest_step
+from omnibal import cli
 
 
 @pytest.fixture(scope="module")
@@ -238,24 +245,50 @@ def test_projector_is_trained_first_and_then_the_rest(lengths, single, digits, t
     assert losses(second)[0] < losses(first)[0]
 
 
-def test_released_checkpoint_is_trained_and_goes_back(begun, digits, tmp_path):
-    """Prevents: steps of the way from a released checkpoint and back that do not fit together."""
-    released, imported, convert = tmp_path / "released", tmp_path / "imported", "tools/convert.py"
+def test_a_run_fine_tunes_a_released_checkpoint(begun, digits, tmp_path, monkeypatch):
+    """Prevents a fine-tune of random weights, and steps of the way from a released checkpoint and
+    back that do not fit together; goes on after a stop, and with what has changed begins again."""
+    released, job, convert = tmp_path / "released", tmp_path / "job", "tools/convert.py"
     given = ("--layout", "transformers", "--tokenizer-model", digits / "tokenizer.model")
     succeed(convert, "export", begun, *given, "--max-shard-size", "1MB", "-o", released)
-    succeed(convert, "import", released, "-o", imported)
-    model, own = ("--model", imported / "model.toml"), imported / "tokenizer"
-    lengths, plan, save = tmp_path / "l.parquet", tmp_path / "plan", tmp_path / "run"
-    scan = ("-m", "omnibal", "lengths", digits / "train" / "meta.json", "--tokenizer-model", own)
-    succeed(*scan, *model, "-o", lengths)
-    caps = ("--max-tiles", "12", "--max-tokens", "900")
-    succeed(*PLANNER, *model, "--pp", "2", *caps, "--lengths", lengths, "-o", plan)
-    start = ("--load", imported, "--finetune", "--tokenizer-model", own, "--train-iters", "1")
-    said = pair_succeeds(*training(plan, digits, save, *start))
-    assert f"starting from the weights of {imported}" in said
-    succeed(convert, "export", save, "--like", released, "-o", tmp_path / "mine")
-    mine = {path.name for path in (tmp_path / "mine").iterdir()}
+    annotations = shutil.copytree(digits / "train", tmp_path / "train") / "digits_single.jsonl"
+    meta = annotations.with_name("meta.json")
+    meta.write_text(re.sub(r'"length": \d+', '"repeat_time": 1', meta.read_text()))
+    said = []
+
+    def forked(command, check):
+        """The launch script's ranks without torchrun, and all else without another Python."""
+        words, ranks = command[1:], 1
+        if command[0] == "bash":
+            script = shlex.split(Path(words[0]).read_text(), comments=True)
+            plan, data, tokenizer, save, *more = script[script.index("localhost") + 1 :]
+            names = ("--plan", plan, "--data", data, "--tokenizer-model", tokenizer)
+            own = ("--load", save) if latest_step(Path(save)) else more
+            words, ranks = ("pretrain_vlm.py", *names, "--save", save, *own, *more[3:]), 2
+        ended = run_ranks(ranks, *words) if ranks > 1 else run(*words)
+        said.append(ended.stdout + ended.stderr)
+        return ended
+
+    monkeypatch.setattr("omnibal.running.subprocess", SimpleNamespace(run=forked))
+    command = ["run", "--model", released, "--data", meta, "--cluster", "laptop-cpu", "--gpus", "2"]
+    command += ["--precision", "fp32", "--pp", "2", "-o", job, "--lr", "1e-4", "--"]
+
+    def fine_tune(*more: str) -> str:
+        said.clear()
+        with pytest.raises(SystemExit) as ended:
+            cli.main([str(word) for word in (*command, "--num-workers", "0", *more)])
+        assert not ended.value.code, said
+        return "".join(said)
+
+    assert f"starting from the weights of {job / 'weights'}" in fine_tune("--train-iters", "1")
+    assert f"resuming {job / 'run'} after step 1" in fine_tune()
+    mine = {path.name for path in (job / "hf").iterdir()}
     assert mine == {path.name for path in released.iterdir()} > {"config.json", "tokenizer.model"}
+    annotations.write_text(annotations.read_text().partition("\n")[2])
+    assert f"starting from the weights of {job / 'weights'}" in fine_tune()
+    kept = {"hf-1", "hf-2", "run-1"}
+    assert kept < {path.name for path in job.iterdir()}
+    imported = job / "weights"
     image = digits / "heldout" / "images" / "digits_single-00000-0.png"
     chat = ("tools/chat.py", "--load", imported, "--image", image, "--prompt", "Which digit?")
     subprocess.run([sys.executable, *chat], cwd=REPOSITORY, check=True)  # by itself, for once

@@ -1,153 +1,149 @@
-"""`omnibal run`: from data to a running job, by the commands that do each step alone."""
+"""`omnibal run`: from data to a trained model, by the commands that do each step alone."""
 
-import shlex
-import subprocess
-import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
+from omnibal import running
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.cli.console import print_notes
-from omnibal.cli.options import ClusterOption, ModelOption, TokenizerOption, count_option
+from omnibal.cli.options import JobOptions, SizeOptions, TokenizerOption
+from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
-from omnibal.model.config import ClusterConfig, load_cluster
-from omnibal.model.parallel import MAX_DEVICES
-from omnibal.model.targets import TargetName
+from omnibal.model.config import load_cluster
+from omnibal.running import Step
 
-_ROOT = Path(__file__).resolve().parents[2]
-_DONE = "commands.txt"
-"""File of finished commands, to resume a stopped run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Step:
-    """A command with its output."""
-
-    words: tuple[str, ...]
-    makes: Path | None = None
-
-    @property
-    def text(self) -> str:
-        return shlex.join(("omnibal", *self.words))
+_OWN = ("model", "cluster", "gpus", "lengths")
+"""Options of `omnibal plan` that are given to it in another way."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunOptions:
-    """Options for the steps to run, and their directory."""
+    """Options that `omnibal plan` does not have."""
 
-    model: ModelOption
-    cluster: ClusterOption
     data: Annotated[Path, typer.Option(help="annotation file, or meta JSON that names some")]
     output: Annotated[
         Path, typer.Option("--output", "-o", help="folder of all that is made, and of the run")
     ]
-    gpus: Annotated[
-        int | None, count_option("devices of the job (default: those here)", most=MAX_DEVICES)
-    ] = None
     tokenizer_model: TokenizerOption = None
-    made_for: Annotated[
-        TargetName | None,
-        typer.Option("--for", help="another trainer, for which a folder is exported at the end"),
+    weights: Annotated[
+        Path | None,
+        typer.Option(
+            help="folder with the first weights: a released checkpoint, or the run directory of an "
+            "import or a training (default: --model)"
+        ),
     ] = None
-
-    def steps(self, gpus: int) -> list[_Step]:
-        """Commands from data to a checked plan, and its export if asked for."""
-        lengths, plan, export = (
-            self.output / name for name in ("lengths.parquet", "plan", "export")
-        )
-        scan = ["lengths", str(self.data), "--model", self.model, "-o", str(lengths)]
-        if self.tokenizer_model is not None:
-            scan += ["--tokenizer-model", str(self.tokenizer_model)]
-        target = [] if self.made_for is None else ["--for", self.made_for.value]
-        planned = ["plan", "--model", self.model, "--cluster", self.cluster, "--gpus", str(gpus)]
-        planned += ["--lengths", str(lengths), *target, "-o", str(plan)]
-        steps = [
-            _Step(words=tuple(scan), makes=lengths),
-            _Step(words=tuple(planned), makes=plan),
-            _Step(words=("check", str(plan))),
-        ]
-        if target:
-            exported = ("export", str(plan), "--to", str(export), "--data", str(self.data), *target)
-            steps.append(_Step(words=exported, makes=export))
-        return steps
-
-    def launch(self, cluster: ClusterConfig, gpus: int, more: Sequence[str]) -> str:
-        """Return the training command: torchrun on one node, sbatch for several."""
-        root, per_node = _ROOT / "scripts", min(gpus, cluster.gpus_per_node)
-        files = (self.output / "plan", self.data, self.tokenizer_model, self.output / "run")
-        job = ["" if each is None else str(each.absolute()) for each in files]
-        if gpus <= per_node:
-            alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
-            return shlex.join(["exec", "env", *alone, *job, *more])
-        per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]
-        nodes = ["--nodes", str(-(-gpus // per_node)), *per, str(root / "slurm" / "train.sbatch")]
-        submit = shlex.join(["sbatch", *nodes, *job, *more])
-        return f"cd {shlex.quote(str(_ROOT))} && exec {submit}"
+    from_scratch: Annotated[
+        bool, typer.Option("--from-scratch", help="start from random weights")
+    ] = False
+    lr: Annotated[float | None, typer.Option(min=0, help="largest learning rate")] = None
+    start: Annotated[
+        bool, typer.Option("--start/--no-start", help="start the training where its devices are")
+    ] = True
+    export: Annotated[
+        bool, typer.Option("--export/--no-export", help="at the end write OUTPUT/hf, like --model")
+    ] = True
 
 
 def run(
     context: typer.Context,
     asked: RunOptions,
-    start: Annotated[
-        bool, typer.Option("--start/--no-start", help="start the training where its devices are")
-    ] = True,
+    given: JobOptions,
+    data: DataOptions,
+    strategy: StrategyOptions,
+    sizes: SizeOptions,
+    partition: PlacementOptions,
 ) -> None:
-    """Scan, plan, check and start a job; run again, it goes on where it was stopped.
+    """Fine-tune a released checkpoint: scan, plan, check, import, train and export.
 
-    Every step is a command of its own, which is printed. What follows `--` goes to
-    pretrain_vlm.py, in the launch script that is written.
+    Every step is a command of its own, which is printed. Run again, it goes on where it was
+    stopped, and repeats the steps whose files have changed. It takes the options of `omnibal plan`
+    too; options after `--` are for pretrain_vlm.py.
     """
-    named_model(asked.model)
-    cluster = load_cluster(asked.cluster)
-    gpus = asked.gpus or _devices_here()
+    cluster, output = load_cluster(given.cluster), asked.output
+    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus, is_exported = strategy.gpus or devices, strategy.made_for is not None
     if not gpus:
         raise UserError("no GPU is here to plan for: give the devices of the job by --gpus")
-    asked.output.mkdir(parents=True, exist_ok=True)
-    _do_all(asked.steps(gpus), asked.data, asked.output / _DONE)
-    if asked.made_for is not None:
-        print_notes([f"what to run: {asked.output / 'export' / 'RUN.md'}"], prefix="")
+    if data.lengths:
+        raise UserError(
+            "--lengths was given, and `run` counts the lengths of --data; leave the option out"
+        )
+    model, weights, is_fetched = given.model, None, False
+    if not is_exported:
+        weights, is_fetched = running.first_weights(
+            model, asked.weights, from_scratch=asked.from_scratch
+        )
+    model = str(weights) if is_fetched else model
+    named_model(model)
+    tokenizer = asked.tokenizer_model or running.tokenizer_of(model, weights)
+    planned_with = _on_the_command_line(context, (given, data, strategy, sizes, partition))
+    planned_with += ["--cluster", given.cluster, "--gpus", str(gpus)]
+    output.mkdir(parents=True, exist_ok=True)
+    plan = output / "plan"
+    _do(running.plan_steps(asked.data, model, tokenizer, planned_with, output), output)
+    if is_exported:
+        export = output / "export"
+        words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(asked.data))
+        _do([Step(words=words, reads=(plan,), makes=export)], output)
+        _say(f"what to run: {export / 'RUN.md'}")
         return
-    script = asked.output / "train.sh"
+    if is_fetched:
+        _say(f"fetching the weights of {given.model}, or finding them in the cache")
+        running.fetch_checkpoint(given.model, weights=True)
+    loads = weights
+    if weights is not None and running.holds_released(weights):
+        loads = output / "weights"
+        _do([running.conversion("import", weights, loads)], output)
+    more = [] if loads is None else ["--load", str(loads.absolute()), "--finetune"]
+    more += [] if asked.lr is None else ["--lr", str(asked.lr)]
+    more += context.args
+    script = output / "train.sh"
     with atomic(script) as temporary:
-        launch = asked.launch(cluster, gpus, context.args)
-        temporary.write_text(f"#!/usr/bin/env bash\n{launch}\n")
+        per_node = cluster.gpus_per_node
+        command = running.launch(output, asked.data, tokenizer, per_node, gpus, more)
+        temporary.write_text(f"#!/usr/bin/env bash\n{command}\n")
     script.chmod(0o755)
-    here = cluster.gpus_per_node if cluster.is_cpu else _devices_here()
-    if start and gpus <= min(here, cluster.gpus_per_node):
-        print_notes([f"bash {script}"], prefix="$ ")
-        raise typer.Exit(subprocess.run(["bash", str(script)], check=False).returncode)
-    print_notes([f"to train, where the devices are: bash {script}"], prefix="")
+    training = running.training(output, loads, more)
+    here = cluster.gpus_per_node if cluster.is_cpu else devices
+    if not training.is_complete and not (asked.start and gpus <= min(here, per_node)):
+        _say(f"to train, where the devices are: bash {script}; when it has ended, run this again")
+        return
+    _do([training], output)
+    like = weights if loads != weights else Path(model)
+    if asked.export and like is not None and running.holds_released(like) and training.is_complete:
+        export_step = running.conversion(
+            "export", output / "run", output / "hf", "--like", str(like)
+        )
+        _do([export_step], output)
 
 
-def _do_all(steps: Sequence[_Step], data: Path, done: Path) -> None:
-    """Run the steps as processes, skipping done steps while data and earlier commands are
-    unchanged."""
-    about = data.stat() if data.exists() else None
-    of_data = "# no data" if about is None else f"# data {about.st_size} {about.st_mtime_ns}"
-    earlier = done.read_text().splitlines() if done.exists() else []
-    lines = [of_data]
-    for step in steps:
-        lines.append(step.text)
-        is_there = step.makes is not None and step.makes.exists()
-        if is_there and earlier[: len(lines)] == lines:
-            print_notes([f"{step.text}  (done)"], prefix="$ ")
+def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[str]:
+    """Return the words of the options of some groups that were given."""
+    names = {field.name for group in groups for field in fields(group)} - set(_OWN)
+    words: list[str] = []
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if option.name not in names or source is None or source.name != "COMMANDLINE":
             continue
-        print_notes([step.text], prefix="$ ")
-        earlier = lines[:-1]
-        done.write_text("".join(f"{line}\n" for line in earlier))
-        command = [sys.executable, "-m", "omnibal", *step.words]
-        status = subprocess.run(command, check=False).returncode
-        if status:
-            raise typer.Exit(status)
-        earlier = list(lines)
-        done.write_text("".join(f"{line}\n" for line in earlier))
+        value = context.params[option.name]
+        if isinstance(value, bool):
+            words.append(option.opts[0] if value else option.secondary_opts[0])
+            continue
+        for one in value if isinstance(value, list | tuple) else [value]:
+            words += [option.opts[0], str(one)]
+    return words
 
 
-def _devices_here() -> int:
-    """Number of NVIDIA GPUs of this machine."""
-    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+def _do(steps: Sequence[Step], output: Path) -> None:
+    status = running.run_steps(steps, output / "steps.json", _say)
+    if status:
+        raise typer.Exit(status)
+
+
+def _say(line: str) -> None:
+    print_notes([line], prefix="")

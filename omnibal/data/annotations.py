@@ -47,7 +47,7 @@ _UNITS: dict[Holds, str] = {"lines": "line", "array": "sample", "rows": "row", "
 _MOST_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
 
 
-class _SourceMeta(Frozen):
+class SourceMeta(Frozen):
     annotation: str | None = None
     file_name: str | None = None
     formatting: Literal["sharegpt", "openai"] | None = None
@@ -63,7 +63,7 @@ class _SourceMeta(Frozen):
     length: PositiveInt | None = None
 
     @model_validator(mode="after")
-    def _one_place(self) -> "_SourceMeta":
+    def _one_place(self) -> "SourceMeta":
         given = (self.annotation, self.file_name, self.shards, self.energon)
         if sum(place is not None for place in given) != 1:
             raise ValueError('one of "annotation", "shards" and "energon" must be given')
@@ -84,6 +84,10 @@ class _SourceMeta(Frozen):
     def in_file(self) -> str | None:
         """Annotation file, None for shards."""
         return self.annotation or self.file_name
+
+    def media_folder(self, folder: Path) -> Path:
+        """Folder of media or shards; relative paths start at `folder`."""
+        return folder / (self.root or self.energon or Path(self.shards or "").parent)
 
     @property
     def naming(self) -> Naming | None:
@@ -245,7 +249,7 @@ class Annotations:
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
-        entries = _read_meta(meta_path)
+        entries = read_meta(meta_path)
         digest = hashlib.sha256()
         sources: list[_Source] = []
         indexes: list[RecordIndex] = []
@@ -369,17 +373,18 @@ class Annotations:
             return file.read(size), media, name
 
 
-def _read_meta(path: Path) -> dict[str, _SourceMeta]:
+def read_meta(path: Path) -> dict[str, SourceMeta]:
+    """Read what a meta says of each source, by name."""
     remedy = "pass an annotation file, or the JSON that names some"
     try:
         if not path.is_file():
             raise UserError(f"{path}: no such meta file; {remedy}")
         if holds_records(path):
-            return {path.stem: _SourceMeta(annotation=path.name)}
+            return {path.stem: SourceMeta(annotation=path.name)}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     entries = read_json_model(
-        dict[str, _SourceMeta],
+        dict[str, SourceMeta],
         path,
         "a meta maps each source name to "
         '{"root", "annotation"}, {"shards"} or {"energon", "split": "train"}, and may add '
@@ -392,7 +397,7 @@ def _read_meta(path: Path) -> dict[str, _SourceMeta]:
 
 
 def _open_source(
-    name: str, entry: _SourceMeta, folder: Path, index: DataIndex, cache: BlockCache | None
+    name: str, entry: SourceMeta, folder: Path, index: DataIndex, cache: BlockCache | None
 ) -> tuple[_Source, list[RecordIndex]]:
     """Open a source and index its records."""
     if entry.naming is not None:

@@ -11,7 +11,7 @@ from omnibal.families.hub import config_notes, read_hub_config
 from omnibal.model.config import ModelConfig, config_file, load_model, preset_names
 
 _IDS_FILE = Path(__file__).parents[1] / "presets" / "hub_ids.toml"
-_HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
+HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
 
 
 def named_model(name_or_path: str) -> ModelConfig:
@@ -43,7 +43,7 @@ def hub_ids() -> dict[str, list[str]]:
 
 def _preset_or_path(given: str) -> str:
     """Return the preset of a hub id; other values unchanged."""
-    if _HUB_ID.fullmatch(given) is None or Path(given).exists():
+    if HUB_ID.fullmatch(given) is None or Path(given).exists():
         return given
     presets = {one.lower(): preset for preset, ids in hub_ids().items() for one in ids}
     if given.lower() in presets:

@@ -14,13 +14,11 @@ from plan_cases import MODEL, counting, example_lengths, origin_of, request
 
 from omnibal import Free, Goal, Planned, Samples, plan, planning, training_job
 from omnibal.base.errors import UserError
-from omnibal.cli.run import RunOptions
 from omnibal.data.lengths import write_lengths
 from omnibal.job import plan_data
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, read_plan
 from omnibal.job.planner import make_ordered_plan, ordered_plan
-from omnibal.model.config import load_cluster
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -29,6 +27,7 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.schedules import ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.running import launch
 from omnibal.search import schedule_choice
 from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, check_together
 from omnibal.search.goal import ShapesAlone, Stream
@@ -174,14 +173,15 @@ def test_a_goal_refuses_what_the_command_line_does(capsys, tmp_path, window, fre
 
 def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, capfd):
     """Prevents a run that hides its steps, or scans and plans again what is there."""
-    given = "run --model internvl-digits --cluster laptop-cpu --gpus 2 --no-start --data"
+    given = "run --model internvl-digits --cluster laptop-cpu --gpus 2 --no-start --from-scratch"
+    given += " --pp 2 --samples-per-step 40 --data"
     files = digits / "train" / "meta.json", "--tokenizer-model", digits / "tokenizer.model"
     for repeated in (False, True):
         run(given, *files, "-o", tmp_path / "job", "--", "--lr", "1e-3")
         shown = [line for line in capfd.readouterr().err.splitlines() if line.startswith("$ ")]
         assert [line.split()[2] for line in shown] == ["lengths", "plan", "check"]
         assert [line.endswith("(done)") for line in shown] == [repeated, repeated, False]
-    assert read_plan(tmp_path / "job" / "plan").parallel.world_size == 2
+    assert read_plan(tmp_path / "job" / "plan").parallel.pipeline == 2
     words = shlex.split((tmp_path / "job" / "train.sh").read_text(), comments=True)
     (launcher,) = (place for place, word in enumerate(words) if word.endswith("train_nodes.sh"))
     assert words[launcher + 1 : launcher + 4] == ["1", "0", "localhost"]
@@ -190,13 +190,11 @@ def test_the_commands_of_a_run_are_printed_and_not_done_twice(digits, tmp_path, 
 
 def test_a_run_on_several_nodes_is_submitted():
     """Prevents a job of many devices that is started on one node."""
-    files = {"data": Path("data.jsonl"), "output": Path("job")}
-    asked = RunOptions(model="internvl2.5-8b", cluster="h100-80g", gpus=32, **files)
-    cluster = load_cluster("h100-80g")
-    words = shlex.split(asked.launch(cluster, 32, []))
+    files = (Path("job"), Path("data.jsonl"), None, 8)
+    words = shlex.split(launch(*files, 32, []))
     assert words[words.index("--nodes") + 1] == "4"
     assert words[words.index("--gpus-per-node") + 1] == "8"
-    assert "train_nodes.sh" in asked.launch(cluster, 4, [])
+    assert "train_nodes.sh" in launch(*files, 4, [])
 
 
 ONE_ALONE = OWN.model_copy(update={"schedules": frozenset({"1f1b"})})

@@ -472,6 +472,7 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
     """Load the checkpoint, if any, and return its progress."""
     arguments = run.arguments
     if arguments.load is None:
+        _log.info("starting from random weights, as no --load was given")
         return RunOutcome(0, 0, False)
     if arguments.finetune:
         steps = load_weights(arguments.load, run.plan, trainer.stages)

@@ -1,0 +1,249 @@
+"""The steps of `omnibal run`: commands, the files that each reads, and which are done.
+
+A step is skipped if its command, and the sizes and times of its inputs, have not changed.
+"""
+
+import hashlib
+import json
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic
+from omnibal.data.annotations import read_meta
+from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from omnibal.families.named import HUB_ID, named_model
+from omnibal.job.plan import read_plan
+
+_ROOT = Path(__file__).resolve().parents[1]
+_MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar", ".parquet"}
+_NEWEST = "latest_checkpointed_iteration.txt"
+"""File of a run directory with the newest checkpoint's number of steps."""
+_WEIGHTS = "*.safetensors"
+_DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
+"""Configuration, tokenizer and code of a checkpoint on a hub."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A command, its inputs and its result."""
+
+    words: tuple[str, ...]
+    """From `omnibal`, `python` or `bash` on."""
+    reads: tuple[Path, ...] = ()
+    media: tuple[Path, ...] = ()
+    """Folders whose images, recordings, videos and shards are inputs."""
+    makes: Path | None = None
+    """None for a check, which is run every time."""
+    last_step: int | None = None
+    """Last step of a training; other commands are complete when their result exists."""
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.words)
+
+    def state(self) -> dict[str, Any]:
+        """Return the command and a hash of each input."""
+        read = {str(path): _digest(path) for path in self.reads}
+        read |= {str(path): _digest(path, _MEDIA) for path in self.media}
+        return {"command": self.text, "read": read}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result is there, and a training at its last step."""
+        if self.makes is None or not self.makes.exists():
+            return False
+        newest = self.makes / _NEWEST
+        if self.last_step is None:
+            return True
+        return newest.exists() and int(newest.read_text()) >= self.last_step
+
+
+def run_steps(steps: Sequence[Step], journal: Path, say: Callable[[str], None]) -> int:
+    """Run the commands that are not done, in order; return the first exit status other than 0.
+
+    The folder of an earlier training, import or export is renamed before it is made again.
+
+    Args:
+        journal: JSON file with the state that each result was made from.
+    """
+    made = json.loads(journal.read_text()) if journal.exists() else {}
+    for step in steps:
+        name, state = "" if step.makes is None else step.makes.name, step.state()
+        before = made.get(name)
+        if before == state and step.is_complete:
+            say(f"$ {step.text}  (done)")
+            continue
+        goes_on = step.last_step is not None and before in (None, state)
+        if before not in (None, state):
+            say(f"again, since {_changes(before, state)}:")
+        if step.makes is not None and step.words[0] != "omnibal" and not goes_on:
+            _set_aside(step.makes, say)
+        say(f"$ {step.text}")
+        # A training that is stopped goes on from here, anything else begins again.
+        _write(journal, made | {name: state if step.last_step is not None else None})
+        start = {"omnibal": [sys.executable, "-m", "omnibal"], "python": [sys.executable]}
+        command = [*start.get(step.words[0], ["bash"]), *step.words[1:]]
+        status = subprocess.run(command, check=False).returncode
+        if status:
+            return status
+        made[name] = state
+        _write(journal, made)
+        if step.last_step is not None and not step.is_complete:
+            say(f"stopped before step {step.last_step}; run this command again to go on")
+            break
+    return 0
+
+
+def _write(journal: Path, made: dict[str, Any]) -> None:
+    with atomic(journal) as temporary:
+        temporary.write_text(json.dumps(made, indent=1))
+
+
+def _set_aside(result: Path, say: Callable[[str], None]) -> None:
+    number = 1
+    while (kept := result.with_name(f"{result.name}-{number}")).exists():
+        number += 1
+    if result.exists():
+        result.rename(kept)
+        say(f"{result} is kept as {kept}")
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
+    files = before["read"] | now["read"]
+    changed = [name for name in files if before["read"].get(name) != now["read"].get(name)]
+    return f"{', '.join(changed) or 'its command'} has changed"
+
+
+def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
+    """Hash names, sizes and times of a file or of a folder's files; empty if there are none."""
+    files = [path]
+    if path.is_dir():
+        below = sorted(path.rglob("*"))
+        files = [one for one in below if suffixes is None or one.suffix.lower() in suffixes]
+    found = [(str(one), one.stat()) for one in files if one.is_file()]
+    entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
+
+
+def _data_read(data: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Return annotation files, and folders of media and shards, of a meta or annotation file."""
+    sources, folder = read_meta(data).values(), data.parent
+    annotations = [folder / source.in_file for source in sources if source.in_file is not None]
+    return (data, *annotations), tuple(sorted({one.media_folder(folder) for one in sources}))
+
+
+def holds_released(folder: Path) -> bool:
+    """Whether a folder has weights of a released checkpoint."""
+    return any(folder.glob(_WEIGHTS))
+
+
+def fetch_checkpoint(name: str, *, weights: bool) -> Path:
+    """Fetch a checkpoint from its hub, or find it in the hub's cache; return its folder.
+
+    Without `weights` only configuration, code and tokenizer are fetched.
+    """
+    from huggingface_hub import snapshot_download
+
+    patterns = [*_DESCRIPTIONS, _WEIGHTS] if weights else _DESCRIPTIONS
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{name} cannot be fetched ({reason}); download it and give its folder as --model, or "
+            "give --weights FOLDER, or --from-scratch for random weights"
+        ) from error
+
+
+def first_weights(
+    model: str, weights: Path | None, *, from_scratch: bool
+) -> tuple[Path | None, bool]:
+    """Return the folder to start from, None for random weights, and whether it is a hub's, fetched
+    without its weights."""
+    if from_scratch and weights is not None:
+        raise UserError("--from-scratch and --weights exclude each other; leave one out")
+    if from_scratch:
+        return None, False
+    if weights is None and HUB_ID.fullmatch(model) and not Path(model).exists():
+        return fetch_checkpoint(model, weights=False), True
+    if weights is None and not Path(model).is_dir():
+        named_model(model)
+        raise UserError(
+            f"--model {model} has no weights to start from: give the folder of a released "
+            "checkpoint, or its name on a hub such as OpenGVLab/InternVL3-8B, as --model, or "
+            "--weights FOLDER, or --from-scratch for random weights"
+        )
+    folder = weights or Path(model)
+    if not holds_released(folder) and not any(folder.glob("iter_*")):
+        raise UserError(
+            f"{folder}: holds no weights, neither {_WEIGHTS} of a released checkpoint nor iter_* "
+            "of a run; give the folder of either as --weights, or --from-scratch for random ones"
+        )
+    return folder, False
+
+
+def tokenizer_of(model: str, weights: Path | None) -> Path | None:
+    """Return the folder of the tokenizer that comes with the model or the weights."""
+    beside = [] if weights is None else [weights / "tokenizer", weights]
+    return next((path for path in (Path(model), *beside) if path.is_dir()), None)
+
+
+def plan_steps(
+    data: Path, model: str, tokenizer: Path | None, planned_with: Sequence[str], output: Path
+) -> list[Step]:
+    """Return the commands from data to a checked plan."""
+    lengths, plan = output / "lengths.parquet", output / "plan"
+    annotations, media = _data_read(data)
+    of_model = (Path(model),) if Path(model).exists() else ()
+    read = [] if tokenizer is None else ["--tokenizer-model", str(tokenizer)]
+    scan = ["lengths", str(data), "--model", model, "-o", str(lengths), *read]
+    planned = ["plan", "--model", model, "--lengths", str(lengths), *planned_with, "-o", str(plan)]
+    inputs = (*annotations, *of_model, *([] if tokenizer is None else [tokenizer]))
+    return [
+        Step(words=("omnibal", *scan), reads=inputs, media=media, makes=lengths),
+        Step(words=("omnibal", *planned), reads=(lengths, *of_model), makes=plan),
+        Step(words=("omnibal", "check", str(plan))),
+    ]
+
+
+def conversion(way: str, source: Path, made: Path, *more: str) -> Step:
+    """Return an import or export of weights."""
+    words = ("python", str(_ROOT / "tools" / "convert.py"), way, str(source), *more)
+    return Step(words=(*words, "-o", str(made)), reads=(source,), makes=made)
+
+
+def launch(
+    output: Path, data: Path, tokenizer: Path | None, per_node: int, gpus: int, more: Sequence[str]
+) -> str:
+    """Return the training command: torchrun on a node of `per_node` devices, sbatch for several."""
+    root, per_node = _ROOT / "scripts", min(gpus, per_node)
+    files = (output / "plan", data, tokenizer, output / "run")
+    job = ["" if each is None else str(each.absolute()) for each in files]
+    if gpus <= per_node:
+        alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
+        return shlex.join(["exec", "env", *alone, *job, *more])
+    per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]
+    nodes = ["--nodes", str(-(-gpus // per_node)), *per, str(root / "slurm" / "train.sbatch")]
+    submit = shlex.join(["sbatch", *nodes, *job, *more])
+    return f"cd {shlex.quote(str(_ROOT))} && exec {submit}"
+
+
+def training(output: Path, loads: Path | None, more: Sequence[str]) -> Step:
+    """Return the training as a step, which ends with the plan's or with --train-iters."""
+    plan = output / "plan"
+    data = read_plan(plan).data
+    assert data is not None
+    given = [int(b) for a, b in pairwise(more) if a == "--train-iters" and b.isdecimal()]
+    return Step(
+        words=("bash", str(output / "train.sh")),
+        reads=(plan, *([] if loads is None else [loads])),
+        makes=output / "run",
+        last_step=min([data.steps, *given]),
+    )

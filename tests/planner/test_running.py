@@ -1,0 +1,133 @@
+"""Steps of `omnibal run`: done once, again after a change, and gone on with after a stop."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from omnibal.base.errors import UserError
+from omnibal.running import Step, first_weights, run_steps, tokenizer_of
+
+ROOT = Path(__file__).parents[2]
+COUNT = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(); print(sys.argv[2:])"
+TRAIN = (
+    "import pathlib, sys; run = pathlib.Path(sys.argv[1]); run.mkdir(exist_ok=True); "
+    "newest = run / 'latest_checkpointed_iteration.txt'; "
+    "newest.write_text(str(int(newest.read_text()) + 1 if newest.exists() else 1))"
+)
+
+
+def make(output: Path, read: Path, more: tuple[str, ...] = (), media: tuple[Path, ...] = ()):
+    """A command that makes a folder, which it may not replace."""
+    words = ("python", "-c", COUNT, str(output / "made"), *more)
+    return Step(words=words, reads=(read,), media=media, makes=output / "made")
+
+
+@pytest.fixture
+def do(tmp_path):
+    """Runs steps; returns the lines said without the commands themselves."""
+
+    def do(*steps: Step) -> list[str]:
+        said: list[str] = []
+        assert run_steps(steps, tmp_path / "steps.json", said.append) == 0
+        return ["ran" if line[0] == "$" and line[-6:] != "(done)" else line for line in said]
+
+    return do
+
+
+def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
+    """Prevents results of files that have changed since, results made twice, and a lost folder."""
+    read, media = tmp_path / "data.jsonl", tmp_path / "images"
+    read.write_text("one")
+    (media / "deep").mkdir(parents=True)
+    (media / "deep" / "a.PNG").write_bytes(b"1")
+    step = make(tmp_path, read, media=(media,))
+    assert do(step) == ["ran"]
+    (media / "notes.txt").write_text("no medium")
+    assert do(step) == [f"$ {step.text}  (done)"]
+    kept = [f"{tmp_path / 'made'} is kept as {tmp_path / f'made-{number}'}" for number in (1, 2, 3)]
+    read.write_text("three")
+    assert do(step) == [f"again, since {read} has changed:", kept[0], "ran"]
+    (media / "deep" / "a.PNG").write_bytes(b"12")
+    assert do(step) == [f"again, since {media} has changed:", kept[1], "ran"]
+    other = make(tmp_path, read, more=("x",), media=(media,))
+    assert do(other) == ["again, since its command has changed:", kept[2], "ran"]
+    (tmp_path / "made").rename(tmp_path / "elsewhere")
+    assert do(other) == ["ran"]
+
+
+def test_a_failed_step_ends_the_run_and_is_done_again(tmp_path):
+    """Prevents a failure that counts as done, and steps after it that run on what is not there."""
+    failing = Step(words=("python", "-c", "raise SystemExit(3)"), makes=tmp_path / "made")
+    (tmp_path / "read").write_text("")
+    after = make(tmp_path / "after", tmp_path / "read")
+    for _ in range(2):
+        said: list[str] = []
+        assert run_steps([failing, after], tmp_path / "steps.json", said.append) == 3
+        assert said == [f"$ {failing.text}"]
+
+
+def test_a_training_goes_on_to_its_last_step(do, tmp_path):
+    """Prevents a stopped training that is exported or begun anew, and one that goes on with a plan
+    of other data."""
+    plan = tmp_path / "plan"
+    plan.mkdir()
+    (plan / "plan.json").write_text("1")
+
+    def train(last_step: int) -> Step:
+        words = ("python", "-c", TRAIN, str(tmp_path / "run"))
+        return Step(words=words, reads=(plan,), makes=tmp_path / "run", last_step=last_step)
+
+    after = make(tmp_path, plan)
+    stopped = "stopped before step 2; run this command again to go on"
+    assert do(train(2), after) == ["ran", stopped]
+    assert do(train(2), after) == ["ran", "ran"]
+    assert [line[-6:] for line in do(train(2), after)] == ["(done)", "(done)"]
+    (plan / "plan.json").write_text("22")
+    said = do(train(2))
+    kept = f"{tmp_path / 'run'} is kept as {tmp_path / 'run-1'}"
+    assert said == [f"again, since {plan} has changed:", kept, "ran", stopped]
+    assert json.loads((tmp_path / "run-1" / "latest_checkpointed_iteration.txt").read_text()) == 2
+
+
+def test_first_weights_are_released_given_or_none(tmp_path):
+    """Prevents training from random weights that nobody asked for."""
+    released, trained = tmp_path / "released", tmp_path / "trained"
+    (trained / "iter_0000000").mkdir(parents=True)
+    (trained / "tokenizer").mkdir()
+    released.mkdir()
+    with pytest.raises(UserError, match="holds no weights"):
+        first_weights(str(released), None, from_scratch=False)
+    (released / "model.safetensors").write_bytes(b"")
+    assert first_weights(str(released), None, from_scratch=False) == (released, False)
+    assert first_weights("internvl3-8b", trained, from_scratch=False) == (trained, False)
+    assert first_weights("internvl3-8b", None, from_scratch=True) == (None, False)
+    assert tokenizer_of("internvl3-8b", trained) == trained / "tokenizer"
+    assert tokenizer_of(str(released), trained) == released
+    with pytest.raises(UserError, match="--from-scratch for random weights"):
+        first_weights("internvl3-8b", None, from_scratch=False)
+    with pytest.raises(UserError, match="leave one out"):
+        first_weights("internvl3-8b", trained, from_scratch=True)
+
+
+def test_a_checkpoint_is_found_in_the_cache_of_its_hub(tmp_path):
+    """Prevents a machine without a network from being asked for what it has, and a failed download
+    that ends in a traceback."""
+    cached = tmp_path / "models--org--small"
+    snapshot = cached / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0123abc")
+    (snapshot / "config.json").write_text("{}")
+    code = "import sys; from omnibal import running; "
+    code += "print(running.fetch_checkpoint(sys.argv[1], weights=True))"
+    environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
+
+    def fetch(name: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", code, name]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+    assert fetch("org/small").stdout == f"{snapshot}\n"
+    assert "UserError: org/other cannot be fetched (" in fetch("org/other").stderr
