@@ -14,6 +14,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.export.directory import Export, check_expressible, export_input, make_export
 from omnibal.export.exported import ExportInput
+from omnibal.export.expressible import Data, obstacles
 from omnibal.export.trainers import EXPORTS
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
@@ -22,7 +23,7 @@ from omnibal.job.plan_files import PlanFiles
 from omnibal.model.config import ModelConfig
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import TARGETS, TargetName
+from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
 
@@ -188,3 +189,8 @@ def given_of(
 ) -> ExportInput:
     check_expressible(files, TARGETS[name])
     return export_input(files, TARGETS[name], annotations, folder, workers)
+
+
+def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:
+    """What the trainer cannot be told of a plan, or None."""
+    return next(obstacles(plan, data, target), None)

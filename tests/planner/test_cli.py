@@ -75,10 +75,11 @@ FLAGS = {
     "check": "--json",
     "export": "--to --for --data --workers --json",
     "report": "--output -o --run --replay --json",
-    "run": "--model --cluster --data --output -o --gpus --tokenizer-model --for --start",
     "lint": "--model --launcher --gpus --set --line-number --cluster --memory-gib --lengths "
     "--image-share --cost --json",
 }
+FLAGS["run"] = FLAGS["plan"].replace("--json", "--data --tokenizer-model --weights --from-scratch")
+FLAGS["run"] += " --lr --start --export"
 PRESETS = Path(omnibal.__file__).parent / "presets"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PACK = "pack --max-tiles 8 --max-tokens 512"

@@ -16,10 +16,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import ModelConfig, load_cluster, load_model
-from omnibal.model.data_parallel_encoders import (
-    EncoderPlacement,
-    encoder_shards,
-)
+from omnibal.model.data_parallel_encoders import EncoderPlacement, encoder_shards
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, WeightSharding

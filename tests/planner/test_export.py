@@ -7,14 +7,22 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from cli_cases import failure, result, run
-from export_cases import drawn_lengths, export_case, files_for, places_of, scheduled, write_data
+from export_cases import (
+    drawn_lengths,
+    export_case,
+    files_for,
+    first_obstacle,
+    places_of,
+    scheduled,
+    write_data,
+)
 from plan_cases import example_lengths, origin_of, request
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.export.directory import export_input, make_export
 from omnibal.export.exported import Exported, ExportInput
-from omnibal.export.expressible import first_obstacle, obstacles
+from omnibal.export.expressible import obstacles
 from omnibal.export.order_file import write_order
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recomputed_layers import all_or_none, one_number

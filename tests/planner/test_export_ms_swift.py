@@ -16,13 +16,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from export_cases import drawn_lengths, export_case, files_for, places_of, scheduled
+from export_cases import drawn_lengths, export_case, files_for, first_obstacle, places_of, scheduled
 from packing_cases import sequential_packs
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.export.directory import export_input
-from omnibal.export.expressible import first_obstacle
 from omnibal.export.ms_swift import export
 from omnibal.export.ms_swift_records import row_of, write_rows
 from omnibal.export.scripts.check_packs import counted_lengths, difference, verdict
