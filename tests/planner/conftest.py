@@ -14,10 +14,3 @@ def lengths_file(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("lengths") / "lengths.parquet"
     write_lengths(example_lengths(), path)
     return path
-
-
-@pytest.fixture
-def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Plans start no processes, each of which would import everything again."""
-    for module in ("planning", "search.schedule_choice"):
-        monkeypatch.setattr(f"omnibal.{module}.usable_cores", lambda: 1)

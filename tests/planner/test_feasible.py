@@ -30,8 +30,6 @@ from omnibal.search.strategy import FreeSizes
 from omnibal.steps import steps
 from omnibal.steps.steps import steps_of
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 LIMITED = StageRules(
     encoders_on_first=True, language_everywhere=True, recompute=RecomputeFreedom.LANGUAGE
 )

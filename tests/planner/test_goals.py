@@ -35,8 +35,6 @@ from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
 from omnibal.steps.steps import pack_epochs
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 CAPPED = f"{DIGITS} --max-tiles 8 --max-tokens 512"
 

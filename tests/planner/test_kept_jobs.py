@@ -5,8 +5,6 @@ import json
 import pytest
 from kept_job_cases import JOBS, KEPT, plan_figures, plan_job, write_data
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 FIGURES = json.loads(KEPT.read_text())
 
 

@@ -32,8 +32,6 @@ from omnibal.search.limit_costs import (
 from omnibal.steps import steps
 from omnibal.steps.next_fit import next_fit_packs
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PLAN = f"{DIGITS} --dp 2 --micro-batches 4 --packing isf"
 

@@ -26,8 +26,6 @@ from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.replanning import Replanned, replan
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 DEEP = MODEL.with_tower("vision", layers=12).with_tower("language", layers=24)
 LENGTHS = example_lengths(origin_of(DEEP), count=1500)
 

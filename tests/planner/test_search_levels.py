@@ -36,8 +36,6 @@ from omnibal.search.level_estimates import ProfiledLength, candidate_caps, hbp_l
 from omnibal.search.level_sets import LEAST_GAIN, LevelRequest, is_one_level, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 MODEL = load_model("llama3.1-8b")
 
 

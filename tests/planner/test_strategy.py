@@ -52,8 +52,6 @@ from omnibal.search.parallel_sizes import (
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, StrategyRequest, find_bound, pack_at
 from omnibal.search.weight_sharding import ShardingChoice
 
-pytestmark = pytest.mark.usefixtures("in_this_process")
-
 CLUSTER = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4, "link_latency_us": 1})
 CAPS = Caps.of(tiles=8, tokens=320)
 
