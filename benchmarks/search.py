@@ -37,7 +37,7 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.recompute import useful_recomputes
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_memory import GIB, memory_tables
@@ -112,7 +112,7 @@ def equal_packs(packs: Workload) -> Workload:
 
 def simulated_ms(cost: CostModel, stages: tuple[Stage, ...], packs: Workload) -> float:
     """Mean step of the whole run."""
-    return float(simulate_run(cost, stages, packs).step_ms.mean())
+    return float(simulate_levels(cost, [stages], packs).step_ms.mean())
 
 
 def steady_state_stages(

@@ -31,7 +31,7 @@ from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import UnitKind, unit_kinds, unit_names
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
 from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
@@ -120,7 +120,7 @@ def baseline_stages(
     if len(fitting) == 1:
         return fitting[0]
     sample = workload.some_steps(BMP_STEPS)
-    return min(fitting, key=lambda stages: simulate_run(cost, stages, sample).step_ms.mean())
+    return min(fitting, key=lambda stages: simulate_levels(cost, [stages], sample).step_ms.mean())
 
 
 def unit_weights(

@@ -19,7 +19,13 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
-from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders, with_encoders
+from omnibal.pipeline.encoder_waits import (
+    ItemShares,
+    features_exchange_ms,
+    memory_of_encoders,
+    pipeline_waits_ms,
+    with_encoders,
+)
 from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import SearchResult, estimated_step_ms, sampled_steps, search_stages
@@ -313,6 +319,9 @@ def _choices_within(
     most_kept, step = (_FEW_KEPT_CHOICES, 2) if are_few else (_KEPT_CHOICES, 1)
     cap_bytes = problem.memory_cap_bytes
     sample, any_encoders = sampled_steps(problem.workload), problem.any_encoders
+    steps, place = np.unique(sample.step, return_inverse=True)
+    has_rows = np.zeros((len(steps), sample.data_parallel_size, 1))
+    has_rows[place, sample.dp_rank] = 1
     for pipelines in _group_sizes(problem):
         # Many groups exceed the cap by their buffers alone.
         ways = {
@@ -330,13 +339,20 @@ def _choices_within(
             if largest > 1:
                 shares = _shares(problem, problem.workload, pipelines, sizes)
             of_sample = _shares(problem, sample, pipelines, sizes)
+            exchanges_ms = {
+                sharded: [features_exchange_ms(of_sample, each, is_back=b) for b in (False, True)]
+                for sharded, each in ways.items()
+            }
             for kept in kept_choices(any_encoders, shares.most(), most_kept):
                 for sharded, encoders in ways.items():
                     beside = _beside(problem, pipelines, sizes, sharded, kept)
                     encoder_memory = memory_of_encoders(shares, encoders, beside)
                     besides = max(encoder_memory.encoding, least_bytes)
                     if fits_cap(encoder_memory.held + besides, cap_bytes):
-                        waits_ms = _waits_of(problem, sample, beside, of_sample)
+                        exchange_ms = exchanges_ms[sharded]
+                        waits_ms = pipeline_waits_ms(of_sample, encoders, beside, exchange_ms)
+                        waits_ms *= has_rows
+                        waits_ms[..., 1] += problem.more_update_ms(sharded)
                         yield _Choice(
                             beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms
                         )
@@ -411,17 +427,3 @@ def _beside(
         square_ms={name: round(ms, _DIGITS_OF_SQUARE) for name, ms in square_ms.items()},
         sharded=sharded,
     )
-
-
-def _waits_of(
-    problem: PlacementProblem, sample: Workload, beside: DataParallelEncoders, shares: ItemShares
-) -> np.ndarray:
-    """Return pipeline waits before and after, including the longer update. [S, ranks, 2]"""
-    encoders, features = problem.encoders[beside.sharded], problem.features
-    workload = with_encoders(sample, features, encoders, beside, shares)
-    columns = [features.index(name) for name in ENCODER_WAITS_MS]
-    _, step = np.unique(workload.step, return_inverse=True)
-    waits_ms = np.zeros((int(step[-1]) + 1, workload.data_parallel_size, len(columns)))
-    np.add.at(waits_ms, (step, workload.dp_rank), workload.features[:, columns])
-    waits_ms[..., 1] += problem.more_update_ms(beside.sharded)
-    return waits_ms

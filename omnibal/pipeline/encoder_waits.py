@@ -13,7 +13,7 @@ and last micro-batch (`omnibal.model.units.ENCODER_WAITS_MS`).
 Shapes: S steps, B groups, L pipelines of a group, N ranks of a group.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -151,11 +151,8 @@ class _GroupTimes:
     """Forward of the busiest rank, with exposed weight exchange."""
     backward: np.ndarray
     """Backward of the busiest rank, with recomputed forwards and exposed exchange."""
-    mean_forward: np.ndarray
-    """Compute only; this and the next two are means over ranks."""
-    mean_backward: np.ndarray
-    """Without recomputed forwards."""
-    mean_again: np.ndarray
+    mean: np.ndarray
+    """Compute of forwards, backwards and recomputed forwards, mean over ranks, [S * B, 3]."""
     mean_exposed: np.ndarray
     """Exposed weight and gradient exchange in forward and backward, [S * B, 2]."""
     exchange: np.ndarray
@@ -183,8 +180,8 @@ def with_encoders(
     def mean_of_slowest(each_ms: np.ndarray) -> float:
         return float(each_ms.reshape(len(shares.steps), -1)[of_step].mean())
 
-    mean_ms = times.mean_forward + times.mean_backward + times.mean_again
-    mean_ms = mean_ms + times.mean_exposed.sum(axis=1)
+    forward, backward, again = times.mean.T
+    mean_ms = forward + backward + again + times.mean_exposed.sum(axis=1)
     encoding = Encoding(
         waits=waits,
         encoder_memory=encoder_memory,
@@ -270,24 +267,48 @@ def memory_of_encoders(
 def _group_times(
     shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
 ) -> _GroupTimes:
-    blocks = shares.blocks(cost) if cost.sharded > 1 else None
-    all_ms, mean_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 3)), np.zeros((1, 1, 2))
-    for name, one in cost.encoders.items():
-        own = shares.passes(name, beside)
-        busiest = own if blocks is None else own.in_lockstep(blocks)
-        all_ms = all_ms + encoding_ms(one, busiest)
-        mean_ms = mean_ms + encoding_ms(one, own).mean(axis=1)
-        exposed_ms = exposed_ms + busiest.exposed_ms(one)
+    forward, backward, exposed_ms = _slowest(shares, cost, beside)
+    own = ((one, shares.passes(name, beside)) for name, one in cost.encoders.items())
     return _GroupTimes(
-        forward=(all_ms[..., 0] + exposed_ms[..., 0]).max(axis=1),
-        backward=(all_ms[..., 1] + all_ms[..., 2] + exposed_ms[..., 1]).max(axis=1),
-        mean_forward=mean_ms[:, 0],
-        mean_backward=mean_ms[:, 1],
-        mean_again=mean_ms[:, 2],
+        forward=forward,
+        backward=backward,
+        mean=sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own),
         mean_exposed=exposed_ms.mean(axis=1),
         exchange=features_exchange_ms(shares, cost, is_back=False),
         exchange_back=features_exchange_ms(shares, cost, is_back=True),
     )
+
+
+def _slowest(
+    shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return forward and backward of every group's slowest rank, [S * B], and exposed exchange of
+    weights and gradients of every rank, [S * B, N, 2]."""
+    blocks = shares.blocks(cost) if cost.sharded > 1 else None
+    all_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
+    for name, one in cost.encoders.items():
+        passes = shares.passes(name, beside)
+        busiest = passes if blocks is None else passes.in_lockstep(blocks)
+        all_ms = all_ms + encoding_ms(one, busiest)
+        exposed_ms = exposed_ms + busiest.exposed_ms(one)
+    forward = (all_ms[..., 0] + exposed_ms[..., 0]).max(axis=1)
+    backward = (all_ms[..., 1] + all_ms[..., 2] + exposed_ms[..., 1]).max(axis=1)
+    return forward, backward, exposed_ms
+
+
+def pipeline_waits_ms(
+    shares: ItemShares,
+    cost: EncodersCost,
+    beside: DataParallelEncoders,
+    exchanges_ms: Sequence[np.ndarray],
+) -> np.ndarray:
+    """Return the waits before and after every pipeline, as `with_encoders` adds them, [S, ranks,
+    2], given the exchanges of features and gradients."""
+    forward, backward, _ = _slowest(shares, cost, beside)
+    before_ms = forward + exchanges_ms[0] + cost.gather_ms
+    after_ms = backward + exchanges_ms[1] + cost.reduction_ms
+    of_groups = np.stack([before_ms, after_ms], axis=1).reshape(len(shares.steps), -1, 2)
+    return np.repeat(of_groups, shares.pipelines, axis=1)
 
 
 def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
@@ -340,7 +361,8 @@ def _waits(
         return np.stack([before_ms[group] * is_first, after_ms[group] * is_last], axis=1)
 
     forward, backward = times.forward + times.exchange, times.backward + times.exchange_back
-    silent = times.mean_forward, times.mean_backward + times.mean_again
+    mean_forward, mean_backward, again = times.mean.T
+    silent = mean_forward, mean_backward + again
     ahead, behind = times.mean_exposed.T
     return EncoderWaits(
         all=at_ends(forward + cost.gather_ms, backward + cost.reduction_ms),
@@ -349,6 +371,6 @@ def _waits(
             silent[1] + behind + times.exchange_back + cost.reduction_ms,
         ),
         silent=at_ends(*silent),
-        needed=at_ends(times.mean_forward, times.mean_backward),
+        needed=at_ends(mean_forward, mean_backward),
         unreduced=at_ends(forward, backward),
     )

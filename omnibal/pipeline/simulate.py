@@ -553,11 +553,6 @@ def _padded(
     return table
 
 
-def simulate_run(cost: CostModel, stages: Sequence[Stage], workload: Workload) -> StepTimes:
-    """Simulate every step of a workload of one level."""
-    return simulate_levels(cost, [stages], workload)
-
-
 def simulate_levels(
     cost: CostModel,
     stages_at: Sequence[Sequence[Stage]],

@@ -36,7 +36,7 @@ from omnibal.model.units import feature_names, unit_names
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
 from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import model_ms, stage_times
 from omnibal.pipeline.stage_memory import GIB
@@ -262,7 +262,7 @@ class Predicted:
     def step_ms(self, stages: Sequence[Stage], epoch: Epoch) -> float:
         """Mean over steps of `MICRO_BATCHES_PER_STEP` micro-batches."""
         workload = epoch.workload(self.job.parallel.data).some_steps(_SIMULATED_STEPS)
-        return float(simulate_run(self.cost, stages, workload).step_ms.mean())
+        return float(simulate_levels(self.cost, [stages], workload).step_ms.mean())
 
     def gpu_days(self, stages: Sequence[Stage], epoch: Epoch) -> float:
         samples_per_step = MICRO_BATCHES_PER_STEP * epoch.samples_per_pack

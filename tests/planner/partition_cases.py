@@ -11,7 +11,7 @@ from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import RecomputeFreedom
 from omnibal.model.units import LANGUAGE, unit_names
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.pipeline.unit_runs import stages_from_cuts
@@ -22,7 +22,7 @@ def planners_figures(
     cost: CostModel, stages: tuple[Stage, ...], packs: Workload
 ) -> tuple[float, float]:
     """Step time in ms and largest peak in bytes, as the planner predicts them."""
-    simulated = simulate_run(cost, stages, packs)
+    simulated = simulate_levels(cost, [stages], packs)
     memories = stage_memories(cost, [stages], packs)
     return float(simulated.step_ms.mean()), max(memory.peak_gib for memory in memories) * GIB
 

@@ -25,7 +25,7 @@ from omnibal.pipeline.baselines import (
     cut_bytes,
 )
 from omnibal.pipeline.level_costs import side_by_side
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Span, Stage, joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
@@ -253,11 +253,11 @@ def test_bmp_simulates_whole_steps_of_the_entire_run(monkeypatch: pytest.MonkeyP
     workload = random_workload(rng, 450, 3)
     simulated = []
 
-    def recorded(cost, stages, sample):
+    def recorded(cost, levels, sample):
         simulated.append(sample.step)
-        return simulate_run(cost, stages, sample)
+        return simulate_levels(cost, levels, sample)
 
-    monkeypatch.setattr(baselines, "simulate_run", recorded)
+    monkeypatch.setattr(baselines, "simulate_levels", recorded)
     model, cost = small_model(4, 4), random_cost(rng)
     baseline_stages(PartitionMethod.BMP, RecomputeRule.NONE, cost, model, workload, 3, np.inf)
     assert len(simulated) in (15, 16)

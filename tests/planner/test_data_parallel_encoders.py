@@ -41,7 +41,7 @@ from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts, unit_words
@@ -286,7 +286,7 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
         stages = stages_from_cuts(problem.model, cuts.tolist())
         beside = random_choice(rng, problem.encoders, FEW)
         cost = problem.cost_beside(beside)
-        simulated = simulate_run(cost, stages, problem.with_encoders(beside)).step_ms
+        simulated = simulate_levels(cost, [stages], problem.with_encoders(beside)).step_ms
         looped = [looped_steps_ms(problem, beside, stages, step)[0] for step in range(3)]
         np.testing.assert_allclose(simulated, looped, rtol=1e-9)
 
@@ -300,7 +300,7 @@ def test_parts_of_a_step_add_up():
         beside = random_choice(rng, problem.encoders, FEW)
         workload, cost = problem.with_encoders(beside), problem.cost_beside(beside)
         stages = stages_from_cuts(problem.model, [3])
-        step_ms = float(simulate_run(cost, stages, workload).step_ms.mean())
+        step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
         lost = lost_time(cost, [stages], workload, step_ms)
         named = lost.named()
         assert sum(named.values()) == pytest.approx(step_ms)

@@ -18,7 +18,7 @@ from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import Lockstep, simulate_run
+from omnibal.pipeline.simulate import Lockstep, simulate_levels
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -147,12 +147,12 @@ def test_waits_for_experts_have_a_name():
     for _ in range(6):
         (cost,), model, packs, _ = expert_case(rng, (1,), 4, 2)
         stages = stages_from_cuts(model, (len(unit_names(model)) - 2,))
-        steps = simulate_run(cost, stages, packs)
+        steps = simulate_levels(cost, [stages], packs)
         step_ms = float(steps.step_ms.mean())
         lost = lost_time(cost, [stages], packs, step_ms)
         assert sum(lost.named().values()) == pytest.approx(step_ms)
         plain = replace(packs.rows(~packs.is_empty), lockstep_ranks=1)
-        loose_ms = float(simulate_run(cost, stages, plain).step_ms.mean())
+        loose_ms = float(simulate_levels(cost, [stages], plain).step_ms.mean())
         alone = lost_time(cost, [stages], plain, loose_ms)
         assert lost.expert_wait_ms == pytest.approx(step_ms - loose_ms)
         named += "wait in lockstep" in lost.named()

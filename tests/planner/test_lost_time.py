@@ -10,7 +10,7 @@ from schedule_cases import workload_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -53,7 +53,7 @@ def plain_cost(stage_ms: tuple[float, float, float]) -> CostModel:
 
 
 def lost(cost: CostModel, stages: tuple[Stage, ...], workload: Workload) -> LostTime:
-    step_ms = float(simulate_run(cost, stages, workload).step_ms.mean())
+    step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
     found = lost_time(cost, [stages], workload, step_ms)
     assert sum(found.model_dump().values()) == pytest.approx(step_ms)
     return found

@@ -38,7 +38,7 @@ from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.simulate import predict_steps, simulate_run
+from omnibal.pipeline.simulate import predict_steps, simulate_levels
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, stage_memories
@@ -455,7 +455,7 @@ def test_the_bound_of_a_long_run_is_below_its_prediction():
     simulated = packs.some_steps(MAX_SIMULATED_STEPS)
     features[np.setdiff1d(packs.step, simulated.step), 1:] = 100
     predicted_ms = [
-        simulate_run(cost, stages_from_cuts(model, (cut,)), simulated).step_ms.mean()
+        simulate_levels(cost, [stages_from_cuts(model, (cut,))], simulated).step_ms.mean()
         for cut in (3, 4, 5)
     ]
     assert 0 < least_step_ms(cost, model, packs, 2) <= min(predicted_ms) * (1 + 1e-9)

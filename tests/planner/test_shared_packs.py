@@ -12,7 +12,7 @@ from omnibal.pipeline import simulate
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import predict_steps, simulate_levels, simulate_run
+from omnibal.pipeline.simulate import predict_steps, simulate_levels
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, stage_times, workload_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
@@ -143,7 +143,7 @@ def test_what_sharing_costs_is_told_apart() -> None:
     stages_at = (stages_from_cuts(small_model(4, 5), ()),) * 2
     lost, step_ms = lost_of(even)
     assert lost.rank_imbalance_ms == pytest.approx(0, abs=1e-9)
-    local = simulate_run(costs[0], stages_at[0], replace(even, level=0 * even.level))
+    local = simulate_levels(costs[0], [stages_at[0]], replace(even, level=0 * even.level))
     assert lost.context_exchange_ms == pytest.approx(step_ms - float(local.step_ms.mean()))
     # One rank's shares take longer than the others': all the rest of the block waits for it.
     longer = even.features * np.where(even.dp_rank == 0, 2.0, 1.0)[:, None]
@@ -155,7 +155,7 @@ def test_plans_without_shared_packs_name_no_exchange() -> None:
     rng = np.random.default_rng(9)
     cost, stages = random_cost(rng), stages_from_cuts(small_model(4, 5), (4,))
     workload = workload_of(rng, [[(1, 2)] * 4], 2, len(cost.features))
-    step_ms = float(simulate_run(cost, stages, workload).step_ms.mean())
+    step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
     lost = lost_time(cost, [stages], workload, step_ms)
     assert "context_exchange_ms" not in lost.model_dump()
     assert "context exchange" not in lost.named()

@@ -8,7 +8,7 @@ import pytest
 from cost_cases import random_cost, random_features, small_model
 from schedule_cases import workload_of
 
-from omnibal.pipeline.simulate import simulate_run
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report.trace import chrome_trace
@@ -27,7 +27,7 @@ def example() -> Workload:
 def test_every_block_is_there_and_none_overlaps():
     """Prevents lost micro-batches, blocks on top of each other, and times of another unit."""
     cost, workload = random_cost(np.random.default_rng(0)), example()
-    step_ms = simulate_run(cost, STAGES, workload).step_ms
+    step_ms = simulate_levels(cost, [STAGES], workload).step_ms
     for step, counts in ((0, (3, 1)), (1, (2, 0))):
         trace = json.loads(json.dumps(chrome_trace(cost, [STAGES], workload, step)))
         blocks = [event for event in trace["traceEvents"] if event["ph"] == "X"]
