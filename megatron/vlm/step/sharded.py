@@ -272,9 +272,11 @@ class ShardedStage(torch.nn.Module):
 
     def _gather(self, number: int) -> None:
         self._let_go(kept=(self._computing, number))
-        if number not in self._held:
-            works = [flat.begin_gather() for flat in self._units[number].flats]
-            self._held[number] = [work for work in works if work is not None]
+        # A rank without input may still hold it; all ranks gather it again.
+        for work in self._held.get(number, ()):
+            work.wait()
+        works = [flat.begin_gather() for flat in self._units[number].flats]
+        self._held[number] = [work for work in works if work is not None]
 
     def _let_go(self, kept: Sequence[int | None]) -> None:
         gone = [number for number in self._held if number not in kept]
