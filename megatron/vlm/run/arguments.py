@@ -262,6 +262,8 @@ def _add(
     about: str | None = None,
     **more: Any,
 ) -> None:
+    if default not in (None, (), range(0)):
+        about = f"{about or ''} (default: {default})".lstrip()
     group.add_argument(name, type=kind, default=default, help=about, **more)
 
 
@@ -298,7 +300,7 @@ def _add_checkpoints(group: argparse._ArgumentGroup) -> None:
         "--async-save",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="write checkpoints while training goes on",
+        help="write checkpoints while training goes on (default: yes)",
     )
     failed = "failed saves in a row that end the run; a failed last save ends it too"
     _add(group, "--exit-after-failed-saves", _POSITIVE, 2, failed)
@@ -332,15 +334,16 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
         choices=get_args(Provider),
         default="local",
         help="of the layers' linears and attention: this project and Megatron-core, or "
-        "Transformer Engine; checkpoints are the same",
+        "Transformer Engine; checkpoints are the same (default: local)",
     )
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--lr", _NOT_NEGATIVE, 4e-5)
-    _add(group, "--min-lr", _NOT_NEGATIVE, 0.0)
-    _add(group, "--lr-decay-style", str, "cosine", choices=["cosine", "linear", "constant"])
-    _add(group, "--lr-warmup-fraction", _FRACTION, 0.03)
+    _add(group, "--lr", _NOT_NEGATIVE, 4e-5, "largest learning rate")
+    _add(group, "--min-lr", _NOT_NEGATIVE, 0.0, "learning rate of the last step")
+    styles = ["cosine", "linear", "constant"]
+    _add(group, "--lr-decay-style", str, "cosine", "after the warm-up", choices=styles)
+    _add(group, "--lr-warmup-fraction", _FRACTION, 0.03, "share of the steps")
     _add(group, "--weight-decay", _NOT_NEGATIVE, 0.05, "of matrices; vectors have none")
     _add(group, "--adam-beta1", _FRACTION, 0.9)
     _add(group, "--adam-beta2", _FRACTION, 0.999)
@@ -357,7 +360,7 @@ def _add_reports(group: argparse._ArgumentGroup) -> None:
 
 def _add_evaluation(group: argparse._ArgumentGroup) -> None:
     _add(group, "--eval-data", location, None, "annotation file or meta JSON of held-out samples")
-    _add(group, "--eval-samples", _POSITIVE, 500)
+    _add(group, "--eval-samples", _POSITIVE, 500, "held-out samples, at most")
     _add(group, "--eval-interval", _POSITIVE, None, "steps between losses on the held-out samples")
     longest = "longest answer; every token runs the whole question again, images included"
     _add(group, "--max-new-tokens", _POSITIVE, 64, longest)
