@@ -10,7 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,9 @@ from omnibal.families.named import HUB_ID, named_model
 from omnibal.job.plan import read_plan
 
 _ROOT = Path(__file__).resolve().parents[1]
-_MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar", ".parquet"}
+_MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar"}
+_MOST_FILES = 200_000
+"""Changes are not looked for in folders of more: one of them may be a home directory."""
 _NEWEST = "latest_checkpointed_iteration.txt"
 """File of a run directory with the newest checkpoint's number of steps."""
 _WEIGHTS = "*.safetensors"
@@ -122,11 +124,12 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
 
 
 def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
-    """Hash names, sizes and times of a file or of a folder's files; empty if there are none."""
+    """Hash names, sizes and times of a file or of a folder's files; empty if none or too many."""
     files = [path]
     if path.is_dir():
-        below = sorted(path.rglob("*"))
+        below = sorted(islice(path.rglob("*"), _MOST_FILES + 1))
         files = [one for one in below if suffixes is None or one.suffix.lower() in suffixes]
+        files = files if len(below) <= _MOST_FILES else []
     found = [(str(one), one.stat()) for one in files if one.is_file()]
     entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
     return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
