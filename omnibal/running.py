@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic
+from omnibal.base.files import atomic, read_json_model
 from omnibal.data.annotations import read_meta
 from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from omnibal.families.named import HUB_ID, named_model
@@ -75,7 +75,10 @@ def run_steps(steps: Sequence[Step], journal: Path, say: Callable[[str], None]) 
     Args:
         journal: JSON file with the state that each result was made from.
     """
-    made = json.loads(journal.read_text()) if journal.exists() else {}
+    made: dict[str, Any] = {}
+    if journal.exists():
+        remedy = "it was written by `omnibal run`; remove it, and every step is run again"
+        made = read_json_model(dict[str, dict[str, Any] | None], journal, remedy)
     for step in steps:
         name, state = "" if step.makes is None else step.makes.name, step.state()
         before = made.get(name)

@@ -57,6 +57,9 @@ def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
     assert do(other) == ["again, since its command has changed:", kept[2], "ran"]
     (tmp_path / "made").rename(tmp_path / "elsewhere")
     assert do(other) == ["ran"]
+    (tmp_path / "steps.json").write_text("{")
+    with pytest.raises(UserError, match="remove it, and every step is run again"):
+        do(other)
 
 
 def test_a_failed_step_ends_the_run_and_is_done_again(tmp_path):
