@@ -6,16 +6,18 @@ A step is skipped if its command, and the sizes and times of its inputs, have no
 import hashlib
 import json
 import shlex
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, read_json_model
+from omnibal.base.program import ArgumentParser
 from omnibal.data.annotations import read_meta
 from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from omnibal.families.named import HUB_ID, named_model
@@ -67,13 +69,16 @@ class Step:
         return newest.exists() and int(newest.read_text()) >= self.last_step
 
 
-def run_steps(steps: Sequence[Step], journal: Path, say: Callable[[str], None]) -> int:
+def run_steps(
+    steps: Sequence[Step], journal: Path, say: Callable[[str], None], *, trains: bool = True
+) -> int:
     """Run the commands that are not done, in order; return the first exit status other than 0.
 
     The folder of an earlier training, import or export is renamed before it is made again.
 
     Args:
         journal: JSON file with the state that each result was made from.
+        trains: whether a training is started here; else it is only prepared.
     """
     made: dict[str, Any] = {}
     if journal.exists():
@@ -85,17 +90,21 @@ def run_steps(steps: Sequence[Step], journal: Path, say: Callable[[str], None]) 
         if before == state and step.is_complete:
             say(f"$ {step.text}  (done)")
             continue
-        goes_on = step.last_step is not None and before in (None, state)
+        goes_on = step.last_step is not None and before == state
         if before not in (None, state):
             say(f"again, since {_changes(before, state)}:")
         if step.makes is not None and step.words[0] != "omnibal" and not goes_on:
             _set_aside(step.makes, say)
-        say(f"$ {step.text}")
+        is_started = trains or step.last_step is None
+        say(f"$ {step.text}" if is_started else f"to train, where the devices are: {step.text}")
         # A training that is stopped goes on from here, anything else begins again.
         _write(journal, made | {name: state if step.last_step is not None else None})
+        if not is_started:
+            say("when it has ended, run this command again")
+            break
         start = {"omnibal": [sys.executable, "-m", "omnibal"], "python": [sys.executable]}
         command = [*start.get(step.words[0], ["bash"]), *step.words[1:]]
-        status = subprocess.run(command, check=False).returncode
+        status = _status_of(command)
         if status:
             return status
         made[name] = state
@@ -104,6 +113,16 @@ def run_steps(steps: Sequence[Step], journal: Path, say: Callable[[str], None]) 
             say(f"stopped before step {step.last_step}; run this command again to go on")
             break
     return 0
+
+
+def _status_of(command: Sequence[str]) -> int:
+    """Run a command to its end; SIGTERM is passed on to it."""
+    process = subprocess.Popen(command)
+    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    try:
+        return process.wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _write(journal: Path, made: dict[str, Any]) -> None:
@@ -121,16 +140,18 @@ def _set_aside(result: Path, say: Callable[[str], None]) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    files = before["read"] | now["read"]
-    changed = [name for name in files if before["read"].get(name) != now["read"].get(name)]
+    read = before.get("read", {})
+    changed = [name for name in read | now["read"] if read.get(name) != now["read"].get(name)]
     return f"{', '.join(changed) or 'its command'} has changed"
 
 
 def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
-    """Hash names, sizes and times of a file or of a folder's files; empty if none or too many."""
+    """Hash names, sizes and times of a file, of a folder's files, or of all files below it with
+    certain suffixes. Empty if there are none or too many."""
     files = [path]
     if path.is_dir():
-        below = sorted(islice(path.rglob("*"), _MOST_FILES + 1))
+        pattern = "*" if suffixes is None else "**/*"
+        below = sorted(islice(path.glob(pattern), _MOST_FILES + 1))
         files = [one for one in below if suffixes is None or one.suffix.lower() in suffixes]
         files = files if len(below) <= _MOST_FILES else []
     found = [(str(one), one.stat()) for one in files if one.is_file()]
@@ -207,11 +228,15 @@ def plan_steps(
     """Return the commands from data to a checked plan."""
     lengths, plan = output / "lengths.parquet", output / "plan"
     annotations, media = _data_read(data)
-    of_model = (Path(model),) if Path(model).exists() else ()
+    # Weights of a hub come later, and change neither lengths nor plan.
+    folder = Path(model)
+    of_model = [folder] if folder.is_file() else []
+    of_model += [path for pattern in _DESCRIPTIONS for path in sorted(folder.glob(pattern))]
     read = [] if tokenizer is None else ["--tokenizer-model", str(tokenizer)]
     scan = ["lengths", str(data), "--model", model, "-o", str(lengths), *read]
     planned = ["plan", "--model", model, "--lengths", str(lengths), *planned_with, "-o", str(plan)]
-    inputs = (*annotations, *of_model, *([] if tokenizer is None else [tokenizer]))
+    own = [] if tokenizer is None or tokenizer == folder else [tokenizer]
+    inputs = (*annotations, *of_model, *own)
     return [
         Step(words=("omnibal", *scan), reads=inputs, media=media, makes=lengths),
         Step(words=("omnibal", *planned), reads=(lengths, *of_model), makes=plan),
@@ -246,10 +271,12 @@ def training(output: Path, loads: Path | None, more: Sequence[str]) -> Step:
     plan = output / "plan"
     data = read_plan(plan).data
     assert data is not None
-    given = [int(b) for a, b in pairwise(more) if a == "--train-iters" and b.isdecimal()]
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--train-iters", type=int, default=data.steps)
+    given = parser.parse_known_args(more)[0].train_iters
     return Step(
         words=("bash", str(output / "train.sh")),
         reads=(plan, *([] if loads is None else [loads])),
         makes=output / "run",
-        last_step=min([data.steps, *given]),
+        last_step=min(data.steps, given),
     )

@@ -1,7 +1,7 @@
 """`omnibal run`: from data to a trained model, by the commands that do each step alone."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -64,6 +64,7 @@ def run(
     stopped, and repeats the steps whose files have changed. It takes the options of `omnibal plan`
     too; options after `--` are for pretrain_vlm.py.
     """
+    asked = replace(asked, data=asked.data.absolute(), output=asked.output.absolute())
     cluster, output = load_cluster(given.cluster), asked.output
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
     gpus, is_exported = strategy.gpus or devices, strategy.made_for is not None
@@ -74,6 +75,14 @@ def run(
             "--lengths was given, and `run` counts the lengths of --data; leave the option out"
         )
     model, weights, is_fetched = given.model, None, False
+    model = str(Path(model).absolute()) if Path(model).exists() else model
+    if is_exported and (asked.weights or asked.from_scratch or asked.lr is not None):
+        raise UserError(
+            "--weights, --from-scratch and --lr are of this project's trainer; leave them out "
+            f"with --for {strategy.made_for}"
+        )
+    if asked.weights is not None and asked.weights.resolve().is_relative_to(output.resolve()):
+        raise UserError(f"--weights {asked.weights}: is in {output}; give another -o")
     if not is_exported:
         weights, is_fetched = running.first_weights(
             model, asked.weights, from_scratch=asked.from_scratch
@@ -83,9 +92,10 @@ def run(
     tokenizer = asked.tokenizer_model or running.tokenizer_of(model, weights)
     planned_with = _on_the_command_line(context, (given, data, strategy, sizes, partition))
     planned_with += ["--cluster", given.cluster, "--gpus", str(gpus)]
-    output.mkdir(parents=True, exist_ok=True)
     plan = output / "plan"
-    _do(running.plan_steps(asked.data, model, tokenizer, planned_with, output), output)
+    steps = running.plan_steps(asked.data, model, tokenizer, planned_with, output)
+    output.mkdir(parents=True, exist_ok=True)
+    _do(steps, output)
     if is_exported:
         export = output / "export"
         words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(asked.data))
@@ -110,10 +120,7 @@ def run(
     script.chmod(0o755)
     training = running.training(output, loads, more)
     here = cluster.gpus_per_node if cluster.is_cpu else devices
-    if not training.is_complete and not (asked.start and gpus <= min(here, per_node)):
-        _say(f"to train, where the devices are: bash {script}; when it has ended, run this again")
-        return
-    _do([training], output)
+    _do([training], output, trains=asked.start and gpus <= min(here, per_node))
     like = weights if loads != weights else Path(model)
     if asked.export and like is not None and running.holds_released(like) and training.is_complete:
         export_step = running.conversion(
@@ -139,8 +146,8 @@ def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[
     return words
 
 
-def _do(steps: Sequence[Step], output: Path) -> None:
-    status = running.run_steps(steps, output / "steps.json", _say)
+def _do(steps: Sequence[Step], output: Path, *, trains: bool = True) -> None:
+    status = running.run_steps(steps, output / "steps.json", _say, trains=trains)
     if status:
         raise typer.Exit(status)
 

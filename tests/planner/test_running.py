@@ -96,6 +96,23 @@ def test_a_training_goes_on_to_its_last_step(do, tmp_path):
     assert json.loads((tmp_path / "run-1" / "latest_checkpointed_iteration.txt").read_text()) == 2
 
 
+def test_a_training_elsewhere_is_prepared_once(tmp_path):
+    """Prevents a job that is submitted again when it has ended, and an earlier run taken for it."""
+    run, journal = tmp_path / "run", tmp_path / "steps.json"
+    run.mkdir()
+    (run / "latest_checkpointed_iteration.txt").write_text("2")
+    words = ("python", "-c", TRAIN, str(run))
+    step = Step(words=words, makes=run, last_step=2)
+    said: list[str] = []
+    assert run_steps([step], journal, said.append, trains=False) == 0
+    assert (tmp_path / "run-1").exists() and not run.exists()
+    assert said[-1] == "when it has ended, run this command again"
+    (tmp_path / "run-1").rename(run)  # what the submitted job has made
+    said.clear()
+    assert run_steps([step], journal, said.append, trains=False) == 0
+    assert said == [f"$ {step.text}  (done)"]
+
+
 def test_first_weights_are_released_given_or_none(tmp_path):
     """Prevents training from random weights that nobody asked for."""
     released, trained = tmp_path / "released", tmp_path / "trained"
