@@ -61,11 +61,9 @@ class Step:
     @property
     def is_complete(self) -> bool:
         """Whether the result is there, and a training at its last step."""
-        if self.makes is None or not self.makes.exists():
-            return False
+        if self.makes is None or self.last_step is None:
+            return self.makes is not None and self.makes.exists()
         newest = self.makes / _NEWEST
-        if self.last_step is None:
-            return True
         return newest.exists() and int(newest.read_text()) >= self.last_step
 
 

@@ -1,10 +1,12 @@
 """Groups of options: dataclass parameters of a command, with a field per option."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from functools import wraps
 from typing import Any, get_type_hints
+
+import typer
 
 from omnibal.base.remote_path import check_local
 
@@ -45,6 +47,14 @@ def with_groups(command: Callable[..., None]) -> Callable[..., None]:
     run.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     run.__annotations__ = {one.name: one.annotation for one in parameters}
     return run
+
+
+def given_options(context: typer.Context) -> Iterator[tuple[Any, Any]]:
+    """Yield the options on the command line, with their values."""
+    for option in context.command.params:
+        source = context.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            yield option, context.params[option.name or ""]
 
 
 def _parameters_of(group: type) -> list[inspect.Parameter]:

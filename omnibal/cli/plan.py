@@ -9,6 +9,7 @@ import typer
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
+from omnibal.cli.groups import given_options
 from omnibal.cli.level_options import (
     LevelOptions,
     balance_of,
@@ -330,13 +331,11 @@ def plan(
 def _check_options(context: typer.Context, data: DataOptions, partition: PlacementOptions) -> None:
     """Raise for conflicting options."""
     given: dict[Feature, str] = {}
-    for option in context.command.params:
-        name, text = option.name or "", option.opts[0]
-        source, feature = context.get_parameter_source(name), _FEATURES.get(text)
-        if feature is not None and source is not None and source.name == "COMMANDLINE":
-            value = context.params[name]
-            if value is False:  # the option's negative name
-                text = text.replace("--", "--no-", 1)
+    for option, value in given_options(context):
+        text, feature = option.opts[0], _FEATURES.get(option.opts[0])
+        if feature is not None:
+            if value is False:
+                text = option.secondary_opts[0]
             elif value is not True and not isinstance(value, list):
                 text = f"{text} {value}"
             given[feature] = f"{given[feature]}, {text}" if feature in given else text

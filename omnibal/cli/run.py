@@ -11,6 +11,7 @@ from omnibal import running
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.cli.console import print_notes
+from omnibal.cli.groups import given_options
 from omnibal.cli.options import JobOptions, SizeOptions, TokenizerOption
 from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
@@ -123,26 +124,20 @@ def run(
     _do([training], output, trains=asked.start and gpus <= min(here, per_node))
     like = weights if loads != weights else Path(model)
     if asked.export and like is not None and running.holds_released(like) and training.is_complete:
-        export_step = running.conversion(
-            "export", output / "run", output / "hf", "--like", str(like)
-        )
-        _do([export_step], output)
+        export = output / "hf"
+        _do([running.conversion("export", output / "run", export, "--like", str(like))], output)
 
 
 def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[str]:
     """Return the words of the options of some groups that were given."""
     names = {field.name for group in groups for field in fields(group)} - set(_OWN)
     words: list[str] = []
-    for option in context.command.params:
-        source = context.get_parameter_source(option.name or "")
-        if option.name not in names or source is None or source.name != "COMMANDLINE":
-            continue
-        value = context.params[option.name]
-        if isinstance(value, bool):
+    for option, value in given_options(context):
+        if option.name in names and isinstance(value, bool):
             words.append(option.opts[0] if value else option.secondary_opts[0])
-            continue
-        for one in value if isinstance(value, list | tuple) else [value]:
-            words += [option.opts[0], str(one)]
+        elif option.name in names:
+            for one in value if isinstance(value, list | tuple) else [value]:
+                words += [option.opts[0], str(one)]
     return words
 
 

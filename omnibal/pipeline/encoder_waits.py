@@ -267,8 +267,8 @@ def memory_of_encoders(
 def _group_times(
     shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
 ) -> _GroupTimes:
-    forward, backward, exposed_ms = _slowest(shares, cost, beside)
-    own = ((one, shares.passes(name, beside)) for name, one in cost.encoders.items())
+    own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
+    forward, backward, exposed_ms = _slowest(shares, cost, own)
     return _GroupTimes(
         forward=forward,
         backward=backward,
@@ -280,14 +280,13 @@ def _group_times(
 
 
 def _slowest(
-    shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
+    shares: ItemShares, cost: EncodersCost, own: Sequence[tuple[EncoderCost, Passes]]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return forward and backward of every group's slowest rank, [S * B], and exposed exchange of
-    weights and gradients of every rank, [S * B, N, 2]."""
+    weights and gradients of every rank, [S * B, N, 2], for every encoder's passes."""
     blocks = shares.blocks(cost) if cost.sharded > 1 else None
     all_ms, exposed_ms = np.zeros((1, 1, 3)), np.zeros((1, 1, 2))
-    for name, one in cost.encoders.items():
-        passes = shares.passes(name, beside)
+    for one, passes in own:
         busiest = passes if blocks is None else passes.in_lockstep(blocks)
         all_ms = all_ms + encoding_ms(one, busiest)
         exposed_ms = exposed_ms + busiest.exposed_ms(one)
@@ -304,7 +303,8 @@ def pipeline_waits_ms(
 ) -> np.ndarray:
     """Return the waits before and after every pipeline, as `with_encoders` adds them, [S, ranks,
     2], given the exchanges of features and gradients."""
-    forward, backward, _ = _slowest(shares, cost, beside)
+    own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
+    forward, backward, _ = _slowest(shares, cost, own)
     before_ms = forward + exchanges_ms[0] + cost.gather_ms
     after_ms = backward + exchanges_ms[1] + cost.reduction_ms
     of_groups = np.stack([before_ms, after_ms], axis=1).reshape(len(shares.steps), -1, 2)

@@ -501,8 +501,7 @@ class SimulatedRows:
         step = np.arange(len(self.counts)) // self.ranks
         listed = listed_micro_batches(graph, self.counts, step, together=self.together)
         if (listed == most).all():
-            graph = graph.until_first_forwards() if to_first_forwards else graph
-            return self._by_list(graph, np.arange(len(listed)), ready_ms)
+            return self._by_list(graph, np.arange(len(listed)), ready_ms, to_first_forwards)
         kinds, shape = self.schedule.passes, (len(listed), most, graph.schedule.parts)
         start_ms, end_ms = ({kind: np.zeros(shape) for kind in kinds} for _ in range(2))
         finish_ms, busy_ms, wait_ms = np.zeros((3, len(listed), self.stages))
@@ -510,8 +509,7 @@ class SimulatedRows:
         for count in np.unique(listed).tolist():
             rows = np.flatnonzero(listed == count)
             shorter = schedule_graph(self.schedule, self.stages, count)
-            shorter = shorter.until_first_forwards() if to_first_forwards else shorter
-            timeline = self._by_list(shorter, rows, ready_ms)
+            timeline = self._by_list(shorter, rows, ready_ms, to_first_forwards)
             for kind in timeline.start_ms:
                 start_ms[kind][rows, :count] = timeline.start_ms[kind]
                 end_ms[kind][rows, :count] = timeline.end_ms[kind]
@@ -528,12 +526,12 @@ class SimulatedRows:
         )
 
     def _by_list(
-        self, graph: OperationGraph, rows: np.ndarray, ready_ms: np.ndarray | None
+        self, graph: OperationGraph, rows: np.ndarray, ready_ms: np.ndarray | None, to_first: bool
     ) -> Timeline:
         """Simulate rows with an operation list of exactly their micro-batches."""
         listed = np.s_[rows, : graph.schedule.micro_batches]
         return simulate_schedule(
-            graph,
+            graph.until_first_forwards() if to_first else graph,
             {kind: ms[listed] for kind, ms in self.pass_ms.items()},
             self.forward_link_ms[listed],
             self.backward_link_ms[listed],

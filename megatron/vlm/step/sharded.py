@@ -272,7 +272,7 @@ class ShardedStage(torch.nn.Module):
 
     def _gather(self, number: int) -> None:
         self._let_go(kept=(self._computing, number))
-        # A rank without input may still hold it; all ranks gather it again.
+        # Every rank must join, even one that still holds the unit because it computed nothing.
         for work in self._held.get(number, ()):
             work.wait()
         works = [flat.begin_gather() for flat in self._units[number].flats]
