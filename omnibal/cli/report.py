@@ -22,13 +22,11 @@ def report(
     ] = None,
     replay: Annotated[
         Path | None,
-        typer.Option(
-            help="directory of its replay, on devices or a fake one (the -o of tools/replay.py)"
-        ),
+        typer.Option(help="directory of its replay (the -o of tools/replay.py)"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Write a page that shows the plan, and beside it what its replay and its run took."""
+    """Write a page: what to change, and the plan with the times of its replay and run."""
     from omnibal.job.check import open_plan
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES
@@ -37,8 +35,7 @@ def report(
     from omnibal.report.plan_tables import accuracy_table, run_table
     from omnibal.report.summary import replay_figures
 
-    trained = _run_directory(run)
-    inputs = [*plan_files(directory)]
+    trained, inputs = _run_directory(run), [*plan_files(directory)]
     if trained is not None:
         names = (RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE, EVALUATION_FILE)
         inputs += [trained / name for name in names]
@@ -56,17 +53,20 @@ def report(
         result["run"] = asdict(shown.run)
         if shown.plan.prediction is not None:
             result["predicted_step_ms"] = shown.plan.prediction.step_ms
+    if shown.time is not None:
+        result["lost_ms"] = {cause.name: cause.ms for cause in shown.time.causes}
+        result["advice"] = shown.time.sentences
     if shown.evaluation is not None:
         result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
         result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
     result["report"] = str(output)
-    measured = []
-    if shown.replay is not None or shown.run is not None:
-        measured.append(run_table(shown.plan, shown.run, shown.replay))
-    measured += [fake_device_table(shown.plan, shown.fake_stages)] if shown.fake_stages else []
-    accuracy = accuracy_table(shown.evaluation) if shown.evaluation else None
-    measured += [] if accuracy is None else [accuracy]
-    print_result(as_json, result, *measured, f"report: {output}")
+    tables = (
+        run_table(shown.plan, shown.run, shown.replay) if shown.run or shown.replay else None,
+        fake_device_table(shown.plan, shown.fake_stages) if shown.fake_stages else None,
+        accuracy_table(shown.evaluation) if shown.evaluation else None,
+    )
+    advice = result.get("advice", ())
+    print_result(as_json, result, *filter(None, tables), *advice, f"report: {output}")
 
 
 def _run_directory(run: Path | None) -> Path | None:

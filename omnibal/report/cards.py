@@ -10,13 +10,8 @@ from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import StepRecord
 from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
-from omnibal.report.formatting import ARROW, deviation, duration, milliseconds, number, percent
-from omnibal.report.summary import (
-    RunSummary,
-    StepFigures,
-    figures_by_source,
-    replayed_peaks_as_predicted,
-)
+from omnibal.report.formatting import ARROW, duration, number, percent
+from omnibal.report.summary import RunSummary, figures_by_source, replayed_peaks_as_predicted
 from omnibal.report.table import Marked
 
 
@@ -45,9 +40,8 @@ def headline_cards(
         loss.append(Card(title="Loss", value=value, note=note))
     return [
         *([_fit(plan, prediction, run, replay)] if prediction else []),
-        *_step(prediction, sources, replay),
         *_latest("Idle", idle, ["share of device time spent waiting"]),
-        *_latest("Samples per second per device", known),
+        *_latest("Samples/s per device", known, [f"MFU {percent(run.mfu)}"] if run else []),
         *(_length(plan, prediction) if prediction else []),
         *loss,
         *_experts(plan, records),
@@ -59,41 +53,29 @@ def _latest(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) ->
     if not values:
         return []
     *others, (source, value) = values.items()
-    before = ["no prediction"] * ("predicted" not in values) + [f"{k} {v}" for k, v in others]
+    before = [f"{k} {v}" for k, v in others]
     return [Card(title=title, value=value, source=source, note="; ".join([*before, *notes]))]
 
 
 def _fit(
     plan: Plan, prediction: Prediction, run: RunSummary | None, replay: ReplaySummary | None
 ) -> Card:
+    """Compare all peaks with the usable memory, and with each other if of devices."""
     peaks = [stage.memory.peak_gib for stage in prediction.stages]
     cap, worst = memory_cap_gib(plan.cluster), max(peaks)
-    verdict, css = ("fits", "good") if worst <= cap else ("does not fit", "bad")
     note = f"{number(worst)} of {number(cap)} usable GiB predicted, on stage {peaks.index(worst)}"
     if replay:
         replayed = [stage.peak_gib for stage in replay.stages]
         most, of_it = max(zip(replayed, replayed_peaks_as_predicted(plan, replay), strict=True))
         note += f"; {number(most)} GiB replayed where {number(of_it)} were predicted"
     if run:
-        note += f"; {number(max(run.peak_gib))} GiB measured"
+        measured = max(run.peak_gib)
+        worst = max(worst, measured)
+        note += f"; {number(measured)} GiB measured"
+        if run.is_on_cpu:
+            note += " with Python and torch, so not compared with the prediction"
+    verdict, css = ("fits", "good") if worst <= cap else ("does not fit", "bad")
     return Card(title="Memory", value=Marked(verdict, css), note=note)
-
-
-def _step(
-    prediction: Prediction | None, sources: Mapping[str, StepFigures], replay: ReplaySummary | None
-) -> list[Card]:
-    values, notes = {name: milliseconds(one.step_ms) for name, one in sources.items()}, []
-    if prediction and "measured" in sources:
-        error = deviation(prediction.step_ms, sources["measured"].step_ms)
-        values["predicted"] += f", {error}"
-    if replay:
-        of_these = milliseconds(replay.predicted_step_ms)
-        error = deviation(replay.predicted_step_ms, replay.step_ms)
-        notes.append(f"for the replayed steps the cost model says {of_these}, {error}")
-    elif prediction and "measured" not in sources:
-        ideal = milliseconds(prediction.ideal_step_ms)
-        notes.append(f"at best {ideal}, without waiting or recomputing")
-    return _latest("Time per step", values, notes)
 
 
 def _length(plan: Plan, prediction: Prediction) -> list[Card]:

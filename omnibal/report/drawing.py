@@ -2,12 +2,11 @@
 
 import re
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from io import StringIO
 from pathlib import Path
 
-import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -79,17 +78,6 @@ def svg_file(figure: Figure, title: str = "") -> str:
     return (
         f"<svg {_NAMESPACES}{head}><title>{escape(title)}</title>\n<style>{_PALETTE}</style>{rest}"
     )
-
-
-def stack_bars(
-    axes: Axes, names: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Iterable[str]
-) -> None:
-    """Draw stacked horizontal bars; `parts` maps legend labels to values of all rows."""
-    left = np.zeros(len(names))
-    for (label, values), colour in zip(parts.items(), colours, strict=False):
-        axes.barh(range(len(names)), values, left=left, label=label, color=COLOURS[colour])
-        left += values
-    label_rows(axes, names)
 
 
 def add_legend(figure: Figure, columns: int) -> None:

@@ -53,6 +53,11 @@ def milliseconds(value: float, digits: int = 3) -> str:
     return f"{number(of, digits)} {unit}"
 
 
+def change_ms(ms: float) -> str:
+    """Format a difference in time, with sign."""
+    return f"{'+' if ms > 0 else '-' if ms < 0 else ''}{milliseconds(abs(ms))}"
+
+
 def gib_or_mib(gib: float) -> str:
     mib = 1024 * gib
     return f"{gib:.2f} GiB" if gib >= 1 else f"{mib:.3g} MiB" if mib < 100 else f"{mib:.0f} MiB"
@@ -73,14 +78,6 @@ def duration(seconds: float) -> str:
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // below_size} {below}"
     return f"{whole} s"
-
-
-def deviation(predicted: float, measured: float) -> str:
-    """Describe a prediction's relative error."""
-    if measured <= 0:
-        return "no measured time"
-    error = predicted / measured - 1
-    return f"{percent(abs(error))} {'too high' if error > 0 else 'too low'}"
 
 
 def aligned(values: Sequence[float], at_least: int = 0) -> list[str]:

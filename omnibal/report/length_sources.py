@@ -25,20 +25,14 @@ def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
     ]
 
 
-def largest_sources(lengths: Lengths, most: int | None = None) -> list[tuple[str, np.ndarray]]:
-    """Return name and codes of all samples together and of the `most` largest sources, or all."""
-    codes = np.arange(len(lengths.source_names))
+def sources_table(lengths: Lengths, most: int | None = None) -> Table:
+    """Table of samples, items and tokens by source, at most the `most` largest, and in total."""
+    features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
     if most is not None:
         codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
     groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
     rest = codes[len(groups) :]
     groups += [(f"{len(rest)} smaller sources", rest)] if len(rest) else []
-    return [*groups, ("all", codes)]
-
-
-def sources_table(lengths: Lengths, most: int | None = None) -> Table:
-    """Samples, items and tokens by source (`largest_sources`), and in total."""
-    features = (*lengths.item_names, "tokens")
 
     def row(name: str, codes: np.ndarray) -> list[str]:
         statistics = length_statistics(lengths, np.isin(lengths.source, codes))
@@ -49,7 +43,7 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
                 cells.append("-" if value is None else f"{value:,.{digits}f}")
         return cells
 
-    rows = [row(*group) for group in largest_sources(lengths, most)]
+    rows = [row(*group) for group in groups]
     titles = [f"{feature} {quantity}" for feature in features for quantity in ("mean", "max")]
     source = Column(title="source", style="wrap")
-    return Table.of_rows("Sample lengths", [source, "samples", *titles], rows[:-1], rows[-1:])
+    return Table.of_rows("Sample lengths", [source, "samples", *titles], rows, [row("all", codes)])

@@ -31,34 +31,25 @@ from omnibal.report.fake_device_tables import fake_device_table
 from omnibal.report.figures import (
     PageFigure,
     curve_figure,
-    lengths_figure,
-    memory_figure,
-    packs_figure,
     split_figure,
-    time_figure,
-    waste_figure,
 )
-from omnibal.report.formatting import percent, write_ascii
+from omnibal.report.formatting import change_ms, milliseconds, percent, write_ascii
 from omnibal.report.length_sources import sources_table
 from omnibal.report.plan_tables import (
     accuracy_table,
     answers_table,
-    lost_time_table,
     memory_table,
     mixture_table,
     packing_facts,
     provenance_facts,
     stages_table,
 )
-from omnibal.report.summary import RunSummary, figures_by_source, summarise_run
+from omnibal.report.step_time import StepTime, measured_causes, step_time
+from omnibal.report.summary import RunSummary, summarise_run
 from omnibal.report.timeline import timeline_figure
 from omnibal.steps.metrics import measure_packs
 
 _SOURCES_SHOWN = 12  # rows before a table is longer than a screen
-_ABOUT_WAITS = (
-    "Ranks share packs of this plan. Where a rank waits for the others within a pack's exchanges, "
-    "the run measured that as forward and backward, and the prediction counts it as waiting."
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,6 +67,8 @@ class ReportInput:
     validations: list[ValidationRecord]
     run: RunSummary | None
     evaluation: Evaluation | None
+    time: StepTime | None
+    """A step's time by cause, or None if neither predicted nor measured."""
 
 
 def write_report(
@@ -92,10 +85,11 @@ def _read(
 ) -> ReportInput:
     plan, job, data = files.plan, files.job, files.data
     records: list[StepRecord] = []
-    run: RunSummary | None = None
+    run, causes = None, {}
     if run_directory is not None:
         info, records = _run_of(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
+        causes = measured_causes(plan, job, data, run, records)
     replay = None
     fake_stages: tuple[FakeStage, ...] = ()
     if replay_directory is not None and is_fake_replay(replay_directory):
@@ -121,6 +115,7 @@ def _read(
         validations=[] if run_directory is None else read_validations(run_directory),
         run=run,
         evaluation=None if run_directory is None else read_evaluation(run_directory),
+        time=step_time(plan, run, replay, causes),
     )
 
 
@@ -156,78 +151,48 @@ def render(report: ReportInput) -> str:
         keep_trailing_newline=True,
         undefined=StrictUndefined,
     )
-    pages.filters["percent"] = percent
-    return pages.get_template("page.html.jinja").render(
-        plan=report.plan, replay=report.replay, run=report.run, **_shown(report)
-    )
+    pages.filters |= {"percent": percent, "time": milliseconds, "change": change_ms}
+    return pages.get_template("page.html.jinja").render(report=report, **_shown(report))
 
 
 def _shown(report: ReportInput) -> dict[str, Any]:
     """Return the template's variables, empty if not given."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
-    sources = figures_by_source(plan, run, replay)
+    # The memory of a process on a CPU is no peak of a device.
+    on_device = None if run is None or run.is_on_cpu else run
     shown = {
-        "about_replay": _about(replay) if replay else "",
-        "about_waits": _ABOUT_WAITS if run and plan.has_shared_packs else "",
         "cards": headline_cards(plan, run, replay, report.records),
-        "kinds": evaluation.kinds if evaluation else (),
         "split": split_figure(plan),
         "stages": stages_table(plan, run, replay),
-        "waste": waste_figure(plan, replay),
-        "lost": lost_time_table(plan, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": memory_table(plan, run, replay),
+        "memory": memory_table(plan, on_device, replay),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
-        "times": time_figure(plan, sources),
-        "memories": memory_figure(plan, sources),
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": _curves(report) if run else (),
         "accuracy": accuracy_table(evaluation) if evaluation else None,
         "answers": answers_table(evaluation) if evaluation else None,
-        "packs": None,
+        "packing": None,
         "mixture": mixture_table(plan.data.mixture) if plan.data and plan.data.mixture else None,
         "provenance": provenance_facts(plan, replay, run, report.records),
     }
     if plan.data is not None and report.data is not None:
         packs, lengths = report.data
-        caps, dp = plan.data.caps, plan.parallel.data
-        bound = naive_lower_bound(lengths, caps)
+        bound, dp = naive_lower_bound(lengths, plan.data.caps), plan.parallel.data
         metrics = measure_packs(packs, lengths, plan.pack_levels, dp, packs.tokens, bound)
         shown |= {
-            "packs": packs_figure(packs, caps),
             "packing": packing_facts(metrics, "tokens", plan.data),
-            "lengths": lengths_figure(lengths, most=_SOURCES_SHOWN),
             "sources": sources_table(lengths, most=_SOURCES_SHOWN),
         }
     return shown
 
 
-def _about(replay: ReplaySummary) -> str:
-    """Explain how replayed figures were measured."""
-    info = replay.info
-    steps, repetitions = len(info.steps), info.repetitions
-    several = f" ({info.processes:,} processes shared them)" if info.processes > 1 else ""
-    repeated = f"median of {repetitions:,} repetitions" if repetitions > 1 else "measured once"
-    content = {"data": "the samples of the data", "random": "random content of the plan's sizes"}
-    return (
-        f"Replayed: {steps:,} step{'s' * (steps > 1)} of the plan, each stage by itself on "
-        f"{info.device}{several}, with {content[info.content]}; {repeated}. Its layers are of the "
-        f"provider {info.provider}. What devices exchange "
-        "is the cost model's, as no other device was there; reading samples, logging and drop path "
-        "are left out."
-    )
-
-
 def _curves(report: ReportInput) -> list[PageFigure]:
-    """Curves of loss, step time, learning rate and gradient norm."""
+    """Curves of loss and step time."""
     records, prediction = report.records, report.plan.prediction
     held_out = [(one.step - 1, one.loss) for one in report.validations]
     losses, step_ms = [one.loss for one in records], [one.step_ms for one in records]
-    rates, norms = [one.learning_rate for one in records], [one.grad_norm for one in records]
     expected = prediction.step_ms if prediction else None
     return [
         curve_figure("Loss", records, losses, "loss per token", held_out=held_out),
         curve_figure("Step time", records, step_ms, "ms", predicted=expected, from_zero=True),
-        curve_figure("Learning rate", records, rates, "rate", smooth=False, from_zero=True),
-        curve_figure("Gradient norm", records, norms, "norm before clipping", from_zero=True),
     ]

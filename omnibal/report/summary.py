@@ -16,18 +16,18 @@ from omnibal.pipeline.prediction import StageMemory
 
 
 class StageTime(NamedTuple):
-    """Breakdown of a stage's time in a step, in drawing order."""
+    """Breakdown of a stage's time in a step; waits, data and optimizer as measured, else 0."""
 
     forward_ms: float
     backward_ms: float
     """Includes recomputation."""
-    wait_ms: float
-    data_ms: float
-    optimizer_ms: float
-    encoder_ms: float
+    encoder_ms: float = 0.0
     """Forward and backward of data-parallel encoders."""
-    exchange_ms: float
+    exchange_ms: float = 0.0
     """Exchange of their features and gradients, if measured with waits."""
+    wait_ms: float = 0.0
+    data_ms: float = 0.0
+    optimizer_ms: float = 0.0
 
 
 class SlowRank(NamedTuple):
@@ -68,6 +68,8 @@ class RunSummary(StepFigures):
     replaced_samples: int
     allocation_retries: int
     """Allocation retries, max over ranks, summed over steps."""
+    is_on_cpu: bool
+    """Whether `peak_gib` is the memory of processes, with Python and torch, not of devices."""
     slow_ranks: tuple[SlowRank, ...] = ()
     """Ranks at least `SLOW` times as slow as the stage's median rank, with packs about as large."""
 
@@ -110,6 +112,7 @@ def summarise_run(
         allocation_retries=sum(
             max(stage.allocation_retries for stage in record.stages) for record in records
         ),
+        is_on_cpu=not any(stage.reserved_gib for record in records for stage in record.stages),
         slow_ranks=tuple(each for stage in stages for each in _slow_ranks(records, stage)),
         stages=tuple(StageTime(*map(float, np.median(of, axis=0))) for of in times),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
@@ -181,12 +184,7 @@ def _predicted_figures(plan: Plan) -> StepFigures | None:
         bubble_fraction=prediction.bubble_fraction,
         samples_per_second_per_gpu=prediction.samples_per_second_per_gpu,
         stages=tuple(
-            _simulated_time(
-                prediction.step_ms,
-                (stage.forward_ms * count, stage.backward_ms * count, stage.wait_fraction),
-                encoder_ms,
-                exchange_ms,
-            )
+            StageTime(stage.forward_ms * count, stage.backward_ms * count, encoder_ms, exchange_ms)
             for stage in prediction.stages
             if count is not None
         ),
@@ -196,26 +194,14 @@ def _predicted_figures(plan: Plan) -> StepFigures | None:
 
 
 def _replayed_figures(replay: ReplaySummary) -> StepFigures:
-    stages = np.transpose([replay.forward_ms, replay.backward_ms, replay.wait_fractions]).tolist()
+    stages = np.transpose([replay.forward_ms, replay.backward_ms]).tolist()
     return StepFigures(
         step_ms=replay.step_ms,
         bubble_fraction=replay.idle_fraction,
         samples_per_second_per_gpu=None,
-        stages=tuple(_simulated_time(replay.step_ms, stage) for stage in stages),
+        stages=tuple(StageTime(*times_ms) for times_ms in stages),
         wait_fractions=tuple(replay.wait_fractions.tolist()),
         peak_gib=tuple(stage.peak_gib for stage in replay.stages),
-    )
-
-
-def _simulated_time(
-    step_ms: float, stage: Sequence[float], encoder_ms: float = 0.0, exchange_ms: float = 0.0
-) -> StageTime:
-    """Split a simulated step like the run log, with the rest of the step as update."""
-    forward_ms, backward_ms, wait_fraction = stage
-    wait_ms = wait_fraction * step_ms
-    rest_ms = step_ms - forward_ms - backward_ms - wait_ms - encoder_ms - exchange_ms
-    return StageTime(
-        forward_ms, backward_ms, wait_ms, 0.0, max(0.0, rest_ms), encoder_ms, exchange_ms
     )
 
 

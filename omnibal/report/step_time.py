@@ -1,0 +1,252 @@
+"""A step's time by cause: predicted, replayed and measured, with the option that lessens each."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.replay import ReplaySummary
+from omnibal.job.runlog import StepRecord
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.encoding import EncoderWaits
+from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
+from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.stage_cost import StageTimes, per_step_costs
+from omnibal.report.formatting import change_ms, milliseconds, percent
+from omnibal.report.summary import RunSummary, StageTime, lost_by_source, micro_batches_per_step
+
+_SIMULATED_STEPS = 200
+"""Max measured steps to simulate, spread evenly over the run."""
+_IDEAL, _READING, _OTHER = "ideal", "reading", "other waits"
+_WORTH_NAMING = 0.02
+"""Min share of the step for a loss, or a difference to the prediction, to be named."""
+_WITH_REMEDY, _SHOWN = 0.01, 0.001
+"""Min share of the step for a cause to be shown, and with a remedy."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cause:
+    """A cause's time in a step, in ms by source, with its reason and how to lessen it."""
+
+    name: str
+    ms: Mapping[str, float]
+    why: str = ""
+    remedy: str = ""
+    """Options in backticks. Empty, as `why`, for a cause of little time."""
+
+    @property
+    def advice(self) -> str:
+        return f"To lessen it: {self.remedy}."
+
+    @property
+    def latest_ms(self) -> float:
+        """Time by the last source: measured, else replayed, else predicted."""
+        return [*self.ms.values()][-1]
+
+    @property
+    def excess_ms(self) -> float:
+        """Measured or replayed time above the predicted."""
+        return self.latest_ms - next(iter(self.ms.values()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime:
+    """A step's time by source, and its causes: needed work first, then by falling time."""
+
+    step_ms: Mapping[str, float]
+    expected_ms: float | None
+    """Predicted time of the replayed or measured steps, or None without prediction."""
+    causes: tuple[Cause, ...]
+
+    @property
+    def longest_ms(self) -> float:
+        """Longest time of a cause by any source."""
+        return max(ms for cause in self.causes for ms in cause.ms.values())
+
+    @property
+    def rows(self) -> list[Cause]:
+        """Return causes that take some time by some source."""
+        least_ms = _SHOWN * min(self.step_ms.values())
+        return [one for one in self.causes if max(map(abs, one.ms.values())) >= least_ms]
+
+    @property
+    def sentences(self) -> list[str]:
+        """Name the step time and what to change: the largest loss and misprediction."""
+        source, step_ms = [*self.step_ms.items()][-1]
+        needed, *losses = self.causes
+        base_ms = self.expected_ms
+        excess = 0.0 if base_ms is None else step_ms / base_ms - 1
+        said = f"A step takes {milliseconds(step_ms)} ({source})"
+        if source == "predicted":
+            said += f": {percent(needed.latest_ms / step_ms)} is needed work."
+        elif base_ms is None:
+            said += "; the plan has no prediction."
+        else:
+            longer = "longer" if excess > 0 else "shorter"
+            said += f", {percent(abs(excess))} {longer} than predicted ({milliseconds(base_ms)})."
+        largest = max(losses, key=lambda cause: cause.latest_ms)
+        share = largest.latest_ms / step_ms
+        if share < _WORTH_NAMING:
+            loss = f"Little is lost: no cause takes more than {percent(share)} of the step."
+        else:
+            took = f"{milliseconds(largest.latest_ms)}, {percent(share)} of the step"
+            loss = f"Largest loss: {largest.name}, {took}, as {largest.why}. {largest.advice}"
+        if len(self.step_ms) < 2 or abs(excess) < _WORTH_NAMING:
+            return [said, loss]
+        most = max(self.causes, key=lambda cause: cause.excess_ms * np.sign(excess))
+        off = f"Most of the difference: {most.name}, {change_ms(most.excess_ms)}"
+        if most is largest or excess < 0:
+            return [said, loss, f"{off}."]
+        return [said, loss, f"{off}, as {most.why}. {most.advice}"]
+
+
+def step_time(
+    plan: Plan, run: RunSummary | None, replay: ReplaySummary | None, measured: Mapping[str, float]
+) -> StepTime | None:
+    """Compare all known sources of a step's time, or return None without any.
+
+    Args:
+        measured: times by cause from `measured_causes`, or empty.
+    """
+    sources = lost_by_source(plan, replay)
+    if run is not None and measured:
+        sources["measured"] = {**measured}, run.step_ms
+    if not sources:
+        return None
+    names = dict.fromkeys(name for lost, _ in sources.values() for name in lost)
+    step_ms = {source: ms for source, (_, ms) in sources.items()}
+    texts, causes = explain_causes(plan, run), []
+    for name in names:
+        ms = {source: lost.get(name, 0.0) for source, (lost, _) in sources.items()}
+        cause = Cause(name=name, ms=ms)
+        losses_ms = [cause.excess_ms] if name == _IDEAL else ms.values()
+        if max(losses_ms) >= _WITH_REMEDY * max(step_ms.values()):
+            cause = replace(cause, why=texts[name][0], remedy=texts[name][1])
+        causes.append(cause)
+    causes.sort(key=lambda cause: (cause.name != _IDEAL, -cause.latest_ms))
+    expected_ms = None if plan.prediction is None else plan.prediction.step_ms
+    if replay is not None and "measured" not in sources:
+        expected_ms = replay.predicted_step_ms
+    return StepTime(step_ms=step_ms, expected_ms=expected_ms, causes=tuple(causes))
+
+
+def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, str]]:
+    """Return why each cause takes time in this plan, and how to lessen it."""
+    sizes, count = plan.parallel, round(micro_batches_per_step(plan) or 1)
+    batches = f"{count} micro-batch{'es' * (count > 1)}"
+    more, smaller = "a larger `--samples-per-step`", "a smaller `--max-tokens`"
+    auto = ", or `--schedule auto`" * (plan.schedule == ONE_FORWARD_ONE_BACKWARD)
+    divided = ", `--sharding full`" * (sizes.data > 1 and sizes.sharded == 1)
+    encoders = " or `--encoder data-parallel`" * bool(plan.pipeline_model.encoders)
+    replan = "a plan by measured times (`omnibal replan PLAN --run RUN`)"
+    messages, padded = ("activations sent between stages", "a smaller `--pp`"), smaller
+    if sizes.tensor > 1:
+        messages = "tensor-parallel ranks exchange activations in every layer", "a smaller `--tp`"
+        padded = "a `--tp` that divides the attention heads"
+    elif sizes.sharded > 1:
+        hybrid = "`--sharding replicated` or hybrid, or a larger `--max-tokens`"
+        messages = "sharded weights are gathered for every micro-batch", hybrid
+    elif sizes.data > 1:
+        messages = "gradients and weights are exchanged once a step", more
+    slow = ", ".join(map(str, run.slow_ranks)) if run else ""
+    return {
+        _IDEAL: ("passes take longer than predicted", replan),
+        "bubble": (
+            f"{sizes.pipeline} stages fill and drain around {batches}",
+            f"{more}, a smaller `--pp`{auto}",
+        ),
+        "stage imbalance": ("stages take unequal time", f"another `--pp`{encoders}"),
+        "padding": ("heads or tokens are padded", padded),
+        "recompute": ("memory is short", f"a larger `--pp`{divided} or {smaller}"),
+        "weight update": ("every step ends with one", more),
+        "communication": messages,
+        "context exchange": ("ranks share long packs", "a smaller `--packing-levels`"),
+        "wait in lockstep": (
+            "ranks that share experts or weights wait for the slowest",
+            "a smaller `--ep`" if sizes.expert > 1 else more,
+        ),
+        "rank imbalance": (f"{slow or 'the slowest rank'} ends the step", replan if slow else more),
+        _READING: (
+            "samples are read more slowly than trained",
+            "a larger `--num-workers` in training, more cores, or smaller images",
+        ),
+        _OTHER: (
+            "passes vary, or messages are late",
+            "fewer other programs; `--profile-steps` in training traces a step",
+        ),
+    }
+
+
+def measured_causes(
+    plan: Plan,
+    job: JobSpec,
+    data: tuple[ScheduledPacks, Lengths] | None,
+    run: RunSummary,
+    records: Sequence[StepRecord],
+) -> dict[str, float]:
+    """Split a run's median step by cause, in ms, or return an empty dict if impossible.
+
+    Steps of usual time are simulated with every stage's predicted passes scaled to its measured
+    time. Waits for data and weight updates are measured, and other waits the rest of the step.
+    """
+    if data is None:
+        return {}
+    step_ms = np.array([record.step_ms for record in records])
+    low, high = np.percentile(step_ms, [25, 75])
+    usual = {one.step: one for one in records if low <= one.step_ms <= high}
+    workload = job.workload(*data, plan.pack_levels).of_steps([*usual])
+    workload = workload.some_steps(_SIMULATED_STEPS)
+    number, step = np.unique(workload.step, return_inverse=True)
+    if not len(number):
+        return {}
+    logged = {
+        name: np.array([[vars(one)[name] for one in usual[each].stages] for each in number])
+        for name in StageTime._fields
+    }
+    cost, parts_of = job.cost_of_all(plan.pack_levels), plan.schedule.parts_of(len(plan.stages))
+    causes = causes_of(cost, plan.stages_at_levels, workload)
+    stage_of = np.argsort(np.concatenate(parts_of)) // plan.schedule.chunks
+
+    def factor(name: str, predicted_ms: np.ndarray) -> np.ndarray:
+        """Measured over predicted time of each row's stages, [rows, parts]."""
+        of_steps = np.zeros_like(logged[name])
+        np.add.at(of_steps, step, predicted_ms[:, parts_of].sum(axis=2) / plan.parallel.data)
+        of_each = np.divide(logged[name], of_steps, out=np.ones_like(of_steps), where=of_steps > 0)
+        return of_each[step][:, stage_of]
+
+    forward = factor("forward_ms", causes.all.forward_ms)
+    backward = factor("backward_ms", causes.all.backward_ms)
+    encoding, encoders = workload.encoding, 1.0
+    if encoding is not None:
+        of = encoding.predicted
+        taken_ms = (logged["encoder_ms"] + logged["exchange_ms"]).mean()
+        encoders = float(taken_ms) / (of.forward_ms + of.backward_ms + of.exchange_ms)
+        waits = {each.name: getattr(encoding.waits, each.name) for each in fields(EncoderWaits)}
+        scaled = EncoderWaits(**{name: encoders * ms for name, ms in waits.items()})
+        workload = replace(workload, encoding=replace(encoding, waits=scaled))
+
+    def as_measured(times: StageTimes) -> StageTimes:
+        return replace(
+            times,
+            forward_ms=times.forward_ms * forward,
+            backward_ms=times.backward_ms * backward,
+            weight_ms=times.weight_ms * backward,
+            recompute_ms=times.recompute_ms * backward,
+            waits_ms=None if times.waits_ms is None else encoders * times.waits_ms,
+        )
+
+    causes = CauseTimes(
+        **{each.name: as_measured(getattr(causes, each.name)) for each in fields(causes)}
+    )
+    once = per_step_costs(cost, plan.stages_at_levels[0], plan.schedule)
+    exposed_ms = plan.prediction.exchange.exposed_ms if plan.prediction else 0.0
+    update_ms = np.median(logged["optimizer_ms"], axis=0) - exposed_ms
+    once = replace(once, update_ms=np.maximum(update_ms, 0))
+    simulated_ms = float(predict_steps(causes.all, workload, once, plan.schedule).step_ms.mean())
+    lost = lost_time_of(causes, workload, once, simulated_ms, plan.schedule).named()
+    lost |= {_READING: float(np.median(logged["data_ms"], axis=0).max())}
+    return lost | {_OTHER: run.step_ms - sum(lost.values())}
