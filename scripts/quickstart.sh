@@ -2,14 +2,13 @@
 # From nothing to a trained and examined model on two CPU cores: makes .venv and the sample data,
 # then plans, trains, evaluates and reports with the commands that a real job uses, printing each
 # before it runs. What an earlier run finished is kept; a training that was stopped goes on.
+#   scripts/quickstart.sh [SEED]: trains a run of another seed, on the same plan
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-
+[[ ${1:-0} =~ ^[0-9]+$ ]] || refuse "$1: a seed must be a whole number; give one, or none"
 work=work/quickstart
-data=$work/digits
-tokenizer=$data/tokenizer.model
-plan=$work/plan
-run=$work/run
+data=$work/digits tokenizer=$work/digits/tokenizer.model
+plan=$work/plan run=$work/run${1:+_$1}
 mkdir -p "$work"
 source scripts/quickstart_steps.sh
 
@@ -22,12 +21,12 @@ make "$plan" omnibal plan --model internvl-digits --cluster laptop-cpu --pp 2 --
     --lengths $work/lengths.parquet --profile $work/profile.json "${caps[@]}" \
     --micro-batches 3 --epochs 3 -o "$plan"
 
-train_and_evaluate 16
+train_and_evaluate 16 --seed "${1:-42}"
 
-make $work/exported python tools/convert.py export "$run" --layout transformers \
-    --tokenizer-model "$tokenizer" -o $work/exported
+make "$work/exported${1:+_$1}" python tools/convert.py export "$run" --layout transformers \
+    --tokenizer-model "$tokenizer" -o "$work/exported${1:+_$1}"
 
 show python tools/chat.py --load "$run" --tokenizer-model "$tokenizer" --precision fp32 \
     --image "$data/heldout/images/digits_single-00005-0.png" --prompt "Which digit is this?"
 
-show omnibal report "$plan" --run "$run" -o $work/report.html
+show omnibal report "$plan" --run "$run" -o "$work/report${1:+_$1}.html"

@@ -3,12 +3,12 @@
 # makes .venv and digits that are shown, said by eSpeak NG, or both, then plans, trains and asks about
 # held-out scans and voices, printing each command before it runs it. What an earlier run finished is
 # kept; a training that was stopped goes on.
-#   scripts/quickstart_omni.sh [pipeline|beside]: where the encoders stand (default: pipeline)
+#   scripts/quickstart_omni.sh [pipeline|data-parallel]: where encoders run (default: pipeline)
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 
 encoder=${1:-pipeline}
-[[ $encoder == pipeline || $encoder == beside ]] || refuse "$encoder: must be pipeline or beside; give one"
+[[ $encoder =~ ^(pipeline|data-parallel)$ ]] || refuse "$encoder: must be pipeline or data-parallel"
 work=work/quickstart_omni
 data=$work/digits
 tokenizer=$data/tokenizer.model

@@ -172,11 +172,23 @@ def test_script_gives_options_that_exist(tmp_path, script, names):
             assert {word for word in words if re.fullmatch("--?[a-z].*", word)} <= known
 
 
+def test_quickstart_trains_a_run_of_its_own_for_a_seed(tmp_path):
+    """Prevents: a seed that is not passed on, or whose run is taken for another's."""
+    status, commands, errors = script_commands("quickstart", tmp_path / "all", "7")
+    assert status == 0, errors
+    [trained, _] = [one for one in commands if one[0] == "torchrun"]
+    assert trained[trained.index("--save") + 1] == "work/quickstart/run_7"
+    assert trained[-2:] == ["--seed", "7"]
+    status, commands, errors = script_commands("quickstart", tmp_path / "no", "seven")
+    assert (status, commands) == (2, [])
+    assert errors == "error: seven: a seed must be a whole number; give one, or none\n"
+
+
 def test_omni_script_takes_the_place_of_the_encoders(tmp_path):
     """Prevents: minutes of work before a word that is none of the two is found."""
     status, commands, errors = script_commands("quickstart_omni", tmp_path / "no", "nowhere")
     assert status == 2 and not commands
-    assert errors.splitlines() == ["error: nowhere: must be pipeline or beside; give one"]
-    for place in ("beside", "pipeline"):
+    assert errors.splitlines() == ["error: nowhere: must be pipeline or data-parallel"]
+    for place in ("data-parallel", "pipeline"):
         _, commands, _ = script_commands("quickstart_omni", tmp_path / place, place)
         assert commands[3][:2] == ["omnibal", "plan"] and place in commands[3]
