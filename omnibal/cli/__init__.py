@@ -4,7 +4,7 @@ Imports for a single command are inside its function, to keep `omnibal --help` f
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, NoReturn
 
 import typer
@@ -27,9 +27,9 @@ from omnibal.cli import (
     simulate,
 )
 from omnibal.cli.earlier_names import with_current_names
-from omnibal.cli.groups import with_groups
+from omnibal.cli.groups import Command, with_groups
 
-app = typer.Typer(name="omnibal", add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(name="omnibal", add_completion=False, rich_markup_mode=None)
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -50,21 +50,42 @@ def root(
         sys.stdout.write(context.get_help() + "\n")
 
 
-for command in (
-    lengths.lengths,
-    pack.pack,
-    caps.caps,
-    profile.profile,
-    plan.plan,
-    presets.presets,
-    check.check,
-    export.export,
-    simulate.simulate,
-    report.report,
-    replan.replan,
-):
-    app.command()(with_groups(command))
-# What follows `--` is the trainer's.
-app.command(context_settings={"allow_extra_args": True})(with_groups(run.run))
-# A launch line of flags alone begins as an option does.
-app.command(context_settings={"ignore_unknown_options": True})(with_groups(lint.lint))
+EXAMPLES: dict[Callable[..., None], str] = {
+    run.run: r"""
+        omnibal run --model OpenGVLab/InternVL3-8B --data meta.json \
+            --cluster h100-80g --gpus 8 -o job
+        omnibal run --model Qwen/Qwen3-VL-8B-Instruct --data data.jsonl \
+            --cluster h100-80g --gpus 8 --for ms-swift -o job""",
+    lengths.lengths: r"""
+        omnibal lengths data.jsonl --model Qwen/Qwen3-VL-8B-Instruct \
+            --tokenizer-model Qwen3-VL-8B -o lengths.parquet""",
+    plan.plan: r"""
+        omnibal plan --model Qwen/Qwen3-VL-8B-Instruct --gpus 8 \
+            --cluster h100-80g --lengths lengths.parquet -o plan
+        omnibal plan --model llama3.1-8b --gpus 64 --max-tokens 8192 \
+            --cluster h100-80g --for megatron-lm -o plan""",
+    check.check: "omnibal check plan",
+    export.export: "omnibal export plan --to export --data data.jsonl",
+    report.report: "omnibal report plan --run job/run -o report.html",
+    replan.replan: "omnibal replan plan --run job/run --gpus 4 -o new-plan",
+    lint.lint: r"""
+        omnibal lint train.sh --model qwen3-vl-30b-a3b --set NNODES=4
+        omnibal lint "run_recipe.py -ng 64 -tp 2 -pp 4 -ep 8 -mb 1 \
+            -gb 1024 -sl 4096" --model qwen3.5-397b-a17b""",
+    presets.presets: "",
+    pack.pack: "",
+    caps.caps: "",
+    profile.profile: "",
+    simulate.simulate: "omnibal simulate plan --trace step.json",
+}
+"""Examples of every command's help."""
+
+for command, examples in EXAMPLES.items():
+    # What follows `--` is the trainer's. A launch line of flags alone begins as an option does.
+    settings = {
+        "allow_extra_args": command is run.run,
+        "ignore_unknown_options": command is lint.lint,
+    }
+    without = "lengths" if command is run.run else ""
+    typed = with_groups(command, without)
+    app.command(cls=Command, epilog=examples, context_settings=settings)(typed)

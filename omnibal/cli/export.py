@@ -24,7 +24,11 @@ def export(
     to: Annotated[Path, typer.Option(help="folder to make, with RUN.md and the trainer's files")],
     target: Annotated[
         TargetName | None,
-        typer.Option("--for", help="trainer to write for (default: the one that it was made for)"),
+        typer.Option(
+            "--for",
+            metavar="TRAINER",
+            help=f"{', '.join(TargetName)} (default: the trainer that it was planned for)",
+        ),
     ] = None,
     data: Annotated[
         Path | None,

@@ -133,9 +133,10 @@ def lengths(
     tokenizer_model: TokenizerOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Scan a dataset: items and tokens of every sample, from headers of files and text.
+    """Count the tokens and images of every sample of a dataset.
 
-    DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md."""
+    DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md.
+    """
     from omnibal.data.external_lengths import is_counted
     from omnibal.report.length_sources import source_statistics, sources_table
 

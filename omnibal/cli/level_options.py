@@ -30,12 +30,11 @@ class LevelOptions:
         typer.Option(
             "--packing-levels",
             metavar="auto|hbp|N",
-            help="sizes of packs, each shared by ranks of its own number: of least predicted time, "
-            "by the rule of the HBP paper, or so many (1: every pack is one rank's)",
+            help="number of context-parallel sizes: the fastest, the HBP paper's, or N (1: none)",
         ),
     ] = "auto"
     curriculum_steps: Annotated[
-        int, count_option("first steps, of packs of the smallest size alone", least=0)
+        int, count_option("first steps, with packs of the smallest size alone", least=0)
     ] = 0
 
     @property

@@ -10,7 +10,7 @@ import typer
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
-from omnibal.cli.options import JsonOption, ModelOption, size_option
+from omnibal.cli.options import JsonOption, ModelOption, count_option, size_option
 from omnibal.families.named import model_notes, named_model
 from omnibal.lint.launch import Launcher
 
@@ -30,7 +30,9 @@ def lint(
     cost: CostOptions,
     launcher: Annotated[
         Launcher | None,
-        typer.Option(help="trainer that it starts (default: told by its program and flags)"),
+        typer.Option(
+            metavar="TRAINER", help=f"{', '.join(Launcher)} (default: by its program and flags)"
+        ),
     ] = None,
     gpus: Annotated[int | None, size_option("GPUs of the job (default: those of the line)")] = None,
     variables: Annotated[
@@ -38,18 +40,18 @@ def lint(
         typer.Option(
             "--set",
             metavar="NAME=VALUE",
-            help="value of a variable of the line or script, above its own (may be repeated)",
+            help="value of a variable of the line or script (may be repeated)",
         ),
     ] = None,
     line_number: Annotated[
         int | None,
-        typer.Option(min=1, help="line of a script's launch line, where the script has several"),
+        count_option("line of a script's launch line, if the script has several"),
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Say of a launch line of a Megatron trainer whether it can start, and what it will cost.
+    """Say if a Megatron launch line can start, and predict its cost.
 
-    The exit status is 2 if it cannot. Nothing of the line is executed.
+    The exit status is 2 if it cannot. The line is not executed.
     """
     from omnibal.lint.all_rules import findings_of
     from omnibal.lint.command_line import read_launch

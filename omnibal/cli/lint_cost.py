@@ -47,8 +47,9 @@ class CostOptions:
     lengths: Annotated[
         list[Path] | None,
         typer.Option(
-            help="lengths of the data, packed to the line's sequence length (may be repeated); "
-            "without, all samples are of that length"
+            metavar="FILE",
+            help="data, packed to the line's sequence length (may be repeated); without: samples "
+            "of that length",
         ),
     ] = None
     image_share: Annotated[

@@ -13,8 +13,9 @@ from omnibal.data.mixture import drawn, read_mixture, shortfalls
 MixtureOption = Annotated[
     Path | None,
     typer.Option(
-        help="TOML file that says how often the samples of each source are seen, by weight or in "
-        "epochs (default: each once in every epoch)"
+        metavar="FILE",
+        help="TOML file: how often samples of each source are seen, by weight or in epochs "
+        "(default: once an epoch)",
     ),
 ]
 

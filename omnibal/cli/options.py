@@ -12,6 +12,7 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
+from omnibal.cli.groups import COUNT, HelpAllOption
 from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
 from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapters_of
@@ -41,34 +42,31 @@ _MOST_GIB = 1e9
 """Max memory in GiB, and network rate in GB/s."""
 
 
-def preset_help(kind: str) -> str:
-    """Return help for a preset or TOML file."""
-    return f"{kind} preset (`omnibal presets` lists them) or TOML file"
-
-
 def count_option(help_text: str, least: int = 1, most: int = MAX_COUNT) -> Any:
     """Make an integer option."""
-    return typer.Option(min=least, max=most, help=help_text)
+    return typer.Option(min=least, max=most, metavar=COUNT, help=help_text)
 
 
 size_option = partial(count_option, most=MAX_DEVICES)
 """Make an option of a number of devices."""
+PRESET = "preset (`omnibal presets` lists them)"
 TokenizerOption = Annotated[
     Path | None,
     typer.Option(
-        help="SentencePiece tokenizer.model, Hugging Face tokenizer.json, or a folder: there "
-        "tokenizer.json if it exists, else tokenizer.model; of samples whose text is read"
+        metavar="PATH", help="tokenizer.json, SentencePiece tokenizer.model, or a folder with one"
     ),
 ]
 
 ModelOption = Annotated[
     str,
     typer.Option(
-        "--model",
-        help=f"{preset_help('model')}, its id on a model hub, or a hub's config.json or folder",
+        metavar="NAME",
+        help=f"{PRESET}, id on a model hub, folder or config.json of a checkpoint, or TOML file",
     ),
 ]
-ClusterOption = Annotated[str, typer.Option(help=preset_help("cluster"))]
+ClusterOption = Annotated[
+    str, typer.Option(metavar="NAME", help=f"{PRESET} or TOML file (docs/costs.md)")
+]
 PackingRuleOption = Annotated[PackingMethod, typer.Option(help="packing rule")]
 LengthsArgument = Annotated[
     list[Path], typer.Argument(metavar="LENGTHS...", help="Parquet or OmniBal JSON files")
@@ -77,7 +75,7 @@ LimitOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=MAX",
-        help="largest sum of a feature in a pack, by its name, such as clips=4 (may be repeated)",
+        help="limit of another feature of a pack, such as clips=4 (may be repeated)",
     ),
 ]
 NeededMaxTilesOption = Annotated[
@@ -91,8 +89,9 @@ MemoryOption = Annotated[
     float | None,
     typer.Option(
         min=0.01,
-        help="memory of a device, in place of the cluster's; "
-        f"{USABLE_MEMORY_FRACTION:.0%} of it is used for planning",
+        metavar="GIB",
+        help=f"memory of a device (default: the cluster's); {USABLE_MEMORY_FRACTION:.0%} of it is "
+        "used",
     ),
 ]
 DirectoryArgument = Annotated[Path, typer.Argument(metavar="DIR", help="plan directory")]
@@ -122,51 +121,54 @@ class JobOptions:
     freeze: Annotated[
         list[str] | None,
         typer.Option(
-            help="part that is not trained, such as vision, projector or language (may be repeated)"
+            metavar="PART",
+            help="part not to train, such as vision, projector or language (may be repeated)",
         ),
     ] = None
     lora_rank: Annotated[
         int | None,
         count_option(
-            "train adapters of this rank (LoRA); what is not adapted is frozen, unless --freeze "
-            "says what is: then all else is trained whole",
+            "train adapters (LoRA) of this rank; all other weights are frozen, unless --freeze is "
+            "given",
             most=2**16,
         ),
     ] = None
     lora_alpha: Annotated[
         float | None,
-        typer.Option(
-            help="with --lora-rank: scale of adapters times their rank (default: 2 x rank)"
-        ),
+        typer.Option(metavar="X", help="scale of adapters times their rank (default: 2 x rank)"),
     ] = None
     lora_targets: Annotated[
         str | None,
         typer.Option(
-            help="with --lora-rank: linears that have adapters, as released checkpoints name them: "
-            "names such as q_proj,v_proj, all-linear, or a regular expression (default: all-linear)"
+            metavar="NAMES",
+            help="linears with adapters: names such as q_proj,v_proj, all-linear, or a regular "
+            "expression (default: all-linear)",
         ),
     ] = None
     lora_part: Annotated[
         list[str] | None,
         typer.Option(
-            help="with --lora-rank: part that has adapters (may be repeated; default: language)"
+            metavar="PART", help="part with adapters (may be repeated; default: language)"
         ),
     ] = None
     lora_rslora: Annotated[
-        bool, typer.Option("--lora-rslora", help="with --lora-rank: scale by alpha / sqrt(rank)")
+        bool, typer.Option("--lora-rslora", help="scale adapters by alpha / sqrt(rank)")
     ] = False
     precision: Annotated[
         Precision,
         typer.Option(help="of weights and activations; fp8 is bf16 with FP8 products in layers"),
     ] = "bf16"
     profile: Annotated[
-        Path | None, typer.Option(help="profile.json to take costs from, in place of counting")
+        Path | None,
+        typer.Option(metavar="FILE", help="profile.json with measured costs (default: counted)"),
     ] = None
     memory_gib: MemoryOption = None
     network_gb_per_s: Annotated[
         float | None,
         typer.Option(
-            min=0.001, help="between nodes, per device, in place of the cluster's (200 Gb/s are 25)"
+            min=0.001,
+            metavar="GB/S",
+            help="between nodes, per device (default: the cluster's; 200 Gb/s are 25)",
         ),
     ] = None
     expert_imbalance: Annotated[
@@ -174,10 +176,12 @@ class JobOptions:
         typer.Option(
             min=1,
             max=MAX_IMBALANCE,
-            help="tokens of the fullest expert-parallel rank over the mean, which time and memory "
-            "are planned for (default: the model's, 1.2 where it does not say)",
+            metavar="X",
+            help="tokens of the fullest expert-parallel rank over the mean (default: the model's, "
+            "else 1.2)",
         ),
     ] = None
+    help_all: HelpAllOption = False
 
     def files(self) -> list[Path]:
         own = [] if self.profile is None else [self.profile]
@@ -259,21 +263,14 @@ class JobOptions:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SizeOptions:
-    tp: Annotated[int | None, size_option("tensor-parallel size (default: 1)")] = None
-    pp: Annotated[int | None, size_option("pipeline-parallel size, stages (default: 1)")] = None
-    dp: Annotated[int | None, size_option("data-parallel size (default: 1)")] = None
-    ep: Annotated[
-        int | None,
-        size_option(
-            "expert-parallel size: neighbouring ranks of a stage that share out the experts of a "
-            "layer, a divisor of --tp x --dp (default: 1)"
-        ),
-    ] = None
+    tp: Annotated[int | None, size_option("tensor-parallel size")] = None
+    pp: Annotated[int | None, size_option("pipeline-parallel size (stages)")] = None
+    dp: Annotated[int | None, size_option("data-parallel size")] = None
+    ep: Annotated[int | None, size_option("expert-parallel size, a divisor of --tp x --dp")] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
-            help="divide the language model's activations between parallel blocks too (default: "
-            "with --tp above 1)"
+            help="divide activations between tensor-parallel blocks too (default: with --tp > 1)"
         ),
     ] = None
 

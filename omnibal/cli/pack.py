@@ -14,6 +14,7 @@ from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
+    PRESET,
     JsonOption,
     LengthsArgument,
     LimitOption,
@@ -21,7 +22,6 @@ from omnibal.cli.options import (
     SeedOption,
     count_option,
     limits_given,
-    preset_help,
     size_option,
 )
 from omnibal.data.lengths import Lengths, length_files, read_lengths
@@ -78,11 +78,11 @@ class LoadOptions:
     """Options for the predicted time to balance."""
 
     model: Annotated[
-        str, typer.Option(help=f"whose predicted time is balanced: {preset_help('model')}")
+        str, typer.Option(metavar="NAME", help=f"for predicted times to balance: {PRESET}")
     ] = "internvl-chat-1.5-6b-20b"
-    cluster: Annotated[
-        str, typer.Option(help=f"on which that is predicted: {preset_help('cluster')}")
-    ] = "a100-80g"
+    cluster: Annotated[str, typer.Option(metavar="NAME", help=f"for predicted times: {PRESET}")] = (
+        "a100-80g"
+    )
 
 
 def pack(

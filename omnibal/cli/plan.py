@@ -27,9 +27,8 @@ from omnibal.cli.options import (
     SizeOptions,
     count_option,
     limits_given,
-    size_option,
 )
-from omnibal.cli.trainer_options import TrainerOptions, cost_of_limits, notes_for, summary_of
+from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for, summary_of
 from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
@@ -77,10 +76,10 @@ class DataOptions(LevelOptions):
     """Options for samples, packing and epochs."""
 
     max_tiles: Annotated[
-        int | None, count_option("image tiles that a pack may hold (default: searched for)")
+        int | None, count_option("image tiles of a pack, at most (default: searched for)")
     ] = None
     max_tokens: Annotated[
-        int | None, count_option("language tokens that a pack may hold (default: searched for)")
+        int | None, count_option("language tokens of a pack, at most (default: searched for)")
     ] = None
     limit: LimitOption = None
     image_share: Annotated[
@@ -88,18 +87,23 @@ class DataOptions(LevelOptions):
         typer.Option(
             min=0,
             max=1,
-            help="without --lengths and with --max-tokens alone: share of a pack's tokens that are "
-            f"images' [default: {DEFAULT_IMAGE_SHARE}]",
+            metavar="X",
+            help="without --lengths and with --max-tokens alone: share of image tokens in a pack "
+            f"(default: {DEFAULT_IMAGE_SHARE})",
         ),
     ] = None
     lengths: Annotated[
         list[Path] | None,
-        typer.Option(help="lengths of the data (may be repeated); without, a plan of shapes only"),
+        typer.Option(
+            metavar="FILE",
+            help="data, as counted by `omnibal lengths` (may be repeated); without: a plan of "
+            "shapes only, with --max-tokens",
+        ),
     ] = None
     micro_batches: Annotated[
         int | None,
         count_option(
-            "packs of one rank in a step, were all full ones of the longest size "
+            "packs of a rank in a step, if all were full and of the longest size "
             f"(default: {DEFAULT_MICRO_BATCHES})",
             most=MAX_PACKS_PER_STEP,
         ),
@@ -109,31 +113,26 @@ class DataOptions(LevelOptions):
     packing: PackingRuleOption = PackingMethod.BALANCED
     mixture: MixtureOption = None
     portion_samples: Annotated[
-        int,
-        count_option(
-            "samples that are packed together, stored in files of their own and trained one "
-            "portion after the other, where there are more"
-        ),
+        int, count_option("samples that are packed and stored together, at most")
     ] = PORTION_SAMPLES
     window: Annotated[
         int | None,
         count_option(
-            "consecutive samples of a step, for a stream that may not be reordered; packs are "
-            "balanced inside each (default: samples are shuffled)"
+            "samples of a step, in the order of the data, for streams (default: samples are "
+            "shuffled)"
         ),
     ] = None
     dispatch: Annotated[
         Dispatch,
         typer.Option(
-            help="with --window: on gives ranks equal shares, off packs and deals samples as they "
-            "are read"
+            help="with --window: balance each step over ranks, or deal samples as they are read"
         ),
     ] = Dispatch.ON
     steps_of: Annotated[
         Path | None,
         typer.Option(
-            help="plan directory whose data to keep, step by step, so that its run can go on with "
-            "other parallel sizes"
+            metavar="DIR",
+            help="plan with the steps to keep, to go on with its run at other parallel sizes",
         ),
     ] = None
 
@@ -223,26 +222,6 @@ class DataOptions(LevelOptions):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StrategyOptions(TrainerOptions):
-    """Options for the target: a trainer, a number of devices and samples per step."""
-
-    gpus: Annotated[
-        int | None,
-        size_option(
-            "devices to choose parallel sizes for; any of --tp, --pp, --dp and --ep that is "
-            "given stays as it is"
-        ),
-    ] = None
-    samples_per_step: Annotated[
-        int | None,
-        count_option(
-            "of all ranks: the size of a step, whatever its packs (default: with --gpus 36 "
-            "for every node, or a pack a device without --lengths)"
-        ),
-    ] = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class PlacementOptions:
     """Options for encoder placement, sharding, split and recomputation."""
 
@@ -252,35 +231,29 @@ class PlacementOptions:
     recompute: Annotated[
         RecomputeRule | None,
         typer.Option(
-            help="which layers are recomputed [default: cheapest with omnibal, front with others]"
+            help="layers to recompute (default: cheapest with --method omnibal, else front)"
         ),
     ] = None
 
     sharding: Annotated[
         Literal["auto", "replicated", "full", "hybrid"] | None,
         typer.Option(
-            help="how data-parallel ranks hold weights and gradients: whole, divided over all, "
-            "divided over those of a node, or as is predicted to be fastest, of data-parallel "
-            "encoders by themselves (default: auto with --gpus, else replicated, or as the "
-            "trainer of --for does)"
+            help="weights and gradients: replicated, sharded over all data-parallel ranks (full) "
+            "or within a node (hybrid), or the fastest (default: auto with --gpus, else "
+            "replicated, or as --for has it)"
         ),
     ] = None
     encoder: Annotated[
         Literal["auto", "pipeline", "data-parallel"] | None,
         typer.Option(
-            help="where encoders run: as units of the pipeline's stages, before and after it on "
-            "every rank, data-parallel, or where it is predicted to be faster (default: auto with "
-            "--gpus, else pipeline)"
+            help="encoders: in the pipeline's stages, data-parallel on every rank, or the faster "
+            "(default: auto with --gpus, else pipeline)"
         ),
     ] = None
 
     schedule: Annotated[
         Literal["auto", ScheduleName],
-        typer.Option(
-            help="order of the pipeline's forwards and backwards: 1F1B, interleaved with several "
-            "chunks of the model a stage, zero-bubble with backwards in two parts, or the fastest "
-            "of those that the trainer runs (auto)"
-        ),
+        typer.Option(help="of the pipeline; auto is the fastest that the trainer runs"),
     ] = ONE_FORWARD_ONE_BACKWARD.name
 
     @property
@@ -304,14 +277,16 @@ class PlacementOptions:
 def plan(
     context: typer.Context,
     given: JobOptions,
-    output: Annotated[Path, typer.Option("--output", "-o", help="plan directory to write")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="plan directory to write")
+    ],
     data: DataOptions,
     strategy: StrategyOptions,
     sizes: SizeOptions,
     partition: PlacementOptions,
     as_json: JsonOption = False,
 ) -> None:
-    """Make the plan: packs, pipeline stages, recomputed layers, and what to expect of them."""
+    """Plan packs, parallel sizes, stages and recomputed layers, and predict the step."""
     from omnibal import planning
     from omnibal.job.plan_files import check_replaceable, save_plan
     from omnibal.pipeline.reading import slow_reading

@@ -17,6 +17,7 @@ from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_result
 from omnibal.cli.options import (
     MOST_PROCESSES,
+    PRESET,
     JsonOption,
     LimitOption,
     ModelOption,
@@ -25,7 +26,6 @@ from omnibal.cli.options import (
     TokenizerOption,
     count_option,
     limits_given,
-    preset_help,
 )
 from omnibal.data.lengths import length_files, read_lengths
 from omnibal.families.named import named_model, named_model_file
@@ -122,7 +122,8 @@ class MeasuredClusterOptions:
     """Options for a cluster file with measured rates, to plan other models."""
 
     cluster: Annotated[
-        str | None, typer.Option(help=f"{preset_help('cluster')}, to which rates are added")
+        str | None,
+        typer.Option(metavar="NAME", help=f"{PRESET} or TOML file to add rates to"),
     ] = None
     cluster_output: Annotated[
         Path | None,

@@ -18,7 +18,7 @@ from omnibal.families.named import named_model
 from omnibal.model.config import load_cluster
 from omnibal.running import Step
 
-_OWN = ("model", "cluster", "gpus", "lengths")
+_OWN = ("model", "cluster", "gpus")
 """Options of `omnibal plan` that are given to it in another way."""
 
 
@@ -71,10 +71,6 @@ def run(
     gpus, is_exported = strategy.gpus or devices, strategy.made_for is not None
     if not gpus:
         raise UserError("no GPU is here to plan for: give the devices of the job by --gpus")
-    if data.lengths:
-        raise UserError(
-            "--lengths was given, and `run` counts the lengths of --data; leave the option out"
-        )
     model, weights, is_fetched = given.model, None, False
     model = str(Path(model).absolute()) if Path(model).exists() else model
     if is_exported and (asked.weights or asked.from_scratch or asked.lr is not None):

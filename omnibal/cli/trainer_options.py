@@ -8,6 +8,7 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.cli.console import print_notes, progress
+from omnibal.cli.options import count_option, size_option
 from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
@@ -23,21 +24,30 @@ _IMAGES_LOST = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainerOptions:
+class StrategyOptions:
+    """Options for the target: a number of devices, samples per step, and a trainer."""
+
+    gpus: Annotated[
+        int | None,
+        size_option("GPUs; parallel sizes are searched (without: those of --tp, --pp, --dp, --ep)"),
+    ] = None
+    samples_per_step: Annotated[
+        int | None,
+        count_option(
+            "samples of a step over all ranks (default: with --gpus 36 for every node, or a pack a "
+            "device without --lengths)"
+        ),
+    ] = None
     made_for: Annotated[
         TargetName | None,
         typer.Option(
             "--for",
-            help="another trainer to plan for, within what it can be told (default: this "
-            "project's)",
+            metavar="TRAINER",
+            help=f"{', '.join(TargetName)}: plan within its limits (default: this project's)",
         ),
     ] = None
     compare: Annotated[
-        bool,
-        typer.Option(
-            "--compare/--no-compare",
-            help="with --for: say what the trainer's limits cost, by plans without them",
-        ),
+        bool, typer.Option(help="with --for: plan without its limits too, and say what they cost")
     ] = True
 
     @property
@@ -96,7 +106,7 @@ def cost_of_limits(
 
 
 def summary_of(
-    options: TrainerOptions, cost: "CostOfLimits | None", *, has_samples: bool
+    options: StrategyOptions, cost: "CostOfLimits | None", *, has_samples: bool
 ) -> dict[str, Any]:
     """Return the trainer and its limits' cost for JSON."""
     summary: dict[str, Any] = {"made_for": options.made_for}

@@ -59,7 +59,7 @@ FLAGS = {
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
     "--lora-rank --lora-alpha --lora-targets --lora-part --lora-rslora "
     "--limit --network-gb-per-s --samples-per-step --rule --packing --precision "
-    "--profile --memory-gib --samples --seed --processes --json",
+    "--profile --memory-gib --samples --seed --processes --json --help-all",
     "profile": "--model --max-tiles --limit --max-tokens --tokens-per-sample --lengths --output -o "
     "--precision --processes --layers --repetitions --provider --cluster --cluster-output --data "
     "--tokenizer-model --json",
@@ -68,7 +68,7 @@ FLAGS = {
     "--recompute --model --cluster --max-tiles --max-tokens --output -o --tp --pp --dp --ep "
     "--expert-imbalance --lengths --limit --profile --micro-batches --epochs --seed --precision "
     "--memory-gib --packing --steps-of --window --dispatch --packing-levels --curriculum-steps "
-    "--encoder --schedule --sharding --mixture --portion-samples --for --compare --json",
+    "--encoder --schedule --sharding --mixture --portion-samples --for --compare --json --help-all",
     "replan": "--run --output -o --after --gpus --nodes --json",
     "presets": "--json",
     "simulate": "--trace --step --json",
@@ -79,7 +79,7 @@ FLAGS = {
     "--image-share --cost --json",
 }
 FLAGS["run"] = FLAGS["plan"].replace("--json", "--data --tokenizer-model --weights --from-scratch")
-FLAGS["run"] += " --lr --start --export"
+FLAGS["run"] = FLAGS["run"].replace("--lengths", "--lr --start --export")
 PRESETS = Path(omnibal.__file__).parent / "presets"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PACK = "pack --max-tiles 8 --max-tokens 512"

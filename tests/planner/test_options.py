@@ -1,12 +1,15 @@
 """Groups of options: what commands share is declared once, and each gets what was typed."""
 
 import inspect
+import re
+import shlex
 from dataclasses import dataclass
 from itertools import combinations
 from typing import Annotated
 
 import pytest
 import typer
+from cli_cases import printed
 
 from omnibal import cli
 from omnibal.cli import caps, lengths, pack, plan, profile
@@ -83,8 +86,32 @@ def test_names_of_their_own_are_that() -> None:
         assert any(one.annotation != found[0].annotation for one in found), name
 
 
-def test_every_option_says_what_it_is() -> None:
-    """Prevents an option that is lost between its declaration and its help."""
-    for command in typer.main.get_command(cli.app).commands.values():
+@pytest.mark.parametrize("columns", [80, 60])
+def test_help_has_every_option_and_whole_words(columns, monkeypatch, capsys) -> None:
+    """Prevents: an option without help, a word that is cut to fit, and a line wider than asked."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for name, command in typer.main.get_command(cli.app).commands.items():
+        is_long = any("--help-all" in option.opts for option in command.params)
+        page = printed(capsys, f"{name} {'--help-all' if is_long else '--help'}")
+        words = set(page.split())
         for option in command.params:
-            assert option.param_type_name == "argument" or option.help, (command.name, option.name)
+            assert option.help and words.issuperset(option.help.split()), (name, option.name)
+            assert words & {*option.opts, option.metavar}, option
+        above, _, below = page.partition("Examples:\n")
+        example, _, rest = below.partition("\n\n")
+        assert max(map(len, f"{above}\n{rest}".splitlines())) <= columns, name
+        assert not example or max(map(len, example.splitlines())) <= 80, name
+
+
+def test_help_of_plan_begins_with_what_everyone_needs(monkeypatch, capsys) -> None:
+    """Prevents: a page in which --output and --gpus come after options that few need."""
+    monkeypatch.setenv("COLUMNS", "80")
+    page = printed(capsys, "plan --help")
+    names = re.findall(r"^  (?:-o, )?(--[a-z-]+)", page, re.MULTILINE)
+    assert names[:4] == ["--model", "--cluster", "--gpus", "--lengths"]
+    assert set(names[4:7]) == {"--samples-per-step", "--for", "--output"}
+    assert len(page.splitlines()) <= 80 and page.count("  omnibal plan ") == 2
+    for examples in cli.EXAMPLES.values():
+        for line in examples.replace("\\\n", " ").strip().splitlines():
+            command, *words = shlex.split(line)[1:]
+            typer.main.get_command(cli.app).commands[command].make_context(command, words)
