@@ -50,8 +50,8 @@ def _size(tower: EncoderLayers | LanguageConfig) -> str:
 def hub_ids_table(ids: Mapping[str, Sequence[str]]) -> Table:
     """Hub ids by model preset."""
     rows = [(name, "\n".join(ids[name])) for name in sorted(ids)]
-    columns = [Column(title="name"), Column(title="id on Hugging Face's hub", style="left")]
-    return Table(title="Models by their ids on a hub", columns=columns, sections=[rows])
+    hub = Column(title="id on Hugging Face's hub", style="left")
+    return Table.of_rows("Models by their ids on a hub", ("name", hub), rows)
 
 
 def _billions(parameters: int) -> str:
@@ -82,7 +82,7 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     """Table of the best caps tried, the chosen first."""
     best = search.candidates[0]
-    titles = ("per pack", "per step", "per rank", "recom- puted", f"GiB of {cap_gib:.2f}")
+    titles = ("per pack", "per step", "per rank", "recomputed", f"GiB of {cap_gib:.2f}")
     rows = [
         (
             *(f"{cap:,}" for cap in candidate.caps.values),
@@ -113,7 +113,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     has_levels = not all(are_plain(strategy.levels) for strategy in search.ranking)
     levels = ["levels"] if has_levels else []
     has_shards = any(sizing.parallel.sharded > 1 for sizing in tried)
-    plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
+    plan = (*search.best.caps.names, *levels, "recomputed", "GiB")
 
     def sizes(sizing: "Sizing") -> list[str]:
         own = [str(sizing.parallel.sizes.get(name, 1)) for name in names]
@@ -138,7 +138,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         rate = "" if most is None else f"< {most:,.2f}"
         rate = rate if estimate is None else f"~ {estimate:,.2f}"
         others.append((*sizes(one.sizing), *len(plan) * ("",), rate, one.why))
-    over_best = Column(title="over best", style="left", least_width=24)
+    over_best = Column(title="over best", style="left")
     return Table.of_rows(
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
         f"step, memory of {cap_gib:.1f} GiB",
@@ -152,6 +152,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         ),
         fastest,
         others,
+        keys=len(names) + has_shards + has_placements,
     )
 
 

@@ -100,7 +100,7 @@ def stages_table(
     waits = {name: [100 * wait for wait in one.wait_fractions] for name, one in sources.items()}
     columns += of_sources("waits\n%", 1, waits)
     # Wide enough for the longest word, as words are not split.
-    wide = Column(title="also holds", style="wrap", least_width=len("projector,"))
+    wide = Column(title="also holds", style="wrap")
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
     slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
     slower = f" Slow: {', '.join(slow)} the median rank's time." if slow else ""

@@ -1,11 +1,13 @@
 """Tables and panels of facts, printed by `rich` and rendered as HTML by the page's template."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Literal, TypeVar
 
 from rich import box
+from rich.cells import cell_len
+from rich.console import Console, ConsoleOptions
 from rich.table import Table as TerminalTable
 
 from omnibal.report.formatting import percent
@@ -43,8 +45,6 @@ class Column:
     title: str
     group: str = ""
     style: Style = ""
-    least_width: int = 0
-    """Min characters on a terminal."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,8 +56,8 @@ class Table:
     sections: Sequence[Sequence[Row]]
     """Rows per section. A terminal draws a rule between sections."""
     caption: str = ""
-    tight: bool = False
-    """Whether to omit edge padding on terminals, to fit 80 characters."""
+    keys: int = 1
+    """Leading columns to repeat if a terminal is too narrow for all columns side by side."""
 
     @classmethod
     def of_columns(
@@ -66,15 +66,20 @@ class Table:
         """Make a single-section table from columns and cells."""
         heads, cells = zip(*columns, strict=True)
         rows = list(zip(*cells, strict=True))
-        return cls(title=title, columns=heads, sections=[rows], caption=caption, tight=True)
+        return cls(title=title, columns=heads, sections=[rows], caption=caption)
 
     @classmethod
     def of_rows(
-        cls, title: str, titles: Iterable[str | Column], *sections: Sequence[Row], caption: str = ""
+        cls,
+        title: str,
+        titles: Iterable[str | Column],
+        *sections: Sequence[Row],
+        caption: str = "",
+        keys: int = 1,
     ) -> "Table":
         """Make a table of sections. A title alone is a column of numbers."""
         columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]
-        return cls(title=title, columns=columns, sections=sections, caption=caption, tight=True)
+        return cls(title=title, columns=columns, sections=sections, caption=caption, keys=keys)
 
     @classmethod
     def of_records(
@@ -94,26 +99,53 @@ class Table:
         spans = [(name, len(list(of))) for name, of in groupby(c.group for c in self.columns)]
         return spans if any(name for name, _ in spans) else []
 
-    def __rich__(self) -> TerminalTable:
+    def __rich_console__(
+        self, console: Console, options: ConsoleOptions
+    ) -> Iterator[TerminalTable]:
+        """Yield the table, in parts if its words are too long for one."""
+        cells = [
+            [column.title, *(str(row[index]) for rows in self.sections for row in rows)]
+            for index, column in enumerate(self.columns)
+        ]
+        least = [max(cell_len(word) for cell in of for word in [*cell.split(), ""]) for of in cells]
+        most = [max(cell_len(line) for cell in of for line in cell.split("\n")) for of in cells]
+        keys = list(range(self.keys))
+        parts = [keys]
+        for index in range(self.keys, len(cells)):
+            if _room(options, [*parts[-1], index], least) < 0 and parts[-1] != keys:
+                parts.append(keys)
+            parts[-1] = [*parts[-1], index]
+        for number, part in enumerate(parts):
+            widths, room = {index: least[index] for index in part}, _room(options, part, least)
+            for index in sorted(part, key=lambda index: most[index] - least[index]):
+                more = max(min(most[index] - least[index], room), 0)
+                widths[index], room = least[index] + more, room - more
+            yield self._drawn(widths, self.title if number == 0 else "")
+
+    def _drawn(self, widths: Mapping[int, int], title: str) -> TerminalTable:
         table = TerminalTable(
-            title=self.title,
+            title=title or None,
             title_justify="left",
             box=box.SIMPLE_HEAD,
             collapse_padding=True,
-            pad_edge=not self.tight,
+            pad_edge=False,
+            show_header=any(column.title for column in self.columns),
         )
-        for column in self.columns:
-            table.add_column(
-                column.title,
-                justify="left" if column.style in ("left", "wrap") else "right",
-                overflow="fold" if column.style == "wrap" else "ellipsis",
-                min_width=column.least_width or None,
-            )
+        for index, width in widths.items():
+            column = self.columns[index]
+            is_left = column.style in ("left", "wrap")
+            justify = "left" if is_left else "right"
+            table.add_column(column.title, justify=justify, width=width, overflow="fold")
         for rows in self.sections:
             for row in rows:
-                table.add_row(*map(str, row))
+                table.add_row(*(str(row[index]) for index in widths))
             table.add_section()
         return table
+
+
+def _room(options: ConsoleOptions, columns: Sequence[int], widths: Sequence[int]) -> int:
+    """Characters left of a line with columns of some widths."""
+    return options.max_width - 2 * len(columns) - sum(widths[index] for index in columns)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,12 +153,5 @@ class Facts:
     title: str
     entries: Sequence[tuple[str, str | Marked]]
 
-    def __rich__(self) -> TerminalTable:
-        table = TerminalTable(
-            title=self.title, title_justify="left", show_header=False, box=box.SIMPLE_HEAD
-        )
-        table.add_column()
-        table.add_column(justify="right")
-        for name, value in self.entries:
-            table.add_row(name, str(value))
-        return table
+    def __rich__(self) -> Table:
+        return Table.of_rows(self.title, (Column(title="", style="left"), ""), self.entries)
