@@ -10,6 +10,7 @@ from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import print_notes, print_result, status
 from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
+from omnibal.families.named import hub_ids
 from omnibal.job.plan import plan_files
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.report.table import Facts
@@ -66,7 +67,8 @@ def export(
             f"{', '.join(TargetName)}"
         )
     with status("reading the data"):
-        made = export_of(files, name, data, to, workers)
+        [*released] = hub_ids().get(files.plan.model.name, [])
+        made = export_of(files, name, data, to, workers, *released[:1])
     with status("writing"):
         made.write()
     print_notes(made.exported.given_up, prefix="not as planned: ")
@@ -75,7 +77,7 @@ def export(
         "target": name,
         "folder": str(to),
         "files": made.files,
-        "command": made.exported.command,
+        "command": made.exported.script,
         "settings": made.exported.settings,
         "given_up": made.exported.given_up,
         "notes": made.exported.notes,

@@ -1,8 +1,9 @@
 """The result of a trainer module's `export(given: ExportInput) -> Exported`."""
 
 import json
+import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ class ExportInput:
     folder: Path
     """Folder of the export, for paths in commands."""
     workers: int = 0
+    checkpoint: str = ""
+    """Released checkpoint: a folder, or a name on a hub."""
 
     @property
     def packs_per_step(self) -> int:
@@ -57,11 +60,27 @@ class Exported:
     """By path within the folder, such as `packs/boundaries.npy`."""
     command: str
     """Training command in shell, with all flags set by the plan."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Shell variables that commands may use, with default values as shell words."""
     settings: str = ""
     """Settings outside the command line, such as Python or JSON for a config."""
     given_up: tuple[str, ...] = ()
     """Sentences on parts of the plan or data that the trainer cannot follow."""
     notes: tuple[str, ...] = ()
+
+    @property
+    def script(self) -> str:
+        """Return the command below the variables that it needs."""
+        text = self.command
+        for name, value in reversed(self.variables.items()):
+            if f"${name}" in text:
+                text = f"{name}={value}\n{text}"
+        return text
+
+
+def shell_word(value: str) -> str:
+    """Return a quoted value. A value that begins with `$` keeps its variables."""
+    return f'"{value}"' if value.startswith("$") else shlex.quote(value)
 
 
 def text_file(text: str) -> Writer:

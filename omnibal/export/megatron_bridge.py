@@ -1,6 +1,8 @@
 """Export for Megatron-Bridge (003e863): overrides of a recipe, and packs for Energon."""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from omnibal.export.energon import energon_files, energon_notes, without_packs
@@ -10,6 +12,7 @@ from omnibal.export.megatron_flags import (
     Batch,
     command,
     language_recompute,
+    launch_variables,
     padding_sentences,
     plan_layout,
     recompute_fields,
@@ -21,7 +24,13 @@ from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.parallel import expert_counts
 from omnibal.model.units import LANGUAGE
 
-_RUNNER = "scripts/training/run_recipe.py --recipe YOUR_RECIPE"
+_RUNNER = 'scripts/training/run_recipe.py --recipe "$RECIPE"'
+_YOURS = (
+    "\"checkpoint.pretrained_checkpoint='$MODEL'\"",
+    "\"checkpoint.save='$OUTPUT'\"",
+    "optimizer.lr=$LR",
+)
+"""Overrides that the plan does not decide, with names quoted for Hydra."""
 _FROZEN = {
     LANGUAGE: "model.freeze_language_model",
     "vision": "model.freeze_vision_model",
@@ -41,10 +50,14 @@ def export(given: ExportInput) -> Exported:
     plan, batch = given.files.plan, Batch.of(given)
     layout, files = plan_layout(plan), energon_files(given)
     values = overrides(plan, batch, layout)
+    names = given.checkpoint or plan.model.name, str(given.folder)
+    checkpoint, folder = (name.replace("'", r"\'") for name in names)
+    quoted = replace(given, checkpoint=checkpoint, folder=Path(folder))
     lines = _lines(values)
     return Exported(
         files=files,
-        command=command([torchrun(plan, _RUNNER), *lines]),
+        variables=launch_variables(quoted, RECIPE="YOUR_RECIPE"),
+        command=command([torchrun(plan, _RUNNER), *lines, *_YOURS]),
         settings=_settings(values, layout),
         given_up=tuple(_given_up(plan, batch, bool(files))),
         notes=(*_notes(plan, bool(files)), *energon_notes(given, files)),

@@ -8,7 +8,7 @@ from typing import Self
 import numpy as np
 
 from omnibal.export.energon import whole_steps
-from omnibal.export.exported import ExportInput
+from omnibal.export.exported import ExportInput, shell_word
 from omnibal.export.layout import Layout, layout_of
 from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.plan import Plan
@@ -108,7 +108,7 @@ def recompute_flags(number: int) -> Flags:
 def flag_lines(*groups: Flags) -> list[str]:
     """Return a line per flag, with shell quoting."""
     return [
-        f"--{name}" if value is None else f"--{name} {shlex.quote(value)}"
+        f"--{name}" if value is None else f"--{name} {shell_word(value)}"
         for flags in groups
         for name, value in flags.items()
     ]
@@ -118,6 +118,22 @@ def devices_and_nodes(plan: Plan) -> tuple[int, int]:
     """Return devices per node, and nodes."""
     per_node = min(plan.cluster.gpus_per_node, plan.parallel.world_size)
     return per_node, -(-plan.parallel.world_size // per_node)
+
+
+def launch_variables(given: ExportInput, **own: str) -> Mapping[str, str]:
+    """Return variables for what a plan does not decide, and for the place of a node."""
+    variables = {
+        "EXPORT": shlex.quote(str(given.folder)),
+        **own,
+        "MODEL": shlex.quote(given.checkpoint or given.files.plan.model.name),
+        "OUTPUT": "$EXPORT/output",
+        "LR": "1e-4" if given.files.plan.adapters else "1e-5",
+    }
+    if devices_and_nodes(given.files.plan)[1] > 1:
+        variables["NODE_RANK"] = "${NODE_RANK:-${SLURM_NODEID:?number of this node, from 0}}"
+        variables["MASTER_ADDR"] = "${MASTER_ADDR:?name of the first node}"
+        variables["MASTER_PORT"] = "${MASTER_PORT:-29500}"
+    return variables
 
 
 def torchrun(plan: Plan, program: str) -> str:

@@ -12,6 +12,7 @@ from omnibal.export.megatron_flags import (
     flag_lines,
     fp8_flags,
     language_recompute,
+    launch_variables,
     padding_sentences,
     parallel_flags,
     plan_layout,
@@ -45,16 +46,21 @@ def export(given: ExportInput) -> Exported:
             **({} if plan.precision == "fp32" else {"bf16": None}),
             **fp8_flags(plan),
         },
+        {"pretrained-checkpoint": "$MODEL", "load": "$OUTPUT", "save": "$OUTPUT"},
+        {"save-interval": "500", "lr": "$LR"},
     )
     files = energon_files(given)
     data = {
         "dataloader-type": "external",
-        "data-path": str(given.folder / FOLDER / "meta.yaml"),
+        "data-path": f"$EXPORT/{FOLDER}/meta.yaml",
         "num-workers": str(given.workers),
     }
     return Exported(
         files=files,
-        command=command([torchrun(plan, _PROGRAM), *lines, *(flag_lines(data) if files else [])]),
+        variables=launch_variables(given, SCRIPT=_PROGRAM),
+        command=command(
+            [torchrun(plan, '"$SCRIPT"'), *lines, *(flag_lines(data) if files else [])]
+        ),
         settings=f"layout in full: {layout.text}\nlayout in short: {layout.short_text}\n",
         given_up=tuple(_given_up(plan, batch, bool(files))),
         notes=(*_notes(plan), *energon_notes(given, files)),
@@ -84,8 +90,8 @@ def _given_up(plan: Plan, batch: Batch, has_packs: bool) -> Iterator[str]:
 
 def _notes(plan: Plan) -> Iterator[str]:
     yield (
-        f"`{_PROGRAM}` is yours, with the flags of the model itself, the tokenizer and "
-        "checkpoints: Megatron-LM has none that are the same for all vision-language models."
+        f"`{_PROGRAM}` is yours, with the flags of the model itself and the tokenizer: Megatron-LM "
+        "has none that are the same for all vision-language models."
     )
     yield (
         "The first stage holds the encoders beside its layers of the language model, as in "

@@ -6,11 +6,10 @@ rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and t
 """
 
 import re
-import shlex
 from collections.abc import Iterator, Mapping
 
 from omnibal.base.errors import UserError
-from omnibal.export.exported import Exported, ExportInput, Writer, script_file
+from omnibal.export.exported import Exported, ExportInput, Writer, script_file, shell_word
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     command,
@@ -18,6 +17,7 @@ from omnibal.export.megatron_flags import (
     flag_lines,
     fp8_flags,
     language_recompute,
+    launch_variables,
     parallel_flags,
     plan_layout,
     recompute_flags,
@@ -96,6 +96,7 @@ def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
         )
     return Exported(
         files=files,
+        variables=launch_variables(given),
         command=_command(given.files.plan, program, flags),
         given_up=tuple(given_up),
         notes=tuple(_notes(given)),
@@ -114,7 +115,7 @@ def _steps(given: ExportInput, name: str) -> Flags:
 def _data_flags(given: ExportInput) -> Flags:
     """Return flags for ordered rows packed in sequence. An unusable row aborts the run."""
     length = str(given.longest_pack)  # next fit ends every pack of the plan where it ends there
-    rows = {} if given.order is None else {"dataset": str(given.folder / _ROWS)}
+    rows = {} if given.order is None else {"dataset": f"$EXPORT/{_ROWS}"}
     return {
         **rows,
         "dataset_shuffle": "false",
@@ -216,14 +217,16 @@ def _truth(value: bool) -> str:
 
 
 def _command(plan: Plan, program: str, flags: Flags) -> str:
-    """Return shell lines, with a placeholder for the model's folder."""
+    """Return shell lines, with variables for what the plan does not decide."""
+    rate = "lr" if program.startswith("megatron") else "learning_rate"
+    flags = {"model": "$MODEL", "output_dir": "$OUTPUT", rate: "$LR", **flags}
     per_node, nodes = devices_and_nodes(plan)
     environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
     lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
     if nodes > 1:
-        lines.append(f"NNODES={nodes} NODE_RANK=$NODE_RANK MASTER_ADDR=$MASTER_ADDR")
-    lines += [program, '--model "$MODEL"']
-    lines += [f"--{name} {shlex.quote(value)}" for name, value in flags.items()]
+        names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+        lines.append(" ".join([f"NNODES={nodes}", *(f'{name}="${name}"' for name in names)]))
+    lines += [program, *(f"--{name} {shell_word(value)}" for name, value in flags.items())]
     return command(lines)
 
 
@@ -240,7 +243,7 @@ def _image_sizes(plan: Plan) -> Flags:
 
 
 def _notes(given: ExportInput) -> Iterator[str]:
-    yield "MODEL is the folder or the name of the model's checkpoint. The learning rate is yours."
+    yield "MODEL is the folder or the name of the model's checkpoint."
     if given.order is None:
         yield "The plan is of shapes only: it has flags, and no rows to train; --dataset is yours."
         return
@@ -249,16 +252,15 @@ def _notes(given: ExportInput) -> Iterator[str]:
             f"No --data was given, so {_ROWS} is left out: write your rows in the order of "
             "order.parquet, one a row, or export again with the data that was scanned."
         )
-    rows = shlex.quote(str(given.folder / _ROWS))
     count_command = (
-        f'swift export --model "$MODEL" --dataset {rows} --to_cached_dataset true '
+        f'swift export --model "$MODEL" --dataset "$EXPORT/{_ROWS}" --to_cached_dataset true '
         f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
         f"{given.longest_pack} --output_dir counted"
     )
     yield (
         "ms-swift packs the rows itself, by the lengths that its own template counts: a sample "
         "that it counts otherwise shifts all packs behind it. Before training, let it count, and "
-        f"compare: `{count_command}`, then `python {_CHECK} counted/train`. What says "
+        f'compare: `{count_command}`, then `python "$EXPORT/{_CHECK}" counted/train`. What says '
         '"as planned" can be trained at once, with `--cached_dataset counted/train` in place of '
         "--dataset. If it does not, plan with the lengths that it counted."
     )

@@ -13,7 +13,7 @@ RUN_PAGE = "RUN.md"
 def run_page(given: ExportInput, exported: Exported, expected: Expected) -> str:
     sections = [
         _opening(given),
-        _section("Command", f"```\n{exported.command}\n```"),
+        _section("Command", f"```bash\n{exported.script}\n```"),
         _section("Settings", exported.settings and f"```\n{exported.settings.rstrip()}\n```"),
         _section("What to expect", _expectation(given.files.plan, expected)),
         _section("Stages", _stages(given.files.plan, expected)),

@@ -1,6 +1,7 @@
 """Every trainer's export: the one place that a new one is added to."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from omnibal.data.annotations import Annotations
@@ -20,7 +21,12 @@ EXPORTS: Mapping[TargetName, Callable[[ExportInput], Exported]] = {
 
 
 def export_of(
-    files: PlanFiles, name: TargetName, data: Path | None, folder: Path, workers: int
+    files: PlanFiles,
+    name: TargetName,
+    data: Path | None,
+    folder: Path,
+    workers: int,
+    checkpoint: str = "",
 ) -> Export:
     """Make a plan's files for a trainer, not yet written.
 
@@ -30,4 +36,4 @@ def export_of(
     check_expressible(files, target)  # before the data is read, which may take long
     annotations = None if data is None else Annotations.open(data)
     given = export_input(files, target, annotations, folder.absolute(), workers)
-    return make_export(given, EXPORTS[name])
+    return make_export(replace(given, checkpoint=checkpoint), EXPORTS[name])

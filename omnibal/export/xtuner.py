@@ -5,7 +5,6 @@ config.py at 0404287 and its loader's test. XTuner uses FSDP without pipelines, 
 layers or none.
 """
 
-import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from omnibal.export.exported import (
     json_file,
     script_file,
 )
-from omnibal.export.megatron_flags import torchrun
+from omnibal.export.megatron_flags import launch_variables, torchrun
 from omnibal.export.order_file import record_numbers, sample_numbers
 from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recomputed_layers import all_or_none
@@ -38,10 +37,10 @@ def export(given: ExportInput) -> Exported:
     plan = given.files.plan
     if given.annotations is not None:
         _check_readable(given.annotations)
-    config = shlex.quote(f"{plan.model.name}_config.py")
     return Exported(
         files=_files(given),
-        command=torchrun(plan, f"xtuner/v1/train/cli/sft.py --config {config}"),
+        variables=launch_variables(given, CONFIG="$EXPORT/config.py"),
+        command=torchrun(plan, 'xtuner/v1/train/cli/sft.py --config "$CONFIG"'),
         settings=_settings(given),
         given_up=tuple(_given_up(given)),
         notes=tuple(_notes(given)),
@@ -87,16 +86,20 @@ def _files(given: ExportInput) -> dict[str, Writer]:
 def _settings(given: ExportInput) -> str:
     if given.order is None:
         return ""
-    plan, folder = given.files.plan, given.folder
+    plan, yours = given.files.plan, launch_variables(given)
     ratio = 1.0 if all_or_none(plan.stages_at(0), LANGUAGE) else 0.0
     batch = given.packs_per_step
     lines = [
         "import sys",
         "",
-        "from xtuner.v1.config import FSDPConfig",
+        "from xtuner.v1.config import AdamWConfig, FSDPConfig",
         "from xtuner.v1.datasets.config import DataloaderConfig, DatasetConfig",
         "",
-        f"sys.path.insert(0, {str(folder)!r})",
+        f"EXPORT = {str(given.folder)!r}",
+        f"MODEL = {given.checkpoint or plan.model.name!r}",
+        "OUTPUT = f'{EXPORT}/output'",
+        f"LR = {yours['LR']}",
+        "sys.path.insert(0, EXPORT)",
         "import xtuner_packs  # packs shorter than pack_max_length, and their images",
         "",
         "# tokenize_fn: the one of your model; it must count tokens as the plan's lengths do.",
@@ -106,14 +109,15 @@ def _settings(given: ExportInput) -> str:
         "dataloader_config = DataloaderConfig(",
         "    dataset_config_list=dataset_config,",
         '    pack_level="preset",',
-        f"    pack_config_path={str(folder)!r},",
+        "    pack_config_path=EXPORT,",
         '    sampler_type="preset",',
-        f"    sampler_config_path={str(folder / _ORDER)!r},",
+        f"    sampler_config_path=f'{{EXPORT}}/{_ORDER}',",
         f"    pack_max_length={given.longest_pack},",
         "    group_by_length=False,",
         ")",
         f"fsdp_config = FSDPConfig(recompute_ratio={ratio})",
         "# trainer = TrainerConfig(dataloader_cfg=dataloader_config, fsdp_cfg=fsdp_config,",
+        "#                         load_from=MODEL, work_dir=OUTPUT, optim_cfg=AdamWConfig(lr=LR),",
         f"#                         global_batch_size={batch}, epoch_num=1, ...)",
     ]
     return "\n".join(lines)
@@ -172,6 +176,7 @@ def _notes(given: ExportInput) -> Iterator[str]:
         return
     if given.annotations is None:
         yield from _without_data(given.order, given.files.steps[1])
+    yield "config.py is yours: the settings above, with the config of your model."
     yield (
         "xtuner_packs.py has not run with XTuner itself, but with a stand-in that has its fields. "
         "It ends a run at the first sample whose tokens are not as many as the plan counted."

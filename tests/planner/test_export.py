@@ -1,5 +1,7 @@
 """What all exports have in common: what is refused, the order, RUN.md, all or nothing."""
 
+import re
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 
@@ -269,6 +271,43 @@ def test_the_command_prints_what_run_md_says(capsys, tmp_path, plan):
     run("export", plan, "--to", tmp_path / "other", "--for", "xtuner")
     said = capsys.readouterr()
     assert "what to run:" in said.out and "ITS IMAGES ARE LOST" in said.err
+
+
+@pytest.mark.parametrize("target", TargetName)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_run_md_starts_when_it_is_pasted(tmp_path, target, nodes):
+    """Prevents: a command that needs its own folder, or breaks on a blank, quote or letter."""
+    case, name = small_case(target, ranks=2), 'Qwen\'s "8B" $HOME \u6a21\u578b'
+    model = case.files.plan.model.model_copy(update={"name": name})
+    cluster = case.files.plan.cluster.model_copy(update={"gpus_per_node": 2 // nodes})
+    plan = case.files.plan.model_copy(update={"model": model, "cluster": cluster})
+    folder, record = tmp_path / "an export's", tmp_path / "words"
+    replace(case, files=replace(case.files, plan=plan)).export(tmp_path / "data.jsonl", folder)
+    [block] = re.findall("^```bash\n(.*?)^```", (folder / "RUN.md").read_text(), re.M | re.S)
+    for program in ("torchrun", "megatron", "swift"):
+        stub = tmp_path / "bin" / program
+        stub.parent.mkdir(exist_ok=True)
+        stub.write_text(f"#!/bin/sh\nprintf '%s\\0' {program} \"$@\" > '{record}'\n")
+        stub.chmod(0o755)
+    environment = {"PATH": f"{stub.parent}:/usr/bin:/bin"}
+    if nodes > 1:
+        stopped = subprocess.run(["bash", "-euc", block], env=environment, capture_output=True)
+        assert b"number of this node" in stopped.stderr and not record.exists()
+        environment |= {"SLURM_NODEID": "1", "MASTER_ADDR": "first"}
+    (tmp_path / "elsewhere").mkdir()
+    subprocess.run(["bash", "-euc", block], cwd=tmp_path / "elsewhere", env=environment, check=True)
+    program, *words = record.read_text().replace("\\'", "'").split("\0")[:-1]
+    assert program == {"ms-swift": "megatron", "ms-swift-deepspeed": "swift"}.get(
+        target, "torchrun"
+    )
+    assert all((folder / word).exists() for word in words if word.endswith((".jsonl", ".yaml")))
+    yours = f"{folder}/config.py" if target is XTUNER else f"{folder}/output"
+    assert any(yours in word for word in words) and not any(
+        "$" in w.replace(name, "") for w in words
+    )
+    assert target is XTUNER or any(
+        word.partition("='")[2][:-1] == name or word == name for word in words
+    )
 
 
 def test_mistakes_are_told_and_leave_nothing(capsys, tmp_path, plan):

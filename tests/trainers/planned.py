@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import shlex
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Planned:
     @property
     def flags(self) -> dict[str, str]:
         """Flags of the command and their values."""
-        words = self.command.replace("\\\n", " ").split()
+        words = shlex.split(self.command.replace("$EXPORT", str(self.export)))
         named = [place for place, word in enumerate(words) if word.startswith("--")]
         return {words[place].removeprefix("--"): words[place + 1] for place in named}
 
