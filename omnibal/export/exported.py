@@ -72,7 +72,7 @@ class Exported:
     def script(self) -> str:
         """Return the command below the variables that it needs."""
         text = self.command
-        for name, value in reversed(self.variables.items()):
+        for name, value in list(self.variables.items())[::-1]:
             if f"${name}" in text:
                 text = f"{name}={value}\n{text}"
         return text

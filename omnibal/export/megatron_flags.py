@@ -121,7 +121,7 @@ def devices_and_nodes(plan: Plan) -> tuple[int, int]:
 
 
 def launch_variables(given: ExportInput, **own: str) -> Mapping[str, str]:
-    """Return variables for what a plan does not decide, and for the place of a node."""
+    """Return variables for names, rates and nodes, which a plan does not decide."""
     variables = {
         "EXPORT": shlex.quote(str(given.folder)),
         **own,

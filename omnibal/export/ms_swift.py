@@ -217,7 +217,7 @@ def _truth(value: bool) -> str:
 
 
 def _command(plan: Plan, program: str, flags: Flags) -> str:
-    """Return shell lines, with variables for what the plan does not decide."""
+    """Return shell lines of a command."""
     rate = "lr" if program.startswith("megatron") else "learning_rate"
     flags = {"model": "$MODEL", "output_dir": "$OUTPUT", rate: "$LR", **flags}
     per_node, nodes = devices_and_nodes(plan)

@@ -82,7 +82,7 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     """Table of the best caps tried, the chosen first."""
     best = search.candidates[0]
-    titles = ("per pack", "per step", "per rank", "recomputed", f"GiB of {cap_gib:.2f}")
+    titles = ("per pack", "per step", "per rank", "recom-\nputed", f"GiB of {cap_gib:.2f}")
     rows = [
         (
             *(f"{cap:,}" for cap in candidate.caps.values),
@@ -113,7 +113,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     has_levels = not all(are_plain(strategy.levels) for strategy in search.ranking)
     levels = ["levels"] if has_levels else []
     has_shards = any(sizing.parallel.sharded > 1 for sizing in tried)
-    plan = (*search.best.caps.names, *levels, "recomputed", "GiB")
+    plan = (*search.best.caps.names, *levels, "recom-\nputed", "GiB")
 
     def sizes(sizing: "Sizing") -> list[str]:
         own = [str(sizing.parallel.sizes.get(name, 1)) for name in names]

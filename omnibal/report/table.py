@@ -120,9 +120,9 @@ class Table:
             for index in sorted(part, key=lambda index: most[index] - least[index]):
                 more = max(min(most[index] - least[index], room), 0)
                 widths[index], room = least[index] + more, room - more
-            yield self._drawn(widths, self.title if number == 0 else "")
+            yield self._draw(widths, self.title if number == 0 else "")
 
-    def _drawn(self, widths: Mapping[int, int], title: str) -> TerminalTable:
+    def _draw(self, widths: Mapping[int, int], title: str) -> TerminalTable:
         table = TerminalTable(
             title=title or None,
             title_justify="left",
@@ -133,9 +133,12 @@ class Table:
         )
         for index, width in widths.items():
             column = self.columns[index]
-            is_left = column.style in ("left", "wrap")
-            justify = "left" if is_left else "right"
-            table.add_column(column.title, justify=justify, width=width, overflow="fold")
+            table.add_column(
+                column.title,
+                justify="left" if column.style in ("left", "wrap") else "right",
+                width=width,
+                overflow="fold",
+            )
         for rows in self.sections:
             for row in rows:
                 table.add_row(*(str(row[index]) for index in widths))
