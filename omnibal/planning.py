@@ -683,6 +683,7 @@ class _Search:
             planned = _shapes(job, data.caps, best.micro_batches)
         elif isinstance(data, Samples):
             packs_per_step = best.micro_batches * best.parallel.data
+            data = replace(data, samples_per_step=request.samples_per_step)
             packed = self._packed(data, best.caps, packs_per_step)
             planned = replace(packed, levels=best.levels)
         else:

@@ -548,9 +548,12 @@ def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
 def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     step, rank, slot, epoch = packs.step, packs.dp_rank, packs.slot, packs.epoch
     # An epoch's odd step may have up to 1.5 times the micro-batches, with partial rounds of a
-    # level. Windowed ranks have unequal numbers.
-    ranks, slots = plan.parallel.data, most_slots(data.packs_per_step, plan.parallel.data)
-    slots = slots + len(plan.levels) if data.window is None else data.micro_batches_per_step
+    # level. Windowed ranks have unequal numbers, and steps of later portions may have more.
+    ranks, slots = plan.parallel.data, data.micro_batches_per_step
+    if data.samples_per_step is not None:
+        slots = 2 * slots
+    elif data.window is None:
+        slots = most_slots(data.packs_per_step, ranks) + len(plan.levels)
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
     outside = (rank < 0) | (rank >= ranks)
     _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
@@ -638,6 +641,8 @@ def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
 
 
 def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
+    if data.samples_per_step is not None:
+        return f"steps have {len(packs.packs.samples) / packs.steps:,.0f} samples in the mean"
     slots = -(-data.packs_per_step // plan.parallel.data)
     if data.micro_batches_per_step != slots:
         raise UserError(

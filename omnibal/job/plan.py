@@ -106,6 +106,11 @@ class DataPlan(Shapes):
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count
     """Packs per step over all ranks, shared packs counted per rank; one step may differ."""
+    samples_per_step: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = (
+        None
+    )
+    """Mean samples per step; then packs and micro-batches per step are maxima. None if steps have
+    equally many packs."""
     samples: Count
     left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
     """Samples of all epochs in no pack, as the target trainer runs only full steps."""

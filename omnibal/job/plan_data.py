@@ -79,6 +79,7 @@ class SampleData:
             epochs=plan.data.epochs,
             seed=plan.data.seed,
             curriculum_steps=plan.data.curriculum_steps,
+            samples_per_step=plan.data.samples_per_step,
         )
         return cls(
             lengths=lengths,
@@ -194,7 +195,11 @@ class SampleData:
         return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
-        settings = self.settings
+        settings, packs_per_step = self.settings, self.packs_per_step
+        samples_per_step = None if self.rules.full_steps else settings.samples_per_step
+        micro_batches = self.micro_batches(job)
+        if samples_per_step is not None:
+            packs_per_step, micro_batches = most_packs_of_step(packs, self.levels)
         by_rule: PackedBy = "next_fit" if self.rules.next_fit else settings.packing.value
         return describe_data(
             packs,
@@ -203,8 +208,9 @@ class SampleData:
             method=self.packed_by or by_rule,
             seed=settings.seed,
             epochs=settings.epochs,
-            packs_per_step=self.packs_per_step,
-            micro_batches_per_step=self.micro_batches(job),
+            packs_per_step=packs_per_step,
+            micro_batches_per_step=micro_batches,
+            samples_per_step=samples_per_step,
             curriculum_steps=settings.curriculum_steps,
         )
 
@@ -339,6 +345,7 @@ class StreamData(_UnderCaps):
         return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
+        packs_per_step, micro_batches = most_packs_of_step(packs, self.levels)
         return describe_data(
             packs,
             self.lengths,
@@ -346,14 +353,20 @@ class StreamData(_UnderCaps):
             method="balanced" if self.is_dispatched else "next_fit",
             seed=0,
             epochs=self.epochs,
-            packs_per_step=int(np.bincount(packs.step).max()),
-            micro_batches_per_step=int(packs.slot.max()) + 1,
+            packs_per_step=packs_per_step,
+            micro_batches_per_step=micro_batches,
             window=self.window,
             steps_sha256=steps_of(packs).window_sha256,
         )
 
 
 PlanData = SampleData | StreamData | MockData
+
+
+def most_packs_of_step(packs: ScheduledPacks, levels: Sequence[Level]) -> tuple[int, int]:
+    """Return the max packs of all ranks per step, shared ones per rank, and of a rank."""
+    context = np.array([level.context for level in levels])[packs.level]
+    return int(np.bincount(packs.step, weights=context).max()), int(packs.slot.max()) + 1
 
 
 def _check_epochs(epochs: int, samples: int) -> None:

@@ -44,9 +44,8 @@ class Samples(PackSettings):
     caps: Caps | None = None
     """Caps of the longest packs. None to search for them."""
     micro_batches: int | None = None
-    """Micro-batches per rank and step, as full packs of the longest level."""
-    samples_per_step: int | None = None
-    """Samples of all ranks per step, instead of micro-batches. If both are None, the default."""
+    """Micro-batches per rank and step, as full packs of the longest level, instead of samples per
+    step. If both are None, the default."""
     available: tuple[int, ...] = ()
     """Samples available per source of a mixture (`omnibal.data.mixture`), for reporting repeats."""
 

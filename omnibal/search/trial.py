@@ -71,7 +71,7 @@ class Comparison:
         """
         return SampleData(
             lengths=self.lengths,
-            settings=replace(self.settings, epochs=1, curriculum_steps=0),
+            settings=replace(self.settings, epochs=1, curriculum_steps=0, samples_per_step=None),
             levels=levels,
             packs_per_step=self.job.parallel.data,
             rules=self.rules.model_copy(update={"full_steps": False, "next_fit": False}),

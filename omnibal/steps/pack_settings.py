@@ -16,6 +16,8 @@ class PackSettings:
     packing: PackingMethod = PackingMethod.BALANCED
     epochs: int = 1
     seed: int = 0
+    samples_per_step: int | None = None
+    """Mean samples of all ranks per step. None for steps of equally many packs."""
     curriculum_steps: int = 0
     """First steps of the first epoch, with packs of the shortest level only."""
     fill: FillRule = FillRule.COST

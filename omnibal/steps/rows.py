@@ -7,8 +7,9 @@ step. Incomplete rows come last in their step, widest first and on its first ran
 has a gap between micro-batches, which shared packs require.
 """
 
+import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -25,26 +26,34 @@ class RowRequest:
     rows_per_step: int
     curriculum_steps: int = 0
     """First steps with rows of the first level only."""
+    samples_per_step: int | None = None
+    """Mean samples per step, instead of `rows_per_step`."""
 
 
 def match_rows(
     level: np.ndarray,
     order: np.ndarray,
     load: np.ndarray,
+    samples: np.ndarray,
     request: RowRequest,
     rng: np.random.Generator,
 ) -> np.ndarray:
     """Step of every pack of an epoch, int64 [packs], counted from 0.
 
     All steps but one have the same number of rows. The exception, at a random position, gets the
-    incomplete rows, with the lightest packs of each level, and the lightest rows.
+    incomplete rows, with the lightest packs of each level, and the lightest rows. If
+    `samples_per_step` is given, steps have similar numbers of samples instead.
 
     Args:
         level: of every pack, int32 [packs].
         order: int64 [packs], a permutation with similar packs of a level adjacent.
         load: of every pack per rank, float64 [packs].
+        samples: of every pack, int64 [packs].
     """
     row, rows = _rows(level, order, load, request)
+    if request.samples_per_step is not None:
+        of_row = np.bincount(row, weights=samples)
+        return _steps_of_even_samples(of_row, rows, request, rng)[row]
     count, partial = len(rows.load), np.flatnonzero(~rows.full)
     steps = max(int(count / request.rows_per_step + 0.5), 1)
     while steps > 1 and count - (steps - 1) * request.rows_per_step < len(partial):
@@ -101,6 +110,53 @@ def _step_numbers(
     first = min(request.curriculum_steps, steps - 1)
     later = first + rng.permutation(steps - first)
     return np.concatenate([np.arange(first), later[:-1]]), int(later[-1])
+
+
+def _steps_of_even_samples(
+    samples: np.ndarray, rows: _Rows, request: RowRequest, rng: np.random.Generator
+) -> np.ndarray:
+    """Step of every row. Steps are as many as the samples per step ask for, if rows suffice."""
+    assert request.samples_per_step is not None
+    full, curriculum = int(rows.full.sum()), request.curriculum_steps
+    steps = max(min(round(float(samples.sum()) / request.samples_per_step), full), 1)
+    step, later = np.empty(len(samples), np.int64), np.arange(len(samples))
+    if curriculum:
+        short = np.flatnonzero(rows.full & (rows.level == 0))
+        per_step = max(round(request.samples_per_step / max(float(samples[short].mean()), 1)), 1)
+        request = replace(request, rows_per_step=per_step)
+        first = _curriculum_rows(short, request, steps, rng)
+        step[first] = even_steps(samples[first], rows.full[first], curriculum, rng)
+        later = np.setdiff1d(later, first)
+        full = curriculum + int(rows.full[later].sum())
+    if len(later):
+        steps = max(min(steps, full) - curriculum, 1)
+        step[later] = curriculum + even_steps(samples[later], rows.full[later], steps, rng)
+    return step
+
+
+def even_steps(
+    samples: np.ndarray,
+    full: np.ndarray,
+    steps: int,
+    rng: np.random.Generator,
+    max_rows: int | None = None,
+) -> np.ndarray:
+    """Deal rows to steps: the row with most samples to the step with fewest so far (LPT).
+
+    Incomplete rows come last, so that every step has a full one. No step has more than `max_rows`
+    rows, by default 1.5 times the mean.
+    """
+    order = rng.permutation(len(samples))
+    order = order[np.lexsort((-samples[order], ~full[order]))]
+    max_rows = max_rows or -(-3 * len(samples) // (2 * steps))
+    step = np.empty(len(samples), np.int64)
+    held = [(0.0, 0, number) for number in rng.permutation(steps).tolist()]
+    for row in order.tolist():
+        total, count, number = heapq.heappop(held)
+        step[row] = number
+        if count + 1 < max_rows:
+            heapq.heappush(held, (total + samples[row], count + 1, number))
+    return step
 
 
 def _curriculum_rows(

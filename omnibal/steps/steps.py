@@ -25,7 +25,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
 from omnibal.steps.deal import deal_apart, deal_by_speed, deal_in_lockstep
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.rows import RowRequest, deal_rows, match_rows
+from omnibal.steps.rows import RowRequest, deal_rows, even_steps, match_rows
 
 _WINDOW_PACKS = 1 << 14
 """Packs per window for forming rows. Larger windows match better and mix less."""
@@ -130,7 +130,8 @@ def draw_steps(
         levels: limits of packs, with ascending caps.
         load: returns the load of every pack, such as its predicted milliseconds.
         packed: cached result of `pack_epochs`.
-        packs_per_step: of all ranks. A shared pack counts once per rank.
+        packs_per_step: of all ranks, unless `settings` give samples. A shared pack counts once
+            per rank.
         packs_per_row: data-parallel size to balance for, a divisor of `packs_per_step`.
     """
     parts = list(pack_epochs(lengths, settings, levels, rules=rules) if packed is None else packed)
@@ -141,7 +142,9 @@ def draw_steps(
         ranks=packs_per_row,
         rows_per_step=packs_per_step // packs_per_row,
         curriculum_steps=settings.curriculum_steps,
+        samples_per_step=None if rules.full_steps else settings.samples_per_step,
     )
+    is_even = settings.samples_per_step is not None
     for epoch, packs in enumerate(parts):
         seed = _seeds(settings, epoch)[1]
         if rules.full_steps and rules.next_fit:
@@ -149,15 +152,22 @@ def draw_steps(
         elif rules.full_steps:
             packs = split_to_fill(packs, packs_per_step, load)
         items, load_ms = _item_keys(packs, lengths, caps.names[:-1]), load(packs)
-        if are_plain(levels):
-            rest_last = rules.full_steps
+        samples = np.diff(packs.offsets)
+        if are_plain(levels) and rows.samples_per_step is None:
             of_epoch = match_packs(
-                items, load_ms, packs_per_step, packs_per_row, seed, rest_last=rest_last
+                items,
+                load_ms,
+                packs_per_step,
+                packs_per_row,
+                seed,
+                rest_last=rules.full_steps,
+                samples=samples if is_even else None,
             )
         else:
             level = levels_of_packs(packs, lengths, levels)
             later = replace(rows, curriculum_steps=0)
-            of_epoch = _match_levels(level, items, load_ms, later if epoch else rows, seed)
+            rows_of_epoch = later if epoch else rows
+            of_epoch = _match_rows(samples, level, items, load_ms, rows_of_epoch, seed)
         parts[epoch] = packs
         step.append(of_epoch + first_step)
         first_step = int(step[-1].max()) + 1
@@ -170,10 +180,15 @@ def _seeds(settings: PackSettings, epoch: int) -> list[np.random.SeedSequence]:
     return np.random.SeedSequence([settings.seed, epoch]).spawn(2)
 
 
-def _match_levels(
-    level: np.ndarray, items: np.ndarray, load: np.ndarray, rows: RowRequest, seed: Seed
+def _match_rows(
+    samples: np.ndarray,
+    level: np.ndarray,
+    items: np.ndarray,
+    load: np.ndarray,
+    rows: RowRequest,
+    seed: Seed,
 ) -> np.ndarray:
-    """Step of every pack of an epoch with several levels, int64 [packs]."""
+    """Step of every pack of an epoch with several levels or even samples, int64 [packs]."""
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(level))
     parts = []
@@ -184,7 +199,7 @@ def _match_levels(
             window[_by_items_then_load(items[window], load[window])]
             for window in np.array_split(packs, windows)
         ]
-    return match_rows(level, np.concatenate(parts), load, rows, rng)
+    return match_rows(level, np.concatenate(parts), load, samples, rows, rng)
 
 
 def match_packs(
@@ -195,6 +210,7 @@ def match_packs(
     seed: Seed,
     *,
     rest_last: bool = False,
+    samples: np.ndarray | None = None,
 ) -> np.ndarray:
     """Step of every pack of an epoch, int64 [packs], counted from 0.
 
@@ -207,6 +223,7 @@ def match_packs(
         packs_per_step: of all ranks, a multiple of `packs_per_row`.
         packs_per_row: packs of equal items and similar load.
         rest_last: whether the exception is the last step, with at most `packs_per_step` packs.
+        samples: of every pack, int64 [packs], to be similar in all steps. None for random steps.
     """
     rng = np.random.default_rng(seed)
     of_a_step = len(load) / packs_per_step
@@ -220,13 +237,18 @@ def match_packs(
     step[lightest_first[:left_over]] = number[-1]
     shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
     rows = (steps - 1) * packs_per_step // packs_per_row
-    step_of_row = number[rng.permutation(rows) * packs_per_row // packs_per_step]
+    row = np.empty(len(load), np.int64)
+    step_of_row = rng.permutation(rows) * packs_per_row // packs_per_step
     windows = max(round(rows * packs_per_row / _WINDOW_PACKS), 1)
     for window in np.array_split(np.arange(rows), windows):
         if len(window):
             inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
             sorted_ = inside[_by_items_then_load(items[inside], load[inside])]
-            step[sorted_] = np.repeat(step_of_row[window], packs_per_row)
+            row[sorted_] = np.repeat(window, packs_per_row)
+    if samples is not None and rows:
+        of_row = np.bincount(row[shuffled], weights=samples[shuffled], minlength=rows)
+        step_of_row = even_steps(of_row, np.ones(rows, bool), steps - 1, rng, rows // (steps - 1))
+    step[shuffled] = number[step_of_row[row[shuffled]]]
     return step
 
 
