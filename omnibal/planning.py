@@ -6,7 +6,6 @@
 Free sizes are searched together with caps, levels and encoder placement.
 """
 
-import math
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
@@ -61,7 +60,6 @@ from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
 from omnibal.search.parallel_sizes import (
     StrategySearch,
     progress_total,
-    strategy_samples_per_step,
     without_best,
 )
 from omnibal.search.schedule_choice import (
@@ -72,6 +70,15 @@ from omnibal.search.schedule_choice import (
     with_best_schedule,
 )
 from omnibal.search.sizes_with_levels import levels_total, need_levels, search_with_levels
+from omnibal.search.step_size import (
+    COMPARED_SIZES,
+    MIN_MICRO_BATCHES,
+    StepRate,
+    doubled,
+    recipe_samples,
+    step_rates,
+    usual_samples_per_step,
+)
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice
@@ -84,8 +91,7 @@ _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
 """Max slowdown and max count of further pipelines that are planned in other schedules."""
-_ROOM_OF_CAPS = 1.25
-"""Max tokens of the smallest compared packs, relative to the longest sample."""
+_FEW_PACKS = f"the recipes' give ranks fewer than {MIN_MICRO_BATCHES} micro-batches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,6 +107,16 @@ class Planned:
     """Chosen schedule and the schedules it was compared with."""
     strategies: StrategySearch | None = None
     """Compared parallel sizes. None if given."""
+    step_source: str = "as given"
+    """Origin of the samples per step."""
+
+    @property
+    def asked_samples(self) -> int | None:
+        """Samples per step that were asked for or chosen. None for steps of equally many packs."""
+        data = self.result.plan.data
+        if self.strategies is not None and data is not None and data.window is None:
+            return self.strategies.samples_per_step
+        return None if data is None else data.samples_per_step
 
     @property
     def prediction(self) -> Prediction:
@@ -130,6 +146,23 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
     if portions is not None:
         return _planned_in_portions(goal, portions, listener)
     return _planned(goal, listener)
+
+
+def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[StepRate]:
+    """Return the rates at half to four times the plan's samples per step.
+
+    Empty unless sizes were searched for samples. Scaled to the plan's rate on all samples.
+    """
+    found, sizes = planned.strategies, goal.free.sizes
+    if found is None or sizes is None or not isinstance(goal.data, Samples):
+        return []
+    request = _Search(goal=goal, listener=Silence()).strategy_request(sizes)
+    with listener.progress("trying other step sizes", COMPARED_SIZES) as advance:
+        rates = step_rates(request, found, advance)
+    own = planned.prediction.samples_per_second_per_gpu
+    assert own is not None
+    scale = own * sizes.gpus / found.best.samples_per_second
+    return [replace(rate, samples_per_second=scale * rate.samples_per_second) for rate in rates]
 
 
 def _planned(goal: Goal, listener: Listener | None) -> Planned:
@@ -547,14 +580,26 @@ class _Search:
     # Free sizes: one search over sizes, placements, caps and levels.
 
     def at_free_sizes(self, sizes: FreeSizes) -> Planned:
-        request = self.strategy_request(sizes)
-        rule = self.goal.free.levels
-        may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
-        total = progress_total(request) + (levels_total(request) if may_have_levels else 0)
-        with self.listener.progress("trying strategies", total) as advance:
-            found = search_with_levels(
-                request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
+        request, source, data = self.strategy_request(sizes), "as given", self.goal.data
+        is_free = isinstance(data, Samples) and data.samples_per_step is None
+        if is_free:
+            request = replace(request, samples_per_step=usual_samples_per_step(request))
+            source = f"as published recipes on {sizes.gpus:,} GPUs"
+            if request.samples_per_step > recipe_samples(sizes.gpus):
+                source = _FEW_PACKS
+        self._note_little_data(request)
+        found = self._found_strategies(request)
+        while is_free:
+            micro_batches, size = found.best.micro_batches, request.samples_per_step
+            if micro_batches >= MIN_MICRO_BATCHES or size >= len(request.lengths):
+                break
+            request = replace(request, samples_per_step=doubled(size, micro_batches))
+            source = _FEW_PACKS
+            self.listener.note(
+                f"{size:,} samples give ranks {micro_batches} micro-batches a step: planning "
+                f"{request.samples_per_step:,}"
             )
+            found = self._found_strategies(request)
         result, found, schedule = self._plan_of_strategies(request, found)
         placement = _placement_of(request, found, result.plan.predicted)
         sharding = ShardingChoice.of_strategies(found)
@@ -564,7 +609,29 @@ class _Search:
             sharding=sharding,
             schedule=schedule,
             strategies=found,
+            step_source=source,
         )
+
+    def _note_little_data(self, request: StrategyRequest) -> None:
+        """Note at once if the data is less than a step, or has no sample for some GPUs."""
+        samples, gpus = len(request.lengths), request.sizes.gpus
+        if isinstance(self.goal.data, Samples) and samples < max(gpus, request.samples_per_step):
+            note = (
+                f"the data has {samples:,} sample(s), less than the {request.samples_per_step:,} "
+            )
+            note += "of a step, so that an epoch is one step"
+            if samples < gpus:
+                note += f"; {gpus:,} GPUs cannot all be data-parallel: add data or use fewer GPUs"
+            self.listener.note(note)
+
+    def _found_strategies(self, request: StrategyRequest) -> StrategySearch:
+        rule = self.goal.free.levels
+        may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
+        total = progress_total(request) + (levels_total(request) if may_have_levels else 0)
+        with self.listener.progress("trying strategies", total) as advance:
+            return search_with_levels(
+                request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
+            )
 
     def strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
         """Return the strategy request of the goal on these devices."""
@@ -593,7 +660,7 @@ class _Search:
             caps, samples_per_step = data.caps, packs
         else:
             of_samples, caps = data, data.caps
-            samples_per_step = data.samples_per_step or self._usual_samples(sizes.gpus, data)
+            samples_per_step = data.samples_per_step or recipe_samples(sizes.gpus)
         return StrategyRequest(
             job=job,
             sizes=sizes,
@@ -609,21 +676,6 @@ class _Search:
             given=given,
             schedule=goal.free.schedule or ONE_FORWARD_ONE_BACKWARD.name,
         )
-
-    def _usual_samples(self, gpus: int, data: Samples) -> int:
-        """Default samples per step, with a pack per device if the trainer is data-parallel only."""
-        usual = strategy_samples_per_step(gpus, self.goal.job.cluster)
-        trainer = self.goal.job.trainer
-        if not trainer.most_pipeline == trainer.most_tensor == 1:
-            return usual
-        tokens = data.lengths.tokens
-        if data.caps is None:
-            # Packs fit the longest sample, thus several of mean length. Caps are compared on a
-            # random subset with another mean.
-            of_mean = float(tokens.max() / tokens.mean())
-            fill = math.ceil(_ROOM_OF_CAPS * gpus * of_mean)
-            return max(usual, cap_search.usual_samples_per_step(gpus, 1), fill)
-        return max(usual, math.ceil(gpus * data.caps["tokens"] / tokens.mean()))
 
     def _plan_of_strategies(
         self, request: StrategyRequest, found: StrategySearch

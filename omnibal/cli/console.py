@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
+from rich.text import Text
 
 from omnibal.report.table import Facts, Table
 
@@ -32,6 +33,16 @@ def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts
 _SECONDS_BETWEEN_LINES = 30.0  # progress without a terminal
 
 
+_KNOWN_RATE = 0.2
+"""Share of the work done before which a remaining time says nothing."""
+
+
+class _RemainingColumn(bars.TimeRemainingColumn):
+    def render(self, task: bars.Task) -> Text:
+        is_known = task.total and task.completed >= _KNOWN_RATE * task.total
+        return super().render(task) if is_known else Text("")
+
+
 class _RateColumn(bars.ProgressColumn):
     def render(self, task: bars.Task) -> str:
         return f"{task.finished_speed or task.speed or 0:,.0f}/s"
@@ -45,7 +56,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[int], None]]:
         yield progress_lines(title, total)
         return
     named = bars.TextColumn("{task.description}")
-    counts = bars.MofNCompleteColumn(), _RateColumn(), bars.TimeRemainingColumn()
+    counts = bars.MofNCompleteColumn(), _RateColumn(), _RemainingColumn()
     with bars.Progress(named, bars.BarColumn(), *counts, console=console) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.advance(task, done)
@@ -65,11 +76,10 @@ def progress_lines(
         if done == 0 or now - written < _SECONDS_BETWEEN_LINES:
             return
         written, rate = now, done / (now - began)
-        left_min = max(0, total - done) / rate / 60
-        sys.stderr.write(
-            f"{title}: {done:,} of {total:,} in {(now - began) / 60:.1f} min, {rate:,.1f}/s, at "
-            f"this rate {left_min:.1f} min more\n"
-        )
+        line = f"{title}: {done:,} of {total:,} in {(now - began) / 60:.1f} min, {rate:,.1f}/s"
+        if done >= _KNOWN_RATE * total:
+            line += f", at this rate {max(0, total - done) / rate / 60:.1f} min more"
+        sys.stderr.write(f"{line}\n")
         sys.stderr.flush()
 
     return advance

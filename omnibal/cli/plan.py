@@ -1,5 +1,6 @@
 """`omnibal plan`: make a plan directory."""
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -58,6 +59,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.job.planner import PlanResult
     from omnibal.planning import Planned
     from omnibal.search.goal import Goal, GoalData
+    from omnibal.search.step_size import StepRate
 
 DEFAULT_IMAGE_SHARE = 0.5
 _FEATURES = {
@@ -298,9 +300,24 @@ def plan(
     planned = planning.plan(goal, ConsoleListener())
     written = save_plan(planned.result, output)
     planned = replace(planned, result=replace(planned.result, plan=written))
+    rates = planning.rates_of_steps(goal, planned, ConsoleListener())
     slow = filter(None, [slow_reading(planned.prediction)])
-    print_notes([*model_notes(given.model), *slow, *notes_for(strategy.target, planned.result)])
-    _print_plan(as_json, planned, _compared(strategy, data, goal, planned))
+    own_notes = [*model_notes(given.model), *_step_notes(planned, rates), *slow]
+    print_notes([*own_notes, *notes_for(strategy.target, planned.result)])
+    _print_plan(as_json, planned, rates, _compared(strategy, data, goal, planned))
+
+
+def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
+    """Return remarks on the samples per step, first on a faster size."""
+    from omnibal.search.step_size import StepSamples, remark
+
+    notes, data = list[str | None](), planned.result.plan.data
+    if rates and planned.strategies is not None:
+        notes.append(remark(rates, planned.strategies.samples_per_step))
+    if planned.asked_samples is not None and planned.result.data is not None and data is not None:
+        asked = min(planned.asked_samples, data.samples)
+        notes.append(StepSamples.of(planned.result.data[0]).note(asked))
+    return [note for note in notes if note is not None]
 
 
 def _check_options(context: typer.Context, data: DataOptions, partition: PlacementOptions) -> None:
@@ -374,10 +391,13 @@ def _compared(
     return summary_of(strategy, cost, has_samples=result.data is not None)
 
 
-def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> None:
+def _print_plan(
+    as_json: bool, planned: "Planned", rates: "Sequence[StepRate]", limits: dict[str, Any]
+) -> None:
     from omnibal.job.check import training_obstacles
     from omnibal.report import plan_tables
     from omnibal.report.phase_table import phases_of_plan, phases_table
+    from omnibal.search.step_size import StepSamples
 
     result, found, prediction = planned.result, planned.strategies, planned.prediction
     plan, choice = result.plan, planned.placement
@@ -415,6 +435,14 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
             "reason": choice.reason,
             **({} if plan.beside is None else {"sharded_ranks": plan.beside.sharded}),
         }
+    lines = []
+    if packs is not None and windows is None:
+        size = StepSamples.of(packs)
+        summary["step"] = {**asdict(size), "source": planned.step_source}
+        lines.append(plan_tables.step_text(size, planned.step_source))
+    summary["step_sizes"] = [asdict(rate) for rate in rates]
+    if rates:
+        lines.append(plan_tables.rates_text(rates))
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
@@ -438,6 +466,7 @@ def _print_plan(as_json: bool, planned: "Planned", limits: dict[str, Any]) -> No
     print_result(
         as_json,
         summary,
+        *lines,
         *strategies,
         *(table for table in of_packs if table is not None),
         *plan_tables.encoder_facts(plan, choice),

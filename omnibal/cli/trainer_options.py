@@ -34,8 +34,8 @@ class StrategyOptions:
     samples_per_step: Annotated[
         int | None,
         count_option(
-            "samples of a step over all ranks (default: with --gpus 36 for every node, or a pack a "
-            "device without --lengths)"
+            "samples of a step over all ranks (default with --gpus: 128 up to 32 GPUs, 256 up "
+            "to 128, else 512, and at least four packs a rank; without --lengths a pack a device)"
         ),
     ] = None
     made_for: Annotated[
@@ -90,7 +90,13 @@ def cost_of_limits(
 
     `plan_freely` returns the plan without limits and its search gap.
     """
-    from omnibal.search.limit_costs import CostOfLimits, rate_of, rates_lifted, requests_lifted
+    from omnibal.search.limit_costs import (
+        CostOfLimits,
+        rate_of,
+        rates_lifted,
+        requests_lifted,
+        samples_per_step,
+    )
 
     try:
         free, gap = plan_freely()
@@ -101,7 +107,8 @@ def cost_of_limits(
     with progress("lifting limits", len(requests)) as advance:
         lifted = rates_lifted(trainer, result, packing, requests, advance)
     cost = CostOfLimits.of(trainer, rate_of(result), rate_of(free), lifted, gap)
-    print_notes([cost.sentence], prefix="")
+    unit = "packs" if result.data is None else "samples"
+    print_notes([f"at {samples_per_step(result):,} {unit} a step, {cost.sentence}"], prefix="")
     return cost
 
 

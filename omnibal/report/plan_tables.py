@@ -6,11 +6,9 @@ from itertools import islice
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
-from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.units import model_parts
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.report.formatting import (
     EN_DASH,
     aligned,
@@ -36,6 +34,7 @@ from omnibal.report.summary import (
 from omnibal.report.table import Cell, Column, Facts, Marked, Style, Table
 from omnibal.search.encoder_placement import PlacementChoice
 from omnibal.search.schedule_choice import ScheduleChoice
+from omnibal.search.step_size import StepRate, StepSamples
 from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.metrics import PackMetrics
 
@@ -169,25 +168,26 @@ def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | 
     return Table.of_rows("Where the step's time goes", columns, rows, [step])
 
 
+def step_text(size: StepSamples, source: str) -> str:
+    """Samples and tokens of a step, and where their number is from."""
+    spread = f"{size.low:,} to {size.high:,} in nine of ten, "
+    spread = "" if size.low == size.high else spread
+    return f"A step has {size.samples:,.0f} samples, {source} ({spread}{size.tokens:,.0f} tokens)."
+
+
+def rates_text(rates: Sequence[StepRate]) -> str:
+    """Predicted samples per second by samples per step."""
+    each = [f"{rate.samples_per_step:,}: {rate.samples_per_second:,.2f}" for rate in rates]
+    return f"Samples per second by --samples-per-step, simulated: {' | '.join(each)}"
+
+
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
     """Facts on both encoder placements, and data-parallel encoders."""
-    planned, encoders, world_size = choice.predicted, plan.beside, plan.parallel.world_size
+    encoders = plan.beside
     beside = None if plan.prediction is None else plan.prediction.beside
-    if beside is None and len(planned) < 2:
+    if beside is None and len(choice.predicted) < 2:
         return []
     entries = [("placement", choice.chosen.option)]
-    # Placements are compared before another schedule is taken.
-    usual = ONE_FORWARD_ONE_BACKWARD
-    in_usual = "" if plan.schedule == usual else f" in {usual.name}"
-    for name, placement in (
-        ("step, in the pipeline", EncoderPlacement.PIPELINE),
-        ("step, beside it", EncoderPlacement.DATA_PARALLEL),
-    ):
-        if placement in planned:
-            rate = planned[placement].samples_per_second_per_gpu
-            per_second = "" if rate is None else f", {rate * world_size:,.2f} samples/s"
-            step = milliseconds(planned[placement].step_ms, 4)
-            entries.append((name, step + in_usual + per_second))
     entries.append(("why", choice.reason))
     if encoders is not None and beside is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor

@@ -23,7 +23,7 @@ from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.parallel import Parallel
 from omnibal.search.bounded import BoundedTrials
-from omnibal.search.caps import cap_space, usual_samples_per_step
+from omnibal.search.caps import cap_space
 from omnibal.search.encoder_placement import neither
 from omnibal.search.engine import whole_progress
 from omnibal.search.feasible import gib_text, layouts_of
@@ -37,7 +37,6 @@ _LEVELS = tuple(2 ** (step / 2) for step in range(4))
 _MOVE = 2**0.25  # halfway between two levels of caps
 _MOVES = 6  # for two kinds of caps: either and both, smaller and larger
 _FINALISTS = 3  # sizes to refine caps for
-_USUAL_MICRO_BATCHES = 8  # as in plans of given sizes
 _NAMED_CAUSES = 2  # longer lists are not read
 _LEAST_CAUSE = 0.01
 """Min share of the best time per sample for a cause to be named."""
@@ -123,11 +122,6 @@ class StrategySearch:
             planned=planned,
             gap=gap,
         )
-
-
-def strategy_samples_per_step(gpus: int, cluster: ClusterConfig) -> int:
-    """Default samples per step: 8 packs of 4.5 samples for every node."""
-    return usual_samples_per_step(max(gpus // cluster.gpus_per_node, 1), _USUAL_MICRO_BATCHES)
 
 
 def progress_total(request: StrategyRequest) -> int:
@@ -314,6 +308,8 @@ def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
     slower = f"{1e3 / ruled_out.fastest / best.ms_per_sample - 1:+.0%}"
     is_estimate = ruled_out.estimated_samples_per_second is not None
     why = f"estimated {slower}, not planned" if is_estimate else f"at best {slower}"
+    if slower.startswith("-"):
+        why = f"{why}; to plan it: {ruled_out.sizing.options}"
     return replace(ruled_out, why=why)
 
 

@@ -148,7 +148,8 @@ def search_request(kind: type[Comparison], defaults: dict, changes: dict) -> Com
     """A search of fields of its own, of its job, and of settings of packs."""
     given = defaults | changes
     job = job_spec(**{name: given.pop(name) for name in JOB if name in given})
-    return kind(job=job, settings=settings_of(given), **given)
+    samples = {"samples_per_step": given.pop("samples_per_step")}
+    return kind(job=job, settings=settings_of(given), **samples, **given)
 
 
 def planned_ms_per_sample(searched: Comparison, caps: Caps, parallel: Parallel) -> float:

@@ -69,12 +69,18 @@ def check_places(packs: ScheduledPacks, levels, ranks: int) -> None:
         assert here.tolist() == list(range(len(here)))
 
 
-@given(st.integers(20, 250), st.integers(0, 99), st.integers(1, 4), st.sampled_from([4, 8]))
-def test_places_can_run(count, seed, rows, ranks):
+@given(
+    st.integers(20, 250),
+    st.integers(0, 99),
+    st.integers(1, 4),
+    st.sampled_from([4, 8]),
+    st.sampled_from([None, 1, 12, 40, 500]),
+)
+def test_places_can_run(count, seed, rows, ranks, samples):
     """Prevents steps that deadlock: gaps, contexts mixed in a slot, blocks that are not aligned."""
     lengths = long_tailed(count, seed)
     try:
-        packs = schedule(lengths, ranks, rows)
+        packs = schedule(lengths, ranks, rows, samples_per_step=samples)
     except UserError:
         (packs,) = pack_epochs(lengths, SETTINGS, LEVELS)
         assert np.array([1, 2, 4])[levels_of_packs(packs, lengths, LEVELS)].sum() < ranks
@@ -83,6 +89,9 @@ def test_places_can_run(count, seed, rows, ranks):
     assert sorted(packs.packs.samples.tolist()) == list(range(count))
     slots = np.zeros(packs.steps, int)
     np.maximum.at(slots, packs.step, packs.slot + 1)
+    if samples is not None:
+        assert packs.steps <= max(round(count / samples), 1)
+        return
     # One step takes what is over, with the rows that have not packs for all ranks.
     assert np.count_nonzero(slots != rows) <= 1
     assert slots.max() < max(1.5 * rows, rows + len(LEVELS)) + 1

@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from length_cases import lengths_of
+from length_cases import lengths_of, make_lengths
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
+from omnibal.model.targets import PackRules
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.metrics import rank_sums, straggler_factor
@@ -238,6 +239,45 @@ def test_packs_that_are_there_are_as_good_as_new():
     kept = steps(pack_epochs(lengths, isf, LEVELS))
     assert kept.sha256 == steps().sha256
     assert steps(pack_epochs(lengths, replace(isf, seed=4), LEVELS)).sha256 != kept.sha256
+
+
+@pytest.mark.parametrize("full_steps", [False, True])
+def test_steps_have_the_samples_asked_for(full_steps):
+    """Prevents steps of text with many times the samples of steps of images."""
+    rng, caps = np.random.default_rng(0), Caps.of(tiles=40, tokens=1_000)
+    samples = [
+        (40, 900) if rng.random() < 0.7 else (0, int(rng.integers(20, 90))) for _ in range(4_000)
+    ]
+    lengths, levels = make_lengths(samples), (Level(caps=caps),)
+    load = partial(size_load, lengths=lengths)
+    settings = PackSettings(packing=PackingMethod.ISF)
+    packs = pack_epochs(lengths, settings, levels)
+    per_pack = len(lengths) / len(packs[0])
+
+    def samples_of_steps(asked: int | None, packs_per_step: int = 32) -> np.ndarray:
+        steps = draw_steps(
+            lengths,
+            replace(settings, samples_per_step=asked),
+            levels,
+            load,
+            packs,
+            packs_per_step=packs_per_step,
+            packs_per_row=4,
+            rules=PackRules(full_steps=full_steps),
+        )
+        assert sorted(steps.packs.samples.tolist()) == list(range(len(lengths)))
+        return np.bincount(steps.step, weights=np.diff(steps.packs.offsets))
+
+    def share_outside(found: np.ndarray, asked: float) -> float:
+        return float(np.mean(np.abs(found / asked - 1) > 0.15))
+
+    asked = round(32 * per_pack)
+    even = samples_of_steps(asked)
+    assert share_outside(even, asked) <= 0.1 < share_outside(samples_of_steps(None), asked)
+    if not full_steps:
+        assert even.mean() == pytest.approx(asked, rel=0.02)
+        more = samples_of_steps(round(1.4 * asked))
+        assert more.mean() == pytest.approx(1.4 * asked, rel=0.02)
 
 
 def test_full_last_steps_are_not_always_of_the_lightest():

@@ -46,8 +46,14 @@ from omnibal.search.parallel_sizes import (
     possible_sizings,
     progress_total,
     search_strategies,
-    strategy_samples_per_step,
     without_best,
+)
+from omnibal.search.step_size import (
+    StepRate,
+    recipe_samples,
+    remark,
+    step_rates,
+    usual_samples_per_step,
 )
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, StrategyRequest, find_bound, pack_at
 from omnibal.search.weight_sharding import ShardingChoice
@@ -441,13 +447,45 @@ def test_without_best_compares_with_the_next():
     assert compared
     for each in compared:
         slower = left.best.samples_per_second / each.most_samples_per_second - 1
-        assert each.why == f"at best {slower:+.0%}"
+        assert each.why.startswith(f"at best {slower:+.0%}")
+        assert (each.sizing.options in each.why) == (slower <= -0.005)
 
 
-def test_steps_are_as_large_as_the_cluster():
-    """Prevents steps that do not grow with the devices they are shared by."""
-    assert strategy_samples_per_step(64, load_cluster("a100-80g")) == 8 * 36
-    assert strategy_samples_per_step(4, load_cluster("a100-80g")) == 36
+@pytest.mark.parametrize(
+    ("gpus", "samples"), [(1, 128), (32, 128), (33, 256), (128, 256), (129, 512), (4096, 512)]
+)
+def test_default_steps_are_those_of_recipes(gpus, samples):
+    """Prevents a default step so small that half of the speed is lost, or that nobody trains."""
+    assert recipe_samples(gpus) == samples
+
+
+def test_default_steps_give_every_rank_four_packs():
+    """Prevents default steps with less than four packs for each of many data-parallel ranks."""
+    asked = strategy_request(gpus=32, tensor=1, pipeline=1)
+    samples = usual_samples_per_step(asked)
+    packs = samples * asked.lengths.tokens.mean() / asked.caps["tokens"]
+    assert samples % 128 == 0 and 4 <= packs / 32 < 8
+
+
+def test_rates_of_other_steps_are_those_of_their_own_searches():
+    """Prevents advice on the step size that a search at this size would contradict."""
+    asked = strategy_request(gpus=8, samples_per_step=60)
+    rates = step_rates(asked, found_of(asked), lambda done: None)
+    assert [rate.samples_per_step for rate in rates] == [30, 60, 120, 240]
+    for rate in rates:
+        own = found_of(replace(asked, samples_per_step=rate.samples_per_step)).best
+        assert rate.samples_per_second == pytest.approx(own.samples_per_second, rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("per_second", "named"),
+    [([9, 10, 10.9, 10.99], None), ([9, 10, 11.2, 14], 20), ([12, 10, 10, 9], 5)],
+)
+def test_a_faster_step_is_named(per_second, named):
+    """Prevents silence about a step of another size that trains ten percent more."""
+    rates = list(map(StepRate, (5, 10, 20, 40), per_second))
+    said = remark(rates, 10)
+    assert said is None if named is None else said.startswith(f"--samples-per-step {named} ")
 
 
 def test_bound_is_the_time_where_nothing_is_lost():

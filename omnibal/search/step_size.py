@@ -1,0 +1,163 @@
+"""Samples per step: the default, and predicted rates of other step sizes.
+
+Published fine-tuning recipes of InternVL, LLaVA and Qwen-VL train 128 samples per step on 8 to 32
+GPUs, and 256 to 512 on more.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Self
+
+import numpy as np
+
+from omnibal.job.plan_data import limited_features
+from omnibal.model.limits import SEARCH_SAMPLES
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.search.bounded import BoundedTrials
+from omnibal.search.caps import cap_space
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
+from omnibal.search.strategy import Setting, Sizing, StrategyRequest
+
+_RECIPES = ((32, 128), (128, 256))
+"""Max number of GPUs, and samples per step of recipes for it."""
+_MOST_SAMPLES = 512
+"""Samples per step of recipes for more GPUs."""
+MIN_MICRO_BATCHES = 4
+"""Micro-batches of a rank per step below which the default step is larger."""
+_CAP_HEADROOM = 1.25
+"""Max tokens of the smallest compared packs, relative to the longest sample."""
+_FACTORS = (0.5, 2, 4)
+"""Step sizes to compare, relative to the plan's."""
+COMPARED_SIZES = len(_FACTORS)
+_COMPARED_SAMPLES = SEARCH_SAMPLES // 4
+_COMPARED_LAYOUTS, _PLANNED = 2, 2
+"""Max layouts of each kind to compare, and choices to plan for every step size."""
+_LARGER = 2**0.5
+"""Factor on the best caps that larger steps may fill."""
+_NEAR = 1.3
+"""Max ratio of the estimated time to the best for sizes to be compared at other steps."""
+_WORTH_NAMING = 1.1
+"""Min gain of another step size for a remark."""
+_OFF, _UNEVEN = 0.05, 0.15
+"""Relative differences of the mean, and of nine of ten steps, above which to warn."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class StepRate:
+    """Predicted rate of the fastest sizes at a number of samples per step."""
+
+    samples_per_step: int
+    samples_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepSamples:
+    """Samples and tokens of a plan's steps."""
+
+    samples: float
+    """Mean samples per step."""
+    low: int
+    """Fewest samples of nine of ten steps. One of twenty has fewer."""
+    high: int
+    tokens: float
+    """Mean tokens per step."""
+
+    @classmethod
+    def of(cls, packs: ScheduledPacks) -> Self:
+        samples = np.bincount(packs.step, weights=np.diff(packs.packs.offsets))
+        low, high = np.quantile(samples, [0.05, 0.95], method="nearest").astype(int).tolist()
+        return cls(
+            samples=float(samples.mean()),
+            low=low,
+            high=high,
+            tokens=float(packs.tokens.sum(dtype=np.int64)) / packs.steps,
+        )
+
+    def note(self, asked: int) -> str | None:
+        """Return a warning if steps differ from the samples asked for. None if they do not."""
+        is_even = asked * (1 - _UNEVEN) <= self.low and self.high <= asked * (1 + _UNEVEN)
+        if is_even and abs(self.samples / asked - 1) <= _OFF:
+            return None
+        return (
+            f"steps have {self.samples:,.0f} samples in the mean, {self.low:,} to {self.high:,} "
+            f"in nine of ten, where {asked:,} were asked for: every rank runs whole packs; lower "
+            "--max-tokens, or more --samples-per-step, bring them closer"
+        )
+
+
+def recipe_samples(gpus: int) -> int:
+    """Return the samples per step of published recipes on this number of GPUs."""
+    return next((samples for most, samples in _RECIPES if gpus <= most), _MOST_SAMPLES)
+
+
+def usual_samples_per_step(request: StrategyRequest) -> int:
+    """Return the default samples per step, before layouts are compared.
+
+    The recipes' number, doubled until the fewest data-parallel ranks have `MIN_MICRO_BATCHES`.
+    """
+    tokens, caps = request.lengths.tokens, request.caps
+    pack_tokens = _CAP_HEADROOM * float(tokens.max()) if caps is None else caps["tokens"]
+    fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
+    samples = recipe_samples(request.sizes.gpus)
+    micro_batches = samples * float(tokens.mean()) / (pack_tokens * fewest)
+    return doubled(samples, micro_batches)
+
+
+def doubled(samples: int, micro_batches: float) -> int:
+    """Return the step doubled until `micro_batches` would be `MIN_MICRO_BATCHES`."""
+    times = max(math.ceil(math.log2(MIN_MICRO_BATCHES / micro_batches)), 0)
+    return samples * 2**times
+
+
+def step_rates(
+    request: StrategyRequest, found: StrategySearch, on_progress: Callable[[int], None]
+) -> list[StepRate]:
+    """Return the rates at half to four times the samples per step, on a part of the samples.
+
+    Only layouts that are near the best, or had too few packs, are compared, with the caps of the
+    best layouts and larger ones.
+    """
+    best = found.best
+    rates = [StepRate(found.samples_per_step, best.samples_per_second)]
+    sizes = [round(factor * found.samples_per_step) for factor in _FACTORS]
+    sizes = [size for size in sizes if size <= len(request.lengths)]
+    drawn = replace(request, samples=_COMPARED_SAMPLES, samples_per_step=max(sizes, default=1))
+    setting = Setting(request=drawn.drawn(), packs={})
+    space = cap_space(setting.request, limited_features(request.job.model))
+    all_caps = [best.caps]
+    if request.caps is None:
+        all_caps.append(space.moves(best.caps, _LARGER)[-1])
+    choices = list(product(_layouts(found), dict.fromkeys(all_caps)))
+    for size in sizes:
+        sized = replace(setting, request=replace(setting.request, samples_per_step=size))
+        trials = BoundedTrials(setting=sized, processes=1, advance=lambda done: None)
+        trials.run(choices, _PLANNED)
+        if trials.planned:
+            rates.append(StepRate(size, trials.ranked()[0].samples_per_second))
+        on_progress(1)
+    return sorted(rates)
+
+
+def remark(rates: Sequence[StepRate], samples_per_step: int) -> str | None:
+    """Return a remark if another step size trains clearly more samples per second."""
+    (own,) = (rate for rate in rates if rate.samples_per_step == samples_per_step)
+    least = _WORTH_NAMING * own.samples_per_second
+    better = next((rate for rate in rates if rate.samples_per_second >= least), None)
+    if better is None:
+        return None
+    gain = better.samples_per_second / own.samples_per_second
+    return (
+        f"--samples-per-step {better.samples_per_step} would train {gain - 1:.0%} more samples per "
+        f"second than {samples_per_step} (simulated)"
+    )
+
+
+def _layouts(found: StrategySearch) -> list[Sizing]:
+    """Near-best layouts, and layouts with fewer packs than ranks."""
+    layouts = [strategy.sizing for strategy in found.ranking]
+    least = found.best.samples_per_second / _NEAR
+    near = [one.sizing for one in found.ruled_out if one.fastest >= least]
+    short = [one.sizing for one in found.ruled_out if not one.fastest and one.need_gib is None]
+    return [layout for some in (layouts, near, short) for layout in some[:_COMPARED_LAYOUTS]]
