@@ -165,7 +165,7 @@ class BoundedTrials:
             if isinstance(each, Need):
                 self.need_gib[choice] = each.gib
             else:
-                self.estimated_ms[choice] = each * bound.about_ms / bound.of_nearest_ms
+                self.estimated_ms[choice] = each * bound.about_ms
                 fitting += 1
 
     def is_clearly_slower(self, choice: Choice) -> bool:

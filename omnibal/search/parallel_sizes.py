@@ -7,7 +7,7 @@ tried on a few levels for every strategy, then refined around the best for the b
 Packs are shared by all strategies. Candidates are planned in the order of lower bounds on their
 time (`omnibal.pipeline.bounds`) and skipped if the bound exceeds the best time. With more than
 `_MOST_PLANNED` choices, estimates on a few steps decide which to plan
-(`omnibal.search.trial.estimated_ms_per_sample`). Limits count trials, not time, so results depend
+(`omnibal.search.trial.estimated_over_bound`). Limits count trials, not time, so results depend
 neither on the machine nor on the number of processes.
 """
 

@@ -27,10 +27,10 @@ from omnibal.search.trial import (
     MIN_STEPS,
     Comparison,
     GivenTrial,
-    StepSize,
     Trial,
     encoders_ms_per_sample,
-    estimated_ms_per_sample,
+    estimated_over_bound,
+    mean_samples,
     micro_batches_at,
     time_per_sample,
 )
@@ -145,14 +145,12 @@ class Need:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """Bounds from steps with whole numbers of micro-batches."""
+    """Bounds on the time per sample."""
 
     least_ms: float
-    """Lower bound on the time per sample. 0 if unknown."""
+    """Lower bound on the time per sample."""
     about_ms: float
-    """Time per sample if steps reach their bounds."""
-    of_nearest_ms: float
-    """Same for steps of the nearest number of micro-batches."""
+    """Time per sample if steps and data-parallel encoders reach their bounds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -192,7 +190,7 @@ class Setting:
             planned = PlanRequest(
                 job=job, data=given, method=split.method, recompute=split.recompute
             )
-            return GivenTrial(request=planned)
+            return GivenTrial(given=planned)
         data = request.sample_data((Level(caps=caps),))
         return Trial(job=job, data=data, packed=[self.packs[caps]], split=split)
 
@@ -202,14 +200,9 @@ class Setting:
         data = request.sample_data(levels)
         return Trial(job=job, data=data, packed=data.packed(job), split=request.split)
 
-    def step_sizes(self, choice: Choice) -> list[StepSize]:
-        """Steps that are mixed to the requested samples."""
-        return self.trial(choice).step_sizes(self.request.samples_per_step)
-
-    def nearest(self, choice: Choice) -> StepSize:
-        """Step with micro-batches nearest to the requested samples."""
-        wanted = self.micro_batches(choice)
-        return min(self.step_sizes(choice), key=lambda size: abs(size.micro_batches - wanted))
+    def sized(self, choice: Choice) -> PlanRequest:
+        """Return the job on steps of the requested samples."""
+        return self.trial(choice).request(self.request.samples_per_step)
 
 
 def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int) -> list[Choice]:
@@ -235,55 +228,46 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     state_gib = least_state_gib(job)
     if not fits_cap(state_gib, job.memory_cap_gib):
         return choice, Need(gib=state_gib)
-    sizes, wanted = setting.step_sizes(choice), setting.micro_batches(choice)
+    sized = setting.sized(choice)
+    samples = mean_samples(sized)
     # Without data-parallel encoders.
-    steps_ms = [
-        least_step_ms(
-            job.cost_of_all(size.request.data.levels),
-            job.pipeline_model,
-            size.request.workload(),
-            job.parallel.pipeline,
-            job.trainer.stages,
-        )
-        for size in sizes
-    ]
-    both = list(zip(sizes, steps_ms, strict=True))
-    nearest, step_ms = min(both, key=lambda each: abs(each[0].micro_batches - wanted))
-    about_ms = sum(size.steps_per_sample * of_size_ms for size, of_size_ms in both)
-    before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, request.samples_per_step)
-    is_bound = all(size.steps_per_sample >= 0 for size in sizes)
-    return choice, Bound(
-        least_ms=about_ms + before_ms if is_bound else 0.0,
-        about_ms=about_ms + encoders_ms,
-        of_nearest_ms=step_ms / nearest.samples + encoders_ms,
+    step_ms = least_step_ms(
+        job.cost_of_all(sized.data.levels),
+        job.pipeline_model,
+        sized.workload(),
+        job.parallel.pipeline,
+        job.trainer.stages,
     )
+    before_ms, encoders_ms = encoders_ms_per_sample(job, request.lengths, samples)
+    least_ms = step_ms / samples
+    return choice, Bound(least_ms=least_ms + before_ms, about_ms=least_ms + encoders_ms)
 
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
-    """Estimate a choice's time per sample with the nearest number of micro-batches."""
-    size = setting.nearest(choice)
-    need_gib = need_gib_of([size])
-    if not fits_cap(need_gib, size.request.job.memory_cap_gib):
+    """Estimate the ratio of a choice's time to its bound `about_ms`."""
+    sized = setting.sized(choice)
+    need_gib, samples = need_gib_of(sized), mean_samples(sized)
+    if not fits_cap(need_gib, sized.job.memory_cap_gib):
         return choice, Need(gib=need_gib)
+    _, encoders_ms = encoders_ms_per_sample(sized.job, setting.request.lengths, samples)
     try:
-        return choice, estimated_ms_per_sample(size)
+        return choice, estimated_over_bound(sized, samples * encoders_ms)
     except DoesNotFit:
         # Data-parallel encoders may leave less free memory than this minimum.
         return choice, Need(gib=need_gib)
 
 
 def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Strategy | Need]:
-    """Plan a choice, known to fit with the nearest number of micro-batches if `fits`."""
+    """Plan a choice, known to fit if `fits`."""
     sizing = choice[0]
     try:
         if not fits:
-            need_gib = need_gib_of(setting.step_sizes(choice))
+            need_gib = need_gib_of(setting.sized(choice))
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return choice, Need(gib=need_gib)
         return choice, planned_strategy(setting, sizing, setting.trial(choice))
     except DoesNotFit:
-        # Either step size does not fit.
-        return choice, Need(gib=need_gib_of(setting.step_sizes(choice)))
+        return choice, Need(gib=need_gib_of(setting.sized(choice)))
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:
@@ -302,9 +286,6 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
     )
 
 
-def need_gib_of(sizes: Sequence[StepSize]) -> float:
-    """Peak memory that decides fitting: of some split if these steps fit, else a lower bound."""
-    return max(
-        need_vs_budget_gib(size.request.job, size.request.workload(), size.request.data.levels)
-        for size in sizes
-    )
+def need_gib_of(request: PlanRequest) -> float:
+    """Peak memory that decides fitting: of some split if its steps fit, else a lower bound."""
+    return need_vs_budget_gib(request.job, request.workload(), request.data.levels)

@@ -1,11 +1,9 @@
 """Trials of a job on existing packs: one packing serves many parallel sizes and step sizes.
 
-Jobs are compared at equal samples per step. If these are not a whole number of micro-batches, time
-per sample is interpolated between the plans with the next lower and higher number, because rounding
-would give some jobs larger steps with less bubble.
+Jobs are compared at equal mean samples per step, because rounding to whole micro-batches would give
+some jobs larger steps with less bubble.
 """
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Self
@@ -24,6 +22,7 @@ from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.baselines import JOINT, SplitRule
+from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.encoder_search import estimated_step_ms_beside
 from omnibal.pipeline.partition import estimated_step_ms
 from omnibal.pipeline.prediction import LostTime
@@ -92,32 +91,12 @@ class Trial:
         shares = int(contexts[levels_of_packs(packs, data.lengths, data.levels)].sum())
         return micro_batches_at(samples_per_step, len(data.lengths), shares, self.job.parallel.data)
 
-    def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
-        """Steps of next lower and higher micro-batches, weighted to `samples_per_step`."""
-        micro_batches = max(self.micro_batches(samples_per_step), 1.0)
-        samples_of_all = len(self.data.lengths)
-        wanted = min(samples_per_step, samples_of_all)
-        whole = sorted({math.floor(micro_batches), math.ceil(micro_batches)})
-        requests = [self._at(number) for number in whole]
-        drawn = [request.data.steps for request in requests]
-        samples = [samples_of_all / steps.steps for steps in drawn if steps is not None]
-        if samples[0] == samples[-1]:
-            nearest = whole.index(round(micro_batches))
-            whole, requests = [whole[nearest]], [requests[nearest]]
-            weights = [1 / samples[0]]
-        else:
-            more = (wanted - samples[0]) / (samples[-1] - samples[0])
-            weights = [(1 - more) / wanted, more / wanted]
-        sizes = zip(whole, requests, samples, weights, strict=False)
-        return [
-            StepSize(micro_batches=number, request=request, samples=each, steps_per_sample=weight)
-            for number, request, each, weight in sizes
-        ]
-
-    def _at(self, micro_batches: int) -> PlanRequest:
-        """Draw steps of `micro_batches` micro-batches per rank."""
-        packs_per_step = micro_batches * self.job.parallel.data
-        sized = replace(self.data, packs_per_step=packs_per_step, steps=None)
+    def request(self, samples_per_step: int) -> PlanRequest:
+        """Draw steps of `samples_per_step` samples in the mean."""
+        ranks = self.job.parallel.data
+        packs_per_step = ranks * max(round(self.micro_batches(samples_per_step)), 1)
+        settings = replace(self.data.settings, samples_per_step=samples_per_step)
+        sized = replace(self.data, settings=settings, packs_per_step=packs_per_step, steps=None)
         return PlanRequest(
             job=self.job,
             data=sized.drawn(self.job, self.packed),
@@ -130,34 +109,26 @@ class Trial:
 class GivenTrial:
     """Job on data with given steps: windows of a stream, or an earlier plan."""
 
-    request: PlanRequest
+    given: PlanRequest
+
+    def request(self, samples_per_step: int) -> PlanRequest:
+        """Return the given steps, for any samples per step."""
+        return self.given
 
     def micro_batches(self, samples_per_step: int) -> float:
         """Mean micro-batches of the busiest rank per step."""
-        packs, _ = self.request.data.schedule(self.request.job)
+        packs, _ = self.given.data.schedule(self.given.job)
         most = np.zeros(packs.steps)
         np.maximum.at(most, packs.step, packs.slot + 1)
         return float(most.mean())
 
-    def step_sizes(self, samples_per_step: int) -> list["StepSize"]:
-        """Return the given steps, for any samples per step."""
-        packs, _ = self.request.data.schedule(self.request.job)
-        samples = len(packs.packs.samples) / packs.steps
-        whole = max(round(self.micro_batches(samples_per_step)), 1)
-        steps = {"samples": samples, "steps_per_sample": 1 / samples}
-        return [StepSize(micro_batches=whole, request=self.request, **steps)]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StepSize:
-    """Trial with a whole number of micro-batches, part of a mix of two sizes."""
-
-    micro_batches: int
-    request: PlanRequest
-    samples: float
-    """Mean samples per step."""
-    steps_per_sample: float
-    """Steps of this size per sample of the mix. Negative if extrapolated."""
+def mean_samples(request: PlanRequest) -> float:
+    """Mean samples per step of a request with steps."""
+    steps = request.data.steps
+    if steps is None:
+        steps, _ = request.data.schedule(request.job)
+    return len(steps.packs.samples) / steps.steps
 
 
 def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int) -> float:
@@ -166,23 +137,24 @@ def micro_batches_at(samples_per_step: int, samples: int, packs: int, ranks: int
     return round(min(samples_per_step, samples) * packs / samples / ranks, 9)
 
 
-def estimated_ms_per_sample(size: StepSize) -> float:
-    """Quickly estimate the time per sample, with initial stages on a few steps."""
-    job, levels = size.request.job, size.request.data.levels
-    some = size.request.workload().some_steps(_ESTIMATED_STEPS)
+def estimated_over_bound(request: PlanRequest, encoders_ms: float) -> float:
+    """Quickly estimate the ratio of the step time to its bound, with initial stages on a few steps.
+
+    Args:
+        encoders_ms: bound on the time of data-parallel encoders per step.
+    """
+    job, levels = request.job, request.data.levels
+    some = request.workload().some_steps(_ESTIMATED_STEPS)
+    cost, model, stages = job.cost_of_all(levels), job.pipeline_model, job.parallel.pipeline
+    least_ms = least_step_ms(cost, model, some, stages, job.trainer.stages) + encoders_ms
     if job.has_data_parallel_encoders:
         problem = placement_problem(job, some, levels)
-        return estimated_step_ms_beside(problem, _ESTIMATE_EFFORT) / size.samples
+        return estimated_step_ms_beside(problem, _ESTIMATE_EFFORT) / least_ms
+    cap_bytes, rules = job.memory_cap_gib * GIB, job.trainer.stages
     step_ms = estimated_step_ms(
-        job.cost_of_all(levels),
-        job.pipeline_model,
-        some,
-        job.parallel.pipeline,
-        job.memory_cap_gib * GIB,
-        rules=job.trainer.stages,
-        effort=_ESTIMATE_EFFORT,
+        cost, model, some, stages, cap_bytes, rules=rules, effort=_ESTIMATE_EFFORT
     )
-    return step_ms / size.samples
+    return step_ms / least_ms
 
 
 def encoders_ms_per_sample(
@@ -209,28 +181,24 @@ def encoders_ms_per_sample(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Timed:
-    """Predicted time per sample of a trial, and the plan nearest to the requested samples."""
+    """Plan of a trial, and its predicted time per sample."""
 
     plan: Plan
     micro_batches: int
+    """Mean micro-batches per rank and step, rounded."""
     ms_per_sample: float
     lost: LostTime
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
 
 
 def time_per_sample(trial: Trial | GivenTrial, samples_per_step: int, effort: float = 1.0) -> Timed:
-    """Predict the time per sample at exactly `samples_per_step` samples per step."""
-    plans: dict[int, Plan] = {}
-    ms_per_sample = 0.0
-    lost = np.zeros(len(LostTime.model_fields))
-    for size in trial.step_sizes(samples_per_step):
-        plan = plans[size.micro_batches] = make_plan(size.request, effort).plan
-        ms_per_sample += size.steps_per_sample * plan.predicted.step_ms
-        lost += size.steps_per_sample * np.array([ms for _, ms in plan.predicted.lost])
-    nearest = max(round(trial.micro_batches(samples_per_step)), 1)
+    """Plan a trial and predict its time per sample at `samples_per_step` samples per step."""
+    request = trial.request(samples_per_step)
+    plan, samples = make_plan(request, effort).plan, mean_samples(request)
+    predicted = plan.predicted
     return Timed(
-        plan=plans[nearest],
-        micro_batches=nearest,
-        ms_per_sample=ms_per_sample,
-        lost=LostTime(**dict(zip(LostTime.model_fields, lost.tolist(), strict=True))),
+        plan=plan,
+        micro_batches=max(round(trial.micro_batches(samples_per_step)), 1),
+        ms_per_sample=predicted.step_ms / samples,
+        lost=LostTime(**{name: ms / samples for name, ms in predicted.lost}),
     )

@@ -153,28 +153,16 @@ def search_request(kind: type[Comparison], defaults: dict, changes: dict) -> Com
 
 
 def planned_ms_per_sample(searched: Comparison, caps: Caps, parallel: Parallel) -> float:
-    """As the planner alone predicts it: a line through steps just below and above the samples, or
-    the nearest steps where both have equally many."""
-    job, samples = searched.job.sized(parallel), len(searched.lengths)
+    """As the planner alone predicts it, for steps of the requested samples."""
+    job = searched.job.sized(parallel)
     data = SampleData(
         lengths=searched.lengths,
-        settings=searched.settings,
+        settings=replace(searched.settings, samples_per_step=searched.samples_per_step),
         levels=(Level(caps=caps),),
         packs_per_step=parallel.data,
     )
-    packs = len(data.schedule(job)[0])
-    micro_batches = max(searched.samples_per_step * packs / samples / parallel.data, 1)
-    points = []
-    for whole in (int(np.floor(micro_batches)), int(np.ceil(micro_batches))):
-        of_steps = replace(data, packs_per_step=whole * parallel.data)
-        plan = make_plan(PlanRequest(job=job, data=of_steps)).plan
-        points.append((samples / plan.data.steps, plan.prediction.step_ms))
-    (fewer, short_ms), (more, long_ms) = points
-    if fewer == more:
-        is_lower = round(micro_batches) == np.floor(micro_batches)
-        return (short_ms if is_lower else long_ms) / fewer
-    slope, start = np.polyfit([fewer, more], [short_ms, long_ms], 1)
-    return slope + start / searched.samples_per_step
+    plan = make_plan(PlanRequest(job=job, data=data)).plan
+    return plan.predicted.step_ms * plan.data.steps / len(searched.lengths)
 
 
 def counting(monkeypatch: pytest.MonkeyPatch, module: ModuleType, function: Callable) -> Mock:

@@ -116,7 +116,7 @@ def test_few_candidates_come_close_to_all():
         for tiles in range(least["tiles"], 4 * least["tiles"] + 1, 4)
         for tokens in range(160, 641, 160)
     ]
-    assert found.candidates[0].ms_per_sample <= 1.005 * min(everywhere)
+    assert found.candidates[0].ms_per_sample <= 1.01 * min(everywhere)
     assert max(everywhere) > 1.05 * min(everywhere)
 
 

@@ -238,8 +238,8 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
 
 
 @pytest.mark.parametrize("samples_per_step", [50, 63])
-def test_bound_holds_for_mixed_steps(samples_per_step):
-    """Prevents a bound above the time where the line goes on beyond both step sizes."""
+def test_bound_holds(samples_per_step):
+    """Prevents a bound above the time of steps of unequally many packs."""
     searched = strategy_request(gpus=8, samples_per_step=samples_per_step)
     setting = Setting(request=searched, packs={})
     setting.packs.update([pack_at(setting, CAPS)])
@@ -248,7 +248,7 @@ def test_bound_holds_for_mixed_steps(samples_per_step):
         _, bound = find_bound(setting, (Sizing(parallel), CAPS))
         bounds.append(bound.least_ms)
         assert bound.least_ms <= planned_ms_per_sample(searched, CAPS, parallel) * (1 + 1e-9)
-    assert sum(bound > 0 for bound in bounds) > len(bounds) / 3
+    assert min(bounds) > 0
 
 
 def test_memory_rules_out_what_cannot_be_planned():
