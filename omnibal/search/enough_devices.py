@@ -1,8 +1,8 @@
 """Advice if no sizes fit some devices: the smallest change of each kind that fits.
 
-Each change is tried alone: smaller caps, free sizes and shardings, up to four times the devices in
-whole nodes, and devices with more memory. Reports the first sizes that fit, by ascending state. A
-plan may choose faster sizes.
+Each change is tried alone: on one device adapters and frozen parts, then smaller caps, free sizes
+and shardings, up to four times the devices in whole nodes, and devices with more memory. Reports
+the first sizes that fit, by ascending state. A plan may choose faster sizes.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,9 +11,11 @@ from typing import Any
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.plan_data import least_caps, limited_features
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import SIZE_OPTIONS, WeightSharding
+from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.caps import cap_space
 from omnibal.search.feasible import (
@@ -30,6 +32,7 @@ from omnibal.search.strategy import Choice, Setting, StrategyRequest, need_gib_o
 _MOST_SIZES = 12
 """Max sizes to try per change, by ascending state, which dominates there."""
 _MOST_DEVICES = 4  # max factor on devices
+_LORA_RANK = 16
 _EVERY_CAPS = 4  # stride in the caps of `smaller_caps`
 
 RequestOf = Callable[[Goal], StrategyRequest]
@@ -63,13 +66,32 @@ def _kinds(goal: Goal) -> list[tuple[str, _Candidates]]:
         (text, replace(goal, job=replace(goal.job, cluster=cluster)))
         for text, cluster in roomier_devices(goal.job)
     ]
+    is_alone = goal.free.sizes is not None and goal.free.sizes.gpus == 1
+    trains_less = [("--lora-rank", _of_adapters(goal)), ("--freeze", _of_frozen_parts(goal))]
     return [
+        *(trains_less if is_alone else []),
         ("smaller caps", _of_smaller_caps(goal)),
         ("other sizes than those given", _of_free_sizes(goal)),
         ("--sharding auto", any_sharding),
         ("more --gpus", _of_more_devices(goal)),
         ("a preset device with more memory", roomier),
     ]
+
+
+def _of_adapters(goal: Goal) -> _Candidates:
+    job = goal.job
+    if job.adapters is None and not job.frozen:
+        others = tuple(part for part in model_parts(job.model) if part != LANGUAGE)
+        adapters = AdapterConfig(rank=_LORA_RANK, alpha=2 * _LORA_RANK)
+        adapted = replace(job, frozen=others, adapters=adapters)
+        yield f"--lora-rank {_LORA_RANK}", replace(goal, job=adapted)
+
+
+def _of_frozen_parts(goal: Goal) -> _Candidates:
+    job, parts = goal.job, model_parts(goal.job.model)
+    if job.adapters is None and not job.frozen and len(parts) > 1:
+        for part in parts:
+            yield f"--freeze {part}", replace(goal, job=replace(job, frozen=(part,)))
 
 
 def _of_smaller_caps(goal: Goal) -> _Candidates:
