@@ -107,8 +107,8 @@ class Planned:
     """Chosen schedule and the schedules it was compared with."""
     strategies: StrategySearch | None = None
     """Compared parallel sizes. None if given."""
-    step_source: str = "as given"
-    """Origin of the samples per step."""
+    step_source: str = ""
+    """Origin of the samples per step. Empty if parallel sizes are given."""
 
     @property
     def asked_samples(self) -> int | None:
@@ -160,8 +160,10 @@ def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[Ste
     with listener.progress("trying other step sizes", COMPARED_SIZES) as advance:
         rates = step_rates(request, found, advance)
     own = planned.prediction.samples_per_second_per_gpu
-    assert own is not None
-    scale = own * sizes.gpus / found.best.samples_per_second
+    compared = {rate.samples_per_step: rate.samples_per_second for rate in rates}
+    if own is None or found.samples_per_step not in compared:
+        return []
+    scale = own * sizes.gpus / compared[found.samples_per_step]
     return [replace(rate, samples_per_second=scale * rate.samples_per_second) for rate in rates]
 
 

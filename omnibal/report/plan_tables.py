@@ -172,7 +172,8 @@ def step_text(size: StepSamples, source: str) -> str:
     """Samples and tokens of a step, and where their number is from."""
     spread = f"{size.low:,} to {size.high:,} in nine of ten, "
     spread = "" if size.low == size.high else spread
-    return f"A step has {size.samples:,.0f} samples, {source} ({spread}{size.tokens:,.0f} tokens)."
+    asked = f", {source}" if source else ""
+    return f"A step has {size.samples:,.0f} samples{asked} ({spread}{size.tokens:,.0f} tokens)."
 
 
 def rates_text(rates: Sequence[StepRate]) -> str:

@@ -13,6 +13,7 @@ from typing import Self
 import numpy as np
 
 from omnibal.job.plan_data import limited_features
+from omnibal.model.levels import are_plain
 from omnibal.model.limits import SEARCH_SAMPLES
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.search.bounded import BoundedTrials
@@ -117,11 +118,12 @@ def step_rates(
     """Return the rates at half to four times the samples per step, on a part of the samples.
 
     Only layouts that are near the best, or had too few packs, are compared, with the caps of the
-    best layouts and larger ones.
+    best layouts and larger ones, of one level.
     """
     best = found.best
-    rates = [StepRate(found.samples_per_step, best.samples_per_second)]
-    sizes = [round(factor * found.samples_per_step) for factor in _FACTORS]
+    own, is_plain = found.samples_per_step, are_plain(best.levels)
+    rates = [StepRate(own, best.samples_per_second)] if is_plain else []
+    sizes = [round(factor * own) for factor in _FACTORS] + ([] if is_plain else [own])
     sizes = [size for size in sizes if size <= len(request.lengths)]
     drawn = replace(request, samples=_COMPARED_SAMPLES, samples_per_step=max(sizes, default=1))
     setting = Setting(request=drawn.drawn(), packs={})

@@ -44,8 +44,8 @@ PLAN_KEYS = (
     "stages step_ms ideal_step_ms lost_ms exchange bubble_fraction samples_per_second_per_gpu "
     "gpu_days memory_cap_gib cost_source packs steps search_gap made_for image_share window levels "
     "attention_balance_ratio least_attention_balance_ratio communication_ratio exchanged_ratio "
-    "tokens_per_rank encoder sharding sharding_ranks other_shardings schedule schedule_reason "
-    "schedule_steps_ms phases"
+    "tokens_per_rank encoder step step_sizes sharding sharding_ranks other_shardings schedule "
+    "schedule_reason schedule_steps_ms phases"
 ).split()
 STAGE_KEYS = (
     "vision_layers language_layers recompute recompute_vision recompute_language forward_ms "

@@ -68,12 +68,11 @@ def test_the_faster_placement_is_taken_and_both_are_told(planned):
 
 
 def test_placements_and_schedules_are_told_apart(capsys, tmp_path, command):
-    """Prevents: steps told of another schedule, encoders not shown, and layers not counted."""
+    """Prevents: encoders that are not shown, and layers that are not counted."""
     asked = f"{command} --encoder data-parallel --schedule zb-h1 -o {tmp_path / 'plan'}"
     shown = " ".join(printed_by(asked).split())
     for figure in (" encoders ", "data-parallel", "tiles kept", "exchange of features"):
         assert figure in shown
-    assert "ms in 1f1b, " in shown
     asked = f"{command} --schedule zb-v -o {tmp_path / 'few'}".replace("--pp 2", "--pp 6")
     assert "here are 6 with 8 layers together" in failure(capsys, asked)
 
