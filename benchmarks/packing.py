@@ -1,4 +1,4 @@
-"""Packing rules side by side, on real lengths, on uncorrelated ones, and at growing sizes.
+"""Packing rules side by side, on real lengths, and at growing sizes.
 
     python benchmarks/packing.py [LENGTHS ...] [--seeds 3] [--quick]
 
@@ -180,9 +180,6 @@ def main() -> None:
     for caps in (Caps.of(tiles=15, tokens=4096), Caps.of(tiles=9, tokens=4096)):
         compare(name, lengths, caps, arguments.seeds, console)
     compare(f"{name}, own caps", lengths, own_caps(lengths), arguments.seeds, console)
-    uncorrelated = make_lengths("uncorrelated", 20_000, seed=0)
-    caps = Caps.of(tiles=40, tokens=16_384)
-    compare("uncorrelated (synthetic)", uncorrelated, caps, arguments.seeds, console)
     for samples in SIZES[: 2 if arguments.quick else 3]:
         # A process of its own, so that its peak memory is that of this size.
         spawn = multiprocessing.get_context("spawn")

@@ -20,7 +20,6 @@ Weights = tuple[tuple[int, float], ...]
 
 class MixtureName(StrEnum):
     INTERNVL = "internvl"
-    UNCORRELATED = "uncorrelated"
     TULU3_LONGCITE = "tulu3-longcite"
 
 
@@ -45,7 +44,6 @@ class Part:
     """Relative to the source's other parts."""
     tiles: Weights
     text: Text
-    tokens_per_tile: int = TOKENS_PER_TILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,49 +178,6 @@ INTERNVL = Mixture(
     },
 )
 
-# Invented, with both extremes: much text without tiles, many tiles with little text. Shares and
-# medians are set for zero correlation of tiles and tokens.
-UNCORRELATED = Mixture(
-    max_tiles=40,
-    max_tokens=16_000,
-    sources={
-        # Heavy tailed, cut to 4,000 tokens.
-        "text": one_part(
-            250_000, ((0, 1),), Text(median=1500, sigma=1.2, longest=4000, answers=0.75)
-        ),
-        # Chats on one tile.
-        "picture": one_part(
-            350_000,
-            ((1, 1),),
-            Text(median=400, sigma=0.9, shortest=50, longest=2000, answers=0.6),
-        ),
-        # A page of up to 12 tiles and a thumbnail, and a short question.
-        "document": one_part(
-            200_000,
-            tuple((tiles, 1) for tiles in range(5, 14)),
-            Text(median=80, sigma=0.5, longest=400, answers=0.1),
-        ),
-        # A frame is a tile, pooled to fewer tokens the more there are; some have transcripts.
-        "video": Source(
-            count=200_000,
-            parts=(
-                Part(
-                    weight=1,
-                    tiles=tuple((frames, 1) for frames in range(4, 17)),
-                    text=Text(median=190, sigma=1.3, longest=14_000, answers=0.3),
-                    tokens_per_tile=64,
-                ),
-                Part(
-                    weight=1,
-                    tiles=tuple((frames, 1) for frames in range(17, 41)),
-                    text=Text(median=190, sigma=1.3, longest=14_000, answers=0.3),
-                    tokens_per_tile=16,
-                ),
-            ),
-        ),
-    },
-)
-
 # Texts of HBP (arXiv 2503.07680, section 5): Tulu3, up to 32K tokens, and about 2,000 samples of
 # LongCite, up to 128K. Known: Tulu3's size; its mean tokens, one sample per device (table 3: .8K
 # and .9K at two caps, three samples 2.4K at 4K), and their imbalance. Assumed to reproduce them:
@@ -249,6 +204,5 @@ TULU3_LONGCITE = Mixture(
 
 MIXTURES: Mapping[MixtureName, Mixture] = {
     MixtureName.INTERNVL: INTERNVL,
-    MixtureName.UNCORRELATED: UNCORRELATED,
     MixtureName.TULU3_LONGCITE: TULU3_LONGCITE,
 }

@@ -1,13 +1,11 @@
 """Make a synthetic file of sample lengths, for planning and benchmarks where no data is at hand.
 
-No length in it was measured. Three mixtures:
+No length in it was measured. Two mixtures:
 
     internvl      The nine sources of InternVL-Chat-1.2's fine-tuning data. Their sizes are the real
                   ones; their lengths are assumed from what is known of each source, and tuned so
                   that the figures which OmniBal publishes for the whole (arXiv 2407.20761, Table 3)
                   come out.
-    uncorrelated  Texts, pictures, documents and videos, in which tiles say nothing about tokens: a
-                  stress for balancing, which copies no real dataset.
     tulu3-longcite  Texts of HBP's experiments (arXiv 2503.07680, section 5): Tulu3 up to 32K tokens
                   and 2,000 samples of LongCite up to 128K, tuned so that Table 3 comes out. They
                   have no tiles.
@@ -31,7 +29,7 @@ from omnibal.base.program import ArgumentParser, check_arguments, one_line_error
 from omnibal.data.lengths import Lengths, write_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.length_mixtures import MIXTURES, MixtureName, Part, Source
+from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, MixtureName, Part, Source
 
 MAX_SAMPLES = 100_000_000
 """About 4 GiB of memory."""
@@ -91,7 +89,7 @@ def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator)
     """Rows tiles, tokens, loss_tokens of `count` samples of at most `max_tokens`; int32."""
     values, weights = np.array(part.tiles).T
     tiles = rng.choice(values.astype(np.int32), size=count, p=weights / weights.sum())
-    image_tokens = tiles * part.tokens_per_tile
+    image_tokens = tiles * TOKENS_PER_TILE
     text = part.text
     drawn = rng.lognormal(math.log(text.median), text.sigma, size=count)
     text_tokens = np.rint(
