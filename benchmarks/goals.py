@@ -1,13 +1,13 @@
-"""Free plans beside forced ones, of twelve jobs: text, images, experts and recordings.
+"""Plans of twenty jobs of users with required options alone, and beside forced plans.
 
-    python benchmarks/goals.py --jobs 3
-    python benchmarks/goals.py --only "8B text, 32"
+    python benchmarks/goals.py
+    python benchmarks/goals.py --only "8B text, 32" --forced
 
-Every job is planned with all free, and with levels of packs (one or any), the placement of
-encoders, the sharding of weights and parallel sizes forced, each alone and levels and placement
-together. What is forced is searched for as well as what is free, so that no forced plan should be
-faster. All times are simulated, with costs counted at the clusters' rates; "search" is the time of
-the free search on this machine.
+A row a job: samples per step, layout, memory and predicted samples per second, with what published
+recipes have for the model. With `--forced` each job is planned again with levels of packs,
+placement of encoders, sharding and parallel sizes forced, each alone, at the same samples per
+step, so that no forced plan should be faster. All times are simulated, with costs counted at the
+clusters' rates; "search" is the time of the free search on this machine.
 """
 
 import argparse
@@ -24,24 +24,25 @@ from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.parallel import WeightSharding
 from omnibal.search.level_estimates import LevelRule
 
-SAMPLES = 20_000
+SAMPLES = 8_000
 PIPELINE, DATA_PARALLEL = EncoderPlacement
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
-    """A model on some devices, and the lengths that it trains."""
+    """A model on some devices, the lengths that it trains, and what recipes have for it."""
 
     name: str
     model: str
     cluster: str
     gpus: int
+    trainer: str | None
     tail: float
     """Spread of the lengths: the deviation of their logarithm."""
-    items: str | None = None
+    longest: int
+    items: str | None
     """Feature of the encoder's items."""
-    tokens_per_item: int = 256
-    longest: int = 16_384
+    recipe: str
 
     def lengths(self) -> Lengths:
         """Lengths of made samples: lognormal texts, and an item for every part of half of them."""
@@ -49,8 +50,8 @@ class Job:
         tokens = np.clip(rng.lognormal(6.8, self.tail, SAMPLES).round(), 32, self.longest)
         items = {}
         if self.items is not None:
-            count = np.minimum(rng.integers(0, 7, SAMPLES), tokens // (2 * self.tokens_per_item))
-            per = self.tokens_per_item if self.items == "image_tokens" else 1
+            count = np.minimum(rng.integers(0, 7, SAMPLES), tokens // (2 * TOKENS_PER_ITEM))
+            per = TOKENS_PER_ITEM if self.items == "image_tokens" else 1
             items = {self.items: (count * per).astype(np.int32)}
         return Lengths(
             loss_tokens=(tokens // 3).astype(np.int32),
@@ -63,97 +64,114 @@ class Job:
         )
 
 
-SHORT, LONG = 0.6, 1.3
-JOBS = (
-    Job(name="8B text, 8", model="llama3.1-8b", cluster="h100-80g", gpus=8, tail=SHORT),
-    Job(
-        name="8B text, 32",
-        model="llama3.1-8b",
-        cluster="h100-80g",
-        gpus=32,
-        tail=LONG,
-        longest=65_536,
-    ),
-    Job(
-        name="70B text, 64",
-        model="llama3.1-70b",
-        cluster="h200-141g",
-        gpus=64,
-        tail=LONG,
-        longest=65_536,
-    ),
-    Job(
-        name="InternVL 8B, 8",
-        model="internvl2.5-8b",
-        cluster="h100-80g",
-        gpus=8,
-        tail=SHORT,
-        items="tiles",
-    ),
-    Job(
-        name="InternVL 26B, 64",
-        model="internvl2.5-26b",
-        cluster="h100-80g",
-        gpus=64,
-        tail=SHORT,
-        items="tiles",
-    ),
-    Job(
-        name="InternVL 78B, 512",
-        model="internvl2.5-78b",
-        cluster="h100-80g",
-        gpus=512,
-        tail=SHORT,
-        items="tiles",
-    ),
-    Job(
-        name="InternVL 8B long, 32",
-        model="internvl3-8b",
-        cluster="h100-80g",
-        gpus=32,
-        tail=LONG,
-        items="tiles",
-    ),
-    Job(
-        name="Qwen2.5-VL 7B, 8",
-        model="qwen2.5-vl-7b",
-        cluster="h100-80g",
-        gpus=8,
-        tail=SHORT,
-        items="image_tokens",
-    ),
-    Job(
-        name="Qwen3-VL 32B, 64",
-        model="qwen3-vl-32b",
-        cluster="h200-141g",
-        gpus=64,
-        tail=LONG,
-        items="image_tokens",
-    ),
-    Job(
-        name="Qwen3-VL 30B-A3B, 32",
-        model="qwen3-vl-30b-a3b",
-        cluster="h100-80g",
-        gpus=32,
-        tail=SHORT,
-        items="image_tokens",
-    ),
-    Job(
-        name="InternVL3.5 30B-A3B, 64",
-        model="internvl3.5-30b-a3b",
-        cluster="h100-80g",
-        gpus=64,
-        tail=LONG,
-        items="tiles",
-    ),
-    Job(
-        name="8B with recordings, 32",
-        model="internvl3-8b-whisper",
-        cluster="h100-80g",
-        gpus=32,
-        tail=SHORT,
-        items="clips",
-    ),
+TOKENS_PER_ITEM = 256
+SHORT, LONG, SOME, MANY = 0.6, 1.3, 16_384, 65_536
+H100, H200, A100, CELLS = "h100-80g", "h200-141g", "a100-80g", "image_tokens"
+SWIFT, BRIDGE = "ms-swift", "megatron-bridge"
+JOBS = tuple(
+    Job(*row)
+    for row in (
+        ("8B text, 8", "llama3.1-8b", H100, 8, None, SHORT, SOME, None, "128; ZeRO-3"),
+        ("8B text, 32", "llama3.1-8b", H100, 32, None, LONG, MANY, None, "128; ZeRO-3"),
+        ("8B text, 8", "qwen3-8b", H100, 8, "megatron-lm", SHORT, 8_192, None, "32; TP 4"),
+        ("70B text, 64", "llama3.1-70b", H200, 64, None, LONG, MANY, None, "512; TP 4 PP 2"),
+        ("InternVL 2B, 2", "internvl3-2b", A100, 2, None, SHORT, 8_192, "tiles", "128; ZeRO-1"),
+        ("InternVL 8B, 8", "internvl3-8b", H100, 8, None, SHORT, SOME, "tiles", "128; ZeRO-1"),
+        (
+            "InternVL 26B, 64",
+            "internvl2.5-26b",
+            H100,
+            64,
+            None,
+            SHORT,
+            SOME,
+            "tiles",
+            "256; ZeRO-3",
+        ),
+        (
+            "InternVL 6B + 20B, 32",
+            "internvl-chat-1.5-6b-20b",
+            A100,
+            32,
+            None,
+            SHORT,
+            4_096,
+            "tiles",
+            "576; TP 2 PP 4",
+        ),
+        (
+            "InternVL 78B, 128",
+            "internvl2.5-78b",
+            H100,
+            128,
+            None,
+            SHORT,
+            SOME,
+            "tiles",
+            "512; ZeRO-3",
+        ),
+        (
+            "InternVL 8B long, 32",
+            "internvl3-8b",
+            H100,
+            32,
+            None,
+            LONG,
+            SOME,
+            "tiles",
+            "128; ZeRO-1",
+        ),
+        (
+            "InternVL 30B-A3B, 64",
+            "internvl3.5-30b-a3b",
+            H100,
+            64,
+            None,
+            LONG,
+            SOME,
+            "tiles",
+            "512; ZeRO-3",
+        ),
+        ("8B, recordings, 32", "internvl3-8b-whisper", H100, 32, None, SHORT, SOME, "clips", "-"),
+        ("Qwen2.5-VL 7B, 8", "qwen2.5-vl-7b", H100, 8, None, SHORT, SOME, CELLS, "128; ZeRO-3"),
+        (
+            "Qwen2.5-VL 72B, 32",
+            "qwen2.5-vl-72b",
+            H100,
+            32,
+            BRIDGE,
+            SHORT,
+            SOME,
+            CELLS,
+            "32; TP 8 PP 4",
+        ),
+        ("Qwen3-VL 8B, 8", "qwen3-vl-8b", H100, 8, SWIFT, SHORT, SOME, CELLS, "128; TP 2"),
+        ("Qwen3-VL 8B, 8", "qwen3-vl-8b", H100, 8, "xtuner", SHORT, SOME, CELLS, "128; FSDP"),
+        ("Qwen3-VL 32B, 64", "qwen3-vl-32b", H200, 64, None, LONG, SOME, CELLS, "256; ZeRO-3"),
+        (
+            "30B-A3B, 16",
+            "qwen3-30b-a3b",
+            H100,
+            16,
+            SWIFT,
+            SHORT,
+            8_192,
+            None,
+            "16 packs; PP 2 EP 8",
+        ),
+        ("30B-A3B, 16", "qwen3-30b-a3b", H100, 16, BRIDGE, SHORT, 8_192, None, "32 packs; EP 16"),
+        (
+            "Qwen3-VL 30B-A3B, 32",
+            "qwen3-vl-30b-a3b",
+            H100,
+            32,
+            None,
+            SHORT,
+            SOME,
+            CELLS,
+            "128; PP 2 EP 8",
+        ),
+    )
 )
 
 
@@ -182,26 +200,44 @@ def rate(planned: Planned) -> float:
     return per_device * planned.result.plan.parallel.world_size
 
 
-def compared(job: Job) -> list[tuple[str, str, str, str]]:
-    """Rows of a job: what is forced, samples per second, how much slower, and the plan."""
-    description = training_job(job.model, job.cluster)
-    free = Free.everything(job.gpus)
+def planned(job: Job, free: Free | None = None, samples_per_step: int | None = None) -> Planned:
+    """The plan of a job with required options, or with some choices forced."""
+    description = training_job(job.model, job.cluster, trainer=job.trainer)
+    free = free or Free.everything(job.gpus)
     if not description.model.encoders:
         free = replace(free, placements=(PIPELINE,))
-    data = Samples(lengths=job.lengths())
+    data = Samples(lengths=job.lengths(), samples_per_step=samples_per_step)
+    return plan(Goal(job=description, data=data, free=free))
+
+
+def row(job: Job) -> tuple[str, ...]:
+    """Cells of a job planned with required options."""
     start = time.perf_counter()
-    best = plan(Goal(job=description, data=data, free=free))
-    seconds = time.perf_counter() - start
-    rows = [(f"{job.name}: free", f"{rate(best):,.2f}", f"{seconds:.0f} s", words(best))]
+    best = planned(job)
+    seconds, made = time.perf_counter() - start, best.result.plan
+    assert best.strategies is not None
+    peak_gib = max(stage.memory.peak_gib for stage in best.prediction.stages)
+    step = str(best.strategies.samples_per_step)
+    layout = f"{made.parallel.text}, {made.parallel.sharding}"
+    return (
+        job.name, job.trainer or "own", step, layout, f"{peak_gib:.0f}", f"{rate(best):,.2f}",
+        job.recipe, f"{seconds:.0f} s",
+    )  # fmt: skip
+
+
+def compared(job: Job) -> Iterator[tuple[str, str, str, str]]:
+    """Rows of a job: what is forced, samples per second, how much slower, and the plan."""
+    best, free = planned(job), Free.everything(job.gpus)
+    assert best.strategies is not None
+    yield f"{job.name}: free", f"{rate(best):,.2f}", "", words(best)
     for name, goal in forced(free, best):
         try:
-            found = plan(Goal(job=description, data=data, free=goal))
+            found = planned(job, goal, best.strategies.samples_per_step)
         except UserError as error:
-            rows.append((f"  {name}", "-", "-", str(error)[:60]))
+            yield f"  {name}", "-", "-", str(error)[:60]
         else:
             slower = rate(best) / rate(found) - 1
-            rows.append((f"  {name}", f"{rate(found):,.2f}", f"{slower:+.1%}", words(found)))
-    return rows
+            yield f"  {name}", f"{rate(found):,.2f}", f"{slower:+.1%}", words(found)
 
 
 def words(planned: Planned) -> str:
@@ -216,11 +252,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--jobs", type=int, default=len(JOBS), help="first jobs of the list")
     parser.add_argument("--only", help="name of one job")
+    parser.add_argument("--forced", action="store_true", help="compare with forced choices")
     given = parser.parse_args()
     jobs = [job for job in JOBS if given.only in (None, job.name)][: given.jobs]
     for job in jobs:
-        for row in compared(job):
-            print("{:<38} {:>12} {:>8}  {}".format(*row), flush=True)
+        if not given.forced:
+            print(f"| {' | '.join(row(job))} |", flush=True)
+            continue
+        for cells in compared(job):
+            print("{:<38} {:>12} {:>8}  {}".format(*cells), flush=True)
 
 
 if __name__ == "__main__":

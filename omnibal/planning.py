@@ -589,7 +589,8 @@ class _Search:
             source = f"as published recipes on {sizes.gpus:,} GPUs"
             if request.samples_per_step > recipe_samples(sizes.gpus):
                 source = _FEW_PACKS
-        self._note_little_data(request)
+        if self._is_little_data(request):
+            source = "all that there are"
         found = self._found_strategies(request)
         while is_free:
             micro_batches, size = found.best.micro_batches, request.samples_per_step
@@ -614,17 +615,17 @@ class _Search:
             step_source=source,
         )
 
-    def _note_little_data(self, request: StrategyRequest) -> None:
-        """Note at once if the data is less than a step, or has no sample for some GPUs."""
+    def _is_little_data(self, request: StrategyRequest) -> bool:
+        """Whether an epoch is less than a step. Notes it at once."""
         samples, gpus = len(request.lengths), request.sizes.gpus
-        if isinstance(self.goal.data, Samples) and samples < max(gpus, request.samples_per_step):
-            note = (
-                f"the data has {samples:,} sample(s), less than the {request.samples_per_step:,} "
-            )
-            note += "of a step, so that an epoch is one step"
-            if samples < gpus:
-                note += f"; {gpus:,} GPUs cannot all be data-parallel: add data or use fewer GPUs"
-            self.listener.note(note)
+        if not isinstance(self.goal.data, Samples) or samples >= request.samples_per_step:
+            return False
+        note = f"the data has {samples:,} sample(s), less than the {request.samples_per_step:,} "
+        note += "of a step, so that an epoch is one step"
+        if samples < gpus:
+            note += f"; {gpus:,} GPUs cannot all be data-parallel: add data or use fewer GPUs"
+        self.listener.note(note)
+        return True
 
     def _found_strategies(self, request: StrategyRequest) -> StrategySearch:
         rule = self.goal.free.levels

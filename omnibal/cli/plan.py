@@ -312,7 +312,7 @@ def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
     from omnibal.search.step_size import StepSamples, remark
 
     notes, data = list[str | None](), planned.result.plan.data
-    if rates and planned.strategies is not None:
+    if len(rates) > 1 and planned.strategies is not None:
         notes.append(remark(rates, planned.strategies.samples_per_step))
     if planned.asked_samples is not None and planned.result.data is not None and data is not None:
         asked = min(planned.asked_samples, data.samples)
@@ -441,7 +441,7 @@ def _print_plan(
         summary["step"] = {**asdict(size), "source": planned.step_source}
         lines.append(plan_tables.step_text(size, planned.step_source))
     summary["step_sizes"] = [asdict(rate) for rate in rates]
-    if rates:
+    if len(rates) > 1:
         lines.append(plan_tables.rates_text(rates))
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)

@@ -7,6 +7,7 @@ from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from cli_cases import failure, run
 from length_cases import long_tailed
@@ -30,7 +31,7 @@ from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.running import launch
 from omnibal.search import schedule_choice
 from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, check_together
-from omnibal.search.goal import ShapesAlone, Stream
+from omnibal.search.goal import ShapesAlone, Silence, Stream
 from omnibal.search.level_estimates import LevelRule
 from omnibal.search.strategy import FreeSizes
 from omnibal.steps.steps import pack_epochs
@@ -296,3 +297,16 @@ def test_a_schedule_that_cannot_be_is_refused(monkeypatch, changes, schedule, fr
         monkeypatch.setattr(planning, search, Mock(side_effect=AssertionError))
     with pytest.raises(UserError, match=message):
         plan_of(job(**changes), schedule, **free)
+
+
+def test_little_data_is_said_before_the_search(monkeypatch):
+    """Prevents a search of minutes for data that is less than a step."""
+    said = list[str]()
+    listener = Mock(wraps=Silence(), note=said.append)
+    monkeypatch.setattr(planning, "search_with_levels", Mock(side_effect=UserError("searched")))
+    job = training_job("internvl-digits", "laptop-cpu")
+    data = Samples(lengths=example_lengths().take(np.arange(1)))
+    with pytest.raises(UserError, match="searched"):
+        planning.plan(Goal(job=job, data=data, free=Free.everything(gpus=2)), listener)
+    assert "1 sample(s), less than the 128 of a step" in said[0]
+    assert "2 GPUs cannot all be data-parallel" in said[0]
