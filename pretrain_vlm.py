@@ -10,7 +10,6 @@ import sys
 
 from rich.console import Console
 
-from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.run.arguments import parse_arguments
 from megatron.vlm.run.dry_run import print_dry_run
 from megatron.vlm.run.launch import Launch, open_store
@@ -24,6 +23,7 @@ from megatron.vlm.run.pretrain import (
     resumed,
 )
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.job.runlog import latest_step
 
 
 def main() -> None:

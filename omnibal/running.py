@@ -1,34 +1,49 @@
 """The steps of `omnibal run`: commands, the files that each reads, and which are done.
 
-A step is skipped if its command, and the sizes and times of its inputs, have not changed.
+A step is skipped if its command, and the sizes and times of its inputs, have not changed. A
+training goes on where other rates or more steps of the same samples are asked for.
 """
 
+import contextlib
+import ctypes
+import fcntl
 import hashlib
 import json
+import os
+import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic, read_json_model
+from omnibal.base.files import atomic, check_room, read_json_model
 from omnibal.base.program import ArgumentParser
 from omnibal.data.annotations import read_meta
 from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from omnibal.families.named import HUB_ID, named_model
 from omnibal.job.plan import read_plan
+from omnibal.job.plan_files import hash_steps
+from omnibal.job.runlog import RATES, latest_step
 
 _ROOT = Path(__file__).resolve().parents[1]
 _MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar"}
 _MOST_FILES = 200_000
 """Changes are not looked for in folders of more: one of them may be a home directory."""
-_NEWEST = "latest_checkpointed_iteration.txt"
-"""File of a run directory with the newest checkpoint's number of steps."""
+_RATES = {"--" + name.replace("_", "-") for name in RATES}
+_OF_THE_START = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
+_OF_THE_START |= {"--adam-eps", "--finetune"}
+"""Options of pretrain_vlm.py with which a training cannot go on from another's checkpoint."""
+_SIGNALLED = 128
+"""What a shell adds to the number of a signal in an exit status."""
+_DIES_WITH_PARENT = 1
+"""Linux's PR_SET_PDEATHSIG."""
 _WEIGHTS = "*.safetensors"
 _DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
 """Configuration, tokenizer and code of a checkpoint on a hub."""
@@ -63,8 +78,45 @@ class Step:
         """Whether the result is there, and a training at its last step."""
         if self.makes is None or self.last_step is None:
             return self.makes is not None and self.makes.exists()
-        newest = self.makes / _NEWEST
-        return newest.exists() and int(newest.read_text()) >= self.last_step
+        return (latest_step(self.makes) or 0) >= self.last_step
+
+    def goes_on(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+        """Whether the result of an earlier state is a beginning of this step's."""
+        return self.last_step is not None and before == now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training(Step):
+    """A training, which goes on with other rates or more steps of the same samples."""
+
+    plan: Path
+    options: tuple[str, ...]
+    """Words of the trainer's command line."""
+
+    def state(self) -> dict[str, Any]:
+        """Return hashes of inputs and model, the options, and number and hash of the steps."""
+        plan = read_plan(self.plan)
+        assert plan.data is not None
+        model = repr([plan.model, plan.adapters, plan.frozen])
+        return Step.state(self) | {
+            "options": re.split(r" (?=--)", shlex.join(self.options)),
+            "model": hashlib.sha256(model.encode()).hexdigest(),
+            "steps": [plan.data.steps, plan.data.steps_sha256],
+        }
+
+    def goes_on(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+        """Whether nothing but rates, steps after the earlier ones and reports has changed.
+
+        A complete training is repeated with other rates, unless there are more steps.
+        """
+        if before is None or "steps" not in before:
+            return False
+        changed = _changes(before, now) - {"its steps"}
+        fixed = _OF_THE_START | (_RATES if self.is_complete else set())
+        if any(name in fixed or not name.startswith("--") for name in changed):
+            return False
+        steps, digest = before["steps"]
+        return hash_steps(self.plan, steps) == digest
 
 
 def run_steps(
@@ -88,9 +140,10 @@ def run_steps(
         if before == state and step.is_complete:
             say(f"$ {step.text}  (done)")
             continue
-        goes_on = step.last_step is not None and before == state
+        goes_on = step.goes_on(before, state)
         if before not in (None, state):
-            say(f"again, since {_changes(before, state)}:")
+            changes = ", ".join(sorted(_changes(before, state)))
+            say(f"{'going on' if goes_on else 'again'}, since {changes} changed:")
         if step.makes is not None and step.words[0] != "omnibal" and not goes_on:
             _set_aside(step.makes, say)
         is_started = trains or step.last_step is None
@@ -103,6 +156,11 @@ def run_steps(
         start = {"omnibal": [sys.executable, "-m", "omnibal"], "python": [sys.executable]}
         command = [*start.get(step.words[0], ["bash"]), *step.words[1:]]
         status = _status_of(command)
+        if status and step.last_step is not None and step.makes is not None:
+            place = f"after step {latest_step(step.makes) or 0} of {step.last_step}"
+            failed = f"error: {step.text} ended with status {status} {place}, see {step.makes}.log"
+            again = "run this command again to go on"
+            say(f"stopped {place}; {again}" if status > _SIGNALLED else f"{failed}; {again}")
         if status:
             return status
         made[name] = state
@@ -114,13 +172,56 @@ def run_steps(
 
 
 def _status_of(command: Sequence[str]) -> int:
-    """Run a command to its end; SIGTERM is passed on to it."""
-    process = subprocess.Popen(command)
-    before = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    """Run a command to its end. It gets SIGTERM if this process gets it, or is killed.
+
+    Returns:
+        The exit status, or that of a shell for the signal that this process got.
+    """
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        if number == signal.SIGTERM:  # Ctrl-C goes to both processes
+            process.send_signal(number)
+
+    # No other file than the lock of `alone` is inherited.
+    process = subprocess.Popen(command, close_fds=False, preexec_fn=_die_with_parent)
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return process.wait()
+        status = process.wait()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return _SIGNALLED + caught[-1] if status and caught else status
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGTERM)
+
+
+@contextlib.contextmanager
+def alone(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Lock a folder of steps; its commands hold the lock too, as they may outlive this process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("a+") as lock:
+        os.set_inheritable(lock.fileno(), True)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            holder = lock.read()
+            if Path("/proc", holder).exists():
+                raise UserError(
+                    f"{folder}: `omnibal run` of process {holder} is at work there; wait until it "
+                    "has ended, or give another -o"
+                ) from None
+            say("waiting for the command of a killed `omnibal run`, which may save a checkpoint")
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
 
 
 def _write(journal: Path, made: dict[str, Any]) -> None:
@@ -137,10 +238,13 @@ def _set_aside(result: Path, say: Callable[[str], None]) -> None:
         say(f"{result} is kept as {kept}")
 
 
-def _changes(before: dict[str, Any], now: dict[str, Any]) -> str:
-    read = before.get("read", {})
-    changed = [name for name in read | now["read"] if read.get(name) != now["read"].get(name)]
-    return f"{', '.join(changed) or 'its command'} has changed"
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """Return files, folders and options that differ, and what else of a command does."""
+    files = set(before.get("read", {}).items()) ^ set(now["read"].items())
+    options = set(before.get("options", ())) ^ set(now.get("options", ()))
+    others = {f"its {name}" for name in now if before.get(name) != now[name]}
+    named = {name for name, _ in files} | {re.split("[ =]", one)[0] for one in options if one}
+    return named | (others - {"its read", "its options"})
 
 
 def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
@@ -175,9 +279,14 @@ def fetch_checkpoint(name: str, *, weights: bool) -> Path:
     Without `weights` only configuration, code and tokenizer are fetched.
     """
     from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
 
     patterns = [*_DESCRIPTIONS, _WEIGHTS] if weights else _DESCRIPTIONS
     try:
+        if weights and not HF_HUB_OFFLINE:
+            files = snapshot_download(name, allow_patterns=patterns, dry_run=True)
+            size = sum(one.file_size or 0 for one in files if one.will_download)
+            check_room(Path(HF_HUB_CACHE, name), size)
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
         reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
@@ -248,23 +357,32 @@ def conversion(way: str, source: Path, made: Path, *more: str) -> Step:
     return Step(words=(*words, "-o", str(made)), reads=(source,), makes=made)
 
 
-def launch(
+def write_launch(
     output: Path, data: Path, tokenizer: Path | None, per_node: int, gpus: int, more: Sequence[str]
-) -> str:
-    """Return the training command: torchrun on a node of `per_node` devices, sbatch for several."""
+) -> None:
+    """Write train.sh: torchrun on a node of `per_node` devices, sbatch on several.
+
+    On one node its output goes to run.log too, also while it saves after a signal.
+    """
     root, per_node = _ROOT / "scripts", min(gpus, per_node)
     files = (output / "plan", data, tokenizer, output / "run")
-    job = ["" if each is None else str(each.absolute()) for each in files]
+    job = ["" if each is None else str(each) for each in files]
     if gpus <= per_node:
         alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
-        return shlex.join(["exec", "env", *alone, *job, *more])
-    per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]
-    nodes = ["--nodes", str(-(-gpus // per_node)), *per, str(root / "slurm" / "train.sbatch")]
-    submit = shlex.join(["sbatch", *nodes, *job, *more])
-    return f"cd {shlex.quote(str(_ROOT))} && exec {submit}"
+        tee = shlex.join(["tee", "-a", str(output / "run.log")])
+        command = f"exec > >(trap '' INT TERM; exec {tee}) 2>&1\n"
+        command += shlex.join(["exec", "env", *alone, *job, *more])
+    else:
+        per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]
+        nodes = ["--nodes", str(-(-gpus // per_node)), *per, str(root / "slurm" / "train.sbatch")]
+        command = f"cd {shlex.quote(str(_ROOT))} && exec "
+        command += shlex.join(["sbatch", *nodes, *job, *more])
+    with atomic(output / "train.sh") as temporary:
+        temporary.write_text(f"#!/usr/bin/env bash\n{command}\n")
+        temporary.chmod(0o755)
 
 
-def training(output: Path, loads: Path | None, more: Sequence[str]) -> Step:
+def training(output: Path, loads: Path | None, scan: Step, more: Sequence[str]) -> Training:
     """Return the training as a step, which ends with the plan's or with --train-iters."""
     plan = output / "plan"
     data = read_plan(plan).data
@@ -272,9 +390,12 @@ def training(output: Path, loads: Path | None, more: Sequence[str]) -> Step:
     parser = ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--train-iters", type=int, default=data.steps)
     given = parser.parse_known_args(more)[0].train_iters
-    return Step(
+    return Training(
         words=("bash", str(output / "train.sh")),
-        reads=(plan, *([] if loads is None else [loads])),
+        reads=(*scan.reads, *([] if loads is None else [loads])),
+        media=scan.media,
         makes=output / "run",
         last_step=min(data.steps, given),
+        plan=plan,
+        options=tuple(more),
     )

@@ -41,7 +41,8 @@ train_and_evaluate() {
     [[ -e $run/latest_checkpointed_iteration.txt ]] && resume=(--load "$run")
     launch=(torchrun --nproc-per-node 2 pretrain_vlm.py --plan "$plan" --tokenizer-model "$tokenizer")
     make "$run/trained" "${launch[@]}" --data "$data/train/meta.json" --save "$run" ${resume[@]+"${resume[@]}"} \
-        --num-workers 1 --lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 --save-interval 100 "${@:2}"
+        --num-workers 1 --lr 1e-3 --vision-lr 1e-3 --min-lr 5e-5 --lr-warmup-fraction 0.05 --adam-beta2 0.95 \
+        --save-interval 100 "${@:2}"
     touch "$run/trained"
     make "$run/evaluation.json" "${launch[@]}" --skip-train --load "$run" --save "$run" \
         --eval-data "$data/heldout/meta.json" --max-new-tokens "$1"

@@ -1,6 +1,7 @@
 """The user's commands on the digits: planned, trained, and what a run left."""
 
 import json
+import shlex
 import subprocess
 import sys
 import time
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 from commands import REPOSITORY, TIMEOUT_S, Completed, Started, launcher, reserved_port
+
+from omnibal.job.runlog import latest_step
 
 MODEL = ("--model", "internvl-digits")
 PLANNER = ("-m", "omnibal", "plan", "--cluster", "laptop-cpu", "--precision", "fp32")
@@ -56,6 +59,27 @@ def rank_environments(processes: int) -> Iterator[dict[str, str]]:
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank),
             "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
         }  # fmt: skip
+
+
+def forked_steps(monkeypatch) -> list[str]:
+    """Make `omnibal run` fork its steps, and the launch script's ranks without torchrun, from a
+    process that has imported what they need; return what they say, as it comes."""
+    said: list[str] = []
+
+    def forked(command):
+        words, ranks = command[1:], 1
+        if command[0] == "bash":
+            script = shlex.split(Path(words[0]).read_text(), comments=True)
+            plan, data, tokenizer, save, *more = script[script.index("localhost") + 1 :]
+            names = ("--plan", plan, "--data", data, "--tokenizer-model", tokenizer)
+            own = ("--load", save) if latest_step(Path(save)) else more
+            words, ranks = ("pretrain_vlm.py", *names, "--save", save, *more[3:], *own), 2
+        ended = run_ranks(ranks, *words) if ranks > 1 else run(*words)
+        said.append(ended.stdout + ended.stderr)
+        return ended.returncode
+
+    monkeypatch.setattr("omnibal.running._status_of", forked)
+    return said
 
 
 def succeed(*command: object) -> str:

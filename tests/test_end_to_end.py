@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import shutil
 import signal
 import subprocess
@@ -17,13 +16,13 @@ from end_to_end_cases import (
     PLAN,
     PLANNER,
     TORCHRUN,
+    forked_steps,
     losses,
     pair_succeeds,
     plan_of,
     ranks_start,
     records,
     refuse,
-    run,
     run_ranks,
     succeed,
     training,
@@ -31,7 +30,6 @@ from end_to_end_cases import (
 )
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from megatron.vlm.checkpoint.files import latest_step
 from omnibal import cli
 
 
@@ -253,22 +251,7 @@ def test_a_run_fine_tunes_a_released_checkpoint(begun, digits, tmp_path, monkeyp
     annotations = shutil.copytree(digits / "train", tmp_path / "train") / "digits_single.jsonl"
     meta = annotations.with_name("meta.json")
     meta.write_text(re.sub(r'"length": \d+', '"repeat_time": 1', meta.read_text()))
-    said = []
-
-    def forked(command):
-        """The launch script's ranks without torchrun, and all else without another Python."""
-        words, ranks = command[1:], 1
-        if command[0] == "bash":
-            script = shlex.split(Path(words[0]).read_text(), comments=True)
-            plan, data, tokenizer, save, *more = script[script.index("localhost") + 1 :]
-            names = ("--plan", plan, "--data", data, "--tokenizer-model", tokenizer)
-            own = ("--load", save) if latest_step(Path(save)) else more
-            words, ranks = ("pretrain_vlm.py", *names, "--save", save, *own, *more[3:]), 2
-        ended = run_ranks(ranks, *words) if ranks > 1 else run(*words)
-        said.append(ended.stdout + ended.stderr)
-        return ended.returncode
-
-    monkeypatch.setattr("omnibal.running._status_of", forked)
+    said = forked_steps(monkeypatch)
     command = ["run", "--model", released, "--data", meta, "--cluster", "laptop-cpu", "--gpus", "2"]
     command += ["--precision", "fp32", "--pp", "2", "-o", job, "--lr", "1e-4", "--"]
 

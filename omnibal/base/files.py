@@ -72,6 +72,17 @@ def check_new_folder(path: Path) -> None:
         raise UserError(f"{path}: exists already; give a directory to be made, or remove it")
 
 
+def check_room(target: Path, size: int) -> None:
+    """Raise UserError unless `size` bytes fit on the file system of `target`."""
+    there = next(folder for folder in target.absolute().parents if folder.is_dir())
+    free = shutil.disk_usage(there).free
+    if size > free:
+        raise UserError(
+            f"{target}: {size:,} bytes are to be written, but only {free:,} are free there; make "
+            "room, or write elsewhere"
+        )
+
+
 def is_stream(path: Path) -> bool:
     """Whether a path is a pipe, a character device, or this process's stdout (even a file)."""
     try:

@@ -9,13 +9,12 @@ import typer
 
 from omnibal import running
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic
 from omnibal.cli.console import print_notes
 from omnibal.cli.groups import given_options
 from omnibal.cli.options import JobOptions, SizeOptions, TokenizerOption
 from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
-from omnibal.model.config import load_cluster
+from omnibal.model.config import ClusterConfig, load_cluster
 from omnibal.running import Step
 
 _OWN = ("model", "cluster", "gpus")
@@ -41,7 +40,14 @@ class RunOptions:
     from_scratch: Annotated[
         bool, typer.Option("--from-scratch", help="start from random weights")
     ] = False
-    lr: Annotated[float | None, typer.Option(min=0, help="largest learning rate")] = None
+    lr: Annotated[
+        float | None,
+        typer.Option(min=0, help="largest learning rate (default: 1e-5, of adapters 1e-4)"),
+    ] = None
+    vision_lr: Annotated[
+        float | None,
+        typer.Option(min=0, help="that of the vision encoder's own weights (default: 0.2 x --lr)"),
+    ] = None
     start: Annotated[
         bool, typer.Option("--start/--no-start", help="start the training where its devices are")
     ] = True
@@ -62,22 +68,29 @@ def run(
     """Fine-tune a released checkpoint: scan, plan, check, import, train and export.
 
     Every step is a command of its own, which is printed. Run again, it goes on where it was
-    stopped, and repeats the steps whose files have changed. It takes the options of `omnibal plan`
-    too; options after `--` are for pretrain_vlm.py.
+    stopped, with another --lr or more --epochs if they are given, and repeats the steps whose files
+    have changed. It takes the options of `omnibal plan` too; options after `--` are for
+    pretrain_vlm.py. A cluster of CPUs trains in fp32 unless --precision is given.
     """
-    asked = replace(asked, data=asked.data.absolute(), output=asked.output.absolute())
-    cluster, output = load_cluster(given.cluster), asked.output
-    devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    gpus, is_exported = strategy.gpus or devices, strategy.made_for is not None
-    if not gpus:
-        raise UserError("no GPU is here to plan for: give the devices of the job by --gpus")
-    model, weights, is_fetched = given.model, None, False
-    model = str(Path(model).absolute()) if Path(model).exists() else model
-    if is_exported and (asked.weights or asked.from_scratch or asked.lr is not None):
+    asked = replace(
+        asked,
+        data=asked.data.absolute(),
+        output=asked.output.absolute(),
+        weights=asked.weights and asked.weights.absolute(),
+        tokenizer_model=asked.tokenizer_model and asked.tokenizer_model.absolute(),
+    )
+    cluster = load_cluster(given.cluster)
+    gpus = _devices(cluster, strategy, sizes)
+    is_exported = strategy.made_for is not None
+    rates = {"--lr": asked.lr, "--vision-lr": asked.vision_lr}
+    more = [word for pair in rates.items() if pair[1] is not None for word in map(str, pair)]
+    if is_exported and (asked.weights or asked.from_scratch or more):
         raise UserError(
-            "--weights, --from-scratch and --lr are of this project's trainer; leave them out "
+            "--weights, --from-scratch and rates are of this project's trainer; leave them out "
             f"with --for {strategy.made_for}"
         )
+    output, model, weights, is_fetched = asked.output, given.model, None, False
+    model = str(Path(model).absolute()) if Path(model).exists() else model
     if asked.weights is not None and asked.weights.resolve().is_relative_to(output.resolve()):
         raise UserError(f"--weights {asked.weights}: is in {output}; give another -o")
     if not is_exported:
@@ -88,40 +101,66 @@ def run(
     named_model(model)
     tokenizer = asked.tokenizer_model or running.tokenizer_of(model, weights)
     planned_with = _on_the_command_line(context, (given, data, strategy, sizes, partition))
-    planned_with += ["--cluster", given.cluster, "--gpus", str(gpus)]
-    plan = output / "plan"
-    steps = running.plan_steps(asked.data, model, tokenizer, planned_with, output)
-    output.mkdir(parents=True, exist_ok=True)
-    _do(steps, output)
-    if is_exported:
-        export = output / "export"
-        words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(asked.data))
-        _do([Step(words=words, reads=(plan,), makes=export)], output)
-        _say(f"what to run: {export / 'RUN.md'}")
-        return
-    if is_fetched:
-        _say(f"fetching the weights of {given.model}, or finding them in the cache")
-        running.fetch_checkpoint(given.model, weights=True)
-    loads = weights
-    if weights is not None and running.holds_released(weights):
-        loads = output / "weights"
-        _do([running.conversion("import", weights, loads)], output)
-    more = [] if loads is None else ["--load", str(loads.absolute()), "--finetune"]
-    more += [] if asked.lr is None else ["--lr", str(asked.lr)]
-    more += context.args
-    script = output / "train.sh"
-    with atomic(script) as temporary:
+    if cluster.is_cpu and not {"--precision", "--profile"} & set(planned_with):
+        planned_with += ["--precision", "fp32"]
+    planned_with += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
+    planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output)
+    with running.alone(output, _say):
+        _do(planning, output)
+        if is_exported:
+            _export(output, asked.data)
+            return
+        if is_fetched:
+            _say(f"fetching the weights of {given.model}, or finding them in the cache")
+            running.fetch_checkpoint(given.model, weights=True)
+        loads = weights
+        if weights is not None and running.holds_released(weights):
+            loads = output / "weights"
+            _do([running.conversion("import", weights, loads)], output)
+        more = ([] if loads is None else ["--load", str(loads), "--finetune"]) + more
         per_node = cluster.gpus_per_node
-        command = running.launch(output, asked.data, tokenizer, per_node, gpus, more)
-        temporary.write_text(f"#!/usr/bin/env bash\n{command}\n")
-    script.chmod(0o755)
-    training = running.training(output, loads, more)
-    here = cluster.gpus_per_node if cluster.is_cpu else devices
-    _do([training], output, trains=asked.start and gpus <= min(here, per_node))
-    like = weights if loads != weights else Path(model)
-    if asked.export and like is not None and running.holds_released(like) and training.is_complete:
-        export = output / "hf"
-        _do([running.conversion("export", output / "run", export, "--like", str(like))], output)
+        more += context.args
+        running.write_launch(output, asked.data, tokenizer, per_node, gpus, more)
+        training = running.training(output, loads, planning[0], more)
+        here = per_node if cluster.is_cpu else min(_gpus_here(), per_node)
+        _do([training], output, trains=asked.start and gpus <= here)
+        like = weights if loads != weights else Path(model)
+        is_like = like is not None and running.holds_released(like)
+        if asked.export and is_like and training.is_complete:
+            export = output / "hf"
+            _do([running.conversion("export", output / "run", export, "--like", str(like))], output)
+
+
+def _gpus_here() -> int:
+    return len(list(Path("/dev").glob("nvidia[0-9]*")))
+
+
+def _devices(cluster: ClusterConfig, strategy: StrategyOptions, sizes: SizeOptions) -> int:
+    """Return the devices of the job: as given, those here, or a node of a cluster of CPUs."""
+    if strategy.gpus is not None:
+        return strategy.gpus
+    if any((sizes.tp, sizes.pp, sizes.dp)) and (cluster.is_cpu or not _gpus_here()):
+        return sizes.parallel().world_size
+    found = cluster.gpus_per_node if cluster.is_cpu else _gpus_here()
+    if not found:
+        raise UserError(
+            "no GPU is here to plan for: give the devices of the job by --gpus, or by --tp, --pp "
+            "and --dp"
+        )
+    return found
+
+
+def _export(output: Path, data: Path) -> None:
+    """Export the plan to the trainer that it was made for."""
+    plan, export = output / "plan", output / "export"
+    words = ("omnibal", "export", str(plan), "--to", str(export), "--data", str(data))
+    _do([Step(words=words, reads=(plan,), makes=export)], output)
+    _say(f"what to run: {export / 'RUN.md'}")
+
+
+def _absolute(word: Any) -> str:
+    """Return a path that is there as an absolute one, and anything else as it is."""
+    return str(Path(word).absolute()) if Path(str(word)).exists() else str(word)
 
 
 def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[str]:
@@ -133,7 +172,7 @@ def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[
             words.append(option.opts[0] if value else option.secondary_opts[0])
         elif option.name in names:
             for one in value if isinstance(value, list | tuple) else [value]:
-                words += [option.opts[0], str(one)]
+                words += [option.opts[0], _absolute(one) if isinstance(one, Path) else str(one)]
     return words
 
 

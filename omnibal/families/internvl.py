@@ -12,6 +12,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from omnibal.families.folder import stored_tensors
 from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.processor import read_processor
 from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
 from omnibal.families.vision import LayersTable, Square, square
 from omnibal.families.whole import WholeTable
@@ -111,9 +112,13 @@ class _Whole(WholeTable):
         """Conversation fields of a ModelConfig, for releases in Transformers' format."""
         return {"chat_template": "internvl2_5"}
 
-    def tiling(self, image_size: int) -> TilingConfig:
-        """Default tiling, which the file does not contain."""
-        return TilingConfig()
+    def tiling(self, image_size: int, path: Path) -> TilingConfig:
+        """Tiling by the image processor's file next to config.json, or the default."""
+        processor = read_processor(path, {})
+        given = {
+            "min_dynamic_patch": processor.min_patches, "max_dynamic_patch": processor.max_patches
+        }  # fmt: skip
+        return TilingConfig(**{name: tiles for name, tiles in given.items() if tiles is not None})
 
 
 class _Transformers(_Whole):
@@ -146,8 +151,8 @@ class _Original(_Whole):
         template = {} if self.template is None else {"chat_template": self.template}
         return {"chat_system_message": self.system_message, **template}
 
-    def tiling(self, image_size: int) -> TilingConfig:
-        """Tiling of images."""
+    def tiling(self, image_size: int, path: Path) -> TilingConfig:
+        """Tiling by config.json."""
         if self.force_image_size not in (None, image_size):
             raise ValueError(
                 f"has force_image_size {self.force_image_size}, but position embeddings for "
@@ -190,7 +195,7 @@ def internvl_model(
         original=is_original(given),
         has_head=has_head,
     )
-    tiling = whole.tiling(square(vision.image_size, "image_size"))
+    tiling = whole.tiling(square(vision.image_size, "image_size"), path)
     tower = vision.tower(whole.downsample_ratio, tiling)
     text.check_trained()
     language = text.language(tied_head=tied)

@@ -45,6 +45,9 @@ class Processor(BaseModel):
     min_pixels: PositiveInt | None = None
     max_pixels: PositiveInt | None = None
     size: _Size | PositiveInt | None = None
+    min_patches: PositiveInt | None = None
+    max_patches: PositiveInt | None = None
+    """Max tiles of an image (InternVL)."""
     in_token_limit: PositiveInt | None = None
     media_proc_cfg: _Limits | None = None
 
@@ -142,7 +145,7 @@ def read_video_processor(config: Path) -> VideoProcessor:
 def _agrees(processor: Processor, path: Path, sizes: dict[str, Any]) -> None:
     for name in ("patch_size", "merge_size"):
         given = processor.model_dump()[name]
-        if isinstance(given, int) and given != sizes[name]:
+        if isinstance(given, int) and given != sizes.get(name, given):
             raise UserError(
                 f"{path}: has {name} {given}; it must be {sizes[name]}, as the vision tower of "
                 f"config.json has it; {_REMEDY}"

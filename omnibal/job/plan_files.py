@@ -26,6 +26,7 @@ from omnibal.job.plan import (
     Plan,
     SettingsHashes,
     SourceSeen,
+    read_plan,
     write_plan,
 )
 from omnibal.job.plan_data import SampleData, data_at_caps
@@ -72,6 +73,24 @@ class PlanFiles:
                 "`omnibal plan`"
             )
         return self.data
+
+
+def hash_steps(directory: Path, steps: int) -> str | None:
+    """Return `DataPlan.steps_sha256` of a plan's first `steps` steps alone.
+
+    Returns:
+        None if there are not as many, or if they end within a portion.
+    """
+    data = read_plan(directory).data
+    if data is None or steps > data.steps:
+        return None
+    if data.portions:
+        ends = data.first_steps
+        there = data.portions[: ends.index(steps) if steps in ends else 0]
+        return DataPlan.joined(data, there, 1).steps_sha256 if there else None
+    packs = read_packs(directory / PACKS_FILE)
+    first = steps_of(packs.take(np.flatnonzero(packs.step < steps)))
+    return first.sha256 if data.window is None else first.window_sha256
 
 
 def job_of_plan(plan: Plan, directory: Path) -> JobSpec:

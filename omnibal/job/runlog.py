@@ -25,6 +25,13 @@ RUN_FILE = "run.jsonl"
 RUN_INFO_FILE = "run.json"
 VALIDATION_FILE = "validation.jsonl"
 EVALUATION_FILE = "evaluation.json"
+TRACKER_FILE = "latest_checkpointed_iteration.txt"
+"""Holds the steps of the newest complete checkpoint."""
+RATES = (
+    *("lr", "min_lr", "vision_lr", "lr_decay_style", "lr_warmup_fraction"),
+    *("weight_decay", "clip_grad"),
+)
+"""Options of pretrain_vlm.py that a run may change when it goes on."""
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
 """May be NaN or infinite, as in a diverged step."""
@@ -262,6 +269,26 @@ def drop_records(path: Path, first_step: int) -> None:
             kept.append(line + b"\n")  # readers of the log report it
     with atomic(path) as temporary:
         temporary.write_bytes(b"".join(kept))
+
+
+def checkpoint_path(directory: Path, step: int) -> Path:
+    """Folder of the checkpoint after `step` steps."""
+    return directory / f"iter_{step:07d}"
+
+
+def latest_step(directory: Path) -> int | None:
+    """Steps trained in the newest complete checkpoint, or None."""
+    tracker = directory / TRACKER_FILE
+    if not tracker.exists():
+        return None
+    remedy = (
+        f"it must hold the step number of a checkpoint folder beside it "
+        f"({checkpoint_path(directory, 100).name} is 100); correct it"
+    )
+    text = read_text(tracker, remedy).strip()
+    if not (text.isascii() and text.isdecimal()):
+        raise UserError(f"{tracker}: holds {text[:20]!r}, and {remedy}")
+    return int(text)
 
 
 def write_evaluation(evaluation: Evaluation, directory: Path) -> Path:

@@ -1,6 +1,7 @@
 """Steps of `omnibal run`: done once, again after a change, and gone on with after a stop."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from omnibal.base.errors import UserError
-from omnibal.running import Step, first_weights, run_steps, tokenizer_of
+from omnibal.job.runlog import TRACKER_FILE
+from omnibal.running import Step, Training, alone, first_weights, run_steps, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 COUNT = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(); print(sys.argv[2:])"
@@ -50,11 +52,11 @@ def test_a_step_is_done_again_after_any_change_alone(do, tmp_path):
     assert do(step) == [f"$ {step.text}  (done)"]
     kept = [f"{tmp_path / 'made'} is kept as {tmp_path / f'made-{number}'}" for number in (1, 2, 3)]
     read.write_text("three")
-    assert do(step) == [f"again, since {read} has changed:", kept[0], "ran"]
+    assert do(step) == [f"again, since {read} changed:", kept[0], "ran"]
     (media / "deep" / "a.PNG").write_bytes(b"12")
-    assert do(step) == [f"again, since {media} has changed:", kept[1], "ran"]
+    assert do(step) == [f"again, since {media} changed:", kept[1], "ran"]
     other = make(tmp_path, read, more=("x",), media=(media,))
-    assert do(other) == ["again, since its command has changed:", kept[2], "ran"]
+    assert do(other) == ["again, since its command changed:", kept[2], "ran"]
     (tmp_path / "made").rename(tmp_path / "elsewhere")
     assert do(other) == ["ran"]
     (tmp_path / "steps.json").write_text("{")
@@ -92,8 +94,35 @@ def test_a_training_goes_on_to_its_last_step(do, tmp_path):
     (plan / "plan.json").write_text("22")
     said = do(train(2))
     kept = f"{tmp_path / 'run'} is kept as {tmp_path / 'run-1'}"
-    assert said == [f"again, since {plan} has changed:", kept, "ran", stopped]
+    assert said == [f"again, since {plan} changed:", kept, "ran", stopped]
     assert json.loads((tmp_path / "run-1" / "latest_checkpointed_iteration.txt").read_text()) == 2
+
+
+def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatch):
+    """Prevents a training that is begun again for a lower rate, and one that goes on with another
+    model, seed or data than its checkpoint has seen."""
+    monkeypatch.setattr("omnibal.running.hash_steps", lambda plan, steps: {3: "a"}.get(steps))
+    run, words = tmp_path / "run", ("bash", "train.sh")
+    step = Training(words=words, makes=run, last_step=6, plan=tmp_path, options=())
+    before = {"read": {}, "model": "m", "options": ["--lr 1"], "steps": [3, "a"]}
+    before["command"] = step.text
+    goes_on = lambda **changes: step.goes_on(before, before | changes)  # noqa: E731
+    assert goes_on(options=["--lr 2", "--save-interval 5"]) and goes_on(steps=[6, "b"])
+    assert not goes_on(options=["--lr 1", "--seed 3"]) and not goes_on(model="n")
+    assert not goes_on(read={"data.jsonl": "1"}) and not step.goes_on({"read": {}}, before)
+    run.mkdir()
+    (run / TRACKER_FILE).write_text("6")
+    assert goes_on(options=["--lr 1", "--num-workers 5"]) and not goes_on(options=["--lr=2"])
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path):
+    """Prevents two trainings that write to one folder."""
+    with (
+        alone(tmp_path, print),
+        pytest.raises(UserError, match=f"process {os.getpid()} is at work there"),
+        alone(tmp_path, print),
+    ):
+        pass
 
 
 def test_a_training_elsewhere_is_prepared_once(tmp_path):

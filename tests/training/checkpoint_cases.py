@@ -9,12 +9,12 @@ from megatron.core import dist_checkpointing, parallel_state
 from ranks import logged
 from toy import OPTIONS, toy_batch
 
-from megatron.vlm.checkpoint.files import checkpoint_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.base.errors import UserError
+from omnibal.job.runlog import checkpoint_path
 
 TOTAL_STEPS = 6
 PACKS = [[(2, 9), (0, 6)], [(0, 12)], [(1, 8)]]
@@ -36,11 +36,11 @@ def save(trainer, folder, step, options=OPTIONS):
     assert lines == [f"saved {checkpoint_path(folder, step)}"]
 
 
-def train_range(links, plan, first, last, load, folder, seed=3):
+def train_range(links, plan, first, last, load, folder, seed=3, options=OPTIONS):
     """Losses of steps first..last-1 and the weights after, by global name."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=TOTAL_STEPS, seed=seed)
+    trainer = build_trainer(plan, links, options, steps=TOTAL_STEPS, seed=seed)
     if load is not None:
-        assert load_checkpoint(load, *parts_of(trainer)).step == first
+        assert load_checkpoint(load, *parts_of(trainer, options)).step == first
     losses = []
     for step in range(first, last):
         batches = [toy_batch(plan.model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]

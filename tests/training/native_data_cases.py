@@ -45,7 +45,7 @@ def native_models() -> dict[str, ModelConfig]:
     return found
 
 
-def write_tokenizer(folder: Path) -> None:
+def write_tokenizer(folder: Path, special: Sequence[str] = SPECIAL) -> None:
     """A byte-level tokenizer with a chat template in the manner of Qwen's."""
     folder.mkdir(exist_ok=True)
     bpe = Tokenizer(models.BPE())
@@ -54,7 +54,7 @@ def write_tokenizer(folder: Path) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, show_progress=False)
     bpe.train_from_iterator(["What is it? A cat, 1.5 seconds."] * 3, trainer)
-    bpe.add_special_tokens([AddedToken(piece, normalized=False) for piece in SPECIAL])
+    bpe.add_special_tokens([AddedToken(piece, normalized=False) for piece in special])
     bpe.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
     (folder / "chat_template.jinja").write_text(TEMPLATE)

@@ -21,7 +21,7 @@ from omnibal.model.encoders import ImagesEncoder
 
 # A large epsilon, or AdamW makes whole steps of what is only rounding error. With 1e-3, weights of
 # the embedding differed by more than 1e-4 on some processors, whose sums round otherwise.
-OPTIONS = replace(OPTIONS, adam_eps=1e-2)
+OPTIONS = replace(OPTIONS, adam_eps=1e-2, vision_lr=OPTIONS.lr / 4)
 
 # Packs as (tiles, text tokens). Token counts are odd and even; a step has no image at all; one pack
 # has no loss ((1, 2): loss begins at the third text token).

@@ -6,6 +6,9 @@ from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import pytest
+from adapter_cases import EVERYWHERE
+from pipeline_cases import pipeline_plan
+from toy import OPTIONS
 
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.run import arguments as arguments_module
@@ -18,6 +21,7 @@ from megatron.vlm.run.arguments import (
     StorageArguments,
     parse_arguments,
 )
+from megatron.vlm.run.pretrain import with_rates
 from megatron.vlm.step.train import OptimizationOptions
 from omnibal.base.errors import UserError
 
@@ -38,7 +42,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
         num_workers=2, provider="local",
         samples=DataOptions(seed=42, augment=True),
         optimization=OptimizationOptions(
-            lr=4e-5, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.03,
+            lr=None, min_lr=0.0, lr_decay_style="cosine", lr_warmup_fraction=0.03,
             weight_decay=0.05, adam_beta1=0.9, adam_beta2=0.999, adam_eps=1e-8, clip_grad=1.0,
         ),
         checkpoints=CheckpointArguments(
@@ -58,11 +62,13 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
         "--replan-at 50,7 --elastic "
         "--keep-checkpoints 2 --exit-after-failed-saves 3 --max-skipped-steps 0 --num-workers 0 "
         "--on-bad-sample skip --loss-weighting sample --drop-path-rate 0.1 --lr 1e-3 "
+        "--vision-lr 1e-4 "
         "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
         "--eval-samples 9 --eval-interval 6 --max-new-tokens 11"
     )
     run, plain = parsed(monkeypatch, words).run, parsed(monkeypatch, TRAIN).run
-    sizes = {"lr": 1e-3, "drop_path_rate": 0.1, "loss_weighting": LossWeighting.SAMPLE}
+    sizes = {"lr": 1e-3, "vision_lr": 1e-4, "drop_path_rate": 0.1}
+    sizes |= {"loss_weighting": LossWeighting.SAMPLE}
     told = {"loss_weighting": LossWeighting.SAMPLE, "on_bad_sample": OnBadSample.SKIP}
     assert run == replace(
         plain, load=Path("l"), finetune=True, train_iters=7, seed=3, max_skipped_steps=0,
@@ -81,6 +87,21 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
     )  # fmt: skip
 
 
+def test_rates_are_those_of_recipes() -> None:
+    """Prevents a rate of whole weights for adapters, the language model's for a trained vision
+    tower, and a rate for one that is frozen."""
+    plan, options = pipeline_plan(), replace(OPTIONS, lr=None, min_lr=0.0)
+    with_adapters = {"adapters": EVERYWHERE, "frozen": ("vision",)}
+    found = with_rates(options, plan)
+    assert (found.lr, found.vision_lr) == (1e-5, pytest.approx(2e-6))
+    found = with_rates(options, plan.model_copy(update=with_adapters))
+    assert (found.lr, found.vision_lr) == (1e-4, None)
+    with pytest.raises(UserError, match="at most --lr, 1e-05"):
+        with_rates(replace(options, min_lr=1.0), plan)
+    with pytest.raises(UserError, match="trains no vision encoder"):
+        with_rates(replace(options, vision_lr=1.0), pipeline_plan(frozen=("vision",)))
+
+
 def test_dry_run_needs_only_the_plan(monkeypatch) -> None:
     """Prevents a look at a plan that asks for data that is not there yet."""
     assert parsed(monkeypatch, "--plan p --dry-run") == Arguments(plan=Path("p"), run=None)
@@ -92,7 +113,6 @@ def test_dry_run_needs_only_the_plan(monkeypatch) -> None:
         "--plan p --save s --tokenizer-model t",
         f"{TRAIN} --finetune",
         f"{TRAIN} --skip-train",
-        f"{TRAIN} --min-lr 1",
         f"{TRAIN} --eval-interval 3",
         f"{TRAIN} --lr -1",
         "--plan p --data d",

@@ -21,11 +21,12 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
-from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step, part_path
+from megatron.vlm.checkpoint.files import part_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, LoadedCheckpoint, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.plan import Plan
+from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 from omnibal.model.parallel import Parallel
 
 
@@ -229,21 +230,37 @@ def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("changes", "lr", "messages"),
+    ("changes", "beta", "messages"),
     [
-        ({"hidden_size": 32}, 1e-2, 2 * ["vision.hidden_size is 16 there and 32 in the plan"]),
-        ({}, 5e-3, [None, "lr is 0.01 there and 0.005 given"]),
+        ({"hidden_size": 32}, 0.95, 2 * ["vision.hidden_size is 16 there and 32 in the plan"]),
+        ({}, 0.5, [None, "adam_beta2 is 0.95 there and 0.5 given"]),
     ],
     ids=["model", "options"],
 )
-def test_checkpoints_of_another_run_are_refused(stopped_on, changes, lr, messages):
-    """Prevents: a load that half succeeds, or fails deep inside with tensor shapes; and a learning
-    rate that is given and silently overruled by the checkpoint's."""
+def test_checkpoints_of_another_run_are_refused(stopped_on, changes, beta, messages):
+    """Prevents: a load that half succeeds, or fails deep inside with tensor shapes; and an option
+    that is given and silently overruled by the checkpoint's."""
     model = toy_model(**changes)
-    plan, given = toy_plan(model, stages_of(model)), replace(OPTIONS, lr=lr)
+    plan, given = toy_plan(model, stages_of(model)), replace(OPTIONS, adam_beta2=beta)
     [told] = run_ranks(plan.parallel, refusals, plan, [stopped_on(1).checkpoint], given)
     for line, message in zip(told, messages, strict=True):
         assert line is None if message is None else message in line
+
+
+@pytest.mark.parametrize("vision", [1.0, 0.5])
+def test_other_rates_keep_weights_moments_and_position(stopped_on, vision):
+    """Prevents: rates that are given and overruled by the checkpoint's, and Adam's moments or the
+    place in the schedule lost with them. An update is proportional to its rate."""
+    stopped, lr = stopped_on(1), OPTIONS.lr / 2
+    rates = {"lr": lr, "min_lr": OPTIONS.min_lr / 2, "vision_lr": vision * lr}
+    load = stopped.checkpoint
+    _, before = run_range(stopped.plan, 3, 3, load, None)
+    _, usual = run_range(stopped.plan, 3, 4, load, None)
+    _, lowered = run_range(stopped.plan, 3, 4, load, None, 3, replace(OPTIONS, **rates))
+    for name, weight in before.items():
+        share = 0.5 * (vision if name.startswith(("vision.", "vision_embedding.")) else 1.0)
+        expected = weight + share * (usual[name] - weight)
+        torch.testing.assert_close(lowered[name], expected, rtol=1e-6, atol=1e-7, msg=name)
 
 
 @pytest.mark.parametrize(

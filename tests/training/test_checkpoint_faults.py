@@ -20,17 +20,12 @@ from ranks import TIMEOUT_S, logged, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
-from megatron.vlm.checkpoint.files import (
-    TRACKER_FILE,
-    begin_checkpoint,
-    checkpoint_path,
-    latest_step,
-    part_path,
-)
+from megatron.vlm.checkpoint.files import begin_checkpoint, part_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
 PACKS = [[(1, 8)], [(0, 9)]]
 SCHEDULED_STEPS = 10_000

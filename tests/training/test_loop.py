@@ -19,7 +19,6 @@ from pipeline_cases import pipeline_plan
 from ranks import run_ranks
 from toy import OPTIONS, toy_batch
 
-from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run import gather
@@ -30,7 +29,7 @@ from megatron.vlm.run.loop import RunData, RunOptions, TrainingLoop
 from megatron.vlm.step.clock import Phase
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
-from omnibal.job.runlog import RUN_FILE, read_run
+from omnibal.job.runlog import RUN_FILE, latest_step, read_run
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel

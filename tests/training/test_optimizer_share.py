@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import OPTIONS, toy_model
 
-from megatron.vlm.checkpoint.files import checkpoint_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.step.train import build_trainer
+from omnibal.job.runlog import checkpoint_path
 from omnibal.model.parallel import Parallel
 
 _ROWS = 3 * 2 * 2 * 4 * 16384

@@ -19,11 +19,11 @@ from tensor_parallel_cases import (
 )
 from toy import stages_of, toy_plan
 
-from megatron.vlm.checkpoint.files import checkpoint_path
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.checkpoint.stored_blocks import boxes
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.job.runlog import checkpoint_path
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 MODEL = MODELS["6B-like"]

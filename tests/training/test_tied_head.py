@@ -17,8 +17,8 @@ from tensor_parallel_cases import (
 )
 from toy import stages_of, toy_plan
 
-from megatron.vlm.checkpoint.files import checkpoint_path
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
+from omnibal.job.runlog import checkpoint_path
 from omnibal.model.parallel import Parallel
 
 FROZEN = {"frozen": ("language",)}

@@ -16,32 +16,11 @@ from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 
-from omnibal.base.errors import UserError
-from omnibal.base.files import atomic, read_text
+from omnibal.base.files import atomic
+from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
-TRACKER_FILE = "latest_checkpointed_iteration.txt"
 _PART_SUFFIX = ".part"
 _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.part)?")
-
-
-def checkpoint_path(directory: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
-    return directory / f"iter_{step:07d}"
-
-
-def latest_step(directory: Path) -> int | None:
-    """Steps trained in the newest complete checkpoint, or None."""
-    tracker = directory / TRACKER_FILE
-    if not tracker.exists():
-        return None
-    remedy = (
-        f"it must hold the step number of a checkpoint folder beside it "
-        f"({checkpoint_path(directory, 100).name} is 100); correct it"
-    )
-    text = read_text(tracker, remedy).strip()
-    if not (text.isascii() and text.isdecimal()):
-        raise UserError(f"{tracker}: holds {text[:20]!r}, and {remedy}")
-    return int(text)
 
 
 def begin_checkpoint(directory: Path, step: int) -> Path:

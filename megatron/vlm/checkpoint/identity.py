@@ -10,8 +10,9 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
-from megatron.vlm.checkpoint.files import TRACKER_FILE, checkpoint_path, latest_step
 from omnibal.base.errors import UserError
+from omnibal.job.plan import DataPlan
+from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ModelConfig, model_sizes
 from omnibal.model.units import unit_kinds
@@ -36,6 +37,8 @@ class CheckpointIdentity:
     model: ModelConfig
     steps_sha256: str | None
     """SHA-256 of the plan's steps. None without data."""
+    steps: int | None
+    """Number of the plan's steps, if known."""
     options: dict[str, Any] | None
     """The optimizer's settings. None for weights only, such as imported weights."""
     adapters: AdapterConfig | None = None
@@ -44,7 +47,7 @@ class CheckpointIdentity:
 
 def identity_state(
     model: ModelConfig,
-    steps_sha256: str | None,
+    data: DataPlan | None,
     options: Mapping[str, Any] | None,
     adapters: AdapterConfig | None = None,
 ) -> dict[str, Any]:
@@ -52,7 +55,8 @@ def identity_state(
     of_adapters = {} if adapters is None else {"adapters": adapters.model_dump(mode="json")}
     return of_adapters | {
         "model": model.model_dump(mode="json"),
-        "steps_sha256": steps_sha256,
+        "steps_sha256": None if data is None else data.steps_sha256,
+        "steps": None if data is None else data.steps,
         "options": None if options is None else dict(options),
     }
 
@@ -84,6 +88,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
             # Fields newer than the checkpoint get their defaults.
             model=ModelConfig.model_validate(identity["model"]),
             steps_sha256=identity["steps_sha256"],
+            steps=identity.get("steps"),
             options=identity["options"],
             adapters=adapters if adapters is None else AdapterConfig.model_validate(adapters),
         )

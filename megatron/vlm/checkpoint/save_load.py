@@ -38,9 +38,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, has_cuda
 from megatron.vlm.checkpoint.files import (
     begin_checkpoint,
-    checkpoint_path,
     force_to_disk,
-    latest_step,
     part_path,
     prune_checkpoints,
     publish_checkpoint,
@@ -60,6 +58,7 @@ from megatron.vlm.checkpoint.state import Optimizer, joined_settings, state_of
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
+from omnibal.job.runlog import RATES, checkpoint_path, latest_step
 
 T = TypeVar("T")
 _log = logging.getLogger(__name__)
@@ -97,8 +96,7 @@ class CheckpointWriter:
         self._directory = directory
         self._state = state_of(stages, optimizers)
         self._scheduler = scheduler
-        steps_sha256 = None if plan.data is None else plan.data.steps_sha256
-        self._identity = identity_state(plan.model, steps_sha256, _plain(options), plan.adapters)
+        self._identity = identity_state(plan.model, plan.data, _plain(options), plan.adapters)
         self._keep_last = keep_last
         self._asynchronous = asynchronous
         # A host group: polling for completion must not wait for the devices.
@@ -415,25 +413,41 @@ def load_checkpoint(
     optimizers: Sequence[Optimizer | None],
     scheduler: OptimizerParamScheduler,
     options: Mapping[str, float | str],
+    hash_steps: Callable[[int], str | None] = lambda steps: None,
 ) -> LoadedCheckpoint:
-    """Restore weights, optimizer and schedule from the newest checkpoint; collective."""
+    """Restore weights, optimizer and position from the newest checkpoint; collective.
+
+    Args:
+        hash_steps: returns `steps_sha256` of the plan's first `n` steps, as a longer plan of the
+            same data goes on with the run of a shorter one.
+    """
     found = _agree_or_refuse(lambda: _open(directory, plan))
     path = found.path
     if found.options is None:
         raise UserError(
             f"{path}: holds weights alone, as an import does; start from them with --finetune"
         )
-    different = differences(found.options, options, "given")
+    stored, given = ({**settings} for settings in (found.options, options))
+    before, now = (
+        {name: settings.pop(name, None) for name in RATES} for settings in (stored, given)
+    )
+    different = differences(stored, given, "given")
     if different:
         raise UserError(
             f"{path}: was trained with other settings: {'; '.join(different)}; resume with the same"
         )
-    if plan.data is not None and found.steps_sha256 != plan.data.steps_sha256:
+    data = plan.data
+    if data is not None and found.steps_sha256 not in (
+        data.steps_sha256,
+        None if found.steps is None else hash_steps(found.steps),
+    ):
         raise UserError(
             f"{path}: was trained on other steps than the plan's, so its step count does not say "
             "which samples were seen; resume with the plan it was trained with or with one made "
             "by `omnibal plan --steps-of` it, or start anew without --load"
         )
+    for line in differences(before, now, "given"):
+        _log.info(f"{path}: {line}, which the run goes on with")
     state = state_of(stages, optimizers)
     loaded = state.load_weights(path)
     state.load_optimizer(path, loaded["optimizer"])

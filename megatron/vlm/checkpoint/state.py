@@ -70,9 +70,11 @@ class State:
         return loaded[-1]
 
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
-        """Restore each optimizer's state, with its part of the checkpoint's settings."""
+        """Restore each optimizer's state and steps. Rates are those given now."""
+        groups = settings["optimizer"]["param_groups"]
+        [step] = {group["step"] for group in groups if group.get("step") is not None}
         for one in self._states.values():
-            one.load_optimizer(path, settings)
+            one.load_optimizer(path, step)
 
 
 class _WholeState:
@@ -106,9 +108,12 @@ class _WholeState:
         self._stage.load_state_dict(loaded.pop("model"), strict=adapters)
         return loaded
 
-    def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
+    def load_optimizer(self, path: Path, step: float) -> None:
         for one in self._optimizers:
             _fill_empty_state(one.optimizer)
+            settings = one.state_dict()
+            for group in settings["optimizer"]["param_groups"]:
+                group["step"] = step
             one.load_state_dict(settings)
         with one_error(path):
             load_blocks(self._optimizer_blocks(self._stage.sharded_state_dict()), path)
@@ -181,10 +186,9 @@ class _PartState:
         self._stage.load_state_dict(loaded.pop("model", {}), strict=False)
         return loaded
 
-    def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
+    def load_optimizer(self, path: Path, step: float) -> None:
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
-        [step] = {float(group["step"]) for group in settings["optimizer"]["param_groups"]}
         for state in self._optimizer.inner.state.values():
             state["step"].fill_(step)
         with one_error(path):

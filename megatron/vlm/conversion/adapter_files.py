@@ -28,7 +28,6 @@ from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import check_exportable
 from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
-    check_room,
     check_tensors,
     write_file,
     writing,
@@ -36,7 +35,7 @@ from megatron.vlm.conversion.released_files import (
 from megatron.vlm.conversion.tensor_map import Layout, Parameter, QueryKeyValue, Shape, released
 from megatron.vlm.model.adapters import OutputRows
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic_directory, read_json_model
+from omnibal.base.files import atomic_directory, check_room, read_json_model
 from omnibal.model.adapters import AdapterConfig, Linear, Piece, adapted_linears
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import LANGUAGE, UnitKind, model_parts, unit_kinds

@@ -25,7 +25,6 @@ from megatron.vlm.conversion.released_config import (
 from megatron.vlm.conversion.released_files import (
     INDEX_FILE,
     SINGLE_FILE,
-    check_room,
     dtype_name,
     index_text,
     write_file,
@@ -41,7 +40,7 @@ from megatron.vlm.conversion.tensor_map import (
     released,
 )
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic_directory, read_text
+from omnibal.base.files import atomic_directory, check_room, read_text
 from omnibal.data.chat import answer_end, check_tokenizer
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.config import ModelConfig

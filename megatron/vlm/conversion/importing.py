@@ -21,7 +21,6 @@ from megatron.vlm.conversion.released_config import read_config
 from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
-    check_room,
     check_tensors,
     dtype_name,
     writing,
@@ -37,7 +36,7 @@ from megatron.vlm.conversion.tensor_map import (
     released,
 )
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic_directory
+from omnibal.base.files import atomic_directory, check_room
 from omnibal.data.chat import check_tokenizer
 from omnibal.data.tokenizer import FAST_FILE, Tokenizer, open_tokenizer
 from omnibal.model.adapters import AdapterConfig

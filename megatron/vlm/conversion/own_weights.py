@@ -57,7 +57,7 @@ def write_weights(
     common = {
         "step": WEIGHTS_STEP,
         "training_state": {},
-        "omnibal": identity_state(model, steps_sha256=None, options=None, adapters=adapters),
+        "omnibal": identity_state(model, data=None, options=None, adapters=adapters),
     }
     torch.save(common, path / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig(*CHECKPOINT_BACKEND), str(path))

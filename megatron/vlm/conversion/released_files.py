@@ -5,7 +5,6 @@ model.safetensors.index.json        file of each tensor; absent for a single fil
 """
 
 import json
-import shutil
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -223,17 +222,6 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | No
         apart[name] = whole.clone() if whole.data_ptr() in seen else whole
         seen.add(whole.data_ptr())
     save_file(apart, path, metadata)
-
-
-def check_room(target: Path, size: int) -> None:
-    """Raise UserError unless `size` bytes fit on the file system of `target`."""
-    there = next(folder for folder in target.absolute().parents if folder.is_dir())
-    free = shutil.disk_usage(there).free
-    if size > free:
-        raise UserError(
-            f"{target}: {size:,} bytes are to be written, but only {free:,} are free there; make "
-            "room, or write elsewhere"
-        )
 
 
 def index_text(index: Mapping[str, Any], weight_map: Mapping[str, str], size: int) -> str:

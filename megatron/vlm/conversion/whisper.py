@@ -18,7 +18,6 @@ from megatron.vlm.conversion.released_config import CONFIG_FILE
 from megatron.vlm.conversion.released_files import (
     ReleasedFiles,
     TensorInfo,
-    check_room,
     check_tensors,
     write_file,
     writing,
@@ -31,7 +30,7 @@ from megatron.vlm.conversion.tensor_map import (
 )
 from megatron.vlm.model.audio import sinusoids
 from omnibal.base.errors import UserError
-from omnibal.base.files import atomic_directory, complaint, read_json_model
+from omnibal.base.files import atomic_directory, check_room, complaint, read_json_model
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder
 

@@ -19,6 +19,8 @@ from omnibal.model.config import Provider
 
 _CACHE_GIB = 32
 """Size of a cache of remote data: some hours of samples, which most nodes' disks can hold."""
+LEARNING_RATE, ADAPTER_LEARNING_RATE, VISION_SHARE = 1e-5, 1e-4, 0.2
+"""The largest rate of all weights and of adapters, and the vision encoder's share of it."""
 DESCRIPTION = "Train a language model, with or without a vision encoder, as a plan says."
 
 
@@ -238,10 +240,6 @@ def _check_together(given: argparse.Namespace) -> None:
             "--finetune starts from the weights of a run: give --load",
         ),
         (
-            not 0 <= given.min_lr <= given.lr,
-            f"--min-lr {given.min_lr} must be from 0 to --lr {given.lr}",
-        ),
-        (
             given.elastic and given.load and given.load != given.save and not given.finetune,
             "--elastic goes on from --save: give no other --load, but one with --finetune",
         ),
@@ -339,7 +337,12 @@ def _add_data(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_optimization(group: argparse._ArgumentGroup) -> None:
-    _add(group, "--lr", _NOT_NEGATIVE, 4e-5, "largest learning rate")
+    largest = (
+        f"largest learning rate (default: {LEARNING_RATE}, of adapters {ADAPTER_LEARNING_RATE})"
+    )
+    _add(group, "--lr", _NOT_NEGATIVE, None, largest)
+    vision = f"that of the vision encoder's own weights (default: {VISION_SHARE:g} x --lr)"
+    _add(group, "--vision-lr", _NOT_NEGATIVE, None, vision)
     _add(group, "--min-lr", _NOT_NEGATIVE, 0.0, "learning rate of the last step")
     styles = ["cosine", "linear", "constant"]
     _add(group, "--lr-decay-style", str, "cosine", "after the warm-up", choices=styles)

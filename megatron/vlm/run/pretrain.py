@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import current_device
-from megatron.vlm.checkpoint.files import latest_step
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
@@ -27,7 +26,12 @@ from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
 from megatron.vlm.model.providers import check_precision
-from megatron.vlm.run.arguments import RunArguments
+from megatron.vlm.run.arguments import (
+    ADAPTER_LEARNING_RATE,
+    LEARNING_RATE,
+    VISION_SHARE,
+    RunArguments,
+)
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.run.loop import RunData, RunOptions, RunOutcome, TrainingLoop
@@ -37,7 +41,7 @@ from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
 from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
 from megatron.vlm.step.links import PipelineLinks
-from megatron.vlm.step.train import Trainer, build_trainer
+from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
 from megatron.vlm.step.validation import Validation
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
@@ -49,13 +53,14 @@ from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.job.check import open_plan, open_portion, training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, plan_sha256, read_plan
-from omnibal.job.plan_files import PlanFiles
+from omnibal.job.plan_files import PlanFiles, hash_steps
 from omnibal.job.runlog import (
     RUN_FILE,
     RUN_INFO_FILE,
     VALIDATION_FILE,
     RunInfo,
     drop_records,
+    latest_step,
     read_run_info,
     write_evaluation,
     write_run_info,
@@ -167,6 +172,7 @@ def plan_for_all(
 def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run:
     """Read and check data, tokenizer and directories. All ranks raise the same errors."""
     plan = planned.plan
+    arguments = replace(arguments, optimization=with_rates(arguments.optimization, plan))
     launch.check_against(plan.parallel)
     _check_options(arguments, plan)
     tokenizer = open_tokenizer(arguments.tokenizer_model)
@@ -222,6 +228,24 @@ def _check_no_other_run(save: Path, load: Path | None) -> None:
             f"{save}: holds a run of {step} steps; resume it with --load {save}, or give another "
             "--save"
         )
+
+
+def with_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
+    """Fill in the learning rates that are not given, as most published recipes have them."""
+    usual = LEARNING_RATE if plan.adapters is None else ADAPTER_LEARNING_RATE
+    lr = usual if options.lr is None else options.lr
+    if options.min_lr > lr:
+        raise UserError(
+            f"--min-lr {options.min_lr:g} must be at most --lr, {lr:g}: lower it, or raise --lr"
+        )
+    if "vision" in plan.model.encoders and "vision" not in plan.frozen:
+        vision_lr = lr * VISION_SHARE if options.vision_lr is None else options.vision_lr
+        return replace(options, lr=lr, vision_lr=vision_lr)
+    if options.vision_lr is not None:
+        raise UserError(
+            "--vision-lr was given, but the plan trains no vision encoder; leave it out"
+        )
+    return replace(options, lr=lr)
 
 
 def execute(run: Run, store: dist.Store) -> None:
@@ -483,7 +507,7 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
         return RunOutcome(0, 0, False)
     loaded = load_checkpoint(
         arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
-        _options(run, trainer),
+        _options(run, trainer), partial(hash_steps, run.directory),
     )  # fmt: skip
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)

@@ -7,7 +7,7 @@ Shapes: Q values of a rank's shard of a unit's weights.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,8 @@ class ShardedAdam:
         gradients: gradients by weights.
         tensor_group: tensor-parallel ranks, with shards at the same offsets.
         settings: settings of every group, for torch's AdamW and core's scheduler.
+        others: parameters of groups of their own.
+        of_others: settings of these groups in place of the same in `settings`.
     """
 
     def __init__(
@@ -35,6 +37,8 @@ class ShardedAdam:
         gradients: Mapping[FlatWeights, FlatGradients],
         tensor_group: dist.ProcessGroup,
         settings: Mapping[str, Any],
+        others: Collection[torch.nn.Parameter] = (),
+        of_others: Mapping[str, Any] | None = None,
     ) -> None:
         self._gradients, self._tensor_group = gradients, tensor_group
         # Float32 weights: the shard itself if it is float32.
@@ -45,7 +49,9 @@ class ShardedAdam:
                 main = main_Q[own.place]
                 main.grad = gradients[flat].own_Q[own.place]
                 self.ranges.append(MainRange(own=own, main=main, flat=flat))
-        self.inner = torch.optim.AdamW(_groups(self.ranges, settings), fused=True, foreach=False)
+        settings_of = [settings, {**settings, **(of_others or {})}]
+        groups = _groups(self.ranges, settings_of, others)
+        self.inner = torch.optim.AdamW(groups, fused=True, foreach=False)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
@@ -103,19 +109,24 @@ class ShardedAdam:
         return math.sqrt(squares.item())
 
 
-def _groups(ranges: Sequence[MainRange], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return groups as in core: vectors do not decay, experts are separate."""
-    groups: dict[tuple[bool, bool], list[torch.Tensor]] = {}
+def _groups(
+    ranges: Sequence[MainRange],
+    settings_of: Sequence[Mapping[str, Any]],
+    others: Collection[torch.nn.Parameter],
+) -> list[dict[str, Any]]:
+    """Return groups as in core: vectors do not decay, experts and `others` are separate."""
+    groups: dict[tuple[bool, bool, bool], list[torch.Tensor]] = {}
     for is_expert in sorted({one.is_expert for one in ranges} | {False}):
-        groups |= {(is_expert, False): [], (is_expert, True): []}
+        groups |= {(is_expert, False, is_vector): [] for is_vector in (False, True)}
     for one in ranges:
-        groups[one.is_expert, one.own.parameter.dim() == 1].append(one.main)
+        own = one.own.parameter
+        groups.setdefault((one.is_expert, own in others, own.dim() == 1), []).append(one.main)
     return [
         {
-            **settings,
+            **settings_of[is_other],
             "params": parameters,
             "is_expert_parallel": is_expert,
             "wd_mult": 0.0 if is_vector else 1.0,
         }
-        for (is_expert, is_vector), parameters in groups.items()
+        for (is_expert, is_other, is_vector), parameters in groups.items()
     ]

@@ -12,13 +12,21 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
+from megatron.core.optimizer.optimizer_config import ParamPredicate
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
 from megatron.vlm.inputs.data import LossWeighting
+from megatron.vlm.model.adapters import ADAPTERS
 from megatron.vlm.model.configs import parameter_dtype
 from megatron.vlm.model.groups import (
     ShardGroups,
@@ -58,7 +66,8 @@ _log = logging.getLogger(__name__)
 class OptimizationOptions:
     """Options of the loss, AdamW and its schedule, under Megatron's names."""
 
-    lr: float
+    lr: float | None
+    """Largest learning rate. None for `default_rates` of the plan."""
     min_lr: float
     lr_decay_style: Literal["cosine", "linear", "constant"]
     lr_warmup_fraction: float
@@ -71,6 +80,17 @@ class OptimizationOptions:
     loss_weighting: LossWeighting = LossWeighting.TOKEN
     drop_path_rate: float = 0.0
     """Drop-path rate of the last vision layer, rising linearly from 0 at the first."""
+    vision_lr: float | None = None
+    """Largest rate of the vision tower, without projector and adapters. None for `lr`."""
+
+    @property
+    def of_vision(self) -> dict[str, Any]:
+        """Core's settings of the vision tower's parameter groups. Empty if as of all others."""
+        if self.vision_lr is None or self.vision_lr == self.lr:
+            return {}
+        min_lr = self.min_lr * self.vision_lr / self.lr if self.lr else 0.0
+        # By the last of these core tells the groups of a checkpoint apart.
+        return {"max_lr": self.vision_lr, "min_lr": min_lr, "is_decoupled_lr": True}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -263,17 +283,17 @@ def build_trainer(
     if is_sharded:
         fed = [plan.trained_towers(part - 1) for part in links.parts]
         shards = create_shard_groups(plan.parallel)
-        data_parallel = _sharded(chunks, settings, seed, shards, fed, tied)
+        data_parallel = _sharded(chunks, settings, options.of_vision, seed, shards, fed, tied)
     else:
         for stage in chunks:
             initialize_parameters(stage, seed)
-        data_parallel = _replicated(chunks, settings, exchange, tied=tied)
+        data_parallel = _replicated(chunks, settings, options.of_vision, exchange, tied=tied)
     encoders = None if plan.beside is None else _build_encoders(plan, options, settings, seed)
     of_encoders = None if encoders is None else encoders.data_parallel
     scheduler = OptimizerParamScheduler(
         _Scheduled(data_parallel, of_encoders),
         init_lr=0.0,
-        max_lr=options.lr,
+        max_lr=settings.lr,
         min_lr=options.min_lr,
         lr_warmup_steps=round(options.lr_warmup_fraction * steps),
         lr_decay_steps=steps + 1,
@@ -282,6 +302,9 @@ def build_trainer(
         end_wd=options.weight_decay,
         wd_incr_steps=0,
         wd_incr_style="constant",
+        # A run goes on with the rates and steps that it is given now.
+        use_checkpoint_opt_param_scheduler=False,
+        override_opt_param_scheduler=True,
     )
     return Trainer(
         plan=plan,
@@ -309,6 +332,7 @@ class _Scheduled:
 def _replicated(
     chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
+    of_vision: dict[str, Any],
     exchange: DistributedDataParallelConfig,
     groups: ProcessGroupCollection | None = None,
     tied: TiedCopies | None = None,
@@ -318,8 +342,12 @@ def _replicated(
         DistributedDataParallel(stage.config, exchange, stage, pg_collection=groups)
         for stage in chunks
     ]
+    overrides = get_standard_config_overrides(settings)
+    if of_vision:
+        is_vision = ParamPredicate("vision tower", _vision_weights(chunks).__contains__)
+        overrides[ParamKey(predicate=is_vision)] = of_vision
     optimizer = get_megatron_optimizer(
-        settings, models, use_gloo_process_groups=False, pg_collection=groups
+        settings, models, overrides, use_gloo_process_groups=False, pg_collection=groups
     )
     _update_in_one_kernel(optimizer)
     return Replicated(
@@ -331,9 +359,17 @@ def _replicated(
     )
 
 
+def _vision_weights(chunks: Sequence[VLMStage]) -> set[torch.nn.Parameter]:
+    """Return weights of the vision tower, without its projector and adapters."""
+    named = (item for stage in chunks for item in stage.named_parameters())
+    towers = ("vision_embedding.", "vision.")
+    return {own for name, own in named if name.startswith(towers) and ADAPTERS not in name}
+
+
 def _sharded(
     chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
+    of_vision: dict[str, Any],
     seed: int,
     shards: tuple[ShardGroups, ShardGroups],
     fed: Sequence[Collection[str]],
@@ -361,7 +397,10 @@ def _sharded(
         "is_decoupled_lr": False,
         "default_config": True,
     }
-    optimizer = ShardedAdam(gradients, chunks[0].tp_group, of_groups)
+    vision = _vision_weights(chunks) if of_vision else set()
+    optimizer = ShardedAdam(
+        gradients, chunks[0].tp_group, of_groups, vision, {**of_vision, "default_config": False}
+    )
     return Sharded(models=models, optimizer=optimizer, tied=tied)
 
 
@@ -382,7 +421,7 @@ def _build_encoders(
     held: DataParallel | None = None
     if is_sharded:
         shards = create_encoder_shard_groups(plan)
-        held = _sharded([stage], settings, seed, (shards, shards), [()])
+        held = _sharded([stage], settings, options.of_vision, seed, (shards, shards), [()])
     else:
         initialize_parameters(stage, seed)
     if trained and not is_sharded:
@@ -390,7 +429,7 @@ def _build_encoders(
         exchange = DistributedDataParallelConfig(
             grad_reduce_in_fp32=True, use_distributed_optimizer=True
         )
-        held = _replicated([stage], settings, exchange, groups)
+        held = _replicated([stage], settings, options.of_vision, exchange, groups)
     return Encoders(
         stage=stage,
         data_parallel=held,
@@ -519,7 +558,9 @@ def train_step(
     # more step for the same reason. Skipped steps count too, so that rates depend on the sample
     # only.
     trainer.scheduler.step(increment=1)
-    learning_rate = trainer.scheduler.optimizer.param_groups[0]["lr"]
+    # Core's mark of groups at the rate of `lr`, of which there is none if vision alone is trained.
+    groups = trainer.scheduler.optimizer.param_groups
+    learning_rate = max(groups, key=lambda group: group["default_config"])["lr"]
     grad_norm = None
     if math.isfinite(sums.loss):
         is_summed = trainer.options.loss_weighting is LossWeighting.SUM
