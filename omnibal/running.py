@@ -39,9 +39,9 @@ _MOST_FILES = 200_000
 _RATES = {"--" + name.replace("_", "-") for name in RATES}
 _OF_THE_START = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
 _OF_THE_START |= {"--adam-eps", "--finetune"}
-"""Options of pretrain_vlm.py with which a training cannot go on from another's checkpoint."""
+"""Options of pretrain_vlm.py that a run keeps from its start."""
 _SIGNALLED = 128
-"""What a shell adds to the number of a signal in an exit status."""
+"""A shell adds it to a signal's number in an exit status."""
 _DIES_WITH_PARENT = 1
 """Linux's PR_SET_PDEATHSIG."""
 _WEIGHTS = "*.safetensors"
@@ -184,7 +184,7 @@ def _status_of(command: Sequence[str]) -> int:
         if number == signal.SIGTERM:  # Ctrl-C goes to both processes
             process.send_signal(number)
 
-    # No other file than the lock of `alone` is inherited.
+    # No other file than the lock of `lock_folder` is inherited.
     process = subprocess.Popen(command, close_fds=False, preexec_fn=_die_with_parent)
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -201,8 +201,8 @@ def _die_with_parent() -> None:
 
 
 @contextlib.contextmanager
-def alone(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock a folder of steps; its commands hold the lock too, as they may outlive this process."""
+def lock_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Lock a folder for this process and its commands, which may outlive it."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("a+") as lock:
         os.set_inheritable(lock.fileno(), True)
@@ -239,7 +239,7 @@ def _set_aside(result: Path, say: Callable[[str], None]) -> None:
 
 
 def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
-    """Return files, folders and options that differ, and what else of a command does."""
+    """Return names of files, folders and options that differ."""
     files = set(before.get("read", {}).items()) ^ set(now["read"].items())
     options = set(before.get("options", ())) ^ set(now.get("options", ()))
     others = {f"its {name}" for name in now if before.get(name) != now[name]}

@@ -68,8 +68,8 @@ def run(
     """Fine-tune a released checkpoint: scan, plan, check, import, train and export.
 
     Every step is a command of its own, which is printed. Run again, it goes on where it was
-    stopped, with another --lr or more --epochs if they are given, and repeats the steps whose files
-    have changed. It takes the options of `omnibal plan` too; options after `--` are for
+    stopped, with another --lr or more --epochs if they are given, and repeats steps after a change of
+    their files. It takes the options of `omnibal plan` too; options after `--` are for
     pretrain_vlm.py. A cluster of CPUs trains in fp32 unless --precision is given.
     """
     asked = replace(
@@ -105,7 +105,7 @@ def run(
         planned_with += ["--precision", "fp32"]
     planned_with += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
     planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output)
-    with running.alone(output, _say):
+    with running.lock_folder(output, _say):
         _do(planning, output)
         if is_exported:
             _export(output, asked.data)

@@ -79,7 +79,7 @@ def hash_steps(directory: Path, steps: int) -> str | None:
     """Return `DataPlan.steps_sha256` of a plan's first `steps` steps alone.
 
     Returns:
-        None if there are not as many, or if they end within a portion.
+        None if the plan has fewer, or if step `steps` is within a portion.
     """
     data = read_plan(directory).data
     if data is None or steps > data.steps:

@@ -10,7 +10,7 @@ import pytest
 
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import TRACKER_FILE
-from omnibal.running import Step, Training, alone, first_weights, run_steps, tokenizer_of
+from omnibal.running import Step, Training, first_weights, lock_folder, run_steps, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 COUNT = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(); print(sys.argv[2:])"
@@ -118,9 +118,9 @@ def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatc
 def test_two_runs_do_not_share_a_folder(tmp_path):
     """Prevents two trainings that write to one folder."""
     with (
-        alone(tmp_path, print),
+        lock_folder(tmp_path, print),
         pytest.raises(UserError, match=f"process {os.getpid()} is at work there"),
-        alone(tmp_path, print),
+        lock_folder(tmp_path, print),
     ):
         pass
 

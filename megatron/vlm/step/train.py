@@ -89,7 +89,7 @@ class OptimizationOptions:
         if self.vision_lr is None or self.vision_lr == self.lr:
             return {}
         min_lr = self.min_lr * self.vision_lr / self.lr if self.lr else 0.0
-        # By the last of these core tells the groups of a checkpoint apart.
+        # Core keys parameter groups by the last entry.
         return {"max_lr": self.vision_lr, "min_lr": min_lr, "is_decoupled_lr": True}
 
 
@@ -558,7 +558,7 @@ def train_step(
     # more step for the same reason. Skipped steps count too, so that rates depend on the sample
     # only.
     trainer.scheduler.step(increment=1)
-    # Core's mark of groups at the rate of `lr`, of which there is none if vision alone is trained.
+    # Core's mark of groups at the rate of `lr`. None has it if only vision is trained.
     groups = trainer.scheduler.optimizer.param_groups
     learning_rate = max(groups, key=lambda group: group["default_config"])["lr"]
     grad_norm = None
