@@ -68,9 +68,9 @@ def run(
     """Fine-tune a released checkpoint: scan, plan, check, import, train and export.
 
     Every step is a command of its own, which is printed. Run again, it goes on where it was
-    stopped, with another --lr or more --epochs if they are given, and repeats steps after a change of
-    their files. It takes the options of `omnibal plan` too; options after `--` are for
-    pretrain_vlm.py. A cluster of CPUs trains in fp32 unless --precision is given.
+    stopped, also with another --lr or more --epochs, and repeats steps after a change of their
+    files. It takes the options of `omnibal plan` too; options after `--` are for pretrain_vlm.py. A
+    cluster of CPUs trains in fp32 unless --precision is given.
     """
     asked = replace(
         asked,
