@@ -29,7 +29,6 @@ from omnibal.data.annotations import read_meta
 from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
 from omnibal.families.named import HUB_ID, named_model
 from omnibal.job.plan import read_plan
-from omnibal.job.plan_files import hash_steps
 from omnibal.job.runlog import RATES, latest_step
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -115,6 +114,8 @@ class Training(Step):
         fixed = _OF_THE_START | (_RATES if self.is_complete else set())
         if any(name in fixed or not name.startswith("--") for name in changed):
             return False
+        from omnibal.job.plan_files import hash_steps  # imports scipy
+
         steps, digest = before["steps"]
         return hash_steps(self.plan, steps) == digest
 

@@ -101,7 +101,9 @@ def test_a_training_goes_on_to_its_last_step(do, tmp_path):
 def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatch):
     """Prevents a training that is begun again for a lower rate, and one that goes on with another
     model, seed or data than its checkpoint has seen."""
-    monkeypatch.setattr("omnibal.running.hash_steps", lambda plan, steps: {3: "a"}.get(steps))
+    monkeypatch.setattr(
+        "omnibal.job.plan_files.hash_steps", lambda plan, steps: {3: "a"}.get(steps)
+    )
     run, words = tmp_path / "run", ("bash", "train.sh")
     step = Training(words=words, makes=run, last_step=6, plan=tmp_path, options=())
     before = {"read": {}, "model": "m", "options": ["--lr 1"], "steps": [3, "a"]}
