@@ -9,7 +9,7 @@ from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
-from omnibal.lint.launch import Launcher
+from omnibal.lint.launch import Launch, Launcher
 from omnibal.lint.script import UNKNOWN
 
 SHORT = {
@@ -57,6 +57,21 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
             before = flags[last]
             flags[last] = word if before is None else f"{before} {word}"
     return flags
+
+
+def flag_of(launch: Launch, name: str) -> str:
+    """Return a flag of Megatron-LM, such as `seq-length`, as the line's trainer spells it."""
+    if launch.launcher is Launcher.MS_SWIFT:
+        name = name.replace("seq-length", "max-length").replace("-", "_")
+        return f"--{name}{' true' if name == 'sequence_parallel' else ''}"
+    if launch.launcher is not Launcher.MEGATRON_BRIDGE:
+        return f"--{name}"
+    field = name.replace("-", "_")
+    is_short = SHORT.keys() & launch.flags.keys() or not any(map(is_override, launch.flags))
+    for short in (short for short, long in SHORT.items() if is_short and long == field):
+        return f"-{short}"
+    section = "train" if "batch" in name else "model"
+    return f"{section}.{field}={'True' if field == 'sequence_parallel' else 'N'}"
 
 
 def is_override(name: str) -> bool:

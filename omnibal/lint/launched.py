@@ -17,6 +17,7 @@ from omnibal.job.plan_data import (
     limited_features,
     shape_caps,
 )
+from omnibal.lint.flags import flag_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.loongforge import LOONGFORGE
@@ -200,15 +201,17 @@ def _check_predictable(line: Line) -> None:
             f"the line builds a model with {name} {built:,}, and the model has {known:,}; leave "
             "the flag out, or name the model that it builds"
         )
+    routes_alone = launch.tensor > 1 and not launch.sequence_parallel and line.sizes.experts
     needed = {
-        "the number of GPUs: --gpus": launch.gpus,
-        "a sequence length: --seq-length": launch.sequence_length,
-        "a micro-batch size: --micro-batch-size": launch.micro_batch,
-        "a global batch that ranks divide: --global-batch-size": line.micro_batches,
+        "seq-length": launch.sequence_length,
+        "micro-batch-size": launch.micro_batch,
+        "global-batch-size": line.micro_batches or not launch.micro_batch or not launch.gpus,
+        "sequence-parallel": not routes_alone,
     }
-    missing = [what for what, value in needed.items() if not value]
+    missing = [flag_of(launch, name) for name, value in needed.items() if not value]
+    missing = [*([] if launch.gpus else ["the number of GPUs (--gpus)"]), *missing]
     if missing:
-        raise UserError(f"the line does not say {missing[0]}; give it")
+        raise UserError(f"the line does not say {words(missing)}: give these")
 
 
 def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelConfig:

@@ -1,5 +1,6 @@
 """Rules of how tensor, sequence, context and expert ranks divide the model."""
 
+from omnibal.lint.flags import flag_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
@@ -104,7 +105,7 @@ def experts_want_sequence(line: Line) -> Problems:
     launch = line.launch
     if launch.expert > 1 and launch.tensor > 1 and not launch.sequence_parallel:
         given = f"TP {launch.tensor} and EP {launch.expert} without it"
-        yield given, "give --sequence-parallel"
+        yield given, f"give {flag_of(line.launch, 'sequence-parallel')}"
 
 
 @rule(f"core/transformer/moe/token_dispatcher.py:1346, {CORE}")

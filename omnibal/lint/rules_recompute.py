@@ -1,5 +1,6 @@
 """Rules of recomputation."""
 
+from omnibal.lint.flags import flag_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
@@ -33,7 +34,10 @@ def recompute_needs_number(line: Line) -> Problems:
     launch = line.launch
     has_number = launch.recompute_layers is not None or launch.recompute_by_stage is not None
     if launch.recompute == "full" and not has_number:
-        yield "full recomputation without a number of layers", "give --recompute-num-layers"
+        yield (
+            "full recomputation without a number of layers",
+            f"give {flag_of(line.launch, 'recompute-num-layers')}",
+        )
 
 
 @rule(f"{_BLOCK}:532, {CORE}", severity="refused-at-first-step")
