@@ -253,7 +253,7 @@ def test_a_run_fine_tunes_a_released_checkpoint(begun, digits, tmp_path, monkeyp
     meta.write_text(re.sub(r'"length": \d+', '"repeat_time": 1', meta.read_text()))
     said = forked_steps(monkeypatch)
     command = ["run", "--model", released, "--data", meta, "--cluster", "laptop-cpu", "--gpus", "2"]
-    command += ["--precision", "fp32", "--pp", "2", "-o", job, "--lr", "1e-4", "--"]
+    command += ["--samples-per-step", "36", "--pp", "2", "-o", job, "--lr", "1e-4", "--"]
 
     def fine_tune(*more: str) -> str:
         said.clear()
