@@ -40,6 +40,8 @@ _FINALISTS = 3  # sizes to refine caps for
 _NAMED_CAUSES = 2  # longer lists are not read
 _LEAST_CAUSE = 0.01
 """Min share of the best time per sample for a cause to be named."""
+_NAMED_GAIN = 0.005
+"""Min possible gain of unplanned sizes to say how to plan them."""
 _ROUNDING = 1e-6
 """Tolerance before rounding down, as a share of the last digit shown."""
 
@@ -305,10 +307,10 @@ def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
     """Add the slowdown relative to the best to sizes with an estimate or bound."""
     if not ruled_out.fastest:
         return ruled_out
-    slower = f"{1e3 / ruled_out.fastest / best.ms_per_sample - 1:+.0%}"
+    slower = 1e3 / ruled_out.fastest / best.ms_per_sample - 1
     is_estimate = ruled_out.estimated_samples_per_second is not None
-    why = f"estimated {slower}, not planned" if is_estimate else f"at best {slower}"
-    if slower.startswith("-"):
+    why = f"{slower:+.0%}, estimated" if is_estimate else f"at best {slower:+.0%}"
+    if slower <= -_NAMED_GAIN:
         why = f"{why}; to plan it: {ruled_out.sizing.options}"
     return replace(ruled_out, why=why)
 
