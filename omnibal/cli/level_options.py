@@ -15,11 +15,6 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.packing.packs import ScheduledPacks
     from omnibal.search.level_estimates import LevelRule
 
-_FEW_STEPS = 4
-"""Steps per epoch below which a smaller last step matters."""
-_UNEVEN = 2.0
-"""Token ratio of two steps above which to warn."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LevelOptions:
@@ -52,22 +47,6 @@ class LevelOptions:
                 f"{MAX_SEARCHED}; give one of these"
             )
         return LevelRule(count=int(self.levels))
-
-
-def notes_on_steps(packs: "ScheduledPacks") -> list[str]:
-    """Return a note if an epoch has few and very unequal steps."""
-    import numpy as np
-
-    tokens = np.bincount(packs.step, weights=packs.tokens)
-    epoch = packs.epoch[np.searchsorted(packs.step, np.arange(len(tokens)))]
-    for each in np.unique(epoch).tolist():
-        steps = tokens[epoch == each]
-        ratio = steps.max() / steps.min()
-        if len(steps) < _FEW_STEPS and ratio > _UNEVEN:
-            of_them = f"of which one has {ratio:.1f} times as many tokens as another"
-            advice = "fewer --micro-batches make more steps, which are more alike"
-            return [f"an epoch has {len(steps)} steps, {of_them}; {advice}"]
-    return []
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:

@@ -16,7 +16,6 @@ from omnibal.cli.level_options import (
     balance_of,
     levels_of_plan,
     levels_table,
-    notes_on_steps,
 )
 from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
@@ -412,17 +411,13 @@ def _print_plan(
     windows = window_facts(result)
     if windows is not None:
         print_notes([windows.note])
-    elif packs is not None:
-        print_notes(notes_on_steps(packs))
     if found is not None and found.gap:
-        proven = (
-            "the lowest bound of the others, which counts neither memory nor recomputation, is "
-            f"{found.gap:.0%} below the best one's time, so another may be at most so much faster"
+        note = (
+            f"{found.planned:,} of {found.choices:,} choices of sizes and caps were planned, by "
+            "their estimated times; by their bounds, which count neither memory nor recomputation, "
+            f"another may be at most {found.gap:.0%} faster"
         )
-        if found.gap == 1:
-            proven = "not all others have a bound, so that none is proven to be slower"
-        note = f"of {found.choices:,} choices of sizes and caps the {found.planned:,} of the least "
-        print_notes([f"{note}estimated times were planned: {proven}"])
+        print_notes([note])
     summary = _plan_summary(plan, prediction) | {"search_gap": gap} | limits
     summary["image_share"] = None if plan.shapes is None else plan_tables.share_of_images(plan)
     summary["window"] = None if windows is None else asdict(windows)

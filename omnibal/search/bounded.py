@@ -44,7 +44,7 @@ class BoundedTrials:
     processes: int
     advance: Callable[[int], None]
     least_ms: dict[Choice, float] = field(default_factory=dict)
-    """Lower bounds on the times per sample of choices with a pack for every rank. 0 if unknown."""
+    """Lower bounds on the times per sample of choices with a pack for every rank."""
     bounds: dict[Choice, Bound] = field(default_factory=dict)
     """Bounds of choices with a state that may fit."""
     planned: dict[Choice, Strategy] = field(default_factory=dict)

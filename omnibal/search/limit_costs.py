@@ -176,8 +176,6 @@ class CostOfLimits:
     def _unproven(self) -> str:
         if not self.gap:
             return ""
-        if self.gap >= 1:
-            return "; without limits more is not ruled out, as not all choices have a bound"
         return f"; without limits up to {_percent(self.gap)} more is not ruled out"
 
     @property

@@ -86,7 +86,7 @@ class StrategySearch:
     gap: float
     """Gap between the best time per sample and the lowest bound of an unplanned choice, relative to
     that time. Bounds ignore memory and recomputation, so the gap overstates the possible loss.
-    0 if bounds rule out all unplanned choices. 1 if one has no bound."""
+    0 if bounds rule out all unplanned choices."""
 
     @property
     def best(self) -> Strategy:

@@ -125,9 +125,7 @@ class GivenTrial:
 
 def mean_samples(request: PlanRequest) -> float:
     """Mean samples per step of a request with steps."""
-    steps = request.data.steps
-    if steps is None:
-        steps, _ = request.data.schedule(request.job)
+    steps = request.data.steps or request.data.schedule(request.job)[0]
     return len(steps.packs.samples) / steps.steps
 
 

@@ -9,11 +9,9 @@ import numpy as np
 import pytest
 from cli_cases import failure, printed, run
 from length_cases import long_tailed, texts
-from packing_cases import scheduled_packs
 from plan_cases import ISF
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cli.level_options import notes_on_steps
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan
@@ -389,20 +387,6 @@ def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, t
     capsys.readouterr()
     message = failure(capsys, again, tmp_path / "shared", "--method", "bmp", "-o", tmp_path / "x")
     assert "leave both options out" in message and "--packing-levels" not in message
-
-
-@pytest.mark.quick
-def test_few_uneven_steps_are_told_of():
-    """Prevents steps of which one has most of the tokens, without a word."""
-
-    def packs_of(tokens, epoch):
-        steps = np.arange(len(tokens))
-        packs = scheduled_packs(steps[:, None].tolist(), steps, epoch=epoch, tokens=tokens)
-        return notes_on_steps(packs)
-
-    (note,) = packs_of([10, 10, 10, 10, 4, 10], [0, 0, 0, 0, 1, 1])
-    assert "2 steps" in note and "2.5 times" in note
-    assert packs_of([4, 10, 10, 10], [0] * 4) == packs_of([5, 10], [0, 0]) == []
 
 
 @pytest.mark.parametrize(
