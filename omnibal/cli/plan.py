@@ -455,8 +455,8 @@ def _print_plan(
         ]
         summary["strategies_gap"] = found.gap
         strategies = [command_tables.strategy_table(found, memory_cap_gib(plan.cluster))]
-    memory, lost = plan_tables.memory_table(plan), plan_tables.lost_time_table(plan)
-    assert memory is not None and lost is not None
+    memory, lost = plan_tables.memory_table(plan), plan_tables.lost_time_table(prediction)
+    assert memory is not None
     of_packs = levels_table(plan, packs), phases_table(phases)
     print_result(
         as_json,

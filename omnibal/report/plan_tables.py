@@ -1,6 +1,6 @@
 """Tables of a plan, its replay and its run, as commands print them and the page shows them."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
@@ -25,7 +25,6 @@ from omnibal.report.summary import (
     accuracy_interval,
     figures_by_source,
     is_right,
-    lost_by_source,
     memory_parts,
     micro_batches_per_step,
     replayed_peaks_as_predicted,
@@ -146,26 +145,15 @@ def memory_table(
     return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", filled, caption)
 
 
-def lost_time_table(plan: Plan, replay: ReplaySummary | None = None) -> Table | None:
-    """Breakdown of the predicted and replayed step from the ideal up, or None if unknown."""
-    steps = lost_by_source(plan, replay)
-    if not steps:
-        return None
-    causes = dict.fromkeys(cause for lost, _ in steps.values() for cause in lost)
-    columns = [Column(title="")]
-    for source in steps:
-        group = source if len(steps) > 1 else ""
-        columns += [Column(title=title, group=group) for title in ("ms", "of the step")]
-
-    def row(name: str, all_ms: Iterable[float]) -> list[str]:
-        cells = [name]
-        for ms, (_, step_ms) in zip(all_ms, steps.values(), strict=True):
-            cells += [f"{ms:z,.1f}", percent(ms / step_ms)]
-        return cells
-
-    rows = [row(cause, (lost.get(cause, 0.0) for lost, _ in steps.values())) for cause in causes]
-    step = row("step", (step_ms for _, step_ms in steps.values()))
-    return Table.of_rows("Where the step's time goes", columns, rows, [step])
+def lost_time_table(prediction: Prediction) -> Table:
+    """Breakdown of the predicted step from the ideal up."""
+    step_ms = prediction.step_ms
+    rows = [
+        (cause, f"{ms:z,.1f}", percent(ms / step_ms))
+        for cause, ms in {**prediction.lost.named(), "step": step_ms}.items()
+    ]
+    columns = [Column(title=title) for title in ("", "ms", "of the step")]
+    return Table.of_rows("Where the step's time goes", columns, rows[:-1], rows[-1:])
 
 
 def step_text(size: StepSamples, source: str) -> str:

@@ -197,7 +197,7 @@ def test_plan_check_and_report(capsys, tmp_path, planned):
     checked = result(capsys, "check", folder)
     assert (len(checked["passed"]), len(checked["notes"])) == (14, 1)
     page = tmp_path / "new/report.html"
-    assert result(capsys, "report", folder, "-o", page) == {"report": str(page)}
+    assert result(capsys, "report", folder, "-o", page)["report"] == str(page)
     assert page.read_text().lstrip().lower().startswith("<!doctype html")
 
 
@@ -209,7 +209,7 @@ def test_report_of_a_replay(capsys, tmp_path, planned, lengths_file):
     workload = job.workload(*data, plan.pack_levels)
     write_replay(replay, plan, job.cost, workload, (0, 2), factors=(2.0, 2.0))
     told = result(capsys, "report", directory, "--replay", replay, "-o", page)
-    assert list(told) == ["replay", "report"]
+    assert {"replay", "report"} <= told.keys()
     replayed = told["replay"]
     assert (replayed["steps"], replayed["device"]) == ([0, 2], "one device")
     assert replayed["step_ms"] > replayed["predicted_step_ms"] > replayed["step_ms"] / 2

@@ -43,7 +43,7 @@ from omnibal.report import figures
 from omnibal.report.formatting import milliseconds
 from omnibal.report.length_sources import sources_table
 from omnibal.report.page import write_report
-from omnibal.report.plan_tables import accuracy_table, lost_time_table, memory_table
+from omnibal.report.plan_tables import accuracy_table, memory_table
 from omnibal.report.step_time import explain_causes, measured_causes
 from omnibal.report.summary import summarise_run
 from omnibal.report.timeline import representative_step, timeline_figure
@@ -662,10 +662,6 @@ def test_replay_has_its_own_step_bubble_and_memory(folder, three_columns):
     rows = rows_under(three_columns, "Memory")
     assert [row[8:] for row in rows] == [["2.97", "1.50"], ["2.41", "2.50"]]
     assert "A replay on a CPU measures no working memory" in text
-    lost = lost_time_table(plan, replay)
-    ideal = f"{replay.lost.ideal_ms:.1f}", f"{100 * replay.lost.ideal_ms / replay.step_ms:.1f} %"
-    assert lost.sections[0][0] == ["ideal", "141.0", "75.2 %", *ideal]
-    assert lost.sections[1][0][1::2] == ["187.5", f"{replay.step_ms:.1f}"]
     assert "3, 50, 110, on one device" in text
 
 
