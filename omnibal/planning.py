@@ -74,10 +74,10 @@ from omnibal.search.step_size import (
     COMPARED_SIZES,
     MIN_MICRO_BATCHES,
     StepRate,
-    doubled,
     recipe_samples,
     step_rates,
     usual_samples_per_step,
+    with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
 from omnibal.search.trial import micro_batches_at
@@ -91,7 +91,6 @@ _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
 _SCHEDULE_GAINS, _PIPELINES = 1.1, 2
 """Max slowdown and max count of further pipelines that are planned in other schedules."""
-_FEW_PACKS = f"the recipes' give ranks fewer than {MIN_MICRO_BATCHES} micro-batches"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -586,23 +585,15 @@ class _Search:
         is_free = isinstance(data, Samples) and data.samples_per_step is None
         if is_free:
             request = replace(request, samples_per_step=usual_samples_per_step(request))
-            source = f"as published recipes on {sizes.gpus:,} GPUs"
-            if request.samples_per_step > recipe_samples(sizes.gpus):
-                source = _FEW_PACKS
         if self._is_little_data(request):
             source = "all that there are"
+        elif is_free:
+            with self.listener.status("choosing the samples per step"):
+                request = with_enough_samples(request, usable_cores())
+            source = f"as published recipes on {sizes.gpus:,} GPUs"
+            if request.samples_per_step > recipe_samples(sizes.gpus):
+                source = f"as fewer give ranks less than {MIN_MICRO_BATCHES} micro-batches"
         found = self._found_strategies(request)
-        while is_free:
-            micro_batches, size = found.best.micro_batches, request.samples_per_step
-            if micro_batches >= MIN_MICRO_BATCHES or size >= len(request.lengths):
-                break
-            request = replace(request, samples_per_step=doubled(size, micro_batches))
-            source = _FEW_PACKS
-            self.listener.note(
-                f"{size:,} samples give ranks {micro_batches} micro-batches a step: planning "
-                f"{request.samples_per_step:,}"
-            )
-            found = self._found_strategies(request)
         result, found, schedule = self._plan_of_strategies(request, found)
         placement = _placement_of(request, found, result.plan.predicted)
         sharding = ShardingChoice.of_strategies(found)

@@ -18,7 +18,7 @@ from omnibal.model.limits import SEARCH_SAMPLES
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
-from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
 from omnibal.search.strategy import Setting, Sizing, StrategyRequest
 
 _RECIPES = ((32, 128), (128, 256))
@@ -102,14 +102,27 @@ def usual_samples_per_step(request: StrategyRequest) -> int:
     pack_tokens = _CAP_HEADROOM * float(tokens.max()) if caps is None else caps["tokens"]
     fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
     samples = recipe_samples(request.sizes.gpus)
-    micro_batches = samples * float(tokens.mean()) / (pack_tokens * fewest)
-    return doubled(samples, micro_batches)
+    return _doubled(samples, samples * float(tokens.mean()) / (pack_tokens * fewest))
 
 
-def doubled(samples: int, micro_batches: float) -> int:
+def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyRequest:
+    """Double the samples per step until the fastest layout has `MIN_MICRO_BATCHES`.
+
+    Layouts are compared on a part of the samples.
+    """
+    while request.samples_per_step < len(request.lengths):
+        some = replace(request, samples=_COMPARED_SAMPLES)
+        best = search_strategies(some, lambda done: None, processes).best
+        if best.micro_batches >= MIN_MICRO_BATCHES:
+            break
+        samples = _doubled(request.samples_per_step, best.micro_batches)
+        request = replace(request, samples_per_step=samples)
+    return request
+
+
+def _doubled(samples: int, micro_batches: float) -> int:
     """Return the step doubled until `micro_batches` would be `MIN_MICRO_BATCHES`."""
-    times = max(math.ceil(math.log2(MIN_MICRO_BATCHES / micro_batches)), 0)
-    return samples * 2**times
+    return samples * 2 ** max(math.ceil(math.log2(MIN_MICRO_BATCHES / micro_batches)), 0)
 
 
 def step_rates(

@@ -54,6 +54,7 @@ from omnibal.search.step_size import (
     remark,
     step_rates,
     usual_samples_per_step,
+    with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, StrategyRequest, find_bound, pack_at
 from omnibal.search.weight_sharding import ShardingChoice
@@ -465,6 +466,17 @@ def test_default_steps_give_every_rank_four_packs():
     samples = usual_samples_per_step(asked)
     packs = samples * asked.lengths.tokens.mean() / asked.caps["tokens"]
     assert samples % 128 == 0 and 4 <= packs / 32 < 8
+
+
+def test_steps_are_doubled_until_ranks_have_four_packs():
+    """Prevents default steps that are too small for the fastest layout."""
+    asked = strategy_request(gpus=8, samples_per_step=10, lengths=example_lengths(count=400))
+    samples = with_enough_samples(asked, 1).samples_per_step
+    found = [
+        found_of(replace(asked, samples_per_step=size)).best for size in (samples // 2, samples)
+    ]
+    assert samples in (20, 40, 80, 160)
+    assert found[0].micro_batches < 4 <= found[1].micro_batches
 
 
 def test_rates_of_other_steps_are_those_of_their_own_searches():
