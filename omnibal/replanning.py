@@ -7,7 +7,7 @@ are searched again, and parallel sizes too if the number of devices changes.
 from dataclasses import dataclass, replace
 
 from omnibal.base.errors import UserError
-from omnibal.cost.refitted import Refit, Refitted
+from omnibal.cost.refitted import Refit
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
@@ -74,7 +74,7 @@ def replan(
     fit = None if run is None else _fit(files, run, after)
     if fit is not None:
         refit = fit.refit
-    elif isinstance(job.cost_source, Refitted):
+    elif job.cost_source.refit is not None:
         refit = job.cost_source.refit.model_copy(update={"step": after or 0})
     else:
         refit = Refit(root_sha256=root_of(plan, job), step=after or 0)
@@ -111,9 +111,9 @@ def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
 
 def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
     """Plan fewer layers for stages with a slow rank, instead of fewer packs for the rank."""
-    source = job.cost_source
-    assert isinstance(source, Refitted), "a run has told which ranks are slow"
-    as_stages = refitted_job(job, source.refit.with_slow_stages())
+    refit = job.cost_source.refit
+    assert refit is not None, "a run has told which ranks are slow"
+    as_stages = refitted_job(job, refit.with_slow_stages())
     result = plan_goal(_goal(files, as_stages), listener).result
     assert result.data is not None, "what is planned anew has data"
     return _predicted(result.plan, job, result.data)

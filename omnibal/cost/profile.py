@@ -23,7 +23,6 @@ from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, ring_line
 from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
-from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -36,7 +35,6 @@ from omnibal.model.layers import LayerKind
 from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Rates
-from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import (
     EXCHANGED,
     HEAD,
@@ -190,16 +188,14 @@ class Measured(CostSource):
 
     profile: Profile
 
-    def costs(
+    def _unit_costs(
         self,
         model: ModelConfig,
         cluster: ClusterConfig,
         parallel: Parallel,
         precision: Precision,
-        frozen: Collection[str] = (),
-        *,
-        adapters: AdapterConfig | None = None,
-        runtime: RuntimeOptions = OWN_RUNTIME,
+        frozen: Collection[str],
+        **options: Any,
     ) -> CostModel:
         """Fit the profile's times to all units; quantities not measured are counted.
 
@@ -210,7 +206,7 @@ class Measured(CostSource):
         profile, cluster = self.profile, self.with_rates(cluster)
         _check_match(profile, model, parallel, precision)
         sizes = model, cluster, parallel, precision, frozen
-        cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
+        cost = analytic_cost(*sizes, **options)
         trained = analytic_cost(model, cluster, parallel, precision).units
         plural = "es" if profile.processes > 1 else ""
         cost = replace(
@@ -225,7 +221,7 @@ class Measured(CostSource):
         if parallel.expert > 1:
             alone = parallel.model_copy(update={"expert": 1})
             counted = (
-                analytic_cost(model, cluster, each, precision, frozen, adapters=adapters)
+                analytic_cost(model, cluster, each, precision, frozen, adapters=options["adapters"])
                 for each in (parallel, alone)
             )
             cost = _with_shared_out_experts(cost, *counted)
@@ -293,6 +289,7 @@ class Measured(CostSource):
 
     def save(self, profile: Path, refit: Path) -> None:
         write_profile(self.profile, profile)
+        CostSource.save(self, profile, refit)
 
 
 def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:

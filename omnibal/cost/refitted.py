@@ -4,24 +4,16 @@
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Self
 
 import numpy as np
 from pydantic import Field, NonNegativeInt
 
-from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.files import read_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line
-from omnibal.cost.source import CostSource, ReadingMeasurement
-from omnibal.model.adapters import AdapterConfig
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision
-from omnibal.model.levels import Level
-from omnibal.model.parallel import Parallel
-from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.model.units import UnitKind
 
 _Factor = Annotated[float, Field(ge=1e-3, le=1e3)]
 """Measured time over the source's."""
@@ -106,79 +98,29 @@ class Refit(Frozen):
         slowness = tuple((slowest / slowest.min()).tolist())
         return self.model_copy(update={"slowness": slowness, "slow_ranks": ()})
 
+    def applied(self, cost: CostModel, stages: int) -> CostModel:
+        """Return corrected unit times; memory, sends and context exchange are unchanged."""
+        none, is_measured = UnitFactors(), stages == self.pipeline
+        cost = replace(
+            cost,
+            units={
+                name: self.units.get(name, none).applied(unit, cost.features)
+                for name, unit in cost.units.items()
+            },
+            slowness=self.slowness if is_measured else (),
+            slow_ranks=self.slow_ranks if is_measured else (),
+        )
+        if not self.measured_steps:
+            return cost
+        return replace(
+            cost,
+            optimizer_ms_fixed=cost.optimizer_ms_fixed * self.update,
+            rates=cost.rates.slowed(update=self.update, exchange=self.update),
+            expert_rates=cost.expert_rates.slowed(update=self.update, exchange=self.update),
+            source=f"{cost.source}, refitted on {self.measured_steps} steps of a run",
+        )
+
 
 def read_refit(path: Path) -> Refit:
     """Read `refit.json`."""
     return read_json_model(Refit, path, "make the plan anew with `omnibal replan`")
-
-
-@dataclass(frozen=True, slots=True)
-class Refitted(CostSource):
-    """Costs of a source, corrected by a run."""
-
-    source: CostSource
-    refit: Refit
-
-    def costs(
-        self,
-        model: ModelConfig,
-        cluster: ClusterConfig,
-        parallel: Parallel,
-        precision: Precision,
-        frozen: Collection[str] = (),
-        *,
-        adapters: AdapterConfig | None = None,
-        runtime: RuntimeOptions = OWN_RUNTIME,
-    ) -> CostModel:
-        """Return corrected unit times; memory, sends and context exchange are unchanged."""
-        refit, sizes = self.refit, (model, cluster, parallel, precision, frozen)
-        cost = self.source.costs(*sizes, adapters=adapters, runtime=runtime)
-        none, is_measured = UnitFactors(), parallel.pipeline == refit.pipeline
-        cost = replace(
-            cost,
-            units={
-                name: refit.units.get(name, none).applied(unit, cost.features)
-                for name, unit in cost.units.items()
-            },
-            slowness=refit.slowness if is_measured else (),
-            slow_ranks=refit.slow_ranks if is_measured else (),
-        )
-        if not refit.measured_steps:
-            return cost
-        source = f"{cost.source}, refitted on {refit.measured_steps} steps of a run"
-        factor = refit.update
-        return replace(
-            cost,
-            optimizer_ms_fixed=cost.optimizer_ms_fixed * factor,
-            rates=cost.rates.slowed(update=factor, exchange=factor),
-            expert_rates=cost.expert_rates.slowed(update=factor, exchange=factor),
-            source=source,
-        )
-
-    @property
-    def tensor(self) -> int | None:
-        return self.source.tensor
-
-    @property
-    def is_of_one_device(self) -> bool:
-        return self.source.is_of_one_device
-
-    @property
-    def reading(self) -> ReadingMeasurement | None:
-        return self.source.reading
-
-    @property
-    def link(self) -> Line | None:
-        return self.source.link
-
-    def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
-        return self.source.with_rates(cluster)
-
-    def exchange_ms(
-        self, model: ModelConfig, unit: UnitKind, level: Level
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        return self.source.exchange_ms(model, unit, level)
-
-    def save(self, profile: Path, refit: Path) -> None:
-        self.source.save(profile, refit)
-        write_json_model(self.refit, refit)

@@ -1,15 +1,18 @@
 """Source of a job's costs: counted, or measured on a device."""
 
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import numpy as np
 from pydantic import Field
 
+from omnibal.base.files import write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
+from omnibal.cost.refitted import Refit
 from omnibal.cost.shaped_rates import Line
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -37,8 +40,12 @@ class ReadingMeasurement(Frozen):
     """Whether the model computes on these cores too."""
 
 
+@dataclass(frozen=True, slots=True)
 class CostSource:
     """Counted operations and bytes at the cluster's rates; measured sources override parts."""
+
+    refit: Refit | None = field(default=None, kw_only=True)
+    """Correction by a run, or None."""
 
     def costs(
         self,
@@ -53,7 +60,11 @@ class CostSource:
     ) -> CostModel:
         """Return costs of all units at context size 1."""
         sizes = model, cluster, parallel, precision, frozen
-        return analytic_cost(*sizes, adapters=adapters, runtime=runtime)
+        cost = self._unit_costs(*sizes, adapters=adapters, runtime=runtime)
+        return cost if self.refit is None else self.refit.applied(cost, parallel.pipeline)
+
+    def _unit_costs(self, *sizes: Any, **options: Any) -> CostModel:
+        return analytic_cost(*sizes, **options)
 
     @property
     def tensor(self) -> int | None:
@@ -86,7 +97,9 @@ class CostSource:
         return None
 
     def save(self, profile: Path, refit: Path) -> None:
-        """Write measurements to a plan's directory, if any."""
+        """Write measurements and the refit to a plan's directory, if any."""
+        if self.refit is not None:
+            write_json_model(self.refit, refit)
 
 
 ANALYTIC = CostSource()

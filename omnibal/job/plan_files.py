@@ -2,14 +2,14 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.profile import Measured, read_profile
-from omnibal.cost.refitted import Refitted, read_refit
+from omnibal.cost.refitted import read_refit
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.job import JobSpec
@@ -98,7 +98,7 @@ def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
     source: CostSource = Measured(read_profile(profile)) if profile.exists() else ANALYTIC
     if refit.exists():
-        source = Refitted(source, read_refit(refit))
+        source = replace(source, refit=read_refit(refit))
     return JobSpec.of_plan(plan, source)
 
 

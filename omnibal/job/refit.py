@@ -16,7 +16,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel
-from omnibal.cost.refitted import Refit, Refitted, UnitFactors
+from omnibal.cost.refitted import Refit, UnitFactors
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.runlog import RunInfo, StepRecord
@@ -108,8 +108,8 @@ class RunFit:
 
 def root_of(plan: Plan, job: JobSpec) -> str:
     """Return the hash of the user's plan that this one descends from, or its own."""
-    source = job.cost_source
-    return source.refit.root_sha256 if isinstance(source, Refitted) else plan_sha256(plan)
+    refit = job.cost_source.refit
+    return plan_sha256(plan) if refit is None else refit.root_sha256
 
 
 def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
@@ -170,8 +170,8 @@ def fit_run(
         pipeline=plan.parallel.pipeline,
         slowness=_of_parts(plan, slowness),
     )
-    source = job.cost_source
-    whole = refit.after(source.refit) if isinstance(source, Refitted) else refit
+    earlier = job.cost_source.refit
+    whole = refit if earlier is None else refit.after(earlier)
     fitted = refitted_job(job, whole).cost_of_all(plan.pack_levels)
     slow = _slow_ranks(plan, fitted, workload, records)
     of_ranks = [_of_parts(plan, of_rank) for of_rank in slow]
@@ -188,9 +188,7 @@ def fit_run(
 
 def refitted_job(job: JobSpec, refit: Refit) -> JobSpec:
     """Replace the job's refit."""
-    source = job.cost_source
-    first = source.source if isinstance(source, Refitted) else source
-    return replace(job, cost_source=Refitted(first, refit))
+    return replace(job, cost_source=replace(job.cost_source, refit=refit))
 
 
 def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:

@@ -9,8 +9,8 @@ from cli_cases import PLAN, failure, run
 from plan_cases import MODEL, example_lengths, job_spec, origin_of
 
 from omnibal.base.errors import UserError
-from omnibal.cost.refitted import Refit, Refitted, UnitFactors
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.refitted import Refit, UnitFactors
+from omnibal.cost.source import CostSource
 from omnibal.job.check import check_plan, open_plan
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import plan_sha256
@@ -30,13 +30,13 @@ DEEP = MODEL.with_tower("vision", layers=12).with_tower("language", layers=24)
 LENGTHS = example_lengths(origin_of(DEEP), count=1500)
 
 
-def spoiled(unit: str, factor: float, **of_devices) -> Refitted:
+def spoiled(unit: str, factor: float, **of_devices) -> CostSource:
     """The counted costs with one kind of unit, or the devices of stages, so many times as slow."""
     features = ("fixed", "tiles", "tokens", "squared_tokens", "loss_tokens")
     factors = dict.fromkeys(features, factor)
     units = {unit: UnitFactors(forward=factors, backward=factors)}
     refit = Refit(**({"root_sha256": "", "step": 0, "units": units, "pipeline": 4} | of_devices))
-    return Refitted(ANALYTIC, refit)
+    return CostSource(refit=refit)
 
 
 @cache
