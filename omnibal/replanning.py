@@ -94,8 +94,7 @@ def replan(
 
 
 def _step_ms(result: PlanResult) -> float:
-    assert result.plan.prediction is not None, "what is planned is predicted"
-    return result.plan.prediction.step_ms
+    return result.plan.predicted.step_ms
 
 
 def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.model.config import ModelConfig, load_cluster
-from omnibal.model.layers import ExpertsConfig
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_names
 
@@ -30,8 +29,9 @@ def model_parameters(model: ModelConfig) -> ModelParameters:
     experts = [kind.experts for kind in (*language.kinds, language.kinds[-1])]
     with_experts = names[-len(experts) :]
     idle = sum(
-        _idle(units[name].expert_parameters, some)
+        units[name].expert_parameters // some.experts * (some.experts - some.experts_per_token)
         for name, some in zip(with_experts, experts, strict=True)
+        if some is not None
     )
     # The last stage has a copy of the embedding, as tied head and for predictions.
     matrices = 3 if language.prediction_layers and not language.tied_head else 2
@@ -40,10 +40,3 @@ def model_parameters(model: ModelConfig) -> ModelParameters:
     stored = sum(units[name].parameters for name in names)
     stored -= (padded - words) * language.hidden_size
     return ModelParameters(stored=stored, active=stored - idle)
-
-
-def _idle(parameters: int, experts: ExpertsConfig | None) -> int:
-    """Parameters of a unit's experts that a token does not use."""
-    if experts is None:
-        return 0
-    return parameters // experts.experts * (experts.experts - experts.experts_per_token)

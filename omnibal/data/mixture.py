@@ -59,7 +59,14 @@ def read_mixture(path: Path) -> Mixture:
 
 def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.ndarray) -> np.ndarray:
     """Samples drawn per source, int64 [sources], given the number available."""
-    _check_names(mixture, names)
+    missing = [name for name in names if name not in mixture.sources]
+    unknown = [name for name in mixture.sources if name not in names]
+    if missing or unknown:
+        what, of = ("no rule for", missing) if missing else ("a rule for", unknown)
+        raise UserError(
+            f"the mixture has {what} {', '.join(of[:5])}; it must name every source of the "
+            f"lengths, which are {', '.join(names[:20])}: epochs = 0 leaves one out"
+        )
     rules = [mixture.sources[name] for name in names]
     seen = np.zeros(len(names))
     weight = np.array([rule.weight or 0.0 for rule in rules])
@@ -115,17 +122,6 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     if none:
         found.append(f"no sample of {words(none)} is seen: of so few, the share is less than one")
     return found
-
-
-def _check_names(mixture: Mixture, names: Sequence[str]) -> None:
-    missing = [name for name in names if name not in mixture.sources]
-    unknown = [name for name in mixture.sources if name not in names]
-    if missing or unknown:
-        what, of = ("no rule for", missing) if missing else ("a rule for", unknown)
-        raise UserError(
-            f"the mixture has {what} {', '.join(of[:5])}; it must name every source of the "
-            f"lengths, which are {', '.join(names[:20])}: epochs = 0 leaves one out"
-        )
 
 
 def _shared(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:

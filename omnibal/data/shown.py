@@ -38,11 +38,6 @@ class SeenVideo:
         """Text of the video, with a token per run."""
         return video_text(self.frames, rule, self.frames_per_second)
 
-    def patch_seconds(self, rule: ImageRule) -> float:
-        """Seconds between patches."""
-        seen_per_second = len(self.frames) / self.total * self.frames_per_second
-        return rule.frames_per_patch / seen_per_second
-
 
 def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
     """Videos of a sample as shown to the model."""
@@ -108,7 +103,8 @@ def _shown_video(
             )
         size = sizes[0]
     grid = video_grid(len(seen.frames), *size, rule)
-    return [Shown(grid, seen.patch_seconds(rule))]
+    seen_per_second = len(seen.frames) / seen.total * seen.frames_per_second
+    return [Shown(grid, rule.frames_per_patch / seen_per_second)]
 
 
 def tokens_of_places(shown: Sequence[Shown], rule: ImageRule) -> list[int]:

@@ -200,12 +200,6 @@ class _Settings(BaseModel):
         usual = (self.bos_piece, self.unknown_piece, _name(self.eos_token) or _EOS)
         return [*usual, *(token.content for token in self.special_tokens)]
 
-    @property
-    def keeps_first_space(self) -> bool:
-        """Whether text begins with a single space, as in Llama's `legacy: false`."""
-        llama = self.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
-        return llama and self.legacy is False
-
 
 class _NamedTemplate(BaseModel):
     name: str
@@ -275,7 +269,9 @@ class _SentencePiece(Tokenizer):
         self.path = path
         self.sha256 = _sha256(content, settings)
         self._settings = settings or _Settings()
-        self._keeps_first_space = self._settings.keeps_first_space
+        # Llama's `legacy: false`: text begins with a single space.
+        llama = self._settings.tokenizer_class in ("LlamaTokenizer", "LlamaTokenizerFast")
+        self._keeps_first_space = llama and self._settings.legacy is False
         self._model = _load(path, content + _NO_DUMMY_PREFIX * self._keeps_first_space)
         self._pieces: int = self._model.GetPieceSize()
         self._added = {} if settings is None else self._added_tokens()

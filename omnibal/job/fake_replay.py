@@ -214,8 +214,6 @@ class Window:
     """Predicted memory beyond the state."""
 
 
-_KEPT_STEPS = 64
-"""Cached pass lists per stage, as windows try equal sizes."""
 _UNSURE = 0.1
 """Relative error assumed between costs of two features."""
 
@@ -278,7 +276,7 @@ def _rows_about(
     return own
 
 
-@lru_cache(maxsize=_KEPT_STEPS)
+@lru_cache(maxsize=64)  # windows try equal sizes
 def _held_in(
     schedule: PipelineSchedule, stages: int, stage: int, micro_batches: int
 ) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:

@@ -292,8 +292,7 @@ def check_memory(
 
 def in_portions(result: PlanResult, portions: AllPortions, runs: float) -> PlanResult:
     """Extend the first portion's result to all portions, `runs` times its length."""
-    assert result.plan.prediction is not None, "what is planned is predicted"
-    prediction = for_all_portions(result.plan.prediction, runs)
+    prediction = for_all_portions(result.plan.predicted, runs)
     plan = result.plan.model_copy(update={"prediction": prediction})
     return replace(result, plan=plan, portions=portions)
 

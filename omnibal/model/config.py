@@ -147,7 +147,7 @@ class LanguageConfig(Frozen):
         return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
 
     @model_validator(mode="after")
-    def _sizes_divide(self) -> "LanguageConfig":
+    def _fields_fit_together(self) -> "LanguageConfig":
         if self.head_size is None and self.hidden_size % self.heads:
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be a multiple of heads {self.heads}, or "
@@ -155,10 +155,6 @@ class LanguageConfig(Frozen):
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
-        return self
-
-    @model_validator(mode="after")
-    def _scales_beyond_a_limit(self) -> "LanguageConfig":
         if self.rope_factor is not None and self.max_positions is None:
             raise ValueError(
                 f"rope_factor {self.rope_factor} scales RoPE beyond max_positions, so that must be "
@@ -166,22 +162,12 @@ class LanguageConfig(Frozen):
             )
         if self.rope_factor is not None and self.rope_scaling is not None:
             raise ValueError("rope_factor and rope_scaling scale RoPE in two ways; give one")
-        return self
-
-    @model_validator(mode="after")
-    def _sections_are_all_frequencies(self) -> "LanguageConfig":
-        sections = self.rope_sections
-        if sections is None:
-            return self
-        counts = (sections.time, sections.rows, sections.columns)
-        if 2 * sum(counts) != self.head_width:
-            raise ValueError(
-                f"rope_sections {counts} must add up to half of a head, {self.head_width // 2}"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _kinds_have_names_of_their_own(self) -> "LanguageConfig":
+        if (rope := self.rope_sections) is not None:
+            counts = (rope.time, rope.rows, rope.columns)
+            if 2 * sum(counts) != self.head_width:
+                raise ValueError(
+                    f"rope_sections {counts} must add up to half of a head, {self.head_width // 2}"
+                )
         kinds = set(self.kinds)
         if len({kind.name for kind in kinds}) < len(kinds):
             raise ValueError("runs with equally many experts must have equal experts")

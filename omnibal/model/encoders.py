@@ -162,16 +162,12 @@ class ClipsEncoder(EncoderLayers):
     )
 
     @model_validator(mode="after")
-    def _width_has_sines_and_cosines(self) -> "ClipsEncoder":
+    def _sizes_divide(self) -> "ClipsEncoder":
         if self.hidden_size % 2 or self.hidden_size < 4:
             raise ValueError(
                 f"hidden_size {self.hidden_size} must be even and at least 4: half of a position's "
                 "numbers are sines and half cosines"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _positions_divide(self) -> "ClipsEncoder":
         if self.positions_per_item % self.positions_per_token:
             raise ValueError(
                 f"{self.positions_per_item} positions of a clip (half its frames) must be a "
@@ -353,7 +349,7 @@ class ImagesEncoder(EncoderLayers, ImageRule):
     )
 
     @model_validator(mode="after")
-    def _layers_are_there(self) -> "ImagesEncoder":
+    def _layers_and_windows_fit(self) -> "ImagesEncoder":
         for name, layers in (
             ("full_layers", self.full_layers),
             ("deepstack_layers", self.deepstack_layers),
@@ -364,10 +360,6 @@ class ImagesEncoder(EncoderLayers, ImageRule):
                 )
         if self.full_layers and self.window_pixels is None:
             raise ValueError("full_layers are apart from windows; give window_pixels too")
-        return self
-
-    @model_validator(mode="after")
-    def _windows_hold_cells(self) -> "ImagesEncoder":
         if self.window_pixels is not None and self.window_pixels < self.cell_pixels:
             raise ValueError(
                 f"window_pixels {self.window_pixels} must hold a cell of {self.cell_pixels}"

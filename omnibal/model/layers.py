@@ -42,15 +42,11 @@ class ExpertsConfig(Frozen):
     )
 
     @model_validator(mode="after")
-    def _no_more_than_there_are(self) -> "ExpertsConfig":
+    def _uses_what_there_is(self) -> "ExpertsConfig":
         if self.experts_per_token > self.experts:
             raise ValueError(
                 f"experts_per_token {self.experts_per_token} must not exceed experts {self.experts}"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _gates_what_there_is(self) -> "ExpertsConfig":
         if self.shared_gate and self.shared_ffn_hidden_size is None:
             raise ValueError("shared_gate scales the shared part; give shared_ffn_hidden_size too")
         return self

@@ -44,13 +44,9 @@ class Parallel(Frozen):
     """Data-parallel ranks that shard weights (ZeRO-3): 1 (replicated), all, or between (hybrid)."""
 
     @model_validator(mode="after")
-    def _sequence_needs_tensor(self) -> "Parallel":
+    def _sizes_fit_together(self) -> "Parallel":
         if self.sequence_parallel and self.tensor == 1:
             raise ValueError("sequence_parallel needs a tensor size of at least 2")
-        return self
-
-    @model_validator(mode="after")
-    def _expert_divides_a_stage(self) -> "Parallel":
         if self.tensor * self.data % self.expert:
             raise ValueError(
                 f"expert size {self.expert} must divide the {self.tensor * self.data} ranks of a "
@@ -61,10 +57,6 @@ class Parallel(Frozen):
                 f"expert size {self.expert} must divide tensor size {self.tensor} or be a multiple "
                 "of it, so that expert-parallel groups hold whole tensor-parallel ones or parts"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _shards_divide_data(self) -> "Parallel":
         if self.data % self.sharded:
             raise ValueError(
                 f"sharded {self.sharded}, the ranks that divide weights, must divide data "

@@ -295,7 +295,11 @@ class _Search:
         rng, in_vain = np.random.default_rng(0), 0
         while self.best is not None and self.goes_on and in_vain < self.most_in_vain:
             before, best_ms = len(self.found_ms), self.best_ms
-            self._improve(self._kicked(rng, self.best))
+            kicked = self.best
+            for _ in range(_KICKS):
+                moves = self._moves(kicked)
+                kicked = moves[int(rng.integers(len(moves)))]
+            self._improve(kicked)
             if len(self.found_ms) == before:
                 break
             in_vain = 0 if self.best_ms < best_ms else in_vain + 1
@@ -365,12 +369,6 @@ class _Search:
                     orders = (order,) * len(at.orders)
                 moved.append(Candidate(at.edges, orders))
         return [each for each in dict.fromkeys(moved) if each != at]
-
-    def _kicked(self, rng: np.random.Generator, at: Candidate) -> Candidate:
-        for _ in range(_KICKS):
-            moves = self._moves(at)
-            at = moves[int(rng.integers(len(moves)))]
-        return at
 
     def _tried(self, candidates: Sequence[Candidate], limit_ms: float) -> np.ndarray:
         """Return step times; candidates bounded above the limit are not simulated. [C]"""

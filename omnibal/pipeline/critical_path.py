@@ -234,7 +234,10 @@ class PipelineSimulator:
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
         """Return term weights of the longest path of every step, traced back from its end."""
         end, link = self._run(terms)
-        alone_ms, ready_ms = self._of_rows(terms, end, link)
+        alone_ms = ready_ms = np.empty((0, 0, 0))
+        if self.lockstep:  # rows share passes
+            ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
+            alone_ms = self._alone_ms(terms)
         layout, finish_ms = self.steps.layout, self._finish_ms(end, terms)
         n, steps = finish_ms.shape[:2]
         last = finish_ms.reshape(n, -1, self.stages * finish_ms.shape[2]).argmax(axis=2)
@@ -295,16 +298,6 @@ class PipelineSimulator:
             )
         weights[..., layout.by_feature] = of_kind.reshape(n, steps, self.stages, -1)
         return np.einsum("s,nspt->npt", self.steps.weight, weights)
-
-    def _of_rows(
-        self, terms: np.ndarray, end: np.ndarray, link: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Return time and earliest start of every operation on each row, [operations, n, rows]
-        each, or empty if no rows share passes."""
-        if not self.lockstep:
-            return np.empty((0, 0, 0)), np.empty((0, 0, 0))
-        ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
-        return self._alone_ms(terms), ready_ms
 
     def _is_in_lockstep(self, terms: np.ndarray) -> np.ndarray:
         """Return whether expert-parallel rows run each stage in lockstep. [p, n]"""

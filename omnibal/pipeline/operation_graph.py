@@ -19,8 +19,6 @@ from omnibal.pipeline.schedules import (
 )
 
 _KINDS = len(Pass)
-_KEPT_GRAPHS = 64
-"""Cached operation graphs, one per number of micro-batches of a rank in a step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -101,7 +99,7 @@ class OperationGraph:
         return np.flatnonzero(self.stage == stage)
 
 
-@lru_cache(maxsize=_KEPT_GRAPHS)
+@lru_cache(maxsize=64)  # by micro-batches of a rank in a step
 def operation_graph(
     rule: ScheduleRule, stages: int, chunks: int, micro_batches: int
 ) -> OperationGraph:

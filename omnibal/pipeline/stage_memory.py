@@ -41,12 +41,6 @@ from omnibal.pipeline.workload import Workload
 GIB = 1024**3  # bytes
 _CAP_TOLERANCE = 1e-12
 """Relative tolerance; sums of the same bytes in another order differ by less."""
-_KEPT_COUNTS = 8
-"""In-flight counts cached, by pipeline size and micro-batches."""
-
-_KEPT_KINDS = 8
-"""Cached kind orders, one per model."""
-
 _PASSES_AT_ONCE = 4_096
 """Passes per chunk of memory computation."""
 _LOOKED_AT = 9
@@ -86,7 +80,7 @@ LINKS = ("next input", "last input's gradient", "last output", "next gradient", 
 """P2P tensors of the cuts before and after a stage; in a backward also its output's gradient."""
 
 
-@lru_cache(maxsize=_KEPT_COUNTS)
+@lru_cache(maxsize=8)
 def _others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
     """Return the number of other micro-batches in flight in each forward and backward. [p, 2, m]"""
     graph = planned_graph(pipeline_size, micro_batches)
@@ -379,7 +373,7 @@ def _last_kind(counts: np.ndarray) -> np.ndarray:
     return counts.shape[-1] - 1 - (counts[..., ::-1] > 0).argmax(axis=-1)
 
 
-@lru_cache(maxsize=_KEPT_KINDS)
+@lru_cache(maxsize=8)  # an entry per model
 def _alike(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     """Return other kinds that differ from a kind only in P2P tensors. While any such layer is kept,
     recomputing this kind needs no more memory than before."""
@@ -389,7 +383,7 @@ def _alike(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     ]
 
 
-@lru_cache(maxsize=_KEPT_KINDS)
+@lru_cache(maxsize=8)  # an entry per model
 def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
     """Return kind indices in model order, grouped by tower."""
     groups = groupby(enumerate(kinds), lambda each: each[1].is_layer or each[1].name)

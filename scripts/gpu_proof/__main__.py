@@ -20,11 +20,6 @@ _PACKAGES = {"megatron.core": "megatron-core", "PIL": "pillow"}
 _EXIT_USER_ERROR = 2
 
 
-def missing_modules() -> list[str]:
-    """Required modules that are not installed."""
-    return [name for name in _NEEDED if not _is_installed(name)]
-
-
 def _is_installed(module: str) -> bool:
     try:
         return importlib.util.find_spec(module) is not None
@@ -46,8 +41,7 @@ def refuse(missing: list[str]) -> None:
 
 def main() -> None:
     """Run all parts, unless a required module is missing."""
-    missing = missing_modules()
-    if missing:
+    if missing := [name for name in _NEEDED if not _is_installed(name)]:
         refuse(missing)
     try:
         # Imported late: it needs the modules.

@@ -134,10 +134,9 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
         }
     [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
     own = sum(measured.forward_ms) + sum(measured.backward_ms)
-    assert plan.prediction is not None
     figures: dict[str, JsonValue] = {
         "stage": stage,
-        "predicted_gib": measured.predicted_gib(plan.prediction.stages[stage].memory),
+        "predicted_gib": measured.predicted_gib(plan.predicted.stages[stage].memory),
         "measured_gib": measured.peak_gib,
         "predicted_ms": predicted_ms(files, files.job, measured),
         "measured_ms": own,
@@ -221,9 +220,8 @@ def train(context: Context) -> None:
         "-o", folder / "plan",
     )  # fmt: skip
     _train(context, "local", folder / "run")
-    prediction = open_plan(folder / "plan").plan.prediction
+    prediction = open_plan(folder / "plan").plan.predicted
     records = read_run(folder / "run" / RUN_FILE)
-    assert prediction is not None
     context.figures.update(
         steps=len(records),
         first_loss=records[0].loss,

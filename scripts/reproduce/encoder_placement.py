@@ -103,20 +103,15 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
                 bound_ms = least_step_ms(
                     sized.cost, sized.pipeline_model, request.workload(), parallel.pipeline
                 )
-                if bound_ms >= _step_ms(best):
+                if bound_ms >= best.predicted.step_ms:
                     continue
             plan = make_plan(request).plan
         except UserError:
             continue
-        if best is None or _step_ms(plan) < _step_ms(best):
+        if best is None or plan.predicted.step_ms < best.predicted.step_ms:
             best = plan
     assert best is not None, "no sizes fit"
     return best
-
-
-def _step_ms(plan: Plan) -> float:
-    assert plan.prediction is not None
-    return plan.prediction.step_ms
 
 
 def row(name: str, mixture: Mixture, model: ModelConfig) -> list[str]:
@@ -139,8 +134,7 @@ def row(name: str, mixture: Mixture, model: ModelConfig) -> list[str]:
     inside, beside = (
         best_plan(replace(job, placement=placement), data, packed) for placement in EncoderPlacement
     )
-    assert inside.prediction is not None and beside.prediction is not None
-    gain = relative_ms(inside.prediction) / relative_ms(beside.prediction) - 1
+    gain = relative_ms(inside.predicted) / relative_ms(beside.predicted) - 1
     return [
         name,
         mixture.name,
@@ -158,7 +152,7 @@ def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
 
 
 def _cells(plan: Plan) -> tuple[str, str]:
-    return f"{_step_ms(plan) / 1e3:.2f} s", "/".join(map(str, plan.parallel.sizes.values()))
+    return f"{plan.predicted.step_ms / 1e3:.2f} s", "/".join(map(str, plan.parallel.sizes.values()))
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ SHARE_OF_RATES = 0.577
 """Share of the preset's rates of products and attention, calibrated on Table 4."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """A packing length of the paper with its setting: a context-parallel size."""
 
@@ -82,29 +82,25 @@ class Group:
         )
 
 
-def _group(kilotokens: int, context: int, recomputed: int) -> Group:
-    return Group(kilotokens=kilotokens, context=context, recomputed=recomputed)
-
-
 TABLE_4 = {
-    _group(32, 2, 28): 4.45,
-    _group(32, 4, 23): 4.35,
-    _group(32, 8, 8): 4.12,
-    _group(64, 4, 28): 6.3,
-    _group(64, 8, 24): 6.2,
-    _group(128, 8, 29): 10.2,
-    _group(128, 16, 23): 10.5,
+    Group(32, 2, 28): 4.45,
+    Group(32, 4, 23): 4.35,
+    Group(32, 8, 8): 4.12,
+    Group(64, 4, 28): 6.3,
+    Group(64, 8, 24): 6.2,
+    Group(128, 8, 29): 10.2,
+    Group(128, 16, 23): 10.5,
 }
 """Seconds per iteration of Llama3.1-8B. Linear in the length at equal tokens, so packs are assumed
 to be one sample each."""
 
 
 TABLE_19 = {
-    _group(8, 2, 8): 2.69,
-    _group(16, 1, 28): 2.65,
-    _group(32, 8, 8): 2.83,
-    _group(64, 4, 28): 3.01,
-    _group(128, 8, 28): 3.05,
+    Group(8, 2, 8): 2.69,
+    Group(16, 1, 28): 2.65,
+    Group(32, 8, 8): 2.83,
+    Group(64, 4, 28): 3.01,
+    Group(128, 8, 28): 3.05,
 }
 """Seconds per iteration of the fastest setting per length, on the paper's data."""
 
@@ -121,7 +117,7 @@ class Published:
     gpu_days: float
 
 
-_SHORT, _LONG = _group(16, 1, 28), _group(128, 8, 28)
+_SHORT, _LONG = Group(16, 1, 28), Group(128, 8, 28)
 """Settings with recomputed layers of Table 19."""
 
 
@@ -156,7 +152,7 @@ for 8B is 50 GB below the paper's figures."""
 
 def table_6_70b(context: int) -> tuple[Published, ...]:
     """Table 6 of Llama3.1-70B, fully recomputed, with `context` ranks per 128K pack."""
-    groups = _group(16, 1, LAYERS_70B), _group(128, context, LAYERS_70B)
+    groups = Group(16, 1, LAYERS_70B), Group(128, context, LAYERS_70B)
     return _rows(groups, TABLE_6_70B, (None,) * 3)
 
 
@@ -368,10 +364,7 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
         longest=data.least_caps(),
     )
     _, hbp = greedy.drawn(_SIMULATED_SAMPLES)(
-        tuple(
-            Group(kilotokens=length, context=context, recomputed=0).level
-            for length, context in chosen
-        )
+        tuple(Group(length, context, 0).level for length, context in chosen)
     )
     assert isinstance(hbp, LevelTrial), hbp
     return Comparison(

@@ -191,8 +191,8 @@ def planned(
         packs_per_step=parallel.data * micro_batches,
     )
     result = make_plan(PlanRequest(job=job, data=data))
-    prediction = result.plan.prediction
-    assert prediction is not None and result.data is not None
+    prediction = result.plan.predicted
+    assert result.data is not None
     packs, _ = result.data
     flops = pack_features(packs.packs, lengths, feature_names(job.model)) @ model_flops(
         job.model, job.cluster, ()
