@@ -15,7 +15,7 @@ follows. Replicas of a shard sum gradients once a step.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -283,6 +283,12 @@ def _encoder_cost(
     rows = tower.tokens_per_item * (1 + tower.deepstack_features)
     assert tower.values_per_item is not None, "a job has none without"
     feature_bytes = rows * model.language.hidden_size * ELEMENT_BYTES[precision]
+    of_passes = None
+    if exchange is not None:
+        width = exchange.forward_ms.shape[1]
+        again_ms = np.stack([_again_ms(cost.units[kind.name])[:width] for kind in cost.kinds])
+        again = replace(exchange, forward_ms=again_ms)
+        of_passes = PassExchange(of_pass=exchange, of_second=again, columns=tuple(columns))
     return EncoderCost(
         feature=tower.feature,
         forward_ms=total(lambda unit: unit.forward_ms),
@@ -295,18 +301,8 @@ def _encoder_cost(
         input_bytes=FP32_BYTES * tower.values_per_item,
         feature_bytes=float(feature_bytes),
         is_trained=is_trained,
-        exchange=None if exchange is None else _pass_exchange(exchange, cost, columns),
+        exchange=of_passes,
     )
-
-
-def _pass_exchange(
-    exchange: ShardedExchange, cost: CostModel, columns: Sequence[int]
-) -> PassExchange:
-    """Return the exchange of passes with these feature columns, also for second forwards."""
-    features = exchange.forward_ms.shape[1]
-    again_ms = [_again_ms(cost.units[kind.name])[:features] for kind in cost.kinds]
-    again = replace(exchange, forward_ms=np.stack(again_ms))
-    return PassExchange(of_pass=exchange, of_second=again, columns=tuple(columns))
 
 
 def _again_ms(unit: UnitCost) -> np.ndarray:

@@ -133,7 +133,21 @@ def scan_lengths(
     good = Counted.joined(parts)
     if not len(good):
         raise UserError(f"every sample is bad; one at least must be good: {bad[0].message}")
-    return Scan(lengths=_lengths(good, annotations, model, tokenizer), skipped=tuple(bad))
+    columns = {str(name): np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
+    indices, names = columns["index"], model.item_features
+    squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
+    lengths = Lengths(
+        items={name: columns[name] for name in sorted(names)},
+        squares={name: columns[name] for name in squares},
+        tokens=columns["tokens"],
+        loss_tokens=columns["loss_tokens"],
+        source=annotations.source[indices],
+        source_names=annotations.sources,
+        origin=_origin(annotations.sha256, model, tokenizer),
+        sample=indices if len(indices) < len(annotations) else None,
+        image_sizes=None if model.images is None else good.image_sizes,
+    )
+    return Scan(lengths=lengths, skipped=tuple(bad))
 
 
 def scan_key(model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -302,25 +316,6 @@ def _check_counted(model: ModelConfig) -> None:
             f"{model.name} takes {words(others)}, which no scan counts: plan with lengths of your "
             "own, in Parquet or JSON files with a column of each"
         )
-
-
-def _lengths(
-    good: Counted, annotations: Annotations, model: ModelConfig, tokenizer: Tokenizer
-) -> Lengths:
-    columns = {str(name): np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
-    indices, names = columns["index"], model.item_features
-    squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
-    return Lengths(
-        items={name: columns[name] for name in sorted(names)},
-        squares={name: columns[name] for name in squares},
-        tokens=columns["tokens"],
-        loss_tokens=columns["loss_tokens"],
-        source=annotations.source[indices],
-        source_names=annotations.sources,
-        origin=_origin(annotations.sha256, model, tokenizer),
-        sample=indices if len(indices) < len(annotations) else None,
-        image_sizes=None if model.images is None else good.image_sizes,
-    )
 
 
 def _origin(data_sha256: str, model: ModelConfig, tokenizer: Tokenizer) -> LengthsOrigin:

@@ -23,20 +23,13 @@ class Images(NamedTuple):
     text: ImageText
 
 
-KIMI_VL = Images(
-    4096,
-    None,
-    ImageText(
-        before="<|media_start|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
-    ),
-)
-KIMI_K2_5 = Images(
-    16_384,
-    512,
-    ImageText(
-        before="<|media_begin|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
-    ),
-)
+def _image_text(start: str) -> ImageText:
+    before = f"<|{start}|>image<|media_content|>"
+    return ImageText(before=before, each="<|media_pad|>", after="<|media_end|>")
+
+
+KIMI_VL = Images(4096, None, _image_text("media_start"))
+KIMI_K2_5 = Images(16_384, 512, _image_text("media_begin"))
 
 
 class _Whole(WholeTable):

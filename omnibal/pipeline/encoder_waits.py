@@ -168,12 +168,21 @@ def with_encoders(
 ) -> Workload:
     """Add data-parallel encoders to a workload with these feature names."""
     shares = shares or ItemShares.of(workload, features, cost, beside)
-    times = _group_times(shares, cost, beside)
+    own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
+    forward, backward, exposed_ms = _slowest(shares, cost, own)
+    times = _GroupTimes(
+        forward=forward,
+        backward=backward,
+        mean=sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own),
+        mean_exposed=exposed_ms.mean(axis=1),
+        exchange=features_exchange_ms(shares, cost, is_back=False),
+        exchange_back=features_exchange_ms(shares, cost, is_back=True),
+    )
     encoder_memory = memory_of_encoders(shares, cost, beside)
     waits = _waits(workload, shares, times, cost)
     values = workload.features.copy()
     values[:, [features.index(name) for name in ENCODER_WAITS_MS]] = waits.all
-    longest = times.forward + times.backward
+    longest = forward + backward
     slowest = longest.reshape(len(shares.steps), -1).argmax(axis=1)
     of_step = np.arange(len(shares.steps)), slowest
 
@@ -261,21 +270,6 @@ def memory_of_encoders(
         encoding=max(float(each.max(initial=0)) for each in while_encoding) - held,
         evaluation=max(evaluating) + 2 * float(rows_bytes.max(initial=0)),
         whole=cost.evaluation_bytes,
-    )
-
-
-def _group_times(
-    shares: ItemShares, cost: EncodersCost, beside: DataParallelEncoders
-) -> _GroupTimes:
-    own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
-    forward, backward, exposed_ms = _slowest(shares, cost, own)
-    return _GroupTimes(
-        forward=forward,
-        backward=backward,
-        mean=sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own),
-        mean_exposed=exposed_ms.mean(axis=1),
-        exchange=features_exchange_ms(shares, cost, is_back=False),
-        exchange_back=features_exchange_ms(shares, cost, is_back=True),
     )
 
 

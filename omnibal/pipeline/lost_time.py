@@ -99,7 +99,13 @@ def lost_time_of(
         (replace(_evened_out(times), waits_ms=needed), nothing),
     )
     ranks = steps_of_all * workload.data_parallel_size
-    left = [loose_ms] + [_mean_of_ranks_ms(*step, schedule, alone, ranks) for step in steps]
+    left = [loose_ms]
+    for of_step, costs in steps:
+        simulated_ms = predict_steps(of_step, alone, costs, schedule).step_ms
+        # Ranks without packs only exchange and update.
+        idle_ms = costs.exchange_ms.max() + costs.update_ms.max()
+        idle_ms *= ranks - len(simulated_ms)
+        left.append(float(simulated_ms.sum() + idle_ms) / ranks)
     # With few micro-batches unequal stages can be faster than equal stages, and then cost nothing.
     left[-1] = min(left[-2:])
     work_ms = float((times.forward_ms + times.backward_ms).mean(axis=1).sum()) * schedule.chunks
@@ -118,20 +124,6 @@ def lost_time_of(
         bubble_ms=lost[7],
         ideal_ms=left[-1],
     )
-
-
-def _mean_of_ranks_ms(
-    times: StageTimes,
-    once: PerStepCosts,
-    schedule: PipelineSchedule,
-    workload: Workload,
-    ranks: int,
-) -> float:
-    """Return the mean of `ranks` single-rank steps, including empty ones, in ms."""
-    simulated = predict_steps(times, workload, once, schedule)
-    idle = ranks - len(simulated.step_ms)
-    idle_ms = once.exchange_ms.max() + once.update_ms.max()
-    return float(simulated.step_ms.sum() + idle * idle_ms) / ranks
 
 
 _CONTEXT, _COLLECTIVE, _PADDING = "context_ms", "collective_ms", "padding_ms"
