@@ -277,11 +277,17 @@ class Plan(Frozen):
     prediction: Prediction | None = None
 
     @model_validator(mode="after")
-    def _trains_something(self) -> "Plan":
+    def _trains_something_and_predicts_every_stage(self) -> "Plan":
         mistake = frozen_mistake(self.model, self.frozen)
         mistake = mistake or adapter_mistake(self.model, self.frozen, self.adapters)
         if mistake is not None:
             raise ValueError(mistake)
+        stages = len(self.stages) // self.schedule.chunks
+        if self.prediction is not None and len(self.prediction.stages) != stages:
+            raise ValueError(
+                f"prediction.stages has {len(self.prediction.stages)} entries for "
+                f"{stages} stages; the two must be equally many: remove `prediction`"
+            )
         return self
 
     def trained_towers(self, cut: int) -> frozenset[str]:
@@ -436,16 +442,6 @@ class Plan(Frozen):
         _check_divides(
             "beside.sharded", beside.sharded, (self.parallel.world_size, "ranks of the job")
         )
-        return self
-
-    @model_validator(mode="after")
-    def _predicts_every_stage(self) -> "Plan":
-        stages = len(self.stages) // self.schedule.chunks
-        if self.prediction is not None and len(self.prediction.stages) != stages:
-            raise ValueError(
-                f"prediction.stages has {len(self.prediction.stages)} entries for "
-                f"{stages} stages; the two must be equally many: remove `prediction`"
-            )
         return self
 
 

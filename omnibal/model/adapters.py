@@ -266,18 +266,14 @@ def _numbers(model: ModelConfig, kind: UnitKind) -> list[int]:
     return [number for number in range(tower.layers) if kind.has_layer(number)]
 
 
-_Sizes = tuple[int, int]
-"""Inputs and outputs of a piece."""
-
-
 def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, ...]:
     wide, inner = language.hidden_size, language.ffn_hidden_size
     query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
 
-    def piece(name: str, *sizes: int, block: str = "mlp") -> Piece:
+    def piece(name: str, inputs: int, outputs: int, block: str = "mlp") -> Piece:
         prefixes = ("language_model.model", "model.language_model", "model")
         paths = (f"{prefix}.layers.*.{block}.{name}" for prefix in prefixes)
-        return _piece(name, (sizes[0], sizes[1]), *paths)
+        return _piece(name, inputs, outputs, *paths)
 
     made = {"q_proj": query * (2 if language.output_gate else 1), "k_proj": key, "v_proj": key}
     linears = _layer_linears(
@@ -320,10 +316,10 @@ def _tiles_pieces(tower: TilesEncoder) -> _LayerPieces:
     own, other = "vision_model.encoder.layers.*", "model.vision_tower.encoder.layer.*"
     projection = f"{other}.attention.projection_layer"
     return (
-        [_piece("qkv", (wide, 3 * wide), f"{own}.attn.qkv")],
-        _piece("proj", (wide, wide), f"{own}.attn.proj", projection),
-        [_piece("fc1", (wide, inner), f"{own}.mlp.fc1", f"{other}.mlp.fc1")],
-        _piece("fc2", (inner, wide), f"{own}.mlp.fc2", f"{other}.mlp.fc2"),
+        [_piece("qkv", wide, 3 * wide, f"{own}.attn.qkv")],
+        _piece("proj", wide, wide, f"{own}.attn.proj", projection),
+        [_piece("fc1", wide, inner, f"{own}.mlp.fc1", f"{other}.mlp.fc1")],
+        _piece("fc2", inner, wide, f"{own}.mlp.fc2", f"{other}.mlp.fc2"),
     )
 
 
@@ -334,20 +330,18 @@ def _images_pieces(tower: ImagesEncoder) -> _LayerPieces:
     if tower.gated:
         into, back = ["gate_proj", "up_proj"], "down_proj"
 
-    def piece(name: str, sizes: _Sizes, *modules: str) -> Piece:
+    def piece(name: str, inputs: int, outputs: int, block: str = "mlp") -> Piece:
+        # Qwen2-VL's names of feed-forwards are shorter.
+        names = dict.fromkeys((f"{block}.{name}", f"{block}.{name.replace('linear_fc', 'fc')}"))
         places = ("model.visual.blocks.*", "visual.blocks.*")
-        return _piece(name, sizes, *(f"{place}.{each}" for place in places for each in modules))
-
-    def of_mlp(name: str, *sizes: int) -> Piece:
-        # Qwen2-VL's names are shorter.
-        own = f"mlp.{name}"
-        return piece(name, (sizes[0], sizes[1]), own, own.replace("linear_fc", "fc"))
+        paths = (f"{place}.{each}" for place in places for each in names)
+        return _piece(name, inputs, outputs, *paths)
 
     return (
-        [piece("qkv", (wide, 3 * heads), "attn.qkv")],
-        piece("proj", (heads, wide), "attn.proj"),
-        [of_mlp(name, wide, inner) for name in into],
-        of_mlp(back, inner, wide),
+        [piece("qkv", wide, 3 * heads, "attn")],
+        piece("proj", heads, wide, "attn"),
+        [piece(name, wide, inner) for name in into],
+        piece(back, inner, wide),
     )
 
 
@@ -355,10 +349,10 @@ def _whisper_pieces(tower: ClipsEncoder) -> _LayerPieces:
     wide, inner, at = tower.hidden_size, tower.ffn_hidden_size, "audio_tower.layers.*"
     names = ("q_proj", "k_proj", "v_proj")
     return (
-        [_piece(name, (wide, wide), f"{at}.self_attn.{name}") for name in names],
-        _piece("out_proj", (wide, wide), f"{at}.self_attn.out_proj"),
-        [_piece("fc1", (wide, inner), f"{at}.fc1")],
-        _piece("fc2", (inner, wide), f"{at}.fc2"),
+        [_piece(name, wide, wide, f"{at}.self_attn.{name}") for name in names],
+        _piece("out_proj", wide, wide, f"{at}.self_attn.out_proj"),
+        [_piece("fc1", wide, inner, f"{at}.fc1")],
+        _piece("fc2", inner, wide, f"{at}.fc2"),
     )
 
 
@@ -378,13 +372,12 @@ def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
     first += [f"{at}.{names['linear_1']}", "projector.linear_1"]
     second += [f"{at}.{names['linear_2']}", "projector.linear_2"]
     return (
-        _column("linear_fc1", _piece("linear_1", (wide, inner), *first)),
-        _row("linear_fc2", _piece("linear_2", (inner, width), *second)),
+        _column("linear_fc1", _piece("linear_1", wide, inner, *first)),
+        _row("linear_fc2", _piece("linear_2", inner, width, *second)),
     )
 
 
-def _piece(name: str, sizes: _Sizes, *paths: str) -> Piece:
-    inputs, outputs = sizes
+def _piece(name: str, inputs: int, outputs: int, *paths: str) -> Piece:
     return Piece(name=name, inputs=inputs, outputs=outputs, paths=paths)
 
 
