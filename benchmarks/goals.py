@@ -1,10 +1,10 @@
-"""Plans of twenty jobs of users with required options alone, and beside forced plans.
+"""Plans of twenty jobs of users with required options alone, or compared with forced plans.
 
     python benchmarks/goals.py
     python benchmarks/goals.py --only "8B text, 32" --forced
 
-A row a job: samples per step, layout, memory and predicted samples per second, with what published
-recipes have for the model. With `--forced` each job is planned again with levels of packs,
+A row a job: samples per step, layout, memory, predicted samples per second, and a published recipe
+for the model. With `--forced` each job is planned again with levels of packs,
 placement of encoders, sharding and parallel sizes forced, each alone, at the same samples per
 step, so that no forced plan should be faster. All times are simulated, with costs counted at the
 clusters' rates; "search" is the time of the free search on this machine.
@@ -30,7 +30,7 @@ PIPELINE, DATA_PARALLEL = EncoderPlacement
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A model on some devices, the lengths that it trains, and what recipes have for it."""
+    """A model on some devices, the lengths that it trains, and a published recipe."""
 
     name: str
     model: str

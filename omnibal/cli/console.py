@@ -34,7 +34,7 @@ _SECONDS_BETWEEN_LINES = 30.0  # progress without a terminal
 
 
 _KNOWN_RATE = 0.2
-"""Share of the work done before which a remaining time says nothing."""
+"""Share of the work to be done before a remaining time is shown."""
 
 
 class _RemainingColumn(bars.TimeRemainingColumn):

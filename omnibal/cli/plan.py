@@ -315,7 +315,7 @@ def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
         notes.append(remark(rates, planned.strategies.samples_per_step))
     if planned.asked_samples is not None and planned.result.data is not None and data is not None:
         asked = min(planned.asked_samples, data.samples)
-        notes.append(StepSamples.of(planned.result.data[0]).note(asked))
+        notes.append(StepSamples.count(planned.result.data[0]).note(asked))
     return [note for note in notes if note is not None]
 
 
@@ -432,7 +432,7 @@ def _print_plan(
         }
     lines = []
     if packs is not None and windows is None:
-        size = StepSamples.of(packs)
+        size = StepSamples.count(packs)
         summary["step"] = {**asdict(size), "source": planned.step_source}
         lines.append(plan_tables.step_text(size, planned.step_source))
     summary["step_sizes"] = [asdict(rate) for rate in rates]

@@ -157,7 +157,7 @@ def lost_time_table(prediction: Prediction) -> Table:
 
 
 def step_text(size: StepSamples, source: str) -> str:
-    """Samples and tokens of a step, and where their number is from."""
+    """Samples and tokens of a step, and the origin of their number."""
     spread = f"{size.low:,} to {size.high:,} in nine of ten, "
     spread = "" if size.low == size.high else spread
     asked = f", {source}" if source else ""

@@ -156,7 +156,7 @@ def _first_fit(setting: Setting, choices: list[Choice]) -> str | None:
         for choice in least[:_MOST_SIZES]:
             if not fits_cap(states[choice], cap_gib):
                 break
-            need_gib = need_gib_of(setting.sized(choice))
+            need_gib = need_gib_of(setting.request_of(choice))
             if fits_cap(need_gib, cap_gib):
                 return f"{choice[0].options} ({need_text(need_gib, cap_gib)})"
     return None

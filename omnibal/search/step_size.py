@@ -60,13 +60,14 @@ class StepSamples:
     samples: float
     """Mean samples per step."""
     low: int
-    """Fewest samples of nine of ten steps. One of twenty has fewer."""
+    """5 % quantile of the samples of a step."""
     high: int
+    """95 % quantile."""
     tokens: float
     """Mean tokens per step."""
 
     @classmethod
-    def of(cls, packs: ScheduledPacks) -> Self:
+    def count(cls, packs: ScheduledPacks) -> Self:
         samples = np.bincount(packs.step, weights=np.diff(packs.packs.offsets))
         low, high = np.quantile(samples, [0.05, 0.95], method="nearest").astype(int).tolist()
         return cls(
@@ -102,7 +103,7 @@ def usual_samples_per_step(request: StrategyRequest) -> int:
     pack_tokens = _CAP_HEADROOM * float(tokens.max()) if caps is None else caps["tokens"]
     fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
     samples = recipe_samples(request.sizes.gpus)
-    return _doubled(samples, samples * float(tokens.mean()) / (pack_tokens * fewest))
+    return _double_to_fill(samples, samples * float(tokens.mean()) / (pack_tokens * fewest))
 
 
 def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyRequest:
@@ -115,12 +116,12 @@ def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyReq
         best = search_strategies(some, lambda done: None, processes).best
         if best.micro_batches >= MIN_MICRO_BATCHES:
             break
-        samples = _doubled(request.samples_per_step, best.micro_batches)
+        samples = _double_to_fill(request.samples_per_step, best.micro_batches)
         request = replace(request, samples_per_step=samples)
     return request
 
 
-def _doubled(samples: int, micro_batches: float) -> int:
+def _double_to_fill(samples: int, micro_batches: float) -> int:
     """Return the step doubled until `micro_batches` would be `MIN_MICRO_BATCHES`."""
     return samples * 2 ** max(math.ceil(math.log2(MIN_MICRO_BATCHES / micro_batches)), 0)
 

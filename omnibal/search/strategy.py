@@ -200,7 +200,7 @@ class Setting:
         data = request.sample_data(levels)
         return Trial(job=job, data=data, packed=data.packed(job), split=request.split)
 
-    def sized(self, choice: Choice) -> PlanRequest:
+    def request_of(self, choice: Choice) -> PlanRequest:
         """Return the job on steps of the requested samples."""
         return self.trial(choice).request(self.request.samples_per_step)
 
@@ -228,7 +228,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
     state_gib = least_state_gib(job)
     if not fits_cap(state_gib, job.memory_cap_gib):
         return choice, Need(gib=state_gib)
-    sized = setting.sized(choice)
+    sized = setting.request_of(choice)
     samples = mean_samples(sized)
     # Without data-parallel encoders.
     step_ms = least_step_ms(
@@ -245,7 +245,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
 
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
     """Estimate the ratio of a choice's time to its bound `about_ms`."""
-    sized = setting.sized(choice)
+    sized = setting.request_of(choice)
     need_gib, samples = need_gib_of(sized), mean_samples(sized)
     if not fits_cap(need_gib, sized.job.memory_cap_gib):
         return choice, Need(gib=need_gib)
@@ -262,12 +262,12 @@ def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Stra
     sizing = choice[0]
     try:
         if not fits:
-            need_gib = need_gib_of(setting.sized(choice))
+            need_gib = need_gib_of(setting.request_of(choice))
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return choice, Need(gib=need_gib)
         return choice, planned_strategy(setting, sizing, setting.trial(choice))
     except DoesNotFit:
-        return choice, Need(gib=need_gib_of(setting.sized(choice)))
+        return choice, Need(gib=need_gib_of(setting.request_of(choice)))
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:

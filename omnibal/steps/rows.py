@@ -115,7 +115,7 @@ def _step_numbers(
 def _steps_of_even_samples(
     samples: np.ndarray, rows: _Rows, request: RowRequest, rng: np.random.Generator
 ) -> np.ndarray:
-    """Step of every row. Steps are as many as the samples per step ask for, if rows suffice."""
+    """Step of every row, in samples / `samples_per_step` steps if there are enough rows."""
     assert request.samples_per_step is not None
     full, curriculum = int(rows.full.sum()), request.curriculum_steps
     steps = max(min(round(float(samples.sum()) / request.samples_per_step), full), 1)
@@ -141,7 +141,7 @@ def even_steps(
     rng: np.random.Generator,
     max_rows: int | None = None,
 ) -> np.ndarray:
-    """Deal rows to steps: the row with most samples to the step with fewest so far (LPT).
+    """Return the step of every row, with similar samples per step (longest processing time first).
 
     Incomplete rows come last, so that every step has a full one. No step has more than `max_rows`
     rows, by default 1.5 times the mean.
