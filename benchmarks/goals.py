@@ -65,114 +65,43 @@ class Job:
 
 
 TOKENS_PER_ITEM = 256
-SHORT, LONG, SOME, MANY = 0.6, 1.3, 16_384, 65_536
-H100, H200, A100, CELLS = "h100-80g", "h200-141g", "a100-80g", "image_tokens"
-SWIFT, BRIDGE = "ms-swift", "megatron-bridge"
-JOBS = tuple(
-    Job(*row)
-    for row in (
-        ("8B text, 8", "llama3.1-8b", H100, 8, None, SHORT, SOME, None, "128; ZeRO-3"),
-        ("8B text, 32", "llama3.1-8b", H100, 32, None, LONG, MANY, None, "128; ZeRO-3"),
-        ("8B text, 8", "qwen3-8b", H100, 8, "megatron-lm", SHORT, 8_192, None, "32; TP 4"),
-        ("70B text, 64", "llama3.1-70b", H200, 64, None, LONG, MANY, None, "512; TP 4 PP 2"),
-        ("InternVL 2B, 2", "internvl3-2b", A100, 2, None, SHORT, 8_192, "tiles", "128; ZeRO-1"),
-        ("InternVL 8B, 8", "internvl3-8b", H100, 8, None, SHORT, SOME, "tiles", "128; ZeRO-1"),
-        (
-            "InternVL 26B, 64",
-            "internvl2.5-26b",
-            H100,
-            64,
-            None,
-            SHORT,
-            SOME,
-            "tiles",
-            "256; ZeRO-3",
-        ),
-        (
-            "InternVL 6B + 20B, 32",
-            "internvl-chat-1.5-6b-20b",
-            A100,
-            32,
-            None,
-            SHORT,
-            4_096,
-            "tiles",
-            "576; TP 2 PP 4",
-        ),
-        (
-            "InternVL 78B, 128",
-            "internvl2.5-78b",
-            H100,
-            128,
-            None,
-            SHORT,
-            SOME,
-            "tiles",
-            "512; ZeRO-3",
-        ),
-        (
-            "InternVL 8B long, 32",
-            "internvl3-8b",
-            H100,
-            32,
-            None,
-            LONG,
-            SOME,
-            "tiles",
-            "128; ZeRO-1",
-        ),
-        (
-            "InternVL 30B-A3B, 64",
-            "internvl3.5-30b-a3b",
-            H100,
-            64,
-            None,
-            LONG,
-            SOME,
-            "tiles",
-            "512; ZeRO-3",
-        ),
-        ("8B, recordings, 32", "internvl3-8b-whisper", H100, 32, None, SHORT, SOME, "clips", "-"),
-        ("Qwen2.5-VL 7B, 8", "qwen2.5-vl-7b", H100, 8, None, SHORT, SOME, CELLS, "128; ZeRO-3"),
-        (
-            "Qwen2.5-VL 72B, 32",
-            "qwen2.5-vl-72b",
-            H100,
-            32,
-            BRIDGE,
-            SHORT,
-            SOME,
-            CELLS,
-            "32; TP 8 PP 4",
-        ),
-        ("Qwen3-VL 8B, 8", "qwen3-vl-8b", H100, 8, SWIFT, SHORT, SOME, CELLS, "128; TP 2"),
-        ("Qwen3-VL 8B, 8", "qwen3-vl-8b", H100, 8, "xtuner", SHORT, SOME, CELLS, "128; FSDP"),
-        ("Qwen3-VL 32B, 64", "qwen3-vl-32b", H200, 64, None, LONG, SOME, CELLS, "256; ZeRO-3"),
-        (
-            "30B-A3B, 16",
-            "qwen3-30b-a3b",
-            H100,
-            16,
-            SWIFT,
-            SHORT,
-            8_192,
-            None,
-            "16 packs; PP 2 EP 8",
-        ),
-        ("30B-A3B, 16", "qwen3-30b-a3b", H100, 16, BRIDGE, SHORT, 8_192, None, "32 packs; EP 16"),
-        (
-            "Qwen3-VL 30B-A3B, 32",
-            "qwen3-vl-30b-a3b",
-            H100,
-            32,
-            None,
-            SHORT,
-            SOME,
-            CELLS,
-            "128; PP 2 EP 8",
-        ),
+_ROWS = """
+8B text, 8|llama3.1-8b|h100-80g|8|-|0.6|16384|-|128; ZeRO-3
+8B text, 32|llama3.1-8b|h100-80g|32|-|1.3|65536|-|128; ZeRO-3
+8B text, 8|qwen3-8b|h100-80g|8|megatron-lm|0.6|8192|-|32; TP 4
+70B text, 64|llama3.1-70b|h200-141g|64|-|1.3|65536|-|512; TP 4 PP 2
+InternVL 2B, 2|internvl3-2b|a100-80g|2|-|0.6|8192|tiles|128; ZeRO-1
+InternVL 8B, 8|internvl3-8b|h100-80g|8|-|0.6|16384|tiles|128; ZeRO-1
+InternVL 26B, 64|internvl2.5-26b|h100-80g|64|-|0.6|16384|tiles|256; ZeRO-3
+InternVL 6B + 20B, 32|internvl-chat-1.5-6b-20b|a100-80g|32|-|0.6|4096|tiles|576; TP 2 PP 4
+InternVL 78B, 128|internvl2.5-78b|h100-80g|128|-|0.6|16384|tiles|512; ZeRO-3
+InternVL 8B long, 32|internvl3-8b|h100-80g|32|-|1.3|16384|tiles|128; ZeRO-1
+InternVL 30B-A3B, 64|internvl3.5-30b-a3b|h100-80g|64|-|1.3|16384|tiles|512; ZeRO-3
+8B, recordings, 32|internvl3-8b-whisper|h100-80g|32|-|0.6|16384|clips|-
+Qwen2.5-VL 7B, 8|qwen2.5-vl-7b|h100-80g|8|-|0.6|16384|image_tokens|128; ZeRO-3
+Qwen2.5-VL 72B, 32|qwen2.5-vl-72b|h100-80g|32|megatron-bridge|0.6|16384|image_tokens|32; TP 8 PP 4
+Qwen3-VL 8B, 8|qwen3-vl-8b|h100-80g|8|ms-swift|0.6|16384|image_tokens|128; TP 2
+Qwen3-VL 8B, 8|qwen3-vl-8b|h100-80g|8|xtuner|0.6|16384|image_tokens|128; FSDP
+Qwen3-VL 32B, 64|qwen3-vl-32b|h200-141g|64|-|1.3|16384|image_tokens|256; ZeRO-3
+30B-A3B, 16|qwen3-30b-a3b|h100-80g|16|ms-swift|0.6|8192|-|16 packs; PP 2 EP 8
+30B-A3B, 16|qwen3-30b-a3b|h100-80g|16|megatron-bridge|0.6|8192|-|32 packs; EP 16
+Qwen3-VL 30B-A3B, 32|qwen3-vl-30b-a3b|h100-80g|32|-|0.6|16384|image_tokens|128; PP 2 EP 8
+"""
+"""Fields of jobs. Those without a trainer are for this project's."""
+
+
+def read_job(line: str) -> Job:
+    """Read a line of `_ROWS`."""
+    name, model, cluster, gpus, trainer, tail, longest, items, recipe = map(
+        str.strip, line.split("|")
     )
-)
+    given = [None if word == "-" else word for word in (trainer, items)]
+    return Job(
+        name, model, cluster, int(gpus), given[0], float(tail), int(longest), given[1], recipe
+    )
+
+
+JOBS = tuple(map(read_job, _ROWS.strip().splitlines()))
 
 
 def forced(free: Free, best: Planned) -> Iterator[tuple[str, Free]]:
