@@ -55,7 +55,8 @@ EXAMPLES: dict[Callable[..., None], str] = {
         omnibal run --model OpenGVLab/InternVL3-8B --data meta.json \
             --cluster h100-80g --gpus 8 -o job
         omnibal run --model Qwen/Qwen3-VL-8B-Instruct --data data.jsonl \
-            --cluster h100-80g --gpus 8 --for ms-swift -o job""",
+            --tokenizer-model Qwen3-VL-8B --cluster h100-80g --gpus 8 \
+            --for ms-swift -o job""",
     lengths.lengths: r"""
         omnibal lengths data.jsonl --model Qwen/Qwen3-VL-8B-Instruct \
             --tokenizer-model Qwen3-VL-8B -o lengths.parquet""",

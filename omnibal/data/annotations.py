@@ -378,7 +378,8 @@ def read_meta(path: Path) -> dict[str, SourceMeta]:
     remedy = "pass an annotation file, or the JSON that names some"
     try:
         if not path.is_file():
-            raise UserError(f"{path}: no such meta file; {remedy}")
+            what = "is a folder" if path.is_dir() else "no such file"
+            raise UserError(f"{path}: {what}; {remedy}")
         if holds_records(path):
             return {path.stem: SourceMeta(annotation=path.name)}
     except OSError as error:

@@ -54,7 +54,7 @@ def _preset_or_path(given: str) -> str:
         f"{given!r} is neither a file nor a folder, nor the hub id of a preset{hint}, and nothing "
         "is downloaded; download config.json of that model into a folder, for images with its "
         "preprocessor_config.json, and to count samples with its tokenizer's files "
-        "(tokenizer.json, tokenizer_config.json), and pass --model FOLDER and --tokenizer FOLDER"
+        "(tokenizer.json, tokenizer_config.json), and pass it as --model and --tokenizer-model"
     )
 
 

@@ -470,5 +470,5 @@ def write_plan(plan: Plan, directory: Path) -> None:
 
 
 def read_plan(directory: Path) -> Plan:
-    remedy = f"make the plan anew with `omnibal plan ... -o {directory}`"
+    remedy = "make the plan anew with `omnibal plan`, or give a plan's folder"
     return read_json_model(Plan, directory / PLAN_FILE, remedy)

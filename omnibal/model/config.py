@@ -570,8 +570,7 @@ def _load(kind: str, name_or_path: str, config_type: type[T]) -> T:
         near = get_close_matches(name_or_path, names, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"{name_or_path!r} is neither a file nor a preset{hint} "
-            f"(presets of omnibal/presets/{kind}: {', '.join(names)})"
+            f"{name_or_path!r} is neither a file nor a preset{hint} (`omnibal presets` lists them)"
         )
     page = "; docs/models.md describes all of a model file" if kind == "models" else ""
     remedy = f"compare with a preset, such as {_PRESETS / kind / names[0]}.toml{page}"

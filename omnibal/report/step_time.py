@@ -140,8 +140,9 @@ def explain_causes(plan: Plan, run: RunSummary | None) -> dict[str, tuple[str, s
     batches = f"{count} micro-batch{'es' * (count > 1)}"
     more, smaller = "a larger `--samples-per-step`", "a smaller `--max-tokens`"
     auto = ", or `--schedule auto`" * (plan.schedule == ONE_FORWARD_ONE_BACKWARD)
-    divided = ", `--sharding full`" * (sizes.data > 1 and sizes.sharded == 1)
-    encoders = " or `--encoder data-parallel`" * bool(plan.pipeline_model.encoders)
+    own = plan.made_for is None
+    divided = ", `--sharding full`" * (own and sizes.data > 1 and sizes.sharded == 1)
+    encoders = " or `--encoder data-parallel`" * bool(own and plan.pipeline_model.encoders)
     replan = "a plan by measured times (`omnibal replan PLAN --run RUN`)"
     messages, padded = ("activations sent between stages", "a smaller `--pp`"), smaller
     if sizes.tensor > 1:

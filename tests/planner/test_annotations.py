@@ -219,7 +219,7 @@ LINES = {"root": "", "annotation": "a.jsonl"}
 @pytest.mark.parametrize(
     ("meta", "message"),
     [
-        (None, "no such meta file"),
+        (None, "no such file"),
         ("[]", "is an empty array"),
         ("7", "maps each source name"),
         ("{", "maps each source name"),

@@ -50,7 +50,7 @@ def test_other_downsample_ratios_are_refused(ratio):
 @pytest.mark.parametrize(
     ("content", "expected"),
     [
-        (None, "did you mean 'internvl-digits'.*presets of omnibal/presets/models"),
+        (None, "did you mean 'internvl-digits'.*`omnibal presets` lists them"),
         (b"layers = ", r"internvl-digit: not TOML.*compare with a preset"),
         (b"name = '\xff'", "not UTF-8"),
         (b"name = 'x'", "language: Field required"),

@@ -262,8 +262,8 @@ def execute(run: Run, store: dist.Store) -> None:
             run, trainer, outcome = _train(run, links)
         if outcome.stopped:
             _log.info(
-                f"stopped as asked after step {outcome.steps}; to go on, give the same command "
-                f"with --load {arguments.save}"
+                f"stopped as asked after step {outcome.steps}; to go on, start `omnibal run` or "
+                f"the script again, or give this command with --load {arguments.save}"
             )
         elif run.heldout_data is not None:
             evaluate_heldout(run, trainer, outcome.steps)
