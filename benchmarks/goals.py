@@ -44,20 +44,20 @@ class Job:
     """Feature of the encoder's items."""
     recipe: str
 
-    def lengths(self) -> Lengths:
+    def lengths(self, samples: int = SAMPLES) -> Lengths:
         """Lengths of made samples: lognormal texts, and an item for every part of half of them."""
         rng = np.random.default_rng(0)
-        tokens = np.clip(rng.lognormal(6.8, self.tail, SAMPLES).round(), 32, self.longest)
+        tokens = np.clip(rng.lognormal(6.8, self.tail, samples).round(), 32, self.longest)
         items = {}
         if self.items is not None:
-            count = np.minimum(rng.integers(0, 7, SAMPLES), tokens // (2 * TOKENS_PER_ITEM))
+            count = np.minimum(rng.integers(0, 7, samples), tokens // (2 * TOKENS_PER_ITEM))
             per = TOKENS_PER_ITEM if self.items == "image_tokens" else 1
             items = {self.items: (count * per).astype(np.int32)}
         return Lengths(
             loss_tokens=(tokens // 3).astype(np.int32),
             items=items,
             tokens=tokens.astype(np.int32),
-            source=np.zeros(SAMPLES, np.int32),
+            source=np.zeros(samples, np.int32),
             source_names=("made",),
             origin=None,
             squares={},

@@ -215,7 +215,7 @@ def compare(jobs: Sequence[RealSizeJob], work: Path, console: Console) -> None:
         worst = max(stages, key=lambda one: abs(one.deviation or 0.0))
         print(f"  worst: {worst.deviation:+.2%}, stage {worst.stage}", file=sys.stderr)
     columns = [Column(title=title, style="left" if title == "job" else "") for title in _TITLES]
-    console.print(Table(title="Peak memory, GiB", columns=columns, sections=[rows], tight=True))
+    console.print(Table(title="Peak memory, GiB", columns=columns, sections=[rows]))
     if found:
         least, most = min(found), max(found)
         console.print(f"predicted too little, at most: {least[0]:+.2%} ({least[1]})")

@@ -13,7 +13,7 @@ import argparse
 import time
 from dataclasses import dataclass
 
-from goals import LONG, SHORT, Job
+from goals import Job
 
 from omnibal import training_job
 from omnibal.base.errors import DoesNotFit
@@ -31,6 +31,10 @@ CAPS = Caps.of(tokens=4096, tiles=9)
 """Limits of packs in most rows."""
 
 
+_SHORT, _LONG, _SAMPLES = 0.6, 1.3, 20_000
+"""Spreads of made lengths, and their number."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Row:
     """A model, its devices and its packs."""
@@ -41,7 +45,7 @@ class Row:
     pipeline: int
     caps: Caps = CAPS
     items: str = "tiles"
-    tail: float = SHORT
+    tail: float = _SHORT
 
     def request(self, micro_batches: int) -> PlanRequest:
         """The request of a plan in 1F1B."""
@@ -50,13 +54,15 @@ class Row:
             model=self.model,
             cluster=self.cluster,
             gpus=1,
+            trainer=None,
+            recipe="-",
             tail=self.tail,
             items=self.items,
             longest=self.caps["tokens"],
         )
         sizes = Parallel(tensor=self.tensor, pipeline=self.pipeline)
         data = SampleData(
-            lengths=made.lengths(),
+            lengths=made.lengths(_SAMPLES),
             settings=PackSettings(),
             levels=(Level(caps=self.caps),),
             packs_per_step=micro_batches,
@@ -77,7 +83,7 @@ ROWS = (
         pipeline=4,
         caps=Caps.of(tokens=16_384, image_tokens=8_192),
         items="image_tokens",
-        tail=LONG,
+        tail=_LONG,
     ),
 )
 

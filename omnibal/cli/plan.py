@@ -61,6 +61,8 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.search.step_size import StepRate
 
 DEFAULT_IMAGE_SHARE = 0.5
+_FEW_STEPS = 20
+"""Optimizer steps below which a fine-tune hardly moves the weights."""
 _FEATURES = {
     "--max-tiles": Feature.LIMITS,
     "--max-tokens": Feature.LIMITS,
@@ -316,6 +318,11 @@ def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
     if planned.asked_samples is not None and planned.result.data is not None and data is not None:
         asked = min(planned.asked_samples, data.samples)
         notes.append(StepSamples.count(planned.result.data[0]).note(asked))
+    if data is not None and planned.strategies is not None and data.steps < _FEW_STEPS:
+        notes.append(
+            f"all training is {data.steps} optimizer step(s); a smaller --samples-per-step or more "
+            "--epochs make more"
+        )
     return [note for note in notes if note is not None]
 
 
