@@ -156,7 +156,7 @@ def run_steps(
             break
         start = {"omnibal": [sys.executable, "-m", "omnibal"], "python": [sys.executable]}
         command = [*start.get(step.words[0], ["bash"]), *step.words[1:]]
-        status = _status_of(command)
+        status = _status_of(command, say)
         if status and step.last_step is not None and step.makes is not None:
             place = f"after step {latest_step(step.makes) or 0} of {step.last_step}"
             failed = f"error: {step.text} ended with status {status} {place}, see {step.makes}.log"
@@ -172,7 +172,7 @@ def run_steps(
     return 0
 
 
-def _status_of(command: Sequence[str]) -> int:
+def _status_of(command: Sequence[str], say: Callable[[str], None]) -> int:
     """Run a command to its end. It gets SIGTERM if this process gets it, or is killed.
 
     Returns:
@@ -182,6 +182,7 @@ def _status_of(command: Sequence[str]) -> int:
 
     def catch(number: int, frame: FrameType | None) -> None:
         caught.append(number)
+        say("stopping; a training ends its step and saves first")
         if number == signal.SIGTERM:  # Ctrl-C goes to both processes
             process.send_signal(number)
 

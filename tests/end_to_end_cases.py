@@ -66,7 +66,7 @@ def forked_steps(monkeypatch) -> list[str]:
     process that has imported what they need; return what they say, as it comes."""
     said: list[str] = []
 
-    def forked(command):
+    def forked(command, say):
         words, ranks = command[1:], 1
         if command[0] == "bash":
             script = shlex.split(Path(words[0]).read_text(), comments=True)

@@ -53,7 +53,8 @@ def one_line_errors() -> Iterator[None]:
         sys.exit(128 + signal.SIGINT)
     except _UsageError as error:
         hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
-        _fail(error.format_message().rstrip(".") + hint)
+        # Typer's enumerations complain in pydantic's words.
+        _fail(error.format_message().replace("Value error, ", "").rstrip(".") + hint)
     except UserError as error:
         _fail(str(error))
     except OSError as error:

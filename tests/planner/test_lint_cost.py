@@ -356,9 +356,9 @@ def test_chunks_that_are_not_simulated_are_not_called_slow():
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("-ng 8 -pp 2 -mb 1 -gb 8", "sequence length"),
+        ("-ng 8 -pp 2 -mb 1 -gb 8", "does not say -sl"),
         ("-pp 2 -mb 1 -gb 8 -sl 4096", "number of GPUs"),
-        ("-ng 8 -pp 2 -gb 8 -sl 4096", "micro-batch size"),
+        ("-ng 8 -pp 2 -gb 8 -sl 4096", "does not say -mb"),
         ("-ng 8 -pp 2 -mb 1 -gb 8 -sl 4096 model.num_layers=20", "builds a model with layers 20"),
     ],
 )

@@ -72,7 +72,8 @@ class State:
     def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
         """Restore each optimizer's state and steps. Rates are those given now."""
         groups = settings["optimizer"]["param_groups"]
-        [step] = {group["step"] for group in groups if group.get("step") is not None}
+        # Saved before the first step, no group has one.
+        [step] = {group["step"] for group in groups if group.get("step") is not None} or {0}
         for one in self._states.values():
             one.load_optimizer(path, step)
 
