@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from itertools import groupby
 from pathlib import Path
+from string import Template
 
 import numpy as np
 from length_cases import lengths_of
@@ -63,7 +64,12 @@ class Planned:
     @property
     def flags(self) -> dict[str, str]:
         """Flags of the command and their values."""
-        words = shlex.split(self.command.replace("$EXPORT", str(self.export)))
+        values, words = dict[str, str](), list[str]()
+        for word in shlex.split(self.command):
+            words.append(Template(word).safe_substitute(values))
+            name, is_assigned, value = words[-1].partition("=")
+            if is_assigned and name.isupper():
+                values[name] = value
         named = [place for place, word in enumerate(words) if word.startswith("--")]
         return {words[place].removeprefix("--"): words[place + 1] for place in named}
 
