@@ -74,9 +74,9 @@ from omnibal.search.step_size import (
     COMPARED_SIZES,
     MIN_MICRO_BATCHES,
     StepRate,
+    default_samples_per_step,
     recipe_samples,
     step_rates,
-    usual_samples_per_step,
     with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
@@ -584,7 +584,7 @@ class _Search:
         request, source, data = self.strategy_request(sizes), "as given", self.goal.data
         is_free = isinstance(data, Samples) and data.samples_per_step is None
         if is_free:
-            request = replace(request, samples_per_step=usual_samples_per_step(request))
+            request = replace(request, samples_per_step=default_samples_per_step(request))
         if self._is_little_data(request):
             source = "all that there are"
         elif is_free:

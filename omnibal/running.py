@@ -34,7 +34,7 @@ from omnibal.job.runlog import RATES, latest_step
 _ROOT = Path(__file__).resolve().parents[1]
 _MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar"}
 _MOST_FILES = 200_000
-"""Changes are not looked for in folders of more: one of them may be a home directory."""
+"""Max files of a folder that is checked for changes, as it may be a home directory."""
 _RATES = {"--" + name.replace("_", "-") for name in RATES}
 _OF_THE_START = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
 _OF_THE_START |= {"--adam-eps", "--finetune"}

@@ -75,7 +75,7 @@ class StepTime:
 
     @property
     def sentences(self) -> list[str]:
-        """Name the step time and what to change: the largest loss and misprediction."""
+        """Sentences on the step time, the largest loss and the largest misprediction."""
         source, step_ms = [*self.step_ms.items()][-1]
         needed, *losses = self.causes
         base_ms = self.expected_ms

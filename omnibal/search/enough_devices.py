@@ -11,7 +11,7 @@ from typing import Any
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.plan_data import least_caps, limited_features
-from omnibal.model.adapters import AdapterConfig
+from omnibal.model.adapters import adapters_of
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import SIZE_OPTIONS, WeightSharding
@@ -82,8 +82,7 @@ def _of_adapters(goal: Goal) -> _Candidates:
     job = goal.job
     if job.adapters is None and not job.frozen:
         others = tuple(part for part in model_parts(job.model) if part != LANGUAGE)
-        adapters = AdapterConfig(rank=_LORA_RANK, alpha=2 * _LORA_RANK)
-        adapted = replace(job, frozen=others, adapters=adapters)
+        adapted = replace(job, frozen=others, adapters=adapters_of(rank=_LORA_RANK))
         yield f"--lora-rank {_LORA_RANK}", replace(goal, job=adapted)
 
 

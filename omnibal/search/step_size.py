@@ -94,7 +94,7 @@ def recipe_samples(gpus: int) -> int:
     return next((samples for most, samples in _RECIPES if gpus <= most), _MOST_SAMPLES)
 
 
-def usual_samples_per_step(request: StrategyRequest) -> int:
+def default_samples_per_step(request: StrategyRequest) -> int:
     """Return the default samples per step, before layouts are compared.
 
     The recipes' number, doubled until the fewest data-parallel ranks have `MIN_MICRO_BATCHES`.

@@ -50,10 +50,10 @@ from omnibal.search.parallel_sizes import (
 )
 from omnibal.search.step_size import (
     StepRate,
+    default_samples_per_step,
     recipe_samples,
     remark,
     step_rates,
-    usual_samples_per_step,
     with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, StrategyRequest, find_bound, pack_at
@@ -463,7 +463,7 @@ def test_default_steps_are_those_of_recipes(gpus, samples):
 def test_default_steps_give_every_rank_four_packs():
     """Prevents default steps with less than four packs for each of many data-parallel ranks."""
     asked = strategy_request(gpus=32, tensor=1, pipeline=1)
-    samples = usual_samples_per_step(asked)
+    samples = default_samples_per_step(asked)
     packs = samples * asked.lengths.tokens.mean() / asked.caps["tokens"]
     assert samples % 128 == 0 and 4 <= packs / 32 < 8
 
