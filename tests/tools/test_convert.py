@@ -20,7 +20,7 @@ import pytest
 import torch
 from commands import REPOSITORY, launcher
 
-from megatron.vlm.conversion import own_weights
+from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.importing import ReleasedCheckpoint
 from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
@@ -131,7 +131,7 @@ def test_terminated_command_leaves_nothing(tmp_path, commands, monkeypatch, way)
     """Prevents: half a conversion after a scheduler's SIGTERM, or an exit code of success."""
     for kind, method in (
         (ReleasedCheckpoint, "read"),
-        (own_weights._ReadPlanner, "resolve_tensor"),
+        (StoredTensors, "_read_item"),
     ):
         monkeypatch.setattr(kind, method, terminated_in(getattr(kind, method)))
     code = in_child(tmp_path / "log", *commands[way], "-o", tmp_path / "out" / "target")

@@ -55,9 +55,10 @@ from toy import OPTIONS, pack, stages_of, toy_plan
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import load_weights
+from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.exporting import Export, plan_export_as, write_export
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, import_checkpoint, open_released
-from megatron.vlm.conversion.own_weights import StoredWeights, _ReadPlanner
+from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
@@ -635,7 +636,7 @@ def test_what_stops_a_read_is_told_as_it_is(tmp_path, good, planned, monkeypatch
         raise error("as it is")
 
     opened = open_released(good["internlm2"])
-    monkeypatch.setattr(_ReadPlanner, "resolve_tensor", stopped)
+    monkeypatch.setattr(StoredTensors, "_read_item", stopped)
     monkeypatch.setattr(ReleasedCheckpoint, "read", stopped)
     with pytest.raises(error, match=r"^as it is$"):
         write_export(planned, tmp_path / "out", lambda size: None)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core import dist_checkpointing
+import torch
+from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
@@ -41,6 +42,8 @@ class CheckpointIdentity:
     """Number of the plan's steps, if known."""
     options: dict[str, Any] | None
     """The optimizer's settings. None for weights only, such as imported weights."""
+    common: dict[str, Any]
+    """State that is no tensor: steps, schedule and settings of the optimizer."""
     adapters: AdapterConfig | None = None
     """Adapters of the model, if any."""
 
@@ -71,11 +74,12 @@ def open_newest(directory: Path) -> CheckpointIdentity:
         )
     path = checkpoint_path(directory, step)
     with one_error(path):
-        if not dist_checkpointing.check_is_distributed_checkpoint(str(path)):
+        odd = [file for file in path.glob("*") if not file.is_file()]
+        if odd:
+            raise UserError(f"{odd[0]}: is no regular file; {_remedy(path)}")
+        if not check_is_distributed_checkpoint(str(path)):
             raise UserError(f"{path}: is not a whole checkpoint; {_remedy(path)}")
-        # Core's own report of a missing file raises another error.
-        (path / COMMON_STATE_FNAME).stat()
-        common = dist_checkpointing.load_common_state_dict(str(path))
+        common = torch.load(path / COMMON_STATE_FNAME, map_location="cpu", weights_only=True)
         if not {"omnibal", "training_state"} <= common.keys():
             raise UserError(
                 f"{path}: is a checkpoint of another program; load one that this one saved"
@@ -90,6 +94,7 @@ def open_newest(directory: Path) -> CheckpointIdentity:
             steps_sha256=identity["steps_sha256"],
             steps=identity.get("steps"),
             options=identity["options"],
+            common=common,
             adapters=adapters if adapters is None else AdapterConfig.model_validate(adapters),
         )
 
@@ -184,7 +189,8 @@ def reason(error: BaseException) -> str:
     if cause is not None and cause.strerror is not None:
         return f"{cause.filename}: {cause.strerror}" if cause.filename else cause.strerror
     line = next(filter(None, map(str.strip, str(error).splitlines())), "")
-    return f"{type(error).__name__}: {line[:200]}"
+    kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+    return f"{kind}{line[:200]}"
 
 
 def _remedy(path: Path) -> str:

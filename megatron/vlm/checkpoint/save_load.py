@@ -51,10 +51,12 @@ from megatron.vlm.checkpoint.identity import (
     architecture_differences,
     differences,
     identity_state,
+    one_error,
     open_newest,
     reason,
 )
 from megatron.vlm.checkpoint.state import Optimizer, joined_settings, state_of
+from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.model.stage import VLMStage
 from omnibal.base.errors import UserError
 from omnibal.job.plan import Plan
@@ -448,10 +450,16 @@ def load_checkpoint(
         )
     for line in differences(before, now, "given"):
         _log.info(f"{path}: {line}, which the run goes on with")
-    state = state_of(stages, optimizers)
-    loaded = state.load_weights(path)
-    state.load_optimizer(path, loaded["optimizer"])
-    scheduler.load_state_dict(loaded["scheduler"])
+    state, loaded = state_of(stages, optimizers), found.common
+
+    def load() -> None:
+        with one_error(path):
+            stored = StoredTensors(path)
+            state.load_weights(stored)
+            state.load_optimizer(stored, loaded["optimizer"])
+            scheduler.load_state_dict(loaded["scheduler"])
+
+    _agree_or_refuse(load)
     return LoadedCheckpoint(step=loaded["step"], training_state=loaded["training_state"])
 
 
@@ -460,8 +468,13 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
     found = _agree_or_refuse(lambda: _open(directory, plan))
     state = state_of(stages, [None] * len(stages))
     has_adapters = plan.adapters is None or found.adapters is not None
-    step: int = state.load_weights(found.path, adapters=has_adapters)["step"]
-    return step
+
+    def load() -> None:
+        with one_error(found.path):
+            state.load_weights(StoredTensors(found.path), adapters=has_adapters)
+
+    _agree_or_refuse(load)
+    return found.step
 
 
 def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,17 +1,14 @@
 """Checkpoint state of a rank: a replicated or a sharded stage, described as equal tensors."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.optimizer import ChainedOptimizer, DistributedOptimizer
 
-from megatron.vlm.checkpoint.identity import one_error
-from megatron.vlm.checkpoint.stored_blocks import blocks_of, load_blocks
+from megatron.vlm.checkpoint.stored_blocks import StoredTensors, blocks_of
 from megatron.vlm.model.adapters import ADAPTERS
 from megatron.vlm.model.sharded_weights import MainRange, ShardedWeights
 from megatron.vlm.model.stage import VLMStage
@@ -64,18 +61,21 @@ class State:
         """Tensors that training updates, without temporaries made for the save."""
         return (tensor for one in self._states.values() for tensor in one.changing())
 
-    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        """Restore weights, with adapters if `adapters`; return the checkpoint's common state."""
-        loaded = [one.load_weights(path, adapters=adapters) for one in self._states.values()]
-        return loaded[-1]
+    def load_weights(self, stored: StoredTensors, *, adapters: bool = True) -> None:
+        """Restore weights, with adapters if `adapters`."""
+        blocks = (block for one in self._states.values() for block in one.weight_blocks())
+        stored.read_blocks(block for block in blocks if adapters or ADAPTERS not in block.key)
 
-    def load_optimizer(self, path: Path, settings: dict[str, Any]) -> None:
+    def load_optimizer(self, stored: StoredTensors, settings: dict[str, Any]) -> None:
         """Restore each optimizer's state and steps. Rates are those given now."""
         groups = settings["optimizer"]["param_groups"]
         # Saved before the first step, no group has one.
         [step] = {group["step"] for group in groups if group.get("step") is not None} or {0}
         for one in self._states.values():
-            one.load_optimizer(path, step)
+            one.set_step(step)
+        stored.read_blocks(
+            block for one in self._states.values() for block in one.optimizer_blocks()
+        )
 
 
 class _WholeState:
@@ -90,7 +90,7 @@ class _WholeState:
         weights = self._stage.sharded_state_dict()
         for one in self._optimizers:
             _fill_empty_state(one.optimizer)
-        state = {"model": weights, "parts": [*self._optimizer_blocks(weights)]}
+        state = {"model": weights, "parts": [*self.optimizer_blocks()]}
         settings = [one.state_dict() for one in self._optimizers]
         return state | ({"optimizer": joined_settings(settings)} if settings else {})
 
@@ -100,29 +100,25 @@ class _WholeState:
         for one in self._optimizers:
             yield from _optimizer_tensors(one.optimizer)
 
-    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        entries = self._stage.sharded_state_dict()
-        entries = {name: one for name, one in entries.items() if adapters or ADAPTERS not in name}
-        with one_error(path):
-            loaded: dict[str, Any] = dist_checkpointing.load({"model": entries}, str(path))
-        # Core concatenates halves of gated layers in new tensors, freed with this dict.
-        self._stage.load_state_dict(loaded.pop("model"), strict=adapters)
-        return loaded
+    @torch.no_grad()
+    def weight_blocks(self) -> Iterator[ShardedTensor]:
+        """Blocks of all weights and buffers."""
+        for values, entry in _by_tensor(self._stage.sharded_state_dict()).items():
+            yield from blocks_of(entry, entry.key, 0, values.numel(), values.view(-1))
 
-    def load_optimizer(self, path: Path, step: float) -> None:
+    def set_step(self, step: float) -> None:
+        """Set the steps that the optimizers count."""
         for one in self._optimizers:
             _fill_empty_state(one.optimizer)
             settings = one.state_dict()
             for group in settings["optimizer"]["param_groups"]:
                 group["step"] = step
             one.load_state_dict(settings)
-        with one_error(path):
-            load_blocks(self._optimizer_blocks(self._stage.sharded_state_dict()), path)
 
     @torch.no_grad()
-    def _optimizer_blocks(self, weights: Mapping[str, Any]) -> Iterator[ShardedTensor]:
+    def optimizer_blocks(self) -> Iterator[ShardedTensor]:
         """This rank's blocks of every parameter's stored state."""
-        described = _by_parameter(weights)
+        described = _by_tensor(self._stage.sharded_state_dict())
         ranges = [ranges for one in self._optimizers for ranges in one.gbuf_ranges]
         optimizer_of = [one for one in self._optimizers for _ in one.gbuf_ranges]
         for optimizer, of_buffer in zip(optimizer_of, ranges, strict=True):
@@ -164,7 +160,7 @@ class _PartState:
         """This rank's shards of weights and optimizer state, each saved by one replica."""
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
-        blocks = [*self._weight_blocks(), *self._optimizer_blocks()]
+        blocks = [*self._shard_blocks(), *self.optimizer_blocks()]
         state = {"model": self._whole_entries(), "parts": blocks}
         # Absent if the stage is frozen.
         is_trained = bool(self._optimizer.inner.state)
@@ -177,23 +173,12 @@ class _PartState:
         yield from (flat.own_Q for flat in self._weights.flats)
         yield from _optimizer_tensors(self._optimizer.inner)
 
-    def load_weights(self, path: Path, *, adapters: bool = True) -> dict[str, Any]:
-        with one_error(path):
-            loaded: dict[str, Any] = dist_checkpointing.load(
-                {"model": self._whole_entries()}, str(path)
-            )
-            blocks = self._weight_blocks()
-            load_blocks((one for one in blocks if adapters or ADAPTERS not in one.key), path)
-        self._stage.load_state_dict(loaded.pop("model", {}), strict=False)
-        return loaded
-
-    def load_optimizer(self, path: Path, step: float) -> None:
+    def set_step(self, step: float) -> None:
+        """Set the steps that the optimizer counts."""
         assert self._optimizer is not None
         _fill_empty_state(self._optimizer.inner)
         for state in self._optimizer.inner.state.values():
             state["step"].fill_(step)
-        with one_error(path):
-            load_blocks(self._optimizer_blocks(), path)
 
     def _whole_entries(self) -> dict[str, Any]:
         """Entries that are not parameters, replicated on every rank."""
@@ -205,8 +190,15 @@ class _PartState:
             if not torch.is_tensor(entry.data) or entry.data not in parameters
         }
 
-    def _weight_blocks(self) -> Iterator[ShardedTensor]:
-        described = _by_parameter(self._stage.sharded_state_dict())
+    @torch.no_grad()
+    def weight_blocks(self) -> Iterator[ShardedTensor]:
+        """Blocks of this rank's shards, and of all buffers."""
+        for values, entry in _by_tensor(self._whole_entries()).items():
+            yield from blocks_of(entry, entry.key, 0, values.numel(), values.view(-1))
+        yield from self._shard_blocks()
+
+    def _shard_blocks(self) -> Iterator[ShardedTensor]:
+        described = _by_tensor(self._stage.sharded_state_dict())
         for flat in self._weights.flats:
             copy = flat.groups.copies.rank()
             for own in flat.ranges():
@@ -214,9 +206,10 @@ class _PartState:
                 values = flat.own_Q[own.place]
                 yield from blocks_of(entry, entry.key, own.first, own.end, values, copy)
 
-    def _optimizer_blocks(self) -> Iterator[ShardedTensor]:
+    def optimizer_blocks(self) -> Iterator[ShardedTensor]:
+        """This rank's blocks of its parameters' stored state."""
         assert self._optimizer is not None
-        described = _by_parameter(self._stage.sharded_state_dict())
+        described = _by_tensor(self._stage.sharded_state_dict())
         for one in (each for each in self._optimizer.ranges if each.own.parameter in described):
             entry, copy = described[one.own.parameter], one.flat.groups.copies.rank()
             state = self._optimizer.inner.state[one.main]
@@ -233,7 +226,7 @@ def _optimizer_tensors(inner: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
         yield from (one for one in state.values() if torch.is_tensor(one))
 
 
-def _by_parameter(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
+def _by_tensor(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Any]:
     return {
         entry.data: entry
         for entry in model_state.values()

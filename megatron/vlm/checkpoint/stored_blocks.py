@@ -2,51 +2,169 @@
 
 Data-parallel shards are flat ranges that cut parameters anywhere: of optimizer state in core's
 distributed optimizer, of everything with sharded weights. A range is a few blocks of stored
-tensors. Core's load would allocate whole tensors, and torch's reader reads them whole.
+tensors. Core's load would allocate whole tensors, torch's reader reads all of one, and both
+unpickle whatever a checkpoint holds.
 """
 
 import io
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
+from typing import Any
 
 import torch
-import torch.distributed.checkpoint as torch_checkpoint
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
-from megatron.core.dist_checkpointing.strategies.torch import (
-    MCoreLoadPlanner,
-    mcore_to_pyt_state_dict,
-)
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.checkpoint import FileSystemReader, LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import metadata as described
+from torch.distributed.checkpoint import planner as planned
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.utils import _create_file_view
 
+_METADATA_FILE = ".metadata"
+_METADATA_CLASSES = (
+    described.Metadata,
+    described.TensorStorageMetadata,
+    described.BytesStorageMetadata,
+    described.TensorProperties,
+    described.ChunkStorageMetadata,
+    described.MetadataIndex,
+    described.StorageMeta,
+    described._MEM_FORMAT_ENCODING,
+    planned.SavePlan,
+    planned.WriteItem,
+    planned.WriteItemType,
+    planned.TensorWriteData,
+    _StorageInfo,
+)
 
-@torch.no_grad()
-def load_blocks(blocks: Iterable[ShardedTensor], path: Path) -> None:
-    """Read blocks of a checkpoint's tensors into their data; collective.
 
-    Raises:
-        CheckpointException: files are missing, truncated or of another model.
-    """
-    stored: dict[str, list[ShardedTensor]] = defaultdict(list)
-    for block in blocks:
-        stored[block.key].append(block)
-    every = [block for same in stored.values() for block in same]
-    torch_checkpoint.load(
-        mcore_to_pyt_state_dict(stored, is_loading=True),
-        storage_reader=_BlockReader(path),
-        planner=MCoreLoadPlanner(
-            shapes_validation_sharded_tensors=[s for s in every if not s.allow_shape_mismatch],
-            allow_shape_mismatch_sharded_tensors={
-                block.key: block for block in every if block.allow_shape_mismatch
-            },
-        ),
-    )
+class StoredTensors:
+    """Tensors of a checkpoint's folder, read a block at a time. Runs no code of its files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with (path / _METADATA_FILE).open("rb") as stream:
+            metadata = _MetadataUnpickler(stream).load()
+        self._storage: dict[described.MetadataIndex, _StorageInfo] = metadata.storage_data
+        self._tensors: dict[str, described.TensorStorageMetadata] = {
+            key: entry
+            for key, entry in metadata.state_dict_metadata.items()
+            if isinstance(entry, described.TensorStorageMetadata)
+        }
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Type of a tensor."""
+        return self._tensor(key).properties.dtype
+
+    def _tensor(self, key: str) -> described.TensorStorageMetadata:
+        if key not in self._tensors:
+            raise ValueError(f"has no tensor {key}")
+        return self._tensors[key]
+
+    @torch.no_grad()
+    def read_blocks(self, blocks: Iterable[ShardedTensor]) -> None:
+        """Read blocks into their data.
+
+        Raises:
+            ValueError: a tensor is missing, incomplete or of another shape.
+            OSError: a file is missing or truncated.
+        """
+        by_key: dict[str, list[ShardedTensor]] = defaultdict(list)
+        for block in blocks:
+            by_key[block.key].append(block)
+        for key, wanted in by_key.items():
+            self._read_tensor(key, wanted)
+
+    def _read_tensor(self, key: str, blocks: Sequence[ShardedTensor]) -> None:
+        stored = self._tensor(key)
+        missing, targets, chunks = 0, [], []
+        for block in blocks:
+            if not block.allow_shape_mismatch and tuple(stored.size) != tuple(block.global_shape):
+                raise ValueError(
+                    f"{key} is {list(stored.size)} there, not {list(block.global_shape)}"
+                )
+            assert block.data is not None
+            # The axis of a tower's layers is an axis of stored tensors alone.
+            shape = (1,) * block.prepend_axis_num + tuple(block.local_shape)
+            targets.append(block.data.detach().view(shape))
+            if block.allow_shape_mismatch:
+                targets[-1].zero_()  # padding is not stored
+            chunks.append(
+                described.ChunkStorageMetadata(torch.Size(block.global_offset), torch.Size(shape))
+            )
+            places = zip(block.global_offset, shape, stored.size, strict=True)
+            missing += math.prod(
+                max(0, min(begin + length, size) - begin) for begin, length, size in places
+            )
+        for item in create_read_items_for_chunk_list(key, stored, chunks):
+            target = targets[item.dest_index.index]  # type: ignore[index]
+            for axis, (begin, length) in enumerate(
+                zip(item.dest_offsets, item.lengths, strict=True)
+            ):
+                target = target.narrow(axis, begin, length)
+            target.copy_(self._read_item(item))
+            missing -= target.numel()
+        if missing:
+            raise ValueError(f"{key} is incomplete")
+
+    def _read_item(self, item: planned.ReadItem) -> torch.Tensor:
+        place = self._storage[item.storage_index]
+        if Path(place.relative_path).name != place.relative_path:
+            raise ValueError(f"{place.relative_path} is outside the folder")
+        # Unbuffered: a buffer would read ahead at each seek in the archive.
+        with (self._path / place.relative_path).open("rb", buffering=0) as stream:
+            archive = _create_file_view(stream, place.offset, place.length)
+            with FakeTensorMode():  # without data
+                stored = torch.load(archive, map_location="cpu", weights_only=True)
+            strides = stored.stride()
+            first = _place(item.storage_offsets, strides)
+            last = first + _place([size - 1 for size in item.lengths], strides)
+            values = torch.empty(last + 1 - first, dtype=stored.dtype, device="cpu")
+            begin = place.offset + stored.untyped_storage()._checkpoint_offset
+            stream.seek(begin + first * stored.itemsize)
+            _fill(values, stream, stream.name)
+        return values.as_strided(tuple(item.lengths), strides)
+
+
+class _Sealed(type):
+    """Metaclass of classes that a pickle can make instances of, and not change."""
+
+    def __setattr__(cls, name: str, value: object) -> None:
+        raise ValueError(f"sets {cls.__name__}.{name}")
+
+
+def _seal(kind: type) -> type:
+    def make(_: type, *values: Any) -> object:
+        return kind(*values) if values else object.__new__(kind)
+
+    return _Sealed(kind.__name__, (), {"__new__": make})
+
+
+_METADATA_NAMES: dict[tuple[str, str], Any] = {
+    **{(kind.__module__, kind.__qualname__): _seal(kind) for kind in _METADATA_CLASSES},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _seal(str),
+    ("pathlib", "PosixPath"): _seal(PurePosixPath),
+    ("pathlib._local", "PosixPath"): _seal(PurePosixPath),
+}
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Unpickler of `.metadata` that makes torch's descriptions of tensors, and nothing else."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Return the stand-in of a pickled name (pickle's name)."""
+        value = vars(torch).get(name) if module == "torch" else None
+        if isinstance(value, torch.dtype):
+            return value
+        if (module, name) not in _METADATA_NAMES:
+            raise ValueError(f"asks for {module}.{name}, which is no checkpoint's")
+        return _METADATA_NAMES[module, name]
 
 
 def blocks_of(
@@ -144,37 +262,6 @@ def _stored_parts(
         return [replace(entry, key=key, data=None, dtype=dtype)]
     shape_alone = torch.empty(entry.data.shape, dtype=dtype, device="meta")
     return [replace(part, data=None) for part in replace(entry, key=key, data=shape_alone).build()]
-
-
-class _BlockReader(FileSystemReader):
-    """Reads only the requested blocks of a stored tensor; torch's reads all of it."""
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Fill the requested tensors (torch's name)."""
-        without_data = FakeTensorMode()
-        for item in plan.items:
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(self._read(item, without_data))
-            planner.commit_tensor(item, target)
-        done: torch.futures.Future[None] = torch.futures.Future()
-        done.set_result(None)
-        return done
-
-    def _read(self, item: ReadItem, without_data: FakeTensorMode) -> torch.Tensor:
-        place = self.storage_data[item.storage_index]
-        # Unbuffered: a buffer would read ahead at each seek in the archive.
-        with Path(self.path, place.relative_path).open("rb", buffering=0) as stream:
-            archive = _create_file_view(stream, place.offset, place.length)
-            with without_data:
-                stored = torch.load(archive, map_location="cpu", weights_only=True)
-            strides = stored.stride()
-            first = _place(item.storage_offsets, strides)
-            last = first + _place([size - 1 for size in item.lengths], strides)
-            values = torch.empty(last + 1 - first, dtype=stored.dtype, device="cpu")
-            begin = place.offset + stored.untyped_storage()._checkpoint_offset
-            stream.seek(begin + first * stored.itemsize)
-            _fill(values, stream, stream.name)
-        return values.as_strided(tuple(item.lengths), strides)
 
 
 def _place(index: Sequence[int], strides: Sequence[int]) -> int:

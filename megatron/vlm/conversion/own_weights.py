@@ -3,31 +3,28 @@
 import io
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     MetadataIndex,
     TensorProperties,
-    TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
-    LoadPlan,
-    ReadItem,
     SavePlan,
     TensorWriteData,
     WriteItem,
     WriteItemType,
 )
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from megatron.vlm.checkpoint.files import begin_checkpoint, part_path, publish_checkpoint
 from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
+from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.tensor_map import Parameter
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ModelConfig
@@ -70,25 +67,31 @@ class StoredWeights:
     def __init__(self, path: Path) -> None:
         self._path = path
         with one_error(path):
-            stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        self._dtypes = {
-            key: entry.properties.dtype
-            for key, entry in stored.items()
-            if isinstance(entry, TensorStorageMetadata)
-        }
+            self._stored = StoredTensors(path)
 
     def dtype(self, parameter: Parameter) -> torch.dtype:
         with one_error(self._path):
-            return self._dtypes[parameter.key]
+            return self._stored.dtype(parameter.key)
 
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
         values = [torch.empty(one.shape, dtype=self.dtype(one)) for one in parameters]
-        reader = dcp.FileSystemReader(self._path)
         with one_error(self._path):
-            dcp.load(
-                {}, storage_reader=reader, planner=_ReadPlanner(parameters, values), no_dist=True
-            )
+            self._stored.read_blocks(map(_block, parameters, values))
         return values
+
+
+def _block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
+    layers = () if parameter.layers is None else (parameter.layers,)
+    return ShardedTensor(
+        key=parameter.key,
+        data=values,
+        dtype=values.dtype,
+        local_shape=parameter.shape,
+        global_shape=(*layers, *parameter.shape),
+        global_offset=tuple(_chunk(parameter).offsets),
+        axis_fragmentations=None,
+        prepend_axis_num=len(layers),
+    )
 
 
 def _chunk(parameter: Parameter) -> ChunkStorageMetadata:
@@ -153,25 +156,3 @@ class _WritePlanner(DefaultSavePlanner):
         parameter = self._by_place[write_item.index.fqn, write_item.index.offset]
         values = self._read(parameter)
         return values if parameter.layer is None else values.unsqueeze(0)
-
-
-class _ReadPlanner(DefaultLoadPlanner):
-    """Load planner for given parameters, for any chunking in the files."""
-
-    def __init__(self, parameters: Sequence[Parameter], values: Sequence[torch.Tensor]) -> None:
-        super().__init__(flatten_state_dict=False)
-        self._parameters = parameters
-        self._values: dict[MetadataIndex, torch.Tensor] = {}
-        for parameter, tensor in zip(parameters, values, strict=True):
-            index = MetadataIndex(parameter.key, _chunk(parameter).offsets)
-            self._values[index] = tensor if parameter.layer is None else tensor.unsqueeze(0)
-
-    def create_local_plan(self) -> LoadPlan:
-        items: list[ReadItem] = []
-        for parameter in self._parameters:
-            stored: Any = self.metadata.state_dict_metadata[parameter.key]
-            items += create_read_items_for_chunk_list(parameter.key, stored, [_chunk(parameter)])
-        return LoadPlan(items)
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        return self._values[MetadataIndex(index.fqn, index.offset)]

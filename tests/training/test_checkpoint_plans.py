@@ -1,0 +1,76 @@
+"""Checkpoints of every schedule, split, tied head and placement of encoders, under other plans."""
+
+import random
+
+import pytest
+import torch
+from checkpoint_cases import content, parts_of, save
+from chunk_cases import with_chunks
+from conversion_file_cases import assert_equal_tensors
+from data_parallel_cases import data_parallel_plan
+from ranks import run_ranks
+from toy import OPTIONS, stages_of, toy_model, toy_plan
+
+from megatron.vlm.checkpoint.save_load import load_checkpoint
+from megatron.vlm.checkpoint.state import state_of
+from megatron.vlm.step.train import build_trainer
+from omnibal.job.runlog import checkpoint_path
+from omnibal.model.parallel import Parallel
+
+ZERO_3 = {"data": 2, "sharded": 2}
+SCHEDULES = {"1f1b": (1, {}), "interleaved": (2, ZERO_3), "zb-h1": (1, {}), "zb-v": (2, {})}
+"""Chunks of a stage, and sizes other than the pipeline's."""
+
+
+def drawn_plans(draw, tied):
+    """One stage, then every schedule with random cuts; encoders are data-parallel in turn."""
+    model = toy_model().with_tower("language", tied_head=tied)
+    yield toy_plan(model, stages_of(model))
+    for number, (name, (chunks, sizes)) in enumerate(SCHEDULES.items()):
+        parts, is_beside = 2 * chunks, number % 2 == tied
+        units = 5 if is_beside else 11
+        cuts = tuple(sorted(draw.sample(range(1, units), parts - 1)))
+        if is_beside:
+            plan = data_parallel_plan(model, cuts, per_pass=2, kept=2, **sizes)
+        else:
+            plan = toy_plan(model, stages_of(model, *cuts), **sizes)
+        yield with_chunks(plan, chunks, name)
+
+
+def fill_state(trainer, change):
+    """Change all weights and moments in place."""
+    state = state_of(trainer.stages, trainer.optimizers)
+    state.described()  # makes the moments
+    with torch.no_grad():
+        for tensor in state.changing():
+            if tensor.dim() and tensor.is_floating_point():  # steps are counted apart
+                change(tensor)
+
+
+def passed_on(links, plan, load, folder):
+    """Load another plan's checkpoint or make one; save, lose all, load it again and save that."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    if load is None:
+        fill_state(trainer, lambda tensor: tensor.add_(torch.rand_like(tensor)))
+    else:
+        load_checkpoint(load, *parts_of(trainer))
+    save(trainer, folder / "first", 1)
+    fill_state(trainer, torch.Tensor.zero_)
+    load_checkpoint(folder / "first", *parts_of(trainer))
+    save(trainer, folder / "again", 1)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_every_plan_reads_its_own_checkpoint_and_anothers(tmp_path, tied):
+    """Prevents: a load refused since a tower, or both copies of a tied head, lie in several chunks
+    of a stage; and a weight or moment that a plan drops, doubles or puts elsewhere."""
+    load = expected = None
+    for number, plan in enumerate(drawn_plans(random.Random(49 + tied), tied)):
+        folder = tmp_path / str(number)
+        run_ranks(plan.parallel, passed_on, plan, load, folder)
+        for name in ("first", "again"):
+            [found] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(folder / name, 1))
+            expected = expected or found
+            assert any("exp_avg_sq" in name and value.any() for name, value in found[0].items())
+            assert_equal_tensors(found[0], expected[0])
+        load = folder / "again"

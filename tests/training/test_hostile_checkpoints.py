@@ -1,0 +1,171 @@
+"""Checkpoints from a stranger: what is in them is never run, whoever reads it."""
+
+import io
+import os
+import pickle
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from checkpoint_cases import refusals, save
+from commands import launcher
+from ranks import run_ranks
+from released import imported, saved, write_tokenizer
+from toy import OPTIONS, stages_of, toy_model, toy_plan
+
+from megatron.vlm.checkpoint.identity import open_newest
+from megatron.vlm.step.train import build_trainer
+from omnibal.base.errors import UserError
+from omnibal.job.runlog import checkpoint_path
+
+STEPS = 10
+
+
+class Runs:
+    """Makes a file when it is unpickled, and is then None."""
+
+    def __init__(self, made):
+        self.made = str(made)
+
+    def __reduce__(self):
+        return eval, (f"(open({self.made!r}, 'w'), None)[1]",)
+
+
+def archive(made):
+    stream = io.BytesIO()
+    torch.save([Runs(made)], stream)
+    return stream.getvalue()
+
+
+def edit_metadata(edit):
+    def change(folder, made):
+        file = folder / ".metadata"
+        metadata = pickle.loads(file.read_bytes())
+        edit(metadata, folder, made)
+        file.write_bytes(pickle.dumps(metadata))
+
+    return change
+
+
+def redirect(kind):
+    """Have the stored things of a kind be an archive that runs."""
+
+    def edit(metadata, folder, made):
+        content = archive(made)
+        (folder / "__9_9.distcp").write_bytes(content)
+        of_kind = [key for key, one in metadata.state_dict_metadata.items() if kind in str(one)]
+        assert of_kind
+        for index, place in metadata.storage_data.items():
+            if index.fqn in of_kind:
+                place = replace(place, relative_path="__9_9.distcp", offset=0, length=len(content))
+                metadata.storage_data[index] = place
+
+    return edit_metadata(edit)
+
+
+@edit_metadata
+def as_objects(metadata, folder, made):
+    redirect("Tensor")(folder, made)
+    metadata.storage_data = pickle.loads((folder / ".metadata").read_bytes()).storage_data
+    [other, *_] = (one for one in metadata.state_dict_metadata.values() if "Bytes" in str(one))
+    metadata.state_dict_metadata = dict.fromkeys(metadata.state_dict_metadata, other)
+
+
+@edit_metadata
+def outside(metadata, folder, made):
+    shutil.copytree(folder, folder.parent / "other")
+    for index, place in metadata.storage_data.items():
+        elsewhere = f"../other/{place.relative_path}"
+        metadata.storage_data[index] = replace(place, relative_path=elsewhere)
+
+
+def within(metadata, folder, made):
+    metadata.storage_meta = Runs(made)
+
+
+CHANGES_A_CLASS = (
+    b"\x80\x04ctorch.distributed.checkpoint.metadata\nMetadataIndex\n"
+    b"(N}\x8c\x08__hash__cbuiltins\nlist\nstb."
+)
+HOSTILE = {
+    "metadata": lambda folder, made: (folder / ".metadata").write_bytes(pickle.dumps(Runs(made))),
+    "within": edit_metadata(within),
+    "class": lambda folder, made: (folder / ".metadata").write_bytes(CHANGES_A_CLASS),
+    "common": lambda folder, made: (folder / "common.pt").write_bytes(archive(made)),
+    "tensors": redirect("Tensor"),
+    "as-objects": as_objects,
+    "outside": outside,
+    "objects": redirect("Bytes"),
+}
+HARMLESS = "objects"  # nothing reads them
+
+
+def hostile_copies(run, step, folder, names=HOSTILE):
+    """A copy of a run for each kind, whose checkpoint would make the file beside it."""
+    for name in names:
+        shutil.copytree(run, folder / name)
+        HOSTILE[name](checkpoint_path(folder / name, step), folder / f"{name}.made")
+    return [folder / name for name in names]
+
+
+def save_first(links, plan, folder):
+    save(build_trainer(plan, links, OPTIONS, steps=STEPS, seed=3), folder, 1)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2, "sharded": 2}], ids=["whole", "sharded"])
+def test_training_runs_nothing_of_a_checkpoint(tmp_path, sizes):
+    """Prevents: code of a stranger run by --load and --finetune, whatever file it is in."""
+    model = toy_model()
+    plan = toy_plan(model, stages_of(model, *([] if sizes else [4])), **sizes)
+    run_ranks(plan.parallel, save_first, plan, tmp_path / "run")
+    folders = hostile_copies(tmp_path / "run", 1, tmp_path)
+    for told in run_ranks(plan.parallel, refusals, plan, folders, OPTIONS, STEPS):
+        for folder, *lines in zip(folders, told[::2], told[1::2], strict=True):
+            for line in lines:
+                if folder.name == HARMLESS:
+                    assert line is None
+                else:
+                    assert "cannot be read" in line and "\n" not in line, line
+    assert not list(tmp_path.glob("*.made"))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """An imported run with a tokenizer; not to be changed."""
+    folder = tmp_path_factory.mktemp("released")
+    write_tokenizer(saved("300m-qwen2", folder / "model", "transformers"))
+    return imported(folder / "model", folder / "run")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("tools/chat.py", "--prompt", "a b", "--max-new-tokens", 1, "--load"),
+        ("tools/convert.py", "export", "--layout", "transformers", "-o", "OUT"),
+    ],
+    ids=["chat", "export"],
+)
+def test_commands_run_nothing_of_a_checkpoint(tmp_path, run, command):
+    """Prevents: the same by chat.py and `convert.py export`, or a mistake of many lines."""
+    for folder in hostile_copies(run, 0, tmp_path, ("within", "common", "as-objects", HARMLESS)):
+        words = [tmp_path / "out" / folder.name if word == "OUT" else word for word in command]
+        ended = launcher().run(*words, folder)
+        if folder.name == HARMLESS:
+            assert ended.returncode == 0, ended.stderr
+        else:
+            # Others are of the progress.
+            [line] = (one for one in ended.stderr.splitlines() if one.startswith("error: "))
+            assert ended.returncode == 2 and "cannot be read" in line, (folder.name, line)
+            assert "Traceback" not in ended.stderr
+    assert not list(tmp_path.glob("*.made"))
+
+
+def test_a_fifo_is_refused(tmp_path, run):
+    """Prevents: a command that waits for ever for a file that nobody writes."""
+    for name in (".metadata", "common.pt", "metadata.json"):
+        copy = shutil.copytree(run, tmp_path / name)
+        (checkpoint_path(copy, 0) / name).unlink()
+        os.mkfifo(checkpoint_path(copy, 0) / name)
+        with pytest.raises(UserError, match="is no regular file"):
+            open_newest(copy)
