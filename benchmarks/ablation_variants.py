@@ -180,13 +180,9 @@ def deal_in_turn(
 def padded_lengths(packs: Packs, lengths: Lengths) -> Lengths:
     """The lengths with each sample as long as the longest of its pack; each is in one pack."""
     tokens = np.empty_like(lengths.tokens)
-    tokens[packs.samples] = np.repeat(longest_tokens(packs, lengths), np.diff(packs.offsets))
+    longest = np.maximum.reduceat(lengths.tokens[packs.samples], packs.offsets[:-1])
+    tokens[packs.samples] = np.repeat(longest, np.diff(packs.offsets))
     return replace(lengths, tokens=tokens)
-
-
-def longest_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Tokens of the longest sample of every pack. [packs]"""
-    return np.maximum.reduceat(lengths.tokens[packs.samples], packs.offsets[:-1])
 
 
 def recomputing_cost(cost: CostModel) -> CostModel:

@@ -267,16 +267,12 @@ def check(trial: Trial, whole: list[StepRecord]) -> None:
         ]
         if record.samples_sha256 != samples_digest(packs.packs.samples[first:last]):
             raise SystemExit(f"{trial.save}: step {record.step} trained other samples")
-        exact = trial.kind.to_the_bit
-        if not (record.loss == other.loss or (not exact and _near(record.loss, other.loss))):
+        tolerance = 0.0 if trial.kind.to_the_bit else _CLOSE
+        if not math.isclose(record.loss, other.loss, rel_tol=tolerance):
             raise SystemExit(
                 f"{trial.save}: loss {record.loss!r} in step {record.step}, and {other.loss!r} in "
                 "a run that was never killed"
             )
-
-
-def _near(one: float, other: float) -> bool:
-    return math.isclose(one, other, rel_tol=_CLOSE)
 
 
 def kinds_of(folder: Path) -> tuple[Path, list[Kind]]:

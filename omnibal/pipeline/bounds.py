@@ -5,7 +5,7 @@ min over all completions of a partial split is a shortest path over positions. S
 to a stage's first forward, through all of its work, then to its reduction or to the first stage's
 last backward. Two detours replace the forwards before the first backward, and the backwards after
 the last forward, by round trips through later stages; counts are from
-`omnibal.pipeline.operation_graph.StageOrder`.
+`omnibal.pipeline.operation_graph.others_in_flight`.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
 from omnibal.model.units import unit_names
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
-from omnibal.pipeline.operation_graph import StageOrder, planned_graph, require_prefix_closed
+from omnibal.pipeline.operation_graph import others_in_flight
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import bucket_counts
 from omnibal.pipeline.stage_rules import allowed_runs
@@ -309,15 +309,12 @@ def _structural_paths(steps: SampledSteps, layer_terms: np.ndarray, stages: int)
     load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
     slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
     rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
-    graph = planned_graph(stages, steps.features.shape[1])
-    if (steps.counts < graph.schedule.micro_batches).any():
-        require_prefix_closed(graph.schedule)
-    orders = StageOrder.of_stages(graph)
+    others = others_in_flight(stages, steps.features.shape[1])
     totals = np.insert(steps.features.cumsum(axis=1), 0, 0.0, axis=1)
     paths = [
         [
-            _paths_through(steps, totals[row], steps.counts[row], order, stage, stages)
-            for stage, order in enumerate(orders)
+            _paths_through(steps, totals[row], steps.counts[row], of_stage, stage, stages)
+            for stage, of_stage in enumerate(others)
         ]
         for row in rows
     ]
@@ -328,7 +325,7 @@ def _paths_through(
     steps: SampledSteps,
     total: np.ndarray,
     count: np.ndarray,
-    order: StageOrder,
+    others: np.ndarray,
     stage: int,
     stages: int,
 ) -> np.ndarray:
@@ -339,13 +336,13 @@ def _paths_through(
     Args:
         total: [steps, m + 1, features]; prefix sums over micro-batches.
         count: [steps] micro-batches.
+        others: [2, m] other micro-batches that the stage holds in its forwards and backwards.
     """
     weight, every = steps.weight, np.arange(len(count))
     last = np.maximum(count - 1, 0)
     # Forwards 1 to `ahead` run before the first backward, and `behind` backwards between the last
     # forward and the last backward.
-    ahead = np.maximum(order.forwards_before_first_backward(count) - 1, 0)
-    behind = np.maximum(order.backwards_after_last_forward(count) - 1, 0)
+    ahead, behind = np.minimum(others[1, 0], last), others[0, last]
     everything, opening = total[:, -1], total[:, 1]
     closing = everything - total[every, last]
     forwards = everything - total[every, ahead + 1] + opening

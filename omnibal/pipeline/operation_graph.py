@@ -40,8 +40,6 @@ class OperationGraph:
     """First operation of every depth, then the number of operations, [depths + 1]."""
     in_turn: np.ndarray
     """A topological order with long runs of one stage, for cache locality."""
-    in_order: bool
-    """Whether a stage has one chunk and whole backwards, in micro-batch order."""
 
     @classmethod
     def of(cls, schedule: Schedule) -> "OperationGraph":
@@ -65,7 +63,6 @@ class OperationGraph:
             source=rank[source[order]],
             levels=np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2)),
             in_turn=rank[in_turn],
-            in_order=_in_order(schedule, table),
         )
 
     def __len__(self) -> int:
@@ -154,10 +151,6 @@ class HeldInPasses:
     late: np.ndarray
     """First and end micro-batch awaiting only weight gradients, [passes, chunks, 2]."""
 
-    @property
-    def is_forward(self) -> np.ndarray:
-        return np.asarray(self.kind == Pass.FORWARD)
-
 
 def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     """Return a stage's held micro-batches per operation, until the end of their backward."""
@@ -185,55 +178,18 @@ def held_in_passes(graph: OperationGraph, stage: int) -> HeldInPasses:
     return HeldInPasses(kind=kind, chunk=chunk, micro_batch=micro_batch, held=held, late=late)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class StageOrder:
-    """Positions of every micro-batch's forward and backward in a stage's operation list."""
-
-    forward: np.ndarray
-    """Positions of forwards, [m], ascending."""
-    backward: np.ndarray
-    """Positions of backwards, [m], ascending."""
-
-    @classmethod
-    def of_stages(cls, graph: OperationGraph) -> list["StageOrder"]:
-        """Return all stages' orders for a one-chunk schedule in micro-batch order."""
-        require_in_order(graph)
-        kinds = [graph.kind[graph.of_stage(stage)] for stage in range(graph.schedule.stages)]
-        return [
-            cls(
-                forward=np.flatnonzero(kind == Pass.FORWARD),
-                backward=np.flatnonzero(kind == Pass.BACKWARD),
-            )
-            for kind in kinds
-        ]
-
-    def forwards_before_first_backward(self, count: np.ndarray) -> np.ndarray:
-        """Return their number with only the first `count` [...] micro-batches. [...]"""
-        return np.minimum(np.searchsorted(self.forward, self.backward[0]), count)
-
-    def backwards_after_last_forward(self, count: np.ndarray) -> np.ndarray:
-        """Return their number with only the first `count` [...] micro-batches. [...]"""
-        last = self.forward[np.maximum(count - 1, 0)]
-        return np.maximum(count - np.searchsorted(self.backward, last), 0)
-
-
-def require_in_order(graph: OperationGraph) -> None:
-    """Reject several chunks, split backwards and passes out of micro-batch order."""
-    if not graph.in_order:
-        raise ValueError(
-            f"{graph.schedule.name}: the search and the trainer need a schedule of one chunk a "
-            "stage, whose forwards and whole backwards each run in micro-batch order; it has "
-            f"{graph.schedule.chunks} chunk(s) of {', '.join(kind.label for kind in graph.kinds)}"
-        )
-
-
-def require_prefix_closed(schedule: Schedule) -> None:
-    """Reject a schedule that is not prefix-closed."""
-    if not schedule.is_prefix_closed:
-        raise ValueError(
-            f"{schedule.name}: steps of different numbers of micro-batches were given, and its "
-            "list does not hold for fewer; simulate each number by a list of its own"
-        )
+@lru_cache(maxsize=8)
+def others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
+    """Return the number of other micro-batches that each stage holds in each forward and backward
+    of 1F1B. [p, 2, m]"""
+    graph = planned_graph(pipeline_size, micro_batches)
+    others = np.empty((pipeline_size, 2, micro_batches), np.int64)
+    for stage, of_stage in enumerate(others):
+        passes = held_in_passes(graph, stage)
+        first, stop = passes.held[:, 0].T
+        for kind in (Pass.FORWARD, Pass.BACKWARD):
+            of_stage[kind] = (stop - first - 1)[passes.kind == kind]
+    return others
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -322,16 +278,6 @@ def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
                 f"{table.named(second)}"
             )
     return place
-
-
-def _in_order(schedule: Schedule, table: _Table) -> bool:
-    whole = np.isin(table.kind, (Pass.FORWARD, Pass.BACKWARD)).all()
-    if schedule.chunks != 1 or not whole:
-        return False
-    order = np.tile(np.arange(schedule.micro_batches), schedule.stages)
-    # The table is sorted by stage.
-    by_kind = (table.micro_batch[table.kind == kind] for kind in np.unique(table.kind))
-    return all(np.array_equal(micro_batches, order) for micro_batches in by_kind)
 
 
 def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray:

@@ -18,7 +18,6 @@ from omnibal.cost.model import CostModel
 from omnibal.pipeline.operation_graph import (
     OperationGraph,
     listed_micro_batches,
-    planned_graph,
     schedule_graph,
 )
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule, Schedule
@@ -69,34 +68,6 @@ class Lockstep:
     """Size of their aligned blocks, a divisor or multiple of every context-parallel size."""
     parts: np.ndarray
     """Parts of the model with experts, bool [k]."""
-
-
-def simulate_step(
-    forward_ms: np.ndarray,
-    backward_ms: np.ndarray,
-    forward_link_ms: np.ndarray,
-    backward_link_ms: np.ndarray,
-) -> Timeline:
-    """Simulate one step of one pipeline in 1F1B.
-
-    Args:
-        forward_ms: [m, p], and `backward_ms` likewise.
-        forward_link_ms: [m, p - 1]; entry s is from stage s to s + 1.
-        backward_link_ms: [m, p - 1]; entry s is from stage s + 1 to s.
-
-    Example:
-        >>> ones, links = np.ones((4, 2)), np.zeros((4, 1))
-        >>> float(simulate_step(ones, 2 * ones, links, links).step_ms)
-        15.0
-    """
-    batched = simulate_schedule(
-        planned_graph(forward_ms.shape[1], len(forward_ms)),
-        {Pass.FORWARD: forward_ms[None], Pass.BACKWARD: backward_ms[None]},
-        forward_link_ms[None],
-        backward_link_ms[None],
-        np.array([len(forward_ms)]),
-    )
-    return batched.of_step(0)
 
 
 def simulate_schedule(

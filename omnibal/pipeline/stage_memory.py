@@ -20,12 +20,7 @@ from omnibal.cost.model import CostModel, UnitCost
 from omnibal.model.units import HEAD, LANGUAGE, LANGUAGE_EMBED, UnitKind
 from omnibal.pipeline.encoding import EncoderMemory
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.operation_graph import (
-    held_in_passes,
-    planned_graph,
-    require_in_order,
-    require_prefix_closed,
-)
+from omnibal.pipeline.operation_graph import others_in_flight
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_expert_parameters, trained_parameters
@@ -80,21 +75,6 @@ LINKS = ("next input", "last input's gradient", "last output", "next gradient", 
 """P2P tensors of the cuts before and after a stage; in a backward also its output's gradient."""
 
 
-@lru_cache(maxsize=8)
-def _others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
-    """Return the number of other micro-batches in flight in each forward and backward. [p, 2, m]"""
-    graph = planned_graph(pipeline_size, micro_batches)
-    require_in_order(graph)
-    require_prefix_closed(graph.schedule)
-    held = np.empty((pipeline_size, 2, micro_batches), np.int64)
-    for stage, of_stage in enumerate(held):
-        passes = held_in_passes(graph, stage)
-        own, forward = passes.micro_batch, passes.is_forward
-        first, stop = passes.held[:, 0].T
-        of_stage[:] = (own - first)[forward], (stop - 1 - own)[~forward]
-    return held
-
-
 def running_sums(features: np.ndarray) -> np.ndarray:
     """Return prefix sums of the packs' features. [packs + 1, features]"""
     total = np.zeros((len(features) + 1, features.shape[1]))
@@ -116,7 +96,7 @@ def running_passes(
         slot: [packs]; slots count from 0 without gaps.
         chosen: increasing indices of the passes to return, or None for all.
     """
-    earlier, later = _others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
+    earlier, later = others_in_flight(pipeline_size, int(slot.max()) + 1)[stage]
     packs, total = len(slot), running_sums(features)
     every = np.arange(2 * packs) if chosen is None else chosen
     forward, backward = every[every < packs], every[every >= packs] - packs
@@ -441,7 +421,7 @@ def passes_of_stages(
     in flight share an object.
     """
     features, slot = features_of(workload, cost), workload.slot
-    others = _others_in_flight(pipeline_size, int(slot.max()) + 1).reshape(pipeline_size, -1)
+    others = others_in_flight(pipeline_size, int(slot.max()) + 1).reshape(pipeline_size, -1)
     _, first, same = np.unique(others, axis=0, return_index=True, return_inverse=True)
     passes = [running_passes(features, slot, pipeline_size, each, chosen) for each in first]
     return [passes[each] for each in same]
@@ -450,7 +430,7 @@ def passes_of_stages(
 def most_of_stages(cost: CostModel, workload: Workload, pipeline_size: int) -> list[RunningPasses]:
     """Return one pass per stage that bounds all of its passes, as bytes grow with features."""
     largest = features_of(workload, cost).max(axis=0)
-    most = _others_in_flight(pipeline_size, int(workload.slot.max()) + 1).max(axis=(1, 2))
+    most = others_in_flight(pipeline_size, int(workload.slot.max()) + 1).max(axis=(1, 2))
     links = np.ones((1, len(LINKS)))
     return [
         RunningPasses(

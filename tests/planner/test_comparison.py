@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
+from schedule_cases import simulate_1f1b
 
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import simulate_step
 from omnibal.report.drawing import COLOURS
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
@@ -26,7 +26,7 @@ def shown_step(title: str, scale: float, recomputed: float, shape=(6, 3)) -> Sho
     forward_ms = scale * rng.uniform(5, 15, shape)
     recompute_ms = recomputed * forward_ms
     links = np.full((shape[0], shape[1] - 1), 0.5)
-    timeline = simulate_step(forward_ms, 2 * forward_ms + recompute_ms, links, links)
+    timeline = simulate_1f1b(forward_ms, 2 * forward_ms + recompute_ms, links, links)
     return ShownStep(
         title=title, note="<made> & up", timeline=timeline, recompute_ms=recompute_ms, samples=24
     )

@@ -17,6 +17,7 @@ from length_cases import lengths_of
 from plan_cases import MODEL, origin_of
 from replay_cases import write_replay
 from rich.console import Console
+from schedule_cases import simulate_1f1b
 from typer.main import get_command
 
 from omnibal.base.errors import UserError
@@ -35,7 +36,6 @@ from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
 from omnibal.pipeline import prediction as predicting
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
-from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.workload import Workload
@@ -460,7 +460,7 @@ def test_timeline_draws_every_pass_of_the_simulated_step(folder):
     number = int(re.search(r"Step (\d+) as simulated", figure.title)[1])
     rows = (PACKS.step == number) & (PACKS.dp_rank == 0)
     passes = times.forward_ms, times.backward_ms, times.forward_link_ms, times.backward_link_ms
-    step = simulate_step(*(each[rows] for each in passes))
+    step = simulate_1f1b(*(each[rows] for each in passes))
     drawn: dict[int, list[tuple[float, float]]] = {}
     for bar in figure.drawn.axes[0].patches:
         box = (bar.get_x(), bar.get_x() + bar.get_width())

@@ -4,13 +4,12 @@ import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
 from packing_cases import scheduled_packs
-from schedule_cases import needed_ms, workload_of
+from schedule_cases import needed_ms, simulate_1f1b, workload_of
 
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline import simulate
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import simulate_step
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
@@ -27,7 +26,7 @@ def test_unequal_stages_drawn_by_hand():
     """
     forward, backward = np.array([[1.0, 3.0]] * 2), np.array([[2.0, 4.0]] * 2)
     link = np.full((2, 1), 0.5)
-    timeline = simulate_step(forward, backward, link, link)
+    timeline = simulate_1f1b(forward, backward, link, link)
     assert (timeline.step_ms, timeline.finish_ms.tolist()) == (18, [18, 15.5])
     assert (timeline.busy_ms.tolist(), timeline.wait_ms.tolist()) == ([6, 14], [12, 4])
     waits = simulate.waits_before(timeline)
@@ -45,7 +44,7 @@ def test_waits_are_the_gaps_between_passes():
     rng = np.random.default_rng(3)
     for m, p in ((1, 1), (1, 3), (2, 4), (7, 3), (5, 1)):
         forward, link = rng.exponential(1, (m, p)), rng.exponential(0.3, (m, p - 1))
-        timeline = simulate_step(forward, 2 * forward[::-1], link, link)
+        timeline = simulate_1f1b(forward, 2 * forward[::-1], link, link)
         waits = np.stack(list(simulate.waits_before(timeline).values()))
         assert (waits >= 0).all()
         np.testing.assert_allclose(waits.sum(axis=(0, 1)) + timeline.busy_ms, timeline.finish_ms)

@@ -5,11 +5,11 @@ from itertools import permutations
 import numpy as np
 import pytest
 from plan_cases import request
-from schedule_cases import SCHEDULES, nothing_once, workload_of
+from schedule_cases import SCHEDULES, nothing_once, simulate_1f1b, workload_of
 
 from omnibal.job.planner import make_ordered_plan, make_plan
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.simulate import predict_steps, simulate_step
+from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.slot_order import searched_slots
 from omnibal.pipeline.stage_cost import StageTimes
 from omnibal.pipeline.workload import Workload
@@ -34,7 +34,7 @@ def finish_ms(times: StageTimes, rows: np.ndarray) -> float:
     """Simulated time of one rank's micro-batches, in this order."""
     some = times.rows(rows)
     each = some.forward_ms, some.backward_ms, some.forward_link_ms, some.backward_link_ms
-    return float(simulate_step(*each).step_ms)
+    return float(simulate_1f1b(*each).step_ms)
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
