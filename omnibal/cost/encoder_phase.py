@@ -281,7 +281,6 @@ def _encoder_cost(
         return np.sum([number * value(unit)[columns] for number, unit in held], axis=0)
 
     rows = tower.tokens_per_item * (1 + tower.deepstack_features)
-    assert tower.values_per_item is not None, "a job has none without"
     feature_bytes = rows * model.language.hidden_size * ELEMENT_BYTES[precision]
     of_passes = None
     if exchange is not None:

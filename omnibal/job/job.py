@@ -73,8 +73,11 @@ class JobSpec:
         mistake = mistake or adapter_mistake(self.model, self.frozen, self.adapters)
         if mistake is not None:
             raise UserError(mistake)
-        if self.has_data_parallel_encoders:
-            _check_encoders_beside(self.model)
+        if self.has_data_parallel_encoders and not self.model.encoders:
+            raise UserError(
+                f"{self.model.name} has no encoder to be data-parallel; give --encoder pipeline, "
+                "or a model with encoders"
+            )
         self._check_limits()
         self.check_sizes(self.parallel)
         cost, exchange = self._unit_costs(), None
@@ -315,18 +318,3 @@ class JobSpec:
     def worth_filling(self, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
         """Find samples that may fill packs of higher levels. bool [levels, samples]"""
         return worth_filling(self.costs_at(levels), self.pipeline_model, lengths, levels)
-
-
-def _check_encoders_beside(model: ModelConfig) -> None:
-    """Raise if encoder items cannot be dealt to data-parallel ranks."""
-    if not model.encoders:
-        raise UserError(
-            f"{model.name} has no encoder to be data-parallel; give --encoder pipeline, "
-            "or a model with encoders"
-        )
-    for tower in model.encoders.values():
-        if tower.values_per_item is None:
-            raise UserError(
-                f"{model.name} takes {tower.feature}, which cannot be dealt to data-parallel "
-                "encoders, as nothing says how large one is; give --encoder pipeline"
-            )

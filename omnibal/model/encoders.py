@@ -57,11 +57,6 @@ class EncoderLayers(Frozen):
         return None
 
     @property
-    def values_per_item(self) -> int | None:
-        """Numbers read per item, or None if unknown, which rules out data-parallel encoders."""
-        return None
-
-    @property
     def deepstack_features(self) -> int:
         """Deepstack features per token, each for one language layer."""
         return 0

@@ -54,17 +54,6 @@ class Runs:
     cut: np.ndarray
     """Terms of a cut at each position, [units + 1, terms]."""
 
-    def with_buckets(self, terms: np.ndarray, run: np.ndarray, stage: int) -> np.ndarray:
-        """Add bucket terms to `terms` [options, terms] of runs [options] as a stage."""
-        layout, terms = TermLayout.of_length(terms.shape[1]), terms.copy()
-        share = 1 / (self.buckets[run] if stage == 0 else np.ones(len(run)))
-        terms[:, layout.forward_share] = terms[:, layout.forward] * share[:, None]
-        terms[:, layout.backward_share] = terms[:, layout.backward] * share[:, None]
-        terms[:, layout.first_gather] = terms[:, layout.gather] * share
-        tied_ms = self.tied_ms[run]
-        terms[:, layout.last_reduction] = (terms[:, layout.reduction] - tied_ms) * share + tied_ms
-        return terms
-
     @property
     def units(self) -> int:
         """Number of units of the model."""
@@ -112,10 +101,21 @@ class Structure:
         of_everything = self.weights[0, ::_PATHS, 0, compute]
         return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
 
+    def with_buckets(self, terms: np.ndarray, run: np.ndarray, stage: int) -> np.ndarray:
+        """Add bucket terms to `terms` [options, terms] of runs [options] as a stage."""
+        layout, terms = self.layout, terms.copy()
+        share = 1 / (self.runs.buckets[run] if stage == 0 else np.ones(len(run)))
+        terms[:, layout.forward_share] = terms[:, layout.forward] * share[:, None]
+        terms[:, layout.backward_share] = terms[:, layout.backward] * share[:, None]
+        terms[:, layout.first_gather] = terms[:, layout.gather] * share
+        tied_ms = self.runs.tied_ms[run]
+        terms[:, layout.last_reduction] = (terms[:, layout.reduction] - tied_ms) * share + tied_ms
+        return terms
+
     def longest_of_runs_ms(self, stage: int, chosen: np.ndarray) -> np.ndarray:
         """Return `longest_ms` of chosen runs, without recomputation. [chosen]"""
         runs = self.runs
-        terms = runs.with_buckets(runs.terms[chosen], chosen, stage)
+        terms = self.with_buckets(runs.terms[chosen], chosen, stage)
         return self.longest_ms(stage, runs.start[chosen], runs.end[chosen], terms)
 
     def longest_ms(

@@ -58,12 +58,6 @@ class TermLayout:
         """Return the layout of a model's costs."""
         return cls(len(cost.features), bool(cost.in_lockstep.any()))
 
-    @classmethod
-    def of_length(cls, length: int) -> "TermLayout":
-        """Return the layout with `length` terms."""
-        features, more = divmod(length - 5, 6)
-        return cls(features, bool(more))
-
     def __len__(self) -> int:
         return 6 * self.features + 5 + self.has_experts
 

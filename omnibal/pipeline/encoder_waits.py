@@ -143,22 +143,6 @@ class ItemShares:
         return {name: int(items.max(initial=0)) for name, items in self.encoded.items()}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _GroupTimes:
-    """Step times of every group in ms, [S * B]."""
-
-    forward: np.ndarray
-    """Forward of the busiest rank, with exposed weight exchange."""
-    backward: np.ndarray
-    """Backward of the busiest rank, with recomputed forwards and exposed exchange."""
-    mean: np.ndarray
-    """Compute of forwards, backwards and recomputed forwards, mean over ranks, [S * B, 3]."""
-    mean_exposed: np.ndarray
-    """Exposed weight and gradient exchange in forward and backward, [S * B, 2]."""
-    exchange: np.ndarray
-    exchange_back: np.ndarray
-
-
 def with_encoders(
     workload: Workload,
     features: tuple[str, ...],
@@ -170,16 +154,26 @@ def with_encoders(
     shares = shares or ItemShares.of(workload, features, cost, beside)
     own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, own)
-    times = _GroupTimes(
-        forward=forward,
-        backward=backward,
-        mean=sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own),
-        mean_exposed=exposed_ms.mean(axis=1),
-        exchange=features_exchange_ms(shares, cost, is_back=False),
-        exchange_back=features_exchange_ms(shares, cost, is_back=True),
+    ahead, behind = exposed_ms.mean(axis=1).T
+    of_passes = sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own)
+    mean_forward, mean_backward, again = of_passes.T
+    exchange, exchange_back = (
+        features_exchange_ms(shares, cost, is_back=is_back) for is_back in (False, True)
     )
     encoder_memory = memory_of_encoders(shares, cost, beside)
-    waits = _waits(workload, shares, times, cost)
+    at_ends = partial(_at_ends, workload, shares)
+    silent = mean_forward, mean_backward + again
+    unreduced = forward + exchange, backward + exchange_back
+    waits = EncoderWaits(
+        all=at_ends(unreduced[0] + cost.gather_ms, unreduced[1] + cost.reduction_ms),
+        even=at_ends(
+            silent[0] + ahead + exchange + cost.gather_ms,
+            silent[1] + behind + exchange_back + cost.reduction_ms,
+        ),
+        silent=at_ends(*silent),
+        needed=at_ends(mean_forward, mean_backward),
+        unreduced=at_ends(*unreduced),
+    )
     values = workload.features.copy()
     values[:, [features.index(name) for name in ENCODER_WAITS_MS]] = waits.all
     longest = forward + backward
@@ -189,15 +183,14 @@ def with_encoders(
     def mean_of_slowest(each_ms: np.ndarray) -> float:
         return float(each_ms.reshape(len(shares.steps), -1)[of_step].mean())
 
-    forward, backward, again = times.mean.T
-    mean_ms = forward + backward + again + times.mean_exposed.sum(axis=1)
+    mean_ms = mean_forward + mean_backward + again + exposed_ms.mean(axis=1).sum(axis=1)
     encoding = Encoding(
         waits=waits,
         encoder_memory=encoder_memory,
         predicted=EncoderPhasePrediction(
-            forward_ms=mean_of_slowest(times.forward),
-            backward_ms=mean_of_slowest(times.backward),
-            exchange_ms=mean_of_slowest(times.exchange + times.exchange_back),
+            forward_ms=mean_of_slowest(forward),
+            backward_ms=mean_of_slowest(backward),
+            exchange_ms=mean_of_slowest(exchange + exchange_back),
             busiest=float(longest.sum() / mean_ms.sum()) if mean_ms.any() else 1.0,
             # As shown in tables: of a device that embeds tokens.
             memory=StageMemory(
@@ -340,31 +333,15 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
     return most_ms + gather_ms
 
 
-def _waits(
-    workload: Workload, shares: ItemShares, times: _GroupTimes, cost: EncodersCost
-) -> EncoderWaits:
-    """Return pipeline waits in the rows of the first and last micro-batch of a step."""
+def _at_ends(
+    workload: Workload, shares: ItemShares, before_ms: np.ndarray, after_ms: np.ndarray
+) -> np.ndarray:
+    """Return groups' times [S * B] before in the row of the first micro-batch of a step, and after
+    in that of its last. [rows, 2]"""
     step = np.searchsorted(shares.steps, workload.step)
     groups = workload.data_parallel_size // shares.pipelines
     group = step * groups + workload.dp_rank // shares.pipelines
     is_first = workload.slot == 0
     # Rows are sorted by step, rank and slot.
     is_last = np.append(is_first[1:], True)
-
-    def at_ends(before_ms: np.ndarray, after_ms: np.ndarray) -> np.ndarray:
-        return np.stack([before_ms[group] * is_first, after_ms[group] * is_last], axis=1)
-
-    forward, backward = times.forward + times.exchange, times.backward + times.exchange_back
-    mean_forward, mean_backward, again = times.mean.T
-    silent = mean_forward, mean_backward + again
-    ahead, behind = times.mean_exposed.T
-    return EncoderWaits(
-        all=at_ends(forward + cost.gather_ms, backward + cost.reduction_ms),
-        even=at_ends(
-            silent[0] + ahead + times.exchange + cost.gather_ms,
-            silent[1] + behind + times.exchange_back + cost.reduction_ms,
-        ),
-        silent=at_ends(*silent),
-        needed=at_ends(mean_forward, mean_backward),
-        unreduced=at_ends(forward, backward),
-    )
+    return np.stack([before_ms[group] * is_first, after_ms[group] * is_last], axis=1)

@@ -22,8 +22,8 @@ from omnibal.pipeline.stage_memory import (
     encoder_memory_of,
     fits_cap,
     memory_table,
-    memory_tables,
     most_of_stages,
+    often_heaviest_tables,
     passes_of_stages,
     running_passes,
 )
@@ -39,44 +39,26 @@ def least_peak_of_splits(
     workload: Workload,
     pipeline_size: int,
     rules: StageRules = FREE,
+    cap_bytes: float | None = None,
 ) -> float:
     """Return the smallest memory cap in bytes that some split and recompute sets fit.
 
     All layers may be recomputed, regardless of the rules. With several levels only commonly heavy
     passes are counted, and others may exceed them slightly.
+
+    Args:
+        cap_bytes: a cap to decide, which is faster than the exact min. Returns an upper bound on
+            the peak of a split that fits it, or else a lower bound on all peaks.
     """
-    return _least_peak(cost, possible_runs(cost, model, rules), workload, pipeline_size, None)
-
-
-def peak_vs_budget(
-    cost: CostModel,
-    model: ModelConfig,
-    workload: Workload,
-    pipeline_size: int,
-    cap_bytes: float,
-    rules: StageRules = FREE,
-) -> float:
-    """Return bytes that decide whether a split fits a cap: if one does, an upper bound on its peak,
-    else a lower bound on all peaks. Faster than the exact min."""
     runs = possible_runs(cost, model, rules)
-    if cost.levels == 1:
+    if cost.levels > 1:
+        return least_peak_of_tables(runs, often_heaviest_tables(cost, workload, pipeline_size))
+    if cap_bytes is not None:
         # A pass with the max of every feature.
         most = most_of_stages(cost, workload, pipeline_size)
         enough_bytes = least_peak_of_tables(runs, _tables(cost, workload, most))
         if fits_cap(enough_bytes, cap_bytes):
             return enough_bytes
-    return _least_peak(cost, runs, workload, pipeline_size, cap_bytes)
-
-
-def _least_peak(
-    cost: CostModel,
-    runs: Runs,
-    workload: Workload,
-    pipeline_size: int,
-    cap_bytes: float | None,
-) -> float:
-    if cost.levels > 1:
-        return least_peak_of_tables(runs, memory_tables(cost, workload, pipeline_size))
     edges = [(runs.start, runs.end)] * pipeline_size
     counts, row = np.unique(runs.counts, axis=0, return_inverse=True)
     peaks, seen = np.full((pipeline_size, len(counts)), -np.inf), np.zeros(0, np.int64)
@@ -92,20 +74,12 @@ def _least_peak(
             peaks[:, best] = np.maximum(peaks[:, best], found)
         return np.append(seen, new)
 
-    def is_done() -> bool:
-        """Return whether the bounds agree, or the cap is decided."""
-        if cap_bytes is not None:
-            fits_lower, fits_upper = fits_cap(np.array([lower_bytes, upper_bytes]), cap_bytes)
-            if fits_upper or not fits_lower:
-                return True
-        return lower_bytes >= upper_bytes * (1 - _TOLERANCE)
-
     every_pass: list[RunningPasses] = []
     features = features_of(workload, cost)
     seen = look_at(_with_most(running_passes(features, workload.slot, pipeline_size, 0)))
-    while not is_done():
+    while not _is_decided(lower_bytes, upper_bytes, cap_bytes):
         lower_bytes, path = least_largest_path(edges, list(peaks[:, row]), runs.units)
-        if is_done():
+        if _is_decided(lower_bytes, upper_bytes, cap_bytes):
             break
         every_pass = every_pass or passes_of_stages(cost, workload, pipeline_size)
         needed = [
@@ -116,6 +90,15 @@ def _least_peak(
         upper_bytes = min(upper_bytes, float(peaks[np.arange(pipeline_size), row[path]].max()))
     fits = cap_bytes is None or fits_cap(upper_bytes, cap_bytes)
     return upper_bytes if fits else lower_bytes
+
+
+def _is_decided(lower_bytes: float, upper_bytes: float, cap_bytes: float | None) -> bool:
+    """Return whether the bounds agree, or are on one side of the cap."""
+    if cap_bytes is not None:
+        fits_lower, fits_upper = fits_cap(np.array([lower_bytes, upper_bytes]), cap_bytes)
+        if fits_upper or not fits_lower:
+            return True
+    return lower_bytes >= upper_bytes * (1 - _TOLERANCE)
 
 
 def _tables(

@@ -14,21 +14,8 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, workload_times
 from omnibal.pipeline.workload import Workload
-
-
-def lost_time(
-    cost: CostModel,
-    stages_at: Sequence[Sequence[Stage]],
-    workload: Workload,
-    step_ms: float,
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
-) -> LostTime:
-    """Return the time lost to each cause, in ms, given the mean step by `predict_steps`."""
-    times = causes_of(cost, stages_at, workload)
-    once = per_step_costs(cost, stages_at[0], schedule)
-    return lost_time_of(times, workload, once, step_ms, schedule)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -74,7 +61,8 @@ def lost_time_of(
     step_ms: float,
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
 ) -> LostTime:
-    """Return `lost_time` from given times, which need not be a cost model's."""
+    """Return the time lost to each cause, in ms, given the mean step by `predict_steps`; times need
+    not be a cost model's."""
     steps_of_all = len(np.unique(workload.step))
     loose_ms = step_ms
     if workload.lockstep_ranks > 1:

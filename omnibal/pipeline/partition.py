@@ -27,7 +27,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables, peak_vs_budget
+from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.recompute_numbers import LOOKED_FOR, LeastNumbers, StageNumbers
 from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
@@ -117,9 +117,7 @@ def search_stages(
     def least_peak(cap_bytes: float | None) -> float:
         if problem.levels > 1:
             return least_peak_of_tables(problem.structure.runs, problem.tables)
-        if cap_bytes is None:
-            return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
-        return peak_vs_budget(cost, model, workload, pipeline_size, cap_bytes, rules)
+        return least_peak_of_splits(cost, model, workload, pipeline_size, rules, cap_bytes)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:

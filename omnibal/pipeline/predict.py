@@ -7,14 +7,14 @@ from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.lost_time import lost_time
+from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.reading import StageReading
 from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
+from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
@@ -37,11 +37,12 @@ def predict(
         check_stages(model, stages)
     memories = schedule_memories(cost, stages_at, all_steps, schedule)
     workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
-    times = workload_times(cost, stages_at, workload)
+    causes = causes_of(cost, stages_at, workload)
+    times = causes.all
     once = per_step_costs(cost, stages_at[0], schedule)
     simulated = predict_steps(times, workload, once, schedule)
     simulated_ms = float(simulated.step_ms.mean())
-    lost = lost_time(cost, stages_at, workload, simulated_ms, schedule)
+    lost = lost_time_of(causes, workload, once, simulated_ms, schedule)
     exchange = _exchange(times, once, workload, simulated_ms, schedule)
     read = None
     if reading is not None:

@@ -371,13 +371,7 @@ def _in_model_order(kinds: tuple[UnitKind, ...]) -> list[list[int]]:
 
 
 def memory_tables(cost: CostModel, workload: Workload, pipeline_size: int) -> list[MemoryTable]:
-    """Return the memory table of every pipeline stage.
-
-    With one level a table has every pass that may be the peak, with several levels only
-    `often_heaviest_tables`.
-    """
-    if cost.levels > 1:
-        return often_heaviest_tables(cost, workload, pipeline_size)
+    """Return every stage's memory table of one level, with each pass that may be the peak."""
     of_stages = passes_of_stages(cost, workload, pipeline_size)
     encoder_memory = encoder_memory_of(workload)
     # Stages with equal micro-batches in flight share a table.

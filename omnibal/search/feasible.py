@@ -21,7 +21,7 @@ from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding, exper
 from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import least_peak_with_encoders
-from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
+from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.stage_memory import GIB, fits_cap, tied_state_bytes, unit_bytes
 from omnibal.pipeline.workload import Workload
 
@@ -77,8 +77,8 @@ def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]
     """Return a peak that decides fitting: of some split if it fits, else a lower bound of all."""
     if not are_plain(levels) or (job.has_data_parallel_encoders and job.beside is None):
         return least_need_gib(job, workload, levels)
-    model, stages, cap_bytes = job.pipeline_model, job.parallel.pipeline, job.memory_cap_gib * GIB
-    return peak_vs_budget(job.cost, model, workload, stages, cap_bytes, job.trainer.stages) / GIB
+    sizes = job.pipeline_model, workload, job.parallel.pipeline, job.trainer.stages
+    return least_peak_of_splits(job.cost, *sizes, job.memory_cap_gib * GIB) / GIB
 
 
 def least_state_gib(job: JobSpec) -> float:

@@ -5,11 +5,13 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from omnibal.cost.model import CostModel
+from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.operation_graph import planned_graph
+from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule, Schedule
 from omnibal.pipeline.simulate import Timeline, simulate_schedule
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import PerStepCosts, stage_times
+from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs, stage_times
 from omnibal.pipeline.unit_runs import stage_units
 from omnibal.pipeline.workload import Workload
 
@@ -62,6 +64,13 @@ def needed_ms(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) ->
     collective_ms = sum(unit.collective_ms.sum(axis=0) for unit in units)
     passes_ms = times.forward_ms + times.backward_ms
     return float(passes_ms.sum() - features.sum(axis=0) @ collective_ms)
+
+
+def lost_time(
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload, step_ms: float
+) -> LostTime:
+    causes, once = causes_of(cost, stages_at, workload), per_step_costs(cost, stages_at[0])
+    return lost_time_of(causes, workload, once, step_ms)
 
 
 Held = set[tuple[int, int]]

@@ -18,7 +18,7 @@ from feature_exchange_cases import (
 )
 from partition_cases import planners_figures
 from plan_cases import JOB, job_spec, request
-from schedule_cases import event_loop, needed_ms, workload_of
+from schedule_cases import event_loop, lost_time, needed_ms, workload_of
 
 from omnibal.base.errors import UserError
 from omnibal.cost.encoder_phase import (
@@ -39,7 +39,6 @@ from omnibal.model.rates import CollectiveTime, Rates
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
-from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage_cost import stage_times

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from expert_cases import expert_model
 from level_cases import brute_force, random_costs, random_level_packs, walked
-from schedule_cases import simulate_1f1b
+from schedule_cases import lost_time, simulate_1f1b
 from shared_pack_cases import contexts_of, joint_event_loop, random_step
 
 from omnibal.cost.model import CostModel, ParameterRates
@@ -15,7 +15,6 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.bounds import Structure, least_step_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import side_by_side
-from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import Lockstep, simulate_levels
@@ -121,13 +120,13 @@ def test_a_path_bounds_every_split():
         slow = replace(layer, forward_ms=9 * layer.forward_ms, backward_ms=9 * layer.backward_ms)
         cost = replace(cost, units=cost.units | {"vision_layer": slow})
         simulator = PipelineSimulator.of(SampledSteps.of(packs, cost), 2)
-        runs = Structure.of(cost, model, simulator.steps, 2).runs
+        structure = Structure.of(cost, model, simulator.steps, 2)
+        runs = structure.runs
         first, ends = np.flatnonzero(runs.start == 0), runs.end == runs.units
         second = [np.flatnonzero((runs.start == end) & ends) for end in runs.end[first]]
         splits = np.array([(a, b[0]) for a, b in zip(first, second, strict=True) if len(b)])
-        terms = np.stack(
-            [runs.with_buckets(runs.terms[splits[:, s]], splits[:, s], s) for s in (0, 1)], axis=1
-        )
+        ways = (structure.with_buckets(runs.terms[run], run, s) for s, run in enumerate(splits.T))
+        terms = np.stack([*ways], axis=1)
         step_ms = simulator.step_ms(terms)
         paths = simulator.critical_paths(terms)
         length = np.tensordot(terms, paths, axes=((1, 2), (1, 2)))

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
-from schedule_cases import workload_of
+from schedule_cases import lost_time, workload_of
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage

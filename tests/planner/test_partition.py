@@ -32,7 +32,7 @@ from omnibal.pipeline import partition, split_search, stage_options
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.chunk_search import PartProblem, least_work_ms, search_parts
 from omnibal.pipeline.critical_path import SampledSteps
-from omnibal.pipeline.least_peak import least_peak_of_splits, peak_vs_budget
+from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
@@ -329,7 +329,8 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = least_peak_of_splits(cost, model, packs, p)
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            cap, found = share * least, peak_vs_budget(cost, model, packs, p, share * least)
+            cap = share * least
+            found = least_peak_of_splits(cost, model, packs, p, cap_bytes=cap)
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
             search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))

@@ -9,6 +9,7 @@ import pytest
 from exchange_cases import simulated_ms
 from expert_cases import DIGITS, expert_model
 from plan_cases import example_lengths
+from schedule_cases import lost_time
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
@@ -28,7 +29,6 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.targets import OWN, TARGETS, StageRules, TargetName, TrainerConstraints
 from omnibal.model.units import feature_names_at, unit_names
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, workload_times

@@ -5,12 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from cost_cases import random_cost, random_features, small_model
-from schedule_cases import simulate_1f1b
+from schedule_cases import lost_time, simulate_1f1b
 from shared_pack_cases import Step, contexts_of, joint_event_loop, random_step
 
 from omnibal.pipeline import simulate
 from omnibal.pipeline.level_costs import side_by_side
-from omnibal.pipeline.lost_time import lost_time
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.simulate import predict_steps, simulate_levels
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, stage_times, workload_times
