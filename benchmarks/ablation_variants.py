@@ -27,7 +27,7 @@ from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule, baseline_stages
 from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.stage import Stage
@@ -133,12 +133,13 @@ def make_variant(job: AblationJob, variant: Variant) -> PlanResult:
             packs = deal_in_turn(steps, job.lengths, job.parallel.data)
             return _plain_plan(job, packs, job.lengths, PartitionMethod.LAYER)
         case Variant.DATA:
-            return make_plan(_balanced(job, PartitionMethod.LAYER, RecomputeRule.FULL))
+            rule = SplitRule(method=PartitionMethod.LAYER, recompute=RecomputeRule.FULL)
+            return make_plan(_balanced(job, rule))
         case Variant.MODEL:
             # Not from DATA, whose split may not fit where this one does.
             return _searched_split(job, make_variant(job, Variant.MEMORY))
         case Variant.MEMORY:
-            return make_plan(_balanced(job, PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST))
+            return make_plan(_balanced(job, SplitRule()))
 
 
 def random_steps(job: AblationJob) -> list[np.ndarray]:
@@ -249,7 +250,7 @@ def _data_plan(job: AblationJob, packs: ScheduledPacks, lengths: Lengths) -> Dat
     )
 
 
-def _balanced(job: AblationJob, method: PartitionMethod, rule: RecomputeRule) -> PlanRequest:
+def _balanced(job: AblationJob, split: SplitRule) -> PlanRequest:
     """The product's plan, its steps as near to `samples_per_step` as equally many packs can be."""
     ranks = job.parallel.data
     spec = job.spec
@@ -263,7 +264,7 @@ def _balanced(job: AblationJob, method: PartitionMethod, rule: RecomputeRule) ->
     (packs,) = data.packed(spec)
     of_a_rank = job.samples_per_step * len(packs) / len(job.lengths) / ranks
     sized = replace(data, packs_per_step=max(round(of_a_rank), 1) * ranks)
-    return PlanRequest(job=spec, data=sized, method=method, recompute=rule)
+    return PlanRequest(job=spec, data=sized, split=split)
 
 
 def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:

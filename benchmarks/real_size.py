@@ -42,7 +42,7 @@ from omnibal.model.config import Provider, load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.baselines import JOINT, PartitionMethod, RecomputeRule, SplitRule
 from omnibal.report.fake_device_tables import fake_device_launches_table
 from omnibal.report.table import Column, Table
 
@@ -117,8 +117,8 @@ class RealSizeJob:
                 packs_per_step=MICRO_BATCHES * self.parallel.data,
             )
         searched = self.recompute == RecomputeRule.CHEAPEST
-        method = PartitionMethod.OMNIBAL if searched else PartitionMethod.LAYER
-        return PlanRequest(job=job, data=data, method=method, recompute=self.recompute)
+        split = SplitRule(method=PartitionMethod.LAYER, recompute=self.recompute)
+        return PlanRequest(job=job, data=data, split=JOINT if searched else split)
 
 
 _TITLES = (

@@ -445,8 +445,7 @@ class _Search:
         return frozenset(names) - {ONE_FORWARD_ONE_BACKWARD.name}
 
     def _request(self, job: JobSpec, data: PlanData) -> PlanRequest:
-        split = self.goal.free.split
-        return PlanRequest(job=job, data=data, method=split.method, recompute=split.recompute)
+        return PlanRequest(job=job, data=data, split=self.goal.free.split)
 
     def _data(self, job: JobSpec) -> PlanData:
         """Data of the plan, with caps and levels searched if free."""
@@ -898,7 +897,7 @@ def _shared(request: PlanRequest) -> PlanRequest | None:
         return None
     if not are_plain(data.levels):
         return None
-    if request.job.has_data_parallel_encoders or not request.is_joint:
+    if request.job.has_data_parallel_encoders or not request.split.is_joint:
         return None
     try:
         shared = level_search.shared_anew(request.job, data)

@@ -17,7 +17,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_stages
+from omnibal.pipeline.baselines import JOINT, SplitRule, baseline_stages
 from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.partition import SearchResult, search_stages
@@ -37,23 +37,22 @@ Dealt = tuple[ScheduledPacks, Lengths]
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PlanRequest:
-    """A job, its data, and the partition method."""
+    """A job, its data, and how it is split into stages."""
 
     job: JobSpec
     data: PlanData
-    method: PartitionMethod = PartitionMethod.OMNIBAL
-    recompute: RecomputeRule = RecomputeRule.CHEAPEST
+    split: SplitRule = JOINT
     schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
     """Schedule; other than 1F1B only with the joint search."""
 
     def __post_init__(self) -> None:
         self.data.check(self.job)
         joint_alone = self._joint_alone()
-        if joint_alone and not self.is_joint:
+        if joint_alone and not self.split.is_joint:
             what, otherwise = joint_alone
             raise UserError(
-                f"--method {self.method} with --recompute {self.recompute} was given for {what}: "
-                f"leave both options out{otherwise}"
+                f"--method {self.split.method} with --recompute {self.split.recompute} was given "
+                f"for {what}: leave both options out{otherwise}"
             )
         if not (are_plain(self.data.levels) or self.job.trainer.stages.is_free):
             raise UserError(
@@ -61,12 +60,6 @@ class PlanRequest:
                 "told to a trainer that takes limited stages: give --packing-levels 1, or leave "
                 "--for out"
             )
-
-    @property
-    def is_joint(self) -> bool:
-        """Whether split and recomputation are searched jointly."""
-        joint = (PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST)
-        return (self.method, self.recompute) == joint
 
     def _joint_alone(self) -> tuple[str, str] | None:
         """Return a feature that only the joint search plans and the option to change, or None."""
@@ -202,7 +195,8 @@ def make_ordered_plan(request: PlanRequest) -> PlanResult:
 
 def ordered_plan(request: PlanRequest, result: PlanResult) -> PlanResult:
     """Reorder ranks' micro-batches if joint and for this trainer (see `pipeline.slot_order`)."""
-    if result.data is None or not request.is_joint or request.job.trainer.name is not None:
+    is_searched = request.split.is_joint and request.job.trainer.name is None
+    if result.data is None or not is_searched:
         return result
     packs, lengths = result.data
     plan = result.plan
@@ -340,12 +334,10 @@ def _stages(
     cost, model = job.cost_of_all(request.data.levels), job.model
     pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
-    if request.is_joint:
+    if request.split.is_joint:
         found = search_stages(
             cost, model, workload, pipeline, cap_bytes, rules=job.trainer.stages, effort=effort
         )
         return found.stages_at, found
-    chosen = baseline_stages(
-        request.method, request.recompute, cost, model, workload, pipeline, cap_bytes
-    )
-    return (chosen,), None
+    rule = request.split.method, request.split.recompute
+    return (baseline_stages(*rule, cost, model, workload, pipeline, cap_bytes),), None

@@ -19,7 +19,7 @@ from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps, option_of, words
 from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding, expert_sizes
 from omnibal.model.units import unit_names
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.baselines import JOINT
 from omnibal.pipeline.encoder_search import least_peak_with_encoders
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.stage_memory import GIB, fits_cap, tied_state_bytes, unit_bytes
@@ -127,14 +127,14 @@ def find_changes(request: PlanRequest) -> Advice:
     methods, the joint search is tried alone first. More than `SAMPLES` samples are subsampled, so a
     change that barely fits may need slightly more memory on all samples.
     """
-    if request.is_joint:
+    if request.split.is_joint:
         changes = _Changes(request)
     else:
-        joint = replace(request, method=PartitionMethod.OMNIBAL, recompute=RecomputeRule.CHEAPEST)
+        joint = replace(request, split=JOINT)
         changes = _Changes(joint)
         text = (
-            f"the partition method {PartitionMethod.OMNIBAL} with recompute rule "
-            f"{RecomputeRule.CHEAPEST} instead of {request.method} with {request.recompute}"
+            f"the partition method {JOINT.method} with recompute rule {JOINT.recompute} instead of "
+            f"{request.split.method} with {request.split.recompute}"
         )
         changes.first(_METHOD, [(text, lambda: joint)])
         changes.prefix = f"{text}, and "

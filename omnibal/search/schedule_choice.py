@@ -90,7 +90,7 @@ def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
     """Return why a job cannot run a schedule with up to `micro_batches` per rank and step."""
-    if not request.is_joint:
+    if not request.split.is_joint:
         return "only the joint search cuts a model for it"
     job = request.job
     if job.trainer.name is not None:

@@ -184,15 +184,12 @@ class Setting:
     def trial(self, choice: Choice) -> Trial | GivenTrial:
         """Return the job with these sizes, on the packs of these caps."""
         (sizing, caps), request = choice, self.request
-        job, split = self.job(sizing), request.split
+        job = self.job(sizing)
         if request.given is not None:
             given = request.given.for_ranks(request.job, job)
-            planned = PlanRequest(
-                job=job, data=given, method=split.method, recompute=split.recompute
-            )
-            return GivenTrial(given=planned)
+            return GivenTrial(given=PlanRequest(job=job, data=given, split=request.split))
         data = request.sample_data((Level(caps=caps),))
-        return Trial(job=job, data=data, packed=[self.packs[caps]], split=split)
+        return Trial(job=job, data=data, packed=[self.packs[caps]], split=request.split)
 
     def trial_of_levels(self, sizing: Sizing, levels: tuple[Level, ...]) -> Trial:
         """Return the job with these sizes, on new packs of these levels."""

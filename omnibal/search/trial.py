@@ -100,8 +100,7 @@ class Trial:
         return PlanRequest(
             job=self.job,
             data=sized.drawn(self.job, self.packed),
-            method=self.split.method,
-            recompute=self.split.recompute,
+            split=self.split,
         )
 
 

@@ -21,7 +21,7 @@ from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstraints
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.search import feasible
 from omnibal.search.feasible import Advice, Change, find_changes, gib_text, smaller_caps
 from omnibal.search.goal import ShapesAlone
@@ -248,7 +248,7 @@ def test_jobs_of_levels_are_told_what_fits():
         assert not fits(with_memory(change.request, 0.98 * change.need_gib))
 
 
-LAYER = {"method": PartitionMethod.LAYER, "recompute": RecomputeRule.NONE}
+LAYER = {"split": SplitRule(method=PartitionMethod.LAYER, recompute=RecomputeRule.NONE)}
 
 
 def test_named_methods_are_told_of_more_than_the_search():

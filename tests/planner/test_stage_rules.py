@@ -26,7 +26,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, RecomputeFreedom, StageRules, TrainerConstraints
 from omnibal.model.units import LANGUAGE
-from omnibal.pipeline.baselines import PartitionMethod
+from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
@@ -178,7 +178,7 @@ def test_what_does_not_go_with_limited_stages_is_refused():
     asked = request()
     limited = replace(asked.job, trainer=limited_by(encoders_on_first=True))
     with pytest.raises(UserError, match="joint search"):
-        replace(asked, job=limited, method=PartitionMethod.LAYER)
+        replace(asked, job=limited, split=SplitRule(method=PartitionMethod.LAYER))
     levels = (Level(caps=Caps.of(tiles=4, tokens=256)), Level(caps=asked.data.caps))
     with pytest.raises(UserError, match="levels"):
         replace(asked, job=limited, data=replace(asked.data, levels=levels))

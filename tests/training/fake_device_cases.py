@@ -56,7 +56,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule
+from omnibal.pipeline.baselines import JOINT, PartitionMethod, RecomputeRule, SplitRule
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage import Stage, joined
 from omnibal.pipeline.stage_memory import stage_memories
@@ -316,8 +316,9 @@ def plan_of(layout: Layout) -> Planned:
     """A plan, and the micro-batches that it is for."""
     job = _job_of(layout)
     data = _data_of(layout, job.model.images is not None)
-    rule = {"method": PartitionMethod.LAYER, "recompute": layout.recompute}
-    made = make_plan(PlanRequest(job=job, data=data, **(rule if layout.kept is None else {})))
+    rule = SplitRule(method=PartitionMethod.LAYER, recompute=layout.recompute)
+    split = rule if layout.kept is None else JOINT
+    made = make_plan(PlanRequest(job=job, data=data, split=split))
     plan, scheduled = made.plan, made.data or data.schedule(job)
     changed: dict[str, Any] = {}
     if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
