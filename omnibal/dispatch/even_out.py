@@ -26,13 +26,11 @@ def evened_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) 
         busiest = int(exchanges.load.argmax())
         if exchanges.load[busiest] <= enough * (1 + _ROUNDING):
             break
-        some = exchanges.least_loaded(busiest)
-        work += exchanges.pairs(busiest, some)
-        if exchanges.exchange(busiest, some):
-            continue
-        others = exchanges.next_least_loaded(busiest)
-        work += exchanges.pairs(busiest, others)
-        if not exchanges.exchange(busiest, others):
+        for others in exchanges.partners(busiest):
+            work += exchanges.pairs(busiest, others)
+            if exchanges.exchange(busiest, others):
+                break
+        else:
             break
     return rank
 
@@ -50,18 +48,13 @@ class _Exchanges:
         self._offered = [np.append(items, self._nothing) for items in held]
         """Items of every rank, and the sentinel."""
 
-    def least_loaded(self, busiest: int) -> np.ndarray:
-        """Ranks with minimal load, without the busiest, [<= `_PARTNERS`]."""
+    def partners(self, busiest: int) -> tuple[np.ndarray, np.ndarray]:
+        """The at most `_PARTNERS` ranks with minimal load, and next ones within the time limit."""
         # A stable sort, to agree on all machines.
-        found = np.argsort(self.load, kind="stable")[:_PARTNERS]
-        return found[found != busiest]
-
-    def next_least_loaded(self, busiest: int) -> np.ndarray:
-        """Ranks with the next smallest loads, within the time limit."""
-        found = np.argsort(self.load, kind="stable")[_PARTNERS:]
-        found = found[found != busiest]
+        by_load = np.argsort(self.load, kind="stable")
+        some, others = (part[part != busiest] for part in np.split(by_load, [_PARTNERS]))
         each = (len(self._offered[busiest]) - 1) * (len(self._rank) / len(self.load) + 1)
-        return found[: int(_OTHERS_PAIRS / max(each, 1)) + 1]
+        return some, others[: int(_OTHERS_PAIRS / max(each, 1)) + 1]
 
     def pairs(self, busiest: int, others: np.ndarray) -> int:
         """Number of pairs of items of the busiest rank and other ranks."""

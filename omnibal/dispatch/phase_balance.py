@@ -53,82 +53,66 @@ def encoder_balances(
         return [
             _balance(name, items, None, float(_fewest(items).sum())) for name, items in held.items()
         ]
-    loads = _Loads.of(held, ranks_of_pipeline, beside, whole, pipeline)
-    found = [loads.balance_of(name) for name in held]
-    return [*found, loads.together()] if len(held) > 1 else found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Loads:
-    """Loads of every rank by encoder, [S, D * R], in items, or units of time for whole samples."""
-
-    before: dict[str, np.ndarray]
-    """Loads if each pipeline's ranks share its own items."""
-    after: dict[str, np.ndarray]
-    """Loads as planned."""
-    least: dict[str, np.ndarray]
-    """Lower bound on the max load, [S]."""
-    ms: dict[str, float]
-    """Time of a unit of load."""
-
-    @classmethod
-    def of(
-        cls,
-        held: Mapping[str, np.ndarray],
-        ranks_of_pipeline: int,
-        beside: DataParallelEncoders,
-        whole: Mapping[str, SampleItems],
-        pipeline: np.ndarray,
-    ) -> "_Loads":
-        """Share and deal the items of pipelines."""
+    # Loads [S, D * R] are in items, or in units of time for whole samples.
+    before, after, least = _rank_loads(held, ranks_of_pipeline, beside, whole, pipeline)
+    found = [_balance(n, before[n], after[n], float(least[n].sum())) for n in held]
+    if len(held) > 1:
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
-        before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
-        load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
-        for name, samples in whole.items():
-            shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
-            for found, pipelines in ((before, 1), (after, beside.pipelines)):
-                dealt = samples.deal(
-                    pipeline,
-                    pipelines=pipelines,
-                    ranks_of_pipeline=ranks_of_pipeline,
-                    times=beside.sample_times[name],
-                    unit_ms=unit_ms,
-                )
-                found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
-            load = load + after[name].reshape(by_group)
-            steps = np.split(
-                dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0]))
-            )
-            least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
-        equal = {name: items for name, items in held.items() if name not in whole}
-        groups = {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()}
-        shares = shares_of_ranks(
-            groups,
-            ranks_of_pipeline=ranks_of_pipeline,
-            item_ms=beside.item_ms,
-            load=load,
-            unit_ms=unit_ms,
-        )
-        for name, items in equal.items():
-            before[name] = _own_shares(items, ranks_of_pipeline)
-            after[name] = shares[name].reshape(before[name].shape)
-            least[name] = _fewest(before[name])
         ms = {name: unit_ms if name in whole else beside.item_ms[name] for name in held}
-        return cls(before=before, after=after, least=least, ms=ms)
-
-    def balance_of(self, name: str) -> PhaseBalance:
-        least = float(self.least[name].sum())
-        return _balance(name, self.before[name], self.after[name], least)
-
-    def together(self) -> PhaseBalance:
-        """Balance of all encoders in time."""
-        before, after = (
-            sum((self.ms[name] * each for name, each in loads.items()), np.zeros(1))
-            for loads in (self.before, self.after)
+        before_ms, after_ms = (
+            sum((ms[name] * each for name, each in loads.items()), np.zeros(1))
+            for loads in (before, after)
         )
-        least = np.max([self.ms[name] * each for name, each in self.least.items()], axis=0)
-        least = np.maximum(before.mean(axis=1), least)
-        return _balance(ALL_ENCODERS, before, after, float(least.sum()))
+        least_ms = np.max([ms[name] * each for name, each in least.items()], axis=0)
+        least_ms = np.maximum(before_ms.mean(axis=1), least_ms)
+        found.append(_balance(ALL_ENCODERS, before_ms, after_ms, float(least_ms.sum())))
+    return found
+
+
+def _rank_loads(
+    held: Mapping[str, np.ndarray],
+    ranks_of_pipeline: int,
+    beside: DataParallelEncoders,
+    whole: Mapping[str, SampleItems],
+    pipeline: np.ndarray,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Share and deal the items of pipelines.
+
+    Returns:
+        Loads of every rank by encoder if each pipeline's ranks share its own items, [S, D * R],
+        loads as planned, and lower bounds on the max load, [S].
+    """
+    unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
+    before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
+    load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
+    for name, samples in whole.items():
+        shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
+        for found, pipelines in ((before, 1), (after, beside.pipelines)):
+            dealt = samples.deal(
+                pipeline,
+                pipelines=pipelines,
+                ranks_of_pipeline=ranks_of_pipeline,
+                times=beside.sample_times[name],
+                unit_ms=unit_ms,
+            )
+            found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
+        load = load + after[name].reshape(by_group)
+        steps = np.split(dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0])))
+        least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
+    equal = {name: items for name, items in held.items() if name not in whole}
+    groups = {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()}
+    shares = shares_of_ranks(
+        groups,
+        ranks_of_pipeline=ranks_of_pipeline,
+        item_ms=beside.item_ms,
+        load=load,
+        unit_ms=unit_ms,
+    )
+    for name, items in equal.items():
+        before[name] = _own_shares(items, ranks_of_pipeline)
+        after[name] = shares[name].reshape(before[name].shape)
+        least[name] = _fewest(before[name])
+    return before, after, least
 
 
 def language_balance(

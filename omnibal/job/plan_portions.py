@@ -178,12 +178,7 @@ def joined_data(data: DataPlan, directory: Path) -> Data:
 
 
 def _joined_packs(parts: Sequence[ScheduledPacks], rows: Sequence[np.ndarray]) -> ScheduledPacks:
-    packs = Packs.join(
-        [
-            Packs(samples=row[part.packs.samples], offsets=part.packs.offsets)
-            for part, row in zip(parts, rows, strict=True)
-        ]
-    )
+    packs = Packs.join([part.packs.of_rows(row) for part, row in zip(parts, rows, strict=True)])
     columns = {
         name: np.concatenate([np.asarray(getattr(part, name)) for part in parts])
         for name in ("step", "dp_rank", "slot", "epoch", "tokens", "level")

@@ -7,7 +7,7 @@ Tables may hold any shapes. Read by `shaped_rates`, `scattered_rates` and `atten
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -43,6 +43,7 @@ _UNITS = ("bytes", "latency_us", "gb_per_s", "ms", "share")
 class _Measured(_Timed):
     """A time, or a share of the table's peak."""
 
+    max_share: ClassVar[float] = 1.0
     ms: _Time | None = written_unless(None)
     share: Share | None = written_unless(None)
 
@@ -67,12 +68,8 @@ class _Measured(_Timed):
     def scaled(self, tflops: float, scale: float) -> Self:
         """Return the measurement with `scale` times its share of `tflops`, capped at the peak."""
         share = self.share or self.flops / self.time_ms(tflops) / tflops * _MS_PER_FLOP
-        share = min(share * scale, self._most_share)
+        share = min(share * scale, self.max_share)
         return self.model_copy(update={"ms": None, "share": share})
-
-    @property
-    def _most_share(self) -> float:
-        return 1.0
 
 
 class ProductTime(_Measured):
@@ -113,6 +110,7 @@ class AttentionTime(_Measured):
     and element of `head_size` (q k^T) and `value_size`; backward 2.5 times forward.
     """
 
+    max_share: ClassVar[float] = 2.0
     share: Annotated[float, Field(ge=1e-9, le=2)] | None = written_unless(None)
     tokens: Count
     heads: Count
@@ -123,10 +121,6 @@ class AttentionTime(_Measured):
     causal: bool = written_unless(True)
     packed: bool = written_unless(False)
     """Whether q, k and v are views of one tensor."""
-
-    @property
-    def _most_share(self) -> float:
-        return 2.0
 
     @property
     def flops(self) -> float:

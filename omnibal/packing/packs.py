@@ -5,13 +5,14 @@
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from omnibal.base.arrays import rows_of
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
 from omnibal.data.columns import Columns, no_items
@@ -134,16 +135,8 @@ class ScheduledPacks:
 
     def take(self, rows: np.ndarray) -> "ScheduledPacks":
         """Select packs in the order of `rows`."""
-        return ScheduledPacks(
-            packs=self.packs.take(rows),
-            step=self.step[rows],
-            dp_rank=self.dp_rank[rows],
-            slot=self.slot[rows],
-            epoch=self.epoch[rows],
-            items={name: items[rows] for name, items in self.items.items()},
-            tokens=self.tokens[rows],
-            level=self.level[rows],
-        )
+        items = {name: items[rows] for name, items in self.items.items()}
+        return replace(rows_of(self, rows), packs=self.packs.take(rows), items=items)
 
     @property
     def steps(self) -> int:
@@ -170,11 +163,6 @@ def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
     for column, kind in columns:
         digest.update(np.ascontiguousarray(column, dtype=kind).tobytes())
     return digest.hexdigest()
-
-
-def sum_squared_tokens(packs: Packs, lengths: Lengths) -> np.ndarray:
-    """Sum of squared sample tokens (block-diagonal attention) per pack. [packs]"""
-    return packs.sums(lengths.tokens.astype(np.int64) ** 2)
 
 
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:

@@ -14,9 +14,9 @@ import numpy as np
 from omnibal.base.arrays import rows_of
 from omnibal.pipeline.critical_path import SampledSteps
 from omnibal.pipeline.operation_graph import OperationGraph
-from omnibal.pipeline.schedules import Pass, PipelineSchedule
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import SimulatedRows
-from omnibal.pipeline.stage_cost import PerStepCosts
+from omnibal.pipeline.stage_cost import PerStepCosts, of_pass
 
 _ENTRIES = 1_000_000
 """Entries of [operations, C, R] per chunk: limits memory to about 50 MB."""
@@ -43,18 +43,6 @@ class PartTerms:
         """Select candidates."""
         return rows_of(self, chosen)
 
-    def of_pass(self, kind: Pass) -> np.ndarray:
-        """Return the coefficients of a pass; split backward parts sum to the whole."""
-        match kind:
-            case Pass.FORWARD:
-                return self.forward
-            case Pass.BACKWARD:
-                return self.backward
-            case Pass.BACKWARD_INPUT:
-                return self.backward - self.weight
-            case Pass.BACKWARD_WEIGHT:
-                return self.weight
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Rows:
@@ -69,17 +57,13 @@ class _Rows:
     def reduced_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
         """Return the end of every stage's gradient exchange, [C * R, p], for costs [C, p]."""
         each, count = once.at(np.repeat(np.arange(len(terms)), len(self.rows))), len(self.features)
+        passes = terms.forward, terms.backward, terms.weight
         simulated = SimulatedRows(
             schedule=self.schedule,
-            pass_ms={kind: self._ms(terms.of_pass(kind)) for kind in self.graph.kinds},
+            pass_ms={kind: self._ms(of_pass(kind, *passes)) for kind in self.graph.kinds},
             forward_link_ms=self._ms(terms.send[:, :-1]),
             backward_link_ms=self._ms(terms.receive[:, :-1]),
             counts=np.full(len(terms) * len(self.rows), count),
-            ranks=1,
-            together=False,
-            context=None,
-            lockstep=None,
-            waits_ms=None,
         )
         timeline = simulated.simulated(simulated.first_waits_ms(each))
         return timeline.finish_ms + simulated.exposed_ms(each, timeline)

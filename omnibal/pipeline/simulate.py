@@ -338,15 +338,15 @@ class SimulatedRows:
     backward_link_ms: np.ndarray
     counts: np.ndarray
     """Micro-batches per row."""
-    ranks: int
+    ranks: int = 1
     """Rows per step."""
-    together: bool
+    together: bool = False
     """Whether all rows of a step use one operation list."""
-    context: np.ndarray | None
+    context: np.ndarray | None = None
     """Context-parallel size of each micro-batch, [rows, m], or None if all are 1."""
-    lockstep: Lockstep | None
+    lockstep: Lockstep | None = None
     """Rows in lockstep, or None if absent."""
-    waits_ms: np.ndarray | None
+    waits_ms: np.ndarray | None = None
     """Wait for data-parallel encoders in the first stage's forwards and backwards, [rows, 2], or
     None without such encoders."""
 
@@ -398,17 +398,12 @@ class SimulatedRows:
     def reordered(self, chosen: np.ndarray, order: np.ndarray) -> "SimulatedRows":
         """Return rows `chosen` as independent steps with micro-batches in `order`, [chosen, m]."""
         taken = chosen[:, None], order
-        return replace(
-            self,
+        return SimulatedRows(
+            schedule=self.schedule,
             pass_ms={kind: ms[taken] for kind, ms in self.pass_ms.items()},
             forward_link_ms=self.forward_link_ms[taken],
             backward_link_ms=self.backward_link_ms[taken],
             counts=self.counts[chosen],
-            ranks=1,
-            together=False,
-            context=None,
-            lockstep=None,
-            waits_ms=None,
         )
 
     def encoded_ms(self, finish_ms: np.ndarray) -> np.ndarray:

@@ -17,8 +17,8 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.unit_runs import (
     holds_both_ends,
     holds_one_end,
-    last_unit,
     recomputed_counts,
+    stage_units,
     unit_counts,
 )
 from omnibal.pipeline.workload import Workload
@@ -49,17 +49,24 @@ class StageTimes:
         return rows_of(self, picked, "has_experts")
 
     def pass_ms(self, kind: Pass) -> np.ndarray:
-        """Return the time of a pass, [packs, stages]. Split backward parts sum to the whole;
-        recomputation is in the first."""
-        match kind:
-            case Pass.FORWARD:
-                return self.forward_ms
-            case Pass.BACKWARD:
-                return self.backward_ms
-            case Pass.BACKWARD_INPUT:
-                return self.backward_ms - self.weight_ms
-            case Pass.BACKWARD_WEIGHT:
-                return self.weight_ms
+        """Return the time of a pass, [packs, stages]. Recomputation is in the first part of a split
+        backward."""
+        return of_pass(kind, self.forward_ms, self.backward_ms, self.weight_ms)
+
+
+def of_pass(
+    kind: Pass, forward: np.ndarray, backward: np.ndarray, weight: np.ndarray
+) -> np.ndarray:
+    """Select the values of a pass. Parts of a split backward sum to the whole."""
+    match kind:
+        case Pass.FORWARD:
+            return forward
+        case Pass.BACKWARD:
+            return backward
+        case Pass.BACKWARD_INPUT:
+            return backward - weight
+        case Pass.BACKWARD_WEIGHT:
+            return weight
 
 
 def workload_times(
@@ -98,7 +105,7 @@ def _times(
     forward = np.stack([unit.forward_ms for unit in units])
     weight = np.stack([unit.weight_ms for unit in units])
     backward = np.stack([unit.backward_ms for unit in units])
-    last = [cost.units[last_unit(kinds, stage)] for stage in stages_at[0][:-1]]
+    last = [cost.units[stage_units(kinds, stage)[-1]] for stage in stages_at[0][:-1]]
     forward_bytes = np.array([unit.output_bytes for unit in last]).reshape(shape)
     backward_bytes = np.array([unit.output_gradient_bytes for unit in last]).reshape(shape)
     returns = backward_bytes.any(axis=1)

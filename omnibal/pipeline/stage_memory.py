@@ -665,21 +665,22 @@ def _level_by_level(features: np.ndarray, per_unit: np.ndarray, levels: int) -> 
 
 def unit_bytes(cost: CostModel, unit: UnitCost) -> float:
     """Return weights, gradients and optimizer state of a unit per device."""
+    held = unit.parameters, unit.expert_parameters
     trained = unit.trained_parameters, unit.trained_expert_parameters
-    weight_bytes = cost.of_parameters("weight_bytes", unit.parameters, unit.expert_parameters)
-    trained_bytes = cost.of_parameters("gradient_bytes", *trained) + cost.of_parameters(
-        "optimizer_bytes", *trained
-    )
-    return weight_bytes + trained_bytes + unit.weight_copy_bytes
+    return _state_bytes(cost, held, trained) + unit.weight_copy_bytes
 
 
 def tied_state_bytes(cost: CostModel) -> float:
     """Return weights, gradients and optimizer state of the tied matrix per device."""
-    trained = cost.tied_trained_parameters, 0
-    trained_bytes = cost.of_parameters("gradient_bytes", *trained) + cost.of_parameters(
-        "optimizer_bytes", *trained
+    return _state_bytes(cost, (cost.tied_parameters, 0), (cost.tied_trained_parameters, 0))
+
+
+def _state_bytes(cost: CostModel, held: tuple[int, int], trained: tuple[int, int]) -> float:
+    """Return the state of parameters and expert parameters, held and trained."""
+    gradients, optimizer = (
+        cost.of_parameters(name, *trained) for name in ("gradient_bytes", "optimizer_bytes")
     )
-    return cost.of_parameters("weight_bytes", cost.tied_parameters, 0) + trained_bytes
+    return cost.of_parameters("weight_bytes", *held) + (gradients + optimizer)
 
 
 def stage_memories(

@@ -106,11 +106,6 @@ def stage_units(kinds: Sequence[UnitKind], stage: Stage) -> tuple[str, ...]:
     return tuple(_kind_of(kinds, unit).name for span in stage.units for unit in span.units)
 
 
-def last_unit(kinds: Sequence[UnitKind], stage: Stage) -> str:
-    """Return the kind name of the stage's last unit."""
-    return _kind_of(kinds, stage.units[-1].units[-1]).name
-
-
 def _kind_of(kinds: Sequence[UnitKind], unit: Span) -> UnitKind:
     if unit.layers is None:
         return next(kind for kind in kinds if kind.words == unit.name)

@@ -12,7 +12,7 @@ import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.levels import ContextExchange, Level
-from omnibal.packing.packs import ScheduledPacks, sum_squared_tokens
+from omnibal.packing.packs import ScheduledPacks
 from omnibal.steps.cut import Pieces
 from omnibal.steps.item_shares import bounds_of_items
 from omnibal.steps.shares import Shares, pieces_of, shares_of
@@ -85,8 +85,9 @@ def measure_packs(
     packs, samples = len(scheduled), len(scheduled.packs.samples)
     epochs = int(scheduled.epoch[-1]) + 1
     names = levels[0].caps.names
-    cut = _cut(scheduled, lengths, names, levels)
-    attention = rank_sums(cut.shares, cut.squared_tokens, dp)
+    shares = shares_of(scheduled, levels)
+    sums, squared_tokens, exchanged = _cut_sums(scheduled, lengths, names, levels, shares)
+    attention = rank_sums(shares, squared_tokens, dp)
     shared = np.array([level.context > 1 for level in levels])[scheduled.level]
     room = {
         name: np.array([level.caps[name] for level in levels])[scheduled.level] for name in names
@@ -98,41 +99,35 @@ def measure_packs(
         packs_lower_bound=lower_bound * epochs,
         gap=packs / (lower_bound * epochs) - 1,
         samples_per_pack=samples / packs,
-        fill={name: float(cut.sums[name].sum() / room[name].sum()) for name in names},
+        fill={name: float(sums[name].sum() / room[name].sum()) for name in names},
         # Each pack is one row of concatenated samples, so every mini-batch has one row.
         pad_ratio=pad_ratio(scheduled.tokens, np.arange(packs + 1)),
-        dist_ratio={name: dist_ratio(rank_sums(cut.shares, cut.sums[name], dp)) for name in names},
+        dist_ratio={name: dist_ratio(rank_sums(shares, sums[name], dp)) for name in names},
         attention_balance_ratio=dist_ratio(attention),
         least_attention_balance_ratio=(
-            0.0 if cut.shares.slot.any() else least_dist_ratio(cut.squared_tokens, dp)
+            0.0 if shares.slot.any() else least_dist_ratio(squared_tokens, dp)
         ),
         communication_ratio=communication_ratio(scheduled, shared),
-        exchanged_ratio=float(cut.exchanged_tokens / scheduled.tokens.sum(dtype=np.int64)),
+        exchanged_ratio=float(exchanged / scheduled.tokens.sum(dtype=np.int64)),
         tokens_per_rank=float(scheduled.tokens.sum(dtype=np.int64) / (scheduled.steps * dp)),
-        straggler_factor=straggler_factor(rank_sums(cut.shares, load[cut.shares.pack], dp)),
+        straggler_factor=straggler_factor(rank_sums(shares, load[shares.pack], dp)),
         steps=scheduled.steps,
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Cut:
-    """Sums of every share of a schedule, [shares]."""
-
-    shares: Shares
-    sums: dict[str, np.ndarray]
-    """Sum of every limited feature."""
-    squared_tokens: np.ndarray
-    exchanged_tokens: int
-    """Tokens of divided samples in all shares."""
-
-
-def _cut(
-    scheduled: ScheduledPacks, lengths: Lengths, names: Sequence[str], levels: Sequence[Level]
-) -> _Cut:
-    shares = shares_of(scheduled, levels)
+def _cut_sums(
+    scheduled: ScheduledPacks,
+    lengths: Lengths,
+    names: Sequence[str],
+    levels: Sequence[Level],
+    shares: Shares,
+) -> tuple[dict[str, np.ndarray], np.ndarray, int]:
+    """Return every share's sums of limited features and its squared tokens, [shares] each, and the
+    tokens of divided samples."""
     of_packs = {name: scheduled.packs.sums(lengths.column(name)) for name in names}
     sums = {name: values[shares.pack] for name, values in of_packs.items()}
-    squared = sum_squared_tokens(scheduled.packs, lengths).astype(np.float64)[shares.pack]
+    squared_tokens = scheduled.packs.sums(lengths.tokens.astype(np.int64) ** 2)
+    squared = squared_tokens.astype(np.float64)[shares.pack]
     exchanged = 0
     for index, level in enumerate(levels):
         rows = np.flatnonzero(scheduled.level == index)
@@ -150,7 +145,7 @@ def _cut(
                 packs = scheduled.packs.take(rows)
                 parts = np.diff(bounds_of_items(packs, lengths, level, name))
             sums[name][here] = parts[place]
-    return _Cut(shares=shares, sums=sums, squared_tokens=squared, exchanged_tokens=exchanged)
+    return sums, squared, exchanged
 
 
 def _attention(pieces: Pieces, packs: int, level: Level) -> np.ndarray:

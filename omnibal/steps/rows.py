@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import UserError
+from omnibal.steps.deal import lightest_at_the_ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -219,8 +220,7 @@ def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray
     """Concatenate groups of rows sorted by descending load, with the first group reversed."""
     groups = [group for group in groups if group]
     if len(groups) == 1:
-        lightest_first = groups[0][::-1]
-        return [*lightest_first[0::2], *lightest_first[1::2][::-1]]
+        return [groups[0][place] for place in lightest_at_the_ends(len(groups[0]))]
     if groups:
         groups[0] = groups[0][::-1]
     return [row for group in groups for row in group]

@@ -22,7 +22,7 @@ from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.native_resolution import image_segments
 from omnibal.model.config import load_model
 from omnibal.model.encoders import TilingConfig
-from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, sum_squared_tokens, write_packs
+from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 
 pytestmark = pytest.mark.quick
 
@@ -282,7 +282,7 @@ def test_sums_and_take_follow_the_members():
     """Prevents sums over neighbours' samples after packs were reordered."""
     lengths, packs = example_lengths(), example_packs().packs
     assert packs.sums(lengths.tokens).tolist() == [1200, 40]
-    assert sum_squared_tokens(packs, lengths).tolist() == [900**2 + 300**2, 40**2]
+    assert packs.sums(lengths.tokens**2).tolist() == [900**2 + 300**2, 40**2]
     taken = packs.take(np.array([1, 0]))
     assert [taken[0].tolist(), taken[1].tolist()] == [[1], [2, 0]]
 

@@ -15,7 +15,7 @@ from megatron.vlm.step import links as links_module
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.model.units import model_parts
-from omnibal.pipeline.unit_runs import last_unit
+from omnibal.pipeline.unit_runs import stage_units
 
 MODEL = toy_omni_model()
 # Samples of (tiles, text tokens, clips): packs of both, of one, and of neither.
@@ -97,7 +97,7 @@ def planned_bytes(cost, plan, step):
     }
     totals["fixed"] = len(batches)
     vector = np.array([totals.get(name, 0.0) for name in cost.features])
-    last = [cost.units[last_unit(cost.kinds, stage)] for stage in plan.stages[:-1]]
+    last = [cost.units[stage_units(cost.kinds, stage)[-1]] for stage in plan.stages[:-1]]
     return [
         tuple(round(vector @ each) for each in (unit.output_bytes, unit.output_gradient_bytes))
         for unit in last
