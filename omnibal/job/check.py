@@ -550,10 +550,10 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     # An epoch's odd step may have up to 1.5 times the micro-batches, with partial rounds of a
     # level. Windowed ranks have unequal numbers, and steps of later portions may have more.
     ranks, slots = plan.parallel.data, data.micro_batches_per_step
-    if data.samples_per_step is not None:
-        slots = 2 * slots
-    elif data.window is None:
+    if not data.packs_are_maxima:
         slots = most_slots(data.packs_per_step, ranks) + len(plan.levels)
+    elif data.window is None:
+        slots = 2 * slots
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
     outside = (rank < 0) | (rank >= ranks)
     _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")

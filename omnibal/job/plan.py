@@ -145,6 +145,11 @@ class DataPlan(Shapes):
         return tuple(accumulate((each.steps for each in self.portions), initial=0))
 
     @property
+    def packs_are_maxima(self) -> bool:
+        """Whether steps differ in packs, so that packs and micro-batches per step are maxima."""
+        return self.window is not None or self.samples_per_step is not None
+
+    @property
     def runs_of_first(self) -> float:
         """Ratio of the run's samples to its first portion's."""
         return self.epochs * self.samples / self.portions[0].samples

@@ -6,6 +6,7 @@ samples of a shared pack may have to be exchanged between ranks.
 """
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
@@ -27,14 +28,8 @@ def levels_of_samples(lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
 
 def levels_of_packs(packs: Packs, lengths: Lengths, levels: Sequence[Level]) -> np.ndarray:
     """Smallest level that holds each pack, int32 [packs]: the level it was made for."""
-    sums: dict[str, np.ndarray] = {}
-
-    def of_packs(name: str) -> np.ndarray:
-        if name not in sums:
-            sums[name] = packs.sums(lengths.column(name))
-        return sums[name]
-
-    return _smallest_that_hold(levels, len(packs), of_packs)
+    sums = cache(lambda name: packs.sums(lengths.column(name)))
+    return _smallest_that_hold(levels, len(packs), sums)
 
 
 def _smallest_that_hold(

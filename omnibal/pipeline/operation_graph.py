@@ -210,27 +210,16 @@ class _Table:
     def of(cls, schedule: Schedule) -> "_Table":
         lengths = [len(operations) for operations in schedule.operations]
         first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        every = [operation for operations in schedule.operations for operation in operations]
-        stage = np.repeat(np.arange(schedule.stages), lengths)
-        chunk = np.array([operation.chunk for operation in every], np.int64)
+        every = [
+            (one.kind, stage, one.chunk, schedule.part(stage, one.chunk), one.micro_batch)
+            for stage, operations in enumerate(schedule.operations)
+            for one in operations
+        ]
+        names = "kind", "stage", "chunk", "part", "micro_batch"
+        columns = np.array(every, np.int64).reshape(-1, len(names)).T
         before = np.arange(len(every)) - 1
         before[first[:-1][np.array(lengths) > 0]] = len(every)
-        return cls(
-            kind=np.array([operation.kind for operation in every], np.int64),
-            stage=stage,
-            chunk=chunk,
-            part=np.array(
-                [
-                    schedule.part(stage, operation.chunk)
-                    for stage, operations in enumerate(schedule.operations)
-                    for operation in operations
-                ],
-                np.int64,
-            ),
-            micro_batch=np.array([operation.micro_batch for operation in every], np.int64),
-            before=before,
-            first=first,
-        )
+        return cls(**dict(zip(names, columns, strict=True)), before=before, first=first)
 
     def named(self, index: int) -> str:
         """Describe an operation for errors."""

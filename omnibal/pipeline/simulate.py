@@ -42,10 +42,13 @@ class Timeline:
     """End of the stage's last operation, [p]."""
     busy_ms: np.ndarray
     """Compute time of the stage, [p]."""
-    wait_ms: np.ndarray
-    """Idle time of the stage, [p]."""
     step_ms: np.ndarray
     """End of the last stage, a scalar."""
+
+    @property
+    def wait_ms(self) -> np.ndarray:
+        """Idle time of the stage, [p]."""
+        return self.step_ms[..., None] - self.busy_ms
 
     def of_step(self, step: int) -> "Timeline":
         """Select one step of a batched timeline."""
@@ -55,7 +58,6 @@ class Timeline:
             end_ms={kind: values[step] for kind, values in self.end_ms.items()},
             finish_ms=self.finish_ms[step],
             busy_ms=self.busy_ms[step],
-            wait_ms=self.wait_ms[step],
             step_ms=self.step_ms[step],
         )
 
@@ -118,15 +120,13 @@ def simulate_schedule(
     np.add.at(
         busy, [schedule.stage_of(part) for part in range(schedule.parts)], duration.sum((0, 1))
     )
-    step_ms = free.max(axis=0)
     return Timeline(
         schedule=schedule,
         start_ms={kind: np.moveaxis(begin[row], -1, 0) for row, kind in enumerate(kinds)},
         end_ms={kind: np.moveaxis(end[row], -1, 0) for row, kind in enumerate(kinds)},
         finish_ms=free.T,
         busy_ms=busy.T,
-        wait_ms=(step_ms - busy).T,
-        step_ms=step_ms,
+        step_ms=free.max(axis=0),
     )
 
 
@@ -469,27 +469,24 @@ class SimulatedRows:
         if (listed == most).all():
             return self._by_list(graph, np.arange(len(listed)), ready_ms, to_first_forwards)
         kinds, shape = self.schedule.passes, (len(listed), most, graph.schedule.parts)
-        start_ms, end_ms = ({kind: np.zeros(shape) for kind in kinds} for _ in range(2))
-        finish_ms, busy_ms, wait_ms = np.zeros((3, len(listed), self.stages))
-        step_ms = np.zeros(len(listed))
+        whole = Timeline(
+            schedule=graph.schedule,
+            start_ms={kind: np.zeros(shape) for kind in kinds},
+            end_ms={kind: np.zeros(shape) for kind in kinds},
+            finish_ms=np.zeros((len(listed), self.stages)),
+            busy_ms=np.zeros((len(listed), self.stages)),
+            step_ms=np.zeros(len(listed)),
+        )
         for count in np.unique(listed).tolist():
             rows = np.flatnonzero(listed == count)
             shorter = schedule_graph(self.schedule, self.stages, count)
             timeline = self._by_list(shorter, rows, ready_ms, to_first_forwards)
             for kind in timeline.start_ms:
-                start_ms[kind][rows, :count] = timeline.start_ms[kind]
-                end_ms[kind][rows, :count] = timeline.end_ms[kind]
-            finish_ms[rows], busy_ms[rows] = timeline.finish_ms, timeline.busy_ms
-            wait_ms[rows], step_ms[rows] = timeline.wait_ms, timeline.step_ms
-        return Timeline(
-            schedule=graph.schedule,
-            start_ms=start_ms,
-            end_ms=end_ms,
-            finish_ms=finish_ms,
-            busy_ms=busy_ms,
-            wait_ms=wait_ms,
-            step_ms=step_ms,
-        )
+                whole.start_ms[kind][rows, :count] = timeline.start_ms[kind]
+                whole.end_ms[kind][rows, :count] = timeline.end_ms[kind]
+            whole.finish_ms[rows], whole.busy_ms[rows] = timeline.finish_ms, timeline.busy_ms
+            whole.step_ms[rows] = timeline.step_ms
+        return whole
 
     def _by_list(
         self, graph: OperationGraph, rows: np.ndarray, ready_ms: np.ndarray | None, to_first: bool

@@ -354,8 +354,7 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
         ("steps", f"{metrics.steps:,}"),
     ]
     if data is not None:
-        is_most = data.window is not None or data.samples_per_step is not None
-        count = f"{'at most ' if is_most else ''}{data.micro_batches_per_step}"
+        count = f"{'at most ' if data.packs_are_maxima else ''}{data.micro_batches_per_step}"
         entries += [("micro-batches of a rank in a step", count), ("method", _packed_by(data))]
     return Facts("Packs", entries)
 
