@@ -496,7 +496,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
             for stage, predicted in zip(plan.held(plan.stages), prediction.stages, strict=True)
         ],
         "step_ms": prediction.step_ms,
-        "ideal_step_ms": prediction.ideal_step_ms,
+        "ideal_step_ms": prediction.lost.ideal_ms,
         "lost_ms": prediction.lost.model_dump(),
         "exchange": prediction.exchange.model_dump(),
         "bubble_fraction": prediction.bubble_fraction,

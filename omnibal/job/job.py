@@ -207,12 +207,10 @@ class JobSpec:
 
     def _with_exchange(self, workload: Workload) -> Workload:
         """Add sharded collectives not hidden by compute to the workload."""
-        columns = exposed_columns(self.cost.features)
-        features = self.with_exposed(workload.features)
-        if workload.unpadded is None:
-            return replace(workload, features=features)
-        unpadded = workload.unpadded.copy()
-        unpadded[:, columns] = features[:, columns]
+        features, unpadded = self.with_exposed(workload.features), workload.unpadded
+        if unpadded is not None:
+            columns, unpadded = exposed_columns(self.cost.features), unpadded.copy()
+            unpadded[:, columns] = features[:, columns]
         return replace(workload, features=features, unpadded=unpadded)
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:

@@ -19,7 +19,7 @@ from omnibal.data.lengths import (
 from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.dispatch.windows import WindowRequest, schedule_windows
 from omnibal.job.job import JobSpec
-from omnibal.job.plan import DataPlan, PackedBy, Plan, Shapes
+from omnibal.job.plan import DataPlan, DataPortion, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import FillRule, Level, are_plain, largest_caps
 from omnibal.model.limits import Caps, check_limits, check_packs_per_step, in_canonical_order, words
@@ -516,14 +516,18 @@ def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
 
 def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:
     """Describe packs for plan.json; `settings` are fields not determined by packs and lengths."""
-    told = {
-        "samples": len(lengths),
-        "left_out": settings["epochs"] * len(lengths) - len(packs.packs.samples),
-        "packs": len(packs),
-        "steps": packs.steps,
-        "lengths_sha256": lengths.sha256,
-        "packs_sha256": packs.sha256,
-        "steps_sha256": steps_of(packs).sha256,
-        "origin": lengths.origin,
-    }
-    return DataPlan(**told | settings)
+    counted = count_data(packs, lengths, epochs=settings["epochs"])
+    return DataPlan(**dict(counted) | {"origin": lengths.origin} | settings)
+
+
+def count_data(packs: ScheduledPacks, lengths: Lengths, *, epochs: int = 1) -> DataPortion:
+    """Count and hash the packs of all samples in some epochs."""
+    return DataPortion(
+        samples=len(lengths),
+        left_out=epochs * len(lengths) - len(packs.packs.samples),
+        packs=len(packs),
+        steps=packs.steps,
+        lengths_sha256=lengths.sha256,
+        packs_sha256=packs.sha256,
+        steps_sha256=steps_of(packs).sha256,
+    )

@@ -7,6 +7,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product, starmap
 from pathlib import Path
 
 import numpy as np
@@ -15,13 +16,13 @@ from omnibal.base.errors import UserError
 from omnibal.data.image_sizes import ImageSizes
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.plan import LENGTHS_FILE, DataPlan, DataPortion, portion_folder, portion_packs_file
+from omnibal.job.plan_data import count_data
 from omnibal.model.limits import Caps
 from omnibal.packing.pack_bound import bound_of_counts
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.packing.size_counts import SizeCounts
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples, PortionPlace, all_places
-from omnibal.steps.steps import steps_of
+from omnibal.steps.portions import PortionedSamples, PortionPlace
 
 Data = tuple[ScheduledPacks, Lengths]
 Schedule = Callable[[Lengths, PortionPlace], ScheduledPacks]
@@ -63,7 +64,7 @@ def write_portions(
 ) -> tuple[DataPortion, ...]:
     """Pack and write every portion of every epoch, with a single portion in memory."""
     written = []
-    for place in all_places(samples.epochs, samples.count):
+    for place in starmap(PortionPlace, product(range(samples.epochs), range(samples.count))):
         folder = portion_folder(directory, place.number)
         lengths = samples.samples(place.number)
         if place.epoch == 0:
@@ -71,17 +72,7 @@ def write_portions(
             write_lengths(lengths, folder / LENGTHS_FILE)
         packs = schedule(lengths, place)
         write_packs(packs, folder / portion_packs_file(place.epoch))
-        written.append(
-            DataPortion(
-                samples=len(lengths),
-                left_out=len(lengths) - len(packs.packs.samples),
-                packs=len(packs),
-                steps=packs.steps,
-                lengths_sha256=lengths.sha256,
-                packs_sha256=packs.sha256,
-                steps_sha256=steps_of(packs).sha256,
-            )
-        )
+        written.append(count_data(packs, lengths))
     return tuple(written)
 
 

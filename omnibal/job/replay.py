@@ -138,10 +138,6 @@ def chosen_steps(packs: ScheduledPacks, most: int) -> tuple[int, ...]:
     return tuple(usual[(2 * np.arange(count) + 1) * len(usual) // (2 * count)].tolist())
 
 
-def rows_of_steps(packs: ScheduledPacks, steps: Sequence[int]) -> np.ndarray:
-    return np.flatnonzero(np.isin(packs.step, steps))
-
-
 def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:

@@ -67,14 +67,12 @@ class Effort:
 
 WHOLE_EFFORT = Effort()
 
-Edges = tuple[int, ...]
-
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
     """Cuts of the model, and the recompute order of every stage."""
 
-    edges: Edges
+    edges: tuple[int, ...]
     """Positions of the cuts, including 0 and the number of units, [k + 1]."""
     orders: tuple[int, ...]
     """Index of every stage's order, [p]."""

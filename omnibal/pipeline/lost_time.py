@@ -118,21 +118,15 @@ _CONTEXT, _COLLECTIVE, _PADDING = "context_ms", "collective_ms", "padding_ms"
 """Cost fields of a unit with one cause each."""
 
 
-def _of_cause(unit: UnitCost, cause: str) -> np.ndarray:
-    """Return a cause's forward, backward and recompute (as forward) time, [3, features]."""
-    each_ms: np.ndarray = getattr(unit, cause)
-    return each_ms if cause == _CONTEXT else each_ms[[0, 1, 0]]
-
-
 def _without(cost: CostModel, causes: Sequence[str]) -> CostModel:
     """Return the costs without some causes."""
     if not causes:
         return cost
 
     def bare(unit: UnitCost) -> UnitCost:
-        forward_ms, backward_ms, again_ms = np.sum(
-            [_of_cause(unit, cause) for cause in causes], axis=0
-        )
+        # Recomputing is as the forward, but for context-parallel exchange, which has its own time.
+        each_ms = (getattr(unit, c)[[0, 1, 2 if c == _CONTEXT else 0]] for c in causes)
+        forward_ms, backward_ms, again_ms = np.sum([*each_ms], axis=0)
         rest_ms = unit.backward_ms - backward_ms
         return replace(
             unit,

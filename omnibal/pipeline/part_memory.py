@@ -94,7 +94,9 @@ class PartMemory:
     ) -> "list[PartMemory]":
         """Return the memory of every stage in its heaviest passes of the run."""
         if schedule.in_two:
-            cost = _working_in_two(cost)
+            units = cost.units.items()
+            working = {name: replace(u, transient_bytes=u.two_part_bytes) for name, u in units}
+            cost = replace(cost, units=working)
         features = features_of(workload, cost)
         drawn, mean, every = _drawn(cost, schedule.chunks), features.mean(axis=0), []
         for stage in range(stages):
@@ -196,13 +198,6 @@ def _chunk_table(cost: CostModel, workload: Workload, passes: Sequence[ChunkPass
         late_bytes=late @ for_weights,
         product_bytes=(own * is_weight[:, None]) @ product,
     )
-
-
-def _working_in_two(cost: CostModel) -> CostModel:
-    """Return unit costs with working memory as in split backwards."""
-    units = cost.units.items()
-    changed = {name: replace(unit, transient_bytes=unit.two_part_bytes) for name, unit in units}
-    return replace(cost, units=changed)
 
 
 def _drawn(cost: CostModel, chunks: int) -> np.ndarray:

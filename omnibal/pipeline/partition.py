@@ -38,7 +38,7 @@ from omnibal.pipeline.stage_memory import (
     fits_cap,
     heaviest_passes,
     often_heaviest_tables,
-    recomputed_at_levels,
+    units_of_stages,
 )
 from omnibal.pipeline.stage_options import (
     Choices,
@@ -49,7 +49,7 @@ from omnibal.pipeline.stage_options import (
     recompute_extremes_ms,
 )
 from omnibal.pipeline.stage_rules import limits_in_words
-from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts
+from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
 MAX_SAMPLED_STEPS = 32  # max steps simulated per split
@@ -209,8 +209,7 @@ def _heavier(
     stages_at: Sequence[Sequence[Stage]],
 ) -> SearchProblem | None:
     """Add the passes that exceed the cap with `stages_at`, or return None if they all fit."""
-    counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages_at[0]])
-    recomputed = recomputed_at_levels(cost.kinds, stages_at)
+    _, counts, recomputed = units_of_stages(cost.kinds, stages_at)
     heaviest = heaviest_passes(cost, workload, counts, recomputed)
     peaks = [
         table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)

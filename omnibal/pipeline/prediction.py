@@ -135,8 +135,3 @@ class Prediction(Frozen):
     """Data-parallel encoders, or None if stages hold them."""
     reading: ReadingPrediction | None = written_unless(None)
     """Reading of the data, or None if not profiled."""
-
-    @property
-    def ideal_step_ms(self) -> float:
-        """Step time of the same computation with nothing lost."""
-        return self.lost.ideal_ms

@@ -28,7 +28,6 @@ from omnibal.pipeline.unit_runs import (
     UnitRun,
     counts_of_runs,
     holds_both_ends,
-    recomputed_counts,
     unit_runs,
 )
 from omnibal.pipeline.workload import Workload
@@ -687,23 +686,19 @@ def stage_memories(
     cost: CostModel, stages_at: Sequence[Sequence[Stage]], workload: Workload
 ) -> list[StageMemory]:
     """Return the peak memory per device of every stage, over all passes of a run."""
-    runs_of = [unit_runs(cost.kinds, at_levels) for at_levels in zip(*stages_at, strict=True)]
-    held = zip(*(counts_of_runs(len(cost.kinds), runs) for runs in runs_of), strict=True)
-    counts, recomputed = map(np.stack, held)
+    runs_of, counts, recomputed = units_of_stages(cost.kinds, stages_at)
     tables = heaviest_passes(cost, workload, counts, recomputed, runs_of)
     return [stage_memory(cost, runs, table) for runs, table in zip(runs_of, tables, strict=True)]
 
 
-def recomputed_at_levels(
+def units_of_stages(
     kinds: Sequence[UnitKind], stages_at: Sequence[Sequence[Stage]]
-) -> np.ndarray:
-    """Return recomputed units per stage and level. [stages, levels * kinds]"""
-    return np.stack(
-        [
-            np.concatenate([recomputed_counts(kinds, stage) for stage in at_levels])
-            for at_levels in zip(*stages_at, strict=True)
-        ]
-    )
+) -> tuple[list[tuple[UnitRun, ...]], np.ndarray, np.ndarray]:
+    """Return the runs of every stage, its units [stages, kinds], and its recomputed units at every
+    level [stages, levels * kinds]."""
+    runs_of = [unit_runs(kinds, at_levels) for at_levels in zip(*stages_at, strict=True)]
+    counts, recomputed = zip(*(counts_of_runs(len(kinds), runs) for runs in runs_of), strict=True)
+    return runs_of, np.stack(counts), np.stack(recomputed)
 
 
 def stage_memory(cost: CostModel, runs: Sequence[UnitRun], table: MemoryTable) -> StageMemory:

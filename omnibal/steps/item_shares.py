@@ -69,7 +69,9 @@ class ImagePieces:
 
     def bounds(self, level: Level) -> np.ndarray:
         """Bounds of ranks' pieces, int64 [packs, context + 1], by bisecting the max cost."""
-        before = np.append(0, np.cumsum(self._cost(level.image_weight)))
+        cost = np.rint(_UNITS * (self.tokens + level.image_weight * self.squares))
+        cost = np.minimum(cost, _MOST_UNITS).astype(np.int64)
+        before = np.append(0, np.cumsum(cost))
         first, stop = self.offsets[:-1], self.offsets[1:]
         total = before[stop] - before[first]
         largest = _largest(np.diff(before), self.offsets)
@@ -85,10 +87,6 @@ class ImagePieces:
         """Tokens of a pack before given pieces, int64. `bounds` has a row per pack."""
         before = np.append(0, np.cumsum(self.tokens))
         return before[bounds] - before[self.offsets[:-1], None]
-
-    def _cost(self, weight: float) -> np.ndarray:
-        cost = _UNITS * (self.tokens + weight * self.squares)
-        return np.minimum(np.rint(cost), _MOST_UNITS).astype(np.int64)
 
 
 def _largest(cost: np.ndarray, offsets: np.ndarray) -> np.ndarray:

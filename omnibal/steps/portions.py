@@ -4,7 +4,6 @@ Samples are dealt to portions at random. Portions are packed separately and trai
 memory is bounded by the portion.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -27,13 +26,6 @@ class PortionPlace:
 
 
 FIRST_PORTION = PortionPlace(epoch=0, number=0)
-
-
-def all_places(epochs: int, count: int) -> Iterator[PortionPlace]:
-    """Yield `count` portions of every epoch in training order."""
-    for epoch in range(epochs):
-        for number in range(count):
-            yield PortionPlace(epoch, number)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

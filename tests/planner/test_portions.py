@@ -25,7 +25,7 @@ from omnibal.planning import plan
 from omnibal.replanning import replan
 from omnibal.search.goal import Earlier, Goal, Samples
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.portions import PortionedSamples, all_places
+from omnibal.steps.portions import PortionedSamples, PortionPlace
 
 EPOCHS = 2
 
@@ -78,7 +78,8 @@ def test_samples_are_dealt_once_and_the_largest_first():
     assert sorted(np.concatenate(rows).tolist()) == list(range(1000))
     for name in ("tokens", "tiles"):
         assert dealt.samples(0).column(name).max() == every.column(name).max()
-    assert len({dealt.settings_of(place).seed for place in all_places(3, 4)}) == 12
+    places = [PortionPlace(epoch, number) for epoch in range(3) for number in range(4)]
+    assert len({dealt.settings_of(place).seed for place in places}) == 12
     assert PortionedSamples.of(every, PackSettings(portion_samples=1000)) is None
 
 

@@ -72,8 +72,8 @@ def test_a_prediction_adds_up():
     np.testing.assert_allclose([stage.wait_fraction for stage in prediction.stages], wait)
     assert prediction.bubble_fraction == pytest.approx(wait.mean())
     work_ms = needed_ms(cost, stages_from_cuts(model, (4, 8)), features)
-    assert prediction.ideal_step_ms == pytest.approx(work_ms / (3 * 6))
-    assert prediction.ideal_step_ms < prediction.step_ms
+    assert prediction.lost.ideal_ms == pytest.approx(work_ms / (3 * 6))
+    assert prediction.lost.ideal_ms < prediction.step_ms
     run_s = 3 * prediction.step_ms / 1e3
     assert prediction.gpu_days == pytest.approx(run_s * 12 / 86_400)
     assert prediction.samples_per_second_per_gpu == pytest.approx(2 * len(features) / run_s / 12)

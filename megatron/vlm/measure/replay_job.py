@@ -33,7 +33,7 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.replay import REPLAY_FILES, ReplayInfo, chosen_steps, heaviest_rows, rows_of_steps
+from omnibal.job.replay import REPLAY_FILES, ReplayInfo, chosen_steps, heaviest_rows
 from omnibal.job.stage_files import Found, Identity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
@@ -83,7 +83,7 @@ class ReplayJob:
 
     def work_of(self, stage: int, info: ReplayInfo) -> StageWork:
         """List a stage's steps rank by rank, with as many micro-batches in flight as in the job."""
-        rows = rows_of_steps(self.packs, info.steps)
+        rows = np.flatnonzero(np.isin(self.packs.step, info.steps))
         place = self.packs.step[rows] * self.plan.parallel.data + self.packs.dp_rank[rows]
         steps = np.split(rows, np.flatnonzero(np.diff(place)) + 1)
         cost, workload = self.cost, self.workload
