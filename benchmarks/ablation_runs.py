@@ -55,6 +55,7 @@ from omnibal.job.runlog import StageRecord
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.shares import shares_of
 
 PAIR = 2
 """Processes that train and profile, and that replay at the same time."""
@@ -85,7 +86,8 @@ class Planned:
     def workload(self) -> Workload:
         """Of all ranks' packs of the run."""
         features = pack_features(self.packs.packs, self.lengths, self.cost.features)
-        return Workload.of(self.packs, features, self.plan.parallel.data)
+        shares = shares_of(self.packs, self.plan.pack_levels)
+        return Workload.of(shares, features, self.plan.parallel.data)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

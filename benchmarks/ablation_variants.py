@@ -35,6 +35,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.shares import shares_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))
@@ -212,7 +213,7 @@ def _plain_plan(
     model = model_of_lengths(job.model, lengths)
     cost = job.cost
     features = pack_features(packs.packs, lengths, cost.features)
-    workload = Workload.of(packs, features, job.parallel.data)
+    workload = Workload.of(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
     stages = baseline_stages(
         method,
         RecomputeRule.FULL,
@@ -272,7 +273,7 @@ def _searched_split(job: AblationJob, balanced: PlanResult) -> PlanResult:
     assert balanced.data is not None
     (packs, lengths), model, cost = balanced.data, balanced.plan.model, job.cost
     features = pack_features(packs.packs, lengths, cost.features)
-    workload = Workload.of(packs, features, job.parallel.data)
+    workload = Workload.of(shares_of(packs, [Level(caps=job.caps)]), features, job.parallel.data)
     found = search_stages(
         recomputing_cost(cost), model, workload, job.parallel.pipeline, job.cap_bytes
     )

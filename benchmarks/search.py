@@ -68,11 +68,6 @@ CAP_FACTORS = (1.6, 1.25, 1.05)
 """Of the least cap."""
 
 
-def scaled_model(vision_layers: int, language_layers: int) -> ModelConfig:
-    base = load_model("internvl-chat-1.5-6b-20b")
-    return base.with_layers(vision=vision_layers, language=language_layers)
-
-
 def real_packs(cost: CostModel, model: ModelConfig, lengths: Lengths) -> Workload:
     """One epoch, packed and matched as `omnibal plan` does."""
     levels = [Level(caps=Caps.of(tiles=9, tokens=4096))]
@@ -169,7 +164,8 @@ def shortest_path(run_ms: np.ndarray) -> list[int] | None:
 
 def add_rows(table: Table, size: tuple[int, int, int], lengths: Lengths) -> None:
     vision, language, stages = size
-    model = scaled_model(vision, language)
+    base = load_model("internvl-chat-1.5-6b-20b")
+    model = base.with_layers(vision=vision, language=language)
     parallel = Parallel(tensor=4, pipeline=stages, data=DATA_PARALLEL)
     cost = analytic_cost(model, load_cluster("a100-80g"), parallel, "bf16")
     packs = real_packs(cost, model, lengths)

@@ -10,7 +10,6 @@ import numpy as np
 
 from omnibal.base.arrays import rows_of
 from omnibal.dispatch.sample_items import SampleItems
-from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoding import Encoding
 from omnibal.steps.empty_slots import empty_slots
 from omnibal.steps.shares import Shares
@@ -53,18 +52,7 @@ class Workload:
             object.__setattr__(self, "is_empty", np.zeros(len(self.step), bool))
 
     @classmethod
-    def of(cls, packs: ScheduledPacks, features: np.ndarray, data_parallel_size: int) -> "Workload":
-        """Build the workload of a schedule with pack `features` [packs, features]."""
-        return cls(
-            features=features,
-            step=packs.step,
-            dp_rank=packs.dp_rank,
-            slot=packs.slot,
-            data_parallel_size=data_parallel_size,
-        )
-
-    @classmethod
-    def of_shares(
+    def of(
         cls,
         shares: Shares,
         features: np.ndarray,

@@ -33,6 +33,7 @@ from omnibal.pipeline.stage_cost import per_step_costs, workload_times
 from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
 from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 
@@ -50,8 +51,8 @@ class Job:
 
     @property
     def workload(self) -> Workload:
-        workload = Workload.of(self.data[0], self.features, self.plan.parallel.data)
-        return replace(workload, level=self.data[0].level)
+        shares = shares_of(self.data[0], self.plan.pack_levels)
+        return Workload.of(shares, self.features, self.plan.parallel.data)
 
     def predict(self) -> Prediction:
         plan = self.plan
@@ -303,7 +304,7 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         inputs, inner = 1e4 * np.eye(5)[2], 1e6 * np.eye(5)[3]
         kept = {"boundary_bytes": inputs, "activation_bytes": inputs + inner}
         cost = replace(cost, units={kind: replace(u, **kept) for kind, u in cost.units.items()})
-    memories = stage_memories(cost, [stages], Workload.of(packs, features, 2))
+    memories = stage_memories(cost, [stages], replace(small.workload, features=features))
 
     units = cost.units.values()
     whole, boundary = (

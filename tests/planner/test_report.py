@@ -31,6 +31,7 @@ from omnibal.job.plan_data import describe_data
 from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan
 from omnibal.job.replay import StageReplay, read_replay
 from omnibal.model.config import load_cluster
+from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, write_packs
@@ -47,6 +48,7 @@ from omnibal.report.plan_tables import accuracy_table, memory_table
 from omnibal.report.step_time import explain_causes, measured_causes
 from omnibal.report.summary import summarise_run
 from omnibal.report.timeline import representative_step, timeline_figure
+from omnibal.steps.shares import shares_of
 
 pytestmark = pytest.mark.quick
 
@@ -493,7 +495,8 @@ def test_representative_step_is_full_and_of_median_load():
     last = (PACKS.step == 5) & (PACKS.dp_rank == 0) & (PACKS.slot == 3)
     part = PACKS.take(rows[~last[rows]])
     load = np.array([9, 1, 5, 2, 7, 4.0])[part.step]
-    assert representative_step(Workload.of(part, np.zeros((len(part), 1)), 2), load) == 2
+    shares = shares_of(part, [Level(caps=CAPS)])
+    assert representative_step(Workload.of(shares, np.zeros((len(part), 1)), 2), load) == 2
 
 
 def test_same_input_same_bytes(folder, page, tmp_path):

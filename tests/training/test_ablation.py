@@ -27,6 +27,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.shares import shares_of
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from ablation import AblationResult, lost_entries, markdown_of, picture
@@ -124,7 +125,8 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
     wanted, found = stage_times(job.cost, again, features), stage_times(assumed, kept, features)
     np.testing.assert_allclose(found.forward_ms, wanted.forward_ms)
     np.testing.assert_allclose(found.backward_ms, wanted.backward_ms)
-    workload = Workload.of(packs, features, 2)
+    levels = results[Variant.DATA].plan.pack_levels
+    workload = Workload.of(shares_of(packs, levels), features, 2)
     wanted_gib, found_gib = (
         [memory.peak_gib for memory in stage_memories(cost, [stages], workload)]
         for cost, stages in ((job.cost, again), (assumed, kept))
