@@ -155,7 +155,7 @@ def with_encoders(
     own = [(one, shares.passes(name, beside)) for name, one in cost.encoders.items()]
     forward, backward, exposed_ms = _slowest(shares, cost, own)
     ahead, behind = exposed_ms.mean(axis=1).T
-    of_passes = sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own)
+    of_passes: np.ndarray = sum(encoding_ms(one, passes).mean(axis=1) for one, passes in own)
     mean_forward, mean_backward, again = of_passes.T
     exchange, exchange_back = (
         features_exchange_ms(shares, cost, is_back=is_back) for is_back in (False, True)

@@ -124,7 +124,7 @@ def _without(cost: CostModel, causes: Sequence[str]) -> CostModel:
         return cost
 
     def bare(unit: UnitCost) -> UnitCost:
-        # Recomputing is as the forward, but for context-parallel exchange, which has its own time.
+        # A recomputed forward has times of its own for context-parallel exchange alone.
         each_ms = (getattr(unit, c)[[0, 1, 2 if c == _CONTEXT else 0]] for c in causes)
         forward_ms, backward_ms, again_ms = np.sum([*each_ms], axis=0)
         rest_ms = unit.backward_ms - backward_ms

@@ -676,9 +676,8 @@ def tied_state_bytes(cost: CostModel) -> float:
 
 def _state_bytes(cost: CostModel, held: tuple[int, int], trained: tuple[int, int]) -> float:
     """Return the state of parameters and expert parameters, held and trained."""
-    gradients, optimizer = (
-        cost.of_parameters(name, *trained) for name in ("gradient_bytes", "optimizer_bytes")
-    )
+    gradients = cost.of_parameters("gradient_bytes", *trained)
+    optimizer = cost.of_parameters("optimizer_bytes", *trained)
     return cost.of_parameters("weight_bytes", *held) + (gradients + optimizer)
 
 
