@@ -47,8 +47,7 @@ def nothing_once(stages: int, **changes: np.ndarray) -> PerStepCosts:
 
 
 def simulate_1f1b(forward_ms: np.ndarray, backward_ms: np.ndarray, *others) -> Timeline:
-    """Steps of passes [steps, m, p] in 1F1B, or one step [m, p] with its links alone; `others` are
-    as of `simulate_schedule`."""
+    """Steps [steps, m, p] of 1F1B, or one step [m, p]; `others` are as of `simulate_schedule`."""
     if forward_ms.ndim == 2:
         given = (each[None] for each in (forward_ms, backward_ms, *others))
         return simulate_1f1b(*given, np.array([len(forward_ms)])).of_step(0)

@@ -36,7 +36,7 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
-from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
+from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
@@ -509,8 +509,7 @@ def test_what_does_not_go_together_is_refused():
     """Prevents a method without encoders' memory, or a model without encoders."""
     beside = {"placement": EncoderPlacement.DATA_PARALLEL}
     with pytest.raises(UserError, match="leave both options out, or give --encoder pipeline"):
-        rule = SplitRule(method=PartitionMethod.PARAMETER, recompute=RecomputeRule.FULL)
-        request(**beside, split=rule)
+        request(**beside, split=SplitRule(method=PartitionMethod.PARAMETER))
     with pytest.raises(UserError, match="no encoder to be data-parallel"):
         job_spec(model=load_model("qwen2.5-32b"), **beside)
 

@@ -329,8 +329,7 @@ def test_the_smallest_cap_that_anything_fits_is_searched():
         cost, model, packs, p = random_case(np.random.default_rng(seed), 3)
         least = least_peak_of_splits(cost, model, packs, p)
         for share in (0.3, 0.99, 1, 1.01, 1.5, 4):
-            cap = share * least
-            found = least_peak_of_splits(cost, model, packs, p, cap_bytes=cap)
+            found = least_peak_of_splits(cost, model, packs, p, cap_bytes=(cap := share * least))
             assert least * (1 - 1e-12) <= found <= cap if share >= 1 else cap < found <= least
         exact, roomy = (
             search_stages(cost, model, packs, p, cap) for cap in (least, least * (1 + 1e-9))

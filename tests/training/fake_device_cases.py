@@ -317,8 +317,7 @@ def plan_of(layout: Layout) -> Planned:
     job = _job_of(layout)
     data = _data_of(layout, job.model.images is not None)
     rule = SplitRule(method=PartitionMethod.LAYER, recompute=layout.recompute)
-    split = rule if layout.kept is None else JOINT
-    made = make_plan(PlanRequest(job=job, data=data, split=split))
+    made = make_plan(PlanRequest(job=job, data=data, split=rule if layout.kept is None else JOINT))
     plan, scheduled = made.plan, made.data or data.schedule(job)
     changed: dict[str, Any] = {}
     if layout.schedule != ONE_FORWARD_ONE_BACKWARD:
