@@ -22,9 +22,10 @@ from omnibal.job.plan import plan_files
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.plan_files import save_plan as _save_plan
 from omnibal.job.planner import PlanResult
-from omnibal.lint.all_rules import findings_of
+from omnibal.lint.all_rules import can_start, findings_of
 from omnibal.lint.command_line import read_launch
 from omnibal.lint.launch import Finding, Launch
+from omnibal.lint.line import line_of
 from omnibal.model.adapters import AdapterConfig, adapters_of
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
@@ -164,11 +165,8 @@ class Linted:
 
     launch: Launch
     findings: list[Finding]
-
-    @property
-    def starts(self) -> bool:
-        """Whether the trainer would start."""
-        return not any(finding.is_refusal for finding in self.findings)
+    starts: bool | None
+    """Whether the trainer would start, or None if a flag may be misspelled."""
 
 
 def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None) -> Linted:
@@ -180,7 +178,9 @@ def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None)
         variables: values of the line's variables.
     """
     launch = read_launch(line, dict(variables or {}), None, None, None)
-    return Linted(launch, findings_of(launch, named_model(model)))
+    sizes = named_model(model)
+    findings = findings_of(launch, sizes)
+    return Linted(launch, findings, can_start(line_of(launch, sizes), findings))
 
 
 def report_plan(

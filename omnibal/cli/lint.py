@@ -10,9 +10,9 @@ import typer
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
-from omnibal.cli.options import JsonOption, ModelOption, count_option, size_option
-from omnibal.families.named import model_notes, named_model
-from omnibal.lint.launch import Launcher
+from omnibal.cli.options import PRESET, JsonOption, count_option, size_option
+from omnibal.families.named import model_notes, model_of_line, named_model
+from omnibal.lint.launch import Launch, Launcher
 
 _MOST_BYTES = 2**20
 """Max size of a script; larger files are data."""
@@ -26,8 +26,15 @@ def lint(
             help="a command in quotes, flags or overrides alone, or the path of a shell script",
         ),
     ],
-    model: ModelOption,
     cost: CostOptions,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"{PRESET}, id on a model hub, folder, config.json or TOML file (default: that "
+            "of the line's --model or recipe)",
+        ),
+    ] = None,
     launcher: Annotated[
         Launcher | None,
         typer.Option(
@@ -53,18 +60,19 @@ def lint(
 
     The exit status is 2 if it cannot. The line is not executed.
     """
-    from omnibal.lint.all_rules import findings_of
+    from omnibal.lint.all_rules import can_start, findings_of
     from omnibal.lint.command_line import read_launch
     from omnibal.lint.line import line_of
     from omnibal.lint.split import layers_by_chunk
 
     launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)
-    sizes = named_model(model)
-    findings = findings_of(launch, sizes)
-    starts = not any(finding.is_refusal for finding in findings)
-    checked = line_of(launch, sizes)
-    layers = layers_by_chunk(checked) if starts else None
-    costed = cost.line_cost(checked, sizes) if starts else NO_COST
+    name = model or _model_of(launch)
+    sizes = named_model(name)
+    findings, checked = findings_of(launch, sizes), line_of(launch, sizes)
+    starts = can_start(checked, findings)
+    verdict = {True: "starts", False: "cannot start", None: "not judged, for an unknown flag"}
+    layers = None if starts is False else layers_by_chunk(checked)
+    costed = NO_COST if starts is False else cost.line_cost(checked, sizes)
     findings = [*findings, *costed.findings]
     result = {
         "starts": starts,
@@ -79,10 +87,14 @@ def lint(
     parts += [f"EP {launch.expert}", f"ETP {checked.expert_tensor}"] if launch.expert > 1 else []
     stages = ", ".join("+".join(map(str, chunks)) for chunks in layers or ())
     layers_shown = [f"layers by stage: {stages}"] if len(layers or ()) > 1 else []
+    print_notes(
+        f"--{flag} is not read and not judged; if --{known} is meant, correct it"
+        for flag, known in checked.near_names.items()
+    )
     print_result(
         as_json,
         result,
-        f"{'starts' if starts else 'cannot start'}: {launch.launcher.value}, "
+        f"{verdict[starts]}: {launch.launcher.value}, "
         f"{launch.gpus or 'unknown'} GPUs, {', '.join(parts)}",
         *layers_shown,
         *(
@@ -94,13 +106,22 @@ def lint(
     )
     names = ", ".join(launch.unknown)
     unknown = [f"not known, which --set NAME=VALUE changes: {names}"] if names else []
-    near = [
-        f"--{name} is not read and not judged; if --{known} is meant, correct it"
-        for name, known in checked.near_names.items()
-    ]
-    print_notes([*model_notes(model), *near, *costed.notes, *unknown])
-    if not starts:
+    named = [] if model else [f"the model is {name}, which the line names; --model names another"]
+    print_notes([*named, *model_notes(name), *costed.notes, *unknown])
+    if starts is False:
         raise typer.Exit(EXIT_USER_ERROR)
+
+
+def _model_of(launch: Launch) -> str:
+    """Return the model that the line names itself."""
+    from omnibal.lint.line import named_models
+
+    names = named_models(launch)
+    found = next(filter(None, map(model_of_line, names)), None)
+    if found is None:
+        wrong = [f"the line's model, {name}, is no preset and has no config.json" for name in names]
+        raise UserError(f"{next(iter(wrong), 'the line names no model')}; give --model")
+    return found
 
 
 def _text_of(line: str) -> str:

@@ -1,6 +1,7 @@
 """Models named by `--model`: presets, hub ids, TOML files, `config.json`."""
 
 import re
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -25,6 +26,21 @@ def named_model_file(name_or_path: str) -> Path:
     """Path of the file that `named_model` reads."""
     name = _preset_or_path(name_or_path)
     return _hub_file(name) or config_file("models", name)
+
+
+def model_of_line(name: str) -> str | None:
+    """Return a known or readable model that a launch line names, by a recipe's preset too.
+
+    Example:
+        >>> model_of_line("llama31_8b_pretrain_config"), model_of_line("another_7b")
+        ('llama3.1-8b', None)
+    """
+    with suppress(UserError):  # of an id that is no preset's
+        if named_model_file(name).is_file():
+            return name
+    recipe = f"{name.lower().replace('_', '-')}-"
+    begun = [one for one in preset_names("models") if recipe.startswith(f"{one.replace('.', '')}-")]
+    return max(begun, key=len, default=None)
 
 
 def model_notes(name_or_path: str) -> list[str]:

@@ -1,5 +1,7 @@
 """All rules of launch lines, and their findings."""
 
+from collections.abc import Sequence
+
 from omnibal.lint import (
     rules_grids,
     rules_layout,
@@ -9,7 +11,7 @@ from omnibal.lint import (
     rules_split,
 )
 from omnibal.lint.launch import Finding, Launch
-from omnibal.lint.line import line_of
+from omnibal.lint.line import Line, line_of
 from omnibal.lint.rule import RuleGroup
 from omnibal.model.config import ModelConfig
 
@@ -30,3 +32,10 @@ def findings_of(launch: Launch, model: ModelConfig) -> list[Finding]:
     line = line_of(launch, model)
     found = (rule.finding(line) for group in GROUPS for rule in group.rules)
     return sorted(filter(None, found), key=lambda finding: _ORDER.index(finding.severity))
+
+
+def can_start(line: Line, findings: Sequence[Finding]) -> bool | None:
+    """Whether the line's findings let it start, or None if a flag may be misspelled."""
+    if any(finding.is_refusal for finding in findings):
+        return False
+    return None if line.near_names else True

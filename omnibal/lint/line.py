@@ -38,6 +38,9 @@ SIZE_FLAGS: Mapping[str, str] = {
     "num-moe-experts": "experts",
 }
 """Model size set by a flag, overriding the model's."""
+RECIPES = ("recipe", "model-recipe-name", "mr")
+"""Flags that name a Megatron-Bridge recipe."""
+_MODEL_FLAGS = {Launcher.MS_SWIFT: ("model",), Launcher.MEGATRON_BRIDGE: RECIPES}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,6 +217,12 @@ class Line:
             "microbatch-group-size-per-vp-stage",
         )
         return next(filter(None, map(self.number, names)), self.launch.pipeline)
+
+
+def named_models(launch: Launch) -> list[str]:
+    """Return names of the model in a line: ms-swift's model, or a Bridge recipe."""
+    given = {canonical(name): text for name, text in launch.flags.items()}
+    return [text for flag in _MODEL_FLAGS.get(launch.launcher, ()) if (text := given.get(flag))]
 
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:

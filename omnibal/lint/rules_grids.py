@@ -3,7 +3,7 @@
 from math import lcm
 
 from omnibal.lint.launch import Launcher
-from omnibal.lint.line import ARGPARSE, Line
+from omnibal.lint.line import ARGPARSE, RECIPES, Line
 from omnibal.lint.rule import BRIDGE, CORE, SWIFT, Problems, RuleGroup
 
 RULES = RuleGroup()
@@ -25,7 +25,7 @@ def gpus_known(line: Line) -> Problems:
 @rule("this command", severity="warning", launchers={Launcher.MEGATRON_BRIDGE})
 def recipe_settings(line: Line) -> Problems:
     """What a recipe sets is not read, and is judged as if it were not set."""
-    for recipe in filter(None, map(line.text, ("recipe", "model-recipe-name", "mr"))):
+    for recipe in filter(None, map(line.text, RECIPES)):
         change = "add to the line what the recipe sets of parallel sizes, split and recomputation"
         yield f"the recipe {recipe} has settings of its own", change
 

@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import subprocess
 from pathlib import Path
 
@@ -230,3 +231,51 @@ def test_command_reads_a_line_and_a_script(capsys, tmp_path):
 def test_command_refuses_what_it_cannot_read(capsys, arguments, message):
     """Prevents: an empty verdict for a path that was mistyped."""
     assert message in failure(capsys, LINT, *arguments)
+
+
+QWEN3 = {
+    "model_type": "qwen3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "max_position_embeddings": 512,
+}  # fmt: skip
+SIZES = "--tensor_model_parallel_size 2 --micro_batch_size 1"
+
+
+def test_a_misspelled_flag_comes_before_the_verdict(capfd):
+    """Prevents: a line with a size that was not read, said to start."""
+    line = "run --pipeline-model-parallel 2 --micro-batch-size 1"
+    assert status(LINT, line, "--gpus", "8", "--no-cost") == 0
+    shown = capfd.readouterr()
+    first = "note: --pipeline-model-parallel is not read and not judged; if --pipeline-model-paral"
+    assert shown.err.startswith(first)
+    assert shown.out.startswith("not judged, for an unknown flag: megatron-lm, 8 GPUs, TP 1")
+    assert result(capfd, LINT, line, "--gpus", "8", "--no-cost")["starts"] is None
+
+
+@pytest.mark.parametrize(
+    ("line", "model"),
+    [
+        (f"megatron sft --model Qwen/Qwen3-8B {SIZES}", "Qwen/Qwen3-8B"),
+        (f"megatron sft --model {{folder}} {SIZES}", "{folder}"),
+        ("run_recipe.py --recipe qwen3_vl_8b_finetune_config -tp 2 -mb 1", "qwen3-vl-8b"),
+    ],
+)
+def test_the_lines_own_model_is_taken(capfd, tmp_path, line, model):
+    """Prevents: a question for a model that the line names, and a model that nobody is told of."""
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3))
+    assert status("lint --no-cost --gpus 8", line.format(folder=tmp_path)) == 0
+    named = f"note: the model is {model.format(folder=tmp_path)}, which the line names"
+    assert named in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (f"megatron sft --model $M {SIZES}", r"the line's model, \$M, is no preset"),
+        ("run_recipe.py --recipe another_config -tp 2", "model, another_config, is no preset"),
+        ("--micro-batch-size 1", "names no model; give --model"),
+    ],
+)
+def test_a_line_without_a_known_model_asks_for_it(capfd, line, message):
+    """Prevents: a traceback, or a verdict on another model's sizes."""
+    assert re.search(message, failure(capfd, "lint --no-cost --gpus 8", line))
