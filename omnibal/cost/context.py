@@ -61,6 +61,12 @@ class _Pass:
     collectives: int
     kernels: int
 
+    def time_ms(self, line: Line, cluster: ClusterConfig) -> np.ndarray:
+        """Time with collectives of a latency and rate, [features]."""
+        time_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
+        time_ms[0] += self.collectives * line.fixed_ms + self.kernels * cluster.kernel_us / 1e3
+        return time_ms
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Added:
@@ -68,33 +74,15 @@ class _Added:
 
     forward: _Pass
     backward: _Pass
-    again: _Pass | None
-    """Exchange of recomputation."""
+    is_repeated: bool
+    """Whether a second forward exchanges again."""
     working_bytes: np.ndarray
     """Working memory during the exchange, [features]."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rates:
-    """Rates of a context-parallel block."""
-
-    line: Line
-    """Collective latency and rate."""
-    bytes_per_ms: float
-    """Copy rate."""
-    kernel_ms: float
-
-    def counted_ms(self, added: _Added) -> np.ndarray:
-        """Exchange time in forward, backward and second forward, [3, features]."""
-
-        def pass_ms(what: _Pass) -> np.ndarray:
-            time_ms = self.line.each_ms * what.sent_bytes + what.copied_bytes / self.bytes_per_ms
-            time_ms[0] += what.collectives * self.line.fixed_ms + what.kernels * self.kernel_ms
-            return time_ms
-
-        forward_ms, backward_ms = pass_ms(added.forward), pass_ms(added.backward)
-        again_ms = 0 * forward_ms if added.again is None else pass_ms(added.again)
-        return np.stack([forward_ms, backward_ms, again_ms])
+def _bytes_per_ms(cluster: ClusterConfig) -> float:
+    """Rate of copies."""
+    return cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
 
 
 def _ring_ms(
@@ -104,7 +92,8 @@ def _ring_ms(
     output_bytes: np.ndarray,
     added: _Added,
     unit: UnitCost,
-    rates: _Rates,
+    line: Line,
+    cluster: ClusterConfig,
 ) -> np.ndarray:
     """Exposed ring time of a layer's forward, backward and second forward, [3, features].
 
@@ -120,13 +109,13 @@ def _ring_ms(
 
     def pass_ms(sent_bytes: np.ndarray, without_ms: np.ndarray, summed: int = 1) -> np.ndarray:
         attention_ms = without_ms[attended] * sample_tokens * own_tokens / context
-        sent_ms = rates.line.each_ms * sent_bytes
-        step_ms = sent_ms.sum() * own_tokens / others + rates.line.fixed_ms
+        sent_ms = line.each_ms * sent_bytes
+        step_ms = sent_ms.sum() * own_tokens / others + line.fixed_ms
         waited = max(1 - attention_ms / step_ms, 0)
         # Each further part reads the accumulated and its own output, and writes their sum.
         moved_bytes = 3 * summed * others * output_bytes
-        time_ms = waited * sent_ms + moved_bytes / rates.bytes_per_ms
-        time_ms[0] += others * (waited * rates.line.fixed_ms + _RING_KERNELS * rates.kernel_ms)
+        time_ms = waited * sent_ms + moved_bytes / _bytes_per_ms(cluster)
+        time_ms[0] += others * (waited * line.fixed_ms + _RING_KERNELS * cluster.kernel_us / 1e3)
         return time_ms
 
     there, back = added.forward.sent_bytes, added.backward.sent_bytes
@@ -165,10 +154,8 @@ def costs_at(
     encoder_trained = any(
         kind.tower != LANGUAGE and kind.name in trained for kind in unit_kinds(model)
     )
-    return tuple(
-        _at_level(cost, model, cluster, parallel, precision, encoder_trained, level, source)
-        for level in levels
-    )
+    sizes = cost, model, cluster, parallel, precision, encoder_trained
+    return tuple(_at_level(*sizes, level, source) for level in levels)
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
@@ -218,42 +205,32 @@ def _at_level(
     group = Group(level.context, parallel.tensor)
     # Measurements are within one node.
     costs = source.costs if group.is_within(cluster) else ANALYTIC
-    rates = _Rates(
-        line=(
-            pass_line(cluster, group, precision)
-            if level.exchange is ContextExchange.GATHER
-            else all_to_all_line(cluster, group, precision)
-        ),
-        bytes_per_ms=cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency,
-        kernel_ms=cluster.kernel_us / 1e3,
-    )
-    rates_of_features = replace(rates, line=all_to_all_line(cluster, group, precision))
+    line = of_features = all_to_all_line(cluster, group, precision)
+    ring_tokens = None
+    if level.exchange is ContextExchange.GATHER:
+        line, ring_tokens = pass_line(cluster, group, precision), source.ring_tokens
     features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
     units = dict(cost.units)
     for kind in cost.kinds:
         unit = units[kind.name]
         if kind.layer is not None:
             widths = attention_widths(model.language, kind.layer)
-            in_ring = source.ring_tokens is not None and level.exchange is ContextExchange.GATHER
             sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
-            added = _of_attention(*sizes, in_ring=in_ring)
+            added = _of_attention(*sizes, in_ring=ring_tokens is not None)
+            passes = added.forward, added.backward
             measured = costs.exchange_ms(model, kind, level)
-            times_ms = rates.counted_ms(added)
-            if measured:
-                # A second forward repeats the first one's exchange, or has none.
-                forward_ms, backward_ms = measured
-                again_ms = 0 * forward_ms if added.again is None else forward_ms
-                times_ms = np.stack([forward_ms, backward_ms, again_ms])
-            if in_ring:
-                assert source.ring_tokens is not None
+            forward_ms, backward_ms = measured or (one.time_ms(line, cluster) for one in passes)
+            times_ms = np.stack([forward_ms, backward_ms, added.is_repeated * forward_ms])
+            if ring_tokens is not None:
                 attended = cost.features.index(attended_feature(kind.layer))
                 output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
-                sizes_of_ring = level.context, source.ring_tokens, attended, output_bytes
-                times_ms = _ring_ms(*sizes_of_ring, added, unit, rates)
+                sizes_of_ring = level.context, ring_tokens, attended, output_bytes
+                times_ms = _ring_ms(*sizes_of_ring, added, unit, line, cluster)
             units[kind.name] = _with_exchange(unit, added, times_ms, bool(unit.backward_ms.any()))
         elif kind.name == LANGUAGE_EMBED and model.encoders:
             added = _of_features(model, level, features, size)
-            times_ms = rates_of_features.counted_ms(added)
+            once_ms = added.forward.time_ms(of_features, cluster)
+            times_ms = np.stack([once_ms, once_ms, 0 * once_ms])
             units[kind.name] = _with_exchange(unit, added, times_ms, encoder_trained)
     return replace(cost, units=units)
 
@@ -298,7 +275,7 @@ def _of_attention(
                 collectives=2,
                 kernels=12,
             ),
-            again=None,
+            is_repeated=False,
             # Keys and values of all ranks (ring: the current part and the next), their gradients,
             # and those concatenated.
             working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
@@ -316,7 +293,7 @@ def _of_attention(
     return _Added(
         forward=exchange,
         backward=exchange,
-        again=exchange,
+        is_repeated=True,
         # Buffers on both sides of both exchanges, and received gradients.
         working_bytes=running_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
     )
@@ -341,8 +318,9 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
         kernels=2 * (1 + sum(beside)),
     )
     # Deepstack features stay until their layers.
+    working_bytes = own_bytes + all_bytes
     return _Added(
-        forward=exchange, backward=exchange, again=None, working_bytes=own_bytes + all_bytes
+        forward=exchange, backward=exchange, is_repeated=False, working_bytes=working_bytes
     )
 
 
