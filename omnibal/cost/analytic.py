@@ -38,7 +38,7 @@ from omnibal.cost.adapter_counts import with_adapters
 from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
 from omnibal.cost.counts import ELEMENT_BYTES, Counts, Device, Features, Kept, Product
 from omnibal.cost.encoder_kinds import counts_of_kind
-from omnibal.cost.fp8_counts import cast_bytes, fp8_rates, weight_cast_bytes, weight_copy_bytes
+from omnibal.cost.fp8_counts import cast_bytes, weight_cast_bytes, weight_copy_bytes
 from omnibal.cost.image_counts import deepstack_bytes
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.cost.links import (
@@ -134,7 +134,7 @@ def analytic_cost(
     send = message_line(cluster, parallel.world_size, precision)
     counted = list(_counted(model, device, frozen, adapters))
     if engine:
-        counted = [_with_transformer_engine(one) for one in counted]
+        counted = [_with_transformer_engine(one) if one.is_language else one for one in counted]
     units = {one.kind.name: _unit_cost(device, one) for one in counted}
     trained = {one.kind.name: one.counts for one in counted if one.trained and one.is_language}
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
@@ -167,8 +167,6 @@ def analytic_cost(
 
 
 def _with_transformer_engine(one: _Counted) -> _Counted:
-    if not one.is_language:
-        return one
     counts = replace(one.counts, working=without_gradients(one.counts.working))
     return replace(one, counts=counts)
 
@@ -291,8 +289,11 @@ def _device(
     precision: Precision,
     runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> Device:
-    in_fp8 = fp8_rates(cluster, runtime.fp8) if precision == "fp8" else None
-    rates = cluster.measured(precision)
+    rates, fp8_flops_per_ms, fp8 = cluster.measured(precision), 0.0, None
+    if precision == "fp8":
+        share = cluster.fp8_efficiency or cluster.matmul_efficiency
+        fp8_flops_per_ms, fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
+    streamed = streamed_bytes_per_ms(cluster, precision)
     precision = "bf16" if precision == "fp8" else precision  # rates of operations not in the table
     plain = _fastest(rates, "plain")
     # Kernel latency and the rate of element-wise kernels are measured together.
@@ -314,12 +315,13 @@ def _device(
     return Device(
         flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
         fp32_flops_per_ms=cluster.tflops(fp32) * 1e9 * cluster.matmul_efficiency,
-        fp8=in_fp8,
+        fp8=fp8,
+        fp8_flops_per_ms=fp8_flops_per_ms,
         product_times=products,
         grouped_times=grouped,
         attention_times=attention,
         bytes_per_ms=bytes_per_ms,
-        streamed_bytes_per_ms=_streamed_bytes_per_ms(cluster, rates),
+        streamed_bytes_per_ms=streamed,
         collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
         pass_ms=ring.fixed_ms,
         expert_bytes_per_ms=1 / (experts.each_ms * to_others) if experts.each_ms else math.inf,
@@ -361,11 +363,7 @@ def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
 
 def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
     """Rate of long contiguous device memory reads and writes, measured if available."""
-    return _streamed_bytes_per_ms(cluster, cluster.measured(precision))
-
-
-def _streamed_bytes_per_ms(cluster: ClusterConfig, rates: Rates | None) -> float:
-    plain = _fastest(rates, "plain")
+    plain = _fastest(cluster.measured(precision), "plain")
     return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
 
 
@@ -564,7 +562,7 @@ def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
     """Time of one pass of a product, [features]. A grouped product is one kernel."""
     rows, sizes = _computed_rows(counted), (counted.inner, counted.outer)
     # FP8 speeds up all shapes by the ratio of peak rates to bf16.
-    faster = device.fp8.flops_per_ms / device.flops_per_ms if counted.is_fp8 and device.fp8 else 1.0
+    faster = device.fp8_flops_per_ms / device.flops_per_ms if counted.is_fp8 else 1.0
     if counted.is_fp32:
         return rows * 2 * (counted.inner * counted.outer) / device.fp32_flops_per_ms
     if counted.groups > 1 and device.grouped_times is not None:

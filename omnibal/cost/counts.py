@@ -1,13 +1,15 @@
 """Device rates and counts of one unit's forward; vectors have one entry per feature."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
 from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.model.config import Precision
+from omnibal.model.fp8 import Fp8
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
@@ -81,19 +83,6 @@ class Attended:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8Rates:
-    """Cost of FP8 products on a device (`omnibal.model.fp8.Fp8`)."""
-
-    flops_per_ms: float
-    cast_bytes: int
-    """Bytes read and written to quantise one element."""
-    cast_kernels: int
-    """Kernels that quantise a tensor."""
-    weight_bytes: int
-    """FP8 bytes per weight, minus bf16 bytes if bf16 weights are not kept."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     """Rates of one device and its tensor-parallel division."""
 
@@ -101,8 +90,10 @@ class Device:
     """Rate of attention, and of matrix products without measured times."""
     fp32_flops_per_ms: float
     """Rate of products in fp32."""
-    fp8: Fp8Rates | None = None
-    """FP8 rates, or None if no product is in FP8."""
+    fp8: Fp8 | None = None
+    """FP8 options, or None if no product is in FP8."""
+    fp8_flops_per_ms: float = 0.0
+    """Rate of FP8 products."""
     product_times: ProductTimes | None
     """Measured matrix product times by shape, if available."""
     grouped_times: ProductTimes | None = None
@@ -206,18 +197,10 @@ class Collectives:
     back_exchanges: int = 0
 
     def __add__(self, other: "Collectives") -> "Collectives":
-        return Collectives(
-            forward_bytes=self.forward_bytes + other.forward_bytes,
-            backward_bytes=self.backward_bytes + other.backward_bytes,
-            again_bytes=self.again_bytes + other.again_bytes,
-            passes=self.passes + other.passes,
-            back_passes=self.back_passes + other.back_passes,
-            passes_again=self.passes_again + other.passes_again,
-            gathered_bytes=np.maximum(self.gathered_bytes, other.gathered_bytes),
-            exchanged_bytes=self.exchanged_bytes + other.exchanged_bytes,
-            exchanges=self.exchanges + other.exchanges,
-            back_exchanges=self.back_exchanges + other.back_exchanges,
-        )
+        names = [field.name for field in fields(self)]
+        sums = {name: getattr(self, name) + getattr(other, name) for name in names}
+        widest = np.maximum(self.gathered_bytes, other.gathered_bytes)
+        return Collectives(**sums | {"gathered_bytes": widest})
 
 
 def all_reduced(
@@ -311,6 +294,44 @@ class Counts(Work):
         """Bytes of kept activations, [features]."""
         lines = self.kept_lines(trained=trained)
         return np.sum([0 * self.moved_bytes, *(line.bytes for line in lines)], axis=0)
+
+
+def one_after_another(units: Sequence[tuple[str, Counts]]) -> Counts:
+    """Combine counts of units that run in sequence, with backward from the last.
+
+    Args:
+        units: a prefix of the names of kept activations, and the unit's counts.
+    """
+    kept: list[Kept] = []
+    working: list[Working] = []
+    counts = [unit for _, unit in units]
+    for place, (prefix, unit) in enumerate(units):
+        later = units[place + 1 :]
+        later_kept = [f"{name}{line.what}" for name, other in later for line in other.kept]
+        later_products = sum(len(other.products) for _, other in later)
+        kept += [replace(line, what=f"{prefix}{line.what}") for line in unit.kept]
+        for moment in unit.working:
+            gone = (*later_kept, *(f"{prefix}{what}" for what in moment.gone))
+            working.append(replace(moment, gone=gone, after=moment.after + later_products))
+    return replace(
+        counts[-1],
+        products=tuple(
+            replace(product, given=f"{prefix}{product.given}" if product.given else "")
+            for prefix, unit in units
+            for product in unit.products
+        ),
+        attended=tuple(one for unit in counts for one in unit.attended),
+        other_attention_flops=sum(unit.other_attention_flops for unit in counts),
+        moved_bytes=np.sum([unit.moved_bytes for unit in counts], axis=0),
+        back_moved_bytes=np.sum([unit.back_moved_bytes for unit in counts], axis=0),
+        collectives=sum((unit.collectives for unit in counts), Collectives()),
+        kernels=sum(unit.kernels for unit in counts),
+        kept=tuple(kept),
+        boundary_bytes=counts[0].boundary_bytes,
+        working=tuple(working),
+        parameters=sum(unit.parameters for unit in counts),
+        expert_parameters=sum(unit.expert_parameters for unit in counts),
+    )
 
 
 def whole_inputs(device: Device, block_bytes: np.ndarray) -> Collectives:

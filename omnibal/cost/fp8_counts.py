@@ -11,23 +11,11 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.counts import Device, Fp8Rates, Kept, Product, Working
-from omnibal.model.config import ClusterConfig
-from omnibal.model.fp8 import FP8_MULTIPLE, Fp8
+from omnibal.cost.counts import Device, Kept, Product, Working
+from omnibal.model.fp8 import FP8_MULTIPLE
 
 _BF16_BYTES, _COPIES = 2, 2
 """Row- and column-wise copies, one byte each."""
-
-
-def fp8_rates(cluster: ClusterConfig, fp8: Fp8) -> Fp8Rates:
-    """Cost of FP8 products on a device of the cluster."""
-    share = cluster.fp8_efficiency or cluster.matmul_efficiency
-    return Fp8Rates(
-        flops_per_ms=cluster.tflops("fp8") * 1e9 * share,
-        cast_bytes=fp8.cast_bytes,
-        cast_kernels=fp8.cast_kernels,
-        weight_bytes=_COPIES - (0 if fp8.keeps_bf16_weights else _BF16_BYTES),
-    )
 
 
 def in_fp8(device: Device, products: Sequence[Product]) -> tuple[Product, ...]:
@@ -72,7 +60,7 @@ def weight_copy_bytes(device: Device, products: Sequence[Product]) -> float:
     if device.fp8 is None:
         return 0.0
     weights = sum(one.inner * one.outer * one.groups for one in products if one.is_fp8)
-    return device.fp8.weight_bytes * weights
+    return (_COPIES - (0 if device.fp8.keeps_bf16_weights else _BF16_BYTES)) * weights
 
 
 def kept_in_fp8(

@@ -21,6 +21,7 @@ from omnibal.cost.counts import (
     Product,
     Working,
     all_reduced,
+    one_after_another,
 )
 from omnibal.cost.encoder_counts import (
     LAST_OUTPUT,
@@ -122,43 +123,27 @@ def images_layer(
 def _with_projector(layer: Counts, projector: Counts) -> Counts:
     """Combine a layer and the projector of its output. The projector's backward comes first."""
     gradient_bytes = layer.output_bytes
-    return replace(
-        layer,
-        products=(
-            *layer.products,
-            *(replace(one, given=f"deepstack: {one.given}") for one in projector.products),
+    projector = replace(
+        projector,
+        kept=tuple(
+            replace(line, made_by=f"deepstack.{line.made_by}")
+            for line in projector.kept
+            if line.made_by
         ),
-        moved_bytes=layer.moved_bytes + projector.moved_bytes,
-        # Both gradients of the layer's output are added.
-        back_moved_bytes=layer.back_moved_bytes + projector.back_moved_bytes + 3 * gradient_bytes,
-        collectives=layer.collectives + projector.collectives,
-        kernels=layer.kernels + projector.kernels + 1,
-        kept=(*layer.kept, *(_of_deepstack(line) for line in projector.kept if line.made_by)),
-        working=(
-            *(
-                replace(
-                    each,
-                    bytes=each.bytes + gradient_bytes,
-                    gone=tuple(f"deepstack: {what}" for what in each.gone),
-                )
-                for each in projector.working
-            ),
-            # The projector's activations are freed when the layer's backward begins.
-            *(
-                replace(
-                    each,
-                    gone=(*each.gone, *(_of_deepstack(line).what for line in projector.kept)),
-                    after=each.after + len(projector.products),
-                )
-                for each in layer.working
-            ),
+        working=tuple(
+            replace(each, bytes=each.bytes + gradient_bytes) for each in projector.working
         ),
-        parameters=layer.parameters + projector.parameters,
     )
-
-
-def _of_deepstack(line: Kept) -> Kept:
-    return replace(line, what=f"deepstack: {line.what}", made_by=f"deepstack.{line.made_by}")
+    both = one_after_another([("", layer), ("deepstack: ", projector)])
+    return replace(
+        both,
+        # Both gradients of the layer's output are added.
+        back_moved_bytes=both.back_moved_bytes + 3 * gradient_bytes,
+        kernels=both.kernels + 1,
+        output_bytes=layer.output_bytes,
+        late_working=layer.late_working,
+        forward_working=layer.forward_working,
+    )
 
 
 def images_projector(

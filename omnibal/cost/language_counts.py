@@ -1,6 +1,6 @@
 """Counts of the language model's embedding, layers and head (h hidden, t tensor size)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -18,6 +18,7 @@ from omnibal.cost.counts import (
     Kept,
     Product,
     Working,
+    one_after_another,
 )
 from omnibal.cost.feed_forward_counts import feed_forward
 from omnibal.cost.fp8_counts import cast_kernels, in_fp8, kept_in_fp8, working_in_fp8
@@ -193,7 +194,7 @@ def head(
     prediction = (_joined(language, device, features), layer, again)
     units = (*prediction * language.prediction_layers, last)
     copied = 0 if language.tied_head else language.words_of_rank(device.tensor)
-    counts = _one_after_another(units)
+    counts = one_after_another([(f"{place}: ", unit) for place, unit in enumerate(units)])
     return replace(counts, parameters=counts.parameters + copied * language.hidden_size)
 
 
@@ -239,47 +240,6 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Cou
             ),
         ),
         parameters=2 * h + -(-2 * h * h // t),
-    )
-
-
-def _one_after_another(units: Sequence[Counts]) -> Counts:
-    """Combine counts of units that run in sequence, with backward from the last."""
-    kept: list[Kept] = []
-    working: list[Working] = []
-    for place, unit in enumerate(units):
-        later = tuple(
-            f"{number}: {line.what}"
-            for number, other in enumerate(units[place + 1 :], place + 1)
-            for line in other.kept
-        )
-        kept += [replace(line, what=f"{place}: {line.what}") for line in unit.kept]
-        for moment in unit.working:
-            gone = (*later, *(f"{place}: {what}" for what in moment.gone))
-            after = moment.after + sum(len(other.products) for other in units[place + 1 :])
-            working.append(replace(moment, gone=gone, after=after))
-    nothing = 0 * units[-1].moved_bytes
-
-    def total(bytes_of: Callable[[Counts], np.ndarray | float]) -> np.ndarray:
-        return np.sum([nothing + bytes_of(unit) for unit in units], axis=0)
-
-    return Counts(
-        products=tuple(
-            replace(product, given=f"{place}: {product.given}" if product.given else "")
-            for place, unit in enumerate(units)
-            for product in unit.products
-        ),
-        attended=tuple(one for unit in units for one in unit.attended),
-        other_attention_flops=total(lambda unit: unit.other_attention_flops),
-        moved_bytes=total(lambda unit: unit.moved_bytes),
-        back_moved_bytes=total(lambda unit: unit.back_moved_bytes),
-        collectives=sum((unit.collectives for unit in units), Collectives()),
-        kernels=sum(unit.kernels for unit in units),
-        kept=tuple(kept),
-        boundary_bytes=units[0].boundary_bytes,
-        output_bytes=units[-1].output_bytes,
-        working=tuple(working),
-        parameters=sum(unit.parameters for unit in units),
-        expert_parameters=sum(unit.expert_parameters for unit in units),
     )
 
 

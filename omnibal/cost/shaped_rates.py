@@ -161,8 +161,6 @@ def ring_line(
         kind: of the collective, preferred if measured (a CPU's reduction is slower than a gather).
     """
     rings = [one for one in measured if one.kind in _PASSES and one.place == place]
-    if not rings or ranks < 2:
-        return None
     return _nearest_line([one for one in rings if one.kind == kind] or rings, ranks)
 
 
@@ -171,17 +169,27 @@ def exchanged_line(
 ) -> Line | None:
     """Latency and time per byte of an all-to-all of the nearest size, or None if not measured."""
     exchanges = [one for one in measured if one.kind == "all_to_all" and one.place == place]
-    if not exchanges or ranks < 2:
-        return None
     return _nearest_line(exchanges, ranks)
 
 
-def _nearest_line(measured: Sequence[CollectiveTime], ranks: int) -> Line:
-    """Line through measurements of the nearest group size."""
+def send_line(measured: Sequence[CollectiveTime], place: Place = "node") -> Line | None:
+    """Latency and time per byte of a send between two ranks, or None if not measured."""
+    sends = [one for one in measured if one.kind == "send" and one.place == place]
+    return _nearest_line(sends, ranks=2)
+
+
+def _nearest_line(measured: Sequence[CollectiveTime], ranks: int) -> Line | None:
+    """Line through message times of the nearest group size, or None if not measured.
+
+    Its slope is at least half the fastest time per byte.
+    """
+    if not measured or ranks < 2:
+        return None
     nearest = min({one.ranks for one in measured}, key=lambda size: abs(math.log(size / ranks)))
     points = [point for one in measured if one.ranks == nearest for point in _points(one)]
     passes, sent_bytes, times_ms = np.array(points).T
-    return _of_bytes(passes, sent_bytes, times_ms)
+    least_ms = float((times_ms / sent_bytes).min()) / 2
+    return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
 
 
 def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
@@ -198,21 +206,6 @@ def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
     ]
 
 
-def _of_bytes(passes: np.ndarray, sent_bytes: np.ndarray, times_ms: np.ndarray) -> Line:
-    """Line through message times, with a slope of at least half the fastest time per byte."""
-    least_ms = float((times_ms / sent_bytes).min()) / 2
-    return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
-
-
-def send_line(measured: Sequence[CollectiveTime], place: Place = "node") -> Line | None:
-    """Latency and time per byte of a send between two ranks, or None if not measured."""
-    sends = [one for one in measured if one.kind == "send" and one.place == place]
-    if not sends:
-        return None
-    _, sent_bytes, times_ms = np.array([point for one in sends for point in _points(one)]).T
-    return _of_bytes(np.ones_like(sent_bytes), sent_bytes, times_ms)
-
-
 def fitted_line(
     x: np.ndarray, times_ms: np.ndarray, weights: np.ndarray, *, least_ms: float = 0.0
 ) -> Line:
@@ -226,7 +219,7 @@ def _fit(
     times_ms: np.ndarray,
     weights: np.ndarray,
     *,
-    least_ms: float = 0.0,
+    least_ms: float,
 ) -> Line:
     """Fit with a slope of at least `least_ms`."""
     columns = np.stack([fixed, each], axis=1) * weights[:, None]

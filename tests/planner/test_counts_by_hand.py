@@ -13,13 +13,14 @@ import numpy as np
 import pytest
 
 from omnibal.cost.adapter_counts import with_adapters
-from omnibal.cost.counts import Counts, Device, Features, Fp8Rates
+from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
+from omnibal.model.fp8 import TRAINED_FP8
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import unit_kinds
 
@@ -506,8 +507,8 @@ def test_layer_with_a_deepstack_projector() -> None:
         "kernels": layer["kernels"] + 8 + 1,
         "passes": (6, 6, 0),
         "kept": layer["kept"] | of_projector,
-        "working": [(each + output, weight) for each, weight in projector["working"]]
-        + [(each - let_go, weight) for each, weight in layer["working"]],
+        "working": [(each - let_go, weight) for each, weight in layer["working"]]
+        + [(each + output, weight) for each, weight in projector["working"]],
     }
     check({name: both[name] for name in expected}, expected)
 
@@ -971,9 +972,6 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
     assert found["shared"] == (2 * 2 * block if sequence_parallel else 0)
 
 
-IN_FP8 = Fp8Rates(flops_per_ms=2.0, cast_bytes=6, cast_kernels=2, weight_bytes=2)
-
-
 def fp8_language(**changes: Any) -> LanguageConfig:
     """Sizes of multiples of 16."""
     sizes = {"hidden_size": 48, "heads": 4, "kv_heads": 2, "head_size": 16, "ffn_hidden_size": 80}
@@ -1009,7 +1007,7 @@ def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> No
     and gradients' copies that take no memory."""
     plain, fast = (
         counted(language_layer(fp8_language(**options), kind, each, FEATURES))
-        for each in (device(1), device(1, fp8=IN_FP8))
+        for each in (device(1), device(1, fp8=TRAINED_FP8))
     )
     assert fast["kernels"] - plain["kernels"] == 2 * linears
     kept = {
@@ -1031,7 +1029,9 @@ def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> No
 def test_prediction_in_fp8() -> None:
     """Prevents: a product that joins hidden states and words, left in bf16."""
     model = fp8_language(prediction_layers=1)
-    plain, fast = (counted(head(model, device(1, fp8=fp8), FEATURES)) for fp8 in (None, IN_FP8))
+    plain, fast = (
+        counted(head(model, device(1, fp8=fp8), FEATURES)) for fp8 in (None, TRAINED_FP8)
+    )
     # Four linears of the layer, and the one that joins.
     assert fast["kernels"] - plain["kernels"] == 2 * 5
     assert fast["kept"]["0: joined"] == plain["kept"]["0: joined"] / 2
