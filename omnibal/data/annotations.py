@@ -13,13 +13,14 @@ The meta is InternVL's. Relative paths start at its folder. Only record position
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 from pydantic import Field, PositiveInt, model_validator
 
+from omnibal.base.arrays import rows_of
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model, real_path
@@ -157,85 +158,49 @@ def video_at(path: Path) -> Video:
     return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Places:
-    """Record positions of samples; arrays are [samples]."""
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Annotations:
+    """Samples of all sources in meta-file order, with repeats. Safe to share between processes.
 
+    Only positions of records are held; arrays are [samples].
+    """
+
+    entries: tuple[_Source, ...]
+    """Sources, in meta-file order."""
+    sha256: str
+    """Hash of source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes of
+    shard members, without folders, pixels or `data_augment`."""
+    cache: BlockCache | None
     files: tuple[Path, ...]
     versions: tuple[str, ...]
     """File versions when indexed."""
     keys: tuple[bytes, ...]
-    """Hash per file of everything but settings that its counts depend on."""
+    """Hash per file of records, source settings and media locations."""
+    source: np.ndarray
+    """Index into `sources`, int32."""
     file: np.ndarray
     """Index into `files`, int32."""
     number: np.ndarray
-    """Record number in its file, int64."""
+    """Record number in its file, from 0, int64."""
     start: np.ndarray
     """First byte, int64."""
     size: np.ndarray
     """Bytes, int64."""
 
-    @classmethod
-    def of(cls, indexes: Sequence[RecordIndex], keys: Sequence[bytes]) -> "_Places":
-        lengths = [len(index) for index in indexes]
-        return cls(
-            files=tuple(index.path for index in indexes),
-            versions=tuple(index.version for index in indexes),
-            keys=tuple(keys),
-            file=np.repeat(np.arange(len(indexes), dtype=np.int32), lengths),
-            number=np.concatenate([np.arange(length) for length in lengths]),
-            start=np.concatenate([index.start for index in indexes]),
-            size=np.concatenate([index.size for index in indexes]),
-        )
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Names of the sources."""
+        return tuple(entry.name for entry in self.entries)
 
-    def __len__(self) -> int:
-        return len(self.file)
-
-    def take(self, indices: np.ndarray) -> "_Places":
-        """Select samples and drop unused files."""
-        used, file = np.unique(self.file[indices], return_inverse=True)
-        return _Places(
-            files=tuple(self.files[index] for index in used),
-            versions=tuple(self.versions[index] for index in used),
-            keys=tuple(self.keys[index] for index in used),
-            file=file.astype(np.int32),
-            number=self.number[indices],
-            start=self.start[indices],
-            size=self.size[indices],
-        )
-
-
-class Annotations:
-    """Samples of all sources in meta-file order, with repeats. Safe to share between processes."""
-
-    def __init__(
-        self,
-        sources: Sequence[_Source],
-        source: np.ndarray,
-        places: _Places,
-        sha256: str,
-        cache: BlockCache | None = None,
-    ) -> None:
-        self._sources = sources
-        self._cache = cache
-        self._places = places
-        self.source = source
-        """Index into `sources`, int32."""
-        self.sources = tuple(entry.name for entry in sources)
-        self.sha256 = sha256
-        """Hash of source names, repeats, `max_dynamic_patch`, annotation bytes, and names and sizes
-        of shard members, without folders, pixels or `data_augment`."""
-        self.files = places.files
-        self.keys = places.keys
-        """Hash per file of records, source settings and media locations."""
-        self.file = places.file
-        """Index into `files`, int32."""
-        self.number = places.number
-        """Record number in its file, from 0, int64."""
-        self.roots = tuple(entry.root for entry in sources)
+    @property
+    def roots(self) -> tuple[Path, ...]:
         """Folder of each source's media or shards."""
-        self.augmented = tuple(entry.name for entry in sources if entry.augment)
+        return tuple(entry.root for entry in self.entries)
+
+    @property
+    def augmented(self) -> tuple[str, ...]:
         """Sources with tile augmentation."""
+        return tuple(entry.name for entry in self.entries if entry.augment)
 
     @classmethod
     def open(
@@ -255,6 +220,7 @@ class Annotations:
         indexes: list[RecordIndex] = []
         keys: list[bytes] = []
         chosen: list[np.ndarray] = []
+        of_files: list[int] = []
         for name, entry in entries.items():
             source, found = _open_source(name, entry, meta_path.parent, index or DataIndex(), cache)
             sha256 = _sha256(found, source.in_shards)
@@ -267,6 +233,7 @@ class Annotations:
                     "length"
                 )
             chosen.append(sum(map(len, indexes)) + _repeated(records, entry.repeat_time))
+            of_files += [len(sources)] * len(found)
             sources.append(source)
             indexes += found
             root = real_path(source.root)
@@ -275,19 +242,37 @@ class Annotations:
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]
             digest.update(json.dumps([name, entry.repeat_time, sha256, *limit, *names]).encode())
-        places = _Places.of(indexes, keys).take(np.concatenate(chosen))
-        if not len(places):
+        if not sum(map(len, chosen)):
             raise UserError(f"{meta_path}: leaves no sample; raise a repeat_time or add a source")
-        of_source = np.repeat(np.arange(len(sources), dtype=np.int32), list(map(len, chosen)))
-        return cls(sources, of_source, places, digest.hexdigest(), cache)
+        lengths = [len(index) for index in indexes]
+        indexed = cls(
+            entries=tuple(sources),
+            sha256=digest.hexdigest(),
+            cache=cache,
+            files=tuple(index.path for index in indexes),
+            versions=tuple(index.version for index in indexes),
+            keys=tuple(keys),
+            source=np.repeat(np.array(of_files, np.int32), lengths),
+            file=np.repeat(np.arange(len(indexes), dtype=np.int32), lengths),
+            number=np.concatenate([np.arange(length) for length in lengths]),
+            start=np.concatenate([index.start for index in indexes]),
+            size=np.concatenate([index.size for index in indexes]),
+        )
+        return indexed.take(np.concatenate(chosen))
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self.file)
 
     def take(self, indices: np.ndarray) -> "Annotations":
-        """Samples at `indices`, small enough to send to another process."""
-        places = self._places.take(indices)
-        return Annotations(self._sources, self.source[indices], places, self.sha256, self._cache)
+        """Samples at `indices`, without unused files: small enough to send to another process."""
+        used, file = np.unique(self.file[indices], return_inverse=True)
+        return replace(
+            rows_of(self, indices),
+            files=tuple(self.files[index] for index in used),
+            versions=tuple(self.versions[index] for index in used),
+            keys=tuple(self.keys[index] for index in used),
+            file=file.astype(np.int32),
+        )
 
     def check_unchanged(self) -> None:
         """Raise if a file changed since it was indexed."""
@@ -297,17 +282,17 @@ class Annotations:
             raise StorageError(
                 f"{error.filename}: cannot be read ({error.strerror}); restore the file"
             ) from error
-        for path, then, version in zip(self.files, self._places.versions, now, strict=True):
+        for path, then, version in zip(self.files, self.versions, now, strict=True):
             if then != version:
                 raise changed(path)
 
     def where(self, index: int) -> str:
         """File and record number, the prefix of error messages."""
-        places, unit = self._places, self._sources[self.source[index]].unit
-        return f"{places.files[places.file[index]]}: {unit} {places.number[index] + 1}"
+        unit = self.entries[self.source[index]].unit
+        return f"{self.files[self.file[index]]}: {unit} {self.number[index] + 1}"
 
     def __getitem__(self, index: int) -> Sample:
-        source = self._sources[self.source[index]]
+        source = self.entries[self.source[index]]
         where = self.where(index)
         try:
             content, media, name = self._content(index)
@@ -336,7 +321,7 @@ class Annotations:
 
     def stored(self, index: int) -> StoredRecord:
         """Return a record, unchecked."""
-        in_shard = self._sources[self.source[index]].in_shards
+        in_shard = self.entries[self.source[index]].in_shards
         try:
             content, media, name = self._content(index)
         except OSError as error:
@@ -354,23 +339,21 @@ class Annotations:
 
     def _content(self, index: int) -> tuple[bytes, Media, str]:
         """JSON, media and name of a record."""
-        places, source = self._places, self._sources[self.source[index]]
-        path = places.files[places.file[index]]
-        start, size = int(places.start[index]), int(places.size[index])
+        source, version = self.entries[self.source[index]], self.versions[self.file[index]]
+        path, start, size = self.files[self.file[index]], int(self.start[index]), self.size[index]
         # Checking a local file each time costs too much. Remote versions are cached.
         if isinstance(path, RemotePath):
-            path.check_version(places.versions[places.file[index]])
+            path.check_version(version)
         if source.in_shards:
-            sample = read_shard_sample(path, start, size)
+            sample = read_shard_sample(path, start, int(size))
             return sample.record(), sample, sample.key
-        media, name = _Folder(source.root, self._cache), str(places.number[index] + 1)
+        media, name = _Folder(source.root, self.cache), str(self.number[index] + 1)
         if is_rows(path):
-            version = places.versions[places.file[index]]
             row = read_row(RowPlace(path, version, start), media)
             return row.record(), row, name
         with path.open("rb") as file:
             file.seek(start)
-            return file.read(size), media, name
+            return file.read(int(size)), media, name
 
 
 def read_meta(path: Path) -> dict[str, SourceMeta]:

@@ -21,13 +21,11 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
-from omnibal.data.native_resolution import image_text, repeated_tokens, text_places
+from omnibal.data.native_resolution import repeated_tokens, text_places
 from omnibal.data.own_template import (
-    WrittenConversation,
     encode_conversation,
     encode_own_prompt,
     own_template,
-    write_conversation,
 )
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.shown import seen_videos
@@ -194,41 +192,8 @@ def _pieces(model: ModelConfig) -> tuple[str, ...]:
     return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class WrittenSample:
-    sample: Sample
-    messages: tuple[str, ...]
-    """Empty for the tokenizer's own template."""
-    answers: tuple[int, ...]
-    """Indices of messages with loss."""
-    by_own: WrittenConversation | None
-    """Conversation by the tokenizer's own template."""
-
-
-def write_sample(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> WrittenSample:
-    if _is_own(model):
-        _check_recordings(sample, model, own=True)
-        template = own_template(tokenizer, model.images)
-        written = write_conversation(sample, model.system_message, template)
-        return WrittenSample(sample, (), (), written)
-    messages = _messages(sample, model, chatting=False)
-    answers = _answers(sample, messages, _TEMPLATES[model.chat_template])
-    return WrittenSample(sample, tuple(messages), tuple(answers), None)
-
-
 def encode_sample(
     sample: Sample,
-    tiles_per_image: Sequence[int],
-    model: ModelConfig,
-    tokenizer: Tokenizer,
-    clips_per_recording: Sequence[int] = (),
-) -> EncodedSample:
-    written = write_sample(sample, model, tokenizer)
-    return encode_written(written, tiles_per_image, model, tokenizer, clips_per_recording)
-
-
-def encode_written(
-    written: WrittenSample,
     tiles_per_image: Sequence[int],
     model: ModelConfig,
     tokenizer: Tokenizer,
@@ -238,7 +203,6 @@ def encode_written(
 
     At native resolution, `tiles_per_image` holds tokens per image or video segment, minimum 1.
     """
-    sample = written.sample
     given = (len(tiles_per_image), len(clips_per_recording))
     needed = (image_places(sample, model), len(sample.recordings))
     if given != needed:
@@ -246,18 +210,19 @@ def encode_written(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
             f"were given for {needed[0]} and {needed[1]}"
         )
-    if written.by_own is not None:
+    if _is_own(model):
+        _check_recordings(sample, model, own=True)
         places = _tokens_per_image(tiles_per_image, model)
         own = own_template(tokenizer, model.images)
-        encoded = encode_conversation(written.by_own, sample, places, own)
+        encoded = encode_conversation(sample, places, model.system_message, own)
         return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
     template = _TEMPLATES[model.chat_template]
-    token_ids, loss_mask = _encode_messages(written, template, tokenizer)
+    token_ids, loss_mask = _encode_messages(sample, model, template, tokenizer)
     if template.never_learned is not None:
         unlearned = tokenizer.id_of(template.never_learned)
         loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
     before, contexts = _item_tokens(
-        token_ids, tiles_per_image, clips_per_recording, model, tokenizer, written.sample
+        token_ids, tiles_per_image, clips_per_recording, model, tokenizer, sample
     )
     token_ids = np.insert(token_ids, before, contexts)
     loss_mask = np.insert(loss_mask, before, False)
@@ -327,7 +292,7 @@ def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -
     texts = iter([video.text(rule) for video in seen_videos(sample, rule)])
     if sample.videos:
         questions = [re.sub(VIDEO, lambda mark: next(texts), question) for question in questions]
-    return [question.replace(IMAGE, image_text(rule)) for question in questions]
+    return [question.replace(IMAGE, rule.image_text.text) for question in questions]
 
 
 def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
@@ -451,22 +416,20 @@ def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
 
 
 def _encode_messages(
-    written: WrittenSample, template: _Template, tokenizer: Tokenizer
+    sample: Sample, model: ModelConfig, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and loss mask of the messages."""
-    apart = template.message_by_message
-    encoded = list(
-        map(tokenizer.encode, written.messages if apart else ["".join(written.messages)])
-    )
+    messages, apart = _messages(sample, model, chatting=False), template.message_by_message
+    encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
     ends = np.flatnonzero(token_ids == tokenizer.required(template.end))
-    if len(ends) != len(written.messages):
-        raise _control_tokens(written.sample)
+    if len(ends) != len(messages):
+        raise _control_tokens(sample)
     stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
     header = _header_tokens(template, tokenizer)
     loss_mask = np.zeros(len(token_ids), bool)
-    for answer in written.answers:
-        has_line_end = not written.messages[answer].endswith(template.end)
+    for answer in _answers(sample, messages, template):
+        has_line_end = not messages[answer].endswith(template.end)
         before = stops[answer - 1] if answer else 0
         loss_mask[before + header : stops[answer] - has_line_end] = True
     return token_ids, loss_mask

@@ -218,12 +218,6 @@ def sampled_frames(
     return steps.astype(int).tolist()
 
 
-def image_text(rule: ImageRule) -> str:
-    """Text of an image, with its token to repeat once."""
-    text = rule.image_text
-    return text.before + text.each + text.after
-
-
 def video_text(
     frames: Sequence[int], rule: ImageRule, frames_per_second: float | None = None
 ) -> str:
@@ -237,8 +231,8 @@ def video_text(
     """
     video, together = rule.video, rule.frames_per_patch
     if video is None:
-        return image_text(rule) * len(frames)
-    of_patch = video.text.before + video.text.each + video.text.after
+        return rule.image_text.text * len(frames)
+    of_patch = video.text.text
     if video.times == "none":
         return video.around[0] + of_patch + video.around[1]
     rate = frames_per_second or video.frames_per_second

@@ -19,7 +19,7 @@ from omnibal.data.jinja_chat import BEGIN, END, compiled_template, render_chat
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
 from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import Tokenizer
-from omnibal.model.encoders import ImageRule
+from omnibal.model.encoders import ImageRule, ImageText
 
 _STAND_IN = "\U000f0002"  # private-use character, like the marks
 _ITEM = re.compile(f"({IMAGE}|{VIDEO})")
@@ -28,40 +28,18 @@ _REASONED = "</think>"
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 
 
-@dataclass(frozen=True, slots=True)
-class ItemPieces:
-    """How a model family writes an image."""
-
-    written: str
-    """Piece written by the template."""
-    repeated: str
-    """Piece repeated per image token."""
-    before: str = ""
-    """Text before the repeated piece."""
-    after: str = ""
-
-    @property
-    def text(self) -> str:
-        """Text of an image, with the repeated piece once."""
-        return f"{self.before}{self.repeated}{self.after}"
-
-
-_FAMILIES = (
-    ItemPieces("<|image_pad|>", "<|image_pad|>"),  # Qwen2-VL to Qwen3.5, LLaVA-OneVision-1.5
-    ItemPieces("<|image|>", "<|image|>"),  # GLM-4.5V
-    ItemPieces("<|media_pad|>", "<|media_pad|>"),  # Kimi-VL, Kimi K2.5
-    ItemPieces("<IMG_CONTEXT>", "<IMG_CONTEXT>", "<img>", "</img>"),  # InternVL in Transformers
-    ItemPieces(
-        "<start_of_image>", "<image_soft_token>", "\n\n<start_of_image>", "<end_of_image>\n\n"
-    ),  # Gemma 3
-)
-
-
-@dataclass(frozen=True, slots=True)
-class WrittenConversation:
-    text: str
-    learned: tuple[tuple[int, int], ...]
-    """Character ranges with loss, as (start, end)."""
+_IMAGE_TEXTS: dict[str, ImageText] = {
+    "<|image_pad|>": ImageText(before="", after=""),  # Qwen2-VL to Qwen3.5, LLaVA-OneVision-1.5
+    "<|image|>": ImageText(before="", each="<|image|>", after=""),  # GLM-4.5V
+    "<|media_pad|>": ImageText(before="", each="<|media_pad|>", after=""),  # Kimi-VL, Kimi K2.5
+    # InternVL in Transformers.
+    "<IMG_CONTEXT>": ImageText(before="<img>", each="<IMG_CONTEXT>", after="</img>"),
+    # Gemma 3.
+    "<start_of_image>": ImageText(
+        before="\n\n<start_of_image>", each="<image_soft_token>", after="<end_of_image>\n\n"
+    ),
+}
+"""Text of an image, by the piece that a model family's template writes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,8 +50,8 @@ class OwnTemplate:
     text: str
     rule: ImageRule | None
     """Native-resolution rule of the model, if any."""
-    images: ItemPieces | None
-    """How an image is written, None if the template writes no known piece."""
+    image: str | None
+    """Piece that the template writes for an image, of `_IMAGE_TEXTS`, or None."""
     video: str | None
     """Text for a video, replaced by its frames' text."""
     answer_end: str | None
@@ -84,7 +62,7 @@ class OwnTemplate:
     @property
     def repeated(self) -> tuple[str, ...]:
         """Pieces repeated per image or video token."""
-        shown = [] if self.images is None else [self.images.repeated]
+        shown = [] if self.image is None else [_IMAGE_TEXTS[self.image].each]
         if self.rule is not None and self.rule.video is not None:
             shown.append(self.rule.video.text.each)
         return tuple(dict.fromkeys(shown))
@@ -92,7 +70,7 @@ class OwnTemplate:
     @property
     def control_pieces(self) -> tuple[str, ...]:
         """Pieces reserved for the template."""
-        shown = () if self.images is None else (self.images.written, self.images.repeated)
+        shown = () if self.image is None else (self.image, _IMAGE_TEXTS[self.image].each)
         special = [piece for piece in self.tokenizer.special_pieces if piece in self.text]
         return tuple(dict.fromkeys((*special, *shown)))
 
@@ -112,14 +90,14 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
         said = [_message("user", "a"), _message("assistant", answer)]
         return _rendered(tokenizer, said, "its chat template")
 
-    images = next((pieces for pieces in _FAMILIES if pieces.written in text), None)
+    image = next((piece for piece in _IMAGE_TEXTS if piece in text), None)
     behind = answered(_STAND_IN).partition(_STAND_IN)[2]
-    has_videos = images is not None and rule is not None and rule.video is not None
+    has_videos = image is not None and rule is not None and rule.video is not None
     return OwnTemplate(
         tokenizer=tokenizer,
         text=text,
         rule=rule,
-        images=images,
+        image=image,
         video=_written_video(tokenizer) if has_videos else None,
         answer_end=_opening_piece(behind, tokenizer),
         strips_answers=f" {_STAND_IN} " not in answered(f" {_STAND_IN} "),
@@ -139,19 +117,23 @@ def _written_video(tokenizer: Tokenizer) -> str | None:
 
 
 def encode_conversation(
-    written: WrittenConversation,
     sample: Sample,
     tokens_per_place: Sequence[int],
+    system: str | None,
     template: OwnTemplate,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids, int64 [tokens], and loss mask, bool.
 
     A token is learned if its first character is. Places are images and a video's placeholders.
+
+    Args:
+        system: system message by default.
     """
-    ids, starts = template.tokenizer.encode_with_places(written.text)
+    text, spans = _write_conversation(sample, system, template)
+    ids, starts = template.tokenizer.encode_with_places(text)
     first = np.array(starts, np.int64)
     learned = np.zeros(len(ids), bool)
-    for begin, end in written.learned:
+    for begin, end in spans:
         learned |= (begin <= first) & (first < end)
     counts = _counts(ids, tokens_per_place, template, sample)
     return np.repeat(np.array(ids, np.int64), counts), np.repeat(learned, counts)
@@ -180,7 +162,7 @@ def _counts(
     counts = np.ones(len(ids), np.int64)
     path = template.tokenizer.path
     if not template.repeated and len(tokens_per_place):
-        known = ", ".join(family.written for family in _FAMILIES)
+        known = ", ".join(_IMAGE_TEXTS)
         raise UserError(
             f"{sample.where}: has images, and the chat template of {path} writes none of the "
             f"pieces that stand for one ({known}); choose a model that takes images, or its own "
@@ -198,16 +180,16 @@ def _counts(
     return counts
 
 
-def write_conversation(
+def _write_conversation(
     sample: Sample, system: str | None, template: OwnTemplate
-) -> WrittenConversation:
-    """Write a conversation, with default system message `system`, and find its learned spans."""
+) -> tuple[str, list[tuple[int, int]]]:
+    """Write a conversation, and find the first and last character of what is learned."""
     conversation = _conversation(sample, system, template)
     messages, learned = conversation.messages, conversation.learned
     marked = conversation.rendered(messages)
     text = _unmarked(marked)
     if not _GENERATION.search(template.text):
-        return WrittenConversation(text, tuple(conversation.span(k, text) for k in learned))
+        return text, [conversation.span(k, text) for k in learned]
     spans = _marked_spans(marked)
     places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
     if len(spans) != len(places):
@@ -215,8 +197,7 @@ def write_conversation(
             f"{sample.where}: the chat template of {template.tokenizer.path} marks {len(spans)} "
             f"answers of {len(places)} with {{% generation %}}; mend the template"
         )
-    kept = [span for span, place in zip(spans, places, strict=True) if place in learned]
-    return WrittenConversation(text, tuple(kept))
+    return text, [span for span, place in zip(spans, places, strict=True) if place in learned]
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,8 +221,8 @@ class _Conversation:
             first, *behind = text.split(self.template.video)
             pairs = zip(self.videos, behind, strict=False)
             text = first + "".join(video + rest for video, rest in pairs)
-        images = self.template.images
-        return text if images is None else text.replace(images.written, images.text)
+        image = self.template.image
+        return text if image is None else text.replace(image, _IMAGE_TEXTS[image].text)
 
     def span(self, place: int, text: str) -> tuple[int, int]:
         """Span of an answer with its closing piece, for templates without generation marks."""

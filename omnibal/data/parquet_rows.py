@@ -29,7 +29,6 @@ _INSIDE: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
     "audio": (AudioFile, ("audio", "audios")),
 }
 """File types and columns with stored bytes, by medium."""
-_CHUNK_BYTES = 1 << 24
 _GROUPS = 2  # cached row groups: ordered reads cross from a group to the next
 _FILES = 256  # with cached row-group offsets
 
@@ -131,10 +130,8 @@ def index_rows(path: Path) -> RecordIndex:
         raise _broken(path, error) from error
     if not rows:
         raise UserError(f"{path}: has no row; it must hold at least one sample")
-    digest = hashlib.sha256()
     with path.open("rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            digest.update(chunk)
+        digest = hashlib.file_digest(file, "sha256")
     ones = np.ones(rows, np.int64)
     return RecordIndex(path, version, np.arange(rows), ones, digest.digest())
 

@@ -20,12 +20,10 @@ from omnibal.base.files import atomic
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
-    WrittenSample,
     check_tokenizer,
-    encode_written,
+    encode_sample,
     image_places,
     text_sha256,
-    write_sample,
 )
 from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import (
@@ -200,10 +198,7 @@ class _Scanner:
         mistakes: dict[int, str] = {}
         places = {place: place for place in range(len(given))}
         read = _each(lambda place: self._read(samples, place), places, mistakes)
-        texts = _each(
-            lambda sample: write_sample(sample, self.model, self.tokenizer), read, mistakes
-        )
-        counted = _each(self._text_tokens, texts, mistakes)
+        counted = _each(self._text_tokens, read, mistakes)
         counts = _each(lambda text: self._counts(*text), counted, mistakes)
         indices = given.tolist()
         bad = [
@@ -219,14 +214,13 @@ class _Scanner:
         sample = samples[place]
         return sample.shown(self.model.tiling) if self.rule is None else sample
 
-    def _text_tokens(self, written: WrittenSample) -> tuple[Sample, int, int]:
+    def _text_tokens(self, sample: Sample) -> tuple[Sample, int, int]:
         """Sample with its text tokens (without items) and loss tokens."""
-        sample = written.sample
         places = image_places(sample, self.model)
         # Placeholder tokens: 1 per native-resolution image, none per tiled image.
         standing = [1 if self.rule else 0] * places
         silent = [0] * len(sample.recordings)
-        text = encode_written(written, standing, self.model, self.tokenizer, silent)
+        text = encode_sample(sample, standing, self.model, self.tokenizer, silent)
         loss_tokens = np.count_nonzero(text.loss_mask)
         return sample, len(text.token_ids) - sum(standing), int(loss_tokens)
 

@@ -14,10 +14,9 @@ import re
 import tarfile
 import tempfile
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO, TypeVar
 
@@ -58,10 +57,6 @@ _META = re.compile(r"__[^/]*__($|/)")
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 
 File = TypeVar("File", bound=StoredFile)
-Groups = Callable[[Iterator[dict[str, Any]]], Iterator[dict[str, Any]]]
-"""webdataset's `group_by_keys`."""
-Found = Callable[[BinaryIO, Path], Iterator[tuple[str, list[Member]]]]
-"""Lists key and members of each sample of a shard."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +205,6 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
 
 def index_shard(shard: Shard) -> RecordIndex:
     """Index a shard, with a SHA-256 per sample of its record and other members' names and sizes."""
-    found = _finder(shard)
     start, size, digests = array("q"), array("q"), bytearray()
     path, keys = shard.path, set[str]()
     try:
@@ -218,7 +212,7 @@ def index_shard(shard: Shard) -> RecordIndex:
             raise UserError(f"{path}: no such shard; correct the path in the meta, or fetch it")
         version = version_of(path)
         with path.open("rb") as file:
-            for key, members in found(file, path):
+            for key, members in _samples(shard, file):
                 if key in keys:
                     raise tarfile.ReadError(f"files of {key} stand apart")
                 keys.add(key)
@@ -249,14 +243,21 @@ def index_shard(shard: Shard) -> RecordIndex:
     )
 
 
-def _finder(shard: Shard) -> Found:
+def _samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[Member]]]:
+    """Key and members of each sample, by Energon's index or grouped by webdataset."""
     if shard.listed is not None:
-        return partial(_listed, listed=shard.listed.of(shard.path))
+        yield from _listed(file, shard.path, *shard.listed.of(shard.path))
+        return
     try:
         from webdataset.tariterators import group_by_keys
     except ImportError as error:
         raise _missing("webdataset", error) from error
-    return partial(_grouped, groups=group_by_keys)
+    files = (
+        {"fname": member.name, "data": member, "__url__": str(shard.path)}
+        for member in _all_members(file)
+    )
+    for sample in group_by_keys(files):
+        yield sample["__key__"], [part for part in sample.values() if isinstance(part, Member)]
 
 
 def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
@@ -276,24 +277,13 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
     return ShardSample(shard, members)
 
 
-def _grouped(file: BinaryIO, path: Path, groups: Groups) -> Iterator[tuple[str, list[Member]]]:
-    """Key and members of each sample, grouped by webdataset."""
-    files = (
-        {"fname": member.name, "data": member, "__url__": str(path)}
-        for member in _all_members(file)
-    )
-    for sample in groups(files):
-        yield sample["__key__"], [part for part in sample.values() if isinstance(part, Member)]
-
-
 def _listed(
-    file: BinaryIO, path: Path, listed: tuple[Samples, int]
+    file: BinaryIO, path: Path, samples: Samples, end: int
 ) -> Iterator[tuple[str, list[Member]]]:
     """Key and members of each sample from Energon's index.
 
     First and last sample, all record headers and the end of the shard are checked.
     """
-    samples, end = listed
     for number, (key, members) in enumerate(samples):
         if number in (0, len(samples) - 1):
             _compare(path, members)

@@ -198,6 +198,11 @@ class ImageText(Frozen):
     each: str = Field(default="<|image_pad|>", min_length=1, description="of every token")
     after: str = "<|vision_end|>"
 
+    @property
+    def text(self) -> str:
+        """Text with the token to repeat once."""
+        return self.before + self.each + self.after
+
 
 class VideoConfig(Frozen):
     """Video sampling: frames, their size, and the text between them."""

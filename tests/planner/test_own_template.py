@@ -304,7 +304,7 @@ def test_pieces_and_ends(folders):
     assert expected_answer(" a ", MODEL, open_tokenizer(folders["trimmed"])) == "a"
     tokenizer = open_tokenizer(folders["chatml"])
     assert expected_answer(" a ", MODEL, tokenizer) == " a "
-    assert own_template(open_tokenizer(folders["marked"]), None).images is None
+    assert own_template(open_tokenizer(folders["marked"]), None).image is None
     for text in ("<|im_end|>", "<|image_pad|>", "\U000f0000"):
         with pytest.raises(UserError, match=r"line 1: has .* in its text, which only the chat"):
             encode_sample(sample_of(("q", f"a{text}")), [], MODEL, tokenizer)
