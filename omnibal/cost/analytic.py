@@ -134,7 +134,12 @@ def analytic_cost(
     send = message_line(cluster, parallel.world_size, precision)
     counted = list(_counted(model, device, frozen, adapters))
     if engine:
-        counted = [_with_transformer_engine(one) if one.is_language else one for one in counted]
+        counted = [
+            replace(one, counts=replace(one.counts, working=without_gradients(one.counts.working)))
+            if one.is_language
+            else one
+            for one in counted
+        ]
     units = {one.kind.name: _unit_cost(device, one) for one in counted}
     trained = {one.kind.name: one.counts for one in counted if one.trained and one.is_language}
     has_copy = model.language.tied_head or model.language.prediction_layers > 0
@@ -164,11 +169,6 @@ def analytic_cost(
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
     )
-
-
-def _with_transformer_engine(one: _Counted) -> _Counted:
-    counts = replace(one.counts, working=without_gradients(one.counts.working))
-    return replace(one, counts=counts)
 
 
 def _parameter_rates(
@@ -560,7 +560,9 @@ def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarra
 
 def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
     """Time of one pass of a product, [features]. A grouped product is one kernel."""
-    rows, sizes = _computed_rows(counted), (counted.inner, counted.outer)
+    rows, sizes = counted.rows, (counted.inner, counted.outer)
+    if counted.groups > 1:  # padded to full tiles
+        rows = rows + _fixed(counted.groups * _TILE_ROWS / 2, rows)
     # FP8 speeds up all shapes by the ratio of peak rates to bf16.
     faster = device.fp8_flops_per_ms / device.flops_per_ms if counted.is_fp8 else 1.0
     if counted.is_fp32:
@@ -572,12 +574,6 @@ def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
     else:
         return rows * 2 * (counted.inner * counted.outer) / (device.flops_per_ms * faster)
     return (rows * line.each_ms + _fixed(line.fixed_ms, rows)) / faster
-
-
-def _computed_rows(product: Product) -> np.ndarray:
-    """Rows a kernel computes, [features]: grouped products are padded to full tiles."""
-    is_grouped = product.groups > 1
-    return product.rows + _fixed(is_grouped * product.groups * _TILE_ROWS / 2, product.rows)
 
 
 def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarray:

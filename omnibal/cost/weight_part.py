@@ -65,22 +65,12 @@ def _sides(
     """Held bytes of a product's input and output gradient, and gathered bytes, [features] each."""
     rows = product.rows * device.element_bytes
     of_input, of_output = rows * product.inner, rows * product.outer
-    if not _has_divided_side(device, kind, counts, product):
+    width = float(counts.boundary_bytes.max()) / device.element_bytes / device.whole  # hidden
+    is_divided = device.whole < 1 and kind.tower == LANGUAGE and kind.name != HEAD
+    is_whole = product.groups == 1 and product.rows.max() >= 1
+    if not (is_divided and is_whole and width in (product.inner, product.outer)):
         return of_input, of_output, 0 * rows
-    gathered = (1 - device.whole) * rows * _width(device, counts)
-    if product.inner == _width(device, counts):
+    gathered = (1 - device.whole) * rows * width
+    if product.inner == width:
         return of_input - gathered, of_output, gathered
     return of_input, of_output - gathered, gathered
-
-
-def _width(device: Device, counts: Counts) -> float:
-    """Hidden width of the unit."""
-    return float(counts.boundary_bytes.max()) / device.element_bytes / device.whole
-
-
-def _has_divided_side(device: Device, kind: UnitKind, counts: Counts, product: Product) -> bool:
-    """Whether the product's input or output is sharded between blocks."""
-    if device.whole == 1 or kind.tower != LANGUAGE or kind.name == HEAD:
-        return False
-    is_whole = product.groups == 1 and product.rows.max() >= 1
-    return is_whole and _width(device, counts) in (product.inner, product.outer)

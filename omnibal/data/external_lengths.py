@@ -36,19 +36,15 @@ def cached_folder(path: Path) -> Path | None:
     return next((at for at in (path, path / "train") if (at / _STATE).is_file()), None)
 
 
-def _folder(path: Path) -> Path:
-    return path if (path / _STATE).is_file() else path / "train"  # as `is_counted` said
-
-
 def counted_files(path: Path) -> list[Path]:
     """Files that `counted_lengths` reads, except images."""
-    folder = _folder(path)
+    folder = cached_folder(path) or path
     return [folder / _STATE, *_arrow_files(folder)]
 
 
 def counted_tokens(path: Path) -> np.ndarray:
     """Tokens of every row, int64 [rows]; rows with several segments have a list."""
-    folder, found = _folder(path), list[int]()
+    folder, found = cached_folder(path) or path, list[int]()
     for batch in _batches(folder):
         name = next((each for each in ("lengths", "length") if each in batch.schema.names), None)
         if name is None:
@@ -66,7 +62,7 @@ def counted_lengths(
 ) -> Lengths:
     """Lengths of a cached dataset, a row per sample, in order."""
     items, shown = np.zeros(len(tokens), np.int32), list[list[Segments]]()
-    for number, images in enumerate(_cached_images(_folder(path))):
+    for number, images in enumerate(_cached_images(cached_folder(path) or path)):
         where = f"{path}: row {number}"
         items[number], found = _counts(images, where, int(tokens[number]), model)
         shown.append(found)

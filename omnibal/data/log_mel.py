@@ -35,16 +35,12 @@ def log_mel(wave_S: np.ndarray, mel_bins: int) -> np.ndarray:
 def mel_filters(mel_bins: int) -> np.ndarray:
     """Equal-area triangular filters from 0 to 8 kHz, float64 [B, Q]."""
     frequencies_Q = np.fft.rfftfreq(_WINDOW, 1 / RATE_HZ)
-    corners = _hz(np.linspace(0, _mels(RATE_HZ / 2), mel_bins + 2))
+    most_mels = _LINEAR_HZ / _HZ_PER_MEL + np.log(RATE_HZ / 2 / _LINEAR_HZ) * _MELS_PER_NATURAL
+    corners = _hz(np.linspace(0, most_mels, mel_bins + 2))
     low, middle, high = (corners[k : mel_bins + k, None] for k in range(3))
     rising_BQ = (frequencies_Q - low) / (middle - low)
     falling_BQ = (high - frequencies_Q) / (high - middle)
     return np.maximum(0, np.minimum(rising_BQ, falling_BQ)) * 2 / (high - low)
-
-
-def _mels(hz: float) -> float:
-    above = np.log(max(hz, _LINEAR_HZ) / _LINEAR_HZ) * _MELS_PER_NATURAL
-    return min(hz, _LINEAR_HZ) / _HZ_PER_MEL + above
 
 
 def _hz(mels: np.ndarray) -> np.ndarray:

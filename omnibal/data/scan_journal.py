@@ -49,7 +49,7 @@ _TITLE = b"omnibal scan journal "
 _FORM = b"6 "
 """Record format version; other formats are discarded."""
 _NAMED = "a journal of `omnibal lengths`, which keeps there what it has finished"
-_SUMS = (*_SQUARES, *_COUNTS)
+_SUMS = [*_SQUARES, *_COUNTS]
 _STORED = np.dtype([("file", "<i4"), ("number", "<i8"), *COUNTED.descr[1:]])
 """Stored sample: file index in the record, number in the file, counts."""
 _NUMBERS = struct.Struct("<III")
@@ -130,8 +130,7 @@ def _read(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> C
     kept = np.flatnonzero(file >= 0)
     read = np.empty(len(kept), COUNTED)
     read["index"] = _places(data, file[kept], rows["number"][kept])
-    for name in _SUMS:
-        read[name] = rows[name][kept]
+    read[_SUMS] = rows[_SUMS][kept]
     return Counted(rows=read, image_sizes=sizes.take(kept))
 
 
@@ -159,8 +158,7 @@ def _written(samples: Counted, data: Annotations) -> bytes:
     files, file = np.unique(data.file[rows["index"]], return_inverse=True)
     stored = np.empty(len(rows), _STORED)
     stored["file"], stored["number"] = file, data.number[rows["index"]]
-    for name in _SUMS:
-        stored[name] = rows[name]
+    stored[_SUMS] = rows[_SUMS]
     return b"".join(
         (
             _NUMBERS.pack(len(files), len(rows), len(sizes.images)),

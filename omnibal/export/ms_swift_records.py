@@ -47,7 +47,7 @@ def _write_row(
 ) -> None:
     """Write a row, and record the offset where optional keys first occur."""
     stored = annotations.stored(sample)
-    row = _plain_row(stored)
+    row = _plain_row(stored, of_tiles=of_tiles)
     if row is None:
         row = row_of(annotations[sample], of_tiles=of_tiles)
         line = json.dumps(row, ensure_ascii=False).encode()
@@ -60,7 +60,7 @@ def _write_row(
     file.write(line + b"\n")
 
 
-def _plain_row(stored: StoredRecord) -> Row | None:
+def _plain_row(stored: StoredRecord, *, of_tiles: bool) -> Row | None:
     """Return a record that is already a valid row, or None if it must be rewritten."""
     try:
         record = json.loads(stored.content)
@@ -74,6 +74,8 @@ def _plain_row(stored: StoredRecord) -> Row | None:
     messages, images = record["messages"], record.get("images", [])
     if not isinstance(messages, list) or not all(map(_is_plain_message, messages)):
         return None
+    if of_tiles and any(f"{IMAGE}\n" in message["content"] for message in messages):
+        return None  # its line break is to be dropped
     roles = [message["role"] for message in messages]
     turns = roles[roles[:1] == ["system"] :]
     if not turns or turns != ["user", "assistant"] * (len(turns) // 2):

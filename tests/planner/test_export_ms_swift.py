@@ -159,6 +159,10 @@ def test_images_of_internvl_have_one_line_break_behind_them(tmp_path):
     for of_tiles, question in ((False, "<image>\nWhat?"), (True, "<image>What?")):
         row = row_of(annotations[0], of_tiles=of_tiles)
         assert row["messages"][0]["content"] == question
+    plain = said(("user", "<image>\nWhat?"), ("assistant", "A"), images=["/x/d.jpg"])
+    source = annotations_of(tmp_path / "plain.jsonl", [plain])
+    write_rows(source, np.zeros(1, int), tmp_path / "rows.jsonl", of_tiles=True)
+    assert '"<image>What?"' in (tmp_path / "rows.jsonl").read_text()
     with pytest.raises(UserError, match="is about a video given as frames"):
         row_of(annotations[5], of_tiles=True)
     source, late = tmp_path / "data.jsonl", np.arange(181)
