@@ -5,7 +5,7 @@ from pathlib import Path
 from toy import OPTIONS
 
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.tokenizer import open_tokenizer
@@ -25,5 +25,7 @@ def reader_of(folder: Path) -> SampleReader:
 
 def pipeline_answers(links, plan, folder):
     trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=1)
-    options = EvaluationOptions(samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS)
-    return evaluate(trainer, CAPS, reader_of(folder), 0, options, lambda done, total: None)
+    return evaluate(
+        trainer, CAPS, reader_of(folder), 0, lambda done, total: None,
+        samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS,
+    )  # fmt: skip

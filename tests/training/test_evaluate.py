@@ -15,7 +15,7 @@ from ranks import run_ranks
 from toy import OPTIONS, stages_of, toy_plan
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import EvaluationOptions, _Media, _micro_batch, _questions
+from megatron.vlm.step.evaluate import Media, _questions, micro_batch
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_prompt
@@ -136,13 +136,10 @@ def test_the_images_word_in_an_answer_stands_for_no_image(digits):
     """Prevents: an end, or images in wrong places, once a model answers with the word that stands
     for an image's tokens."""
     reader = reader_of(digits)
-    questions = [
-        next(_questions(reader, EvaluationOptions(samples=SAMPLES, max_new_tokens=3)))
-        for _ in range(2)
-    ]
-    before = _micro_batch(questions, _Media(), reader).image_positions_M.tolist()
+    questions = [next(_questions(reader, SAMPLES, 3)) for _ in range(2)]
+    before = micro_batch(questions, Media(), reader).image_positions_M.tolist()
     first = len(questions[0].prompt.token_ids)
     for question in questions:
         question.answer_ids.append(reader.tokenizer.image_context)
-    after = _micro_batch(questions, _Media(), reader).image_positions_M.tolist()
+    after = micro_batch(questions, Media(), reader).image_positions_M.tolist()
     assert before and after == [place + (place >= first) for place in before]

@@ -23,7 +23,7 @@ from PIL import Image
 from toy import stages_of
 
 from megatron.vlm.inputs.batch import MicroBatch
-from megatron.vlm.step.evaluate import EvaluationOptions, _Media, _micro_batch, _questions, _shape
+from megatron.vlm.step.evaluate import Media, _questions, _shape, micro_batch
 from omnibal.base.errors import UserError
 from omnibal.data.video_files import read_video_header
 
@@ -175,17 +175,16 @@ def test_answers_go_on_from_the_largest_position(data):
     """Prevents: an answer at positions of which its image's rows and columns are, and questions
     that show images of later turns. By hand, as Transformers' `rope_deltas` has it."""
     reader = data.reader
-    options = EvaluationOptions(samples=6, max_new_tokens=3)
-    questions = list(_questions(reader, options))
-    media = _Media(
+    questions = list(_questions(reader, 6, 3))
+    media = Media(
         patches={q.sample: reader.patches(q.sample, reader.shown(q.sample)) for q in questions}
     )
-    before = _micro_batch(questions, media, reader)
+    before = micro_batch(questions, media, reader)
     lengths = [question.tokens for question in questions]
     for question in questions:
         # A model may answer with the word for an image's tokens.
         question.answer_ids.extend([reader.tokenizer.required("<|image_pad|>"), 5])
-    after = _micro_batch(questions, media, reader)
+    after = micro_batch(questions, media, reader)
     assert after.shape == _shape(questions)
     assert torch.equal(after.patches_YX, before.patches_YX)
     assert len(after.image_positions_M) == after.image_tokens

@@ -39,7 +39,7 @@ from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
-from megatron.vlm.step.evaluate import EvaluationOptions, evaluate
+from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
 from megatron.vlm.step.validation import Validation
@@ -604,8 +604,9 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
             _caps_of_questions(run),
             run.reader(run.heldout_data),
             step,
-            EvaluationOptions(samples=given.eval_samples, max_new_tokens=given.max_new_tokens),
             lambda done, total: progress.update(task, completed=done, total=total),
+            samples=given.eval_samples,
+            max_new_tokens=given.max_new_tokens,
         )
     if run.launch.rank == 0:
         _make_directory(run.arguments.save)

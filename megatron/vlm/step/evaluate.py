@@ -7,7 +7,7 @@ Shapes: A answers wanted in a micro-batch.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice, repeat, takewhile
 
@@ -26,12 +26,15 @@ from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy
 from omnibal.model.limits import Caps
+from omnibal.pipeline.stage import Stage
 
 _KIND_OF_PLAIN_DATA = "all"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Question:
+class Question:
+    """A turn of a sample, with the answer so far."""
+
     sample: Sample
     turn: int
     prompt: Prompt
@@ -43,12 +46,15 @@ class _Question:
     def tokens(self) -> int:
         return len(self.prompt.token_ids) + len(self.answer_ids)
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EvaluationOptions:
-    samples: int
-    """Number of samples, evenly spaced over the held-out data."""
-    max_new_tokens: int
+    @classmethod
+    def of(
+        cls, reader: SampleReader, sample: Sample, turn: int, room: int, *, chatting: bool = False
+    ) -> "Question":
+        """Encode a turn's question; `room` and `chatting` as in `SampleReader.prompt`."""
+        prompt = reader.prompt(sample, turn, room, chatting)
+        cells = shown_cells(prompt.shown, reader.model.images)
+        items = {"tiles": prompt.tiles, "clips": prompt.clips, "image_tokens": cells}
+        return cls(sample=sample, turn=turn, prompt=prompt, items=items)
 
 
 def evaluate(
@@ -56,25 +62,29 @@ def evaluate(
     caps: Caps,
     reader: SampleReader,
     step: int,
-    options: EvaluationOptions,
     on_progress: Callable[[int, int], None],
+    *,
+    samples: int,
+    max_new_tokens: int,
 ) -> Evaluation:
     """Ask all questions and compare answers within `caps`; collective, with equal results on all
     ranks.
 
-    `on_progress` receives (answered, total) questions of this rank.
+    Args:
+        on_progress: receives (answered, total) questions of this rank.
+        samples: number of samples, evenly spaced over the held-out data.
     """
     data_ranks = trainer.plan.parallel.data
-    questions = list(_questions(reader, options))
+    questions = list(_questions(reader, samples, max_new_tokens))
     own = questions[parallel_state.get_data_parallel_rank() :: data_ranks]
-    waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=options.max_new_tokens)
+    waves = _waves(own, caps, micro_batches=2 * trainer.links.size, room=max_new_tokens)
     answered = 0
     with trainer.evaluating():
         # A rank without questions runs empty waves until all lockstep ranks are done.
         for wave in chain(waves, repeat([])):
             if not trainer.most_in_lockstep(len(wave)):
                 break
-            _answer(trainer, reader, wave, options.max_new_tokens)
+            _answer(trainer, reader, wave, max_new_tokens)
             answered += sum(map(len, wave))
             on_progress(answered, len(own))
     shares: list[list[EvaluatedAnswer]] = [[] for _ in range(data_ranks)]
@@ -83,23 +93,20 @@ def evaluate(
     return _scored([answer for share in shares for answer in share], step)
 
 
-def _questions(reader: SampleReader, options: EvaluationOptions) -> Iterator[_Question]:
+def _questions(reader: SampleReader, samples: int, max_new_tokens: int) -> Iterator[Question]:
     total = len(reader.annotations)
-    for index in np.linspace(0, total - 1, min(options.samples, total)).round().astype(int):
+    for index in np.linspace(0, total - 1, min(samples, total)).round().astype(int):
         sample = reader.shown_sample(reader.annotations[int(index)])
         for turn in range(len(sample.turns)):
-            prompt = reader.prompt(sample, turn, options.max_new_tokens)
-            cells = shown_cells(prompt.shown, reader.model.images)
-            items = {"tiles": prompt.tiles, "clips": prompt.clips, "image_tokens": cells}
-            yield _Question(sample=sample, turn=turn, prompt=prompt, items=items)
+            yield Question.of(reader, sample, turn, max_new_tokens)
 
 
 def _waves(
-    questions: Sequence[_Question], caps: Caps, micro_batches: int, room: int
-) -> Iterator[list[list[_Question]]]:
+    questions: Sequence[Question], caps: Caps, micro_batches: int, room: int
+) -> Iterator[list[list[Question]]]:
     """Split questions into waves of a few pipelines of micro-batches, within the caps if
     possible."""
-    groups: list[list[_Question]] = []
+    groups: list[list[Question]] = []
     filled: Counter[str] = Counter()
     for question in questions:
         needed = Counter({**question.items, "tokens": question.tokens + room})
@@ -116,25 +123,19 @@ def _waves(
 def _answer(
     trainer: Trainer,
     reader: SampleReader,
-    wave: list[list[_Question]],
+    wave: list[list[Question]],
     max_new_tokens: int,
 ) -> None:
     """Generate `answer_ids` of the wave's questions; finished questions leave the next round."""
-    media = _Media()
     samples = {question.sample for group in wave for question in group}
-    if trainer.forward_units.holds("vision embed") and reader.model.images is not None:
-        media.patches.update({one: reader.patches(one, reader.shown(one)) for one in samples})
-    elif trainer.forward_units.holds("vision embed"):
-        media.pixels.update({sample: reader.pixels([sample]) for sample in samples})
-    if trainer.forward_units.holds("audio embed"):
-        media.frames.update({sample: reader.frames([sample]) for sample in samples})
+    media = Media.of(reader, samples, trainer.forward_units)
     active = wave
     for _ in range(max_new_tokens):
         slots = trainer.most_in_lockstep(len(active))
         if not slots:
             break
         batches = MicroBatchStream(
-            batches=(_micro_batch(group, media, reader) for group in active),
+            batches=(micro_batch(group, media, reader) for group in active),
             shapes=[_shape(group) for group in active],
         )
         outputs = trainer.run_forward(trainer.joining(batches, slots, answers=True))
@@ -147,21 +148,35 @@ def _answer(
         active = [group for group in active if group]
 
 
-def _shape(group: list[_Question]) -> MicroBatchShape:
+def _shape(group: list[Question]) -> MicroBatchShape:
     items = {n: sum(question.items[n] for question in group) for n in group[0].items}
     return MicroBatchShape(**items, tokens=sum(question.tokens for question in group))
 
 
 @dataclass(frozen=True, slots=True)
-class _Media:
-    """Encoder inputs of the wave's samples."""
+class Media:
+    """Encoder inputs by sample."""
 
     pixels: dict[Sample, torch.Tensor] = field(default_factory=dict)
     patches: dict[Sample, torch.Tensor] = field(default_factory=dict)
     frames: dict[Sample, torch.Tensor] = field(default_factory=dict)
 
+    @classmethod
+    def of(cls, reader: SampleReader, samples: Iterable[Sample], units: Stage) -> "Media":
+        """Read the inputs that these units embed."""
+        media = cls()
+        for one in samples:
+            if units.holds("vision embed") and reader.model.images is not None:
+                media.patches[one] = reader.patches(one, reader.shown(one))
+            elif units.holds("vision embed"):
+                media.pixels[one] = reader.pixels([one])
+            if units.holds("audio embed"):
+                media.frames[one] = reader.frames([one])
+        return media
 
-def _micro_batch(group: list[_Question], media: _Media, reader: SampleReader) -> MicroBatch:
+
+def micro_batch(group: list[Question], media: Media, reader: SampleReader) -> MicroBatch:
+    """Return questions with their answers so far, and `media` if encoders run."""
     prompts = [question.prompt for question in group]
     ids = [np.concatenate([q.prompt.token_ids, np.array(q.answer_ids, np.int64)]) for q in group]
     token_ids = np.concatenate(ids)
@@ -200,7 +215,7 @@ def _broadcast_from_last(
     return next_ids.tolist()
 
 
-def _compared(question: _Question, reader: SampleReader) -> EvaluatedAnswer:
+def _compared(question: Question, reader: SampleReader) -> EvaluatedAnswer:
     turn = question.sample.turns[question.turn]
     end = reader.answer_end
     words = list(takewhile(end.__ne__, question.answer_ids))
