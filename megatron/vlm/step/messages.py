@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from graphlib import CycleError, TopologicalSorter
 
 from omnibal.pipeline.operation_graph import OperationGraph
 from omnibal.pipeline.schedules import Pass, StageOperations
@@ -183,19 +184,10 @@ class _Flows:
 
     def order(self, waits: _Waits) -> list[int] | None:
         """Return a topological order of the operations, or None if waits have a cycle."""
-        before = self._before(waits)
-        missing = [len(one) for one in before]
-        after: list[list[int]] = [[] for _ in before]
-        for waiting, ones in enumerate(before):
-            for one in ones:
-                after[one].append(waiting)
-        order = [number for number, count in enumerate(missing) if not count]
-        for number in order:  # grows in the loop
-            for waiting in after[number]:
-                missing[waiting] -= 1
-                if not missing[waiting]:
-                    order.append(waiting)
-        return order if len(order) == len(before) else None
+        try:
+            return list(TopologicalSorter(dict(enumerate(self._before(waits)))).static_order())
+        except CycleError:
+            return None
 
 
 def _taken(sent: Sequence[_Transfer]) -> list[int]:

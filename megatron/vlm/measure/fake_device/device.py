@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -63,24 +64,6 @@ def _compile(library: Path) -> None:
         )
 
 
-class _FakeEvent:
-    """CUDA event of a device where nothing takes time."""
-
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        pass
-
-    def elapsed_time(self, other: object) -> float:
-        return 0.0
-
-    def query(self) -> bool:
-        return True
-
-    def _nothing(self, *args: object) -> None:
-        pass
-
-    record = wait = synchronize = _nothing
-
-
 @contextlib.contextmanager
 def fake_calls(
     memory: MemoryTracker, resized: Callable[[torch.UntypedStorage], None]
@@ -94,14 +77,15 @@ def fake_calls(
     random_calls = ("manual_seed", "manual_seed_all", "get_rng_state", "set_rng_state")
     with contextlib.ExitStack() as replaced:
         for owner, calls in _replacements(memory, resized):
-            replaced.enter_context(_replaced(owner, calls))
+            replaced.enter_context(patch.multiple(owner, **calls))
         for owner, names in (
             (torch.cuda, (*random_calls, "default_generators")),
             (torch.cuda.random, random_calls),
             (core_random, ("_get_cuda_rng_state", "_set_cuda_rng_state")),
             (core_random.CudaRNGStatesTracker, ("fork",)),
         ):
-            replaced.enter_context(_replaced(owner, {name: vars(owner)[name] for name in names}))
+            kept = {name: vars(owner)[name] for name in names}
+            replaced.enter_context(patch.multiple(owner, **kept))
         # Run functions uncompiled that core would compile.
         replaced.enter_context(torch._dynamo.config.patch(disable=True))
         route_random_state_to_cpu()  # its patches are undone, too
@@ -144,7 +128,7 @@ def _replacements(
         "default_stream": lambda *_: stream,
         "stream": lambda *_: contextlib.nullcontext(),
         "Stream": ImmediateStream,
-        "Event": _FakeEvent,
+        "Event": ImmediateStream,
         "set_device": nothing(),
         "synchronize": nothing(),
         "is_current_stream_capturing": lambda: False,
@@ -161,22 +145,6 @@ def _replacements(
         (optimizer, {"_foreach_supported_types": [*_MULTI_TENSOR_TYPES, FakeTensor]}),
         (fake_tensor, {"CONSTANT_NUMEL_LIMIT": _SMALL_ON_HOST, "init_gpu_context": nothing()}),
     ]
-
-
-@contextlib.contextmanager
-def _replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
-    """Patch attributes, and restore them at the end."""
-    before = {name: vars(owner)[name] for name in new if name in vars(owner)}
-    for name, value in new.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name in new:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
 
 
 def _moved_module(module: torch.nn.Module, *_: object, **__: object) -> torch.nn.Module:
