@@ -108,7 +108,7 @@ def losses_and_gradients(links, plan, rules):
     for rule in rules:
         run_by_rule(pytest.MonkeyPatch(), plan.schedule.name, rule)
         trainer.zero_gradients()
-        losses = trainer.run_micro_batches(MicroBatchStream.of(batches), PhaseClock())
+        losses = trainer.run_step(MicroBatchStream.of(batches), PhaseClock())
         own = named_parameters(trainer).items()
         results.append((losses, {name: one.main_grad.clone() for name, one in own}))
     return results

@@ -121,7 +121,7 @@ def begun_exchanges(links, plan, case, number):
     buckets.start_grad_sync = lambda bucket: begun.append(("gradients",)) or start(bucket)
     rows = list(whole_packs(plan.model, number, STEPS[number], case.drop_path))
     trainer.zero_gradients()
-    trainer.run_micro_batches(own_batches(plan, number, rows), PhaseClock())
+    trainer.run_step(own_batches(plan, number, rows), PhaseClock())
     return begun
 
 

@@ -32,7 +32,15 @@ from megatron.vlm.conversion.released_files import (
     write_file,
     writing,
 )
-from megatron.vlm.conversion.tensor_map import Layout, Parameter, QueryKeyValue, Shape, released
+from megatron.vlm.conversion.tensor_map import (
+    Arrangement,
+    Layout,
+    Parameter,
+    Parts,
+    QueryKeyValue,
+    Shape,
+    released,
+)
 from megatron.vlm.model.adapters import OutputRows
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic_directory, check_room, read_json_model
@@ -127,9 +135,8 @@ class _Modules:
 
     piece: AdaptedPiece
     names: tuple[str, ...]
-    split: Callable[[torch.Tensor], tuple[torch.Tensor, ...]]
-    """Split B's rows by module."""
-    join: Callable[[Sequence[torch.Tensor]], torch.Tensor]
+    arrangement: Arrangement
+    """Arrangement of B's rows in the modules."""
 
     def tensors(self) -> Iterator[tuple[str, str]]:
         """Names of A and of B per module."""
@@ -144,21 +151,14 @@ def _modules(piece: AdaptedPiece, model: ModelConfig, layout: Layout) -> _Module
     pieces = piece.linear.pieces
     # q, k and v of tiles are arranged differently, or in several modules.
     if len(pieces) == 1 and isinstance(made_of.arrangement, QueryKeyValue):
-        return _Modules(
-            piece=piece,
-            names=names,
-            split=made_of.arrangement.split,
-            join=lambda parts: made_of.arrangement.join(parts, piece.lora_b.shape),
-        )
+        return _Modules(piece=piece, names=names, arrangement=made_of.arrangement)
     if len(names) != len(pieces):
         raise UserError(
             f"layout {layout} has {names[0]} in one module, and adapters of "
             f"{', '.join(each.name for each in pieces)} are apart: choose another layout"
         )
     own = names[[each.name for each in pieces].index(piece.piece.name)]
-    return _Modules(
-        piece=piece, names=(own,), split=lambda rows: (rows,), join=lambda parts: parts[0]
-    )
+    return _Modules(piece=piece, names=(own,), arrangement=Parts(piece.lora_b.shape))
 
 
 def export_adapter(
@@ -178,7 +178,8 @@ def export_adapter(
     for piece in adapted_pieces(stored.model, adapters):
         own = _modules(piece, stored.model, layout)
         lora_a, lora_b = weights.read([piece.lora_a, piece.lora_b])
-        for (name_a, name_b), rows in zip(own.tensors(), own.split(lora_b), strict=True):
+        parts = own.arrangement.split(lora_b)
+        for (name_a, name_b), rows in zip(own.tensors(), parts, strict=True):
             tensors |= {name_a: lora_a, name_b: rows}
         names += own.names
     check_room(target, sum(tensor.nbytes for tensor in tensors.values()))
@@ -276,7 +277,7 @@ class CheckpointWithAdapter(ImportSource):
                 f"{', '.join(own.names)} have an A each in {WEIGHTS_FILE}, and are one linear with "
                 "one A here: such adapters cannot be imported; merge them with PEFT first"
             )
-        whole = values[0] if is_a else own.join(values)
+        whole = values[0] if is_a else own.arrangement.join(values, parameter.shape)
         return whole.to(self.dtype(parameter))
 
     def file_order(self) -> list[Parameter]:
@@ -316,10 +317,10 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
     shapes: dict[str, tuple[str, Shape]] = {}
     for own in kept:
         piece = own.piece
-        for name_a, name_b in own.tensors():
-            rows = piece.lora_b.shape[0] // len(own.names)
+        parts = own.arrangement.shapes(piece.lora_b.shape)
+        for (name_a, name_b), shape in zip(own.tensors(), parts, strict=True):
             shapes[name_a] = (piece.lora_a.key, piece.lora_a.shape)
-            shapes[name_b] = (piece.lora_b.key, (rows, piece.lora_b.shape[1]))
+            shapes[name_b] = (piece.lora_b.key, shape)
     check_tensors(folder, shapes, files.tensors, "adapters of all layers alike")
     return CheckpointWithAdapter(
         directory=source.directory,

@@ -8,12 +8,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.vlm.conversion.importing import (
-    FoundTokenizer,
-    ImportSource,
-    ReleasedCheckpoint,
-    found_tokenizer,
-)
+from megatron.vlm.conversion.importing import FoundTokenizer, ImportSource, ReleasedCheckpoint
 from megatron.vlm.conversion.tensor_map import Parameter, audio_parameters, embedding_parameter
 from megatron.vlm.conversion.whisper import ReleasedAudio, open_audio, with_audio
 from megatron.vlm.model.initialize import initial_values
@@ -85,7 +80,7 @@ def add_audio(
 ) -> CheckpointWithAudio:
     """Add a released Whisper as an encoder of a released checkpoint."""
     audio = open_audio(directory, released.model, positions_per_token)
-    found = found_tokenizer(released)
+    found = released.found_tokenizer()
     if found is None:
         raise UserError(
             f"{released.directory} has no tokenizer, to which the words for recordings would be "

@@ -109,7 +109,20 @@ class ReleasedCheckpoint(ImportSource):
         return self.files.joined(self._released(parameter), parameter)
 
     def found_tokenizer(self) -> "FoundTokenizer | None":
-        return found_tokenizer(self)
+        """Return the tokenizer, checked against the model, or None if unusable."""
+        folder = self.directory
+        files = tuple(tokenizer_files(folder))
+        if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
+            check_tokenizer(self.model, open_tokenizer(folder))
+            return FoundTokenizer(files=files, made=None)
+        made = fast_tokenizer(folder) if is_slow(folder) else None
+        if made is None:
+            return None
+        found = FoundTokenizer(files=files, made=made)
+        tokenizer = found.opened()
+        tokenizer.path = folder / FAST_FILE  # path for error messages
+        check_tokenizer(self.model, tokenizer)
+        return found
 
     def file_order(self) -> list[Parameter]:
         return sorted(
@@ -248,20 +261,3 @@ class FoundTokenizer:
         with tempfile.TemporaryDirectory() as temporary:
             self.write(Path(temporary) / TOKENIZER_FOLDER)
             return open_tokenizer(Path(temporary) / TOKENIZER_FOLDER)
-
-
-def found_tokenizer(source: ReleasedCheckpoint) -> FoundTokenizer | None:
-    """The source's tokenizer, checked against its model. None if unusable."""
-    folder = source.directory
-    files = tuple(tokenizer_files(folder))
-    if {"tokenizer.model", FAST_FILE} & {path.name for path in files}:
-        check_tokenizer(source.model, open_tokenizer(folder))
-        return FoundTokenizer(files=files, made=None)
-    made = fast_tokenizer(folder) if is_slow(folder) else None
-    if made is None:
-        return None
-    found = FoundTokenizer(files=files, made=made)
-    tokenizer = found.opened()
-    tokenizer.path = folder / FAST_FILE  # path for error messages
-    check_tokenizer(source.model, tokenizer)
-    return found

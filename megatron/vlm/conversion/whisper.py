@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, PositiveInt, ValidationError
@@ -55,16 +56,13 @@ class _Config(BaseModel):
     activation_function: str = "gelu"
 
 
-class _ModelType(BaseModel):
-    model_type: str = ""
-
-
 def is_whisper(directory: Path) -> bool:
     """Whether a folder's config.json is Whisper's."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         return False
-    return read_json_model(_ModelType, path, "fetch it again").model_type == _MODEL_TYPE
+    given = read_json_model(dict[str, Any], path, "fetch it again")
+    return given.get("model_type") == _MODEL_TYPE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

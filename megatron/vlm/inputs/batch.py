@@ -48,14 +48,10 @@ class MicroBatchShape:
         for place, row in enumerate(rows.tolist()):
             share = sharing.share(packs, lengths, row)
             if share is not None:
-                shapes[place] = cls.of_share(share)
+                names = ("tiles", "clips", "image_tokens")
+                items = {name: len(share.own_items(name)) for name in names}
+                shapes[place] = cls(**items, tokens=share.tokens, context=share.context)
         return shapes
-
-    @classmethod
-    def of_share(cls, share: Share) -> "MicroBatchShape":
-        names = ("tiles", "clips", "image_tokens")
-        items = {name: len(share.own_items(name)) for name in names}
-        return cls(**items, tokens=share.tokens, context=share.context)
 
     def __str__(self) -> str:
         shared = f", shared by {self.context} ranks" if self.context > 1 else ""

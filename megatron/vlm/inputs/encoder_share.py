@@ -158,6 +158,11 @@ class StepShares:
     most_passes: Mapping[tuple[str, bool], int]
     """Maximum passes by (encoder, kept) over ranks that shard weights together, else empty."""
 
+    @property
+    def embeds_tokens(self) -> bool:
+        """Return whether this rank embeds tokens, and so receives features."""
+        return self.ranks.number in self.ranks.embedding_numbers
+
     def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
         """Return this rank's kept or recomputed passes of an encoder."""
         return [one for one in self.passes if (one.encoder, one.is_kept) == (name, is_kept)]

@@ -251,12 +251,6 @@ class SampleReader:
                 found.append(log_mel(wave_S, audio.mel_bins)[None])
         return np.concatenate(found)
 
-    def frames(self, samples: Sequence[Sample]) -> torch.Tensor:
-        """Return all clips of the samples in order, float32 [C, B, F]; C may be 0."""
-        audio = self.model.audio
-        none = np.zeros((0, audio.mel_bins, audio.frames), np.float32)
-        return torch.from_numpy(np.concatenate([none, *map(self.clips, samples)]))
-
     def tiles(self, sample: Sample) -> list[np.ndarray]:
         """Return all tiles of shown images in order, uint8 [P, P, C]."""
         sample = sample.shown(self.model.vision.tiling)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, fields
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args
 
@@ -468,7 +468,10 @@ def _units(whole: VLMStage, batch: MicroBatch) -> list[Unit]:
         return stage.head_output(batch, stage.language.final_layernorm(hidden))
 
     return [
-        *_encoder_units(stage, batch, encoded),
+        *chain.from_iterable(
+            _encoder_units(stage, name, units, batch, encoded)
+            for name, units in stage.encoders.items()
+        ),
         Unit(LANGUAGE_EMBED, embed_tokens),
         *_layer_units(stage, batch, encoded),
         Unit(HEAD, head),
@@ -476,38 +479,37 @@ def _units(whole: VLMStage, batch: MicroBatch) -> list[Unit]:
 
 
 def _encoder_units(
-    stage: VLMStage, batch: MicroBatch, encoded: dict[str, torch.Tensor]
+    stage: VLMStage,
+    name: str,
+    units: EncoderUnits,
+    batch: MicroBatch,
+    encoded: dict[str, torch.Tensor],
 ) -> Iterator[Unit]:
-    """Yield the units of all encoders; features go into `encoded`, by name."""
+    """Yield the units of an encoder; features go into `encoded`, by name."""
+    every: Any = units  # Any: no unit is None here
+    places = units.places(batch.image_grids)
+    arguments = units.layer_arguments(places)
+    made = iter(each.name for each in deepstack_of(stage.model_config) if each.tower == name)
 
-    def units_of(name: str, units: EncoderUnits) -> Iterator[Unit]:
-        every: Any = units  # Any: no unit is None here
-        places = units.places(batch.image_grids)
-        arguments = units.layer_arguments(places)
-        made = iter(each.name for each in deepstack_of(stage.model_config) if each.tower == name)
+    def project(hidden_VBH: torch.Tensor | None) -> torch.Tensor:
+        encoded[name] = every.projector(hidden_VBH, *places)
+        return encoded[name]
 
-        def project(hidden_VBH: torch.Tensor | None) -> torch.Tensor:
-            encoded[name] = every.projector(hidden_VBH, *places)
-            return encoded[name]
+    def embed(_: None) -> torch.Tensor:
+        return every.embedding(items_of(batch, units.tower), *places)
 
-        def embed(_: None) -> torch.Tensor:
-            return every.embedding(items_of(batch, units.tower), *places)
-
-        yield Unit(f"{name}_embed", embed)
-        kinds = layer_names(stage.model_config, name)
-        # Core offsets layer numbers by stage, but every process holds the first layers.
-        for place, (layer, kind) in enumerate(zip(every.layers.layers, kinds, strict=False)):
-            run = partial(_run_layer, layer, arguments)
-            projector = units.deepstack_projectors.get(place)
-            if projector is None:
-                yield Unit(kind, run)
-            else:
-                both = partial(_run_with_projector, run, projector, places)
-                yield Unit(kind, both, partial(_put_aside, encoded, next(made)))
-        yield Unit(projector_name(stage.model_config, name), project)
-
-    for name, units in stage.encoders.items():
-        yield from units_of(name, units)
+    yield Unit(f"{name}_embed", embed)
+    kinds = layer_names(stage.model_config, name)
+    # Core offsets layer numbers by stage, but every process holds the first layers.
+    for place, (layer, kind) in enumerate(zip(every.layers.layers, kinds, strict=False)):
+        run = partial(_run_layer, layer, arguments)
+        projector = units.deepstack_projectors.get(place)
+        if projector is None:
+            yield Unit(kind, run)
+        else:
+            both = partial(_run_with_projector, run, projector, places)
+            yield Unit(kind, both, partial(_put_aside, encoded, next(made)))
+    yield Unit(projector_name(stage.model_config, name), project)
 
 
 def _run_layer(layer: Any, arguments: dict[str, Any], hidden: torch.Tensor) -> torch.Tensor:

@@ -132,7 +132,8 @@ class DeferredWeights:
         bias_O: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Multiply rows with a weight, deferring its gradient, and add a bias."""
-        use = _Use(product, weight, self._late)
+        # The weight is in a tuple, as autograd would compute its gradient.
+        use = product, weight, self._late
         outputs: torch.Tensor = _InTwoParts.apply(rows, bias_O, self._wanted, use)
         return outputs
 
@@ -155,15 +156,6 @@ class DeferredWeights:
                 self.on_gradient(now.weight)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Use:
-    """A weight, hidden from autograd, which would compute its gradient."""
-
-    product: Product
-    weight: torch.nn.Parameter
-    late: list[LateProduct]
-
-
 class _InTwoParts(torch.autograd.Function):
     """A product with weight and bias that defers the weight's gradient."""
 
@@ -173,25 +165,26 @@ class _InTwoParts(torch.autograd.Function):
         rows: torch.Tensor,
         bias_O: torch.Tensor | None,
         wanted: torch.Tensor,
-        use: _Use,
+        use: tuple[Product, torch.nn.Parameter, list[LateProduct]],
     ) -> torch.Tensor:
         ctx.save_for_backward(rows)
         ctx.use = use
-        outputs = use.product.outputs(rows, use.weight)
+        product, weight, _ = use
+        outputs = product.outputs(rows, weight)
         return outputs if bias_O is None else outputs + bias_O
 
     @staticmethod
     def backward(ctx, *gradients):
-        [rows], use = ctx.saved_tensors, ctx.use
+        [rows], (product, weight, late) = ctx.saved_tensors, ctx.use
         of_rows = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_rows = use.product.input_gradient(gradients[0], use.weight)
+            of_rows = product.input_gradient(gradients[0], weight)
         gradient = gradients[0].contiguous()
         if ctx.needs_input_grad[1]:
             of_bias = gradient.flatten(0, -2).sum(0)
         # Detached, as the input's graph must be freed with this part.
-        kept = use.product.kept(rows.detach(), gradient)
-        use.late.append(LateProduct(use.product, use.weight, *kept))
+        kept = product.kept(rows.detach(), gradient)
+        late.append(LateProduct(product, weight, *kept))
         return of_rows, of_bias, None, None
 
 

@@ -23,9 +23,21 @@ from megatron.vlm.model.providers import LayerParts
 from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
 from omnibal.data.native_resolution import Grid
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ClipsEncoder, Encoder, ImagesEncoder, TilesEncoder
+from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.units import projector_unit
 from omnibal.pipeline.stage import Stage
+
+_EMBEDDINGS: dict[str, type[torch.nn.Module]] = {
+    "tiles": VisionEmbedding,
+    "clips": AudioEmbedding,
+    "images": ImageEmbedding,
+}
+_PROJECTORS: dict[str, type[torch.nn.Module]] = {
+    "tiles": VisionProjector,
+    "clips": AudioProjector,
+    "images": ImageProjector,
+}
+"""Both by kind of encoder."""
 
 
 class EncoderUnits(NamedTuple):
@@ -60,9 +72,9 @@ class EncoderUnits(NamedTuple):
             )
         embedding = projector = None
         if stage.holds(f"{name} embed"):
-            embedding = _embedding(tower, config.params_dtype)
+            embedding = _EMBEDDINGS[tower.kind](tower, config.params_dtype)
         if stage.holds(projector_unit(model, name)):
-            projector = _projector(model, tower, config, groups)
+            projector = _PROJECTORS[tower.kind](model, config, groups.tp)
         return cls(
             tower, embedding, layers, projector, _deepstack(model, tower, numbers, config, groups)
         )
@@ -163,28 +175,6 @@ def _layer_spec(
     return encoder_layer_spec(config, tower, parts)
 
 
-def _embedding(tower: Encoder, dtype: torch.dtype) -> torch.nn.Module:
-    match tower:
-        case TilesEncoder():
-            return VisionEmbedding(tower, dtype)
-        case ClipsEncoder():
-            return AudioEmbedding(tower, dtype)
-        case ImagesEncoder():
-            return ImageEmbedding(tower, dtype)
-
-
-def _projector(
-    model: ModelConfig, tower: Encoder, config: TransformerConfig, groups: ProcessGroupCollection
-) -> torch.nn.Module:
-    match tower:
-        case TilesEncoder():
-            return VisionProjector(model, config, groups.tp)
-        case ClipsEncoder():
-            return AudioProjector(model, config, groups.tp)
-        case ImagesEncoder():
-            return ImageProjector(model, tower, config, groups.tp, norms_cells=False)
-
-
 def _deepstack(
     model: ModelConfig,
     tower: Encoder,
@@ -196,7 +186,7 @@ def _deepstack(
     if not isinstance(tower, ImagesEncoder):
         return None
     held = {
-        number: ImageProjector(model, tower, config, groups.tp, norms_cells=True)
+        number: ImageProjector(model, config, groups.tp, norms_cells=True)
         for number, layer in enumerate(tower.deepstack_layers)
         if layer in layers
     }

@@ -59,13 +59,14 @@ class ImageProjector(MegatronModule):
     def __init__(
         self,
         model: ModelConfig,
-        tower: ImagesEncoder,
         config: TransformerConfig,
         tp_group: dist.ProcessGroup,
         *,
-        norms_cells: bool,
+        norms_cells: bool = False,
     ) -> None:
         super().__init__(config)
+        tower = model.images
+        assert tower is not None
         self.tp_group = tp_group
         self.norms_cells, self.cell_positions = norms_cells, tower.positions_per_item
         wide, width = tower.projector_input_size, model.language.hidden_size

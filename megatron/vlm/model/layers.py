@@ -12,7 +12,6 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -165,14 +164,12 @@ def image_layer_spec(
     config: TransformerConfig, tower: ImagesEncoder, number: int, parts: LayerParts
 ) -> ModuleSpec:
     """Return layer `number` of an encoder of images at native resolution."""
-    attention = ModuleSpec(
-        module=ImageAttention,
-        params={"attn_mask_type": AttnMaskType.no_mask, "windowed": tower.is_windowed(number)},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column_linear if tower.qkv_bias else without_bias(parts.column_linear),
-            core_attention=parts.core_attention,
-            linear_proj=parts.row_linear,
-        ),
+    attention = _attention_spec(
+        ImageAttention,
+        parts,
+        AttnMaskType.no_mask,
+        qkv_bias=tower.qkv_bias,
+        windowed=tower.is_windowed(number),
     )
     return _layer_spec(config, attention, parts, None, gelu=_GELU[tower.activation])
 
@@ -181,18 +178,12 @@ def encoder_layer_spec(
     config: TransformerConfig, tower: EncoderLayers, parts: LayerParts
 ) -> ModuleSpec:
     """Return an encoder layer: full attention within an item, layer scale (if any) per branch."""
-    qk_norm = AllHeadsRMSNorm if tower.qk_norm else IdentityOp
-    column = parts.column_linear
-    attention = ModuleSpec(
-        module=ClipAttention if isinstance(tower, ClipsEncoder) else TileAttention,
-        params={"attn_mask_type": AttnMaskType.no_mask},
-        submodules=SelfAttentionSubmodules(
-            linear_qkv=column if tower.qkv_bias else without_bias(column),
-            core_attention=parts.core_attention,
-            linear_proj=parts.row_linear,
-            q_layernorm=qk_norm,
-            k_layernorm=qk_norm,
-        ),
+    attention = _attention_spec(
+        ClipAttention if isinstance(tower, ClipsEncoder) else TileAttention,
+        parts,
+        AttnMaskType.no_mask,
+        qkv_bias=tower.qkv_bias,
+        qk_norm=AllHeadsRMSNorm if tower.qk_norm else None,
     )
     return _layer_spec(config, attention, parts, tower.layer_scale_init)
 
@@ -200,19 +191,33 @@ def encoder_layer_spec(
 def language_layer_spec(config: TransformerConfig, parts: LayerParts) -> ModuleSpec:
     """Return a decoder layer: causal attention within a sample, and a feed-forward or experts."""
     qk_norm = HeadNorm if config.qk_layernorm else None
-    attention = ModuleSpec(
-        module=PackedAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+    attention = _attention_spec(PackedAttention, parts, AttnMaskType.causal, qk_norm=qk_norm)
+    has_experts = config.num_moe_experts is not None
+    return _layer_spec(config, attention, parts, None, MixtureOfExperts if has_experts else None)
+
+
+def _attention_spec(
+    module: type,
+    parts: LayerParts,
+    mask: AttnMaskType,
+    *,
+    qkv_bias: bool = True,
+    qk_norm: type | None = None,
+    **params: Any,
+) -> ModuleSpec:
+    """Return an attention; without `qkv_bias` q, k and v have none, whatever the config says."""
+    column = parts.column_linear
+    return ModuleSpec(
+        module=module,
+        params={"attn_mask_type": mask, **params},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=parts.column_linear,
+            linear_qkv=column if qkv_bias else without_bias(column),
             core_attention=parts.core_attention,
             linear_proj=parts.row_linear,
             q_layernorm=qk_norm,
             k_layernorm=qk_norm,
         ),
     )
-    has_experts = config.num_moe_experts is not None
-    return _layer_spec(config, attention, parts, None, MixtureOfExperts if has_experts else None)
 
 
 def _layer_spec(

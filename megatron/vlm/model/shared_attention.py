@@ -17,7 +17,7 @@ pieces, A tokens of all divided samples, K keys of all its pieces, C ranks that 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -134,12 +134,8 @@ def _wanted_ranges(layout: ShareLayout, most: int) -> tuple[np.ndarray, np.ndarr
     return starts, counts, key_tokens
 
 
-class _View(NamedTuple):
-    """A view of gathered keys that are freed at present."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
+_View = tuple[torch.Size, tuple[int, ...], int]
+"""Size, stride and offset of a view of gathered keys that are freed at present."""
 
 
 class _GatheredAgain:
@@ -154,13 +150,13 @@ class _GatheredAgain:
         """Set the memory of the gathered keys, so that views of it are not saved."""
         self._address = key_KGD.untyped_storage().data_ptr()
 
-    def pack(self, saved: torch.Tensor) -> "torch.Tensor | _View":
+    def pack(self, saved: torch.Tensor) -> torch.Tensor | _View:
         """Save only the layout of views of the keys."""
         if saved.untyped_storage().data_ptr() != self._address:
             return saved
-        return _View(saved.size(), saved.stride(), saved.storage_offset())
+        return saved.size(), saved.stride(), saved.storage_offset()
 
-    def unpack(self, saved: "torch.Tensor | _View") -> torch.Tensor:
+    def unpack(self, saved: torch.Tensor | _View) -> torch.Tensor:
         """Restore a saved tensor."""
         if isinstance(saved, torch.Tensor):
             return saved

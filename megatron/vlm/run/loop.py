@@ -18,7 +18,7 @@ from megatron.vlm.inputs.encoder_share import EncoderShares
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run.gather import gather_pass_times, gather_stage_records
 from megatron.vlm.run.health import RunHealth
-from megatron.vlm.run.metrics import MetricsSink, step_values, validation_values
+from megatron.vlm.run.metrics import MetricsSink, step_values
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import StepResult, Trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
@@ -219,7 +219,7 @@ class TrainingLoop:
                     f"validation after step {step}: loss {record.loss:.4f} over "
                     f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
                 )
-                self._write(record, VALIDATION_FILE, validation_values(record), line)
+                self._write(record, VALIDATION_FILE, {"validation/loss": record.loss}, line)
 
     def _check_saves(self, last: bool) -> None:
         """Raise UserError if `exit_after_failed_saves` saves in a row, or the last one, failed."""

@@ -7,7 +7,7 @@ from typing import TypeAlias
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic
-from omnibal.job.runlog import StepRecord, ValidationRecord
+from omnibal.job.runlog import StepRecord
 
 _WANDB_ID_FILE = "wandb_id.txt"
 
@@ -91,8 +91,3 @@ def step_values(record: StepRecord) -> dict[str, float]:
         numbers = ((name, value) for name, value in stage if not isinstance(value, tuple))
         values |= {f"stage_{number}/{name}": value for name, value in numbers}
     return values
-
-
-def validation_values(record: ValidationRecord) -> dict[str, float]:
-    """Scalars of a validation to plot."""
-    return {"validation/loss": record.loss}

@@ -21,7 +21,7 @@ from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint,
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
 from megatron.vlm.inputs.encoder_data import EncodingDataset
-from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
+from megatron.vlm.inputs.encoder_share import EncoderShares
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
@@ -39,6 +39,7 @@ from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
+from megatron.vlm.step.encoder_phase import encoder_shares
 from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
@@ -429,7 +430,7 @@ def _portions(
     job, first = run.planned.job, steps.start
     while first < steps.stop:
         held, packs, lengths = open_portion(run.planned, first)
-        shares = _encoder_shares(run, packs, lengths)
+        shares = encoder_shares(run.plan, packs, lengths, run.launch.rank)
         stop = min(held.stop, steps.stop)
         dataset = _dataset(run, trainer.units, sharing, shares, packs, lengths, range(first, stop))
         batches = load_batches(dataset, run.arguments.num_workers, current_device())
@@ -446,24 +447,6 @@ def _portions(
                 validation=validation,
             )
         first = stop
-
-
-def _encoder_shares(run: Run, packs: ScheduledPacks, lengths: Lengths) -> EncoderShares | None:
-    plan = run.plan
-    if plan.beside is None:
-        return None
-    ranks = EncodingRanks(
-        pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=run.launch.rank
-    )
-    return EncoderShares(
-        model=plan.model,
-        beside=plan.beside,
-        ranks=ranks,
-        gpus_per_node=plan.cluster.gpus_per_node,
-        packs=packs,
-        levels=plan.pack_levels,
-        lengths=lengths,
-    )
 
 
 def _dataset(

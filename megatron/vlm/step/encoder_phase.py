@@ -22,12 +22,20 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
+from megatron.vlm.inputs.encoder_share import (
+    EncoderPass,
+    EncoderShares,
+    EncodingRanks,
+    StepShares,
+)
 from megatron.vlm.model.exchange import BegunExchange, exchange_without_gradient
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import DataParallel
 from megatron.vlm.step.sharded import ShardedStage
+from omnibal.data.lengths import Lengths
+from omnibal.job.plan import Plan
+from omnibal.packing.packs import ScheduledPacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +82,23 @@ class Encoders:
                 of_passes = [one[made] for one in passes]
                 features[made] = torch.cat(of_passes) if len(passes) > 1 else of_passes[0]
         return features
+
+
+def encoder_shares(
+    plan: Plan, packs: ScheduledPacks, lengths: Lengths, rank: int
+) -> EncoderShares | None:
+    """Return the shares of a rank's data-parallel encoders, or None without them."""
+    if plan.beside is None:
+        return None
+    return EncoderShares(
+        model=plan.model,
+        beside=plan.beside,
+        ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
+        gpus_per_node=plan.cluster.gpus_per_node,
+        packs=packs,
+        levels=plan.pack_levels,
+        lengths=lengths,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,10 +218,10 @@ class EncoderStep:
 
     def encode(self) -> None:
         """Encode this rank's share and begin sending it, without waiting."""
-        ranks, route = self._shares.ranks, self._shares.route
+        route = self._shares.route
         leaving_SE = _sliced(self._encode_all(), route.sent_slices)
         exchange = BegunExchange(leaving_SE, route.sent, route.received, self._encoders.group)
-        if ranks.number in ranks.embedding_numbers:
+        if self._shares.embeds_tokens:
             self._features = _Features(
                 self._shares, self._trained, self._encoders.made, len(self._batches), exchange
             )

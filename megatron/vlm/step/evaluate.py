@@ -171,7 +171,7 @@ class Media:
             elif units.holds("vision embed"):
                 media.pixels[one] = reader.pixels([one])
             if units.holds("audio embed"):
-                media.frames[one] = reader.frames([one])
+                media.frames[one] = torch.from_numpy(reader.clips(one))
         return media
 
 

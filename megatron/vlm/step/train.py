@@ -159,18 +159,8 @@ class Trainer:
 
     def run_step(self, batches: MicroBatchStream, clock: PhaseClock) -> list[torch.Tensor]:
         """Run a step's forwards and backwards, encoders included, and begin gradient reduction."""
-        if self.encoders is None:
-            return self.run_micro_batches(batches, clock)
-        encoding = EncoderStep(self.encoders, batches, clock)
-        losses = self.run_micro_batches(batches, clock, encoding)
-        encoding.finish()
-        return losses
-
-    def run_micro_batches(
-        self, batches: MicroBatchStream, clock: PhaseClock, encoding: EncoderStep | None = None
-    ) -> list[torch.Tensor]:
-        """Run the pipeline's forwards and backwards, and begin gradient reduction."""
         self._let_go_of_fp8_weights()
+        encoding = None if self.encoders is None else EncoderStep(self.encoders, batches, clock)
         run = partial(
             run_forward_backward,
             self.plan,
@@ -181,7 +171,10 @@ class Trainer:
             encoders=encoding,
             begin_pass=self.data_parallel.begin_pass,
         )
-        return self.data_parallel.run(run, batches)
+        losses = self.data_parallel.run(run, batches)
+        if encoding is not None:
+            encoding.finish()
+        return losses
 
     @property
     def units(self) -> Stage:

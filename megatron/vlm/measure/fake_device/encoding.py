@@ -1,16 +1,15 @@
 """Data-parallel encoders on a fake device: the largest encoding of any rank and step, and the most
 features received by any pipeline, with its own micro-batches."""
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 
 import numpy as np
 
 from megatron.vlm.inputs.batch import MicroBatch
 from megatron.vlm.inputs.encoder_share import (
     EncoderPass,
-    EncoderShares,
     EncodingRanks,
     FeatureRoute,
     StepShares,
@@ -20,6 +19,7 @@ from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
+from megatron.vlm.step.encoder_phase import encoder_shares
 from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
@@ -32,63 +32,41 @@ from omnibal.pipeline.unit_runs import encoders_stage
 from omnibal.pipeline.workload import Workload
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HeaviestShares:
-    """Replaces a step's `StepShares`, with the parts that a step uses."""
+@dataclass(frozen=True, kw_only=True)
+class HeaviestShares(StepShares):
+    """Shares of one step and rank, with the features that another step and rank receive."""
 
-    encoding: StepShares
-    """Shares of the encoding step and rank."""
     receiving: StepShares
-    """Shares of the receiving step and rank."""
     window: Mapping[str, np.ndarray]
     """Items of the micro-batches, by encoder."""
 
     @property
-    def ranks(self) -> EncodingRanks:
-        """The encoding group, with the position of a rank of the stage."""
-        return self.receiving.ranks
+    def embeds_tokens(self) -> bool:
+        return self.receiving.embeds_tokens
 
-    @property
-    def items(self) -> Mapping[str, np.ndarray]:
-        return self.encoding.items
-
-    @property
-    def passes(self) -> Sequence[EncoderPass]:
-        return self.encoding.passes
-
-    @property
+    @cached_property
     def route(self) -> FeatureRoute:
         """Features sent by the passes, and received by the pipeline."""
         arriving = self.receiving.route
         return replace(
-            self.encoding.route,
+            super().route,
             received_slices=arriving.received_slices,
             received=arriving.received,
             parts=arriving.parts,
         )
 
     def only(self, names: Collection[str]) -> "HeaviestShares":
-        """The shares of some encoders."""
         window = {name: items for name, items in self.window.items() if name in names}
-        encoding, receiving = self.encoding.only(names), self.receiving.only(names)
-        return HeaviestShares(encoding=encoding, receiving=receiving, window=window)
+        return replace(super().only(names), receiving=self.receiving.only(names), window=window)
 
-    def passes_of(self, name: str, is_kept: bool) -> list[EncoderPass]:
-        """Passes of an encoder with or without kept activations."""
-        return self.encoding.passes_of(name, is_kept)
-
-    def lockstep_passes(self, name: str, is_kept: bool) -> int:
-        """Number of such passes on every rank that shards the encoder's weights."""
-        return self.encoding.lockstep_passes(name, is_kept)
-
-    def slices(self, micro_batches: int) -> list[dict[str, slice]]:
+    def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
         """Slices of micro-batches' features: consecutive at first, then the rest of the step's
         buffer."""
         start, found = 0, []
         for place in range(micro_batches):
             of_pack = {}
             for name, items in self.window.items():
-                end = start + int(items[place]) * rows_of_item(self.encoding.encoders[name])
+                end = start + int(items[place]) * rows_of_item(self.encoders[name])
                 of_pack[name] = slice(start, end)
                 start = end
             found.append(of_pack)
@@ -157,28 +135,20 @@ class HeaviestEncoding:
         """Encoding of a stage's rank with these rows of the packs, and its passes, on the host."""
         sizes = self.plan.parallel
         step, data_rank = self.receives
+        encoding = self._shares(*self.encodes)
         shares = HeaviestShares(
-            encoding=self._shares(*self.encodes),
+            **{field.name: getattr(encoding, field.name) for field in fields(encoding)},
             receiving=self._shares(step, (stage * sizes.data + data_rank) * sizes.tensor),
             window={
                 name: self.packs.column(encoder.feature)[rows]
                 for name, encoder in self.plan.model.encoders.items()
             },
         )
-        return cast(StepShares, shares), [self._pass(planned) for planned in shares.passes]
+        return shares, [self._pass(planned) for planned in shares.passes]
 
     def _shares(self, step: int, rank: int) -> StepShares:
-        plan = self.plan
-        assert plan.beside is not None
-        every_step = EncoderShares(
-            model=plan.model,
-            beside=plan.beside,
-            ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
-            gpus_per_node=plan.cluster.gpus_per_node,
-            packs=self.packs,
-            levels=plan.pack_levels,
-            lengths=self.lengths,
-        )
+        every_step = encoder_shares(self.plan, self.packs, self.lengths, rank)
+        assert every_step is not None
         return every_step.step(step)
 
     def _pass(self, planned: EncoderPass) -> MicroBatch:

@@ -3,8 +3,7 @@
 Shapes: S sequence, B batch (tiles), H hidden size, M moments per position (rstd; LayerNorm: mean).
 """
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,8 +11,7 @@ import torch.nn.functional as F
 from megatron.vlm.model.fused.compiled import compiled_on_cuda
 
 
-@dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(NamedTuple):
     """Branch added to a residual: scale * tile scale * (output + bias)."""
 
     output_SBH: torch.Tensor
@@ -24,8 +22,7 @@ class Branch:
     """Drop path's scale per tile, without gradient, if any."""
 
 
-@dataclass(frozen=True, slots=True)
-class NormWeights:
+class NormWeights(NamedTuple):
     """Weights of a LayerNorm, or of an RMSNorm if without bias, over the last axis."""
 
     weight_H: torch.Tensor
@@ -42,7 +39,7 @@ def norm_and_residual(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Normalise every position; also return the input, so that backward fuses both gradients."""
     if hidden_SBH.is_cuda:
-        return NormAndResidual.apply(hidden_SBH, *_parts(weights))
+        return NormAndResidual.apply(hidden_SBH, *weights)
     return _eager_norm(hidden_SBH, weights), hidden_SBH
 
 
@@ -50,7 +47,7 @@ def add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
     is_plain = branch.bias_H is None and branch.scale_H is None and branch.tile_scale_B is None
     if is_plain or not residual_SBH.is_cuda:
         return _eager_add(residual_SBH, branch)
-    return ScaledAdd.apply(residual_SBH, *_parts(branch))
+    return ScaledAdd.apply(residual_SBH, *branch)
 
 
 def add_and_norm(
@@ -58,7 +55,7 @@ def add_and_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Add the branch; return the norm and the new residual."""
     if residual_SBH.is_cuda:
-        return ScaledAddAndNorm.apply(residual_SBH, *_parts(branch), *_parts(weights))
+        return ScaledAddAndNorm.apply(residual_SBH, *branch, *weights)
     summed_SBH = _eager_add(residual_SBH, branch)
     return _eager_norm(summed_SBH, weights), summed_SBH
 
@@ -79,13 +76,6 @@ def _eager_add(residual_SBH: torch.Tensor, branch: Branch) -> torch.Tensor:
     if branch.scale_H is None:
         return residual_SBH + output_SBH
     return torch.addcmul(residual_SBH, output_SBH, branch.scale_H)
-
-
-def _parts(group: Branch | NormWeights) -> tuple[Any, ...]:
-    """Return the fields in order, as autograd functions take no dataclasses."""
-    if isinstance(group, Branch):
-        return group.output_SBH, group.bias_H, group.scale_H, group.tile_scale_B
-    return group.weight_H, group.bias_H, group.eps
 
 
 def _normalize(
