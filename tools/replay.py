@@ -28,9 +28,9 @@ from megatron.vlm.measure.fake_device.job import (
 )
 from megatron.vlm.measure.replay_job import (
     ReplayJob,
-    ReplayOptions,
     check_alone,
     load_replay,
+    replay_info,
     replay_stages,
 )
 from megatron.vlm.model.providers import check_precision, check_provider
@@ -89,13 +89,6 @@ class TimeOptions:
     ] = None
     provider: ProviderOption = "local"
 
-    def options(self) -> ReplayOptions:
-        return ReplayOptions(
-            steps=self.steps or _STEPS,
-            repetitions=self.repetitions or _REPETITIONS,
-            provider=self.provider,
-        )
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FakeDeviceOptions:
@@ -141,7 +134,14 @@ def replay(
         return
     check_alone(job.plan)
     check_precision(job.plan.precision, timed.provider)
-    replay_stages(job, timed.options(), numbers, output, launch, open_store(launch))
+    info = replay_info(
+        job,
+        steps=timed.steps or _STEPS,
+        repetitions=timed.repetitions or _REPETITIONS,
+        processes=launch.world_size,
+        provider=timed.provider,
+    )
+    replay_stages(job, info, numbers, output, launch, open_store(launch))
     if launch.rank == 0:
         _print_result(job, output)
 

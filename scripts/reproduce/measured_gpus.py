@@ -21,7 +21,7 @@ from omnibal.lint.command_line import read_launch
 from omnibal.lint.launched import Launched, Samples, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
-from omnibal.model.config import ModelConfig, load_cluster
+from omnibal.model.config import load_cluster
 from omnibal.report.drawing import COLOURS, make_logarithmic, new_figure, style, svg_file
 from omnibal.report.formatting import write_ascii
 
@@ -35,49 +35,36 @@ _SWITCHES = {
 """SimuMax overlaps nothing, NeMo's recipes the maximum."""
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A row of the file."""
-
-    row: dict[str, Any]
-
-    @property
-    def model(self) -> ModelConfig:
-        """The row's model, with its number of layers."""
-        model = named_model(self.row["model"])
-        return model.with_layers(language=self.row["layers"])
-
-    @property
-    def launch_line(self) -> str:
-        """The row as a Megatron-LM launch line."""
-        row = self.row
-        line = (
-            f"torchrun --nnodes {row['gpus'] // 8} --nproc-per-node 8 pretrain_gpt.py "
-            f"--use-distributed-optimizer --bf16 --seq-length {row['sequence']} "
-            f"--micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']} "
-            f"--tensor-model-parallel-size {row['tp']} --pipeline-model-parallel-size {row['pp']} "
-            f"--context-parallel-size {row['cp']} {_SWITCHES[row['device']]}"
+def launch_line(row: dict[str, Any]) -> str:
+    """Return a row as a Megatron-LM launch line."""
+    line = (
+        f"torchrun --nnodes {row['gpus'] // 8} --nproc-per-node 8 pretrain_gpt.py "
+        f"--use-distributed-optimizer --bf16 --seq-length {row['sequence']} "
+        f"--micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']} "
+        f"--tensor-model-parallel-size {row['tp']} --pipeline-model-parallel-size {row['pp']} "
+        f"--context-parallel-size {row['cp']} {_SWITCHES[row['device']]}"
+    )
+    if row["tp"] > 1:
+        line += " --sequence-parallel"
+    if row["tp"] > 1 and row["device"] == "h100":
+        line += " --tp-comm-overlap"
+    if row["ep"] > 1:
+        line += (
+            f" --expert-model-parallel-size {row['ep']} --expert-tensor-parallel-size 1 "
+            "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion "
+            "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
         )
-        if row["tp"] > 1:
-            line += " --sequence-parallel"
-        if row["tp"] > 1 and row["device"] == "h100":
-            line += " --tp-comm-overlap"
-        if row["ep"] > 1:
-            line += (
-                f" --expert-model-parallel-size {row['ep']} --expert-tensor-parallel-size 1 "
-                "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion "
-                "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
-            )
-        if row["chunks"] > 1:
-            line += f" --num-virtual-stages-per-pipeline-rank {row['chunks']}"
-        return line + (" --fp8-format hybrid" if row["precision"] == "fp8" else "")
+    if row["chunks"] > 1:
+        line += f" --num-virtual-stages-per-pipeline-rank {row['chunks']}"
+    return line + (" --fp8-format hybrid" if row["precision"] == "fp8" else "")
 
-    @property
-    def job(self) -> Launched:
-        """The line's job, on samples of its sequence length."""
-        model, cluster = self.model, load_cluster(CLUSTERS[self.row["device"]])
-        samples = Samples(lengths=None, image_share=0.0, image_tokens=1024)
-        return launched(line_of(read_launch(self.launch_line, {}), model), model, cluster, samples)
+
+def job_of(row: dict[str, Any]) -> Launched:
+    """Return a row's job, on samples of its sequence length."""
+    model = named_model(row["model"]).with_layers(language=row["layers"])
+    cluster = load_cluster(CLUSTERS[row["device"]])
+    samples = Samples(lengths=None, image_share=0.0, image_tokens=1024)
+    return launched(line_of(read_launch(launch_line(row), {}), model), model, cluster, samples)
 
 
 @dataclass(frozen=True)
@@ -136,10 +123,9 @@ def compared() -> list[Compared]:
     known: dict[str, Costed] = {}
     found = []
     for row in json.loads(ROWS.read_text())["rows"]:
-        measured = Measured(row)
-        key = f"{row['device']} {row['model']} {measured.launch_line}"
+        key = f"{row['device']} {row['model']} {launch_line(row)}"
         if key not in known:
-            known[key] = predicted_line(measured.job)
+            known[key] = predicted_line(job_of(row))
         found.append(Compared(row, known[key]))
     return found
 

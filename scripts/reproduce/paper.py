@@ -60,13 +60,13 @@ constant calibrated on a published figure (`calibrated_share`)."""
 _SIMULATED_STEPS = 400
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Job:
     """A row of the paper's Table 9."""
 
     model: str
-    parallel: Parallel
-    """As listed, except `ABLATION_JOB`."""
+    sizes: tuple[int, int, int]
+    """TP, PP and DP, as listed, except `ABLATION_JOB`."""
     stage_layers: tuple[int, ...]
     """Vision plus language layers per stage."""
     recomputed: tuple[int, ...]
@@ -75,47 +75,34 @@ class Job:
     gpu_days: float
 
     @property
+    def parallel(self) -> Parallel:
+        tensor, pipeline, data = self.sizes
+        return Parallel(tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=tensor > 1)
+
+    @property
     def speed_up(self) -> float:
         return self.baseline_gpu_days / self.gpu_days
 
 
-def _job(
-    model: str,
-    sizes: tuple[int, int, int],
-    stage_layers: tuple[int, ...],
-    recomputed: tuple[int, ...],
-    gpu_days: tuple[float, float],
-) -> Job:
-    tensor, pipeline, data = sizes
-    return Job(
-        model=model,
-        parallel=Parallel(
-            tensor=tensor, pipeline=pipeline, data=data, sequence_parallel=tensor > 1
-        ),
-        stage_layers=stage_layers,
-        recomputed=recomputed,
-        baseline_gpu_days=gpu_days[0],
-        gpu_days=gpu_days[1],
-    )
-
-
 TABLE_9 = (
-    _job("internvit-6b-llama3-8b", (1, 4, 8), (16, 17, 20, 24), (8, 7, 10, 24), (27.7, 13.8)),
-    _job("internvl-chat-1.5-6b-20b", (4, 4, 2), (22, 23, 24, 24), (0, 0, 0, 0), (61.8, 21.3)),
-    _job("internvl-chat-1.5-6b-34b", (4, 4, 2), (28, 29, 24, 24), (3, 2, 0, 0), (75.4, 30.5)),
-    _job(
+    Job("internvit-6b-llama3-8b", (1, 4, 8), (16, 17, 20, 24), (8, 7, 10, 24), 27.7, 13.8),
+    Job("internvl-chat-1.5-6b-20b", (4, 4, 2), (22, 23, 24, 24), (0, 0, 0, 0), 61.8, 21.3),
+    Job("internvl-chat-1.5-6b-34b", (4, 4, 2), (28, 29, 24, 24), (3, 2, 0, 0), 75.4, 30.5),
+    Job(
         "internvit-6b-llama3-70b",
         (4, 8, 2),
         (22, 23, 13, 14, 14, 14, 13, 12),
         (11, 12, 8, 5, 3, 2, 0, 0),
-        (129.0, 52.5),
+        129.0,
+        52.5,
     ),
-    _job(
+    Job(
         "internvit-6b-qwen1.5-110b",
         (8, 8, 1),
         (21, 22, 13, 13, 14, 14, 14, 14),
         (6, 9, 1, 3, 0, 0, 0, 0),
-        (243.0, 75.2),
+        243.0,
+        75.2,
     ),
 )
 ABLATION_JOB = TABLE_9[1]

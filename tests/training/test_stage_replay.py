@@ -17,7 +17,7 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure import replay as replay_module
 from megatron.vlm.measure.profiler import peak_activation_bytes, random_batch
 from megatron.vlm.measure.replay import StageReplayer, random_rows, standing_in, state_bytes_of
-from megatron.vlm.measure.replay_job import ReplayOptions, load_replay, replay_info, replay_stages
+from megatron.vlm.measure.replay_job import load_replay, replay_info, replay_stages
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.step import clock
 from megatron.vlm.step.train import build_trainer, train_step
@@ -142,7 +142,7 @@ def test_neighbours_send_when_it_is_predicted(planned, monkeypatch):
         replayer.step(batches_for(plan.stages[1])[:3])
         assert not any(slept[6:])
     job = load_replay(planned, None, None)
-    info = replay_info(job, ReplayOptions(steps=1, repetitions=1), processes=1)
+    info = replay_info(job, steps=1, repetitions=1)
     for stage in range(2):
         work = job.work_of(stage, info)
         for rows, waits_ms in zip(work.steps, work.waits_ms, strict=True):
@@ -192,8 +192,8 @@ def save_planned(directory, *levels):
 def replay(planned, output, stages, steps=2):
     launch = Launch(rank=0, world_size=1, local_rank=0)
     job = load_replay(planned, None, None)
-    options = ReplayOptions(steps=steps, repetitions=2)
-    replay_stages(job, options, stages, output, launch, open_store(launch))
+    info = replay_info(job, steps=steps, repetitions=2)
+    replay_stages(job, info, stages, output, launch, open_store(launch))
     return job
 
 

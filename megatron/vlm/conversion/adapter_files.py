@@ -112,9 +112,6 @@ class MergedWeights:
         for one in adapted_pieces(stored.model, stored.adapters) if stored.adapters else ():
             self._beside.setdefault((one.base.key, one.base.layer), []).append(one)
 
-    def dtype(self, parameter: Parameter) -> torch.dtype:
-        return self._weights.dtype(parameter)
-
     def read(self, parameters: Sequence[Parameter]) -> list[torch.Tensor]:
         return list(map(self._merged, parameters, self._weights.read(parameters)))
 

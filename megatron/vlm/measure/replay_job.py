@@ -42,14 +42,6 @@ from omnibal.pipeline.workload import Workload
 _POLL_S = 0.2  # between two polls of the store
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ReplayOptions:
-    steps: int
-    """Maximum number of replayed steps, spread evenly over the run."""
-    repetitions: int
-    provider: Provider = "local"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ReplayJob:
     """A checked plan and its replay's samples."""
@@ -157,22 +149,33 @@ def _reader(plan: Plan, data: Path | None, tokenizer_path: Path | None) -> Sampl
     return SampleReader(annotations, tokenizer, plan.model)
 
 
-def replay_info(job: ReplayJob, options: ReplayOptions, processes: int) -> ReplayInfo:
-    """Describe the settings that identify this replay."""
+def replay_info(
+    job: ReplayJob,
+    *,
+    steps: int,
+    repetitions: int,
+    processes: int = 1,
+    provider: Provider = "local",
+) -> ReplayInfo:
+    """Describe the settings that identify this replay.
+
+    Args:
+        steps: maximum number of replayed steps, spread evenly over the run.
+    """
     return ReplayInfo(
         plan_sha256=plan_sha256(job.plan),
-        steps=chosen_steps(job.packs, options.steps),
-        repetitions=options.repetitions,
+        steps=chosen_steps(job.packs, steps),
+        repetitions=repetitions,
         content="random" if job.reader is None else "data",
         device=device_name(),
         processes=processes,
-        provider=options.provider,
+        provider=provider,
     )
 
 
 def replay_stages(
     job: ReplayJob,
-    options: ReplayOptions,
+    info: ReplayInfo,
     stages: Sequence[int],
     output: Path,
     launch: Launch,
@@ -183,7 +186,6 @@ def replay_stages(
         torch.cuda.set_device(launch.local_rank)
     else:
         torch.set_num_threads(1)  # as each CPU process of a job
-    info = replay_info(job, options, launch.world_size)
     left = stages_left(REPLAY_FILES, info, job, stages, output, launch, store)
     work = {stage: job.work_of(stage, info) for stage in left}
     runs = sum(one.runs for one in work.values())
@@ -191,7 +193,7 @@ def replay_stages(
         for stage in left[launch.rank :: launch.world_size]:
             try:
                 replayed = replay_stage(
-                    job.plan, stage, work[stage], job.rows_of(stage), on_run, options.provider
+                    job.plan, stage, work[stage], job.rows_of(stage), on_run, info.provider
                 )
                 REPLAY_FILES.write(replayed, output)
             except UserError as error:
