@@ -62,20 +62,18 @@ def tables_of(proof: Proof) -> list[Table]:
 
 def _parts_table(proof: Proof) -> Table:
     rows = [(part.name, part.status, f"{part.seconds:.0f}", part.reason) for part in proof.parts]
-    columns = [
+    titles = [
         Column(title="part", style="left"),
         Column(title="status", style="left"),
-        Column(title="seconds"),
+        "seconds",
         Column(title="reason", style="wrap"),
     ]
-    title = "Parts, on a fake device" if proof.pretended else "Parts"
-    return Table(title=title, columns=columns, sections=[rows])
+    return Table.of_rows("Parts, on a fake device" if proof.pretended else "Parts", titles, rows)
 
 
 def _figures_table(title: str, figures: dict[str, JsonValue]) -> Table:
     rows = [(_words(name), _shown(name, value)) for name, value in figures.items()]
-    columns = [Column(title="figure", style="left"), Column(title="value")]
-    return Table(title=title.capitalize(), columns=columns, sections=[rows])
+    return Table.of_rows(title.capitalize(), [Column(title="figure", style="left"), "value"], rows)
 
 
 def _list_table(part: PartResult, name: str, entries: Sequence[JsonValue]) -> Table:
@@ -83,8 +81,7 @@ def _list_table(part: PartResult, name: str, entries: Sequence[JsonValue]) -> Ta
     records = [entry for entry in entries if isinstance(entry, dict)]
     fields = list(dict.fromkeys(field for record in records for field in record))
     rows = [[_shown(field, record.get(field)) for field in fields] for record in records]
-    columns = [Column(title=_words(field)) for field in fields]
-    return Table(title=f"{part.name}: {name}".capitalize(), columns=columns, sections=[rows])
+    return Table.of_rows(f"{part.name}: {name}".capitalize(), map(_words, fields), rows)
 
 
 def _words(field: str) -> str:

@@ -33,7 +33,6 @@ from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.conversion.importing import open_released
 from megatron.vlm.conversion.released_config import configurations, read_config
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
-from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.model.tensor_parallel import unpadded_size, whole_shape
@@ -102,14 +101,8 @@ def rank_of(plan: Plan, rank: int) -> Iterator[VLMStage]:
             sizes.tensor, sizes.pipeline, create_gloo_process_groups=False
         )
         stage = plan.stages[parallel_state.get_pipeline_model_parallel_rank()]
-        arguments = (plan.model, stage, sizes, plan.precision)
         with FakeTensorMode():
-            yield VLMStage(
-                plan.model,
-                stage,
-                encoder_transformer_configs(*arguments),
-                language_transformer_config(*arguments),
-            )
+            yield VLMStage(plan.model, stage, sizes, plan.precision)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

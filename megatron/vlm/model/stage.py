@@ -20,7 +20,6 @@ from megatron.core.models.common.embeddings.language_model_embedding import Lang
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.module import MegatronModule
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device, has_cuda
@@ -49,7 +48,7 @@ from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
 from omnibal.model.adapters import AdapterConfig, adapted_linears
-from omnibal.model.config import LanguageConfig, ModelConfig, Provider, RopeSections
+from omnibal.model.config import LanguageConfig, ModelConfig, Precision, Provider, RopeSections
 from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
 from omnibal.model.parallel import Parallel
@@ -83,12 +82,14 @@ class VLMStage(MegatronModule):
         self,
         model: ModelConfig,
         stage: Stage,
-        encoder_configs: Mapping[str, TransformerConfig],
-        language_config: TransformerConfig,
+        parallel: Parallel,
+        precision: Precision,
         drop_path_rate: float = 0.0,
         provider: Provider = "local",
         groups: ProcessGroupCollection | None = None,
     ) -> None:
+        encoder_configs = encoder_transformer_configs(model, stage, parallel, precision)
+        language_config = language_transformer_config(model, stage, parallel, precision)
         # Core sums gradients of all `sequence_parallel` parameters over tensor-parallel ranks if
         # this configuration says so; norms of q's and k's heads need that without sequence
         # parallelism too. With `qk_layernorm` core would also sum InternViT's q and k norms, which
@@ -482,12 +483,11 @@ def build_stage(
     check_precision(plan.precision, provider)
     check_adapters(plan.adapters, provider)
     prefer_flash_attention_3()
-    arguments = (plan.pipeline_model, plan.stages[part], plan.parallel, plan.precision)
     stage = VLMStage(
         plan.pipeline_model,
         plan.stages[part],
-        encoder_transformer_configs(*arguments),
-        language_transformer_config(*arguments),
+        plan.parallel,
+        plan.precision,
         drop_path_rate,
         provider,
     )
@@ -503,13 +503,11 @@ def build_encoders(
     plan: Plan, groups: ProcessGroupCollection, drop_path_rate: float = 0.0
 ) -> VLMStage:
     """Build a stage with all data-parallel encoders and nothing else."""
-    units = encoders_stage(plan.model)
-    arguments = (plan.model, units, Parallel(pipeline=1), plan.precision)
     stage = VLMStage(
         plan.model,
-        units,
-        encoder_transformer_configs(*arguments),
-        language_transformer_config(*arguments),
+        encoders_stage(plan.model),
+        Parallel(pipeline=1),
+        plan.precision,
         drop_path_rate,
         groups=groups,
     )
