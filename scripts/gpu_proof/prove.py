@@ -79,7 +79,6 @@ def prove(given: Namespace, settings: Settings) -> Proof:
         context = Context(
             output=given.output.resolve(),
             settings=settings,
-            machine=proof.machine,
             pretended=given.fake_device,
             end_s=min(time.monotonic() + settings.limits_s[name], last_s),
         )

@@ -13,7 +13,7 @@ from typing import IO
 
 from pydantic import JsonValue
 
-from scripts.gpu_proof.result import Machine, PartResult, Status
+from scripts.gpu_proof.result import PartResult, Status
 from scripts.gpu_proof.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -34,14 +34,13 @@ class Context:
 
     output: Path
     settings: Settings
-    machine: Machine
     pretended: bool
     end_s: float
     """Deadline on the monotonic clock."""
     figures: dict[str, JsonValue] = field(default_factory=dict)
 
-    def run(self, name: str, *arguments: object, **environment: str) -> Path:
-        """Run a program of this project; return its log."""
+    def run(self, name: str, *arguments: object) -> None:
+        """Run a program of this project, with its output in a log."""
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, *map(str, arguments)]
@@ -51,12 +50,11 @@ class Context:
             path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
             own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
             own |= _NO_DEVICE if self.pretended else {}
-            code = run_within(command, written, self.left_s, {**os.environ, **own, **environment})
+            code = run_within(command, written, self.left_s, {**os.environ, **own})
         if code is None:
             raise PartEndedError("timed-out", f"{name} was ended when the part's time was over")
         if code:
             raise PartEndedError("failed", f"{name}: {_last_line(log)}")
-        return log
 
     @property
     def left_s(self) -> float:

@@ -18,7 +18,6 @@ pipeline, and one stage with fully sharded weights as in OrchMLLM.
 
 import argparse
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import numpy as np
 from paper import print_table
@@ -42,7 +41,6 @@ PARALLEL = Parallel(tensor=8, pipeline=4, data=80, sequence_parallel=True)
 CLUSTERS = ("h100-80g", "h200-141g")
 CLIP_S = 10
 FRAMES_PER_SECOND = 100
-TOKENS_PER_SECOND = 25
 LONGEST_RECORDING_S = 30.0
 TOKENS_PER_TILE = 256
 CAPS = Caps.of(tiles=64, clips=64, tokens=18_432)
@@ -86,29 +84,9 @@ def the_model(frames: int) -> ModelConfig:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Samples:
-    """Contents of every sample, [n]."""
-
-    tiles: np.ndarray
-    seconds: np.ndarray
-    """Length of the recording, 0 without one."""
-    text: np.ndarray
-
-    @property
-    def audio_tokens(self) -> np.ndarray:
-        """Tokens of the recording. [n]"""
-        return np.ceil(TOKENS_PER_SECOND * self.seconds).astype(np.int64)
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Tokens of the language model. [n]"""
-        return self.text + TOKENS_PER_TILE * self.tiles + self.audio_tokens
-
-
-def mixture(samples: int, seed: int) -> Samples:
+def mixture(samples: int) -> Lengths:
     """Draw samples of the assumed mixture, in random order."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     kind = rng.choice(4, samples, p=[0.30, 0.25, 0.30, 0.15])
     heard, asked, seen, read = (kind == each for each in range(4))
 
@@ -128,38 +106,31 @@ def mixture(samples: int, seed: int) -> Samples:
             drawn(700, 1.1, 16, 8_192),
         ],
     )
-    return Samples(
-        tiles=np.where(seen, images * tiles_of_image, 0),
-        seconds=seconds,
-        text=np.round(text).astype(np.int64),
+    audio = the_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
+    tiles = np.where(seen, images * tiles_of_image, 0)
+    clips = np.ceil(seconds / CLIP_S).astype(np.int32)
+    texts = np.round(text).astype(np.int32)
+    tokens = texts + TOKENS_PER_TILE * tiles + clips * audio.tokens_per_item
+    return Lengths(
+        items={"tiles": tiles.astype(np.int32), "clips": clips},
+        tokens=tokens.astype(np.int32),
+        loss_tokens=texts,
+        source=np.zeros(samples, np.int32),
+        source_names=("mixture",),
+        origin=None,
     )
 
 
 def rows_of_sizes() -> Iterator[list[str]]:
     """Rows of all parallel sizes, in steps of equally many packs."""
-    mean = float(lengths_of(mixture(PACKS_PER_STEP, seed=0)).tokens.mean())
+    mean = float(mixture(PACKS_PER_STEP).tokens.mean())
     samples = int(STEPS * PACKS_PER_STEP * CAPS["tokens"] / mean)
-    lengths = lengths_of(mixture(samples, seed=0))
+    lengths = mixture(samples)
     for parallel in SIZES:
         micro_batches = PACKS_PER_STEP // parallel.data
         for name in ("in the stages", "data-parallel"):
             found = planned(lengths, CLUSTERS[0], WAYS[name], parallel, micro_batches)
             yield [parallel.text, f"{micro_batches}", name, *found]
-
-
-def lengths_of(samples: Samples) -> Lengths:
-    audio = the_model(CLIP_S * FRAMES_PER_SECOND).encoders["audio"]
-    assert isinstance(audio, ClipsEncoder)
-    clips = np.ceil(samples.seconds / CLIP_S).astype(np.int32)
-    tokens = samples.tokens - samples.audio_tokens + clips * audio.tokens_per_item
-    return Lengths(
-        items={"tiles": samples.tiles.astype(np.int32), "clips": clips},
-        tokens=tokens.astype(np.int32),
-        loss_tokens=samples.text.astype(np.int32),
-        source=np.zeros(len(tokens), np.int32),
-        source_names=("mixture",),
-        origin=None,
-    )
 
 
 def planned(
@@ -214,7 +185,7 @@ def planned(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--samples", type=int, default=10_000, help="of the mixture")
-    lengths = lengths_of(mixture(parser.parse_args().samples, seed=0))
+    lengths = mixture(parser.parse_args().samples)
     rows, refusals = [], []
     for cluster in CLUSTERS:
         for name, ways in WAYS.items():

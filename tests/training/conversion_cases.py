@@ -151,7 +151,7 @@ def observed(links, plan: Plan, run: Path, batches: Sequence[MicroBatch], *other
         if part in seen:
             module.register_forward_hook(functools.partial(keep, seen[part]))
     result = train_step(trainer, MicroBatchStream.of(batches))
-    gather_gradients(trainer.model)
+    gather_gradients(trainer.models[0])
     gradients = by_name(trainer.stage, lambda parameter: parameter.main_grad)
     return (result.loss, result.grad_norm), seen, gradients
 

@@ -547,7 +547,7 @@ def _room_bytes(trainer: Trainer, is_sharded: bool) -> float:
     """Bytes of what a rank keeps beside parameters, in all kinds of state."""
     room_bytes = 0.0
     if not is_sharded:
-        for one in (*trainer.model.buffers, *trainer.model.expert_parallel_buffers):
+        for one in (*trainer.models[0].buffers, *trainer.models[0].expert_parallel_buffers):
             held, ranks = sum(p.numel() for p in one.params), one.data_parallel_world_size
             room_bytes += (2 + 4) * (one.numel - held)
             # The first rank's part of the optimizer's state is full of parameters.

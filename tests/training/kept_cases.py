@@ -127,7 +127,7 @@ def on_device(fake_device: FakeCuda, plan: Plan) -> OnDevice:
         memory = fake_device.device.memory
         gc.collect()  # the model of the case before
         before, before_bytes = memory.live(), memory.now_bytes
-        output = trainer.model(batch.to(torch.device("cuda")))
+        output = trainer.models[0](batch.to(torch.device("cuda")))
         found: dict[tuple[str, str], int] = defaultdict(int)
         for label, (_, size) in memory.live().items():
             found[label.where, label.operation] += size - before.get(label, (0, 0))[1]

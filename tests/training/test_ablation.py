@@ -136,7 +136,7 @@ def test_recomputing_cost_is_that_of_recomputed_layers(job, results):
 def gradients(links, plan, batch):
     """Loss and every parameter's gradient of one micro-batch."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=0)
-    trainer.model.zero_grad_buffer()
+    trainer.models[0].zero_grad_buffer()
     batches = MicroBatchStream.of([batch])
     losses = run_forward_backward(plan, trainer.models, links, batches, PhaseClock())
     grads = {name: p.main_grad.clone() for name, p in trainer.stage.named_parameters()}

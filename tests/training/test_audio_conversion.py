@@ -77,7 +77,7 @@ def heard(links, plan, run):
     units.projector.norm.register_forward_hook(lambda _, __, output: normed.append(output))
     batch = MicroBatch(tiles=0, clips=CLIPS, tokens=1, segment_tokens=(1,), frames_CBF=FRAMES_CBF)
     trainer.stage.encode(batch, only="audio")
-    trainer.model.zero_grad_buffer()
+    trainer.models[0].zero_grad_buffer()
     normed[0].backward(WANTED_VCH)
     return normed[0].detach(), by_name(trainer.stage, lambda parameter: parameter.main_grad)
 

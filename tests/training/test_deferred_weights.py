@@ -112,7 +112,7 @@ def parts_of_backward(links, plan, sample):
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
     names = {parameter: name for name, parameter in trainer.stage.named_parameters()}
     trainer.zero_gradients()
-    run_backward([(trainer.model(toy_batch(plan.model, [sample], seed=1)), None)])
+    run_backward([(trainer.models[0](toy_batch(plan.model, [sample], seed=1)), None)])
 
     def has_gradient():
         return {

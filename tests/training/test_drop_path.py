@@ -81,7 +81,7 @@ def eval_loss(links, plan):
     trainer = build_trainer(plan, links, replace(OPTIONS, drop_path_rate=RATE), steps=10, seed=3)
     [batch, *_] = batches_of(plan.model)
     train_step(trainer, MicroBatchStream.of([batch]))
-    trainer.model.eval()
+    trainer.models[0].eval()
     return float(trainer.stage(batch)), float(trainer.stage(replace(batch, drop_path_keys_T=None)))
 
 

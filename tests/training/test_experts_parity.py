@@ -27,7 +27,7 @@ def ours(links, model: ModelConfig):
     trainer = build_trainer(plan_of(model=model), links, unclipped, steps=2, seed=4)
     weights = by_name(trainer.stage, lambda parameter: parameter)
     result = train_step(trainer, MicroBatchStream.of([pack(samples_of(model))]))
-    gather_gradients(trainer.model)
+    gather_gradients(trainer.models[0])
     return result.loss, weights, by_name(trainer.stage, lambda parameter: parameter.main_grad)
 
 

@@ -249,7 +249,7 @@ def saved_by_experts(links: PipelineLinks, plan: Plan, tokens: int) -> int:
     saved = SavedTensors()
     layer.register_forward_pre_hook(lambda *_: saved.__enter__())
     layer.register_forward_hook(lambda *_: saved.__exit__())
-    trainer.model(random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0]))
+    trainer.models[0](random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0]))
     return bytes_besides(saved.found, trainer.stage.parameters())
 
 

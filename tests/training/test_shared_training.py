@@ -106,7 +106,7 @@ def test_blocks_are_aligned_runs_of_data_parallel_ranks():
 def begun_exchanges(links, plan, case, number):
     """Exchanges of a step that this rank begins, in order, by the ranks that take part."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    buckets = type(trainer.model.bucket_groups[0])
+    buckets = type(trainer.models[0].bucket_groups[0])
     begun, start = [], buckets.start_grad_sync
 
     def noting(exchange):

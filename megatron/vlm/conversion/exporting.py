@@ -2,7 +2,7 @@
 
 import math
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -107,10 +107,8 @@ def plan_export_like(
     def dtype_of(name: str, parameter: Parameter) -> torch.dtype:
         return dtype or (tensors[name].dtype if name in tensors else like.dtype(parameter))
 
-    pieces = list(_pieces(like.model, like.layout, dtype_of))
-    head = head_name(like.layout)
-    if like.model.language.tied_head and (head in tensors or like.layout.is_original):
-        pieces.append(_head_copy(pieces, like.model, head, dtype_of))
+    has_head = head_name(like.layout) in tensors
+    pieces = _pieces(like.model, like.layout, dtype_of, has_head=has_head)
     by_file: dict[str, list[_Piece]] = {}
     for piece in pieces:
         # A missing copy of the tied head goes to the embedding's file.
@@ -163,21 +161,6 @@ def _changed_texts(
     return made
 
 
-def _head_copy(
-    pieces: Sequence[_Piece],
-    model: ModelConfig,
-    name: str,
-    dtype_of: Callable[[str, Parameter], torch.dtype],
-) -> _Piece:
-    """Copy the embedding as the head of a model with a tied head.
-
-    InternVL's code unties every head regardless of config.json, and would initialize it randomly.
-    """
-    embedding = embedding_parameter(model)
-    tied = next(piece for piece in pieces if piece.parameter == embedding)
-    return replace(tied, name=name, dtype=dtype_of(name, embedding))
-
-
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
     weight_map = {piece.name: file.name for file in files for piece in file.pieces}
     return index_text(index, weight_map, sum(file.bytes for file in files))
@@ -198,9 +181,7 @@ def plan_export_as(
     def dtype_of(_: str, parameter: Parameter) -> torch.dtype:
         return dtype or weights.dtype(parameter)
 
-    pieces = list(_pieces(model, layout, dtype_of))
-    if model.language.tied_head and layout.is_original:
-        pieces.append(_head_copy(pieces, model, head_name(layout), dtype_of))
+    pieces = _pieces(model, layout, dtype_of)
     files = _dealt(pieces, bytes_per_file)
     ids, beside = None, []
     if tokenizer is not None:
@@ -263,19 +244,33 @@ def write_export(export: Export, target: Path, on_written: Callable[[int], None]
 
 
 def _pieces(
-    model: ModelConfig, layout: Layout, dtype_of: Callable[[str, Parameter], torch.dtype]
-) -> Iterator[_Piece]:
-    """Yield all tensors of the layout with their types."""
+    model: ModelConfig,
+    layout: Layout,
+    dtype_of: Callable[[str, Parameter], torch.dtype],
+    *,
+    has_head: bool = False,
+) -> list[_Piece]:
+    """List all tensors of the layout with their types, with a tied head's copy if `has_head`.
+
+    InternVL's code unties every head regardless of config.json, and would initialize it randomly.
+    """
+    pieces = []
     for parameter in parameters(model):
         made_of = released(parameter, model, layout)
         for position, (name, shape) in enumerate(zip(made_of.names, made_of.shapes, strict=True)):
-            yield _Piece(
+            piece = _Piece(
                 name=name,
                 parameter=parameter,
                 position=position,
                 shape=shape,
                 dtype=dtype_of(name, parameter),
             )
+            pieces.append(piece)
+    if model.language.tied_head and (has_head or layout.is_original):
+        embedding, head = embedding_parameter(model), head_name(layout)
+        tied = next(piece for piece in pieces if piece.parameter == embedding)
+        pieces.append(replace(tied, name=head, dtype=dtype_of(head, embedding)))
+    return pieces
 
 
 def _dealt(pieces: Sequence[_Piece], bytes_per_file: int) -> list[_File]:

@@ -126,18 +126,6 @@ class FeatureRoute:
     """Rows received by each tensor-parallel rank of the pipeline's first stage."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Rows:
-    """Rows of every run, numbered over all pipelines of the group; int64 [G]."""
-
-    start: np.ndarray
-    stop: np.ndarray
-    source: np.ndarray
-    """Rank that makes the rows."""
-    made: np.ndarray
-    """Number of the first row among the source's rows."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class StepShares:
     """Assignment of a step's items within this rank's encoding group."""
@@ -229,18 +217,18 @@ class StepShares:
     @cached_property
     def route(self) -> FeatureRoute:
         """Return this rank's part in the feature exchange."""
-        rows, borders = self._rows, self._borders
+        (row_start, row_stop, row_source, row_made), borders = self._rows, self._borders
         # Cut every run at the borders of ranks' parts.
-        first = np.searchsorted(borders, rows.start, "right") - 1
-        pieces = np.searchsorted(borders, rows.stop, "left") - first
+        first = np.searchsorted(borders, row_start, "right") - 1
+        pieces = np.searchsorted(borders, row_stop, "left") - first
         run = np.repeat(np.arange(len(pieces)), pieces)
         part = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
-        start = np.maximum(rows.start[run], borders[part])
-        size = np.minimum(rows.stop[run], borders[part + 1]) - start
+        start = np.maximum(row_start[run], borders[part])
+        size = np.minimum(row_stop[run], borders[part + 1]) - start
         place = self.ranks.process_places
-        source = place[rows.source[run]]
+        source = place[row_source[run]]
         target = place[self.ranks.embedding_numbers[part]]
-        made = rows.made[run] + start - rows.start[run]
+        made = row_made[run] + start - row_start[run]
         own, everyone = place[self.ranks.number], len(place)
         sent = np.flatnonzero((source == own) & (size > 0))
         sent = sent[np.lexsort((start[sent], target[sent]))]
@@ -282,7 +270,13 @@ class StepShares:
         return np.append((np.cumsum(sums) - sums)[:, None] + inside, sums.sum())
 
     @property
-    def _rows(self) -> _Rows:
+    def _rows(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return every run's rows, numbered over all pipelines of the group, int64 [G] each.
+
+        Returns:
+            First row, end row, rank that makes the rows, and number of the first row among that
+            rank's rows.
+        """
         start, size, source = [], [], []
         for name, runs in self.runs.items():
             per_item = rows_of_item(self.encoders[name])
@@ -296,7 +290,7 @@ class StepShares:
         made[order] = np.cumsum(sizes[order]) - sizes[order]
         of_rank = np.bincount(sources, sizes, self.ranks.size).astype(np.int64)
         made -= (np.cumsum(of_rank) - of_rank)[sources]
-        return _Rows(start=starts, stop=starts + sizes, source=sources, made=made)
+        return starts, starts + sizes, sources, made
 
 
 def rows_of_item(encoder: Encoder) -> int:

@@ -11,7 +11,6 @@ in its graph. Empty tensors are not sent; tensors between two chunks of a stage 
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal
 
@@ -33,16 +32,6 @@ from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
 from omnibal.pipeline.stage import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Kept:
-    """Tensors of a micro-batch in a chunk kept for backward, by tower."""
-
-    received: ByTower
-    """Inputs with gradients to send back."""
-    outputs: ByTower
-    """Outputs of this chunk's graph, in model order."""
 
 
 BeginPass = Callable[[Literal["forward", "backward", "both"], int], None]
@@ -174,7 +163,8 @@ class _StageRun:
             for part in self.links.parts
         ]
         """Towers of each chunk's inputs that need a gradient."""
-        self.kept: dict[tuple[int, int], _Kept] = {}
+        self.kept: dict[tuple[int, int], tuple[ByTower, ByTower]] = {}
+        """A micro-batch's inputs with gradients to send back, and outputs of a chunk's graph."""
         self.late: dict[tuple[int, int], list[LateProduct]] = {}
         self.results: dict[int, torch.Tensor] = {}
 
@@ -242,7 +232,7 @@ class _StageRun:
                 # The graph needs only the shape of inserted features.
                 for feature in inputs.values():
                     feature.data = feature.new_empty(1).expand(feature.shape)
-            self.kept[operation.chunk, micro_batch] = _Kept(received=inputs, outputs=made)
+            self.kept[operation.chunk, micro_batch] = inputs, made
 
     def _receive(self, part: int, operation: Operation, position: int) -> dict[str, torch.Tensor]:
         """Receive a micro-batch's inputs if there is a previous part."""
@@ -269,15 +259,15 @@ class _StageRun:
     def _backward(self, operation: Operation, position: int) -> None:
         """Run a micro-batch's backward and start sending its input gradients."""
         part, micro_batch = self.links.parts[operation.chunk], operation.micro_batch
-        kept = self.kept.pop((operation.chunk, micro_batch))
+        received, outputs = self.kept.pop((operation.chunk, micro_batch))
         gradients: ByTower = {}
         if part in self.mail.trained:
             self.clock.switch(Phase.WAIT)
             gradients = self.mail.take(Content.GRADIENTS, part + 1, part, micro_batch, position)
-        trained = [name for name, output in kept.outputs.items() if output.requires_grad]
+        trained = [name for name, output in outputs.items() if output.requires_grad]
         self.clock.switch(Phase.BACKWARD)
         if trained:
-            run_backward([(kept.outputs[name], gradients.get(name)) for name in trained])
+            run_backward([(outputs[name], gradients.get(name)) for name in trained])
         self.clock.switch(Phase.WAIT)
         self.mail.launched(position)
         deferred = self.models[operation.chunk].module.deferred
@@ -288,9 +278,9 @@ class _StageRun:
         # Inputs of an empty pack have no gradient.
         sent = {
             name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for name, tensor in kept.received.items()
+            for name, tensor in received.items()
         }
-        passed_on = gradients.keys() - kept.outputs.keys()
+        passed_on = gradients.keys() - outputs.keys()
         sent |= {name: gradients[name] for name in passed_on}
         # In sending order.
         message = {name: sent[name] for name in tensor_names(self.plan.model, sent)}

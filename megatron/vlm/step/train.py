@@ -117,11 +117,6 @@ class Trainer:
         return stage
 
     @property
-    def model(self) -> Any:
-        [model] = self.models
-        return model
-
-    @property
     def stages(self) -> tuple[VLMStage, ...]:
         return self.chunks if self.encoders is None else (*self.chunks, self.encoders.stage)
 
