@@ -31,14 +31,14 @@ def main() -> None:
     launch = Launch.from_environment()
     show_log(launch.rank)
     try:
-        given = parse_arguments()
-        if given.run is None:
-            planned = open_trainable(given.plan)
+        plan, given = parse_arguments()
+        if given is None:
+            planned = open_trainable(plan)
             if launch.rank == 0:
                 print_dry_run(planned.plan, Console())
             return
-        arguments, store = resumed(given.run), None
-        directory = plan_to_train(given.plan, arguments, launch)
+        arguments, store = resumed(given), None
+        directory = plan_to_train(plan, arguments, launch)
         if arguments.checkpoints.elastic:
             store = open_store(launch, start=f"{latest_step(arguments.save)} {launch.world_size}")
             directory = plan_for_all(directory, arguments, launch, store)

@@ -212,12 +212,6 @@ class WeightGradients:
         else:
             buffer_OI.addmm_(gradient_RO.t().float(), input_RI.float())
 
-    @staticmethod
-    def wgrad_gemm_accum_fp16(
-        input_RI: torch.Tensor, gradient_RO: torch.Tensor, buffer_OI: torch.Tensor
-    ) -> None:
-        buffer_OI.addmm_(gradient_RO.t(), input_RI)
-
 
 def provide_weight_gradients() -> None:
     """Give core `WeightGradients` if Apex is not installed."""

@@ -13,10 +13,8 @@ from toy import OPTIONS
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.run import arguments as arguments_module
 from megatron.vlm.run.arguments import (
-    Arguments,
     CheckpointArguments,
     EvaluationArguments,
-    ReportArguments,
     RunArguments,
     StorageArguments,
     parse_arguments,
@@ -29,14 +27,14 @@ TRAIN = "--plan p --data d.json --tokenizer-model t --save s"
 MODULES = Path(arguments_module.__file__).parents[1]
 
 
-def parsed(monkeypatch: pytest.MonkeyPatch, words: str) -> Arguments:
+def parsed(monkeypatch: pytest.MonkeyPatch, words: str) -> tuple[Path, RunArguments | None]:
     monkeypatch.setattr(sys, "argv", ["pretrain_vlm.py", *words.split()])
     return parse_arguments()
 
 
 def test_defaults_are_megatrons_names(monkeypatch) -> None:
     """Prevents a default that changes when options move from one class to another."""
-    assert parsed(monkeypatch, TRAIN).run == RunArguments(
+    assert parsed(monkeypatch, TRAIN)[1] == RunArguments(
         tokenizer_model=Path("t"), save=Path("s"), load=None, data=Path("d.json"),
         skip_train=False, finetune=False, train_iters=None, seed=42, max_skipped_steps=5,
         num_workers=2, provider="local",
@@ -50,7 +48,7 @@ def test_defaults_are_megatrons_names(monkeypatch) -> None:
             replan_at=(), elastic=False,
         ),
         storage=StorageArguments(),
-        reports=ReportArguments(tensorboard_dir=None, wandb_project=None, profile_steps=range(0)),
+        tensorboard_dir=None, wandb_project=None, profile_steps=range(0),
         evaluation=None,
     )  # fmt: skip
 
@@ -66,7 +64,7 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
         "--wandb-project w --tensorboard-dir b --profile-steps 2-4 --eval-data e.json "
         "--eval-samples 9 --eval-interval 6 --max-new-tokens 11"
     )
-    run, plain = parsed(monkeypatch, words).run, parsed(monkeypatch, TRAIN).run
+    run, plain = parsed(monkeypatch, words)[1], parsed(monkeypatch, TRAIN)[1]
     sizes = {"lr": 1e-3, "vision_lr": 1e-4, "drop_path_rate": 0.1}
     sizes |= {"loss_weighting": LossWeighting.SAMPLE}
     told = {"loss_weighting": LossWeighting.SAMPLE, "on_bad_sample": OnBadSample.SKIP}
@@ -78,9 +76,7 @@ def test_what_is_typed_arrives(monkeypatch) -> None:
             save_interval=5, keep_checkpoints=2, async_save=False, exit_after_failed_saves=3,
             replan_at=(7, 50), elastic=True,
         ),
-        reports=ReportArguments(
-            tensorboard_dir=Path("b"), wandb_project="w", profile_steps=range(2, 5)
-        ),
+        tensorboard_dir=Path("b"), wandb_project="w", profile_steps=range(2, 5),
         evaluation=EvaluationArguments(
             eval_data=Path("e.json"), eval_samples=9, eval_interval=6, max_new_tokens=11
         ),
@@ -104,7 +100,7 @@ def test_rates_are_those_of_recipes() -> None:
 
 def test_dry_run_needs_only_the_plan(monkeypatch) -> None:
     """Prevents a look at a plan that asks for data that is not there yet."""
-    assert parsed(monkeypatch, "--plan p --dry-run") == Arguments(plan=Path("p"), run=None)
+    assert parsed(monkeypatch, "--plan p --dry-run") == (Path("p"), None)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +128,6 @@ def test_no_field_is_left_unread() -> None:
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)
     }
-    kinds = (RunArguments, CheckpointArguments, ReportArguments, EvaluationArguments)
+    kinds = (RunArguments, CheckpointArguments, EvaluationArguments)
     assert all(map(is_dataclass, kinds))
     assert {field.name for kind in kinds for field in fields(kind)} <= read

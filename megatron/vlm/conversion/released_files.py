@@ -5,10 +5,10 @@ model.safetensors.index.json        file of each tensor; absent for a single fil
 """
 
 import json
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,9 @@ class ReleasedFiles:
                 f"config.json and safetensors files"
             )
         self._directory = directory
-        self._open: OrderedDict[str, safe_open] = OrderedDict()
+        self._opened = lru_cache(_OPEN_FILES)(
+            lambda file: safe_open(directory / file, framework="pt")
+        )
         index = directory / INDEX_FILE
         self.index: dict[str, Any] | None = None
         """Content of the index. None if a single file needs none."""
@@ -93,14 +95,6 @@ class ReleasedFiles:
 
     def header_metadata(self, file: str) -> dict[str, str] | None:
         return self._opened(file).metadata()
-
-    def _opened(self, file: str) -> safe_open:
-        if file not in self._open:
-            self._open[file] = safe_open(self._directory / file, framework="pt")
-        self._open.move_to_end(file)
-        while len(self._open) > _OPEN_FILES:
-            self._open.popitem(last=False)
-        return self._open[file]
 
     def _headers(self, files: list[str]) -> dict[str, TensorInfo]:
         found: dict[str, TensorInfo] = {}

@@ -69,11 +69,6 @@ class EncodingRanks:
         first = np.arange(self.pipelines) * self.ranks_of_pipeline
         return (first[:, None] + np.arange(self.parallel.tensor)).ravel()
 
-    @property
-    def process_places(self) -> np.ndarray:
-        """Return each number's rank in the process group, which is in global order."""
-        return np.argsort(np.argsort(self.global_ranks(self.block)))
-
     def global_ranks(self, block: int) -> list[int]:
         """Return a group's global ranks, by number."""
         sizes = self.parallel
@@ -225,7 +220,8 @@ class StepShares:
         part = np.arange(len(run)) - np.repeat(np.cumsum(pieces) - pieces, pieces) + first[run]
         start = np.maximum(row_start[run], borders[part])
         size = np.minimum(row_stop[run], borders[part + 1]) - start
-        place = self.ranks.process_places
+        # Each number's rank in the process group, which is in global order.
+        place = np.argsort(np.argsort(self.ranks.global_ranks(self.ranks.block)))
         source = place[row_source[run]]
         target = place[self.ranks.embedding_numbers[part]]
         made = row_made[run] + start - row_start[run]

@@ -135,10 +135,6 @@ class ProfileOptions:
     contexts: tuple[int, ...] = ()
     """Context-parallel sizes to measure language layers with."""
 
-    @property
-    def samples_of_pack(self) -> int:
-        return max(round(self.max_tokens / self.tokens_per_sample), 1)
-
     def caps(self, model: ModelConfig) -> Caps:
         """Return the caps, with tiles and clips only if the model has them."""
         items = {
@@ -165,7 +161,8 @@ def profile(
     # Before the model's layers take the device's memory.
     sizes = measured_sizes(job.model, job.cluster, options.caps(job.model), job.precision)
     rates = measure_rates(device_name(), job.precision, sizes, progress)
-    beside = nullcontext() if reader is None else reading(reader, options.samples_of_pack)
+    samples = max(round(options.max_tokens / options.tokens_per_sample), 1)
+    beside = nullcontext() if reader is None else reading(reader, samples)
     with beside as read:
         profiler = Profiler(job, links, options, read)
         repetitions = track(

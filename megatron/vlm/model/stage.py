@@ -10,7 +10,7 @@ or hidden states [S, 1, E] of the language model, and deepstack features [K, E] 
 """
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -169,12 +169,6 @@ class VLMStage(MegatronModule):
         """Deferred weight gradients, or None if backward computes them."""
         self.context_groups: ContextGroups = {}
         self._input: ByTower = {}
-
-    def set_levels(self, stages: Sequence[Stage], context_groups: ContextGroups) -> None:
-        """Set each level's recomputed layers and the groups that share packs."""
-        for name, block in self.blocks.items():
-            block.set_levels([stage.recomputed(name) for stage in stages])
-        self.context_groups = context_groups
 
     @property
     def blocks(self) -> dict[str, PlannedBlock]:
@@ -491,8 +485,9 @@ def build_stage(
         drop_path_rate,
         provider,
     )
-    at_levels = [stages[part] for stages in plan.stages_at_levels]
-    stage.set_levels(at_levels, context_groups or {})
+    for name, block in stage.blocks.items():
+        block.set_levels([stages[part].recomputed(name) for stages in plan.stages_at_levels])
+    stage.context_groups = context_groups or {}
     _freeze(stage, plan)
     if plan.schedule.in_two:
         _defer_weight_gradients(stage)

@@ -38,14 +38,6 @@ class CheckpointArguments:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReportArguments:
-    tensorboard_dir: Path | None
-    wandb_project: str | None
-    profile_steps: range
-    """Steps with torch profiler traces."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class StorageArguments:
     data_index: Path | None = None
     """Index of the training data from `omnibal lengths`. None to read all files."""
@@ -103,17 +95,11 @@ class RunArguments:
     storage: StorageArguments
     optimization: OptimizationOptions
     checkpoints: CheckpointArguments
-    reports: ReportArguments
+    tensorboard_dir: Path | None
+    wandb_project: str | None
+    profile_steps: range
+    """Steps with torch profiler traces."""
     evaluation: EvaluationArguments | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Arguments:
-    """The whole command line of pretrain_vlm.py."""
-
-    plan: Path
-    run: RunArguments | None
-    """Arguments of the run. None for a dry run, which only checks and prints the layout."""
 
 
 def _number(
@@ -169,8 +155,12 @@ def _loss_weighting(text: str) -> LossWeighting:
         ) from None
 
 
-def parse_arguments() -> Arguments:
-    """Parse and check this process's command line."""
+def parse_arguments() -> tuple[Path, RunArguments | None]:
+    """Parse and check this process's command line.
+
+    Returns:
+        The plan, and the arguments of the run. None for a dry run.
+    """
     parser = ArgumentParser(prog="pretrain_vlm.py", description=DESCRIPTION)
     _add_job(parser.add_argument_group("job"))
     _add_checkpoints(parser.add_argument_group("checkpoints and faults"))
@@ -182,7 +172,7 @@ def parse_arguments() -> Arguments:
     check_local(vars(given))
     _check_together(given)
     check_provider(given.provider)
-    return Arguments(plan=given.plan, run=None if given.dry_run else _run_arguments(given))
+    return given.plan, None if given.dry_run else _run_arguments(given)
 
 
 def _run_arguments(given: argparse.Namespace) -> RunArguments:
@@ -207,7 +197,6 @@ _GROUPS: dict[str, type] = {
     "optimization": OptimizationOptions,
     "storage": StorageArguments,
     "checkpoints": CheckpointArguments,
-    "reports": ReportArguments,
     "evaluation": EvaluationArguments,
 }
 

@@ -364,7 +364,7 @@ def train_plan(
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return done
-    traced = arguments.reports.profile_steps
+    traced = arguments.profile_steps
     if traced and traced[-1] >= last_step:
         raise UserError(
             f"--profile-steps: step {traced[-1]} was given, and the run ends with step "
@@ -399,7 +399,7 @@ def train_plan(
                 pause_step=pause_step,
                 eval_interval=None if evaluation is None else evaluation.eval_interval,
                 exit_after_failed_saves=arguments.checkpoints.exit_after_failed_saves,
-                profile_steps=arguments.reports.profile_steps,
+                profile_steps=arguments.profile_steps,
             ),
             writer,
             RunHealth(arguments.max_skipped_steps, done.skipped_steps),
@@ -498,13 +498,13 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
 
 def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
     """Prepare the run's directory, without log entries after the checkpoint; open the sinks."""
-    arguments, reports = run.arguments, run.arguments.reports
+    arguments = run.arguments
     _make_directory(arguments.save)
     sinks: list[MetricsSink] = []
-    if reports.tensorboard_dir is not None:
-        sinks.append(TensorBoardSink(reports.tensorboard_dir, first_step))
-    if reports.wandb_project is not None:
-        sinks.append(WandbSink(reports.wandb_project, arguments.save.name, arguments.save))
+    if arguments.tensorboard_dir is not None:
+        sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
+    if arguments.wandb_project is not None:
+        sinks.append(WandbSink(arguments.wandb_project, arguments.save.name, arguments.save))
     same_run = arguments.load is not None and arguments.load.resolve() == arguments.save.resolve()
     first_logged = first_step if same_run else 0
     drop_records(arguments.save / RUN_FILE, first_logged)
