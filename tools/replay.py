@@ -59,8 +59,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions:
-    """Samples to replay instead of random content."""
+class ReplayOptions:
+    """Samples, if not random content, what is timed, and what is counted without a device."""
 
     data: Annotated[
         Path | None,
@@ -70,9 +70,6 @@ class DataOptions:
     ] = None
     tokenizer_model: Annotated[Path | None, typer.Option(help="of that data")] = None
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TimeOptions:
     steps: Annotated[
         int | None,
         typer.Option(
@@ -89,9 +86,6 @@ class TimeOptions:
     ] = None
     provider: ProviderOption = "local"
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class FakeDeviceOptions:
     fake_device: Annotated[
         bool,
         typer.Option("--fake-device", help="count memory and kernels without a device; no times"),
@@ -103,7 +97,8 @@ class FakeDeviceOptions:
     ] = False
 
     @property
-    def is_asked_for(self) -> bool:
+    def counts(self) -> bool:
+        """Return whether a fake device counts, and nothing is timed."""
         return self.fake_device or self.pretend
 
 
@@ -112,52 +107,50 @@ class FakeDeviceOptions:
 def replay(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan directory")],
     output: Annotated[Path, typer.Option("--output", "-o", help="directory for what was measured")],
-    samples: DataOptions,
-    timed: TimeOptions,
-    counting: FakeDeviceOptions,
+    options: ReplayOptions,
     stages: Annotated[str, typer.Option(help="all, or numbers such as 0,3")] = "all",
 ) -> None:
     launch = Launch.from_environment()
-    _check_together(timed, counting)
-    check_provider(timed.provider)
-    if not counting.is_asked_for:
+    _check_together(options)
+    check_provider(options.provider)
+    if not options.counts:
         launch.check_device()
-    inputs = (plan, samples.data, samples.tokenizer_model)
+    inputs = (plan, options.data, options.tokenizer_model)
     check_folder("-o", output, [path for path in inputs if path is not None])
-    job = load_replay(plan, samples.data, samples.tokenizer_model)
+    job = load_replay(plan, options.data, options.tokenizer_model)
     numbers = _stage_numbers(stages, job.plan.parallel.pipeline)
-    if counting.is_asked_for:
+    if options.counts:
         check_fake_device_precision(job.plan.precision)
         run_fake_stages(job, numbers, output, launch, open_store(launch))
         if launch.rank == 0:
-            _print_fake_stages(job, numbers, output, counting.as_json)
+            _print_fake_stages(job, numbers, output, options.as_json)
         return
     check_alone(job.plan)
-    check_precision(job.plan.precision, timed.provider)
+    check_precision(job.plan.precision, options.provider)
     info = replay_info(
         job,
-        steps=timed.steps or _STEPS,
-        repetitions=timed.repetitions or _REPETITIONS,
+        steps=options.steps or _STEPS,
+        repetitions=options.repetitions or _REPETITIONS,
         processes=launch.world_size,
-        provider=timed.provider,
+        provider=options.provider,
     )
     replay_stages(job, info, numbers, output, launch, open_store(launch))
     if launch.rank == 0:
         _print_result(job, output)
 
 
-def _check_together(timed: TimeOptions, counting: FakeDeviceOptions) -> None:
-    if counting.as_json and not counting.is_asked_for:
+def _check_together(options: ReplayOptions) -> None:
+    if options.as_json and not options.counts:
         raise UserError("--json: prints what --fake-device counts; give both, or neither")
-    if not counting.is_asked_for:
+    if not options.counts:
         return
-    for name, value in (("--steps", timed.steps), ("--repetitions", timed.repetitions)):
+    for name, value in (("--steps", options.steps), ("--repetitions", options.repetitions)):
         if value is not None:
             raise UserError(
                 f"{name}: says what is timed, and --fake-device times nothing, but counts micro-"
                 "batches that need most memory; give one of the two"
             )
-    check_fake_device_provider(timed.provider)
+    check_fake_device_provider(options.provider)
 
 
 def _stage_numbers(given: str, count: int) -> list[int]:

@@ -173,12 +173,8 @@ class PackedCoreAttention(MegatronModule):
     def __init__(
         self,
         config: TransformerConfig,
-        layer_number: int,
         attn_mask_type: AttnMaskType,
-        attention_type: str,
-        cp_comm_type: str | None,
-        softmax_scale: float | None,
-        pg_collection: Any,
+        **of_core: Any,
     ) -> None:
         super().__init__(config=config)
         self.causal = attn_mask_type == AttnMaskType.causal
@@ -189,9 +185,8 @@ class PackedCoreAttention(MegatronModule):
         key: torch.Tensor,
         value: torch.Tensor,
         attention_mask: None,
-        attn_mask_type: AttnMaskType,
-        attention_bias: None,
         packed_seq_params: PackedSeqParams | SharedAttention | None,
+        **of_core: object,
     ) -> torch.Tensor:
         """Attend; return [S, B, N * D], or [T, N * D] for packed inputs."""
         if packed_seq_params is None:
