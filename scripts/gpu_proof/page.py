@@ -62,7 +62,7 @@ def tables_of(proof: Proof) -> list[Table]:
 
 def _parts_table(proof: Proof) -> Table:
     rows = [(part.name, part.status, f"{part.seconds:.0f}", part.reason) for part in proof.parts]
-    titles = [
+    titles: list[str | Column] = [
         Column(title="part", style="left"),
         Column(title="status", style="left"),
         "seconds",

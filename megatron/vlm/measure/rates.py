@@ -94,12 +94,9 @@ def group_sizes(processes: int) -> list[int]:
 
 def _own_group(ranks: int) -> dist.ProcessGroup | None:
     """This process's group of `ranks` neighbours. None if it is left over. Collective."""
-    own = None
-    for first in range(0, dist.get_world_size() - ranks + 1, ranks):
-        members = range(first, first + ranks)
-        group = dist.new_group(list(members))
-        if dist.get_rank() in members:
-            own = group
+    firsts = range(0, dist.get_world_size() - ranks + 1, ranks)
+    groups = [list(range(first, first + ranks)) for first in firsts]
+    own, _ = dist.new_subgroups_by_enumeration(groups)
     return own
 
 

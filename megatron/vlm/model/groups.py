@@ -25,7 +25,7 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
     """
     groups: ContextGroups = {}
     for context in sorted({*contexts} - {1}):
-        groups[context] = own = _own_group(context_blocks(parallel, context))
+        groups[context] = own = own_group(context_blocks(parallel, context))
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
     return groups
 
@@ -87,10 +87,11 @@ def _shard_groups(parallel: Parallel, ranks: int, block: int, apart: int) -> Sha
     for (alike, _), group in places.items():
         for place, rank in enumerate(group):
             copies.setdefault((rank // ranks, alike, place), []).append(rank)
-    return ShardGroups(shards=_own_group(places.values()), copies=_own_group(copies.values()))
+    return ShardGroups(shards=own_group(places.values()), copies=own_group(copies.values()))
 
 
-def _own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+def own_group(groups: Iterable[Sequence[int]]) -> dist.ProcessGroup:
+    """Create groups of ranks and return this rank's; collective over all ranks."""
     own, _ = dist.new_subgroups_by_enumeration(
         [list(ranks) for ranks in groups], timeout=COLLECTIVE_TIMEOUT
     )
@@ -106,7 +107,7 @@ def create_encoding_group(plan: Plan) -> dist.ProcessGroup:
     assert plan.beside is not None
     ranks = EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=0)
     blocks = range(plan.parallel.data // ranks.pipelines)
-    own = _own_group(sorted(ranks.global_ranks(block)) for block in blocks)
+    own = own_group(sorted(ranks.global_ranks(block)) for block in blocks)
     token = torch.zeros(own.size(), device=current_device())
     dist.all_to_all_single(torch.empty_like(token), token, group=own)
     return own

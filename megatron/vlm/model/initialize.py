@@ -35,13 +35,6 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
     return f"{tower}.layers.{layer.layer_number - 1}.{rest}"
 
 
-def expert_parameter_name(name: str, expert: int) -> str:
-    """Return the name of one expert's matrix in the whole model."""
-    match = _EXPERTS_NAME.match(name)
-    assert match is not None, f"{name} is no stack of experts"
-    return f"{match[1]}.{expert}.{match[2]}"
-
-
 @torch.no_grad()
 def initialize_parameters(stage: VLMStage, seed: int) -> None:
     """Draw the stage's matrices. Each rank draws whole matrices and keeps its shard.
@@ -66,10 +59,11 @@ def _initialize(stage: VLMStage, seed: int, name: str, parameter: torch.nn.Param
             parameter.zero_()
         return
     full_name = global_parameter_name(stage, name)
-    if _EXPERTS_NAME.match(full_name):
+    match = _EXPERTS_NAME.match(full_name)
+    if match is not None:
         experts = stage.get_submodule(name.rpartition(".linear")[0])
         for place, expert in enumerate(parameter):
-            own_name = expert_parameter_name(full_name, experts.first + place)
+            own_name = f"{match[1]}.{experts.first + place}.{match[2]}"
             expert.copy_(initial_values(stage.model_config, own_name, expert.shape, seed))
         return
     unpadded = unpadded_size(stage.model_config, full_name)

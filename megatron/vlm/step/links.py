@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from megatron.vlm.backend import COLLECTIVE_TIMEOUT, current_device
+from megatron.vlm.backend import current_device
+from megatron.vlm.model.groups import own_group
 from megatron.vlm.model.stage import ByTower
 from megatron.vlm.step.messages import Channel, Content, Message
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
@@ -82,7 +83,7 @@ class PipelineLinks:
         """Return connected links for a schedule; collective over all ranks."""
         if schedule.chunks == 1:
             return replace(self, schedule=schedule)
-        links = replace(self, schedule=schedule, other_way=_new_groups())
+        links = replace(self, schedule=schedule, other_way=_two_groups())
         connected = set(_channels(self))
         _connect(links, (one for one in _channels(links) if one not in connected))
         return links
@@ -97,7 +98,7 @@ def all_pipelines() -> list[list[int]]:
 
 def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> PipelineLinks:
     """Create this stage's links, after `initialize_model_parallel`; collective over all ranks."""
-    activations, gradients = _new_groups()
+    activations, gradients = _two_groups()
     links = kind(
         rank=parallel_state.get_pipeline_model_parallel_rank(),
         ranks=dist.get_process_group_ranks(activations),
@@ -108,15 +109,8 @@ def create_pipeline_links(kind: type[PipelineLinks] = PipelineLinks) -> Pipeline
     return links
 
 
-def _new_groups() -> list[dist.ProcessGroup]:
-    own: list[dist.ProcessGroup] = []
-    for ranks in all_pipelines():
-        # Every rank creates every group, in the same order.
-        groups = [dist.new_group(ranks, timeout=COLLECTIVE_TIMEOUT) for _ in range(2)]
-        if dist.get_rank() in ranks:
-            own = groups
-    assert own, "this rank is in no pipeline"
-    return own
+def _two_groups() -> list[dist.ProcessGroup]:
+    return [own_group(all_pipelines()) for _ in range(2)]
 
 
 def _channels(links: PipelineLinks) -> list[Channel]:

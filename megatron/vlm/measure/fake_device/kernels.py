@@ -57,25 +57,21 @@ def check_product(operation: str, args: Sequence[Any]) -> None:
     types = {one.dtype for one in factors(args)}
     if len(types) > 1 or (len(tensors) > 2 and tensors[0].dtype not in {asked, *types}):
         _refuse(operation, "a matrix product needs tensors of one type", tensors)
-    _check_one_device(operation, tensors)
+    check_one_device(operation, args)
 
 
-def _check_one_device(operation: str, tensors: Sequence[torch.Tensor]) -> None:
+def check_one_device(operation: str, args: Sequence[Any]) -> None:
     """Raise if host and device tensors are mixed, except host scalars."""
+    tensors = list(tensors_in(args))
     if len({one.device for one in tensors if one.dim()}) > 1:
         _refuse(operation, "all tensors must be on the device", tensors)
-
-
-def check_own_device(operation: str, args: Sequence[Any]) -> None:
-    """Raise if a kernel of this project gets host tensors."""
-    _check_one_device(operation, list(tensors_in(args)))
 
 
 def check_attention(operation: str, args: Sequence[Any]) -> None:
     """Raise for types, head sizes, strides and borders that flash attention refuses."""
     query, key, value = args[:3]
     tensors = [query, key, value]
-    _check_one_device(operation, list(tensors_in(args)))
+    check_one_device(operation, args)
     if query.dtype not in _HALF or len({one.dtype for one in tensors}) > 1:
         _refuse(operation, "flash attention needs bf16 or fp16, all of one type", tensors)
     if any(one.stride(-1) != 1 for one in tensors):

@@ -66,7 +66,7 @@ def _rule_of(func: Any) -> _Rule:
     elif operation in _ATTENTION and working is None:
         checks = kernels.check_attention
     elif namespace not in ("aten", "prim", "c10d", "_c10d_functional", "profiler"):
-        checks = kernels.check_own_device
+        checks = kernels.check_one_device
     results = kernels.RESULTS.get(func)
     if namespace == "c10d" and "coalesced" in operation:
         results = _begun_work
@@ -113,7 +113,7 @@ class FakeDevice(TorchDispatchMode):
         rule = _Rule(f"omnibal::{name}")
 
         def run(*arguments: Any) -> Any:
-            kernels.check_own_device(rule.operation, arguments)
+            kernels.check_one_device(rule.operation, arguments)
             self._is_in_body = True
             try:
                 results = body(*arguments)
