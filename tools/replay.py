@@ -60,7 +60,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReplayOptions:
-    """Samples, if not random content, what is timed, and what is counted without a device."""
+    """Options of samples, of timing, and of counting on a fake device."""
 
     data: Annotated[
         Path | None,

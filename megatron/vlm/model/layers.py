@@ -205,7 +205,7 @@ def _attention_spec(
     qk_norm: type | None = None,
     **params: Any,
 ) -> ModuleSpec:
-    """Return an attention; without `qkv_bias` q, k and v have none, whatever the config says."""
+    """Return an attention spec; `qkv_bias=False` overrides the configuration's biases."""
     column = parts.column_linear
     return ModuleSpec(
         module=module,
