@@ -10,6 +10,7 @@ Shapes: G runs of items of all encoders, D ranks that embed tokens.
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -154,7 +155,7 @@ class StepShares:
         """Return the passes that ranks sharding the encoder run in lockstep, some of them empty."""
         return self.most_passes.get((name, is_kept), 0)
 
-    def only(self, names: Collection[str]) -> "StepShares":
+    def only(self, names: Collection[str]) -> Self:
         return replace(
             self,
             items={name: items for name, items in self.items.items() if name in names},

@@ -4,6 +4,7 @@ features received by any pipeline, with its own micro-batches."""
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Self
 
 import numpy as np
 
@@ -55,7 +56,7 @@ class HeaviestShares(StepShares):
             parts=arriving.parts,
         )
 
-    def only(self, names: Collection[str]) -> "HeaviestShares":
+    def only(self, names: Collection[str]) -> Self:
         window = {name: items for name, items in self.window.items() if name in names}
         return replace(super().only(names), receiving=self.receiving.only(names), window=window)
 
