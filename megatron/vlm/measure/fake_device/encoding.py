@@ -58,7 +58,8 @@ class HeaviestShares(StepShares):
 
     def only(self, names: Collection[str]) -> Self:
         window = {name: items for name, items in self.window.items() if name in names}
-        return replace(super().only(names), receiving=self.receiving.only(names), window=window)
+        changed = replace(self, receiving=self.receiving.only(names), window=window)
+        return StepShares.only(changed, names)
 
     def slices(self, micro_batches: int = 0) -> list[dict[str, slice]]:
         """Slices of micro-batches' features: consecutive at first, then the rest of the step's
