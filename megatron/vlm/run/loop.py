@@ -14,7 +14,7 @@ from megatron.core import parallel_state
 
 from megatron.vlm.checkpoint.save_load import CheckpointWriter
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import EncoderShares
+from megatron.vlm.inputs.encoder_share import EncoderShares, EncodingRanks
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.run.gather import gather_pass_times, gather_stage_records
 from megatron.vlm.run.health import RunHealth
@@ -24,6 +24,7 @@ from megatron.vlm.step.train import StepResult, Trainer, train_step
 from megatron.vlm.step.validation import Validation, validate
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
+from omnibal.job.plan import Plan
 from omnibal.job.runlog import (
     RUN_FILE,
     VALIDATION_FILE,
@@ -82,6 +83,23 @@ class RunData:
     def rows(self, step: int) -> np.ndarray:
         """Rows of all ranks' packs in the step; packs are sorted by step."""
         return np.arange(*np.searchsorted(self.scheduled.step, [step, step + 1]))
+
+
+def encoder_shares(
+    plan: Plan, packs: ScheduledPacks, lengths: Lengths, rank: int
+) -> EncoderShares | None:
+    """Return the shares of a rank's data-parallel encoders, or None without them."""
+    if plan.beside is None:
+        return None
+    return EncoderShares(
+        model=plan.model,
+        beside=plan.beside,
+        ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
+        gpus_per_node=plan.cluster.gpus_per_node,
+        packs=packs,
+        levels=plan.pack_levels,
+        lengths=lengths,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,12 +34,11 @@ from megatron.vlm.run.arguments import (
 )
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
-from megatron.vlm.run.loop import RunData, RunOptions, RunOutcome, TrainingLoop
+from megatron.vlm.run.loop import RunData, RunOptions, RunOutcome, TrainingLoop, encoder_shares
 from megatron.vlm.run.metrics import MetricsSink, TensorBoardSink, WandbSink
 from megatron.vlm.run.plans import MadePlan, newest_plan, plan_again
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import ending_together
-from megatron.vlm.step.encoder_phase import encoder_shares
 from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer

@@ -22,20 +22,12 @@ from megatron.core.utils import make_viewless_tensor
 
 from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
-from megatron.vlm.inputs.encoder_share import (
-    EncoderPass,
-    EncoderShares,
-    EncodingRanks,
-    StepShares,
-)
+from megatron.vlm.inputs.encoder_share import EncoderPass, StepShares
 from megatron.vlm.model.exchange import BegunExchange, exchange_without_gradient
 from megatron.vlm.model.stage import VLMStage
 from megatron.vlm.step.clock import Phase, PhaseClock
 from megatron.vlm.step.data_parallel import DataParallel
 from megatron.vlm.step.sharded import ShardedStage
-from omnibal.data.lengths import Lengths
-from omnibal.job.plan import Plan
-from omnibal.packing.packs import ScheduledPacks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,23 +74,6 @@ class Encoders:
                 of_passes = [one[made] for one in passes]
                 features[made] = torch.cat(of_passes) if len(passes) > 1 else of_passes[0]
         return features
-
-
-def encoder_shares(
-    plan: Plan, packs: ScheduledPacks, lengths: Lengths, rank: int
-) -> EncoderShares | None:
-    """Return the shares of a rank's data-parallel encoders, or None without them."""
-    if plan.beside is None:
-        return None
-    return EncoderShares(
-        model=plan.model,
-        beside=plan.beside,
-        ranks=EncodingRanks(pipelines=plan.beside.pipelines, parallel=plan.parallel, rank=rank),
-        gpus_per_node=plan.cluster.gpus_per_node,
-        packs=packs,
-        levels=plan.pack_levels,
-        lengths=lengths,
-    )
 
 
 @dataclass(frozen=True, slots=True)

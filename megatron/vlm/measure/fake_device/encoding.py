@@ -20,7 +20,7 @@ from megatron.vlm.inputs.pack_share import samples_of_items
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.random_images import image_sizes
 from megatron.vlm.measure.replay import EncodingWork
-from megatron.vlm.step.encoder_phase import encoder_shares
+from megatron.vlm.run.loop import encoder_shares
 from omnibal.cost.encoder_phase import ITEM
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
