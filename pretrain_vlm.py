@@ -23,6 +23,7 @@ from megatron.vlm.run.pretrain import (
     resumed,
 )
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.printable import printable
 from omnibal.job.runlog import latest_step
 
 
@@ -47,7 +48,7 @@ def main() -> None:
     except UserError as error:
         # All processes of a node see the same files and fail alike: one of them speaks.
         if launch.local_rank == 0:
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {printable(str(error))}", file=sys.stderr)
         sys.exit(EXIT_USER_ERROR)
     execute(run, store)
 

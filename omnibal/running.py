@@ -24,6 +24,7 @@ from typing import Any
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, check_room, read_json_model
+from omnibal.base.printable import without_secrets
 from omnibal.base.program import ArgumentParser
 from omnibal.data.annotations import read_meta
 from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
@@ -70,7 +71,7 @@ class Step:
         """Return the command and a hash of each input."""
         read = {str(path): _digest(path) for path in self.reads}
         read |= {str(path): _digest(path, _MEDIA) for path in self.media}
-        return {"command": self.text, "read": read}
+        return {"command": without_secrets(self.text), "read": read}
 
     @property
     def is_complete(self) -> bool:

@@ -11,6 +11,7 @@ from typing import NoReturn, cast
 import typer
 
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.printable import printable
 
 # Error of an unknown option, missing argument or bad value; typer has no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
@@ -70,8 +71,5 @@ def _system_error(error: OSError) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    line = " ".join(message.split())
-    # The message may quote a file or option; keep control characters off the terminal.
-    shown = "".join(c if c.isprintable() else repr(c)[1:-1] for c in line)
-    sys.stderr.write(f"error: {shown}\n")
+    sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")
     sys.exit(EXIT_USER_ERROR)

@@ -11,13 +11,14 @@ from rich import progress as bars
 from rich.console import Console
 from rich.text import Text
 
+from omnibal.base.printable import printable
 from omnibal.report.table import Facts, Table
 
 
 def print_notes(notes: Iterable[str], prefix: str = "note: ") -> None:
     """Write sentences to stderr, one per line."""
     for note in notes:
-        sys.stderr.write(f"{prefix}{note}\n")
+        sys.stderr.write(f"{prefix}{printable(note)}\n")
 
 
 def print_result(as_json: bool, result: dict[str, Any], *readable: Table | Facts | str) -> None:

@@ -1,8 +1,13 @@
-"""Render Jinja chat templates as Transformers does, without importing it (and torch)."""
+"""Render Jinja chat templates as Transformers does, without importing it (and torch).
 
+A template is a program of whoever made the checkpoint: a rendering may take so many iterations and
+macro calls, and write so much text. What is counted does not depend on the machine.
+"""
+
+import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache
+from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
 
@@ -10,16 +15,21 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
 
 from omnibal.base.errors import UserError
 
 # Private-use characters, absent from ordinary text.
 BEGIN, END = "\U000f0000", "\U000f0001"
+_MAX_ROUNDS, _MAX_CHARACTERS = 1_000_000, 50_000_000
+"""Limits of a rendering: iterations and macro calls, and text written or joined."""
+_MAX_BITS = 4096  # of a number
 
 
 def render_chat(
-    template: jinja2.Template,
+    chat: "ChatTemplate",
     messages: Sequence[Mapping[str, Any]],
     *,
     tools: list | None = None,
@@ -32,7 +42,8 @@ def render_chat(
         prompt: append the beginning of an answer.
         pieces: tokens by role, such as "eos_token".
     """
-    return template.render(
+    chat.limits.rounds = chat.limits.characters = 0
+    return chat.template.render(
         messages=messages,
         tools=tools,
         documents=None,
@@ -41,29 +52,129 @@ def render_chat(
     )
 
 
-@lru_cache(maxsize=16)
-def packaged_template(name: str) -> jinja2.Template:
+@functools.lru_cache(maxsize=16)
+def packaged_template(name: str) -> "ChatTemplate":
     path = files("omnibal").joinpath("data", "templates", f"{name}.jinja")
     return compiled_template(path.read_text("utf-8"), str(path))
 
 
-@lru_cache(maxsize=16)
-def compiled_template(template: str, path: str) -> jinja2.Template:
+@functools.lru_cache(maxsize=16)
+def compiled_template(template: str, path: str) -> "ChatTemplate":
+    limits = _Limits()
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, jinja2.ext.loopcontrols],
+        finalize=limits.output,
     )
+    environment.filters |= limits.filters()
     environment.filters["tojson"] = _to_json
     # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _refuse
     try:
         # Like `from_string`, but with globals in a single table, which halves rendering time.
-        code = environment.compile(template)
-        return jinja2.Template.from_code(environment, code, dict(environment.globals))
+        code = environment.compile(_WithLimits().visit(environment.parse(template)))
+        rendered = jinja2.Template.from_code(environment, code, dict(environment.globals))
+        return ChatTemplate(rendered, limits)
     except jinja2.TemplateSyntaxError as error:
-        raise UserError(
-            f"{path}: its chat template is not Jinja ({error.message}, line {error.lineno}); "
-            "restore the checkpoint's own"
-        ) from error
+        why = f"{error.message}, line {error.lineno}"
+    except (RecursionError, SyntaxError, MemoryError):
+        why = "nested too deep"
+    raise UserError(f"{path}: its chat template is not Jinja ({why}); restore the checkpoint's own")
+
+
+@dataclass(frozen=True, slots=True)
+class ChatTemplate:
+    """Compiled template, and what its current rendering has used."""
+
+    template: jinja2.Template
+    limits: "_Limits"
+
+
+@dataclass(slots=True)
+class _Limits:
+    """Operations of a template that may run or grow without bound; each raises TemplateError."""
+
+    rounds: int = 0
+    characters: int = 0
+
+    def filters(self) -> dict[str, Callable[..., Any]]:
+        """Return the operations, by the name of the node that each replaces."""
+        operations = (self.count_round, self.add, self.multiply, self.power, self.join)
+        return dict(zip(_OPERATIONS.values(), operations, strict=True))
+
+    def count(self, characters: int) -> None:
+        self.characters += characters
+        if self.characters > _MAX_CHARACTERS:
+            _refuse(f"it writes more than {_MAX_CHARACTERS:,} characters")
+
+    def output(self, value: Any) -> str:
+        """Return the text that an expression writes."""
+        text = str(value)
+        self.count(len(text))
+        return text
+
+    @jinja2.pass_context  # else Jinja calls it when it compiles
+    def count_round(self, context: Context, characters: int) -> None:
+        """Count an iteration or macro call that writes some literal text."""
+        self.rounds += 1
+        if self.rounds > _MAX_ROUNDS:
+            _refuse(f"it runs more than {_MAX_ROUNDS:,} iterations and macro calls")
+        self.count(characters)
+
+    def join(self, *values: Any) -> str:
+        return self.output("".join(map(str, values)))
+
+    def add(self, left: Any, right: Any) -> Any:
+        if isinstance(left, str | list):
+            self.count(len(left) + len(right))
+        return left + right
+
+    @jinja2.pass_context  # of constants too, which are written once for each round
+    def multiply(self, context: Context, left: Any, right: Any) -> Any:
+        if isinstance(left, str):
+            self.count(len(left) * right)
+        elif not _are_numbers(left, right) or int(left).bit_length() > _MAX_BITS:
+            _refuse("only text and small numbers may be multiplied")
+        return left * right
+
+    def power(self, left: Any, right: Any) -> Any:
+        if not _are_numbers(left, right) or int(left).bit_length() * abs(right) > _MAX_BITS:
+            _refuse("the result of ** may be too large")
+        return left**right
+
+
+def _are_numbers(left: Any, right: Any) -> bool:
+    return isinstance(left, int | float) and isinstance(right, int | float)
+
+
+_OPERATIONS: dict[type[nodes.Node], str] = {
+    nodes.For: "_count_round",
+    nodes.Add: "_add",
+    nodes.Mul: "_multiply",
+    nodes.Pow: "_power",
+    nodes.Concat: "_join",
+}
+"""Filters of `_Limits`, as Jinja calls a filter without a detour."""
+
+
+class _WithLimits(NodeTransformer):
+    """Replace operators by operations of `_Limits`, and count rounds of loops and macros."""
+
+    def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:
+        super().generic_visit(node, *arguments, **named)
+        if isinstance(node, nodes.For | nodes.Macro):
+            written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
+            node.body.insert(0, nodes.ExprStmt(_operation(nodes.For, nodes.Const(written))))
+        elif isinstance(node, nodes.Concat):
+            return _operation(nodes.Concat, *node.nodes)
+        elif isinstance(node, nodes.BinExpr) and type(node) in _OPERATIONS:
+            return _operation(type(node), node.left, node.right)
+        return node
+
+
+def _operation(of: type[nodes.Node], *operands: nodes.Expr) -> nodes.Expr:
+    return nodes.Filter(operands[0], _OPERATIONS[of], list(operands[1:]), [], None, None)
 
 
 class _Generation(jinja2.ext.Extension):

@@ -54,6 +54,13 @@ from omnibal.data.stored_files import (
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
+_MAX_SHARDS = 1_000_000
+"""Shards of a source."""
+_INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
+_NUMBERS = re.compile(r"(-?[0-9]+)\.\.(-?[0-9]+)(?:\.\.-?[0-9]+)?")
+_LETTERS = 58  # from A to z
+_MAX_DIGITS = 18
+"""Digits of a range's limits that are read: enough to see that it is too large."""
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 
 File = TypeVar("File", bound=StoredFile)
@@ -144,6 +151,11 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
         from webdataset.shardlists import expand_urls
     except ImportError as error:
         raise _missing("webdataset", error) from error
+    if (count := _max_shards(notation)) > _MAX_SHARDS:
+        raise UserError(
+            f'"shards": {notation!r} expands to {count:,} names, and a source may have '
+            f"{_MAX_SHARDS:,}; name fewer"
+        )
     try:
         names = expand_urls(notation)
     except (ValueError, AssertionError) as error:  # including unset environment variables
@@ -152,6 +164,19 @@ def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = No
             "train-{000..003}.tar"
         ) from error
     return [Shard(named_from(folder, name, cache)) for name in names]
+
+
+def _max_shards(notation: str) -> int:
+    """Return an upper bound on the names that braces, innermost first, expand to."""
+    count = 1
+    while (braces := _INNERMOST_BRACES.search(notation)) is not None:
+        limits = _NUMBERS.fullmatch(braces[1])
+        if limits is not None:
+            count *= abs(int(limits[1][:_MAX_DIGITS]) - int(limits[2][:_MAX_DIGITS])) + 1
+        else:
+            count *= _LETTERS if ".." in braces[1] else braces[1].count(",") + 1
+        notation = notation[: braces.start()] + notation[braces.end() :]
+    return count
 
 
 def energon_shards(folder: Path, split: str) -> list[Shard]:

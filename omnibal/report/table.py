@@ -10,6 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions
 from rich.table import Table as TerminalTable
 
+from omnibal.base.printable import printable
 from omnibal.report.formatting import percent
 
 R = TypeVar("R")
@@ -104,7 +105,7 @@ class Table:
     ) -> Iterator[TerminalTable]:
         """Yield the table, in parts if its words are too long for one."""
         cells = [
-            [column.title, *(str(row[index]) for rows in self.sections for row in rows)]
+            [column.title, *(printable(str(row[index])) for rows in self.sections for row in rows)]
             for index, column in enumerate(self.columns)
         ]
         least = [max(cell_len(word) for cell in of for word in [*cell.split(), ""]) for of in cells]
@@ -141,7 +142,7 @@ class Table:
             )
         for rows in self.sections:
             for row in rows:
-                table.add_row(*(str(row[index]) for index in widths))
+                table.add_row(*(printable(str(row[index])) for index in widths))
             table.add_section()
         return table
 

@@ -6,6 +6,7 @@ import re
 from dataclasses import replace
 from pathlib import Path
 
+import jinja2
 import numpy as np
 import pytest
 from chat_cases import TEMPLATES, WORDS, sample_of, write_templated
@@ -23,6 +24,7 @@ from omnibal.data.chat import (
     expected_answer,
     text_sha256,
 )
+from omnibal.data.jinja_chat import compiled_template, render_chat
 from omnibal.data.native_resolution import image_segments
 from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn, Video
@@ -363,3 +365,34 @@ def test_where_templates_are_found(tmp_path):
     assert len({text_sha256(MODEL, tokenizer) for tokenizer in found[2:]}) == 2
     qwen = MODEL.model_copy(update={"chat_template": "qwen2.5"})
     assert {text_sha256(qwen, tokenizer) for tokenizer in found[1:]} == {found[1].sha256}
+
+
+LOOP, END_LOOP = "{% for a in range(99999) %}", "{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        LOOP + LOOP + "{% set x = a %}" + END_LOOP + END_LOOP,
+        "{% macro f(n) %}{{ f(n + 1) }}{% endmacro %}{{ f(0) }}",
+        "{% set s = namespace(x='a') %}" + LOOP + "{% set s.x = s.x ~ s.x %}" + END_LOOP,
+        "{% set s = namespace(x=9) %}" + LOOP + "{% set s.x = s.x * s.x %}" + END_LOOP,
+        "{% macro f() %}" + LOOP + "{{ 'x' * 999 }}" + END_LOOP + "{% endmacro %}{{ f() }}",
+        "{{ [0] * 10 ** 12 }}",
+        "{{ 9 ** 99999999999 }}",
+        "{% if true %}" * 3000 + "{% endif %}" * 3000,
+        "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
+    ],
+)
+def test_hostile_templates_end_in_a_line(template):
+    """Prevents a checkpoint's template that runs for ever, or fills the memory."""
+    with pytest.raises((UserError, jinja2.TemplateError, RecursionError)):
+        render_chat(compiled_template(template, "t"), [{"role": "user", "content": "hi"}])
+
+
+def test_limits_do_not_change_what_a_template_writes():
+    """Prevents operators that the limits replace from giving other results than Jinja's."""
+    template = "{{ 1 + 2 * 3 ** 2 % 5 }} {{ 'a' ~ 1 ~ [2] }} {{ [1] + [2] }} "
+    template += "{{ '%02d' % 3 }} {{ '-' * 4 }}"
+    rendered = render_chat(compiled_template(template, "t"), [])
+    assert rendered == jinja2.Template(template).render()

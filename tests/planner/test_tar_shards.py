@@ -254,6 +254,8 @@ def test_damaged_shards(tmp_path, damage):
         ("", "train-{001..002}.tar", r"train-001\.tar: no such shard"),
         ("", "nowhere://a/train.tar", r"nowhere://a/train.tar: cannot be read \(Protocol not"),
         ("", "train-{001..002.tar", "is not what webdataset expands"),
+        ("", "a-{0..99}{0..99}{0..99}{0..99}", "100,000,000 names"),
+        ("", "{a..z}" * 9 + "{b,c{0..9}}.tar", "names"),
     ],
 )
 def test_mistakes_about_shards(tmp_path, members, notation, message):

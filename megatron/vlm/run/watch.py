@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from megatron.vlm.run.launch import Launch
 from omnibal.base.errors import EXIT_USER_ERROR, UserError
+from omnibal.base.printable import printable
 
 _EXIT_FAILURE = 1
 _EXIT_INTERRUPTED = 130
@@ -313,7 +314,7 @@ def _print_error(error: BaseException, rank: int) -> None:
 
 
 def _print_line(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(printable(line), file=sys.stderr, flush=True)
 
 
 def _end_process(exit_code: int) -> NoReturn:

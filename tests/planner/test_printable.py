@@ -1,0 +1,40 @@
+"""Secrets of URLs and control characters of names stay out of what is printed."""
+
+import json
+
+import pytest
+from cli_cases import failure
+
+from omnibal.base.printable import printable, without_secrets
+
+CANARY = "c4n4ry"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (f"https://me:{CANARY}@host/a.tar", "https://***@host/a.tar"),
+        (f"s3:/key:{CANARY}/with@signs@bucket/x y", "s3:/***@bucket/x y"),
+        (f"{CANARY[:0]}https://host/a?sig={CANARY}&x=1, and more", "https://host/a?*** and more"),
+        ("s3://bucket/a@b.jpg", "s3://bucket/a@b.jpg"),
+        ("is it so? yes", "is it so? yes"),
+    ],
+)
+def test_urls_lose_their_secrets_and_nothing_else(text, shown):
+    """Prevents a password or signature in a log that is shown to others."""
+    assert without_secrets(text) == shown
+
+
+def test_names_cannot_write_to_the_terminal():
+    """Prevents a source's name that clears the screen or rewrites a line."""
+    assert printable("a\x1b[2J\rb\u202e\nc") == "a\\x1b[2J\\rb\\u202e\nc"
+
+
+@pytest.mark.parametrize("key", ["annotation", "shards"])
+def test_commands_do_not_print_secrets(tmp_path, capsys, monkeypatch, key):
+    """Prevents a failed scan that writes the password of its data to the log."""
+    monkeypatch.chdir(tmp_path)
+    source = {"root": ".", key: f"http://me:{CANARY}@127.0.0.1:9/a.tar?sig={CANARY}"}
+    (tmp_path / "meta.json").write_text(json.dumps({"s": source}))
+    error = failure(capsys, "lengths meta.json --model qwen3-8b --tokenizer-model t -o l.parquet")
+    assert CANARY not in error
