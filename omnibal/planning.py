@@ -59,6 +59,7 @@ from omnibal.search.level_trial import LevelTrial, levels_in_use
 from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
 from omnibal.search.parallel_sizes import (
     StrategySearch,
+    possible_sizings,
     progress_total,
     without_best,
 )
@@ -72,9 +73,9 @@ from omnibal.search.schedule_choice import (
 from omnibal.search.sizes_with_levels import levels_total, need_levels, search_with_levels
 from omnibal.search.step_size import (
     COMPARED_SIZES,
-    MIN_MICRO_BATCHES,
     StepRate,
     default_samples_per_step,
+    default_source,
     recipe_samples,
     step_rates,
     with_enough_samples,
@@ -107,7 +108,7 @@ class Planned:
     strategies: StrategySearch | None = None
     """Compared parallel sizes. None if given."""
     step_source: str = ""
-    """Origin of the samples per step. Empty if parallel sizes are given."""
+    """Origin of the samples per step. Empty for steps of equally many packs."""
 
     @property
     def asked_samples(self) -> int | None:
@@ -168,11 +169,15 @@ def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[Ste
 
 def _planned(goal: Goal, listener: Listener | None) -> Planned:
     """Plan data that is not split into portions."""
-    search = _Search(goal=_with_encoder_shardings(goal), listener=listener or Silence())
+    goal, source = _with_default_step(_with_encoder_shardings(goal))
+    search = _Search(goal=goal, listener=listener or Silence())
     search.note_uncounted()
     sizes = goal.free.sizes
     try:
-        planned = search.at_given_sizes() if sizes is None else search.at_free_sizes(sizes)
+        if sizes is None:
+            planned = replace(search.at_given_sizes(), step_source=source)
+        else:
+            planned = search.at_free_sizes(sizes)
     except DoesNotFit as error:
         raise search.with_advice(error) from error
     search.note_undivided(planned.result.plan)
@@ -229,6 +234,18 @@ def _planned_of_earlier(
     if portions is not None:
         result = in_portions(result, portions, data.runs_of_first)
     return replace(planned, result=result)
+
+
+def _with_default_step(goal: Goal) -> tuple[Goal, str]:
+    """Set the samples per step of given sizes unless asked for. Also return their origin."""
+    data, sizes = goal.data, goal.job.parallel
+    if not isinstance(data, Samples) or data.micro_batches is not None:
+        return goal, ""
+    if data.samples_per_step is not None or goal.free.sizes is not None:
+        return goal, "as given"
+    samples = default_samples_per_step(data.lengths, data.caps, sizes.world_size, sizes.data)
+    chosen = replace(goal, data=replace(data, samples_per_step=samples))
+    return chosen, default_source(samples, sizes.world_size)
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
@@ -479,8 +496,7 @@ class _Search:
             if leveled is not None:
                 return leveled
         if caps is None:
-            micro_batches = data.micro_batches or DEFAULT_MICRO_BATCHES
-            usual = cap_search.usual_samples_per_step(job.parallel.data, micro_batches)
+            usual = cap_search.usual_samples_per_step(job.parallel.data, data.micro_batches or 1)
             samples = data.samples_per_step or usual
             caps = self._find_caps(job, data.lengths, samples, data.settings)
         return self._at_step(job, data, caps)
@@ -488,7 +504,7 @@ class _Search:
     def _at_step(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
         """Samples at these caps, in steps of the requested packs or samples."""
         ranks = job.parallel.data
-        packed = self._packed(data, caps, ranks * (data.micro_batches or DEFAULT_MICRO_BATCHES))
+        packed = self._packed(data, caps, ranks * (data.micro_batches or 1))
         if data.samples_per_step is None:
             return packed
         some = packed.sampled(SEARCH_SAMPLES)
@@ -583,15 +599,15 @@ class _Search:
         request, source, data = self.strategy_request(sizes), "as given", self.goal.data
         is_free = isinstance(data, Samples) and data.samples_per_step is None
         if is_free:
-            request = replace(request, samples_per_step=default_samples_per_step(request))
+            fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
+            samples = default_samples_per_step(data.lengths, data.caps, sizes.gpus, fewest)
+            request = replace(request, samples_per_step=samples)
         if self._is_little_data(request):
             source = "all that there are"
         elif is_free:
             with self.listener.status("choosing the samples per step"):
                 request = with_enough_samples(request, usable_cores())
-            source = f"as published recipes on {sizes.gpus:,} GPUs"
-            if request.samples_per_step > recipe_samples(sizes.gpus):
-                source = f"as fewer give ranks less than {MIN_MICRO_BATCHES} micro-batches"
+            source = default_source(request.samples_per_step, sizes.gpus)
         found = self._found_strategies(request)
         result, found, schedule = self._plan_of_strategies(request, found)
         placement = _placement_of(request, found, result.plan.predicted)

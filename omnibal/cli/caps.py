@@ -21,7 +21,7 @@ from omnibal.cli.options import (
 )
 from omnibal.data.lengths import read_lengths
 from omnibal.families.named import model_notes
-from omnibal.model.limits import DEFAULT_MICRO_BATCHES, SEARCH_SAMPLES
+from omnibal.model.limits import SEARCH_SAMPLES
 from omnibal.packing.packing import PackingMethod
 from omnibal.report import command_tables
 from omnibal.steps.pack_settings import PackSettings
@@ -33,10 +33,7 @@ class SearchOptions:
 
     samples_per_step: Annotated[
         int | None,
-        count_option(
-            "of all ranks, at which caps are compared "
-            f"(default: 4.5 samples x {DEFAULT_MICRO_BATCHES} micro-batches x dp)"
-        ),
+        count_option("of all ranks, at which caps are compared (default: as of `omnibal plan`)"),
     ] = None
     limit: LimitOption = None
     rule: Annotated[
@@ -67,14 +64,16 @@ def caps(
     """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
     from omnibal.base.worker_pool import usable_cores
     from omnibal.search import caps as cap_search
+    from omnibal.search.step_size import default_samples_per_step
 
     start = time.perf_counter()
     job = given.job(sizes.parallel())
     print_notes(model_notes(given.model))
-    usual = cap_search.usual_samples_per_step(job.parallel.data, DEFAULT_MICRO_BATCHES)
+    samples, sizes = read_lengths(lengths), job.parallel
+    usual = default_samples_per_step(samples, None, sizes.world_size, sizes.data)
     request = cap_search.CapSearchRequest(
         job=job,
-        lengths=read_lengths(lengths),
+        lengths=samples,
         settings=PackSettings(packing=packing, seed=seed),
         samples_per_step=search.samples_per_step or usual,
         samples=search.samples,

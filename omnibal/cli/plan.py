@@ -107,7 +107,7 @@ class DataOptions(LevelOptions):
         int | None,
         count_option(
             "packs of a rank in a step, if all were full and of the longest size "
-            f"(default: {DEFAULT_MICRO_BATCHES})",
+            f"(default of shapes alone: {DEFAULT_MICRO_BATCHES})",
             most=MAX_PACKS_PER_STEP,
         ),
     ] = None

@@ -34,7 +34,7 @@ class StrategyOptions:
     samples_per_step: Annotated[
         int | None,
         count_option(
-            "samples of a step over all ranks (default with --gpus: 128 up to 32 GPUs, 256 up "
+            "samples of a step over all ranks (default: 128 up to 32 GPUs, 256 up "
             "to 128, else 512, and at least four packs a rank; without --lengths a pack a device)"
         ),
     ] = None

@@ -12,13 +12,14 @@ from typing import Self
 
 import numpy as np
 
+from omnibal.data.lengths import Lengths
 from omnibal.job.plan_data import limited_features
 from omnibal.model.levels import are_plain
-from omnibal.model.limits import SEARCH_SAMPLES
+from omnibal.model.limits import SEARCH_SAMPLES, Caps
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
-from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
+from omnibal.search.parallel_sizes import StrategySearch, search_strategies
 from omnibal.search.strategy import Setting, Sizing, StrategyRequest
 
 _RECIPES = ((32, 128), (128, 256))
@@ -94,16 +95,23 @@ def recipe_samples(gpus: int) -> int:
     return next((samples for most, samples in _RECIPES if gpus <= most), _MOST_SAMPLES)
 
 
-def default_samples_per_step(request: StrategyRequest) -> int:
-    """Return the default samples per step, before layouts are compared.
+def default_samples_per_step(
+    lengths: Lengths, caps: Caps | None, gpus: int, data_parallel: int
+) -> int:
+    """Return the recipes' samples per step, doubled until ranks have `MIN_MICRO_BATCHES`.
 
-    The recipes' number, doubled until the fewest data-parallel ranks have `MIN_MICRO_BATCHES`.
+    Without caps, packs are assumed to be slightly longer than the longest sample.
     """
-    tokens, caps = request.lengths.tokens, request.caps
+    tokens, samples = lengths.tokens, recipe_samples(gpus)
     pack_tokens = _CAP_HEADROOM * float(tokens.max()) if caps is None else caps["tokens"]
-    fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
-    samples = recipe_samples(request.sizes.gpus)
-    return _double_to_fill(samples, samples * float(tokens.mean()) / (pack_tokens * fewest))
+    return _double_to_fill(samples, samples * float(tokens.mean()) / (pack_tokens * data_parallel))
+
+
+def default_source(samples_per_step: int, gpus: int) -> str:
+    """Return the origin of a default number of samples per step."""
+    if samples_per_step > recipe_samples(gpus):
+        return f"as fewer give ranks less than {MIN_MICRO_BATCHES} micro-batches"
+    return f"as published recipes on {gpus:,} GPUs"
 
 
 def with_enough_samples(request: StrategyRequest, processes: int) -> StrategyRequest:

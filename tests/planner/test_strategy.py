@@ -463,7 +463,7 @@ def test_default_steps_are_those_of_recipes(gpus, samples):
 def test_default_steps_give_every_rank_four_packs():
     """Prevents default steps with less than four packs for each of many data-parallel ranks."""
     asked = strategy_request(gpus=32, tensor=1, pipeline=1)
-    samples = default_samples_per_step(asked)
+    samples = default_samples_per_step(asked.lengths, asked.caps, 32, 32)
     packs = samples * asked.lengths.tokens.mean() / asked.caps["tokens"]
     assert samples % 128 == 0 and 4 <= packs / 32 < 8
 
