@@ -64,6 +64,19 @@ def test_what_is_free_is_no_slower_than_what_is_forced():
     assert ms_per_sample(best) < 0.9 * ms_per_sample(one)
 
 
+def test_given_sizes_have_the_default_step_of_recipes():
+    """Prevents another step for the same devices where parallel sizes are given."""
+    job = training_job("internvl-digits", "laptop-cpu")
+    data = Samples(lengths=example_lengths(count=1000), caps=Caps.of(tiles=8, tokens=512))
+    sized = replace(job, parallel=Parallel(pipeline=1, data=2))
+    given = plan(Goal(job=sized, data=data))
+    free = plan(Goal(job=job, data=data, free=Free(sizes=FreeSizes(gpus=2))))
+    assert given.asked_samples == free.asked_samples == 128
+    assert given.step_source == free.step_source == "as published recipes on 2 GPUs"
+    packs = plan(Goal(job=sized, data=replace(data, micro_batches=3)))
+    assert packs.asked_samples is None and packs.step_source == ""
+
+
 def test_the_placement_of_encoders_is_searched_for_with_sizes():
     """Prevents a placement that is only compared at sizes that suit the other one."""
     job, free = training_job("internvl-digits", "laptop-cpu"), Free.everything(gpus=2)
