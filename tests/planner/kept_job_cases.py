@@ -72,7 +72,8 @@ JOBS = {
     " --dp 2 --limit clips=8 --max-tiles 8 --max-tokens 512 --micro-batches 4",
     "digits": f"{DIGITS} --lengths small --pp 2 --dp 2 --micro-batches 3",
     "shapes-only": f"{DIGITS} --pp 2 --dp 2",
-    "for-megatron-lm": f"{DIGITS} --lengths small --pp 2 --dp 2 --micro-batches 8 --for megatron-lm",
+    "for-megatron-lm": f"{DIGITS} --lengths small --pp 2 --dp 2 --micro-batches 8"
+    " --for megatron-lm",
     "for-megatron-bridge": f"{CAPPED} --tp 2 --pp 2 --dp 2 --for megatron-bridge --no-compare",
     "for-ms-swift": f"{QWEN} --tp 2 --pp 2 --dp 2 --for ms-swift --no-compare",
     "for-xtuner": f"{CAPPED} --dp 8 --for xtuner --no-compare",
