@@ -41,16 +41,6 @@ class _Pair:
         return round(matrices * self.product.groups)
 
     @property
-    def kernels(self) -> int:
-        """Number of forward kernels."""
-        return _KERNELS + (_KERNELS_OF_A_PIECE * self.pieces if self.pieces > 1 else 0)
-
-    @property
-    def rows_in(self) -> np.ndarray:
-        """Input rows of A, [features]."""
-        return self.product.rows * (1.0 if self.divides_inputs else self.part)
-
-    @property
     def rows_out(self) -> np.ndarray:
         """Output rows of B, [features]."""
         return self.product.rows * (self.part if self.divides_inputs else 1.0)
@@ -75,7 +65,9 @@ def with_adapters(
         counts,
         moved_bytes=np.sum([counts.moved_bytes, *moved_bytes], axis=0),
         back_moved_bytes=np.sum([counts.back_moved_bytes, *back_moved_bytes], axis=0),
-        kernels=counts.kernels + sum(pair.kernels for pair in pairs),
+        kernels=counts.kernels
+        + _KERNELS * len(pairs)
+        + _KERNELS_OF_A_PIECE * sum(pair.pieces for pair in pairs if pair.pieces > 1),
         collectives=sent,
         kept=(
             *(
@@ -137,7 +129,8 @@ def _moved(pair: _Pair, device: Device, *, backward: bool) -> np.ndarray:
     size = device.element_bytes
     input_bytes = max(of_input * size, flops_as_bytes) * inner
     output_bytes = max(of_output * size, flops_as_bytes) * outer
-    return pair.rows_in * input_bytes + pair.rows_out * output_bytes
+    rows_in = pair.product.rows * (1.0 if pair.divides_inputs else pair.part)
+    return rows_in * input_bytes + pair.rows_out * output_bytes
 
 
 def _exchanged(device: Device, pair: _Pair) -> Collectives:

@@ -183,7 +183,7 @@ def _counts(
 def _write_conversation(
     sample: Sample, system: str | None, template: OwnTemplate
 ) -> tuple[str, list[tuple[int, int]]]:
-    """Write a conversation, and find the first and last character of what is learned."""
+    """Write a conversation, and find where each learned span begins and ends."""
     conversation = _conversation(sample, system, template)
     messages, learned = conversation.messages, conversation.learned
     marked = conversation.rendered(messages)
