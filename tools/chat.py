@@ -77,7 +77,7 @@ def chat(
     reader.prompt(sample, 0, max_new_tokens, chatting=True)
     initialize_distributed(Launch(rank=0, world_size=1, local_rank=0), Parallel(pipeline=1), seed=0)
     try:
-        model = load_whole_model(load, checkpoint, precision)
+        model = load_whole_model(checkpoint, precision)
         _print_as_it_comes(generate(model, reader, sample, max_new_tokens), tokenizer)
     finally:
         shut_down_distributed()

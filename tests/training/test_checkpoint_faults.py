@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+import random
 import re
 import resource
 import shutil
@@ -20,11 +21,18 @@ from ranks import TIMEOUT_S, logged, run_ranks
 from toy import OPTIONS, stages_of, toy_batch, toy_model, toy_plan
 
 from megatron.vlm.checkpoint import save_load as checkpoint
-from megatron.vlm.checkpoint.files import begin_checkpoint, part_path
+from megatron.vlm.checkpoint.files import (
+    CHECKSUMS_FILE,
+    begin_checkpoint,
+    name_newest,
+    part_path,
+)
+from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.run.launch import Launch, initialize_distributed
 from megatron.vlm.step.train import build_trainer, train_step
+from omnibal.base.errors import UserError
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
 PACKS = [[(1, 8)], [(0, 9)]]
@@ -235,6 +243,66 @@ def test_broken_checkpoints_are_refused_on_every_rank(tmp_path):
         assert message.startswith(f"{checkpoint_path(directory, 1)}: "), message
         assert message.endswith(f"name an earlier checkpoint in {directory / TRACKER_FILE}")
         assert "\n" not in message
+
+
+def test_every_flipped_byte_is_found(tmp_path):
+    """Prevents: weights, moments or a position that changed on the disk, and are trained on."""
+    plan, draw = two_stages(), random.Random(49)
+    run_ranks(plan.parallel, save_steps, plan, tmp_path, False, None, [1])
+    path = checkpoint_path(tmp_path, 1)
+    assert open_newest(tmp_path).step == 1
+    files = sorted(file for file in path.iterdir() if file.stat().st_size)
+    assert len(files) >= 6
+    for file in (*files, *draw.choices(files, [file.stat().st_size for file in files], k=64)):
+        whole = file.read_bytes()
+        place = draw.randrange(len(whole))
+        flipped = bytes([whole[place] ^ draw.randrange(1, 256)])
+        file.write_bytes(whole[:place] + flipped + whole[place + 1 :])
+        with pytest.raises(UserError, match=re.escape(str(path))):
+            open_newest(tmp_path)
+        file.write_bytes(whole)
+    assert open_newest(tmp_path).step == 1
+
+
+def load_and_save(links, plan, directory, saved_step):
+    """Resume, then save as the run would; lines of the load, its step, and saved steps."""
+    _, parts, _ = start(links, plan, directory, False)
+    with logged() as lines:
+        step = load_checkpoint(directory, *parts).step
+    if dist.get_rank() == 0:
+        name_newest(directory, step)
+    dist.barrier()
+    writer = CheckpointWriter(directory, *parts, keep_last=None, asynchronous=False)
+    writer.save(saved_step, {})
+    writer.finish()
+    return lines, step
+
+
+def test_a_broken_newest_save_falls_back_to_the_one_before(tmp_path):
+    """Prevents: days lost since the last of many saves is damaged, or a rank that loads another
+    step than the others; and a resumed run that takes the damaged save for its own."""
+    plan = two_stages()
+    whole = tmp_path / "whole"
+    run_ranks(plan.parallel, save_steps, plan, whole, False, None, [1, 2, 3])
+    damages = {
+        "gone": ({3: shutil.rmtree}, 2),
+        "half": ({3: lambda path: (path / "__1_0.distcp").unlink()}, 2),
+        "unsigned": ({3: lambda path: (path / CHECKSUMS_FILE).unlink()}, 2),
+        "cut": ({step: lambda path: DAMAGES["cut"](path / "__0_1.distcp") for step in (2, 3)}, 1),
+    }
+    for name, (damage, expected) in damages.items():
+        directory = shutil.copytree(whole, tmp_path / name)
+        for step, change in damage.items():
+            change(checkpoint_path(directory, step))
+        with logged() as told:
+            found = open_newest(directory)
+        assert found.step == expected
+        [line] = told
+        assert line.startswith(f"{checkpoint_path(directory, 3)}: ")
+        assert line.endswith(f"; until then, {found.path} is loaded")
+    ranks = run_ranks(plan.parallel, load_and_save, plan, directory, 3)
+    assert ranks == [([line], expected)] * 2
+    assert open_newest(directory).step == 3
 
 
 def kill_at_operation(directory, number):

@@ -68,9 +68,8 @@ def test_every_plan_reads_its_own_checkpoint_and_anothers(tmp_path, tied):
     for number, plan in enumerate(drawn_plans(random.Random(49 + tied), tied)):
         folder = tmp_path / str(number)
         run_ranks(plan.parallel, passed_on, plan, load, folder)
-        for name in ("first", "again"):
-            [found] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(folder / name, 1))
-            expected = expected or found
-            assert any("exp_avg_sq" in name and value.any() for name, value in found[0].items())
-            assert_equal_tensors(found[0], expected[0])
         load = folder / "again"
+        [(found, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(load, 1))
+        expected = expected or found
+        assert all(value.any() for value in found.values())  # what was lost came back
+        assert_equal_tensors(found, expected)

@@ -49,7 +49,7 @@ def reader_of(run: Path, sample: Sample) -> SampleReader:
 
 
 def answers(links, run: Path, samples: list[Sample]) -> list[list[int]]:
-    stage = load_whole_model(run, open_newest(run), "fp32")
+    stage = load_whole_model(open_newest(run), "fp32")
     return [list(generate(stage, reader_of(run, one), one, NEW_TOKENS)) for one in samples]
 
 

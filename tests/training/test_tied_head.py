@@ -17,6 +17,7 @@ from tensor_parallel_cases import (
 )
 from toy import stages_of, toy_plan
 
+from megatron.vlm.checkpoint.files import write_checksums
 from megatron.vlm.model.stage import TIED_NAME, tied_copies
 from omnibal.job.runlog import checkpoint_path
 from omnibal.model.parallel import Parallel
@@ -110,6 +111,7 @@ def test_checkpoints_know_whether_the_head_is_tied(tmp_path):
     common = torch.load(common_file, weights_only=False)
     del common["omnibal"]["model"]["language"]["tied_head"]
     torch.save(common, common_file)
+    write_checksums(common_file.parent, {})
     assert run_ranks(untied.parallel, refusals, untied, [tmp_path], OPTIONS, 10) == [[None, None]]
     [told] = run_ranks(tied.parallel, refusals, tied, [tmp_path])
     assert all(message in line for line in told)

@@ -2,6 +2,7 @@
 
     latest_checkpointed_iteration.txt   steps of the newest complete checkpoint; replaced last
     iter_0000100/                       a complete checkpoint, after 100 steps
+    iter_0000100/checksums.json         CRC-32 of every other file in it
     iter_0000150.part/                  one being written or removed, possibly interrupted
 
 A checkpoint is renamed when complete on disk, and back before removal. So a folder without `.part`
@@ -9,9 +10,12 @@ is complete whenever the job is killed.
 """
 
 import errno
+import json
 import os
 import re
 import shutil
+import zlib
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.core.dist_checkpointing.core import CONFIG_FNAME
@@ -19,7 +23,9 @@ from megatron.core.dist_checkpointing.core import CONFIG_FNAME
 from omnibal.base.files import atomic
 from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
 
+CHECKSUMS_FILE = "checksums.json"
 _PART_SUFFIX = ".part"
+_READ_BYTES = 2**22
 _FOLDER_NAME = re.compile(r"iter_(\d{7,})(\.part)?")
 
 
@@ -38,17 +44,69 @@ def part_path(directory: Path, step: int) -> Path:
     return path.with_name(path.name + _PART_SUFFIX)
 
 
-def publish_checkpoint(directory: Path, step: int) -> Path:
-    """Publish a checkpoint that is on disk as the newest, atomically; return its folder."""
+def publish_checkpoint(
+    directory: Path, step: int, checksums: Mapping[str, int] | None = None
+) -> Path:
+    """Publish a checkpoint that is on disk as the newest, atomically; return its folder.
+
+    Args:
+        checksums: by file name, computed during the writes. Other files are read again.
+    """
     part, path = part_path(directory, step), checkpoint_path(directory, step)
+    write_checksums(part, checksums or {})
     force_to_disk(part)
     part.rename(path)
     force_to_disk(directory)
+    name_newest(directory, step)
+    return path
+
+
+def name_newest(directory: Path, step: int) -> None:
+    """Have the tracker file name a checkpoint, atomically."""
     with atomic(directory / TRACKER_FILE) as temporary:
         temporary.write_text(str(step))
         force_to_disk(temporary)
     force_to_disk(directory)
-    return path
+
+
+def whole_steps(directory: Path) -> list[int]:
+    """Steps of the newest checkpoint and of complete older ones, newest first. Empty if none."""
+    newest = latest_step(directory)
+    if newest is None:
+        return []
+    matches = [_FOLDER_NAME.fullmatch(folder.name) for folder in directory.iterdir()]
+    steps = [int(match[1]) for match in matches if match is not None and match[2] is None]
+    return [newest, *sorted((step for step in steps if step < newest), reverse=True)]
+
+
+def write_checksums(path: Path, known: Mapping[str, int]) -> None:
+    """Write the checksums of a checkpoint's files. Files absent from `known` are read."""
+    others = [file for file in path.iterdir() if file.name not in {*known, CHECKSUMS_FILE}]
+    checksums = {**known, **{file.name: file_checksum(file) for file in others}}
+    (path / CHECKSUMS_FILE).write_text(json.dumps(checksums, sort_keys=True, separators=(",", ":")))
+    force_to_disk(path / CHECKSUMS_FILE)
+
+
+def file_checksum(path: Path) -> int:
+    """CRC-32 of a file."""
+    checksum = 0
+    with path.open("rb", buffering=0) as stream:
+        while content := stream.read(_READ_BYTES):
+            checksum = zlib.crc32(content, checksum)
+    return checksum
+
+
+def check_checksums(path: Path, rank: int = 0, ranks: int = 1) -> None:
+    """Raise ValueError if a file changed since the save. Ranks divide the files."""
+    saved = json.loads((path / CHECKSUMS_FILE).read_text())
+    # Names are taken from the folder: a stranger's file could name any path.
+    files = [file for file in sorted(path.iterdir()) if file.name in saved]
+    if len(files) < len(saved):
+        missing = sorted(saved.keys() - {file.name for file in files})
+        raise ValueError(f"has no file {', '.join(missing)}")
+    for file in files[rank::ranks]:
+        if file_checksum(file) != saved[file.name]:
+            raise ValueError(f"{file.name} has other bytes than were saved")
 
 
 def remove_checkpoint(directory: Path, step: int) -> None:

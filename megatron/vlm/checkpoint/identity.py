@@ -1,23 +1,29 @@
 """Identity of a checkpoint, read without loading weights."""
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import check_is_distributed_checkpoint
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron.vlm.checkpoint.files import CHECKSUMS_FILE, check_checksums, whole_steps
 from omnibal.base.errors import UserError
 from omnibal.job.plan import DataPlan
-from omnibal.job.runlog import TRACKER_FILE, checkpoint_path, latest_step
+from omnibal.job.runlog import TRACKER_FILE, checkpoint_path
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ModelConfig, model_sizes
 from omnibal.model.units import unit_kinds
 
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""
 _NOT_ARCHITECTURE = (
@@ -57,6 +63,7 @@ def identity_state(
     """Entry "omnibal" of a checkpoint's common state."""
     of_adapters = {} if adapters is None else {"adapters": adapters.model_dump(mode="json")}
     return of_adapters | {
+        "checksums": CHECKSUMS_FILE,
         "model": model.model_dump(mode="json"),
         "steps_sha256": None if data is None else data.steps_sha256,
         "steps": None if data is None else data.steps,
@@ -64,14 +71,45 @@ def identity_state(
     }
 
 
-def open_newest(directory: Path) -> CheckpointIdentity:
-    """Open the newest checkpoint of a run's directory."""
-    step = latest_step(directory)
-    if step is None:
+class Agree(Protocol):
+    """Calls a function on every rank, and raises UserError on all if it fails on one."""
+
+    def __call__(self, work: Callable[[], T]) -> T: ...
+
+
+def _call(work: Callable[[], T]) -> T:
+    return work()
+
+
+def open_newest(
+    directory: Path, agree: Agree = _call, rank: int = 0, ranks: int = 1
+) -> CheckpointIdentity:
+    """Open a run's newest checkpoint with the bytes that were saved; collective with `agree`.
+
+    Checkpoints that are broken are passed over, and a line says so.
+    """
+    steps = agree(lambda: whole_steps(directory))
+    if not steps:
         raise UserError(
             f"{directory}: holds no checkpoint ({TRACKER_FILE} is missing); give the directory of "
             "a run: what an earlier one was given as --save, or an import has made"
         )
+    failures: list[UserError] = []
+    for step in steps:
+        try:
+            found = agree(partial(_open, directory, step, rank, ranks))
+        except UserError as error:
+            failures.append(error)
+            continue
+        if failures:
+            # A run shows one rank's INFO. Tools show warnings alone.
+            level = logging.INFO if dist.is_initialized() else logging.WARNING
+            _log.log(level, f"{failures[0]}; until then, {found.path} is loaded")
+        return found
+    raise failures[0]
+
+
+def _open(directory: Path, step: int, rank: int, ranks: int) -> CheckpointIdentity:
     path = checkpoint_path(directory, step)
     with one_error(path):
         odd = [file for file in path.glob("*") if not file.is_file()]
@@ -85,6 +123,9 @@ def open_newest(directory: Path) -> CheckpointIdentity:
                 f"{path}: is a checkpoint of another program; load one that this one saved"
             )
         identity = common["omnibal"]
+        # Checkpoints of earlier versions have none.
+        if "checksums" in identity or (path / CHECKSUMS_FILE).exists():
+            check_checksums(path, rank, ranks)
         adapters = identity.get("adapters")
         return CheckpointIdentity(
             path=path,

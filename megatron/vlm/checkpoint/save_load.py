@@ -11,6 +11,7 @@ import logging
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -194,12 +195,12 @@ class CheckpointWriter:
 
     def _copied_writes(
         self, layout: "_Layout", path: Path, common: dict[str, Any]
-    ) -> list[Callable[[], list[WriteResult]]]:
+    ) -> "list[Callable[[], _WrittenFile]]":
         """Return functions that write this rank's files from data that training cannot change."""
         changing = set()
         if self._asynchronous:
             changing = {one.untyped_storage().data_ptr() for one in self._state.changing()}
-        writes: list[Callable[[], list[WriteResult]]] = [
+        writes: list[Callable[[], _WrittenFile]] = [
             partial(_write_bucket, layout.writer, bucket)
             for bucket in _on_host(layout.buckets, changing)
         ]
@@ -218,9 +219,7 @@ class CheckpointWriter:
         """Publish the files of all ranks as the newest checkpoint."""
         self._pending = None
         try:
-            written = _agree(
-                lambda: [result for file in save.files for result in file.result()], self._group
-            )
+            written = _agree(lambda: [file.result() for file in save.files], self._group)
             all_written = _gather(written, self._group)
             _agree(partial(_on_first_rank, self._publish, save, all_written), self._group)
         except _RankError as error:
@@ -234,12 +233,14 @@ class CheckpointWriter:
             )
         _log.info(f"saved {checkpoint_path(self._directory, save.step)}")
 
-    def _publish(self, save: "_PendingSave", written: list[list[WriteResult]]) -> None:
+    def _publish(self, save: "_PendingSave", written: "list[list[_WrittenFile]]") -> None:
         path = part_path(self._directory, save.step)
-        save.layout.writer.finish(save.layout.metadata, written)
+        files = [file for own in written for file in own]
+        save.layout.writer.finish(save.layout.metadata, [file.results for file in files])
         save_config(CheckpointingConfig(*CHECKPOINT_BACKEND), str(path))
         force_to_disk(path / CONFIG_FNAME)
-        publish_checkpoint(self._directory, save.step)
+        checksums = {file.name: file.checksum for file in files}
+        publish_checkpoint(self._directory, save.step, checksums)
 
     def _give_up(self, step: int, error: "_RankError") -> None:
         """Remove the files of a failed save. No rank is writing."""
@@ -292,7 +293,7 @@ class _Layouts(TorchDistSaveShardedStrategy):
 class _PendingSave:
     step: int
     layout: _Layout
-    files: list[Future[list[WriteResult]]]
+    files: "list[Future[_WrittenFile]]"
 
 
 class _RankError(Exception):
@@ -365,11 +366,23 @@ def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
     return copied.copy_(tensor, non_blocking=True)
 
 
+class _ChecksummedFile(io.FileIO):
+    """A new file that computes the CRC-32 of its bytes."""
+
+    checksum = 0
+
+    def write(self, content: Any) -> int:
+        """Write bytes (Python's name)."""
+        count = super().write(content)
+        self.checksum = zlib.crc32(memoryview(content)[:count], self.checksum)
+        return count
+
+
 @contextmanager
-def _writing(path: Path) -> Iterator[io.BufferedWriter]:
+def _writing(path: Path) -> "Iterator[io.BufferedWriter[_ChecksummedFile]]":
     """Open a new file and sync it to disk at the end."""
     try:
-        with path.open("wb") as stream:
+        with io.BufferedWriter(_ChecksummedFile(path, "w")) as stream:
             yield stream
             # Core's writer syncs before it flushes, and may lose the end of a file.
             stream.flush()
@@ -384,19 +397,27 @@ def _writing(path: Path) -> Iterator[io.BufferedWriter]:
         raise
 
 
-def _write_bucket(writer: FileSystemWriterAsync, bucket: WriteBucket) -> list[WriteResult]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _WrittenFile:
+    name: str
+    checksum: int
+    results: list[WriteResult]
+
+
+def _write_bucket(writer: FileSystemWriterAsync, bucket: WriteBucket) -> _WrittenFile:
     path, name, (objects, tensors) = bucket
     with _writing(Path(path)) as stream:
-        return [
+        results = [
             _write_item(writer.transforms, stream, data, item, name, SerializationFormat.TORCH_SAVE)
             for item, data in (*objects, *tensors)
         ]
+    return _WrittenFile(name=name, checksum=stream.raw.checksum, results=results)
 
 
-def _write_common(path: Path, content: io.BytesIO) -> list[WriteResult]:
+def _write_common(path: Path, content: io.BytesIO) -> _WrittenFile:
     with _writing(path) as stream:
         stream.write(content.getbuffer())
-    return []
+    return _WrittenFile(name=path.name, checksum=stream.raw.checksum, results=[])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -423,7 +444,7 @@ def load_checkpoint(
         hash_steps: returns `steps_sha256` of the plan's first `n` steps, as a longer plan of the
             same data goes on with the run of a shorter one.
     """
-    found = _agree_or_refuse(lambda: _open(directory, plan))
+    found = _open(directory, plan)
     path = found.path
     if found.options is None:
         raise UserError(
@@ -465,7 +486,13 @@ def load_checkpoint(
 
 def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int:
     """Restore the newest weights, and adapters if stored; collective. Returns the step."""
-    found = _agree_or_refuse(lambda: _open(directory, plan))
+    found = _open(directory, plan)
+    load_opened_weights(found, plan, stages)
+    return found.step
+
+
+def load_opened_weights(found: CheckpointIdentity, plan: Plan, stages: Sequence[VLMStage]) -> None:
+    """Restore a checkpoint's weights, and adapters if stored; collective."""
     state = state_of(stages, [None] * len(stages))
     has_adapters = plan.adapters is None or found.adapters is not None
 
@@ -474,7 +501,6 @@ def load_weights(directory: Path, plan: Plan, stages: Sequence[VLMStage]) -> int
             state.load_weights(StoredTensors(found.path), adapters=has_adapters)
 
     _agree_or_refuse(load)
-    return found.step
 
 
 def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
@@ -488,8 +514,9 @@ def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open(directory: Path, plan: Plan) -> CheckpointIdentity:
-    """Open the newest checkpoint and check that its model is the plan's."""
-    found, model = open_newest(directory), plan.model
+    """Open the newest whole checkpoint and check that its model is the plan's; collective."""
+    model = plan.model
+    found = open_newest(directory, _agree_or_refuse, dist.get_rank(), dist.get_world_size())
     different = architecture_differences(found.model, model)
     if different:
         raise UserError(

@@ -1,12 +1,11 @@
 """Greedy answers of a whole model in one process, to try a checkpoint."""
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import torch
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity
-from megatron.vlm.checkpoint.save_load import load_weights
+from megatron.vlm.checkpoint.save_load import load_opened_weights
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.model.stage import VLMStage, build_stage
 from megatron.vlm.step.evaluate import Media, Question, micro_batch
@@ -17,10 +16,8 @@ from omnibal.model.parallel import Parallel
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
 
-def load_whole_model(
-    directory: Path, checkpoint: CheckpointIdentity, precision: PlainPrecision
-) -> VLMStage:
-    """Load a run's newest checkpoint in eval mode; needs parallel state for one process."""
+def load_whole_model(checkpoint: CheckpointIdentity, precision: PlainPrecision) -> VLMStage:
+    """Load a checkpoint in eval mode; needs parallel state for one process."""
     plan = Plan(
         model=checkpoint.model,
         adapters=checkpoint.adapters,
@@ -31,7 +28,7 @@ def load_whole_model(
         data=None,
     )
     stage = build_stage(plan, 0)
-    load_weights(directory, plan, [stage])
+    load_opened_weights(checkpoint, plan, [stage])
     return stage.eval()
 
 

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress, TimeRemainingColumn
 
 from megatron.vlm.backend import current_device
+from megatron.vlm.checkpoint.files import name_newest
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint, load_weights
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.inputs.data import PackDataset, load_batches
@@ -491,6 +492,8 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
         arguments.load, run.plan, trainer.stages, trainer.optimizers, trainer.scheduler,
         _options(run, trainer), partial(hash_steps, run.directory),
     )  # fmt: skip
+    if run.launch.rank == 0 and arguments.load.resolve() == arguments.save.resolve():
+        name_newest(arguments.save, loaded.step)  # a broken one may have been passed over
     _log.info(f"resuming {arguments.load} after step {loaded.step}")
     return RunOutcome(loaded.step, loaded.training_state["skipped_steps"], False)
 
