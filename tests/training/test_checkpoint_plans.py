@@ -23,10 +23,12 @@ SCHEDULES = {"1f1b": (1, {}), "interleaved": (2, ZERO_3), "zb-h1": (1, {}), "zb-
 
 
 def drawn_plans(draw, tied):
-    """One stage, then every schedule with random cuts; encoders are data-parallel in turn."""
+    """One stage, then schedules with random cuts; encoders are data-parallel in turn."""
     model = toy_model().with_tower("language", tied_head=tied)
     yield toy_plan(model, stages_of(model))
     for number, (name, (chunks, sizes)) in enumerate(SCHEDULES.items()):
+        if not tied and chunks == 1:
+            continue
         parts, is_beside = 2 * chunks, number % 2 == tied
         units = 5 if is_beside else 11
         cuts = tuple(sorted(draw.sample(range(1, units), parts - 1)))
@@ -37,39 +39,43 @@ def drawn_plans(draw, tied):
         yield with_chunks(plan, chunks, name)
 
 
-def fill_state(trainer, change):
-    """Change all weights and moments in place."""
+def tensors_of(trainer):
+    """All weights and moments, made if there are none yet."""
     state = state_of(trainer.stages, trainer.optimizers)
-    state.described()  # makes the moments
-    with torch.no_grad():
-        for tensor in state.changing():
-            if tensor.dim() and tensor.is_floating_point():  # steps are counted apart
-                change(tensor)
+    state.described()
+    # Steps are counted apart.
+    return [one.detach() for one in state.changing() if one.dim() and one.is_floating_point()]
 
 
 def passed_on(links, plan, load, folder):
-    """Load another plan's checkpoint or make one; save, lose all, load it again and save that."""
+    """Load another plan's checkpoint or make one; save it, lose all, load it again."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    tensors = tensors_of(trainer)
     if load is None:
-        fill_state(trainer, lambda tensor: tensor.add_(torch.rand_like(tensor)))
+        for tensor in tensors:
+            tensor.add_(torch.rand_like(tensor))
     else:
         load_checkpoint(load, *parts_of(trainer))
-    save(trainer, folder / "first", 1)
-    fill_state(trainer, torch.Tensor.zero_)
-    load_checkpoint(folder / "first", *parts_of(trainer))
-    save(trainer, folder / "again", 1)
+    save(trainer, folder, 1)
+    saved = [tensor.clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    load_checkpoint(folder, *parts_of(trainer))
+    assert all(map(torch.equal, tensors, saved))
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_every_plan_reads_its_own_checkpoint_and_anothers(tmp_path, tied):
     """Prevents: a load refused since a tower, or both copies of a tied head, lie in several chunks
     of a stage; and a weight or moment that a plan drops, doubles or puts elsewhere."""
-    load = expected = None
-    for number, plan in enumerate(drawn_plans(random.Random(49 + tied), tied)):
+    first, *others = drawn_plans(random.Random(49 + tied), tied)
+    load = tmp_path / "first"
+    run_ranks(first.parallel, passed_on, first, None, load)
+    [(expected, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(load, 1))
+    assert all(value.any() for value in expected.values())
+    for number, plan in enumerate(others):
         folder = tmp_path / str(number)
         run_ranks(plan.parallel, passed_on, plan, load, folder)
-        load = folder / "again"
-        [(found, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(load, 1))
-        expected = expected or found
-        assert all(value.any() for value in found.values())  # what was lost came back
-        assert_equal_tensors(found, expected)
+        load = folder
+    [(found, _)] = run_ranks(Parallel(pipeline=1), content, checkpoint_path(load, 1))
+    assert_equal_tensors(found, expected)

@@ -11,6 +11,7 @@ import math
 import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -47,7 +48,7 @@ class StoredTensors:
     """Tensors of a checkpoint's folder, read a block at a time. Runs no code of its files."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
+        self._path, self._without_data = path, FakeTensorMode()
         with (path / _METADATA_FILE).open("rb") as stream:
             metadata = _MetadataUnpickler(stream).load()
         self._storage: dict[described.MetadataIndex, _StorageInfo] = metadata.storage_data
@@ -107,20 +108,25 @@ class StoredTensors:
                 zip(item.dest_offsets, item.lengths, strict=True)
             ):
                 target = target.narrow(axis, begin, length)
-            target.copy_(self._read_item(item))
+            chunk = stored.chunks[item.storage_index.index]  # type: ignore[index]
+            target.copy_(self._read_item(item, chunk))
             missing -= target.numel()
         if missing:
             raise ValueError(f"{key} is incomplete")
 
-    def _read_item(self, item: planned.ReadItem) -> torch.Tensor:
-        place = self._storage[item.storage_index]
+    def _read_item(
+        self, item: planned.ReadItem, chunk: described.ChunkStorageMetadata
+    ) -> torch.Tensor:
+        place, is_whole = self._storage[item.storage_index], item.lengths == chunk.sizes
         if Path(place.relative_path).name != place.relative_path:
             raise ValueError(f"{place.relative_path} is outside the folder")
         # Unbuffered: a buffer would read ahead at each seek in the archive.
         with (self._path / place.relative_path).open("rb", buffering=0) as stream:
             archive = _create_file_view(stream, place.offset, place.length)
-            with FakeTensorMode():  # without data
+            with nullcontext() if is_whole else self._without_data:
                 stored = torch.load(archive, map_location="cpu", weights_only=True)
+            if is_whole:
+                return stored.reshape(tuple(item.lengths))
             strides = stored.stride()
             first = _place(item.storage_offsets, strides)
             last = first + _place([size - 1 for size in item.lengths], strides)
