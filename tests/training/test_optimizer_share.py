@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from toy import OPTIONS, toy_model
 
+from megatron.vlm.checkpoint.files import CHECKSUMS_FILE
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
 from megatron.vlm.step.train import build_trainer
 from omnibal.job.runlog import checkpoint_path
@@ -115,15 +116,16 @@ def test_resume_reads_its_own_share(saved, tmp_path, before, tensor, data):
     checkpoint = checkpoint_path(saved[before], 1)
     # Files that describe the checkpoint.
     described = sum((checkpoint / name).stat().st_size for name in (".metadata", "common.pt"))
-    for read, peak, share, weights, stored in run_ranks(
-        plan.parallel, resumed, plan, saved[before], tmp_path
-    ):
+    files = [file for file in sorted(checkpoint.iterdir()) if file.name != CHECKSUMS_FILE]
+    ranks = run_ranks(plan.parallel, resumed, plan, saved[before], tmp_path)
+    for rank, (read, peak, share, weights, stored) in enumerate(ranks):
         assert share < 3 * sum(weights) / data * 1.1
         # Without the moments themselves, which a CPU has in the same memory.
         assert peak - share * 2 // 3 < share + max(weights) + _ROWS
         if before >= tensor:  # else of each row only some columns are a rank's
             about_files = 6 * 1024 * (stored + _CUTS) + 4 * described
-            assert read < sum(weights) + share + about_files + _ROWS
+            checked = sum(file.stat().st_size for file in files[rank :: len(ranks)])
+            assert read < sum(weights) + share + checked + about_files + _ROWS
     [expected], [found] = (
         run_ranks(Parallel(pipeline=1, data=1), content, path)
         for path in (checkpoint, checkpoint_path(tmp_path, 1))

@@ -195,13 +195,12 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 @contextmanager
 def one_error(path: Path) -> Iterator[None]:
-    """Convert core's errors for a broken checkpoint to one UserError."""
+    """Convert errors of a broken checkpoint to one UserError."""
     try:
         yield
     except UserError:
         raise
-    except (Exception, CheckpointException) as error:
-        raise_no_failure(error)
+    except Exception as error:
         raise UserError(f"{path}: cannot be read: {reason(error)}; {_remedy(path)}") from error
 
 
