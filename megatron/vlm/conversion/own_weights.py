@@ -91,6 +91,7 @@ def _block(parameter: Parameter, values: torch.Tensor) -> ShardedTensor:
         global_offset=tuple(_chunk(parameter).offsets),
         axis_fragmentations=None,
         prepend_axis_num=len(layers),
+        allow_shape_mismatch=True,  # training pads words and heads
     )
 
 
