@@ -3,7 +3,8 @@
 All ranks run a pass's exchanges in one fixed order: a unit's weights are gathered before its
 forward and again before its backward, one unit ahead, and its gradients are reduced afterwards.
 Computation only triggers them. A rank without input for a unit, such as a pack without images,
-joins that unit's exchanges at its next unit or at the end of the pass.
+joins that unit's exchanges at its next unit or at the end of the forward, before it waits for
+another stage; in backward its parameters have zero gradients, which trigger them.
 
 Gradients are summed over ranks and micro-batches in float32; replicas of a shard are summed once a
 step. Data-parallel encoders run other passes between forward and backward, so either is a pass.
@@ -97,7 +98,8 @@ class PassExchanges:
     exchanges: tuple[Exchange, ...]
 
     last: int | None = None
-    begins_with_backward: bool = False
+    of_forward: int = 0
+    """Number of exchanges of the forward."""
 
     @classmethod
     def of(
@@ -119,7 +121,7 @@ class PassExchanges:
                 exchanges.append(Exchange(own[place - 1], sums=False))
             if units[own[place]].reduced:
                 exchanges.append(Exchange(own[place], sums=True))
-        return cls(tuple(exchanges), last=own[-1], begins_with_backward=not forward)
+        return cls(tuple(exchanges), last=own[-1], of_forward=len(own) * forward)
 
     @cached_property
     def first_gathers(self) -> dict[int, int]:
@@ -163,7 +165,10 @@ class ShardedStage(torch.nn.Module):
                     parameter.register_post_accumulate_grad_hook(take)
 
     def forward(self, *arguments: Any) -> Any:
-        return self.module(*arguments)
+        output = self.module(*arguments)
+        # Before this rank waits for a stage that waits for another rank of this stage.
+        self._begin(self._pass.of_forward)
+        return output
 
     def begin_pass(
         self, tower: str | None = None, *, forward: bool = True, backward: bool = True
@@ -177,7 +182,7 @@ class ShardedStage(torch.nn.Module):
                 self._units, tower, forward=forward, backward=backward
             )
         self._pass = self._passes[kind]
-        self._goes_back = self._pass.begins_with_backward
+        self._goes_back = not forward
         self._missing = [
             {parameter for flat in unit.reduced for parameter in flat.parameters}
             for unit in self._units
