@@ -62,5 +62,5 @@ setup(
         "s3": S3,
         "dev": DEVELOPMENT,
     },
-    entry_points={"console_scripts": ["omnibal = omnibal.cli:main"]},
+    entry_points={"console_scripts": ["omnibal = omnibal.__main__:main"]},
 )

@@ -1,5 +1,24 @@
-"""`python -m omnibal`."""
+"""The command `omnibal`, also as `python -m omnibal`."""
 
-from omnibal.cli import main
+import os
+import signal
+from types import FrameType
 
-main()
+
+def main() -> None:
+    """Run the command line."""
+    # Imports take a second, in which Ctrl-C would print a traceback.
+    signal.signal(signal.SIGINT, _end)
+    from omnibal.cli import main as run
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run()
+
+
+def _end(number: int, frame: FrameType | None) -> None:
+    os.write(2, b"interrupted\n")
+    os._exit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

@@ -137,11 +137,11 @@ def test_nodes_under_torchrun(bench, nodes, gpus, port):
     options, arguments, environment = of_torchrun(starts)
     assert options == {
         "--nnodes": str(nodes), "--node-rank": last, "--master-addr": "node-a",
-        "--master-port": port, "--nproc-per-node": gpus, "--shutdown-timeout": "600",
+        "--master-port": port, "--nproc-per-node": gpus,
     }  # fmt: skip
     assert arguments == bench.trainer_arguments("--lr", "1e-5")
     environment.pop("MASTER_PORT", None)  # the launcher's own
-    assert environment == RANK_SETTINGS
+    assert environment == RANK_SETTINGS | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
 def test_a_range_of_nodes_under_torchrun(bench):
@@ -149,7 +149,6 @@ def test_a_range_of_nodes_under_torchrun(bench):
     expected = {
         "--nnodes": "3:4", "--rdzv-backend": "c10d", "--rdzv-endpoint": "node-a:29500",
         "--nproc-per-node": "8", "--max-restarts": "100", "--rdzv-id": "omnibal",
-        "--shutdown-timeout": "600",
     }  # fmt: skip
     for rank, more in ((3, {}), (0, {"--rdzv-conf": "is_host=true"})):
         starts = bench.started(NODES_SCRIPT, "3:4", rank, "node-a", *bench.job, "--lr", "1e-5")

@@ -49,7 +49,7 @@ _NO_TOKENIZER = (
 _UNITS = {"MB": 10**6, "GB": 10**9}
 
 app = typer.Typer(
-    help=__doc__.split("\n\n")[0], no_args_is_help=True, add_completion=False,
+    help=__doc__.split("\n\n")[0], add_completion=False,
     pretty_exceptions_enable=False,
 )  # fmt: skip
 

@@ -85,9 +85,11 @@ def check_room(target: Path, size: int) -> None:
 
 def is_stream(path: Path) -> bool:
     """Whether a path is a pipe, a character device, or this process's stdout (even a file)."""
+    if isinstance(path, RemotePath):
+        return False
     try:
         found = path.stat()
-    except OSError:
+    except (OSError, ValueError):  # a NUL in the path
         return False
     kind = found.st_mode
     return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or _is_standard_output(found)
@@ -164,6 +166,8 @@ def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
 
 def read_text(path: Path, remedy: str) -> str:
     """Read a UTF-8 file; raises UserError if absent."""
+    if is_stream(path):
+        raise UserError(f"{path}: is a pipe or a device, which may never end; {remedy}")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

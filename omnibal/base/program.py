@@ -51,6 +51,7 @@ def one_line_errors() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)
     except (KeyboardInterrupt, typer.Abort):
+        sys.stderr.write("interrupted\n")
         sys.exit(128 + signal.SIGINT)
     except _UsageError as error:
         hint = f"; see {error.ctx.command_path} --help" if error.ctx else ""
@@ -61,7 +62,8 @@ def one_line_errors() -> Iterator[None]:
     except OSError as error:
         _fail(_system_error(error))
     except MemoryError as error:
-        _fail(f"the memory of this machine does not suffice ({error}); give it less to do")
+        why = f" ({error})" if str(error) else ""
+        _fail(f"the memory of this machine does not suffice{why}; give it less to do")
 
 
 def _system_error(error: OSError) -> str:

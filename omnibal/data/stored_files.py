@@ -1,5 +1,6 @@
 """Media files of samples: separate files or byte ranges of tar shards."""
 
+import errno
 import io
 import re
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, BinaryIO
 
 from PIL import UnidentifiedImageError
 
+from omnibal.base.files import is_stream
 from omnibal.base.remote_path import RemotePath, SeekableBytes
 
 if TYPE_CHECKING:
@@ -48,6 +50,8 @@ class StoredFile:
         if self.opener is not None:
             return self.opener()
         if self.name is None:
+            if is_stream(self.path):
+                raise OSError(errno.EINVAL, "Is a pipe or a device", str(self.path))
             return self.path.open("rb")
         return open_range(self.path, self.offset, self.size)
 

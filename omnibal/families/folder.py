@@ -28,7 +28,7 @@ def read_config_file(path: Path) -> dict[str, Any]:
     text = read_text(path, _REMEDY)
     try:
         given = json.loads(text)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
         raise UserError(f"{path}: not JSON: {error}; {_REMEDY}") from error
     if not isinstance(given, dict):
         raise UserError(f"{path}: must be a table of keys and values; {_REMEDY}")

@@ -160,6 +160,11 @@ class Goal:
         if self.free.shardings is not None:
             self.job.trainer.check_shardings(self.free.shardings)
         trainer, schedule = self.job.trainer, self.free.schedule
+        if self.job.adapters is not None and not trainer.has_adapters:
+            raise UserError(
+                f"adapters were asked for, and no flags of {trainer.title} are written for them: "
+                "leave out --lora-rank, or give another --for"
+            )
         if trainer.name is not None and schedule not in (None, *trainer.schedules):
             raise UserError(
                 f"--schedule {schedule} was given for {trainer.title}, which runs "

@@ -1,5 +1,6 @@
 """Writes that leave nothing behind, and reads whose every failure is one line."""
 
+import os
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from omnibal.base.files import (
     atomic,
     atomic_directory,
     read_json_model,
+    read_text,
     read_toml_model,
     write_json_model,
 )
 from omnibal.base.frozen import Frozen
+from omnibal.families.folder import read_config_file
 
 pytestmark = pytest.mark.quick
 
@@ -149,3 +152,20 @@ def test_a_link_is_not_written_over(tmp_path, leads_to):
     with pytest.raises(UserError, match="out: exists already"), atomic_directory(tmp_path / "out"):
         pass
     assert {path.name for path in tmp_path.iterdir()} == {"folder", "out"}
+
+
+def test_a_pipe_is_not_waited_for(tmp_path):
+    """Prevents a configuration that is a pipe or a device from being read for ever."""
+    os.mkfifo(tmp_path / "config.json")
+    for path in (tmp_path / "config.json", Path("/dev/zero")):
+        with pytest.raises(UserError, match="is a pipe or a device"):
+            read_text(path, "give a file")
+
+
+@pytest.mark.parametrize("value", ['{"a":' * 9999 + "1" + "}" * 9999, "9" * 5000])
+def test_odd_json_is_one_line(tmp_path, value):
+    """Prevents a traceback for a configuration that nests too deep or holds a huge number."""
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"a": {value}}}')
+    with pytest.raises(UserError, match="not JSON"):
+        read_config_file(path)
