@@ -29,6 +29,7 @@ def record(words, environment):
 _RECORD = """
 kept = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_IB_HCA".split()
 kept += "CUDA_MODULE_LOADING PYTORCH_CUDA_ALLOC_CONF CUDA_DEVICE_MAX_CONNECTIONS".split()
+kept += ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
 record(sys.argv[1:], {name: os.environ[name] for name in kept if name in os.environ})
 sys.exit(int(os.environ.get("FAKE_EXIT", "0")))
 """
@@ -167,7 +168,7 @@ def test_one_node_under_torchrun(bench):
     [(arguments, environment)] = bench.started(ONE_NODE_SCRIPT, *bench.job, **own)
     assert arguments[:3] == ["--standalone", "--nproc-per-node", "8"]
     assert arguments[-8:] == bench.trainer_arguments()
-    assert environment == own
+    assert environment == own | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
 
 
 @pytest.mark.parametrize(
