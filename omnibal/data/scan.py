@@ -132,6 +132,11 @@ def scan_lengths(
     if not len(good):
         raise UserError(f"every sample is bad; one at least must be good: {bad[0].message}")
     columns = {str(name): np.ascontiguousarray(good.rows[name]) for name in COUNTED.names or ()}
+    if not columns["loss_tokens"].any():
+        raise UserError(
+            f"no token of {len(good):,} samples is learned; one answer at least must carry loss: "
+            'see "loss" of the messages'
+        )
     indices, names = columns["index"], model.item_features
     squares = [squares_of(name) for name in names if squares_of(name) in SQUARED_FEATURES]
     lengths = Lengths(

@@ -179,6 +179,15 @@ def test_a_folder_is_told_from_an_empty_video(tmp_path, tokenizer):
             scan(open_jsonl(tmp_path, record), tokenizer)
 
 
+def test_data_that_teaches_nothing_is_refused(tmp_path, tokenizer):
+    """Prevents days of training in which no token carries loss."""
+    answer = {"role": "assistant", "content": "2", "loss": False}
+    record = {"messages": [{"role": "user", "content": "1 + 1?"}, answer]}
+    annotations = open_jsonl(tmp_path, record)
+    with pytest.raises(UserError, match="no token of 1 samples is learned"):
+        scan(annotations, tokenizer)
+
+
 def test_bad_samples_are_named_together(tmp_path, tokenizer):
     """Prevents a run of the scan for each bad image; a repeated sample is no second mistake."""
     lines = [record_of("<image>", image=f"gone{k}.png") for k in range(9)]
