@@ -13,6 +13,7 @@ from omnibal.base.files import read_json_model, read_text
 from omnibal.families.hub_table import what_is_wrong
 
 CONFIG_FILE = "config.json"
+_TEMPLATE_FILES = ("chat_template.jinja", "chat_template.json")
 _INDEX_FILE = "model.safetensors.index.json"
 _REMEDY = "pass a config.json of a model hub, or the folder of one"
 
@@ -54,6 +55,14 @@ def stored_tensors(directory: Path) -> list[str] | None:
     if not path.is_file():
         return None
     return list(read_json_model(_Index, path, "download it again").weight_map)
+
+
+def has_chat_template(directory: Path) -> bool:
+    """Whether a checkpoint's folder has a chat template."""
+    if any((directory / name).is_file() for name in _TEMPLATE_FILES):
+        return True
+    settings = directory / "tokenizer_config.json"
+    return settings.is_file() and "chat_template" in read_config_file(settings)
 
 
 def model_name(directory: Path) -> str:

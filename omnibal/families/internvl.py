@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
-from omnibal.families.folder import stored_tensors
+from omnibal.families.folder import has_chat_template, stored_tensors
 from omnibal.families.hub_table import HubTable, as_table
 from omnibal.families.processor import read_processor
 from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
@@ -107,10 +107,9 @@ class _Whole(WholeTable):
 
     downsample_ratio: float = 0.5
 
-    @property
-    def conversations(self) -> dict[str, Any]:
-        """Conversation fields of a ModelConfig, for releases in Transformers' format."""
-        return {"chat_template": "internvl2_5"}
+    def conversations(self, path: Path) -> dict[str, Any]:
+        """Conversation fields of a ModelConfig: the folder's own chat template, if it has one."""
+        return {"chat_template": "tokenizer" if has_chat_template(path.parent) else "internvl2_5"}
 
     def tiling(self, image_size: int, path: Path) -> TilingConfig:
         """Tiling by the image processor's file next to config.json, or the default."""
@@ -145,8 +144,7 @@ class _Original(_Whole):
     min_dynamic_patch: int = 1
     max_dynamic_patch: int = 6
 
-    @property
-    def conversations(self) -> dict[str, Any]:
+    def conversations(self, path: Path) -> dict[str, Any]:
         """Conversation fields of a ModelConfig."""
         template = {} if self.template is None else {"chat_template": self.template}
         return {"chat_system_message": self.system_message, **template}
@@ -206,7 +204,7 @@ def internvl_model(
         name=name,
         encoders={"vision": tower},
         language=language,
-        **whole.conversations,
+        **whole.conversations(path),
     )
 
 

@@ -19,9 +19,13 @@ TEMPLATES["media"] = TEMPLATES["chatml"].replace(
     "<|vision_start|><|image_pad|><|vision_end|>",
     "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
 )
+TEMPLATES["tiles"] = TEMPLATES["chatml"].replace(
+    "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"
+)
 SPECIAL = sorted(
     set(re.findall(r"<\|[a-z_]+\|>|<[a-z]+_of_[a-z]+>|\[gMASK\]", "".join(TEMPLATES.values())))
     | {"<|user|>", "<|assistant|>", "<|system|>", "<bos>", "<eos>", "<image_soft_token>"}
+    | {"<img>", "<IMG_CONTEXT>", "</img>"}
 )
 WORDS = "What is the sum of two numbers? \u4f60\u597d \n\n a  b \U0001f600 system user assistant"
 

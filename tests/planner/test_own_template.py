@@ -12,7 +12,14 @@ import pytest
 from chat_cases import TEMPLATES, WORDS, sample_of, write_templated
 from jsonl_cases import DIGITS, picture, scan, write_jsonl
 from PIL import Image
-from transformers import Gemma3ImageProcessorPil, Gemma3Processor, PreTrainedTokenizerFast
+from test_internvl_config import QWEN2_7B, in_transformers
+from transformers import (
+    Gemma3ImageProcessorPil,
+    Gemma3Processor,
+    GotOcr2ImageProcessorPil,
+    InternVLProcessor,
+    PreTrainedTokenizerFast,
+)
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
@@ -29,6 +36,7 @@ from omnibal.data.native_resolution import image_segments
 from omnibal.data.own_template import own_template
 from omnibal.data.sample import Sample, Turn, Video
 from omnibal.data.stored_files import ImageFile
+from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import open_tokenizer, tokenizer_files
 from omnibal.families.hub import read_hub_config
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
@@ -138,6 +146,33 @@ def test_gemmas_images_are_those_of_its_processor(folders):
         given = processor(text=[text], images=[shown] if shown else None, add_special_tokens=False)
         encoded = encode_sample(sample, [1] * len(shown), MODEL, tokenizer)
         assert encoded.token_ids.tolist() == list(given["input_ids"][0])
+
+
+def test_internvls_images_are_those_of_its_processor(tmp_path):
+    """Prevents a folder in Transformers' format from being counted by InternVL's own rules."""
+    (tmp_path / "config.json").write_text(json.dumps(in_transformers(QWEN2_7B)))
+    write_templated(tmp_path, TEMPLATES["tiles"])
+    model, theirs = read_hub_config(tmp_path), reference(tmp_path)
+    images = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, max_patches=12)
+    processor = object.__new__(InternVLProcessor)  # as its own needs torchvision
+    processor.start_image_token, processor.end_image_token = "<img>", "</img>"
+    processor.image_token, processor.image_seq_length = "<IMG_CONTEXT>", 256
+    tokenizer, draw = open_tokenizer(tmp_path), random.Random(0)
+    check_tokenizer(model, tokenizer)
+    for seed in range(12):
+        sample = random_sample(seed, "chatml")
+        sizes = [(draw.randint(50, 2000), draw.randint(50, 2000)) for _ in sample.images]
+        rules = InternVLProcessor.images_kwargs
+        counts = [images.get_number_of_image_patches(high, wide, rules) for wide, high in sizes]
+        text, *others = theirs.apply_chat_template(messages_of(sample), tokenize=False).split(
+            "<IMG_CONTEXT>"
+        )
+        for k, rest in enumerate(others):
+            text += processor.replace_image_token({"num_patches": counts}, k) + rest
+        tiles = [tile_count(*size, model.vision.tiling, 448) for size in sizes]
+        encoded = encode_sample(sample, tiles, model, tokenizer)
+        given = theirs(text, add_special_tokens=False)
+        assert encoded.token_ids.tolist() == given.input_ids
 
 
 def learned_texts(sample, tokenizer, counts=(), model=MODEL) -> list[str]:
