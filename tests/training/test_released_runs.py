@@ -62,7 +62,12 @@ def save(name: str, folder: Path) -> torch.nn.Module:
             model.config.update({part: tokenizer.required(piece)})
     randomized(model)
     if name.startswith("internvl"):
-        (pieces / "chat_template.jinja").unlink()
+        chat = pieces / "chat_template.jinja"
+        shown, template = "<|vision_start|><|image_pad|><|vision_end|>", chat.read_text()
+        chat.unlink()
+        if name.endswith("hf"):
+            assert shown in template
+            chat.write_text(template.replace(shown, "<IMG_CONTEXT>\n"))
         save_released(model, folder, "transformers" if name.endswith("hf") else "qwen2")
     else:
         model.save_pretrained(folder)
