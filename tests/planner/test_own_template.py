@@ -12,11 +12,11 @@ import pytest
 from chat_cases import TEMPLATES, WORDS, sample_of, write_templated
 from jsonl_cases import DIGITS, picture, scan, write_jsonl
 from PIL import Image
-from test_internvl_config import QWEN2_7B, in_transformers
 from transformers import (
     Gemma3ImageProcessorPil,
     Gemma3Processor,
     GotOcr2ImageProcessorPil,
+    InternVLConfig,
     InternVLProcessor,
     PreTrainedTokenizerFast,
 )
@@ -150,7 +150,7 @@ def test_gemmas_images_are_those_of_its_processor(folders):
 
 def test_internvls_images_are_those_of_its_processor(tmp_path):
     """Prevents a folder in Transformers' format from being counted by InternVL's own rules."""
-    (tmp_path / "config.json").write_text(json.dumps(in_transformers(QWEN2_7B)))
+    (tmp_path / "config.json").write_text(InternVLConfig().to_json_string())
     write_templated(tmp_path, TEMPLATES["tiles"])
     model, theirs = read_hub_config(tmp_path), reference(tmp_path)
     images = GotOcr2ImageProcessorPil(size={"height": 448, "width": 448}, max_patches=12)
