@@ -4,18 +4,15 @@ A step is skipped if its command, and the sizes and times of its inputs, have no
 training goes on where other rates or more steps of the same samples are asked for.
 """
 
-import contextlib
 import ctypes
-import fcntl
 import hashlib
 import json
-import os
 import re
 import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -187,7 +184,7 @@ def _status_of(command: Sequence[str], say: Callable[[str], None]) -> int:
         if number == signal.SIGTERM:  # Ctrl-C goes to both processes
             process.send_signal(number)
 
-    # No other file than the lock of `lock_folder` is inherited.
+    # No other file than the folder's lock is inherited.
     process = subprocess.Popen(command, close_fds=False, preexec_fn=_die_with_parent)
     before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -201,30 +198,6 @@ def _status_of(command: Sequence[str], say: Callable[[str], None]) -> int:
 def _die_with_parent() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def lock_folder(folder: Path, say: Callable[[str], None]) -> Iterator[None]:
-    """Lock a folder for this process and its commands, which may outlive it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a+") as lock:
-        os.set_inheritable(lock.fileno(), True)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            holder = lock.read()
-            if Path("/proc", holder).exists():
-                raise UserError(
-                    f"{folder}: `omnibal run` of process {holder} is at work there; wait until it "
-                    "has ended, or give another -o"
-                ) from None
-            say("waiting for the command of a killed `omnibal run`, which may save a checkpoint")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
 
 
 def _write(journal: Path, made: dict[str, Any]) -> None:
@@ -373,7 +346,7 @@ def write_launch(
     if gpus <= per_node:
         alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
         tee = shlex.join(["tee", "-a", str(output / "run.log")])
-        command = f"exec > >(trap '' INT TERM; exec {tee}) 2>&1\n"
+        command = f"exec > >(trap '' INT TERM USR1 HUP; exec {tee}) 2>&1\n"
         command += shlex.join(["exec", "env", *alone, *job, *more])
     else:
         per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]

@@ -15,8 +15,9 @@
 # From the environment: GPUS_PER_NODE (8), MASTER_PORT (29500), and torchrun's own PET_* (for
 # example PET_NUMA_BINDING=node binds each rank to the cores near its GPU; it needs numactl).
 #
-# SIGTERM or Ctrl-C to any node's torchrun saves a checkpoint on all nodes and ends: torchrun passes
-# it on, waits ten minutes for its ranks, and exits with 1 though they have exited with 0.
+# SIGTERM, SIGUSR1, SIGHUP or Ctrl-C to any node's torchrun saves a checkpoint on all nodes and
+# ends: torchrun passes it on, waits ten minutes for its ranks, and exits with 1 though they have
+# exited with 0.
 # SIGTERM to a rank itself does the same, and torchrun exits with 0. A failed run exits with 1.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -49,5 +50,6 @@ fi
 # A checkpoint may take longer than torchrun's 30 s. torchrun before 2.12 has no option for it, and
 # would end at one that it does not know.
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600
+export PET_SIGNALS_TO_HANDLE="${PET_SIGNALS_TO_HANDLE:-SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1}"
 exec torchrun "${where[@]}" --nproc-per-node "$gpus" \
     "$root/pretrain_vlm.py" "${arguments[@]}"

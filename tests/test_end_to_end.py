@@ -31,6 +31,7 @@ from end_to_end_cases import (
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from omnibal import cli
+from omnibal.base.folder_lock import lock_folder
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +141,17 @@ def test_run_is_not_overwritten(begun, single, digits, tmp_path):
     message = refuse(*training(single, digits, begun, "--load", other))
     assert "holds a run of 1 steps" in message
     assert (begun / "run.jsonl").read_bytes() == before
+
+
+def test_one_run_writes_to_a_folder(single, digits, tmp_path):
+    """Prevents: two runs that log each step twice and write to one another's checkpoints, and a
+    folder that is found to be unwritable after the model is built."""
+    with lock_folder("--save", tmp_path / "run", print):
+        message = refuse(*training(single, digits, tmp_path / "run"))
+        assert f"run: process {os.getpid()} on " in message and "another --save" in message
+    (tmp_path / "file").touch()
+    message = refuse(*training(single, digits, tmp_path / "file" / "run"))
+    assert "give a directory that can be written to" in message
 
 
 def test_checkpoint_of_another_model_is_refused(begun, lengths, digits, tmp_path):

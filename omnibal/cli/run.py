@@ -9,6 +9,7 @@ import typer
 
 from omnibal import running
 from omnibal.base.errors import UserError
+from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
 from omnibal.cli.groups import given_options
 from omnibal.cli.options import JobOptions, SizeOptions, TokenizerOption
@@ -105,7 +106,7 @@ def run(
         planned_with += ["--precision", "fp32"]
     planned_with += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
     planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output)
-    with running.lock_folder(output, _say):
+    with lock_folder("-o", output, _say):
         _do(planning, output)
         if is_exported:
             _export(output, asked.data)

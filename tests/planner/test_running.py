@@ -1,7 +1,6 @@
 """Steps of `omnibal run`: done once, again after a change, and gone on with after a stop."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import TRACKER_FILE
-from omnibal.running import Step, Training, first_weights, lock_folder, run_steps, tokenizer_of
+from omnibal.running import Step, Training, first_weights, run_steps, tokenizer_of
 
 ROOT = Path(__file__).parents[2]
 COUNT = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(); print(sys.argv[2:])"
@@ -115,16 +114,6 @@ def test_a_training_goes_on_with_other_rates_and_more_steps(tmp_path, monkeypatc
     run.mkdir()
     (run / TRACKER_FILE).write_text("6")
     assert goes_on(options=["--lr 1", "--num-workers 5"]) and not goes_on(options=["--lr=2"])
-
-
-def test_two_runs_do_not_share_a_folder(tmp_path):
-    """Prevents two trainings that write to one folder."""
-    with (
-        lock_folder(tmp_path, print),
-        pytest.raises(UserError, match=f"process {os.getpid()} is at work there"),
-        lock_folder(tmp_path, print),
-    ):
-        pass
 
 
 def test_a_training_elsewhere_is_prepared_once(tmp_path):

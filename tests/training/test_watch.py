@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megatron.vlm.inputs.read_ahead import STOP_SIGNALS
 from megatron.vlm.run.launch import Launch, open_store
 from megatron.vlm.run.stop import StopSignal
 from megatron.vlm.run.watch import Pace, ending_together
@@ -328,20 +329,22 @@ def test_lost_connection_without_a_reason_is_reported(tmp_path):
 
 def test_handlers_are_restored():
     """Prevents: a process that is deaf to signals after training."""
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with StopSignal() as stop:
         assert not stop.requested
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
 @pytest.mark.parametrize(
     ("during", "after", "code"),
     [
         ([signal.SIGTERM, signal.SIGTERM], [signal.SIGTERM], 0),
+        ([signal.SIGUSR1], [signal.SIGUSR1], 0),  # sbatch --signal, submitit
+        ([signal.SIGHUP], [signal.SIGHUP, signal.SIGTERM], 0),  # a closed terminal
         ([signal.SIGINT], [signal.SIGINT], 0),
         ([signal.SIGINT, signal.SIGINT], [], -signal.SIGINT),  # at once
     ],
-    ids=["terminated", "interrupted", "interrupted-twice"],
+    ids=["terminated", "warned", "hung-up", "interrupted", "interrupted-twice"],
 )
 def test_stop_signal_is_remembered_to_the_end(during, after, code):
     """Prevents: a save that a second SIGTERM cuts off, an orderly stop that a late one makes a
@@ -355,6 +358,17 @@ def test_stop_signal_is_remembered_to_the_end(during, after, code):
             send_itself(number)
         os._exit(0 if stop.requested else 3)
     assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == code
+
+
+def test_nohup_keeps_a_run_from_ending_with_its_terminal():
+    """Prevents: a run under nohup that ends when its terminal is closed."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopSignal() as stop:
+            send_itself(signal.SIGHUP)
+            assert not stop.requested
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_ranks_that_cannot_meet_are_told_so(monkeypatch):

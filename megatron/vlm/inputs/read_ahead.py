@@ -30,7 +30,7 @@ _POLL_S = 0.5  # between checks for dead workers
 _RETRY_S = 0.005  # between tries of a full queue
 _NICE = 10
 """Niceness of workers: they use idle cores, as of a stage that waits, and yield at once."""
-_TRAINERS_SIGNALS = {signal.SIGINT, signal.SIGTERM}
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals to the process group that only the trainer obeys; it ends the workers."""
 
 
@@ -100,7 +100,7 @@ class _Reading:
                     raise _ended_from_outside(lost) from None
 
     def _read(self) -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, _TRAINERS_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         try:
             self._read_all()
             self._put(_End(None))
@@ -153,7 +153,7 @@ def _unchanged(item: Any) -> Any:
 
 def _begin_worker(trainer: int, worker: int) -> None:
     os.nice(_NICE)
-    for number in _TRAINERS_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_end_with, args=(trainer,), daemon=True).start()
 

@@ -4,7 +4,7 @@ import gc
 import json
 import logging
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -45,6 +45,7 @@ from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
 from megatron.vlm.step.validation import Validation
 from omnibal.base.errors import UserError
+from omnibal.base.folder_lock import lock_folder
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
@@ -156,7 +157,8 @@ def plan_for_all(
     key = f"plan after {step} steps for {processes}"
     if launch.rank == 0:
         try:
-            made = plan_again(directory, arguments.save, step, gpus=processes)
+            with lock_folder("--save", arguments.save, _log.info):
+                made = plan_again(directory, arguments.save, step, gpus=processes)
             assert made is not None, "other devices are not compared"
             answer = {"plan": str(made[0])}
         except (UserError, OSError) as error:
@@ -190,7 +192,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.evaluation is not None:
         heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache)
-    return Run(
+    run = Run(
         arguments=arguments,
         planned=planned,
         tokenizer=tokenizer,
@@ -198,6 +200,13 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         training_data=training_data,
         heldout_data=heldout_data,
     )
+    traced = arguments.profile_steps
+    if traced and traced[-1] >= run.last_step:
+        raise UserError(
+            f"--profile-steps: step {traced[-1]} was given, and the run ends with step "
+            f"{run.last_step - 1}; steps count from 0"
+        )
+    return run
 
 
 def _check_options(arguments: RunArguments, plan: Plan) -> None:
@@ -252,7 +261,10 @@ def with_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
 def execute(run: Run, store: dist.Store) -> None:
     """Join the processes, then train and evaluate; any rank's error ends the process."""
     arguments = run.arguments
-    with ending_together(run.launch, store):
+    # The lock is freed last: other ranks may still write after an error of this rank.
+    with ExitStack() as held, ending_together(run.launch, store):
+        if run.launch.rank == 0:
+            held.enter_context(lock_folder("--save", arguments.save, _log.info))
         links = initialize_distributed(run.launch, run.plan.parallel, arguments.seed, store=store)
         if arguments.skip_train:
             assert arguments.load is not None
@@ -364,12 +376,6 @@ def train_plan(
     if first_step >= last_step:
         _log.info(f"nothing to train: {first_step} steps are done, and {last_step} are asked for")
         return done
-    traced = arguments.profile_steps
-    if traced and traced[-1] >= last_step:
-        raise UserError(
-            f"--profile-steps: step {traced[-1]} was given, and the run ends with step "
-            f"{last_step - 1}; steps count from 0"
-        )
     if run.plan.prediction is not None:
         note = too_few_loaders(run.plan.prediction, arguments.num_workers)
         if note is not None:
@@ -501,7 +507,6 @@ def _load(run: Run, trainer: Trainer) -> RunOutcome:
 def _open_run(run: Run, first_step: int) -> list[MetricsSink]:
     """Prepare the run's directory, without log entries after the checkpoint; open the sinks."""
     arguments = run.arguments
-    _make_directory(arguments.save)
     sinks: list[MetricsSink] = []
     if arguments.tensorboard_dir is not None:
         sinks.append(TensorBoardSink(arguments.tensorboard_dir, first_step))
@@ -529,15 +534,6 @@ def _write_info(run: Run, first_step: int) -> None:
         since_step=since_step,
     )
     write_run_info(info, save)
-
-
-def _make_directory(path: Path) -> None:
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"--save {path}: {error.strerror}; give a directory that can be written to"
-        ) from error
 
 
 def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
@@ -594,5 +590,4 @@ def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
             max_new_tokens=given.max_new_tokens,
         )
     if run.launch.rank == 0:
-        _make_directory(run.arguments.save)
         _log.info(f"wrote {write_evaluation(evaluation, run.arguments.save)}")

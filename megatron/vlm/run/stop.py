@@ -4,12 +4,15 @@ import signal
 from types import FrameType
 from typing import Any, Self
 
+from megatron.vlm.inputs.read_ahead import STOP_SIGNALS
+
 
 class StopSignal:
-    """Set `requested` on SIGTERM and SIGINT (Ctrl-C), for the training loop.
+    """Set `requested` on a signal to stop, for the training loop.
 
-    Repeated SIGTERMs, as schedulers and launchers send, never interrupt a save or cleanup. A second
-    SIGINT ends the process, at once unless it blocks in a library.
+    Repeated signals, as schedulers and launchers send, never interrupt a save or cleanup, but a
+    second SIGINT (Ctrl-C) ends the process, at once unless it blocks in a library. Under nohup
+    SIGHUP stays ignored.
     """
 
     def __init__(self) -> None:
@@ -17,8 +20,9 @@ class StopSignal:
         self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._previous[number] = signal.signal(number, self._request)
+        for number in STOP_SIGNALS:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                self._previous[number] = signal.signal(number, self._request)
         return self
 
     def __exit__(self, *exception: object) -> None:

@@ -1,0 +1,66 @@
+"""Lock of a folder for one writing process at a time."""
+
+import contextlib
+import fcntl
+import os
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+from io import RawIOBase
+from pathlib import Path
+
+from omnibal.base.errors import UserError
+
+_POLL_S = 0.2
+
+
+@contextlib.contextmanager
+def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterator[None]:
+    """Make a folder and lock it for this process; processes that it starts hold the lock too.
+
+    Args:
+        option: names the folder in messages.
+
+    Raises:
+        UserError: a living process has the lock, or nothing can be written.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = stack.enter_context((folder / ".lock").open("ab+", buffering=0))
+            os.set_inheritable(lock.fileno(), True)
+            _wait_for(lock, option, folder, say)
+            lock.truncate(0)
+            since = datetime.now().astimezone().isoformat(timespec="seconds")
+            lock.write(f"{os.getpid()} {os.uname().nodename} {since}".encode())
+        except OSError as error:
+            raise UserError(
+                f"{option} {folder}: {error.strerror}; give a directory that can be written to"
+            ) from error
+        yield
+
+
+def _wait_for(lock: RawIOBase, option: str, folder: Path, say: Callable[[str], None]) -> None:
+    """Take the lock. If its holder is dead, wait for the processes that it started."""
+    told = list[str]()
+    while True:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            lock.seek(0)
+        except OSError as error:
+            say(f"{folder} has no locks ({error.strerror}): start only one run there")
+            return
+        holder = (lock.read() or b"").decode(errors="replace").split()
+        if len(holder) == 3:  # else it is about to be written
+            process, node, since = holder
+            if node != os.uname().nodename or Path("/proc", process).exists():
+                raise UserError(
+                    f"{folder}: process {process} on {node} has been at work there since {since}; "
+                    f"wait until it has ended, or give another {option}"
+                )
+            if holder != told:
+                say(f"{folder}: waiting for what process {process} started before it was killed")
+            told = holder
+        time.sleep(_POLL_S)
