@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 
 from omnibal.data.tiling import tile_count
 from omnibal.model.encoders import TilingConfig
@@ -16,11 +15,6 @@ SHORTEST_TEXT = 30
 """Tokens of a template around a question and an answer of a few words."""
 Weights = tuple[tuple[int, float], ...]
 """Values with weights, not normalized."""
-
-
-class MixtureName(StrEnum):
-    INTERNVL = "internvl"
-    TULU3_LONGCITE = "tulu3-longcite"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,7 +196,4 @@ TULU3_LONGCITE = Mixture(
     },
 )
 
-MIXTURES: Mapping[MixtureName, Mixture] = {
-    MixtureName.INTERNVL: INTERNVL,
-    MixtureName.TULU3_LONGCITE: TULU3_LONGCITE,
-}
+MIXTURES = {"internvl": INTERNVL, "tulu3-longcite": TULU3_LONGCITE}

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import soundfile
@@ -43,14 +44,6 @@ HELDOUT_SCANS = 360
 VOCABULARY = 256
 SPECIAL_PIECES = ("<img>", "<IMG_CONTEXT>", "</img>", "<|im_start|>", "<|im_end|>", "\n")
 ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth")
-SHARES = {
-    "digits_single": 0.64,
-    "digits_pair": 0.08,
-    "digits_strip": 0.14,
-    "digits_page": 0.06,
-    "arithmetic": 0.08,
-}
-"""Share of the samples by source. Singles, one tile and one digit, are the cheapest to learn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +89,8 @@ class Composer:
         """One digit, asked for in one or two turns."""
         chosen = self.choose(1)
         digit = int(self.scans.digits[chosen[0]])
-        turns = [Turn(self.phrase("Which digit is this?", "Read the digit."), str(digit), "single")]
+        question = ("Which digit is this?", "Read the digit.")[self.rng.integers(2)]
+        turns = [Turn(question, str(digit), "single")]
         if self.rng.random() < 0.25:
             turns.append(Turn("Is it even?", "no" if digit % 2 else "yes", "even"))
         return self._composition([self.draw(chosen, columns=1)], chosen, turns)
@@ -169,9 +163,6 @@ class Composer:
         digits = self.rng.integers(0, 10, size=count)
         return np.array([self.rng.choice(self.by_digit[digit]) for digit in digits])
 
-    def phrase(self, *phrasings: str) -> str:
-        return phrasings[self.rng.integers(len(phrasings))]
-
     def draw(self, chosen: np.ndarray, columns: int) -> Image.Image:
         """Draw the scans row by row on a grid of square cells, white on black, with noise."""
         cell = int(self.rng.integers(*self.cell_pixels))
@@ -203,27 +194,32 @@ def split_scans(seed: int) -> tuple[Scans, Scans]:
     return train, heldout
 
 
-def sources(composer: Composer) -> dict[str, Callable[[], Composition]]:
-    """Functions that draw a sample of each source."""
-    return {
-        "digits_single": composer.single,
-        "digits_pair": composer.pair,
-        "digits_strip": composer.strip,
-        "digits_page": composer.page,
-        "arithmetic": composer.arithmetic,
-    }
+Sources = Mapping[str, tuple[float, Callable[[Any], Composition]]]
+"""Share of the samples, and the method of the composer that draws one, by source."""
+SOURCES: Sources = {
+    "digits_single": (0.64, Composer.single),
+    "digits_pair": (0.08, Composer.pair),
+    "digits_strip": (0.14, Composer.strip),
+    "digits_page": (0.06, Composer.page),
+    "arithmetic": (0.08, Composer.arithmetic),
+}
+"""Singles, one tile and one digit, are the cheapest to learn."""
 
 
-def write_split(
-    directory: Path, compose: Mapping[str, Callable[[], Composition]], counts: Mapping[str, int]
-) -> None:
-    """Write a JSONL file per source, media, and the meta JSON."""
+def write_split(directory: Path, composer: Composer, sources: Sources, samples: int) -> None:
+    """Write a JSONL file per source, media, and the meta JSON.
+
+    A source has its share of the samples, at least one. The first source absorbs rounding.
+    """
     (directory / "images").mkdir(parents=True)
     meta = {}
-    for source, count in counts.items():
+    counts = {source: max(1, int(share * samples)) for source, (share, _) in sources.items()}
+    counts[next(iter(sources))] += samples - sum(counts.values())
+    for source, (_, compose) in sources.items():
+        count = counts[source]
         with (directory / f"{source}.jsonl").open("w", encoding="utf-8") as file:
             for k in range(count):
-                record = write_sample(directory, f"{source}-{k:05d}", compose[source]())
+                record = write_sample(directory, f"{source}-{k:05d}", compose(composer))
                 file.write(json.dumps(record) + "\n")
         meta[source] = {
             "root": ".",
@@ -233,13 +229,6 @@ def write_split(
             "length": count,
         }
     (directory / "meta.json").write_text(json.dumps(meta, indent=2) + "\n")
-
-
-def sample_counts(samples: int, shares: Mapping[str, float]) -> dict[str, int]:
-    """Samples by source: its share, at least one. The first source absorbs rounding."""
-    counts = {source: max(1, int(share * samples)) for source, share in shares.items()}
-    counts[next(iter(shares))] += samples - sum(counts.values())
-    return counts
 
 
 def write_sample(directory: Path, identity: str, composed: Composition) -> dict:
@@ -310,8 +299,7 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
     """Write the dataset to a temporary folder, then rename it: `output` is never partial."""
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
-            compose = sources(Composer(scans, rng))
-            write_split(part / name, compose, sample_counts(count, SHARES))
+            write_split(part / name, Composer(scans, rng), SOURCES, count)
         (part / "tokenizer.model").write_bytes(train_tokenizer(training_lines(part / "train")))
 
 

@@ -29,7 +29,7 @@ from omnibal.base.program import ArgumentParser, check_arguments, one_line_error
 from omnibal.data.lengths import Lengths, write_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, MixtureName, Part, Source
+from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, Part, Source
 
 MAX_SAMPLES = 100_000_000
 """About 4 GiB of memory."""
@@ -42,7 +42,7 @@ def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
         samples: of all sources together, in the mixture's proportions.
         seed: sources are seeded independently, by (seed, name).
     """
-    made_of = MIXTURES[MixtureName(mixture)]
+    made_of = MIXTURES[mixture]
     if not 1 <= samples <= MAX_SAMPLES:
         raise UserError(f"--samples {samples}: must be from 1 to {MAX_SAMPLES}")
     if seed < 0:
@@ -100,14 +100,6 @@ def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator)
     return np.stack([tiles, image_tokens + text_tokens, loss_tokens]).astype(np.int32)
 
 
-def _check_output(path: Path) -> None:
-    check_files({"-o": path}, [])
-    if path.suffix != ".parquet" and not is_stream(path):
-        raise UserError(f"-o {path}: is written as Parquet; let its name end in .parquet")
-    if not path.parent.is_dir():
-        raise UserError(f"-o {path}: {path.parent} is no folder; make it or pass another path")
-
-
 def main(arguments: list[str] | None = None) -> int:
     with one_line_errors():
         _run(sys.argv[1:] if arguments is None else arguments)
@@ -120,9 +112,8 @@ def _run(arguments: list[str]) -> None:
     parser.add_argument("-o", "--output", type=Path, required=True, help="Parquet file to write")
     parser.add_argument(
         "--mixture",
-        type=MixtureName,
-        choices=list(MixtureName),
-        default=MixtureName.INTERNVL,
+        choices=list(MIXTURES),
+        default="internvl",
         help="synthetic mixture to make (%(default)s)",
     )
     parser.add_argument(
@@ -132,9 +123,14 @@ def _run(arguments: list[str]) -> None:
     options = parser.parse_args(arguments)
     own_size = sum(source.count for source in MIXTURES[options.mixture].sources.values())
     samples = own_size if options.samples is None else options.samples
-    _check_output(options.output)
-    write_lengths(make_lengths(options.mixture, samples, options.seed), options.output)
-    print(f"{options.output}: {samples:,} synthetic samples of mixture {options.mixture}")
+    path = options.output
+    check_files({"-o": path}, [])
+    if path.suffix != ".parquet" and not is_stream(path):
+        raise UserError(f"-o {path}: is written as Parquet; let its name end in .parquet")
+    if not path.parent.is_dir():
+        raise UserError(f"-o {path}: {path.parent} is no folder; make it or pass another path")
+    write_lengths(make_lengths(options.mixture, samples, options.seed), path)
+    print(f"{path}: {samples:,} synthetic samples of mixture {options.mixture}")
 
 
 if __name__ == "__main__":

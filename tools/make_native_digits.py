@@ -18,14 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tools.make_digits_dataset import (
-    SHARES,
+    SOURCES,
     Composer,
     Composition,
     Turn,
     dataset_folder,
     run_maker,
-    sample_counts,
-    sources,
     splits,
     training_lines,
     write_split,
@@ -106,9 +104,10 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             composer = NativeComposer(scans, rng)
-            write_split(part / name, sources(composer), sample_counts(count, SHARES))
-            others = {"digits_next": max(count // _SAMPLES_OF_ANOTHER_TASK, 1)}
-            write_split(part / "next" / name, {"digits_next": composer.following}, others)
+            write_split(part / name, composer, SOURCES, count)
+            following = {"digits_next": (1.0, NativeComposer.following)}
+            others = max(count // _SAMPLES_OF_ANOTHER_TASK, 1)
+            write_split(part / "next" / name, composer, following, others)
         write_tokenizer(part / "tokenizer", training_lines(part / "train"))
 
 

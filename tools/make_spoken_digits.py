@@ -13,7 +13,7 @@ deterministic, sounds on one machine.
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import cycle
@@ -33,10 +33,10 @@ from tools.make_digits_dataset import (
     Composer,
     Composition,
     Scans,
+    Sources,
     Turn,
     dataset_folder,
     run_maker,
-    sample_counts,
     splits,
     train_tokenizer,
     training_lines,
@@ -58,14 +58,6 @@ HELDOUT_VOICES = ("en+m8", "en+Annie", "en+Michael", "en-us+linda", "en-us+Andy"
 STYLES = 6
 """Speeds and pitches per voice."""
 WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SHARES = {
-    "spoken_single": 0.36,
-    "shown_single": 0.32,
-    "shown_and_said": 0.20,
-    "spoken_line": 0.03,
-    "shown_line": 0.03,
-    "arithmetic": 0.06,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,17 +133,12 @@ class _Speaker:
         return resample_poly(sound, SAMPLE_RATE, self._rate).astype(np.float32)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Speech:
-    """Sounds of some voices in all of their styles."""
+class SpokenComposer(Composer):
+    """Draws random samples that show digits, and say them with some voices."""
 
-    voices: Sequence[str]
-    sounds: dict[tuple[str, int], list[np.ndarray]]
-    """By voice and digit, a sound per style."""
-
-    @classmethod
-    def of(cls, voices: Sequence[str], rng: np.random.Generator) -> "Speech":
-        """Say every digit in `STYLES` speeds and pitches with every voice."""
+    def __init__(self, scans: Scans, voices: Sequence[str], rng: np.random.Generator) -> None:
+        super().__init__(scans, rng)
+        self.voices = voices
         utterances = [
             Utterance(voice, int(speed), int(pitch), digit)
             for voice in voices
@@ -160,18 +147,10 @@ class Speech:
             )
             for digit in range(len(WORDS))
         ]
-        sounds: dict[tuple[str, int], list[np.ndarray]] = {}
+        self.sounds: dict[tuple[str, int], list[np.ndarray]] = {}
+        """By voice and digit, a sound per style."""
         for utterance, sound in zip(utterances, say_all(utterances), strict=True):
-            sounds.setdefault((utterance.voice, utterance.digit), []).append(sound)
-        return cls(voices, sounds)
-
-
-class SpokenComposer(Composer):
-    """Draws random samples that show and say digits."""
-
-    def __init__(self, scans: Scans, speech: Speech, rng: np.random.Generator) -> None:
-        super().__init__(scans, rng)
-        self.speech = speech
+            self.sounds.setdefault((utterance.voice, utterance.digit), []).append(sound)
         self._same = cycle((True, False))
 
     def shown(self) -> Composition:
@@ -215,7 +194,7 @@ class SpokenComposer(Composer):
         return self._composition(images, chosen, spoken.turns, spoken.recordings, spoken.voices)
 
     def _spoken(self, digits: Sequence[int] | np.ndarray, turns: list[Turn]) -> Composition:
-        voice = str(self.rng.choice(self.speech.voices))
+        voice = str(self.rng.choice(self.voices))
         return Composition([], [], turns, [self._say(voice, digits)], [voice])
 
     def _say(self, voice: str, digits: Sequence[int] | np.ndarray) -> np.ndarray:
@@ -223,7 +202,7 @@ class SpokenComposer(Composer):
         style = int(self.rng.integers(STYLES))
         parts = [self._pause()]
         for digit in digits:
-            parts += [self.speech.sounds[voice, int(digit)][style], self._pause()]
+            parts += [self.sounds[voice, int(digit)][style], self._pause()]
         sound = np.concatenate(parts) * self.rng.uniform(0.3, 1.0)
         noise = self.rng.normal(0, 10 ** self.rng.uniform(-4, -2.3), len(sound))
         return np.clip(sound + noise, -1, 1).astype(np.float32)
@@ -236,16 +215,14 @@ def _listed(digits: np.ndarray) -> str:
     return " ".join(map(str, digits))
 
 
-def sources(composer: SpokenComposer) -> dict[str, Callable[[], Composition]]:
-    """Functions that draw a sample of each source."""
-    return {
-        "spoken_single": composer.said,
-        "shown_single": composer.shown,
-        "shown_and_said": composer.shown_and_said,
-        "spoken_line": composer.said_line,
-        "shown_line": composer.shown_line,
-        "arithmetic": composer.arithmetic,
-    }
+SOURCES: Sources = {
+    "spoken_single": (0.36, SpokenComposer.said),
+    "shown_single": (0.32, SpokenComposer.shown),
+    "shown_and_said": (0.20, SpokenComposer.shown_and_said),
+    "spoken_line": (0.03, SpokenComposer.said_line),
+    "shown_line": (0.03, SpokenComposer.shown_line),
+    "arithmetic": (0.06, SpokenComposer.arithmetic),
+}
 
 
 def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) -> None:
@@ -253,8 +230,7 @@ def make_dataset(output: Path, samples: int, heldout_samples: int, seed: int) ->
     with dataset_folder(output, FORMAT, samples, heldout_samples, seed) as part:
         for name, scans, count, rng in splits(samples, heldout_samples, seed):
             voices = VOICES if name == "train" else HELDOUT_VOICES
-            composer = SpokenComposer(scans, Speech.of(voices, rng), rng)
-            write_split(part / name, sources(composer), sample_counts(count, SHARES))
+            write_split(part / name, SpokenComposer(scans, voices, rng), SOURCES, count)
         pieces = (*SPECIAL_PIECES, AUDIO_START, AUDIO_CONTEXT, AUDIO_END)
         tokenizer = train_tokenizer(training_lines(part / "train"), pieces)
         (part / "tokenizer.model").write_bytes(tokenizer)

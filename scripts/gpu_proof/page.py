@@ -8,7 +8,7 @@ from pydantic import JsonValue
 
 from omnibal.base.files import atomic
 from omnibal.report.table import Column, Facts, Table
-from scripts.gpu_proof.result import PartResult, Proof
+from scripts.gpu_proof.result import Proof
 
 
 def write_page(proof: Proof, path: Path) -> None:
@@ -39,36 +39,27 @@ def machine_facts(proof: Proof) -> Facts:
 
 
 def tables_of(proof: Proof) -> list[Table]:
-    found = [_parts_table(proof)]
-    for part in {part.name: part for part in proof.parts}.values():
-        figures = part.figures.items()
-        plain: dict[str, JsonValue] = {
-            name: value for name, value in figures if not isinstance(value, list | dict)
-        }
-        if plain:
-            found.append(_figures_table(part.name, plain))
-        found += [
-            _list_table(part, name, value)
-            for name, value in figures
-            if isinstance(value, list) and value
-        ]
-        found += [
-            _figures_table(f"{part.name}: {name}", value)
-            for name, value in figures
-            if isinstance(value, dict) and value
-        ]
-    return found
-
-
-def _parts_table(proof: Proof) -> Table:
-    rows = [(part.name, part.status, f"{part.seconds:.0f}", part.reason) for part in proof.parts]
-    titles: list[str | Column] = [
-        Column(title="part", style="left"),
-        Column(title="status", style="left"),
-        "seconds",
-        Column(title="reason", style="wrap"),
+    found = [
+        Table.of_records(
+            "Parts, on a fake device" if proof.pretended else "Parts",
+            proof.parts,
+            {
+                Column(title="part", style="left"): lambda part: part.name,
+                Column(title="status", style="left"): lambda part: part.status,
+                "seconds": lambda part: f"{part.seconds:.0f}",
+                Column(title="reason", style="wrap"): lambda part: part.reason,
+            },
+        )
     ]
-    return Table.of_rows("Parts, on a fake device" if proof.pretended else "Parts", titles, rows)
+    for part in {part.name: part for part in proof.parts}.values():
+        of = part.figures.items()
+        tables = [
+            _figures_table(part.name, {k: v for k, v in of if not isinstance(v, list | dict)}),
+            *(_list_table(f"{part.name}: {k}", v) for k, v in of if isinstance(v, list)),
+            *(_figures_table(f"{part.name}: {k}", v) for k, v in of if isinstance(v, dict)),
+        ]
+        found += [table for table in tables if any(table.sections)]
+    return found
 
 
 def _figures_table(title: str, figures: dict[str, JsonValue]) -> Table:
@@ -76,12 +67,12 @@ def _figures_table(title: str, figures: dict[str, JsonValue]) -> Table:
     return Table.of_rows(title.capitalize(), [Column(title="figure", style="left"), "value"], rows)
 
 
-def _list_table(part: PartResult, name: str, entries: Sequence[JsonValue]) -> Table:
+def _list_table(title: str, entries: Sequence[JsonValue]) -> Table:
     """A table of entries with equal fields, with errors of predictions."""
     records = [entry for entry in entries if isinstance(entry, dict)]
     fields = list(dict.fromkeys(field for record in records for field in record))
     rows = [[_shown(field, record.get(field)) for field in fields] for record in records]
-    return Table.of_rows(f"{part.name}: {name}".capitalize(), map(_words, fields), rows)
+    return Table.of_rows(title.capitalize(), map(_words, fields), rows)
 
 
 def _words(field: str) -> str:

@@ -26,6 +26,9 @@ from scripts.gpu_proof.running import Context, Part, PartEndedError
 _TESTED = re.compile(
     r"(PASSED|FAILED|ERROR|SKIPPED)\s+\S+::(\S+)|::(\S+)\s+(PASSED|FAILED|ERROR|SKIPPED)"
 )
+_PRECISION = "bf16"
+_CLUSTER = "h100-80g"
+"""Preset to plan with; --cluster-output adds measured rates to it."""
 _SMALL_MODEL = "internvl-digits"
 _SMALL_CAPS = ("--max-tiles", 12, "--max-tokens", 448)
 _WARM_UP = 3
@@ -64,10 +67,10 @@ def profile(context: Context) -> None:
     caps = ("--max-tiles", settings.max_tiles, "--max-tokens", settings.max_tokens)
     context.run(
         "profile", "-m", "omnibal", "profile", "--model", model,
-        "--precision", settings.precision, *caps,
+        "--precision", _PRECISION, *caps,
         "--tokens-per-sample", settings.tokens_per_sample,
-        "--layers", settings.profile_layers, "--repetitions", settings.profile_repetitions,
-        "--cluster", settings.cluster, "--cluster-output", output / "cluster.toml",
+        "--layers", 2, "--repetitions", 5,
+        "--cluster", _CLUSTER, "--cluster-output", output / "cluster.toml",
         "-o", output / "profile.json",
     )  # fmt: skip
     measured = read_profile(output / "profile.json")
@@ -75,7 +78,7 @@ def profile(context: Context) -> None:
     products = measured.rates.products
     rates = [2e-9 * one.rows * one.inner * one.outer / one.time_ms(None) for one in products]
     times = [one for one in fit_residuals(measured, load_model(model)) if "_ms" in one.quantity]
-    cluster = load_cluster(settings.cluster)
+    cluster = load_cluster(_CLUSTER)
     context.figures.update(
         model=model,
         device=measured.device,
@@ -101,8 +104,8 @@ def replay(context: Context) -> None:
             "-o", output / "lengths.parquet",
         )  # fmt: skip
     context.run(
-        "plan", "-m", "omnibal", "plan", "--model", settings.model, "--cluster", settings.cluster,
-        "--precision", settings.precision, *settings.sizes, *lengths,
+        "plan", "-m", "omnibal", "plan", "--model", settings.model, "--cluster", _CLUSTER,
+        "--precision", _PRECISION, *settings.sizes, *lengths,
         "--max-tiles", settings.max_tiles, "--max-tokens", settings.max_tokens,
         "--micro-batches", settings.micro_batches, "-o", output / "plan",
     )  # fmt: skip
@@ -133,14 +136,16 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
             "element_wise_share": counted.element_wise_share(rates),
         }
     [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
-    own = sum(measured.forward_ms) + sum(measured.backward_ms)
+    own_ms = sum(measured.forward_ms) + sum(measured.backward_ms)
+    flops = stage_flops(files, stage, _features(files, measured)) / plan.parallel.tensor
     figures: dict[str, JsonValue] = {
         "stage": stage,
         "predicted_gib": measured.predicted_gib(plan.predicted.stages[stage].memory),
         "measured_gib": measured.peak_gib,
         "predicted_ms": predicted_ms(files, files.job, measured),
-        "measured_ms": own,
-        "mfu": stage_mfu(files, measured),
+        "measured_ms": own_ms,
+        # While it computes, per tensor-parallel rank, without recomputation.
+        "mfu": flops / (1e-3 * own_ms) / (1e12 * plan.cluster.tflops(plan.precision)),
     }
     rates_file = context.output / "cluster.toml"
     if rates_file.exists():
@@ -151,29 +156,16 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
 
 def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float:
     """Predicted forward and backward of the replayed packs, without tensor-parallel links."""
-    alone = _without_collectives(job)
-    features = _features(files, measured)
-    times = stage_times(alone.cost, files.plan.stages, features)
-    both = times.forward_ms + times.backward_ms
-    return float(both[:, measured.stage].sum())
-
-
-def _without_collectives(job: JobSpec) -> JobSpec:
-    """The job on links that take no time."""
     fast = {"intra_node_gb_per_s": 1e18, "inter_node_gb_per_s": 1e18}
     rates = {
         precision: table.model_copy(update={"collectives": ()})
         for precision, table in job.cluster.rates.items()
     }
-    return replace(job, cluster=job.cluster.model_copy(update=fast | {"rates": rates}))
-
-
-def stage_mfu(files: PlanFiles, measured: StageReplay) -> float:
-    """MFU of a stage while it computes, per tensor-parallel rank, without recomputation."""
-    plan = files.plan
-    flops = stage_flops(files, measured.stage, _features(files, measured)) / plan.parallel.tensor
-    seconds = 1e-3 * (sum(measured.forward_ms) + sum(measured.backward_ms))
-    return flops / seconds / (1e12 * plan.cluster.tflops(plan.precision))
+    alone = replace(job, cluster=job.cluster.model_copy(update=fast | {"rates": rates}))
+    features = _features(files, measured)
+    times = stage_times(alone.cost, files.plan.stages, features)
+    both = times.forward_ms + times.backward_ms
+    return float(both[:, measured.stage].sum())
 
 
 def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
@@ -209,13 +201,13 @@ def train(context: Context) -> None:
         "train_lengths", "-m", "omnibal", "lengths", data / "train" / "meta.json",
         "--model", _SMALL_MODEL, "--tokenizer-model", tokenizer, "-o", lengths,
     )  # fmt: skip
-    job = ("--model", _SMALL_MODEL, "--precision", settings.precision, *_SMALL_CAPS)
+    job = ("--model", _SMALL_MODEL, "--precision", _PRECISION, *_SMALL_CAPS)
     context.run(
         "train_profile", "-m", "omnibal", "profile", *job, "--lengths", lengths,
-        "--repetitions", settings.profile_repetitions, "-o", folder / "profile.json",
+        "--repetitions", 5, "-o", folder / "profile.json",
     )  # fmt: skip
     context.run(
-        "train_plan", "-m", "omnibal", "plan", *job, "--cluster", settings.cluster,
+        "train_plan", "-m", "omnibal", "plan", *job, "--cluster", _CLUSTER,
         "--lengths", lengths, "--profile", folder / "profile.json", "--micro-batches", 3,
         "-o", folder / "plan",
     )  # fmt: skip

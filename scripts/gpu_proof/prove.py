@@ -83,7 +83,7 @@ def prove(given: Namespace, settings: Settings) -> Proof:
             end_s=min(time.monotonic() + settings.limits_s[name], last_s),
         )
         result = run_part(name, PARTS[name], context)
-        proof = proof.with_part(result)
+        proof = proof.model_copy(update={"parts": (*proof.parts, result)})
         write_json_model(proof, given.output / "proof.json")
         write_page(proof, given.output / "proof.html")
         console.print(f"{name}: {result.status} in {result.seconds:.0f} s {result.reason}".strip())

@@ -52,9 +52,6 @@ class Proof(Frozen):
     """Whether it ran without a GPU."""
     parts: tuple[PartResult, ...]
 
-    def with_part(self, part: PartResult) -> "Proof":
-        return self.model_copy(update={"parts": (*self.parts, part)})
-
 
 def describe_machine(pretended: bool) -> Machine:
     """Ask torch in a separate process, so that this one holds no device memory."""

@@ -12,9 +12,6 @@ class Settings:
     tests: tuple[str, ...]
     model: str
     """Model whose stages are replayed and whose layers are profiled."""
-    precision: str
-    cluster: str
-    """Preset to plan with; --cluster-output adds measured rates to it."""
     sizes: tuple[str, ...]
     max_tiles: int
     max_tokens: int
@@ -22,8 +19,6 @@ class Settings:
     samples: int
     """Synthetic samples of the replayed plan. 0 fills every micro-batch to the caps."""
     micro_batches: int
-    profile_layers: int
-    profile_repetitions: int
     replayed: tuple[int, ...]
     """Stages, most informative first: first vision stage, stage with the head, middle stages."""
     trained_samples: int
@@ -34,16 +29,12 @@ REAL = Settings(
     limits_s={"tests": 120, "profile": 80, "replay": 170, "train": 95, "providers": 65},
     tests=("tests/training/test_cuda.py",),
     model="internvl-chat-1.5-6b-20b",
-    precision="bf16",
-    cluster="h100-80g",
     sizes=("--tp", "2", "--pp", "4", "--dp", "4"),
     max_tiles=9,
     max_tokens=4096,
     tokens_per_sample=1000,
     samples=4000,
     micro_batches=8,
-    profile_layers=2,
-    profile_repetitions=5,
     replayed=(0, 3, 1, 2),
     trained_samples=600,
     trained_steps=30,

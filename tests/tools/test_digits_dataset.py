@@ -74,7 +74,7 @@ def scanned(name: str, split: Path) -> Lengths:
     tokenizer = split.parent / ("tokenizer" if name == "native" else "tokenizer.model")
     annotations, opened = Annotations.open(split / "meta.json"), open_tokenizer(tokenizer)
     lengths = scan_lengths(annotations, MODELS[name], opened, lambda _: None).lengths
-    assert lengths.source_names == tuple(TOOLS[name][0].SHARES)
+    assert lengths.source_names == tuple(TOOLS[name][0].SOURCES)
     return lengths
 
 

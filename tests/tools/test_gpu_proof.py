@@ -113,7 +113,7 @@ def test_the_page_shows_all_that_was_found(tmp_path):
         name="replay", status="failed", reason="<b> & more", seconds=3.0,
         figures={"plan": "a model", "stages": stages, "tests": {"test_one[x]": "passed"}},
     )  # fmt: skip
-    proof = Proof(machine=NO_MACHINE, pretended=True, parts=()).with_part(part)
+    proof = Proof(machine=NO_MACHINE, pretended=True, parts=(part,))
     write_page(proof, tmp_path / "proof.html")
     page = (tmp_path / "proof.html").read_text()
     for text in ("&lt;b&gt; &amp; more", "a model", "123", "41.2%", "test one (x)", "fake device"):
