@@ -21,11 +21,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from megatron.vlm.measure.fake_device.job import (
-    check_fake_device_precision,
-    check_fake_device_provider,
-    run_fake_stages,
-)
+from megatron.vlm.measure.fake_device.job import check_fake_device, run_fake_stages
 from megatron.vlm.measure.replay_job import (
     ReplayJob,
     check_alone,
@@ -120,7 +116,7 @@ def replay(
     job = load_replay(plan, options.data, options.tokenizer_model)
     numbers = _stage_numbers(stages, job.plan.parallel.pipeline)
     if options.counts:
-        check_fake_device_precision(job.plan.precision)
+        check_fake_device(job.plan.precision, options.provider)
         run_fake_stages(job, numbers, output, launch, open_store(launch))
         if launch.rank == 0:
             _print_fake_stages(job, numbers, output, options.as_json)
@@ -142,15 +138,12 @@ def replay(
 def _check_together(options: ReplayOptions) -> None:
     if options.as_json and not options.counts:
         raise UserError("--json: prints what --fake-device counts; give both, or neither")
-    if not options.counts:
-        return
     for name, value in (("--steps", options.steps), ("--repetitions", options.repetitions)):
-        if value is not None:
+        if options.counts and value is not None:
             raise UserError(
                 f"{name}: says what is timed, and --fake-device times nothing, but counts micro-"
                 "batches that need most memory; give one of the two"
             )
-    check_fake_device_provider(options.provider)
 
 
 def _stage_numbers(given: str, count: int) -> list[int]:

@@ -8,7 +8,7 @@ robin.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -56,7 +56,7 @@ def schedule_windows(
         load: predicted time of every pack, linear in its samples.
     """
     check_samples_fit(lengths, request.caps)
-    samples = _Samples.of(lengths, request, load)
+    samples = _Samples(lengths, request, load)
     dealt = []
     for first in range(0, len(lengths), request.samples):
         window = range(first, min(first + request.samples, len(lengths)))
@@ -75,39 +75,24 @@ def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
     return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Samples:
-    sizes: np.ndarray
-    """Sizes in units of the caps, int64 [features, samples]."""
-    caps: np.ndarray
-    ms: list[float]
-    """Time that each sample adds to a pack."""
-    pack_ms: float
-    """Fixed time per pack."""
-    stages: int
-    lockstep_ranks: int
-    columns: list[tuple[int, ...]]
-    """Columns of `sizes`."""
+    """Sizes and times of a stream's samples, and packs of its windows."""
 
-    @classmethod
-    def of(
-        cls, lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
-    ) -> "_Samples":
-        sizes, caps = in_common_units(lengths, request.caps)
+    def __init__(
+        self, lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+    ) -> None:
+        self.stages, self.lockstep_ranks = request.stages, request.lockstep_ranks
+        self.sizes, self.caps = in_common_units(lengths, request.caps)
+        """Sizes in units of the caps, int64 [features, samples], and the caps."""
+        self.columns = list(zip(*self.sizes.tolist(), strict=True))
         count = len(lengths)
         alone_ms = load(Packs(samples=np.arange(count), offsets=np.arange(count + 1)))
         # The fixed time is what two packs take more than one pack with the same samples.
         twice = load(Packs.from_lists([[0], [0], [0, 0]]))
-        pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
-        return cls(
-            sizes=sizes,
-            caps=caps,
-            ms=np.maximum(alone_ms - pack_ms, 0).tolist(),
-            pack_ms=pack_ms,
-            stages=request.stages,
-            lockstep_ranks=request.lockstep_ranks,
-            columns=list(zip(*sizes.tolist(), strict=True)),
-        )
+        self.pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
+        """Fixed time per pack."""
+        self.ms: list[float] = np.maximum(alone_ms - self.pack_ms, 0).tolist()
+        """Time that each sample adds to a pack."""
 
     def busiest_ms(self, ranks: _Ranks) -> float:
         """Time of the busiest rank or lockstep group."""
@@ -120,15 +105,12 @@ class _Samples:
         ]
 
     def _lockstep_ms(self, group: _Ranks) -> float:
-        """Time of a lockstep group. Missing packs are empty slots."""
+        """Time of a lockstep group in equal stages, with fill and drain, times their number.
+
+        Missing packs are empty slots.
+        """
         slots = zip_longest(*group, fillvalue=[])
-        return self._pipeline_ms([max(map(self._time_ms, slot)) for slot in slots])
-
-    def rank_ms(self, packs: Sequence[_Pack]) -> float:
-        return self._pipeline_ms([self._time_ms(pack) for pack in packs])
-
-    def _pipeline_ms(self, times: Sequence[float]) -> float:
-        """Time of a pipeline with equal stages, including fill and drain, times their number."""
+        times = [max(map(self._time_ms, slot)) for slot in slots]
         return sum(times) + (self.stages - 1) * max(times, default=0.0)
 
     def _time_ms(self, pack: _Pack) -> float:
@@ -187,13 +169,13 @@ class _Samples:
         sizes = self.sizes[:, share]
         fitted = pack_first_fit(sizes, (sizes / self.caps[:, None]).max(axis=0), self.caps)
         best = [[share[place] for place in pack] for pack in fitted]
-        best_ms = self.rank_ms(best)
+        best_ms = self._lockstep_ms([best])
         fewest = int((-(-sizes.sum(axis=1) // self.caps)).max())
         for count in range(fewest, len(share) + 1):
             packs = self._level(share, count)
             if packs is None:
                 continue
-            packs_ms = self.rank_ms(packs)
+            packs_ms = self._lockstep_ms([packs])
             if packs_ms > best_ms:
                 break
             best, best_ms = packs, packs_ms

@@ -79,23 +79,16 @@ def drawn(mixture: Mixture, model: ModelConfig) -> Lengths:
     )
 
 
-def possible_sizes() -> list[Parallel]:
-    return [
-        Parallel(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=GPUS // (tensor * pipeline),
-            sequence_parallel=tensor > 1,
-        )
-        for tensor, pipeline in product((1, 2, 4, 8), repeat=2)
-        if GPUS >= tensor * pipeline
-    ]
-
-
 def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
     """Return the fastest plan over all parallel sizes."""
     best: Plan | None = None
-    for parallel in possible_sizes():
+    for tensor, pipeline in product((1, 2, 4, 8), repeat=2):
+        data_ranks = GPUS // (tensor * pipeline)
+        if not data_ranks:
+            continue
+        parallel = Parallel(
+            tensor=tensor, pipeline=pipeline, data=data_ranks, sequence_parallel=tensor > 1
+        )
         try:
             sized = job.sized(parallel)
             request = PlanRequest(job=sized, data=data.drawn(sized, packed))

@@ -1,6 +1,5 @@
 """The paper's tables as predicted here: how near they must stay."""
 
-import math
 import sys
 from pathlib import Path
 
@@ -141,10 +140,9 @@ def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
 
 def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
     """Prevents: a plan of whole copies of 11B of encoders on devices of 80 GB."""
-    samples = orch_plan.mixture(2_000, seed=0)
-    lengths = orch_plan.lengths_of(samples)
-    clips = [math.ceil(seconds / 10) for seconds in samples.seconds]
-    expected = samples.text + 256 * samples.tiles + 250 * np.array(clips)
+    lengths = orch_plan.mixture(2_000)
+    media = 256 * lengths.column("tiles") + 250 * lengths.column("clips")
+    expected = lengths.loss_tokens + media
     np.testing.assert_array_equal(lengths.tokens, expected)
     with pytest.raises(DoesNotFit, match=r"needs 9\d\.\d+ GiB"):
         orch_plan.planned(lengths, "h100-80g", (WeightSharding.REPLICATED,))

@@ -9,7 +9,7 @@ from pipeline_cases import pipeline_plan
 from programs import run_program
 
 from megatron.vlm.installed import import_failure
-from megatron.vlm.measure.fake_device.job import check_fake_device_precision
+from megatron.vlm.measure.fake_device.job import check_fake_device
 from megatron.vlm.model.providers import check_precision, check_provider
 from megatron.vlm.model.stage import build_stage
 from omnibal.base.errors import UserError
@@ -39,7 +39,7 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
     with pytest.raises(UserError, match=r"fp8.*--provider te"):
         build_stage(plan, 0)
     with pytest.raises(UserError, match="fake device"):
-        check_fake_device_precision("fp8")
+        check_fake_device("fp8", "local")
     providers = "megatron.vlm.model.providers"
     monkeypatch.setattr(f"{providers}.is_te_min_version", lambda version: False)
     monkeypatch.setattr(f"{providers}.get_te_version", lambda: "1.8.0")
@@ -47,7 +47,7 @@ def test_fp8_is_refused_where_nothing_multiplies_in_it(monkeypatch):
         check_precision("fp8", "te")
     for precision in ("fp32", "bf16"):
         check_precision(precision, "te")
-        check_fake_device_precision(precision)
+        check_fake_device(precision, "local")
 
 
 @pytest.mark.parametrize(

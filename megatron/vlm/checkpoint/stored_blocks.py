@@ -233,27 +233,16 @@ def boxes(
         yield (first,), (end - first,)
         return
     width, inner = math.prod(shape[1:]), shape[1:]
-    for row, low, high in _row_runs(width, first, end):
-        if high - low < width:
-            for place, lengths in boxes(inner, low, high):
+    while first < end:
+        row, low = divmod(first, width)
+        rows = 1
+        if low or end - first < width:
+            for place, lengths in boxes(inner, low, min(low + end - first, width)):
                 yield (row, *place), (1, *lengths)
         else:
-            rows = (high - low) // width
+            rows = (end - first) // width
             yield (row, *(0 for _ in inner)), (rows, *inner)
-
-
-def _row_runs(width: int, first: int, end: int) -> Iterator[tuple[int, int, int]]:
-    """Split a flat range into head row, full rows and tail row: first row, range from there."""
-    top, bottom = -(-first // width), end // width
-    if top > bottom:
-        yield bottom, first - bottom * width, end - bottom * width
-        return
-    if first < top * width:
-        yield top - 1, first - (top - 1) * width, width
-    if top < bottom:
-        yield top, 0, (bottom - top) * width
-    if bottom * width < end:
-        yield bottom, 0, end - bottom * width
+        first = (row + rows) * width
 
 
 def _axes(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:

@@ -119,8 +119,14 @@ def plan_export_like(
         _File(name=name, pieces=tuple(pieces), metadata=like.files.header_metadata(name))
         for name, pieces in sorted(by_file.items())
     ]
-    made = _changed_texts(like, files, dtype)
+    made = {}
+    if dtype is not None:
+        config = read_text(like.directory / CONFIG_FILE, "fetch it again")
+        made[CONFIG_FILE] = with_dtype(config, dtype_name(dtype))
     # Reuse the folder's index unless types change or a tensor is added.
+    names = {piece.name for piece in pieces}
+    if like.files.index is not None and (dtype is not None or names != tensors.keys()):
+        made[INDEX_FILE] = _index_text(like.files.index, files)
     copied = [
         path
         for path in sorted(like.directory.iterdir())
@@ -145,20 +151,6 @@ def _as_seen(model: ModelConfig, like: ModelConfig) -> ModelConfig:
     seeing = {name: tower for name, tower in model.encoders.items() if name != "audio"}
     words = min(model.language.vocab_size, like.language.vocab_size)
     return model.model_copy(update={"encoders": seeing}).with_tower("language", vocab_size=words)
-
-
-def _changed_texts(
-    like: ReleasedCheckpoint, files: Sequence[_File], dtype: torch.dtype | None
-) -> dict[str, str]:
-    """Contents of files with tensor names, types or sizes, if these change."""
-    made = {}
-    if dtype is not None:
-        config = read_text(like.directory / CONFIG_FILE, "fetch it again")
-        made[CONFIG_FILE] = with_dtype(config, dtype_name(dtype))
-    names = {piece.name for file in files for piece in file.pieces}
-    if like.files.index is not None and (dtype is not None or names != like.files.tensors.keys()):
-        made[INDEX_FILE] = _index_text(like.files.index, files)
-    return made
 
 
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:

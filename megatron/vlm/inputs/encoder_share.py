@@ -151,10 +151,6 @@ class StepShares:
         """Return this rank's kept or recomputed passes of an encoder."""
         return [one for one in self.passes if (one.encoder, one.is_kept) == (name, is_kept)]
 
-    def lockstep_passes(self, name: str, is_kept: bool) -> int:
-        """Return the passes that ranks sharding the encoder run in lockstep, some of them empty."""
-        return self.most_passes.get((name, is_kept), 0)
-
     def only(self, names: Collection[str]) -> Self:
         return replace(
             self,

@@ -125,7 +125,9 @@ class Adapters(MegatronModule):
         own = [self.get_submodule(piece.name) for piece in linear.adapted]
         hidden_SBI, low_SBR = _Down.apply(hidden_SBI, *(one.lora_a for one in own))
         output_SBO, bias_O = forward(hidden_SBI)
-        low_SBR = _exchanged(low_SBR, base, divides_inputs=linear.divides_inputs)
+        if base.tp_group.size() > 1:
+            exchange = _EXCHANGES[linear.divides_inputs, base.sequence_parallel]
+            low_SBR = exchange(low_SBR, group=base.tp_group)
         matrices = (one.lora_b for one in own)
         return _Up.apply(output_SBO, low_SBR, rows, self.scale, *matrices), bias_O
 
@@ -194,15 +196,7 @@ _EXCHANGES = {
     (False, True): gather_from_sequence_parallel_region,
     (False, False): copy_to_tensor_model_parallel_region,
 }
-"""Exchange functions by (A's inputs divided, sequence divided)."""
-
-
-def _exchanged(low_SBR: torch.Tensor, base: Any, *, divides_inputs: bool) -> torch.Tensor:
-    """Return A's outputs as B's rank needs them from all tensor-parallel ranks."""
-    if base.tp_group.size() == 1:
-        return low_SBR
-    exchange = _EXCHANGES[divides_inputs, base.sequence_parallel]
-    return exchange(low_SBR, group=base.tp_group)
+"""Exchanges of A's outputs over tensor-parallel ranks, by (A's inputs, sequence) divided."""
 
 
 class _Down(torch.autograd.Function):

@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,10 +18,6 @@ from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.overlap import DataParallelOverlap
 from megatron.vlm.step.sharded import ShardedStage
 from megatron.vlm.step.sharded_optimizer import ShardedAdam
-
-RunMicroBatches = Callable[[Callable[[int], None] | None], list[torch.Tensor]]
-"""Function that runs a step's micro-batches; calls its argument before a chunk's last backward."""
-
 
 PassKind = Literal["forward", "backward", "both"]
 
@@ -41,11 +38,13 @@ class DataParallel(ABC):
         """Prepare a chunk's weights for a forward, a backward, or both."""
 
     @abstractmethod
-    def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
-        """Run a step's micro-batches and begin to reduce gradients."""
+    def running(
+        self, batches: MicroBatchStream, *, trains: bool
+    ) -> AbstractContextManager[Callable[[int], None] | None]:
+        """Run micro-batches inside, and begin to reduce gradients if they have backwards.
 
-    def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        return run()
+        Yields a function to call before each chunk's last backward, or None.
+        """
 
     @abstractmethod
     def finish_gradients(self, factor: float) -> None:
@@ -117,13 +116,17 @@ class Replicated(DataParallel):
             model.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-    def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
+    @contextmanager
+    def running(
+        self, batches: MicroBatchStream, *, trains: bool
+    ) -> Iterator[Callable[[int], None] | None]:
         """Run micro-batches, and reduce gradients in each chunk's last backward if possible."""
-        if self.overlap is None:
-            return run(None)
+        if self.overlap is None or not trains:
+            yield None
+            return
         may_overlap = _may_overlap(batches, len(self.models))
         with self.overlap.reducing():
-            return run(self.overlap.before_last_backward if may_overlap else None)
+            yield self.overlap.before_last_backward if may_overlap else None
 
     def finish_gradients(self, factor: float) -> None:
         """Wait for gradient sums, with tied copies and tensor-parallel ranks, and scale them."""
@@ -201,16 +204,11 @@ class Sharded(DataParallel):
         for model in self.models:
             model.finish_pass()
 
-    def run(self, run: RunMicroBatches, batches: MicroBatchStream) -> list[torch.Tensor]:
+    @contextmanager
+    def running(self, batches: MicroBatchStream, *, trains: bool) -> Iterator[None]:
         """Run micro-batches, each with its own gradient reduction."""
-        results = run(None)
+        yield
         self._finish_passes()
-        return results
-
-    def run_forward(self, run: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
-        results = run()
-        self._finish_passes()
-        return results
 
     def finish_gradients(self, factor: float) -> None:
         """Sum over replicas, tied copies and tensor-parallel ranks, and scale all gradients."""

@@ -78,20 +78,15 @@ class Encoders:
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A finished pass of a trained encoder; if kept, with its output without data."""
-
-    planned: EncoderPass
-    rows: int
-    batch: MicroBatch | None = None
-    output: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class _Joined:
-    """A pass of a trained encoder that only other ranks run."""
+    """A finished pass of a trained encoder; without rows if only other ranks run it."""
 
     encoder: str
     is_kept: bool
+    rows: int = 0
+    batch: MicroBatch | None = None
+    """Micro-batch that backward runs again, unless kept."""
+    output: torch.Tensor | None = None
+    """Output without data, if kept."""
 
 
 class _Features:
@@ -181,7 +176,7 @@ class EncoderStep:
         self._encoders, self._batches, self._clock = encoders, batches, clock
         self._shares = batches.encoding
         self._trained = self._shares.only(encoders.trained)
-        self._made: list[_Made | _Joined] = []
+        self._made: list[_Made] = []
         # Set after encoding on ranks that embed tokens; other ranks only send.
         self._features: _Features | None = None
         self._leaving: BegunExchange | None = None
@@ -252,9 +247,6 @@ class EncoderStep:
         self._made.reverse()
         while self._made:
             made = self._made.pop()
-            if isinstance(made, _Joined):
-                self._begin(made.encoder, made.is_kept, backward=True)
-                continue
             self._differentiate(made, gradients_SE[start : start + made.rows])
             start += made.rows
         self._finish()
@@ -268,10 +260,10 @@ class EncoderStep:
                 own = shares.passes_of(name, is_kept)
                 rows += [self._encode(planned) for planned in own]
                 # Join exchanges of other ranks' extra passes.
-                for _ in range(shares.lockstep_passes(name, is_kept) - len(own)):
+                for _ in range(shares.most_passes.get((name, is_kept), 0) - len(own)):
                     self._begin(name, is_kept, backward=False)
                     if name in self._encoders.trained:
-                        self._made.append(_Joined(name, is_kept))
+                        self._made.append(_Made(name, is_kept))
         self._finish()
         self._clock.switch(Phase.EXCHANGE)
         return torch.cat(rows)
@@ -292,30 +284,31 @@ class EncoderStep:
         self._clock.switch(Phase.DATA)
         batch = self._batches.take_pass(planned)
         self._clock.switch(Phase.ENCODER)
-        is_trained = planned.encoder in self._encoders.trained
-        self._begin(planned.encoder, planned.is_kept, backward=False)
-        with torch.set_grad_enabled(is_trained and planned.is_kept):
-            output = self._run(planned, batch)
+        name, is_kept = planned.encoder, planned.is_kept
+        is_trained = name in self._encoders.trained
+        self._begin(name, is_kept, backward=False)
+        with torch.set_grad_enabled(is_trained and is_kept):
+            output = self._run(name, batch)
         rows_SE = output.detach()
-        if is_trained and planned.is_kept:
+        if is_trained and is_kept:
             output.data = output.new_empty(1)  # only its graph is needed
-            self._made.append(_Made(planned, len(rows_SE), output=output))
+            self._made.append(_Made(name, is_kept, len(rows_SE), output=output))
         elif is_trained:
-            self._made.append(_Made(planned, len(rows_SE), batch=batch))
+            self._made.append(_Made(name, is_kept, len(rows_SE), batch=batch))
         return rows_SE
 
     def _differentiate(self, made: _Made, gradients_SE: torch.Tensor) -> None:
-        self._clock.switch(Phase.ENCODER)
-        self._begin(made.planned.encoder, made.planned.is_kept, backward=True)
+        if made.rows:
+            self._clock.switch(Phase.ENCODER)
+        self._begin(made.encoder, made.is_kept, backward=True)
         if made.output is not None:
             custom_backward(made.output, gradients_SE)
-            return
-        assert made.batch is not None, "what is not kept runs again"
-        torch.autograd.backward(self._run(made.planned, made.batch), gradients_SE)
+        elif made.batch is not None:
+            torch.autograd.backward(self._run(made.encoder, made.batch), gradients_SE)
 
-    def _run(self, planned: EncoderPass, batch: MicroBatch) -> torch.Tensor:
-        made = self._encoders.stage.encode(batch, only=planned.encoder)
-        features = [made[name] for name in self._encoders.made[planned.encoder]]
+    def _run(self, encoder: str, batch: MicroBatch) -> torch.Tensor:
+        made = self._encoders.stage.encode(batch, only=encoder)
+        features = [made[name] for name in self._encoders.made[encoder]]
         if len(features) == 1:
             return features[0]
         # Rows of an item are adjacent. Not a view, which would keep memory in a kept graph.

@@ -27,8 +27,8 @@ from megatron.vlm.step.links import Inbox, MessageShapes, Outbox, PipelineLinks
 from megatron.vlm.step.messages import Content, Message, step_messages
 from omnibal.job.plan import Plan
 from omnibal.model.units import HEAD
-from omnibal.pipeline.operation_graph import OperationGraph, operation_graph
-from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass
+from omnibal.pipeline.operation_graph import operation_graph
+from omnibal.pipeline.schedules import FORWARD_ONLY, Operation, Pass, ScheduleRule
 from omnibal.pipeline.stage import Stage
 
 Encode = Callable[[MicroBatch], dict[str, torch.Tensor]]
@@ -70,10 +70,11 @@ class _Mail:
     def __init__(
         self,
         plan: Plan,
-        graph: OperationGraph,
+        rule: ScheduleRule,
         links: PipelineLinks,
         batches: MicroBatchStream,
     ) -> None:
+        graph = operation_graph(rule, links.size, links.schedule.chunks, len(batches))
         self.links, self.operations = links, graph.schedule.operations[links.rank]
         self._plan, self._shapes = plan, batches.shapes
         cuts = range(links.last_part)
@@ -101,23 +102,18 @@ class _Mail:
         return {name: shape for name, shape in shapes.items() if name in trained}
 
     def take(
-        self, content: Content, part: int, cut: int, micro_batch: int, position: int
+        self, content: Content, cut: int, micro_batch: int, position: int
     ) -> dict[str, torch.Tensor]:
-        """Wait for a part's message, needed by the operation at `position`."""
-        source = self.links.stage_of(part)
+        """Wait for a message over a cut, needed by the operation at `position`."""
+        source = self.links.stage_of(cut if content is Content.ACTIVATIONS else cut + 1)
         if source == self.links.rank:
             return self._staying.pop((content, cut, micro_batch))
         return self._inboxes[source, content].take(cut, micro_batch, position)
 
     def put(
-        self,
-        content: Content,
-        part: int,
-        cut: int,
-        micro_batch: int,
-        message: dict[str, torch.Tensor],
+        self, content: Content, cut: int, micro_batch: int, message: dict[str, torch.Tensor]
     ) -> None:
-        target = self.links.stage_of(part)
+        target = self.links.stage_of(cut + 1 if content is Content.ACTIVATIONS else cut)
         if target == self.links.rank:
             self._staying[content, cut, micro_batch] = message
         else:
@@ -224,7 +220,11 @@ class _StageRun:
             passed_on = {name for name, tensor in output.items() if received.get(name) is tensor}
             made = {name: tensor for name, tensor in output.items() if name not in passed_on}
             wanted = wanted - passed_on
-            self._send(part, micro_batch, output, made)
+            message = {name: tensor.detach() for name, tensor in output.items()}
+            self.mail.put(Content.ACTIVATIONS, part, micro_batch, message)
+            # Backward needs the outputs' graph only; their memory is freed after the send.
+            for tensor in made.values():
+                tensor.data = tensor.new_empty(1)
         if trains:
             # Other inputs are freed, unless layers keep them.
             inputs = {name: tensor for name, tensor in received.items() if name in wanted}
@@ -241,20 +241,12 @@ class _StageRun:
             received = {} if self.encoders is None else self.encoders.take(micro_batch)
         else:
             self.clock.switch(Phase.WAIT)
-            before = part - 1
-            received = self.mail.take(Content.ACTIVATIONS, before, before, micro_batch, position)
+            received = self.mail.take(Content.ACTIVATIONS, part - 1, micro_batch, position)
             if self.encoders is not None:
                 self.encoders.let_go()
         for name in self.trained_inputs[operation.chunk] & received.keys():
             received[name].requires_grad_()
         return received
-
-    def _send(self, part: int, micro_batch: int, output: ByTower, made: ByTower) -> None:
-        message = {name: tensor.detach() for name, tensor in output.items()}
-        self.mail.put(Content.ACTIVATIONS, part + 1, part, micro_batch, message)
-        # Backward needs the outputs' graph only; their memory is freed after the send.
-        for tensor in made.values():
-            tensor.data = tensor.new_empty(1)
 
     def _backward(self, operation: Operation, position: int) -> None:
         """Run a micro-batch's backward and start sending its input gradients."""
@@ -263,7 +255,7 @@ class _StageRun:
         gradients: ByTower = {}
         if part in self.mail.trained:
             self.clock.switch(Phase.WAIT)
-            gradients = self.mail.take(Content.GRADIENTS, part + 1, part, micro_batch, position)
+            gradients = self.mail.take(Content.GRADIENTS, part, micro_batch, position)
         trained = [name for name, output in outputs.items() if output.requires_grad]
         self.clock.switch(Phase.BACKWARD)
         if trained:
@@ -285,7 +277,7 @@ class _StageRun:
         # In sending order.
         message = {name: sent[name] for name in tensor_names(self.plan.model, sent)}
         if part:
-            self.mail.put(Content.GRADIENTS, part - 1, part - 1, micro_batch, message)
+            self.mail.put(Content.GRADIENTS, part - 1, micro_batch, message)
         elif self.encoders is not None:
             self.encoders.put(micro_batch, message)
 
@@ -352,9 +344,7 @@ def run_forward_backward(
         Summed loss per micro-batch on the last part, else empty. Core's gradient buffers have the
         sum over micro-batches.
     """
-    schedule = links.schedule
-    graph = operation_graph(schedule.rule, links.size, schedule.chunks, len(batches))
-    mail = _Mail(plan, graph, links, batches)
+    mail = _Mail(plan, links.schedule.rule, links, batches)
     run = _StageRun(plan, models, mail, batches, clock, begin_pass, encoders)
     return run.run(before_last_backward)
 
@@ -369,9 +359,6 @@ def run_forward(
     begin_pass: BeginPass = _whole_stage,
 ) -> list[torch.Tensor]:
     """Run forwards only; return the head's outputs on the last part, else an empty list."""
-    schedule = links.schedule
-    rule = FORWARD_ONLY[schedule.placement]
-    graph = operation_graph(rule, links.size, schedule.chunks, len(batches))
-    mail = _Mail(plan, graph, links, batches)
+    mail = _Mail(plan, FORWARD_ONLY[links.schedule.placement], links, batches)
     run = _StageRun(plan, models, mail, batches, PhaseClock(), begin_pass, encode=encode)
     return run.run()

@@ -5,7 +5,6 @@ import math
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -156,17 +155,18 @@ class Trainer:
         """Run a step's forwards and backwards, encoders included, and begin gradient reduction."""
         self._let_go_of_fp8_weights()
         encoding = None if self.encoders is None else EncoderStep(self.encoders, batches, clock)
-        run = partial(
-            run_forward_backward,
-            self.plan,
-            self.models,
-            self.links,
-            batches,
-            clock,
-            encoders=encoding,
-            begin_pass=self.data_parallel.begin_pass,
-        )
-        losses = self.data_parallel.run(run, batches)
+        held = self.data_parallel
+        with held.running(batches, trains=True) as before_last_backward:
+            losses = run_forward_backward(
+                self.plan,
+                self.models,
+                self.links,
+                batches,
+                clock,
+                before_last_backward,
+                encoding,
+                held.begin_pass,
+            )
         if encoding is not None:
             encoding.finish()
         return losses
@@ -211,10 +211,8 @@ class Trainer:
         self._let_go_of_fp8_weights()
         encode = None if self.encoders is None else self.encoders.encode
         held = self.data_parallel
-        run = partial(
-            run_forward, self.plan, self.models, self.links, batches, encode, held.begin_pass
-        )
-        return held.run_forward(run)
+        with held.running(batches, trains=False):
+            return run_forward(self.plan, self.models, self.links, batches, encode, held.begin_pass)
 
     def _let_go_of_fp8_weights(self) -> None:
         """Make FP8 linears quantise their weights again after an update."""

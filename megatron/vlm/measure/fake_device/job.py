@@ -34,17 +34,13 @@ def fake_replay_info(plan: Plan) -> FakeReplayInfo:
     )
 
 
-def check_fake_device_provider(provider: Provider) -> None:
-    """Raise UserError if a fake device cannot count the provider's kernels."""
+def check_fake_device(precision: Precision, provider: Provider) -> None:
+    """Raise UserError if a fake device cannot count the kernels of precision or provider."""
     if provider == "te":
         raise UserError(
             "--provider te: Transformer Engine launches its kernels past torch, where a fake "
             "device cannot count them; leave --provider out, or replay on a CUDA device"
         )
-
-
-def check_fake_device_precision(precision: Precision) -> None:
-    """Raise UserError if a fake device cannot count the precision."""
     if precision == "fp8":
         raise UserError(
             "the plan is in fp8, whose products Transformer Engine launches past torch, where a "
