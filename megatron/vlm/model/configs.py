@@ -14,7 +14,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.vlm.backend import fuses_weight_gradients, has_cuda
 from megatron.vlm.model.tensor_parallel import padded_size
 from omnibal.model.config import LanguageConfig, ModelConfig, Precision
-from omnibal.model.encoders import EncoderLayers, ImagesEncoder
+from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage
@@ -33,35 +33,25 @@ def encoder_transformer_configs(
     Heads are padded for tensor parallelism. Sequences are never divided: a tile has an odd number
     of positions, an image any multiple of a cell's.
     """
-    return {
-        name: _encoder_config(name, tower, stage, parallel, precision)
-        for name, tower in model.encoders.items()
-    }
-
-
-def _encoder_config(
-    name: str,
-    tower: EncoderLayers,
-    stage: Stage,
-    parallel: Parallel,
-    precision: Precision,
-) -> TransformerConfig:
-    is_gated = isinstance(tower, ImagesEncoder) and tower.gated
-    return TransformerConfig(
-        num_layers=tower.layers,
-        hidden_size=tower.hidden_size,
-        num_attention_heads=padded_size(tower.heads, parallel.tensor),
-        kv_channels=tower.head_width,
-        ffn_hidden_size=tower.ffn_hidden_size,
-        normalization=tower.normalization,
-        layernorm_epsilon=tower.norm_eps,
-        qk_layernorm=tower.qk_norm,
-        add_bias_linear=True,
-        gated_linear_unit=is_gated,
-        activation_func=F.silu if is_gated else F.gelu,
-        pipeline_model_parallel_layout=_Layout(tower.layers, stage.layers(name)),
-        **_common(parallel, precision),
-    )
+    configs = {}
+    for name, tower in model.encoders.items():
+        is_gated = isinstance(tower, ImagesEncoder) and tower.gated
+        configs[name] = TransformerConfig(
+            num_layers=tower.layers,
+            hidden_size=tower.hidden_size,
+            num_attention_heads=padded_size(tower.heads, parallel.tensor),
+            kv_channels=tower.head_width,
+            ffn_hidden_size=tower.ffn_hidden_size,
+            normalization=tower.normalization,
+            layernorm_epsilon=tower.norm_eps,
+            qk_layernorm=tower.qk_norm,
+            add_bias_linear=True,
+            gated_linear_unit=is_gated,
+            activation_func=F.silu if is_gated else F.gelu,
+            pipeline_model_parallel_layout=_Layout(tower.layers, stage.layers(name)),
+            **_common(parallel, precision),
+        )
+    return configs
 
 
 def language_transformer_config(

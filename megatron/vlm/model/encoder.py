@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron.vlm.backend import current_device
@@ -18,7 +17,7 @@ from megatron.vlm.model.audio import AudioEmbedding, AudioProjector
 from megatron.vlm.model.block import Beside, PlannedBlock
 from megatron.vlm.model.image_places import ImagePlaces
 from megatron.vlm.model.images import DeepstackProjectors, ImageEmbedding, ImageProjector
-from megatron.vlm.model.layers import encoder_layer_spec, image_layer_spec
+from megatron.vlm.model.layers import encoder_layer_spec
 from megatron.vlm.model.providers import LayerParts
 from megatron.vlm.model.vision import VisionEmbedding, VisionProjector
 from omnibal.data.native_resolution import Grid
@@ -65,7 +64,7 @@ class EncoderUnits(NamedTuple):
         if numbers:
             layers = PlannedBlock(
                 config,
-                [_layer_spec(config, tower, number, parts) for number in numbers],
+                [encoder_layer_spec(config, tower, number, parts) for number in numbers],
                 recompute_layers=[stage.recomputed(name)],
                 final_norm=False,
                 groups=groups,
@@ -165,14 +164,6 @@ class EncoderUnits(NamedTuple):
 
         held = self.deepstack_projectors.items()
         return Beside(projectors={n: projecting(module) for n, module in held}, made=features)
-
-
-def _layer_spec(
-    config: TransformerConfig, tower: Encoder, number: int, parts: LayerParts
-) -> ModuleSpec:
-    if isinstance(tower, ImagesEncoder):
-        return image_layer_spec(config, tower, number, parts)
-    return encoder_layer_spec(config, tower, parts)
 
 
 def _deepstack(

@@ -160,24 +160,19 @@ class Layer(TransformerLayer):
         return self.mlp.linear_fc2(bias_gelu(inner, bias_F, self.gelu))
 
 
-def image_layer_spec(
-    config: TransformerConfig, tower: ImagesEncoder, number: int, parts: LayerParts
-) -> ModuleSpec:
-    """Return layer `number` of an encoder of images at native resolution."""
-    attention = _attention_spec(
-        ImageAttention,
-        parts,
-        AttnMaskType.no_mask,
-        qkv_bias=tower.qkv_bias,
-        windowed=tower.is_windowed(number),
-    )
-    return _layer_spec(config, attention, parts, None, gelu=_GELU[tower.activation])
-
-
 def encoder_layer_spec(
-    config: TransformerConfig, tower: EncoderLayers, parts: LayerParts
+    config: TransformerConfig, tower: EncoderLayers, number: int, parts: LayerParts
 ) -> ModuleSpec:
-    """Return an encoder layer: full attention within an item, layer scale (if any) per branch."""
+    """Return layer `number` of an encoder: full attention within an item, image or window."""
+    if isinstance(tower, ImagesEncoder):
+        attention = _attention_spec(
+            ImageAttention,
+            parts,
+            AttnMaskType.no_mask,
+            qkv_bias=tower.qkv_bias,
+            windowed=tower.is_windowed(number),
+        )
+        return _layer_spec(config, attention, parts, None, gelu=_GELU[tower.activation])
     attention = _attention_spec(
         ClipAttention if isinstance(tower, ClipsEncoder) else TileAttention,
         parts,
