@@ -60,7 +60,6 @@ def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
         loss_tokens=loss_tokens,
         source=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
         source_names=tuple(made_of.sources),
-        origin=None,
     )
 
 

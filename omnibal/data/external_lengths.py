@@ -78,7 +78,6 @@ def counted_lengths(
         loss_tokens=np.zeros(len(tokens), np.int32),
         source=np.zeros(len(tokens), np.int32),
         source_names=(path.absolute().stem,),
-        origin=None,
     )
 
 

@@ -127,7 +127,7 @@ class Lengths:
     loss_tokens: np.ndarray
     source: np.ndarray
     source_names: tuple[str, ...]
-    origin: LengthsOrigin | None
+    origin: LengthsOrigin | None = None
     """None if not from a scan; training data cannot then be matched."""
     squares: dict[str, np.ndarray] = field(default_factory=dict)
     """Sums of squared items per image or frame, int64, by name such as `squared_image_tokens`. If
@@ -321,7 +321,6 @@ def _joined(parts: Sequence[Lengths]) -> Lengths:
         source=np.concatenate(codes),
         source_names=names,
         squares={name: join_column(name) for name in squares},
-        origin=None,
         image_sizes=_joined_image_sizes(parts),
     )
 
@@ -506,5 +505,4 @@ def _from_records(text: str, path: Path, source_name: str) -> Lengths:
         loss_tokens=np.zeros(len(records), np.int32),
         source=np.zeros(len(records), np.int32),
         source_names=(source_name,),
-        origin=None,
     )

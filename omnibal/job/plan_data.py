@@ -437,7 +437,6 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
         tokens=tokens,
         source=np.zeros(count, np.int32),
         source_names=("at the caps",),
-        origin=None,
         squares=squares,
         image_sizes=image_sizes,
     )

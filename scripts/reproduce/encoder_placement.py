@@ -75,7 +75,6 @@ def drawn(mixture: Mixture, model: ModelConfig) -> Lengths:
         loss_tokens=text // 2,
         source=np.zeros(SAMPLES, np.int32),
         source_names=(mixture.name,),
-        origin=None,
     )
 
 

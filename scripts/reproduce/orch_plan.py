@@ -117,7 +117,6 @@ def mixture(samples: int) -> Lengths:
         loss_tokens=texts,
         source=np.zeros(samples, np.int32),
         source_names=("mixture",),
-        origin=None,
     )
 
 

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ModelConfig, model_sizes
 from omnibal.model.units import unit_kinds
 
-T = TypeVar("T")
 _log = logging.getLogger(__name__)
 CHECKPOINT_BACKEND = ("torch_dist", 1)
 """Name and version of core's file format."""
@@ -71,22 +70,18 @@ def identity_state(
     }
 
 
-class Agree(Protocol):
-    """Calls a function on every rank, and raises UserError on all if it fails on one."""
-
-    def __call__(self, work: Callable[[], T]) -> T: ...
-
-
-def _call(work: Callable[[], T]) -> T:
-    return work()
-
-
 def open_newest(
-    directory: Path, agree: Agree = _call, rank: int = 0, ranks: int = 1
+    directory: Path,
+    agree: Callable[[Callable[[], Any]], Any] = lambda work: work(),
+    rank: int = 0,
+    ranks: int = 1,
 ) -> CheckpointIdentity:
     """Open a run's newest checkpoint with the bytes that were saved; collective with `agree`.
 
     Checkpoints that are broken are passed over, and a line says so.
+
+    Args:
+        agree: calls a function on every rank, and raises UserError on all if it fails on one.
     """
     steps = agree(lambda: whole_steps(directory))
     if not steps:

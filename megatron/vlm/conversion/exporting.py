@@ -1,5 +1,6 @@
 """Export of a run's weights in a released checkpoint's files or in a layout."""
 
+import json
 import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -26,7 +27,6 @@ from megatron.vlm.conversion.released_files import (
     INDEX_FILE,
     SINGLE_FILE,
     dtype_name,
-    index_text,
     write_file,
     writing,
 )
@@ -154,8 +154,11 @@ def _as_seen(model: ModelConfig, like: ModelConfig) -> ModelConfig:
 
 
 def _index_text(index: Mapping[str, Any], files: Sequence[_File]) -> str:
+    """Index file as Transformers writes it, with other entries of `index`."""
+    metadata = (index.get("metadata") or {}) | {"total_size": sum(file.bytes for file in files)}
     weight_map = {piece.name: file.name for file in files for piece in file.pieces}
-    return index_text(index, weight_map, sum(file.bytes for file in files))
+    whole = {**index, "metadata": metadata, "weight_map": weight_map}
+    return json.dumps(whole, indent=2, sort_keys=True) + "\n"
 
 
 def plan_export_as(

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from megatron.vlm.checkpoint.files import begin_checkpoint, part_path, publish_checkpoint
+from megatron.vlm.checkpoint.files import begin_checkpoint, publish_checkpoint
 from megatron.vlm.checkpoint.identity import CHECKPOINT_BACKEND, identity_state, one_error
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.tensor_map import Parameter
@@ -44,8 +44,7 @@ def write_weights(
     adapters: AdapterConfig | None = None,
 ) -> Path:
     """Write a weights-only checkpoint at step 0, `dtypes` by checkpoint key; return its folder."""
-    begin_checkpoint(directory, WEIGHTS_STEP)
-    path = part_path(directory, WEIGHTS_STEP)
+    path = begin_checkpoint(directory, WEIGHTS_STEP)
     # No copies ahead, on any device, so that only one parameter is in memory.
     writer = dcp.FileSystemWriter(path, per_thread_copy_ahead=0)
     dcp.save(

@@ -4,7 +4,6 @@ model-00001-of-00004.safetensors    ..., or a single model.safetensors
 model.safetensors.index.json        file of each tensor; absent for a single file
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -216,10 +215,3 @@ def write_file(path: Path, tensors: dict[str, torch.Tensor], metadata: dict | No
         apart[name] = whole.clone() if whole.data_ptr() in seen else whole
         seen.add(whole.data_ptr())
     save_file(apart, path, metadata)
-
-
-def index_text(index: Mapping[str, Any], weight_map: Mapping[str, str], size: int) -> str:
-    """Index file as Transformers writes it, with other entries of `index`."""
-    metadata = (index.get("metadata") or {}) | {"total_size": size}
-    whole = {**index, "metadata": metadata, "weight_map": dict(weight_map)}
-    return json.dumps(whole, indent=2, sort_keys=True) + "\n"

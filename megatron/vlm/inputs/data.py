@@ -345,10 +345,14 @@ class PackDataset(torch.utils.data.Dataset):
     def _pixels(self, drafts: Sequence[_Draft], epoch: int) -> torch.Tensor:
         tiles: list[np.ndarray | None] = []
         for draft in drafts:
+            own, seed = draft.own["tiles"], self.options.seed
             if draft.unreadable is not None:
-                tiles += [None] * len(draft.own["tiles"])
+                tiles += [None] * len(own)
+            elif draft.sample.augment and self.options.augment:
+                keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, draft.tiles)
+                tiles += map(degraded, draft.found, jpeg_qualities(keys[own.start : own.stop]))
             else:
-                tiles += self._augmented(draft, epoch)
+                tiles += draft.found
         return torch.from_numpy(normalized(tiles, self.reader.model.vision.image_size))
 
     def _frames(self, drafts: Sequence[_Draft]) -> torch.Tensor:
@@ -362,14 +366,6 @@ class PackDataset(torch.utils.data.Dataset):
             elif draft.frames_CBF is not None:
                 frames.append(draft.frames_CBF)
         return torch.from_numpy(np.concatenate(frames))
-
-    def _augmented(self, draft: _Draft, epoch: int) -> list[np.ndarray]:
-        if not (draft.sample.augment and self.options.augment):
-            return draft.found
-        seed = self.options.seed
-        keys = tile_keys(Purpose.JPEG_QUALITY, seed, epoch, draft.place, draft.tiles)
-        own_keys = keys[draft.own["tiles"].start : draft.own["tiles"].stop]
-        return list(map(degraded, draft.found, jpeg_qualities(own_keys)))
 
     def _text_fields(
         self, drafts: Mapping[int, _Draft], own: _OwnPart, sample_items: np.ndarray

@@ -76,7 +76,6 @@ def _share(sample_tokens: Sequence[int], level: Level) -> MeasuredShare:
         loss_tokens=tokens,
         source=np.zeros(len(tokens), np.int32),
         source_names=("",),
-        origin=None,
     )
     most = part_features(pack, lengths, level, names)[0].max(axis=0)
     features = {name: round(value) for name, value in zip(names, most.tolist(), strict=True)}

@@ -195,11 +195,6 @@ class VLMStage(MegatronModule):
             return self.embedding.word_embeddings.weight
         return self.head.weight if self.head is not None else None
 
-    @property
-    def tied_copy(self) -> torch.nn.Parameter | None:
-        """Return the tied matrix if another stage has a copy too."""
-        return self.shared_embedding_or_output_weight() if self.holds_tied_copy else None
-
     def set_input_tensor(self, input_tensor: ByTower | None) -> None:
         """Set the inputs of the next `forward` (core's name)."""
         self._input = input_tensor or {}

@@ -132,9 +132,9 @@ class Replicated(DataParallel):
         """Wait for gradient sums, with tied copies and tensor-parallel ranks, and scale them."""
         finalize_model_grads([*self.models], pg_collection=self.reduction_groups)
         if self.tied is not None:
-            copies = (model.module.tied_copy for model in self.models)
-            held: list[Any] = [one for one in copies if one is not None and one.requires_grad]
-            self.tied.sum([one.main_grad for one in held])
+            stages = [model.module for model in self.models if model.module.holds_tied_copy]
+            copies = [stage.shared_embedding_or_output_weight() for stage in stages]
+            self.tied.sum([one.main_grad for one in copies if one.requires_grad])
         for model in self.models:
             model.scale_gradients(factor)
 
