@@ -2,9 +2,10 @@
 
 import re
 
-_URL = r"\b[A-Za-z][A-Za-z0-9+.-]*:/{1,2}"  # `Path` drops a slash
-_PASSWORD = re.compile(rf"({_URL})(?:[^/\s@'\"]+|[^/\s:@'\"]*:[^\s'\"]*)@")
-_QUERY = re.compile(rf"({_URL}[^\s?'\"]+\?)[^\s'\"]+")  # signatures of presigned URLs
+_URL = r"[A-Za-z0-9]:/+"  # `Path` drops a slash
+_IN = r"(?:[^\s'\"]|['\"](?=\w))"  # a quote before a letter is part of the URL
+_PASSWORD = re.compile(rf"({_URL})(?:(?:(?!/){_IN}){{1,2000}}|[^/\s:@'\"]*:{_IN}{{,2000}})@")
+_QUERY = re.compile(rf"({_URL}(?:[^\s?]*|[^\n?]{{,2000}}(?=\?[\w.~%-]+=))\?){_IN}+")  # signatures
 _HIDDEN = "***"
 
 

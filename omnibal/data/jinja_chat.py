@@ -24,8 +24,9 @@ from omnibal.base.errors import UserError
 # Private-use characters, absent from ordinary text.
 BEGIN, END = "\U000f0000", "\U000f0001"
 _MAX_ROUNDS, _MAX_CHARACTERS = 1_000_000, 50_000_000
-"""Limits of a rendering: iterations and macro calls, and text written or joined."""
+"""Limits of a rendering: iterations, macro and block calls, and text written or joined."""
 _MAX_BITS = 4096  # of a number
+_SIZED = str, bytes, list, tuple
 
 
 def render_chat(
@@ -67,7 +68,8 @@ def compiled_template(template: str, path: str) -> "ChatTemplate":
         extensions=[_Generation, jinja2.ext.loopcontrols],
         finalize=limits.output,
     )
-    environment.filters |= limits.filters()
+    environment.filters = limits.filters(environment.filters)
+    environment.call = limits.limited(environment.call)  # type: ignore[method-assign]
     environment.filters["tojson"] = _to_json
     # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _refuse
@@ -98,17 +100,30 @@ class _Limits:
     rounds: int = 0
     characters: int = 0
 
-    def filters(self) -> dict[str, Callable[..., Any]]:
-        """Return the operations, by the name of the node that each replaces."""
-        operations = (self.count_round, self.add, self.multiply, self.power, self.join)
-        return dict(zip(_OPERATIONS.values(), operations, strict=True))
+    def filters(self, own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+        """Return Jinja's, limited, and operations by the name of the node that each replaces."""
+        remainder = self.limited(lambda left, right: left % right)  # also formats text
+        operations = (self.count_round, self.add, self.multiply, self.power, self.join, remainder)
+        filters = {name: self.limited(operation) for name, operation in own.items()}
+        return filters | dict(zip(_OPERATIONS.values(), operations, strict=True))
 
     def count(self, characters: int) -> None:
-        self.characters += characters
+        self.characters += max(0, characters)
         if self.characters > _MAX_CHARACTERS:
             _refuse(f"it writes more than {_MAX_CHARACTERS:,} characters")
 
-    def output(self, value: Any) -> str:
+    def limited(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(operation)
+        def call(*arguments: Any, **named: Any) -> Any:
+            result = operation(*arguments, **named)
+            if isinstance(result, _SIZED) and len(result) > _MAX_CHARACTERS:
+                self.count(len(result))
+            return result
+
+        return call
+
+    @jinja2.pass_context  # else Jinja writes constants without a call
+    def output(self, context: Context | None, value: Any) -> str:
         """Return the text that an expression writes."""
         text = str(value)
         self.count(len(text))
@@ -123,29 +138,27 @@ class _Limits:
         self.count(characters)
 
     def join(self, *values: Any) -> str:
-        return self.output("".join(map(str, values)))
+        return self.output(None, "".join(map(str, values)))
 
     def add(self, left: Any, right: Any) -> Any:
-        if isinstance(left, str | list):
+        if isinstance(left, _SIZED) and isinstance(right, _SIZED):
             self.count(len(left) + len(right))
         return left + right
 
     @jinja2.pass_context  # of constants too, which are written once for each round
     def multiply(self, context: Context, left: Any, right: Any) -> Any:
-        if isinstance(left, str):
-            self.count(len(left) * right)
-        elif not _are_numbers(left, right) or int(left).bit_length() > _MAX_BITS:
-            _refuse("only text and small numbers may be multiplied")
+        items, times = (left, right) if isinstance(left, _SIZED) else (right, left)
+        if isinstance(times, int):
+            self.count(len(items) * times if isinstance(items, _SIZED) else 0)
+            if isinstance(items, int) and items.bit_length() + times.bit_length() > _MAX_BITS:
+                _refuse("the result of * is too large")
         return left * right
 
     def power(self, left: Any, right: Any) -> Any:
-        if not _are_numbers(left, right) or int(left).bit_length() * abs(right) > _MAX_BITS:
+        whole = isinstance(left, int) and isinstance(right, int)
+        if whole and left.bit_length() * abs(right) > _MAX_BITS:
             _refuse("the result of ** may be too large")
         return left**right
-
-
-def _are_numbers(left: Any, right: Any) -> bool:
-    return isinstance(left, int | float) and isinstance(right, int | float)
 
 
 _OPERATIONS: dict[type[nodes.Node], str] = {
@@ -154,16 +167,17 @@ _OPERATIONS: dict[type[nodes.Node], str] = {
     nodes.Mul: "_multiply",
     nodes.Pow: "_power",
     nodes.Concat: "_join",
+    nodes.Mod: "_remainder",
 }
 """Filters of `_Limits`, as Jinja calls a filter without a detour."""
 
 
 class _WithLimits(NodeTransformer):
-    """Replace operators by operations of `_Limits`, and count rounds of loops and macros."""
+    """Replace operators by operations of `_Limits`, and count rounds of loops, macros, blocks."""
 
     def generic_visit(self, node: nodes.Node, *arguments: Any, **named: Any) -> nodes.Node:
         super().generic_visit(node, *arguments, **named)
-        if isinstance(node, nodes.For | nodes.Macro):
+        if isinstance(node, nodes.For | nodes.Macro | nodes.Block):
             written = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
             node.body.insert(0, nodes.ExprStmt(_operation(nodes.For, nodes.Const(written))))
         elif isinstance(node, nodes.Concat):

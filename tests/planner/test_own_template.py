@@ -413,7 +413,16 @@ LOOP, END_LOOP = "{% for a in range(99999) %}", "{% endfor %}"
         "{% set s = namespace(x='a') %}" + LOOP + "{% set s.x = s.x ~ s.x %}" + END_LOOP,
         "{% set s = namespace(x=9) %}" + LOOP + "{% set s.x = s.x * s.x %}" + END_LOOP,
         "{% macro f() %}" + LOOP + "{{ 'x' * 999 }}" + END_LOOP + "{% endmacro %}{{ f() }}",
-        "{{ [0] * 10 ** 12 }}",
+        "{{ 10 ** 12 * (0,) }}",
+        "{% set s = namespace(x=(1,)) %}" + LOOP + "{% set s.x = s.x + s.x %}" + END_LOOP,
+        "{% set s = namespace(x='a') %}" + LOOP + "{% set s.x = '%s%s' % (s.x, s.x) %}" + END_LOOP,
+        "{% set s = namespace(x='a') %}" + LOOP + "{% set s.x = [s.x, s.x] | join %}" + END_LOOP,
+        "{% set s = namespace(x='a') %}"
+        + LOOP
+        + "{% set s.x = s.x | replace('a', 'aa') %}"
+        + END_LOOP,
+        LOOP + "{{ '" + "x" * 999 + "' }}" + END_LOOP,
+        LOOP + "{% set x = 'a' * -9999999 ~ 'x' * 9999 %}" + END_LOOP,
         "{{ 9 ** 99999999999 }}",
         "{% if true %}" * 3000 + "{% endif %}" * 3000,
         "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
@@ -428,6 +437,6 @@ def test_hostile_templates_end_in_a_line(template):
 def test_limits_do_not_change_what_a_template_writes():
     """Prevents operators that the limits replace from giving other results than Jinja's."""
     template = "{{ 1 + 2 * 3 ** 2 % 5 }} {{ 'a' ~ 1 ~ [2] }} {{ [1] + [2] }} "
-    template += "{{ '%02d' % 3 }} {{ '-' * 4 }}"
+    template += "{{ '%02d' % 3 }} {{ '-' * 4 }} {{ 2 * 'a' }} {{ [0] * 2 }}"
     rendered = render_chat(compiled_template(template, "t"), [])
     assert rendered == jinja2.Template(template).render()
