@@ -25,7 +25,7 @@ from typing import get_args
 from rich.console import Console
 
 from megatron.vlm.measure.fake_device.job import (
-    check_fake_device_provider,
+    check_fake_device,
     fake_replay_info,
     run_fake_stages,
 )
@@ -241,7 +241,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     console = Console(width=200)
     try:
-        check_fake_device_provider(given.provider)
+        check_fake_device("bf16", given.provider)
         console.print(f"provider of layers: {given.provider}")
         compare(QUICK if given.quick else JOBS, given.work, console)
         show_kernels(given.work, console)
