@@ -4,6 +4,8 @@ import contextlib
 import io
 import logging
 import math
+import os
+import pty
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
@@ -208,3 +210,18 @@ def test_log_of_a_daemon_goes_nowhere():
     log = logging.getLogger("megatron.vlm")
     log.info("a line")
     log.warning("a warning")
+
+
+@pytest.mark.in_own_process
+def test_log_outlives_its_terminal(monkeypatch):
+    """Prevents: a run whose save at SIGHUP fails, as nobody can read that it stops."""
+    keyboard, terminal = pty.openpty()
+    monkeypatch.setattr(sys, "stdout", os.fdopen(terminal, "w"))
+    show_log(0)
+    log = logging.getLogger("megatron.vlm")
+    log.info("a line")
+    assert os.read(keyboard, 100) == b"a line\r\n"
+    os.close(keyboard)
+    log.info("lost")
+    log.info("lost too")
+    sys.stdout.close()  # writes what is left

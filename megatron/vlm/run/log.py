@@ -1,6 +1,8 @@
 """Log lines of a run on its terminal."""
 
+import errno
 import logging
+import os
 import sys
 from typing import TextIO
 
@@ -23,5 +25,9 @@ def _lines(stream: TextIO | None) -> logging.Handler:
 
 class _Lines(logging.StreamHandler):
     def handleError(self, record: logging.LogRecord) -> None:
-        # As `print` does: a run must end if its output is closed.
-        raise
+        error = sys.exception()
+        if not isinstance(error, OSError) or error.errno != errno.EIO:
+            # As `print` does: a run must end if its output is closed.
+            raise
+        # The terminal is gone, and SIGHUP asks for a save, which has lines to write.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
