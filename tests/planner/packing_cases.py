@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+from scipy.optimize import LinearConstraint, milp
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
@@ -32,6 +33,27 @@ def all_patterns(sizes: np.ndarray, caps: np.ndarray) -> np.ndarray:
 
     extend(np.zeros(sizes.shape[1], int), 0)
     return np.array(patterns)
+
+
+def fewest_packs(sizes: np.ndarray, caps: np.ndarray) -> int:
+    """The least packs by an integer program: which sample is in which pack, and which are used."""
+    samples = sizes.shape[1]
+    alone = np.eye(samples)
+    inside = np.kron(alone, np.ones(samples))
+    each_once = LinearConstraint(np.hstack([inside, np.zeros((samples, samples))]), 1, 1)
+    both = zip(sizes, caps, strict=True)
+    held = [np.hstack([np.kron(row, alone), -cap * alone]) for row, cap in both]
+    # A sample may only be in a pack up to its own number, so that packs are not interchangeable.
+    pack_of = np.tile(np.arange(samples), samples)
+    allowed = (pack_of <= np.repeat(np.arange(samples), samples)).astype(float)
+    solution = milp(
+        np.append(np.zeros(samples**2), np.ones(samples)),
+        integrality=np.ones(samples**2 + samples),
+        bounds=(0, np.append(allowed, np.ones(samples))),
+        constraints=[each_once, LinearConstraint(np.vstack(held), -np.inf, 0)],
+    )
+    assert solution.success
+    return round(solution.fun)
 
 
 def sequential_packs(tokens: Sequence[int], packing_length: int) -> list[list[int]]:

@@ -1,12 +1,11 @@
 """Packs by level: every sample once, within its level's caps, and long packs filled as told."""
 
-from itertools import product
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from length_cases import make_lengths
+from packing_cases import fewest_packs
 
 from omnibal.base.errors import UserError
 from omnibal.model.levels import Level
@@ -87,17 +86,6 @@ def test_filling_is_first_fit():
         assert [sorted(queue) for queue in left] == rest
 
 
-def fewest_packs(sizes: np.ndarray, cap: int) -> int:
-    """Fewest packs of samples of these tokens, by all ways to put them together."""
-    every = (
-        count
-        for count in range(1, len(sizes) + 1)
-        for where in product(range(count), repeat=len(sizes))
-        if np.bincount(where, weights=sizes, minlength=count).max() <= cap
-    )
-    return next(every, 0)
-
-
 def test_levels_are_packed_into_the_fewest_packs():
     """Prevents levels that are packed worse than their samples alone need."""
     rng = np.random.default_rng(1)
@@ -107,7 +95,10 @@ def test_levels_are_packed_into_the_fewest_packs():
         levels = (level(100), level(300, 2))
         packs = pack(lengths, levels=levels, may_fill=np.zeros((2, 7), bool))
         short = tokens <= 100
-        wanted = [fewest_packs(tokens[short], 100), fewest_packs(tokens[~short], 300)]
+        wanted = [
+            fewest_packs(tokens[None, own], np.array([cap])) if own.any() else 0
+            for own, cap in ((short, 100), (~short, 300))
+        ]
         of_packs = levels_of_packs(packs, lengths, levels)
         found = np.bincount(of_packs, minlength=2).tolist()
         assert found == wanted

@@ -627,20 +627,6 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
 
 
 @pytest.mark.parametrize(
-    ("sizes", "expected"),
-    [
-        ({"data": 4, "sharded": 3}, "choose a divisor of 4"),
-        ({"data": 2, "sharded": 4}, "sharded 4, .* must divide data 2"),
-        ({"data": 6, "expert": 3, "sharded": 2}, "3 data-parallel ranks that share out experts"),
-    ],
-)
-def test_groups_that_shard_weights_divide_the_ranks(sizes, expected):
-    """Prevents groups of which some ranks wait for ever for others of another group."""
-    with pytest.raises(ValueError, match=expected):
-        Parallel(pipeline=1, **sizes)
-
-
-@pytest.mark.parametrize(
     ("sizes", "changes", "expected"),
     [
         (

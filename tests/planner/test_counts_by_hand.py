@@ -15,7 +15,7 @@ import pytest
 from omnibal.cost.adapter_counts import with_adapters
 from omnibal.cost.counts import Counts, Device, Features
 from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
-from omnibal.cost.image_counts import deepstack_bytes, images_embed, images_layer, images_projector
+from omnibal.cost.image_counts import images_embed, images_layer, images_projector
 from omnibal.cost.language_counts import head, language_embed, language_layer
 from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
@@ -511,16 +511,6 @@ def test_layer_with_a_deepstack_projector() -> None:
         + [(each + output, weight) for each, weight in projector["working"]],
     }
     check({name: both[name] for name in expected}, expected)
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_deepstack_features_on_their_way(sequence_parallel: bool) -> None:
-    """Prevents: features of several towers that are counted once, and whole ones as parts."""
-    model = model_with(vision=images_tower(deepstack_layers=(0, 1)), plain=images_tower())
-    for kind in unit_kinds(model):
-        found = of(deepstack_bytes(model, kind, device(3, sequence_parallel), FEATURES))
-        assert found == pytest.approx(kind.carried * CELLS * WIDTH * 2), kind.name
-    assert {kind.carried for kind in unit_kinds(model)} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])

@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 import pytest
 from cli_cases import printed
 from length_cases import lengths_of
-from packing_cases import all_patterns, assert_valid
+from packing_cases import all_patterns, assert_valid, fewest_packs
 from plan_cases import request
 from pydantic import ValidationError
-from scipy.optimize import LinearConstraint, linprog, milp
+from scipy.optimize import linprog
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
@@ -45,27 +45,6 @@ def drawn(names: Sequence[str], caps: Caps, samples: int, rng, most: float = 1.0
     columns = {name: rng.integers(0, int(most * caps[name]) + 1, samples) for name in names}
     columns["tokens"] = np.maximum(columns["tokens"], 1)
     return lengths_of(**columns)
-
-
-def fewest_packs(sizes: np.ndarray, caps: np.ndarray) -> int:
-    """The least packs by an integer program: which sample is in which pack, and which are used."""
-    samples = sizes.shape[1]
-    alone = np.eye(samples)
-    inside = np.kron(alone, np.ones(samples))
-    each_once = LinearConstraint(np.hstack([inside, np.zeros((samples, samples))]), 1, 1)
-    both = zip(sizes, caps, strict=True)
-    held = [np.hstack([np.kron(row, alone), -cap * alone]) for row, cap in both]
-    # A sample may only be in a pack up to its own number, so that packs are not interchangeable.
-    pack_of = np.tile(np.arange(samples), samples)
-    allowed = (pack_of <= np.repeat(np.arange(samples), samples)).astype(float)
-    solution = milp(
-        np.append(np.zeros(samples**2), np.ones(samples)),
-        integrality=np.ones(samples**2 + samples),
-        bounds=(0, np.append(allowed, np.ones(samples))),
-        constraints=[each_once, LinearConstraint(np.vstack(held), -np.inf, 0)],
-    )
-    assert solution.success
-    return round(solution.fun)
 
 
 def test_caps_have_one_order_and_one_json_form():

@@ -191,12 +191,15 @@ def test_counts_are_those_of_transformers_modules(family: str) -> None:
     assert counted == pytest.approx(counter.get_total_flops(), rel=0.01)
 
 
-def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them() -> None:
-    """Prevents links that are predicted to carry nothing but hidden states."""
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_deepstack_features_cross_every_cut_up_to_the_layer_that_takes_them(tensor: int) -> None:
+    """Prevents links that are predicted to carry nothing but hidden states, and features that are
+    whole on every rank counted as parts of a sequence."""
     model, bare = (
         model_with(encoder(layers=6, deepstack_layers=taken), layers=5) for taken in ((1, 3, 4), ())
     )
-    cost, plain = cost_of(model), cost_of(bare)
+    sizes = Parallel(tensor=tensor, pipeline=1, sequence_parallel=tensor > 1)
+    cost, plain = (analytic_cost(each, CLUSTER, sizes, "bf16") for each in (model, bare))
     cell = np.array([float(name == "image_tokens") for name in cost.features])
     # Behind embed, six layers, projector, language embed, five layers.
     waiting = [0, 0, 1, 1, 2, 3, 3, 3, 3, 2, 1, 0, 0, 0]

@@ -1,6 +1,7 @@
 """Rows of levels: blocks aligned, one context a slot, no gaps, balanced, and in random order."""
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -99,22 +100,33 @@ def test_places_can_run(count, seed, rows, ranks, samples):
     assert np.count_nonzero(held != rows * ranks) <= 1
 
 
-@pytest.mark.parametrize("ranks", [4, 8, 16])
-@pytest.mark.parametrize("contexts", [(1, 2, 4), (1, 1, 2), (2, 2, 2), (1, 4, 4)])
+ALONE = (1, 1, 1)
+"""Contexts of levels whose packs nobody shares."""
+
+
+@pytest.mark.parametrize(
+    ("ranks", "contexts"),
+    [
+        *product([4, 8, 16], [(1, 2, 4), (1, 1, 2), (2, 2, 2), (1, 4, 4)]),
+        *product([1, 2, 3, 5, 12], [ALONE]),
+    ],
+)
 def test_steps_do_not_depend_on_ranks_or_contexts(ranks, contexts):
-    """Prevents samples that are skipped or repeated when a run goes on with other context sizes."""
+    """Prevents samples that are skipped or repeated when a run goes on with other ranks, of which 5
+    do not divide a step's 12 packs, or with other context sizes."""
     lengths = long_tailed(600)
-    planned = schedule(lengths)
+    planned = schedule(lengths, epochs=2)
     pairs = zip(LEVELS, contexts, strict=True)
     other = tuple(level.model_copy(update={"context": context}) for level, context in pairs)
     load = load_of(lengths, other)
     again = deal_steps(steps_of(planned), lengths, load, ranks, other)
     check_places(again, other, ranks)
     assert steps_of(again).sha256 == steps_of(planned).sha256
+    assert (again.sha256 == planned.sha256) == ((ranks, contexts) == (4, (1, 2, 4)))
     cursor = planned.steps // 3
     seen = [planned.packs[row] for row in np.flatnonzero(planned.step < cursor)]
     rest = [again.packs[row] for row in np.flatnonzero(again.step >= cursor)]
-    assert sorted(np.concatenate(seen + rest)) == list(range(600))
+    assert sorted(np.concatenate(seen + rest)) == sorted([*range(600)] * 2)
 
 
 def test_the_order_of_steps_says_nothing_of_length():

@@ -26,7 +26,6 @@ from omnibal.steps.steps import (
     match_packs,
     pack_epochs,
     size_load,
-    steps_of,
 )
 
 pytestmark = pytest.mark.quick
@@ -180,26 +179,6 @@ def test_sources_are_spread_evenly_over_the_epoch():
         ratios.append(parts.var(axis=0, ddof=1) / (len(counts) / 10 * counts.var(axis=0, ddof=1)))
     # The mean of a variance ratio with 9 degrees of freedom over 40 draws: 1 +- 4 * 0.075.
     assert (np.abs(np.mean(ratios, axis=0) - 1) < 0.3).all()
-
-
-@pytest.mark.parametrize("dp", [1, 2, 3, 5, 12])
-def test_steps_do_not_depend_on_the_ranks(dp):
-    """Prevents samples skipped or repeated with other ranks; 5 do not divide a step's 12 packs."""
-    lengths = some_lengths(5, 300)
-    planned = draw(lengths, dp=4, micro_batches=3)
-    steps = steps_of(planned)
-    again = deal_steps(steps, lengths, lambda packs: packs.sums(lengths.tokens), dp, LEVELS)
-    assert again.sha256 != planned.sha256
-    assert steps_of(again).sha256 == steps.sha256
-    trained = []
-    for packs in (planned, again):
-        step = np.repeat(packs.step, np.diff(packs.packs.offsets))
-        trained.append(sorted(zip(step, packs.packs.samples, strict=True)))
-    assert trained[0] == trained[1]
-    cursor = planned.steps // 3
-    seen = [planned.packs[row] for row in np.flatnonzero(planned.step < cursor)]
-    rest = [again.packs[row] for row in np.flatnonzero(again.step >= cursor)]
-    assert sorted(np.concatenate(seen + rest)) == sorted([*range(300)] * 2)
 
 
 def test_epochs_are_joined_and_drawn_anew():

@@ -9,7 +9,6 @@ import re
 import resource
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import threading
@@ -28,7 +27,7 @@ from omnibal.model.config import load_model
 from tools import convert
 
 sys.path.insert(0, str(REPOSITORY / "tests" / "training"))
-from released import KINDS, save_released, transformers_model, write_tokenizer
+from released import KINDS, save_released, transformers_model, write_holes, write_tokenizer
 
 MIB = 2**20
 
@@ -198,24 +197,9 @@ def write_large(folder: Path) -> int:
     for parameter in parameters(model):
         made_of = released(parameter, model, Layout.INTERNVL_INTERNLM2)
         shapes |= dict(zip(made_of.names, made_of.shapes, strict=True))
-    folder.mkdir()
     made = configurations(model, Layout.INTERNVL_INTERNLM2, "bfloat16", None)
-    (folder / "config.json").write_text(made["config.json"])
-    share = sum(2 * math.prod(shape) for shape in shapes.values()) / SHARDS
-    weight_map, header, size, number = {}, {}, 0, 1
-    for place, (name, shape) in enumerate(shapes.items(), 1):
-        end = size + 2 * math.prod(shape)
-        header[name] = {"dtype": "BF16", "shape": shape, "data_offsets": [size, end]}
-        weight_map[name], size = f"model-{number:05d}.safetensors", end
-        if size >= share or place == len(shapes):
-            text = json.dumps(header).encode()
-            with (folder / weight_map[name]).open("wb") as stream:
-                stream.write(struct.pack("<Q", len(text)) + text)
-                stream.truncate(8 + len(text) + size)
-            header, size, number = {}, 0, number + 1
-    index = {"metadata": {}, "weight_map": weight_map}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return int(share)
+    write_holes(folder, json.loads(made["config.json"]), shapes, SHARDS)
+    return sum(2 * math.prod(shape) for shape in shapes.values()) // SHARDS
 
 
 def own_bytes() -> int:

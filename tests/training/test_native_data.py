@@ -28,7 +28,6 @@ from omnibal.base.errors import UserError
 from omnibal.data.video_files import read_video_header
 
 ROOT = Path(__file__).parents[2]
-PACKS = [[0, 3, 2], [1, 5], [4], [2]]
 
 
 @pytest.fixture(params=["qwen3-vl", "qwen2.5-vl"])
@@ -57,29 +56,6 @@ def assert_tensors_of(batch: MicroBatch, whole: MicroBatch) -> None:
         if torch.is_tensor(value):
             assert torch.equal(value, vars(whole)[name]), name
     assert batch.shape == whole.shape and batch.image_grids in ((), whole.image_grids)
-
-
-def test_every_stage_has_what_its_units_need(data):
-    """Prevents: a stage that guesses where images begin, and one that reads what it needs not."""
-    model = data.reader.model
-    embed, layers, projector, first, last = stages_of(model, *CUTS)
-    for pack in PACKS:
-        expected = data.load(pack)
-        batches = {
-            stage: data.load(pack, stage) for stage in (embed, layers, projector, first, last)
-        }
-        for stage, batch in batches.items():
-            assert_tensors_of(batch, expected)
-            sees = stage in (embed, layers, projector)
-            assert batch.image_grids == (expected.image_grids if sees else ())
-            assert (batch.patches_YX is not None) == (stage is embed)
-            assert (batch.rope_positions_3S is not None) == (stage in (first, last))
-            takes = stage in (first, last) and model.images.deepstack_layers
-            takes = takes or stage is projector
-            assert (batch.image_positions_M is not None) == bool(takes)
-        assert batches[projector].token_ids_S is not None and batches[last].labels_L is not None
-        patches = sum(grid.patches for grid in expected.image_grids)
-        assert len(expected.patches_YX) == patches == 4 * expected.image_tokens
 
 
 def test_positions_begin_anew_with_every_sample(data):

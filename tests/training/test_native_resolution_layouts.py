@@ -122,7 +122,7 @@ PLANS = {
 }  # fmt: skip
 # Units of the language model: 0 embed, 1-3 layers, of which Qwen3-VL's first two take deepstack
 # features, 4 head.
-DATA_PARALLEL = {
+BESIDE = {
     "features-sent-on": ("Qwen3-VL", {"cuts": (1,), "data": 2, "pipelines": 2, "divided": 4}),
     "of-four": (
         "tied",
@@ -155,19 +155,15 @@ def made_before_ranks_fork():
         rope_positions(model, [WORD], ())
 
 
-@pytest.mark.parametrize("name", PLANS)
-def test_same_training_as_one_process(name):
-    """Prevents: deepstack features or their gradients lost or mixed up over a cut, patches in
-    another order on another stage, and padded heads or divided weights that change a gradient."""
-    model, options = PLANS[name]
-    compare_with_one_process(plan_of(model, **options), STEPS, **TOLD)
-
-
-@pytest.mark.parametrize("name", DATA_PARALLEL)
-def test_encoders_of_whole_samples_train_as_one_process(name):
-    """Prevents: an image encoded in parts or for another pack, deepstack features or gradients
-    mixed up on their way to first stages and back, and ranks that wait for ever."""
-    model, options = DATA_PARALLEL[name]
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [*PLANS.values(), *BESIDE.values()],
+    ids=[*PLANS, *map("beside-{}".format, BESIDE)],
+)
+def test_same_training_as_one_process(model, options):
+    """Prevents: deepstack features or their gradients lost or mixed up over a cut or on their way
+    to first stages and back, patches in another order on another stage, padded heads or divided
+    weights that change a gradient, an image encoded in parts or for another pack."""
     compare_with_one_process(plan_of(model, **options), STEPS, **TOLD)
 
 

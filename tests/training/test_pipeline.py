@@ -4,16 +4,24 @@ import datetime
 import math
 from dataclasses import replace
 
+import data_parallel_encoder_cases as beside
 import pytest
 import torch
 import torch.distributed as dist
+from data_parallel_cases import own_stream
 from pipeline_cases import STEPS, TIED, pipeline_plan
 from ranks import run_ranks
-from tensor_parallel_cases import Feed, alone, batches_of, compare_with_one_process, run
-from toy import OPTIONS, toy_batch
+from tensor_parallel_cases import (
+    MODELS,
+    Feed,
+    alone,
+    batches_of,
+    compare_with_one_process,
+    run,
+)
+from toy import OPTIONS, cut_plan, toy_batch
 
 from megatron.vlm.backend import COLLECTIVE_TIMEOUT
-from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.links import create_pipeline_links
 from megatron.vlm.step.train import _tied_copies, build_trainer, train_step
 from omnibal.model.parallel import Parallel
@@ -57,16 +65,6 @@ def test_every_group_has_the_jobs_timeout():
         assert timeouts == [COLLECTIVE_TIMEOUT] * 4
 
 
-@pytest.mark.parametrize("cut", [3, 6], ids=["vision-cut", "projector-cut"])
-def test_step_of_text_only_trains_and_does_not_hang(cut):
-    """Prevents: a stage that waits for an empty tensor, or vision weights without a gradient."""
-    steps = [[[(0, 12)], [(0, 9), (0, 5)], [(0, 7)]], [[(0, 6)], [(2, 8)]]]
-    compare_with_one_process(pipeline_plan(cut), steps)
-    gradients = alone(pipeline_plan(cut), steps)[1][0]
-    vision = [grad for name, grad in gradients.items() if name.startswith("vision")]
-    assert vision and all(not grad.any() for grad in vision)
-
-
 def test_bf16_pipeline_trains_with_fp32_master_weights():
     """Prevents: a bf16 run whose small updates vanish, or whose loss is of another model."""
     steps = [STEPS[0]] * 8
@@ -84,39 +82,67 @@ def plainly_packed(model, number, packs):
     return [toy_batch(model, pack, seed=number) for pack in packs]
 
 
+def kept_by(trainer):
+    """Copies of a rank's weights and of its optimizer's state, of encoders beside stages too."""
+    encoders = [] if trainer.encoders is None else [trainer.encoders.data_parallel]
+    holders = [trainer.data_parallel, *encoders]
+    kept = [tensor for one in holders for tensor in (*one.weights(), *one.optimizer_state())]
+    return [tensor.detach().clone() for tensor in kept]
+
+
+def is_as_before(trainer, before):
+    trainer.wait_for_weights()
+    after = kept_by(trainer)
+    return len(after) == len(before) and all(map(torch.equal, before, after))
+
+
 def poisoned(links, plan, factor):
     """Loss of the step after one of pixels that are no numbers, or of one rank's huge gradient."""
     trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    weights = list(trainer.stage.parameters())
-    before = [weight.detach().clone() for weight in weights]
-    batch = spoilt = toy_batch(plan.model, [(1, 9)], seed=0)
-    is_second, hooks = dist.get_rank() == 1, []
-    if factor is None and (is_second or plan.parallel.data == 1):
-        spoilt = replace(batch, pixels_TCPP=batch.pixels_TCPP * math.nan)
-    if factor is not None and is_second:
-        hooks.append(weights[0].register_hook(lambda gradient: gradient * factor))
-    result = train_step(trainer, MicroBatchStream.of([spoilt]))
+    before, hooks = kept_by(trainer), []
+    packs = [toy_batch(plan.model, [(1, 9)], seed=0)] * plan.parallel.data
+    spoilt = replace(packs[0], pixels_TCPP=packs[0].pixels_TCPP * math.nan)
+    if factor is not None and dist.get_rank() == 1:
+        weight = next(trainer.stage.parameters())
+        hooks.append(weight.register_hook(lambda gradient: gradient * factor))
+    given = packs if factor is not None else [*packs[:-1], spoilt]
+    result = train_step(trainer, own_stream(plan, 0, given))
     assert result.skipped and math.isfinite(result.loss) == (factor is not None)
     assert factor is not None or math.isnan(result.grad_norm)
-    trainer.wait_for_weights()
-    assert all(map(torch.equal, before, weights))
+    assert is_as_before(trainer, before)
     for hook in hooks:
         hook.remove()
-    after = train_step(trainer, MicroBatchStream.of([batch]))
-    trainer.wait_for_weights()
-    assert not all(map(torch.equal, before, weights))
+    after = train_step(trainer, own_stream(plan, 0, packs))
+    assert not is_as_before(trainer, before)
     return after.loss, after.skipped
 
 
-@pytest.mark.parametrize(
-    "plan", [pipeline_plan(4), pipeline_plan(data=2)], ids=["pipeline", "buckets"]
-)
-# Each gradient of the last is finite, and the sum of their squares is not.
-@pytest.mark.parametrize("factor", [None, math.inf, 1e25], ids=["loss", "gradient", "norm"])
-def test_step_that_is_not_finite_is_skipped_on_every_rank(small_buckets, plan, factor):
-    """Prevents: weights or moments spoilt by one batch, ranks that disagree about it, and exchanges
-    of a skipped step that go on into the next one, which gives the loss of untouched weights."""
+WHOLE = {"pipeline": pipeline_plan(4), "buckets": pipeline_plan(data=2)}
+DIVIDED = {
+    f"divided-by-{sharded}": cut_plan(MODELS["300M-like"], data=4, sharded=sharded)
+    for sharded in (2, 4)
+}
+BESIDE = {
+    f"beside-divided-by-{sharded}": beside.plan_of(
+        beside.Case({"data": 2}, cuts=(2,), pipelines=2, sharded=sharded)
+    )
+    for sharded in (1, 2)
+}
+FACTORS = {"loss": None, "gradient": math.inf, "norm": 1e25}
+"""Each gradient of the last is finite, and the sum of their squares is not."""
+POISONED = [
+    *((name, factor) for name in WHOLE for factor in FACTORS),
+    *((name, "loss") for name in DIVIDED | BESIDE),
+]
+
+
+@pytest.mark.parametrize(("name", "factor"), POISONED)
+def test_step_that_is_not_finite_is_skipped_on_every_rank(small_buckets, name, factor):
+    """Prevents: weights, moments or copies spoilt by one batch, ranks that disagree about it, and
+    exchanges of a skipped step that go on into the next one, which gives the loss of untouched
+    weights; a part that is updated while its rank alone sees numbers."""
+    plan = (WHOLE | DIVIDED | BESIDE)[name]
     [(loss, _, _)] = alone(plan, [[[(1, 9)]]], feed=Feed(plainly_packed))[0]
-    for after_loss, skipped in run_ranks(plan.parallel, poisoned, plan, factor):
+    for after_loss, skipped in run_ranks(plan.parallel, poisoned, plan, FACTORS[factor]):
         assert after_loss == pytest.approx(loss, rel=1e-5)
         assert not skipped

@@ -13,7 +13,7 @@ from native_resolution_cases import qwen2_5_vl, qwen3_vl
 from pipeline_cases import MODEL, pipeline_plan
 from ranks import run_ranks
 from rich.console import Console
-from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_omni_model, toy_plan
+from toy import OPTIONS, PROFILE, stages_of, toy_batch, toy_omni_model, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.measured_shares import context_sizes
@@ -45,7 +45,7 @@ pytestmark = pytest.mark.quick
 PACKS = [
     [(2, 9), (1, 14)], [(3, 5)], [(1, 8), (1, 6), (2, 11)], [(4, 30), (1, 12)], [(1, 20)],
 ]  # fmt: skip
-OMNI = toy_omni_model()
+OMNI, TEXT = toy_omni_model(), toy_text_model(rope_base=20)
 
 
 def features_of(names, batches):
@@ -53,7 +53,7 @@ def features_of(names, batches):
     columns = [
         {
             "fixed": 1,
-            "tiles": len(batch.pixels_TCPP),
+            "tiles": 0 if batch.pixels_TCPP is None else len(batch.pixels_TCPP),
             "clips": 0 if batch.frames_CBF is None else len(batch.frames_CBF),
             "tokens": len(batch.token_ids_S),
             "squared_tokens": sum(length**2 for length in batch.segment_tokens),
@@ -97,15 +97,20 @@ def by_unit_and_whole(stage, batch):
 def units_and_stage(links, plan):
     stage = build_stage(plan, 0)
     sizes = [(3, (20, 40), 7), (1, (30,), 30), (6, (50, 9, 41), 1)]
-    return [by_unit_and_whole(stage, random_batch(plan.model, *each)) for each in sizes]
+    tiled = plan.model.takes_images
+    return [
+        by_unit_and_whole(stage, random_batch(plan.model, tiles * tiled, *each))
+        for tiles, *each in sizes
+    ]
 
 
-def test_units_add_up_to_what_a_whole_stage_keeps():
+@pytest.mark.parametrize("model", [MODEL, TEXT], ids=["tiles", "text"])
+def test_units_add_up_to_what_a_whole_stage_keeps(model):
     """Prevents tensors between units that count for both, or for none."""
-    [found] = run_ranks(Parallel(pipeline=1), units_and_stage, pipeline_plan())
+    [found] = run_ranks(Parallel(pipeline=1), units_and_stage, pipeline_plan(model=model))
     for by_unit, whole in found:
-        assert set(by_unit) == set(unit_names(MODEL))
-        assert sum(by_unit[unit] for unit in unit_names(MODEL)) == pytest.approx(whole, abs=9)
+        assert set(by_unit) == set(unit_names(model))
+        assert sum(by_unit[unit] for unit in unit_names(model)) == pytest.approx(whole, abs=9)
 
 
 def units_and_profile(links, plan, options, *sizes, **items):
@@ -273,7 +278,7 @@ def test_layers_are_also_measured_recomputed():
 
 @pytest.mark.parametrize(
     ("max_tiles", "max_tokens", "tokens_per_sample"),
-    [(12, 448, 57), (6, 384, 73), (16, 4096, 700), (8, 120, 100)],
+    [(12, 448, 57), (6, 384, 73), (16, 4096, 700), (8, 120, 100), (0, 448, 57)],
 )
 def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
     """Prevents packs in which one size follows from the others, so that a fit mixes up costs."""
@@ -281,11 +286,12 @@ def test_packs_tell_all_costs_apart(max_tiles, max_tokens, tokens_per_sample):
         max_tiles=max_tiles, max_tokens=max_tokens, tokens_per_sample=tokens_per_sample,
         repetitions=1, layers=1,
     )  # fmt: skip
-    batches, names = list(profiled_batches(MODEL, options)), feature_names(MODEL)
+    model = MODEL if max_tiles else TEXT
+    batches, names = list(profiled_batches(model, options)), feature_names(model)
     features = features_of(names, batches)
     for batch in batches:
         assert sum(batch.segment_tokens) == batch.tokens <= max_tokens
-        assert 0 < batch.tiles <= max_tiles
+        assert min(max_tiles, 1) <= batch.tiles <= max_tiles
         assert batch.tiles * MODEL.vision.tokens_per_item <= batch.tokens
     assert np.linalg.cond(features / np.linalg.norm(features, axis=0)) < 60
     tokens = features[:, names.index("tokens")].sum()

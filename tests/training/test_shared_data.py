@@ -69,21 +69,25 @@ def tensors_by_stage(shown: Data) -> dict:
     return needs | {first: of_layers, last: of_layers | labels}
 
 
-def test_stages_load_what_their_units_need(shown):
+@pytest.mark.parametrize("context", [1, 4])
+def test_stages_load_what_their_units_need(shown, context):
     """Prevents: a stage that reads images or text that another stage uses, or lacks the places or
-    routes of deepstack features, and stages whose shapes differ."""
-    level = level_of(CutRule.ZIGZAG, 4)
-    of_whole = shares(shown.dataset([shown.pack]), level)
-    for stage, names in tensors_by_stage(shown).items():
-        own = shares(shown.dataset([shown.pack], stage), level)
-        for got, whole in zip(own, of_whole, strict=True):
-            tensors = {name for name, value in vars(got).items() if torch.is_tensor(value)}
-            assert tensors == names and got.shape == whole.shape
-            for name in names:
-                assert torch.equal(getattr(got, name), getattr(whole, name)), name
-            assert got.image_grids == (() if "rope_positions_3S" in names else whole.image_grids)
-            if "sent_features_F" in names:
-                assert got.feature_counts == whole.feature_counts
+    routes of deepstack features, guesses where images begin, and stages whose shapes differ."""
+    level = level_of(CutRule.ZIGZAG, context)
+    for pack in [shown.pack] if context > 1 else [shown.pack, [2]]:
+        of_whole = shares(shown.dataset([pack]), level)
+        for stage, needed in tensors_by_stage(shown).items():
+            own = shares(shown.dataset([pack], stage), level)
+            names = needed if context > 1 else needed - {"sent_features_F"}
+            for got, whole in zip(own, of_whole, strict=True):
+                tensors = {name for name, value in vars(got).items() if torch.is_tensor(value)}
+                assert tensors == names and got.shape == whole.shape
+                for name in names:
+                    assert torch.equal(getattr(got, name), getattr(whole, name)), name
+                sees = "rope_positions_3S" not in names
+                assert got.image_grids == (whole.image_grids if sees else ())
+                if "sent_features_F" in names:
+                    assert got.feature_counts == whole.feature_counts
 
 
 def test_rank_decodes_only_its_own_images(shown):

@@ -11,7 +11,7 @@ from chunk_cases import CUTS, chunk_plan, with_chunks
 from length_cases import lengths_of
 from pipeline_cases import MODEL, TIED, pipeline_plan
 from ranks import run_ranks
-from toy import OPTIONS, stages_of
+from toy import OPTIONS, stages_of, toy_plan, toy_text_model
 
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure import replay as replay_module
@@ -37,6 +37,7 @@ from tests.planner.plan_cases import request
 pytestmark = pytest.mark.in_own_process
 
 SIZES = [(3, (20, 40), 7), (1, (30,), 30), (4, (50, 9, 41), 1), (2, (35,), 4), (0, (25,), 5)]
+TEXT = toy_text_model(qkv_bias=True, tied_head=True, vocab_size=51)
 ALONE = {
     "pp2-dp2": pipeline_plan(6, vision=(1,), data=2),
     "pp3-tp2-sequence": pipeline_plan(
@@ -51,17 +52,20 @@ ALONE = {
     "zb-v": chunk_plan(MODEL, 2, 2, name="zb-v"),
     "zb-v-tied": chunk_plan(TIED, 2, 2, name="zb-v"),
     "zb-h1": with_chunks(pipeline_plan(6), 1, "zb-h1"),
+    "text-tied-head-alone": toy_plan(TEXT, stages_of(TEXT, 1, 3, language=(1,))),
 }
 
 
-def batches_for(stage):
-    return [random_batch(MODEL, *sizes, stage) for sizes in SIZES]
+def batches_for(stage, model=MODEL):
+    return [
+        random_batch(model, tiles * model.takes_images, *sizes, stage) for tiles, *sizes in SIZES
+    ]
 
 
 def bytes_of_rank(links, plan):
     """Of a real rank: state after a step, and the most that a step keeps."""
     trainer = build_trainer(plan, links, OPTIONS, steps=2, seed=0)
-    batches = batches_for(plan.units_of(links.rank))
+    batches = batches_for(plan.units_of(links.rank), plan.model)
 
     def step():
         train_step(trainer, MicroBatchStream.of(batches))
@@ -81,7 +85,8 @@ def test_a_rank_alone_needs_what_it_needs_in_the_job(plan):
     for number in range(plan.parallel.pipeline):
         with standing_in(plan.parallel, number) as links:
             replayer = StageReplayer(plan, links)
-            kept_bytes = replayer.activation_bytes(batches_for(plan.units_of(number)))
+            batches = batches_for(plan.units_of(number), plan.model)
+            kept_bytes = replayer.activation_bytes(batches)
         assert (replayer.state_bytes, kept_bytes) == ranks[number * per_stage]
 
 
