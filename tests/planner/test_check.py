@@ -22,11 +22,10 @@ from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult, make_plan, prediction_of
-from omnibal.model.config import load_cluster, load_model
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.levels import CutRule
 from omnibal.model.limits import Caps
-from omnibal.model.parallel import Parallel, check_parallel
+from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.pipeline.stage import Span, Stage
@@ -571,15 +570,6 @@ def test_impossible_parallel_sizes_are_refused(directory, made, sizes, changes, 
         make_plan(request(cluster=cluster, parallel=parallel))
     rewrite_plan(directory, parallel=parallel, cluster=cluster)
     assert_refused(directory, expected)
-
-
-def test_large_encoder_names_its_tensor_sizes():
-    """Prevents guessing, and refusing sizes for InternViT-6B's 25 heads, which are padded."""
-    model, cluster = load_model("internvl-chat-1.5-6b-20b"), load_cluster("h100-80g")
-    check_parallel(model, Parallel(tensor=2, pipeline=4), cluster)
-    expected = r"tensor size 5 does not divide language.heads = 48 .*; .* allows 1, 2, 4, 8: "
-    with pytest.raises(UserError, match=expected):
-        check_parallel(model, Parallel(tensor=5, pipeline=4), cluster)
 
 
 def test_profile_is_kept_with_the_plan(tmp_path, made):

@@ -23,6 +23,7 @@ from transformers.models.qwen3_vl import configuration_qwen3_vl, modeling_qwen3_
 from omnibal.cost.analytic import analytic_cost, unit_flops
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import draw_samples, read_lengths, write_lengths
+from omnibal.data.native_resolution import image_segments
 from omnibal.model.config import LanguageConfig, ModelConfig, config_toml, load_cluster
 from omnibal.model.encoders import ImagesEncoder, VideoConfig
 from omnibal.model.parallel import Parallel
@@ -317,8 +318,8 @@ def test_images_are_scanned_planned_and_checked(
     limits = ["--min-pixels", "784", "--max-pixels", "80000"]
     run("lengths", data, *scan, *limits, "-o", lengths)
     found = read_lengths([Path(lengths)])
-    # By brute force: sides to the nearest cells, and smaller where there are too many pixels.
-    cells = [[_cells(*size, 28, 784, 80_000) for size in own] for own in sizes]
+    rule = encoder(min_pixels=784, max_pixels=80_000).image_rule
+    cells = [[image_segments(*size, rule).all_tokens for size in own] for own in sizes]
     assert found.column("image_tokens").tolist() == [sum(own) for own in cells]
     squares = [sum(each**2 for each in own) for own in cells]
     assert found.column("squared_image_tokens").tolist() == squares
@@ -339,13 +340,3 @@ def test_images_are_scanned_planned_and_checked(
     run("check", plan)
     beside = json.loads((tmp_path / "plan" / "plan.json").read_text())["beside"]
     assert beside["square_ms"]["vision"] > 0
-
-
-def _cells(width: int, height: int, cell: int, least: int, most: int) -> int:
-    columns, rows = round(width / cell), round(height / cell)
-    area = columns * rows * cell**2
-    scale = (width * height / most) ** 0.5
-    if area > most:
-        columns, rows = (max(1, int(side / scale / cell)) for side in (width, height))
-    assert area >= least
-    return columns * rows

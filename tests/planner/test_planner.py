@@ -38,18 +38,6 @@ def test_same_request_gives_the_same_bytes(tmp_path):
     assert first["plan.json"] != other["plan.json"]
 
 
-def test_plan_of_shapes_only(tmp_path):
-    """Prevents a plan without data from pretending to know how long training takes."""
-    result = make_plan(request(lengths=None))
-    assert result.data is result.plan.data is None
-    prediction = result.plan.prediction
-    assert prediction.step_ms > 0
-    assert prediction.gpu_days is prediction.samples_per_second_per_gpu is None
-    assert result.plan.shapes.micro_batches_per_step == 4
-    save_plan(result, tmp_path / "plan")
-    assert [path.name for path in (tmp_path / "plan").iterdir()] == ["plan.json"]
-
-
 def test_tied_head_is_planned_and_checked(tmp_path):
     """Prevents a model that the plan can hold and the check, or the training, then refuses."""
     model = MODEL.with_tower("language", tied_head=True)

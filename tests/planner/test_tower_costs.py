@@ -83,7 +83,7 @@ def test_ranks_share_out_whole_experts_and_their_state():
 @pytest.mark.parametrize(("expert", "sent"), [(1, 0), (8, 7 / 8), (16, 8 / 16)])
 def test_expert_parallel_ranks_exchange_rows_of_the_fullest(expert, sent):
     """Prevents exchanges that are free, that count what stays or goes beside the slower link, or
-    that forget that the fullest rank is waited for; and experts' work without that margin."""
+    that forget that the fullest rank is waited for."""
     runs, tokens = (LayerRun(layers=1, experts=OF_8.model_copy(update={"experts": 16})),), 1000
     model = ModelConfig(name="wide", language=MIXTRAL.model_copy(update={"runs": runs}))
     sizes = Parallel(pipeline=1, data=16, expert=expert)
@@ -96,13 +96,6 @@ def test_expert_parallel_ranks_exchange_rows_of_the_fullest(expert, sent):
     at = vector(model, tokens=tokens)
     assert at @ layer.collective_ms[0] == pytest.approx(bytes_ms + 4 * latency_ms)
     assert at @ layer.collective_ms[1] == pytest.approx(bytes_ms + 3 * latency_ms)
-    alone = analytic_cost(model, CLUSTER, Parallel(pipeline=1), "bf16")
-    of_one = alone.units["language_layer_experts16"]
-    more_rows, f = rows - 2 * tokens, 14336
-    kept_bytes = more_rows * (4 * f * 2 + 4 + 4096 * 2)
-    more_bytes = at @ (layer.activation_bytes - of_one.activation_bytes)
-    # Gate, value, weighted product and, unless it is made again, their product; and the input.
-    assert kept_bytes - more_rows * f * 2 <= more_bytes + 1 <= kept_bytes + 2
 
 
 def test_shared_packs_need_attention_that_is_exchanged():

@@ -1,13 +1,16 @@
-"""Answers of a pipeline."""
+"""Answers of a pipeline, and of a whole model in one process."""
 
 from pathlib import Path
 
 from toy import OPTIONS
 
+from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader
+from megatron.vlm.run.generate import generate, load_whole_model
 from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.train import build_trainer
 from omnibal.data.annotations import Annotations
+from omnibal.data.sample import Sample
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.config import load_model
 from omnibal.model.limits import Caps
@@ -29,3 +32,12 @@ def pipeline_answers(links, plan, folder):
         trainer, CAPS, reader_of(folder), 0, lambda done, total: None,
         samples=SAMPLES, max_new_tokens=MAX_NEW_TOKENS,
     )  # fmt: skip
+
+
+def reader_of_run(run: Path, sample: Sample) -> SampleReader:
+    return SampleReader([sample], open_tokenizer(run / "tokenizer"), open_newest(run).model)
+
+
+def answers(links, run: Path, samples: list[Sample], new_tokens: int) -> list[list[int]]:
+    stage = load_whole_model(open_newest(run), "fp32")
+    return [list(generate(stage, reader_of_run(run, one), one, new_tokens)) for one in samples]

@@ -64,6 +64,7 @@ PLANS = {
 
 ADAPTERS = {"adapters": AdapterConfig(rank=4, alpha=8, parts=("language",))}
 IN_TWO_PARTS = {
+    "four-stages": chunk_plan(MODEL, 4, 2, name="zb-v"),
     "adapters": plan_of(2, 4, 6, name="zb-v", **SOME, **IN_PARTS).model_copy(update=ADAPTERS),
     "adapters-in-one-part": plan_of(2, 5, 6, name="zb-v", data=2).model_copy(update=ADAPTERS),
     "tied": plan_of(2, 5, 6, model=TIED, name="zb-v", **SOME, **IN_PARTS),
@@ -75,7 +76,7 @@ IN_TWO_PARTS = {
 @pytest.mark.parametrize("name", PLANS | IN_TWO_PARTS)
 def test_same_training_as_one_process(monkeypatch, name):
     """Prevents: parts of a stage that sum, divide or recompute what is another's, tied copies that
-    drift apart or count twice, and products for weights that are left out or doubled."""
+    drift apart or count twice, and products for weights that are left out, doubled or another's."""
     if name in PLANS:
         run_by_rule(monkeypatch, "zb-v", whole_back_and_forth)
     plan = (PLANS | IN_TWO_PARTS)[name]

@@ -8,13 +8,12 @@ import tokenizers
 import torch
 from commands import launcher
 from conversion_file_cases import edit_config
+from evaluation_cases import answers, reader_of_run
 from PIL import Image
 from ranks import run_ranks
 from released import KINDS, PIECES, imported, saved, transformers_model, word_tokenizer
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.run.generate import generate, load_whole_model
 from omnibal.data.chat import encode_prompt
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.stored_files import ImageFile
@@ -60,23 +59,14 @@ def sample_of(folder: Path, images: int) -> Sample:
     )  # fmt: skip
 
 
-def reader_of(run: Path, sample: Sample) -> SampleReader:
-    return SampleReader([sample], open_tokenizer(run / "tokenizer"), open_newest(run).model)
-
-
-def answers(links, run, samples):
-    stage = load_whole_model(open_newest(run), "fp32")
-    return [list(generate(stage, reader_of(run, one), one, NEW_TOKENS)) for one in samples]
-
-
 def test_answers_are_those_of_transformers(tmp_path, model_and_run):
     """Prevents: image features in wrong places or of other images, a prompt that is not the
     template's, and tokens after the answer has ended."""
     model, run = model_and_run
     samples = [sample_of(tmp_path, images) for images in (0, 1, 2)]
-    [ours] = run_ranks(Parallel(pipeline=1), answers, run, samples)
+    [ours] = run_ranks(Parallel(pipeline=1), answers, run, samples, NEW_TOKENS)
     for sample, answer in zip(samples, ours, strict=True):
-        reader = reader_of(run, sample)
+        reader = reader_of_run(run, sample)
         tiles = reader.tiles_per_image(sample)
         given = sample, 0, tiles, reader.model, reader.tokenizer
         prompt = encode_prompt(*given, chatting=True)
@@ -98,7 +88,7 @@ def test_chat_prints_the_answer(tmp_path, model_and_run):
     """Prevents: a command that answers otherwise than the function, or about no image."""
     _, run = model_and_run
     sample = sample_of(tmp_path, 1)
-    [[answer]] = run_ranks(Parallel(pipeline=1), answers, run, [sample])
+    [[answer]] = run_ranks(Parallel(pipeline=1), answers, run, [sample], NEW_TOKENS)
     words = ("--image", sample.images[0].path, "--prompt", "a b", "--max-new-tokens", NEW_TOKENS)
     asked = launcher().run("tools/chat.py", "--load", run, "--precision", "fp32", *words)
     assert asked.returncode == 0, asked.stderr

@@ -12,18 +12,11 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from ranks import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
-from toy import OPTIONS, stages_of, toy_plan
 
-from megatron.vlm.measure.profiler import random_batch
-from megatron.vlm.model.experts import MixtureOfExperts
-from megatron.vlm.step.links import PipelineLinks
-from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
 from omnibal.cost.attention_counts import CHUNK
-from omnibal.job.plan import Plan
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.model.parallel import Parallel
@@ -240,38 +233,3 @@ def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_ke
     lines = kept_lines(model, CLUSTER, ONE, "bf16")[run.kind.name]
     counted = sum(float((linear + squares) @ line.bytes) for line in lines)
     assert at_least < counted < at_most
-
-
-def saved_by_experts(links: PipelineLinks, plan: Plan, tokens: int) -> int:
-    """Bytes that the one mixture of experts of this rank saves for its backward, on the host."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=1, seed=0)
-    [layer] = (one for one in trainer.stage.modules() if isinstance(one, MixtureOfExperts))
-    saved = SavedTensors()
-    layer.register_forward_pre_hook(lambda *_: saved.__enter__())
-    layer.register_forward_hook(lambda *_: saved.__exit__())
-    trainer.models[0](random_batch(plan.model, 0, (tokens,), tokens // 2, plan.stages[0]))
-    return bytes_besides(saved.found, trainer.stage.parameters())
-
-
-@pytest.mark.parametrize(("auxiliary_loss", "expert"), [(0.01, 1), (0.0, 1), (0.01, 2)])
-def test_experts_keep_what_is_counted(auxiliary_loss, expert):
-    """Prevents lines of experts, router or dispatcher that are forgotten or of another size.
-
-    Of all ranks together, as these have different numbers of rows; imbalance is for the fullest.
-    """
-    experts = EXPERTS.model_copy(update={"auxiliary_loss": auxiliary_loss, "imbalance": 1.0})
-    sizes = {"layers": 1, "qk_norm": True, "runs": (LayerRun(layers=1, experts=experts),)}
-    model = ModelConfig(name="experts", language=LanguageConfig(**OURS | sizes))
-    plan = toy_plan(model, stages_of(model), data=expert, expert=expert)
-    plan = plan.model_copy(update={"precision": "bf16"})
-    saved = sum(run_ranks(plan.parallel, saved_by_experts, plan, T))
-    # The auxiliary loss's choice is saved for values that nobody takes, and goes at once.
-    gone = expert * T * experts.experts_per_token * 8 if auxiliary_loss else 0
-    linear, _ = at_tokens(model)
-    counted = sum(
-        float(linear @ line.bytes)
-        for line in kept_lines(model, CLUSTER, plan.parallel, "bf16")["language_layer_experts8"]
-        if line.made_by.startswith("mlp") or line.what == "second norm's output"
-    )
-    # And the loss and how many tokens each expert has.
-    assert 0 <= saved - gone - expert * counted <= expert * 256

@@ -5,18 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from evaluation_cases import answers, reader_of_run
 from native_data_cases import picture
 from qwen_vl_cases import transformers_model, write_companions
 from ranks import run_ranks
 from released import imported
 
-from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.inputs.reader import SampleReader
-from megatron.vlm.run.generate import generate, load_whole_model
 from omnibal.data.annotations import video_at
 from omnibal.data.sample import Sample, Turn
 from omnibal.data.stored_files import ImageFile
-from omnibal.data.tokenizer import open_tokenizer
 from omnibal.model.parallel import Parallel
 
 NEW_TOKENS = 5
@@ -42,15 +40,6 @@ def samples_of(folder: Path) -> list[Sample]:
             ("a b", (), ()),
         )
     ]  # fmt: skip
-
-
-def reader_of(run: Path, sample: Sample) -> SampleReader:
-    return SampleReader([sample], open_tokenizer(run / "tokenizer"), open_newest(run).model)
-
-
-def answers(links, run: Path, samples: list[Sample]) -> list[list[int]]:
-    stage = load_whole_model(open_newest(run), "fp32")
-    return [list(generate(stage, reader_of(run, one), one, NEW_TOKENS)) for one in samples]
 
 
 def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
@@ -90,7 +79,7 @@ def test_answers_are_those_of_transformers(tmp_path, name):
         (released / file).write_text(json.dumps(settings))
     run = imported(released, tmp_path / "run")
     samples = samples_of(tmp_path)
-    expected = [theirs(model, reader_of(run, sample), sample) for sample in samples]
-    [found] = run_ranks(Parallel(pipeline=1), answers, run, samples)
+    expected = [theirs(model, reader_of_run(run, sample), sample) for sample in samples]
+    [found] = run_ranks(Parallel(pipeline=1), answers, run, samples, NEW_TOKENS)
     assert found == expected
     assert any(expected)

@@ -17,7 +17,6 @@ from native_data_cases import (
     picture,
     talk,
     write_records,
-    write_samples,
 )
 from PIL import Image
 from toy import stages_of
@@ -173,19 +172,3 @@ def test_answers_go_on_from_the_largest_position(data):
         assert torch.equal(answered[:, :length], prompt)
         largest = int(prompt.max())
         assert answered[:, length:].tolist() == [[largest + 1, largest + 2]] * 3
-
-
-def test_a_video_and_its_frames_named_as_a_list_are_one(tmp_path):
-    """Prevents: frames that are taken for images, or in another order than they are named."""
-    write_samples(tmp_path)
-    names = [f"clip/{number}.png" for number in range(5)]
-    forms = [talk("<video>q", "a", videos=["clip"]), talk("<video>q", "a", videos=[names])]
-    write_records(tmp_path, [*forms, talk("<video>\nq", "a", video=names)])
-    data = NativeData(tmp_path, native_models()["qwen3-vl"])
-    first, second, third = (data.load([number]) for number in range(3))
-    assert torch.equal(first.patches_YX, second.patches_YX)
-    assert torch.equal(first.patches_YX, third.patches_YX)
-    assert torch.equal(first.token_ids_S, second.token_ids_S)
-    assert len(third.token_ids_S) == len(first.token_ids_S) + 1
-    # Five frames, of which the last stands twice.
-    assert [grid.times for grid in first.image_grids] == [3]
