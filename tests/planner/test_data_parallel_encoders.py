@@ -20,7 +20,6 @@ from partition_cases import planners_figures
 from plan_cases import JOB, job_spec, request
 from schedule_cases import event_loop, lost_time, needed_ms, workload_of
 
-from omnibal.base.errors import UserError
 from omnibal.cost.encoder_phase import (
     EncoderCost,
     EncodersCost,
@@ -36,7 +35,6 @@ from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
-from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.encoder_search import PlacementProblem, search_encoders
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
 from omnibal.pipeline.schedules import Pass, one_forward_one_backward
@@ -503,15 +501,6 @@ def test_plans_are_whole_and_within_memory():
     encoding_ms = beside.forward_ms + beside.exchange_ms + beside.backward_ms
     assert plan.prediction.step_ms > encoding_ms > 0
     assert sum(plan.prediction.lost.named().values()) == pytest.approx(plan.prediction.step_ms)
-
-
-def test_what_does_not_go_together_is_refused():
-    """Prevents a method without encoders' memory, or a model without encoders."""
-    beside = {"placement": EncoderPlacement.DATA_PARALLEL}
-    with pytest.raises(UserError, match="leave both options out, or give --encoder pipeline"):
-        request(**beside, split=SplitRule(method=PartitionMethod.PARAMETER))
-    with pytest.raises(UserError, match="no encoder to be data-parallel"):
-        job_spec(model=load_model("qwen2.5-32b"), **beside)
 
 
 def test_packs_of_any_model_are_balanced_by_the_pipeline_alone():

@@ -182,6 +182,16 @@ def run(plan, steps=STEPS, **options):
     return run_ranks(plan.parallel, functools.partial(train_steps, **options), plan, steps)
 
 
+def what_moves(links, plan):
+    """Whether each parameter of a stage moved in two steps; of adapters B moves first, then A."""
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
+    for number, packs in enumerate(STEPS[:2]):
+        train_step(trainer, MicroBatchStream.of([*batches_of(plan.model, number, packs)]))
+    trainer.wait_for_weights()
+    return {name: not torch.equal(before[name], p) for name, p in trainer.stage.named_parameters()}
+
+
 _ALONE = {}
 
 

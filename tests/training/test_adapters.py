@@ -4,28 +4,15 @@ numbers; test_adapter_files.py has what they compute."""
 import mixture_cases
 import native_resolution_cases as native
 import pytest
-import torch
 from ranks import run_ranks
-from tensor_parallel_cases import MODELS, STEPS, Feed, alone, batches_of, compare_with_one_process
-from toy import OPTIONS, cut_plan
+from tensor_parallel_cases import MODELS, Feed, alone, compare_with_one_process, what_moves
+from toy import cut_plan
 
-from megatron.vlm.inputs.batch import MicroBatchStream
-from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.model.adapters import AdapterConfig, adapters_of
 
 EVERYWHERE = AdapterConfig(rank=4, alpha=8, parts=("vision", "projector", "language"))
 SOME = adapters_of(rank=3, alpha=6, targets="q_proj,v_proj,down_proj", rank_stabilized=True)
 MODEL = MODELS["6B-like"]
-
-
-def what_moves(links, plan):
-    """Whether each parameter moved in two steps; B moves first, and then A."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
-    for number, packs in enumerate(STEPS[:2]):
-        train_step(trainer, MicroBatchStream.of([*batches_of(plan.model, number, packs)]))
-    trainer.wait_for_weights()
-    return {name: not torch.equal(before[name], p) for name, p in trainer.stage.named_parameters()}
 
 
 def test_adapters_alone_move_and_parts_that_are_trained_whole():

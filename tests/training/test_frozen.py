@@ -4,7 +4,7 @@ import pytest
 import torch
 from pipeline_cases import STEPS, pipeline_plan
 from ranks import run_ranks
-from tensor_parallel_cases import alone, compare_with_one_process
+from tensor_parallel_cases import alone, compare_with_one_process, what_moves
 from toy import OPTIONS, toy_batch
 
 from megatron.vlm.inputs.batch import MicroBatchStream
@@ -26,15 +26,6 @@ def prefixes_of(frozen):
     return tuple(prefix for part in frozen for prefix in PREFIXES[part])
 
 
-def moved_weights(links, plan):
-    """Whether each of this stage's parameters moved in one step."""
-    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
-    before = {name: p.detach().clone() for name, p in trainer.stage.named_parameters()}
-    batch = toy_batch(plan.model, [(2, 9), (1, 14)], seed=0)
-    train_step(trainer, MicroBatchStream.of([batch]))
-    return {name: not torch.equal(before[name], p) for name, p in trainer.stage.named_parameters()}
-
-
 @pytest.mark.parametrize("frozen", FROZEN, ids="+".join)
 @pytest.mark.parametrize("cut", [3, 8], ids=["vision", "language"])
 def test_only_trained_parts_move(frozen, cut):
@@ -43,7 +34,7 @@ def test_only_trained_parts_move(frozen, cut):
     Covers stages that hold no trained parameter at all, on either end.
     """
     plan = pipeline_plan(cut, frozen=frozen)
-    for rank in run_ranks(plan.parallel, moved_weights, plan):
+    for rank in run_ranks(plan.parallel, what_moves, plan):
         assert rank and rank == {name: not name.startswith(prefixes_of(frozen)) for name in rank}
 
 

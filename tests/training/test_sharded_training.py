@@ -103,6 +103,7 @@ def first_weights(links, plan):
         whole.named_parameters(), stage.parameters(), strict=True
     ):
         assert torch.equal(drawn[parameter], expected), name
+        assert not name.endswith("bias") or not expected.any(), name
     return len(drawn)
 
 
@@ -116,7 +117,8 @@ def first_weights(links, plan):
     ids=["fp32", "tensor", "experts"],
 )
 def test_first_weights_are_those_of_a_whole_stage(plan, precision):
-    """Prevents: weights drawn unit by unit that are other ones, or vectors lost on the way."""
+    """Prevents: weights drawn unit by unit that are other ones, vectors lost on the way, and biases
+    that begin at random."""
     plan = plan.model_copy(update={"precision": precision})
     assert min(run_ranks(plan.parallel, first_weights, plan)) > 20
 
