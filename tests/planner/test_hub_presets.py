@@ -175,8 +175,9 @@ def test_a_path_is_no_hub_id(tmp_path, monkeypatch):
 
 
 def test_presets_are_listed_with_their_hub_ids(capsys):
-    """Prevents: ids that nobody can look up."""
+    """Prevents: ids, or presets, that nobody can look up."""
     listed = json.loads(printed(capsys, "presets --json"))["models"]
     assert {model["name"]: model["hub_ids"] for model in listed if model["hub_ids"]} == IDS
     shown = printed(capsys, "presets")
     assert all(one in shown for ids in IDS.values() for one in ids)
+    assert all(name in shown for kind in ("models", "clusters") for name in preset_names(kind))
