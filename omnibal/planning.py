@@ -42,8 +42,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
 from omnibal.search.encoder_placement import PlacementChoice, PredictedStep, neither, relative_ms
-from omnibal.search.enough_devices import message_with_what_fits
-from omnibal.search.feasible import find_changes
+from omnibal.search.feasible import find_changes, find_changes_of_goal
 from omnibal.search.goal import (
     Earlier,
     Goal,
@@ -800,8 +799,10 @@ class _Search:
         """Append changes that would fit to an error."""
         with self.listener.status("looking for what would fit"):
             if isinstance(error, _RequestDoesNotFit):
-                return UserError(find_changes(error.request).message(error))
-            return UserError(message_with_what_fits(error, self.goal, _request_of_sizes))
+                advice = find_changes(error.request)
+            else:
+                advice = find_changes_of_goal(self.goal, _request_of_sizes)
+            return UserError(advice.message(error))
 
 
 def _request_of_sizes(goal: Goal) -> StrategyRequest:

@@ -11,7 +11,6 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
 from omnibal.job.plan_data import PlanData
 from omnibal.job.plan_portions import AllPortions
-from omnibal.model.config import ClusterConfig
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -80,9 +79,6 @@ class PlanRequest:
         """Change the parallel sizes, but not micro-batches per rank unless steps are given."""
         job = self.job.sized(parallel)
         return replace(self, job=job, data=self.data.for_ranks(self.job, job))
-
-    def on_cluster(self, cluster: ClusterConfig) -> Self:
-        return replace(self, job=replace(self.job, cluster=cluster))
 
     def capped(self, caps: Caps) -> Self:
         return replace(self, data=self.data.capped(caps))

@@ -1,43 +1,54 @@
 """Advice for a job that does not fit into memory: the smallest change of each kind that would fit.
 
 Feasibility is the minimal peak over all splits with all useful recomputation. Each change is tried
-alone: smaller caps, more sharding, larger tensor, pipeline and data sizes, and larger devices. If
-no size is enough alone, tensor and pipeline sizes are tried together. If a trainer's first stage
-runs all encoders, fewer stages are tried too.
+alone. At given sizes these are smaller caps, more sharding, larger tensor, pipeline and data sizes,
+and larger devices. If no size is enough alone, tensor and pipeline sizes are tried together. If a
+trainer's first stage runs all encoders, fewer stages are tried too.
+
+At free sizes they are adapters and frozen parts on one device, then smaller caps, fewer given
+sizes, sharding, up to four times the devices in whole nodes, and larger devices. The first sizes
+that fit are named, by ascending state. A plan may choose faster sizes.
 """
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from typing import Any, TypeVar
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.planner import PlanRequest, placement_problem
-from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, preset_names
-from omnibal.model.levels import Level, are_plain
+from omnibal.job.plan_data import least_caps, limited_features
+from omnibal.job.planner import PlanRequest
+from omnibal.model.adapters import adapters_of
+from omnibal.model.config import load_cluster, preset_names
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import are_plain
 from omnibal.model.limits import Caps, option_of, words
 from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding, expert_sizes
-from omnibal.model.units import unit_names
+from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.pipeline.baselines import JOINT
-from omnibal.pipeline.encoder_search import least_peak_with_encoders
-from omnibal.pipeline.least_peak import least_peak_of_splits
-from omnibal.pipeline.stage_memory import GIB, fits_cap, tied_state_bytes, unit_bytes
-from omnibal.pipeline.workload import Workload
+from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search.caps import cap_space
+from omnibal.search.goal import Earlier, Goal, ShapesAlone
+from omnibal.search.memory_need import gib_text, least_need_gib, least_state_gib
+from omnibal.search.parallel_sizes import layouts_of, possible_sizings
+from omnibal.search.strategy import Setting, StrategyRequest, possible_choices
 
 SAMPLES = 20_000
-"""Max samples that changes are tried on, unless steps are given."""
+"""Max samples that changes of given sizes are tried on, unless steps are given."""
 
 _CAP_UNIT = 256
 """Unit of token caps to try. Smaller for small caps."""
 _CAP_STEPS = 16  # steps to lower caps in
 _LARGER_DATA = (2, 3, 4)  # factors: more ranks shard optimizer state
-_MOST_SIZES = 4
-"""Max sizes to try on the same devices, by ascending state, which dominates there."""
+_MOST_SAME_DEVICES, _MOST_FREE = 4, 12
+"""Max sizes to try per change, by ascending state, which dominates there."""
 _EVERY_PIPELINE = 16
 """Every pipeline size is tried up to this and up to twice the given size."""
-_DIGITS = 3  # significant digits of GiB
-_METHOD = "the joint partition and recomputation"
+_MOST_DEVICES = 4  # max factor on free devices
+_LORA_RANK = 16
+_ROOMIER = "a preset device with more memory"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -49,6 +60,18 @@ class Change:
     need_gib: float
     """Memory of one device in the split with minimal peak."""
 
+    @classmethod
+    def if_it_fits(cls, text: str, request: PlanRequest, tried: PlanRequest) -> "Change | None":
+        """Measure a request by `tried`, its part of the samples. None if it does not fit.
+
+        `{}` in the description is replaced by the memory needed and available.
+        """
+        need_gib, cap_gib = least_need_gib(tried), tried.job.memory_cap_gib
+        if not fits_cap(need_gib, cap_gib):
+            return None
+        need = f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
+        return cls(text=text.format(need), request=request, need_gib=need_gib)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Advice:
@@ -59,354 +82,52 @@ class Advice:
     """Kinds of changes tried, successful or not."""
 
     def message(self, error: DoesNotFit) -> str:
-        """Format the error with the changes that would fit."""
-        return what_would_fit(error, [change.text for change in self.changes], self.tried)
-
-
-def least_need_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
-    """Return the minimal peak memory over splits and recomputation, for packs of these levels."""
-    if job.has_data_parallel_encoders and job.beside is None:
-        return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
-    cost, stages = job.cost_of_all(levels), job.parallel.pipeline
-    return (
-        least_peak_of_splits(cost, job.pipeline_model, workload, stages, job.trainer.stages) / GIB
-    )
-
-
-def need_vs_budget_gib(job: JobSpec, workload: Workload, levels: Sequence[Level]) -> float:
-    """Return a peak that decides fitting: of some split if it fits, else a lower bound of all."""
-    if not are_plain(levels) or (job.has_data_parallel_encoders and job.beside is None):
-        return least_need_gib(job, workload, levels)
-    sizes = job.pipeline_model, workload, job.parallel.pipeline, job.trainer.stages
-    return least_peak_of_splits(job.cost, *sizes, job.memory_cap_gib * GIB) / GIB
-
-
-def least_state_gib(job: JobSpec) -> float:
-    """Return min weights, gradients and optimizer state of a device: the state of equal stages."""
-    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
-    state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
-    return (state_bytes - tied_state_bytes(job.cost)) / job.parallel.pipeline / GIB
-
-
-def gib_text(gib: float) -> str:
-    """Format GiB with three significant digits.
-
-    Example:
-        >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)
-        ('125', '72.0', '0.00123')
-    """
-    decimals = _DIGITS - 1 - math.floor(math.log10(gib)) if gib > 0 else 0
-    return f"{gib:,.{max(decimals, 0)}f}"
-
-
-def need_text(need_gib: float, cap_gib: float) -> str:
-    """Format needed and available memory."""
-    return f"needs {gib_text(need_gib)} of {gib_text(cap_gib)} GiB"
-
-
-def what_would_fit(error: DoesNotFit, changes: Sequence[str], tried: Sequence[str]) -> str:
-    """Format the error with changes that would fit, or with kinds tried in vain."""
-    if changes:
-        return f"{error.need}; what would fit: {'; or '.join(changes)}"
-    if not tried:
-        return str(error)
-    return (
-        f"{error.need}; of these, no single one that was tried is enough: {', '.join(tried)}; "
-        "combine several of them or use a smaller model"
-    )
-
-
-Candidate = tuple[str, Callable[[], PlanRequest]]
-"""Description of a change, and a function that returns the changed request or raises UserError."""
-
-
-def find_changes(request: PlanRequest) -> Advice:
-    """Find the smallest change of every kind that makes a request fit.
-
-    Changes without more devices come first, then by devices, then other kinds of devices. For other
-    methods, the joint search is tried alone first. More than `SAMPLES` samples are subsampled, so a
-    change that barely fits may need slightly more memory on all samples.
-    """
-    if request.split.is_joint:
-        changes = _Changes(request)
-    else:
-        joint = replace(request, split=JOINT)
-        changes = _Changes(joint)
-        text = (
-            f"the partition method {JOINT.method} with recompute rule {JOINT.recompute} instead of "
-            f"{request.split.method} with {request.split.recompute}"
+        """Format the error with changes that would fit, or with kinds tried in vain."""
+        if self.changes:
+            return f"{error.need}; what would fit: {'; or '.join(c.text for c in self.changes)}"
+        if not self.tried:
+            return str(error)
+        return (
+            f"{error.need}; of these, no single one that was tried is enough: "
+            f"{', '.join(self.tried)}; combine several of them or use a smaller model"
         )
-        changes.first(_METHOD, [(text, lambda: joint)])
-        changes.prefix = f"{text}, and "
-    if not changes.found:
-        _try_all(changes)
-    return Advice(changes=tuple(changes.found), tried=tuple(changes.tried))
 
 
-def _try_all(changes: "_Changes") -> None:
-    request = changes.request
-    _try_smaller_caps(changes)
-    job, parallel = request.job, request.job.parallel
-    experts = expert_sizes(job.model, parallel.tensor, parallel.data)
-    larger_experts = (changes.sized(expert=size) for size in experts if size > parallel.expert)
-    changes.first("a larger --ep", larger_experts)
-    if job.has_data_parallel_encoders and job.encoder_shardings == (WeightSharding.REPLICATED,):
-        changes.first("--sharding auto", [changes.with_divided_encoders()])
-    changes.first("--sharding hybrid or full", map(changes.held, _more_shards(job)))
-    if request.job.trainer.stages.encoders_on_first:
-        # The first stage keeps encoder activations of one micro-batch per stage.
-        fewer = (changes.sized(**sizes) for sizes in _fewer_stages(parallel))
-        changes.first("a smaller --pp with a larger --dp", fewer)
-    in_place = [each for each in changes.found if each.request.job is not request.job]
-    if not in_place:
-        others = map(changes.shared_out, _same_devices(request))
-        changes.first("other sizes on the same devices", others)
-    same_devices = len(changes.found)
-    tensors, pipelines = _larger_tensors(request.job), _larger_pipelines(request.job)
-    changes.first("a larger --tp", (changes.sized(tensor=size) for size in tensors))
-    changes.first("a larger --pp", (changes.sized(pipeline=size) for size in pipelines))
-    more_data = (changes.sized(data=factor * parallel.data) for factor in _LARGER_DATA)
-    changes.first("a larger --dp", more_data)
-    if not in_place:
-        dividing = map(changes.shared_out, _larger_shards(request.job))
-        changes.first("a larger --dp with --sharding full", dividing)
-    if len(changes.found) == same_devices:
-        pairs = sorted(
-            ((tensor, pipeline) for tensor in tensors for pipeline in pipelines),
-            key=lambda pair: (pair[0] * pair[1], pair),
-        )
-        both = (changes.sized(tensor=tensor, pipeline=pipeline) for tensor, pipeline in pairs)
-        changes.first("a larger --tp and --pp together", both)
-    changes.found[same_devices:] = sorted(
-        changes.found[same_devices:], key=lambda change: change.request.job.parallel.world_size
-    )
-    changes.first("a preset device with more memory", _roomier(request))
+Changed = TypeVar("Changed", PlanRequest, Goal)
+Fit = Callable[[str, Changed], Change | None]
+"""Function that tries a changed request or goal with its description."""
+Kind = tuple[str, Iterable[tuple[str, Changed]]]
+"""Name of a kind of changes, and its descriptions and changed requests or goals."""
 
 
-class _Changes:
-    """Changed requests and their memory. Packs at the request's own caps are made once."""
-
-    def __init__(self, request: PlanRequest) -> None:
-        self.request = request
-        self.prefix = ""
-        """Description of earlier changes."""
-        self.packed = _sampled(request).packed()
-        self.found: list[Change] = []
-        self.tried: dict[str, None] = {}
-
-    def sized(self, **sizes: int) -> Candidate:
-        """Change parallel sizes, keeping micro-batches per rank unless steps are given."""
-        parallel = self.request.job.parallel
-        changes = dict(sizes)
-        if parallel.tensor == 1 < sizes.get("tensor", 1):
-            changes["sequence_parallel"] = True
-        if parallel.sharded == parallel.data > 1:
-            changes["sharded"] = sizes.get("data", parallel.data)
-        old = dict(parallel)
-        text = " ".join(f"{SIZE_OPTIONS[name]} {size}" for name, size in sizes.items())
-        instead = " and ".join(str(old[name]) for name in sizes)
-        held = self.request.job.trainer.held
-
-        def larger() -> PlanRequest:
-            return self.request.sized(held(parallel.changed(**changes)))
-
-        return f"{text} instead of {instead}", larger
-
-    def held(self, way: WeightSharding) -> Candidate:
-        """Shard weights and data-parallel encoders over more data-parallel ranks."""
-        job = self.request.job
-        parallel = job.parallel.held(way, job.cluster)
-        assert parallel is not None
-        request = replace(self.request, job=replace(job, encoder_shardings=(way,)))
-        text = f"--sharding {way} instead of {job.parallel.sharding}"
-        return text, lambda: request.sized(parallel)
-
-    def with_divided_encoders(self) -> Candidate:
-        """Shard data-parallel encoders in their best way."""
-        job = replace(self.request.job, encoder_shardings=tuple(WeightSharding))
-        text = f"--sharding auto instead of {WeightSharding.REPLICATED}"
-        return text, lambda: replace(self.request, job=job)
-
-    def shared_out(self, parallel: Parallel) -> Candidate:
-        """Change parallel sizes and sharding together."""
-        old = self.request.job.parallel
-        text = f"{_options_beside(parallel, old)} instead of {_options_beside(old, parallel)}"
-        return text, lambda: self.request.sized(parallel)
-
-    def first(self, kind: str, candidates: Iterable[Candidate]) -> None:
-        """Keep the first candidate of a kind that fits."""
-        for candidate in candidates:
-            self.tried[kind] = None
-            change = self.change(*candidate)
+def _first_of_each(
+    kinds: Iterable[Kind[Changed]], fit: Fit[Changed], found: list[Change]
+) -> tuple[str, ...]:
+    """Add the first change of each kind that fits. Returns the kinds tried."""
+    tried = dict[str, None]()
+    for kind, candidates in kinds:
+        for text, changed in candidates:
+            tried[kind] = None
+            change = fit(text, changed)
             if change is not None:
-                self.found.append(change)
-                return
-
-    def change(self, text: str, make: Callable[[], PlanRequest]) -> Change | None:
-        """Try a change. None if it does not fit or is impossible."""
-        try:
-            request = make()
-            sampled = _sampled(request)
-            same_packs = request.data.caps == self.request.data.caps
-            packed = self.packed if same_packs else sampled.packed()
-            workload = sampled.drawn(packed).workload()
-            need_gib = least_need_gib(sampled.job, workload, sampled.data.levels)
-        except UserError:
-            return None
-        cap_gib = request.job.memory_cap_gib
-        if not fits_cap(need_gib, cap_gib):
-            return None
-        figures = need_text(need_gib, cap_gib)
-        devices = request.job.parallel.world_size
-        if devices != self.request.job.parallel.world_size:
-            figures = f"{devices:,} devices, {figures}"
-        return Change(text=f"{self.prefix}{text} ({figures})", request=request, need_gib=need_gib)
+                found.append(change)
+                break
+    return tuple(tried)
 
 
-def _sampled(request: PlanRequest) -> PlanRequest:
-    return replace(request, data=request.data.sampled(SAMPLES))
-
-
-def _larger_tensors(job: JobSpec) -> list[int]:
-    """Larger tensor-parallel sizes that the model and a node allow."""
-    sizes = range(job.parallel.tensor + 1, job.cluster.gpus_per_node + 1)
-    return [
-        size
-        for size in sizes
-        if job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
-        and job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
+def _fewer_caps(
+    caps: Caps, least: Caps, change: Callable[[Caps], Changed], fit: Fit[Changed]
+) -> Kind[Changed]:
+    """The largest smaller caps that fit, by bisection. Approximate: packing is not monotonic."""
+    names = list(reversed(caps.names))
+    instead = words([str(caps[name]) for name in names])
+    candidates = [
+        (f"{' '.join(reversed(each.options))} instead of {instead}", change(each))
+        for each in smaller_caps(caps, least)
     ]
-
-
-def _more_shards(job: JobSpec) -> list[WeightSharding]:
-    """Shardings over more ranks, fewest first."""
-    held = {
-        way: job.parallel.held(way, job.cluster)
-        for way in (WeightSharding.HYBRID, WeightSharding.FULL)
-    }
-    return [
-        way
-        for way, each in held.items()
-        if each is not None and each.sharded > job.parallel.sharded and job.allows(each)
-    ]
-
-
-def _options_beside(parallel: Parallel, other: Parallel) -> str:
-    """Options of sizes that differ from another layout."""
-    own, others = ({**dict(each), "sharding": each.sharding} for each in (parallel, other))
-    options = {**SIZE_OPTIONS, "sharding": "--sharding"}
-    return " ".join(
-        f"{option} {own[name]}" for name, option in options.items() if own[name] != others[name]
-    )
-
-
-def layouts_of(
-    model: ModelConfig, devices: int, sizes: Iterable[tuple[int, int]], divides: bool = True
-) -> list[Parallel]:
-    """Return layouts of tensor and pipeline sizes, with sequence parallelism if it `divides`."""
-    return [
-        Parallel(
-            tensor=tensor,
-            pipeline=pipeline,
-            data=data,
-            sequence_parallel=tensor > 1 and divides,
-            expert=expert,
-        )
-        for tensor, pipeline in sizes
-        for data in [devices // (tensor * pipeline)]
-        for expert in expert_sizes(model, tensor, data)
-    ]
-
-
-def _same_devices(request: PlanRequest) -> list[Parallel]:
-    """Layouts on the same devices with any sharding, by ascending state."""
-    job = request.job
-    devices, context = job.parallel.world_size, max(each.context for each in request.data.levels)
-    stages = [
-        (tensor, pipeline)
-        for tensor in range(1, job.cluster.gpus_per_node + 1)
-        for pipeline in range(1, job.pipeline_model.layers + 1)
-        if devices % (tensor * pipeline * context) == 0
-    ]
-    whole = layouts_of(job.model, devices, stages)
-    held = (each.held(way, job.cluster) for each in whole for way in WeightSharding)
-    allowed = [each for each in dict.fromkeys(held) if each is not None and job.allows(each)]
-    allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))
-    return allowed[:_MOST_SIZES]
-
-
-def _larger_shards(job: JobSpec) -> list[Parallel]:
-    """Layouts with more data-parallel ranks that all shard weights."""
-    data = [factor * job.parallel.data for factor in _LARGER_DATA]
-    full = [job.parallel.model_copy(update={"data": size, "sharded": size}) for size in data]
-    return [each for each in full if job.parallel.sharded == 1 and job.allows(each)]
-
-
-def _larger_pipelines(job: JobSpec) -> list[int]:
-    """Larger pipeline sizes: consecutive, then doubling, up to the number of layers."""
-    layers, size = job.pipeline_model.layers, job.parallel.pipeline
-    dense = max(2 * size, _EVERY_PIPELINE)
-    sizes = list(range(size + 1, min(dense, layers) + 1))
-    while (dense := 2 * dense) <= layers:
-        sizes.append(dense)
-    return sizes
-
-
-def _fewer_stages(parallel: Parallel) -> list[dict[str, int]]:
-    """Sizes with fewer pipeline stages on the same devices, by descending stages."""
-    size = parallel.pipeline
-    return [
-        {"pipeline": fewer, "data": parallel.data * size // fewer}
-        for fewer in range(size - 1, 0, -1)
-        if parallel.data * size % fewer == 0
-    ]
-
-
-def _roomier(request: PlanRequest) -> list[Candidate]:
-    return [
-        (text, partial(request.on_cluster, preset)) for text, preset in roomier_devices(request.job)
-    ]
-
-
-def roomier_devices(job: JobSpec) -> list[tuple[str, ClusterConfig]]:
-    """Return presets with more memory by size, with options. Empty for a measured profile."""
-    if job.cost_source.is_of_one_device:
-        return []
-    own = job.cluster
-    presets = [load_cluster(name) for name in preset_names("clusters")]
-    roomier = [preset for preset in presets if preset.memory_gib > own.memory_gib]
-    larger = [preset for preset in roomier if preset.name != own.name]
-    # A lower memory limit was given, and would apply to another device too.
-    also = " and no --memory-gib" if len(larger) < len(roomier) else ""
-    return [
-        (f"--cluster {preset.name}{also} instead of {own.name}", preset)
-        for preset in sorted(larger, key=lambda preset: preset.memory_gib)
-    ]
-
-
-def _try_smaller_caps(changes: _Changes) -> None:
-    """Find the largest smaller caps that fit, by bisection.
-
-    Approximate, as packing is not monotonic. Caps of several levels are searched elsewhere.
-    """
-    data = changes.request.data
-    if data.steps is not None or not are_plain(data.levels):
-        return
-    candidates = smaller_caps(data.caps, data.least_caps())
-    found: list[Change] = []
-    low, high = 0, len(candidates)
-    while low < high:
-        changes.tried[f"smaller {words([option_of(n) for n in reversed(data.caps.names)])}"] = None
-        middle = (low + high) // 2
-        caps, old = candidates[middle], data.caps
-        new = " ".join(reversed(caps.options))
-        text = f"{new} instead of {words([str(old[name]) for name in reversed(old.names)])}"
-        change = changes.change(text, partial(changes.request.capped, caps))
-        if change is None:
-            low = middle + 1
-        else:
-            found, high = [change], middle
-    changes.found += found
+    place = bisect_left(candidates, True, key=lambda each: fit(*each) is not None)
+    kind = f"smaller {words([option_of(name) for name in names])}"
+    return kind, candidates[place : place + 1] or candidates[-1:]
 
 
 def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
@@ -425,3 +146,267 @@ def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
         )
         for tokens in range(last, first - 1, -unit)
     ]
+
+
+def roomier_devices(job: JobSpec) -> Iterator[tuple[str, JobSpec]]:
+    """Yield presets with more memory by size, with options. Empty for a measured profile."""
+    if job.cost_source.is_of_one_device:
+        return
+    own = job.cluster
+    presets = [load_cluster(name) for name in preset_names("clusters")]
+    roomier = [preset for preset in presets if preset.memory_gib > own.memory_gib]
+    larger = [preset for preset in roomier if preset.name != own.name]
+    # A lower memory limit was given, and would apply to another device too.
+    also = " and no --memory-gib" if len(larger) < len(roomier) else ""
+    for preset in sorted(larger, key=lambda preset: preset.memory_gib):
+        with suppress(UserError):
+            changed = replace(job, cluster=preset)
+            yield f"--cluster {preset.name}{also} instead of {own.name}", changed
+
+
+# Given sizes.
+
+
+def find_changes(request: PlanRequest) -> Advice:
+    """Find the smallest change of every kind that makes a request fit.
+
+    Changes without more devices come first, then by devices, then other kinds of devices. For other
+    methods, the joint search is tried alone first. More than `SAMPLES` samples are subsampled, so a
+    change that barely fits may need slightly more memory on all samples.
+    """
+    job, split, prefix, found = request.job, request.split, "", list[Change]()
+    request = replace(request, split=JOINT)
+    packed = _sampled(request).packed()
+
+    def fit(text: str, changed: PlanRequest) -> Change | None:
+        devices = changed.job.parallel.world_size
+        more = "" if devices == job.parallel.world_size else f"{devices:,} devices, "
+        with suppress(UserError):
+            tried = _sampled(changed)
+            same_packs = changed.data.caps == request.data.caps
+            tried = tried.drawn(packed if same_packs else tried.packed())
+            return Change.if_it_fits(f"{prefix}{text} ({more}{{}})", changed, tried)
+        return None
+
+    tried: tuple[str, ...] = ()
+    if not split.is_joint:
+        text = (
+            f"the partition method {JOINT.method} with recompute rule {JOINT.recompute} instead of "
+            f"{split.method} with {split.recompute}"
+        )
+        kind = "the joint partition and recomputation"
+        tried = _first_of_each([(kind, [(text, request)])], fit, found)
+        prefix = f"{text}, and "
+    if not found:
+        tried += _first_of_each(_kinds_of_request(request, fit, found), fit, found)
+        found.sort(
+            key=lambda change: (
+                change.request.job.cluster is not job.cluster,
+                change.request.job.parallel.world_size,
+            )
+        )
+    return Advice(changes=tuple(found), tried=tried)
+
+
+def _sampled(request: PlanRequest) -> PlanRequest:
+    return replace(request, data=request.data.sampled(SAMPLES))
+
+
+def _kinds_of_request(
+    request: PlanRequest, fit: Fit[PlanRequest], found: list[Change]
+) -> Iterator[Kind[PlanRequest]]:
+    """Yield kinds of changes at given sizes. Some depend on the changes found before."""
+    job, data, parallel = request.job, request.data, request.job.parallel
+    if data.steps is None and are_plain(data.levels):  # caps of several levels are searched
+        yield _fewer_caps(data.caps, data.least_caps(), request.capped, fit)
+    experts = expert_sizes(job.model, parallel.tensor, parallel.data)
+    larger = [{"expert": size} for size in experts if size > parallel.expert]
+    yield "a larger --ep", _at_sizes(request, larger)
+    if job.has_data_parallel_encoders and job.encoder_shardings == (WeightSharding.REPLICATED,):
+        divided = replace(job, encoder_shardings=tuple(WeightSharding))
+        text = f"--sharding auto instead of {WeightSharding.REPLICATED}"
+        yield "--sharding auto", [(text, replace(request, job=divided))]
+    ways = (WeightSharding.HYBRID, WeightSharding.FULL)
+    held = [each for way in ways if (each := parallel.held(way, job.cluster))]
+    more = [{"sharded": each.sharded} for each in held if each.sharded > parallel.sharded]
+    yield "--sharding hybrid or full", _at_sizes(request, more)
+    if job.trainer.stages.encoders_on_first:
+        # The first stage keeps encoder activations of one micro-batch per stage.
+        ranks, fewer = parallel.data * parallel.pipeline, range(parallel.pipeline - 1, 0, -1)
+        sizes = [{"pipeline": size, "data": ranks // size} for size in fewer if ranks % size == 0]
+        yield "a smaller --pp with a larger --dp", _at_sizes(request, sizes)
+    only_caps = all(change.request.job is job for change in found)
+    if only_caps:
+        same = map(dict, _same_devices(request))
+        yield "other sizes on the same devices", _at_sizes(request, same)
+    same_devices = len(found)
+    tensors, pipelines = _larger_tensors(job), _larger_pipelines(job)
+    yield "a larger --tp", _at_sizes(request, [{"tensor": size} for size in tensors])
+    yield "a larger --pp", _at_sizes(request, [{"pipeline": size} for size in pipelines])
+    ranks_of_data = [factor * parallel.data for factor in _LARGER_DATA]
+    whole = [{"data": ranks} for ranks in ranks_of_data]
+    yield "a larger --dp", _at_sizes(request, whole)
+    if only_caps and parallel.sharded == 1:
+        full = [{"data": ranks, "sharded": ranks} for ranks in ranks_of_data]
+        yield "a larger --dp with --sharding full", _at_sizes(request, full)
+    if len(found) == same_devices:
+        pairs = [(tensor, pipeline) for tensor in tensors for pipeline in pipelines]
+        pairs.sort(key=lambda pair: (pair[0] * pair[1], pair))
+        both = [{"tensor": tensor, "pipeline": pipeline} for tensor, pipeline in pairs]
+        yield "a larger --tp and --pp together", _at_sizes(request, both)
+    roomier = ((text, replace(request, job=changed)) for text, changed in roomier_devices(job))
+    yield _ROOMIER, roomier
+
+
+def _at_sizes(
+    request: PlanRequest, every: Iterable[Mapping[str, Any]]
+) -> Iterator[tuple[str, PlanRequest]]:
+    """Yield the request with some sizes changed, without changes that are impossible.
+
+    Micro-batches per rank stay unless steps are given. Full sharding stays over all ranks, and
+    data-parallel encoders are sharded as weights are told to be.
+    """
+    job, old = request.job, request.job.parallel
+    options = {**SIZE_OPTIONS, "sharding": "--sharding"}
+    for sizes in every:
+        usual: dict[str, Any] = {}
+        if old.tensor == 1 < sizes.get("tensor", 1):
+            usual["sequence_parallel"] = True
+        if old.sharded == old.data > 1:
+            usual["sharded"] = sizes.get("data", old.data)
+        with suppress(UserError):
+            new = job.trainer.held(old.changed(**{**usual, **sizes}))
+            changed = request
+            if new.sharding is not old.sharding:
+                changed = replace(request, job=replace(job, encoder_shardings=(new.sharding,)))
+            pairs = {each: (getattr(old, each), getattr(new, each)) for each in options}
+            pairs = {each: pair for each, pair in pairs.items() if pair[0] != pair[1]}
+            text = " ".join(f"{options[each]} {now}" for each, (_, now) in pairs.items())
+            before = words([str(size) for size, _ in pairs.values()])
+            yield f"{text} instead of {before}", changed.sized(new)
+
+
+def _larger_tensors(job: JobSpec) -> list[int]:
+    """Larger tensor-parallel sizes that the model and a node allow."""
+    sizes = range(job.parallel.tensor + 1, job.cluster.gpus_per_node + 1)
+    return [
+        size
+        for size in sizes
+        if job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
+        and job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
+    ]
+
+
+def _larger_pipelines(job: JobSpec) -> list[int]:
+    """Larger pipeline sizes: consecutive, then doubling, up to the number of layers."""
+    layers, size = job.pipeline_model.layers, job.parallel.pipeline
+    dense = max(2 * size, _EVERY_PIPELINE)
+    sizes = list(range(size + 1, min(dense, layers) + 1))
+    while (dense := 2 * dense) <= layers:
+        sizes.append(dense)
+    return sizes
+
+
+def _same_devices(request: PlanRequest) -> list[Parallel]:
+    """Layouts on the same devices with any sharding, by ascending state."""
+    job = request.job
+    devices, context = job.parallel.world_size, max(each.context for each in request.data.levels)
+    stages = [
+        (tensor, pipeline)
+        for tensor in range(1, job.cluster.gpus_per_node + 1)
+        for pipeline in range(1, job.pipeline_model.layers + 1)
+        if devices % (tensor * pipeline * context) == 0
+    ]
+    whole = layouts_of(job.model, devices, stages)
+    held = (each.held(way, job.cluster) for each in whole for way in WeightSharding)
+    allowed = [each for each in dict.fromkeys(held) if each is not None and job.allows(each)]
+    allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))
+    return allowed[:_MOST_SAME_DEVICES]
+
+
+# Free sizes.
+
+RequestOf = Callable[[Goal], StrategyRequest]
+"""Function that returns the strategy request of a goal with free sizes."""
+
+
+def find_changes_of_goal(goal: Goal, request_of: RequestOf) -> Advice:
+    """Find the smallest change of every kind that makes some sizes of a goal fit."""
+    found = list[Change]()
+
+    def fit(text: str, changed: Goal) -> Change | None:
+        with suppress(UserError):
+            return _first_fit(text, request_of(changed).drawn())
+        return None
+
+    tried = _first_of_each(_kinds_of_goal(goal, fit), fit, found)
+    return Advice(changes=tuple(found), tried=tried)
+
+
+def _kinds_of_goal(goal: Goal, fit: Fit[Goal]) -> Iterator[Kind[Goal]]:
+    """Yield kinds of changes of a goal with free sizes."""
+    job, data, sizes, parts = goal.job, goal.data, goal.free.sizes, model_parts(goal.job.model)
+    assert sizes is not None
+    if sizes.gpus == 1 and job.adapters is None and not job.frozen:
+        others = tuple(part for part in parts if part != LANGUAGE)
+        adapted = replace(job, frozen=others, adapters=adapters_of(rank=_LORA_RANK))
+        yield "--lora-rank", [(f"--lora-rank {_LORA_RANK}", replace(goal, job=adapted))]
+        for_each = parts if len(parts) > 1 else ()
+        frozen = ((part, replace(job, frozen=(part,))) for part in for_each)
+        yield "--freeze", ((f"--freeze {part}", replace(goal, job=less)) for part, less in frozen)
+    if not isinstance(data, Earlier) and data.caps is not None:
+        least = Caps.of(**dict.fromkeys(data.caps.names, 1))
+        if not isinstance(data, ShapesAlone):
+            least = least_caps(data.lengths, data.caps.names)
+        yield _fewer_caps(
+            data.caps, least, lambda caps: replace(goal, data=replace(data, caps=caps)), fit
+        )
+
+    def free(**changes: Any) -> Goal:
+        return replace(goal, free=replace(goal.free, **changes))
+
+    without: dict[str, Any] = dict.fromkeys(SIZE_OPTIONS)
+    fewer = (
+        (f"no {SIZE_OPTIONS[name]} {size}", free(sizes=replace(sizes, **{name: without[name]})))
+        for name in SIZE_OPTIONS
+        if (size := getattr(sizes, name)) is not None
+    )
+    yield "other sizes than those given", fewer
+    if set(goal.shardings) != set(job.trainer.shardings):
+        text = f"--sharding auto instead of {' or '.join(goal.shardings)}"
+        yield "--sharding auto", [(text, free(shardings=tuple(WeightSharding)))]
+    # Whole nodes, in steps >= a quarter of the devices.
+    gpus, node = sizes.gpus, job.cluster.gpus_per_node
+    unit = max(gpus // 4 // node, 1) * node
+    numbers = range(gpus // unit * unit + unit, _MOST_DEVICES * max(gpus, node) + 1, unit)
+    yield (
+        "more --gpus",
+        (
+            (f"--gpus {more} instead of {gpus}", free(sizes=replace(sizes, gpus=more)))
+            for more in numbers
+        ),
+    )
+    roomier = ((text, replace(goal, job=changed)) for text, changed in roomier_devices(job))
+    yield _ROOMIER, roomier
+
+
+def _first_fit(text: str, request: StrategyRequest) -> Change | None:
+    """First sizes that fit by ascending state, with pipeline encoders first."""
+    sizings, setting = possible_sizings(request), Setting(request=request, packs={})
+    caps = request.caps
+    if caps is None:
+        caps = cap_space(request, limited_features(request.job.model)).level(1.0)[-1]
+    choices = possible_choices(setting, [(each, caps) for each in sizings], processes=1)
+    for placement in EncoderPlacement:
+        placed = [choice for choice in choices if choice[0].placement is placement]
+        states = {choice: least_state_gib(setting.job(choice[0])) for choice in placed}
+        least = sorted(placed, key=lambda each: (states[each], str(each[0].parallel)))
+        for choice in least[:_MOST_FREE]:
+            if not fits_cap(states[choice], request.job.memory_cap_gib):
+                break
+            tried = setting.request_of(choice)
+            sized = f"{text}, as in {choice[0].options} ({{}})"
+            change = Change.if_it_fits(sized, tried, tried)
+            if change is not None:
+                return change
+    return None

@@ -12,21 +12,21 @@ neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.links import shard_group
 from omnibal.job.plan_data import limited_features
-from omnibal.model.config import ClusterConfig
+from omnibal.model.config import ClusterConfig, ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, expert_sizes
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
 from omnibal.search.encoder_placement import neither
 from omnibal.search.engine import whole_progress
-from omnibal.search.feasible import gib_text, layouts_of
+from omnibal.search.memory_need import gib_text
 from omnibal.search.schedule_choice import check_may_run, may_run
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
@@ -198,6 +198,24 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
             "two ranks; use more GPUs, or give --sharding auto"
         )
     raise UserError(_impossible(request, list(filter(request.job.allows, found))))
+
+
+def layouts_of(
+    model: ModelConfig, devices: int, sizes: Iterable[tuple[int, int]], divides: bool = True
+) -> list[Parallel]:
+    """Return layouts of tensor and pipeline sizes, with sequence parallelism if it `divides`."""
+    return [
+        Parallel(
+            tensor=tensor,
+            pipeline=pipeline,
+            data=data,
+            sequence_parallel=tensor > 1 and divides,
+            expert=expert,
+        )
+        for tensor, pipeline in sizes
+        for data in [devices // (tensor * pipeline)]
+        for expert in expert_sizes(model, tensor, data)
+    ]
 
 
 def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:

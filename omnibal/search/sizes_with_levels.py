@@ -17,11 +17,11 @@ from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import Trials, try_all
-from omnibal.search.feasible import least_state_gib
 from omnibal.search.level_choice import least_ms_per_sample
 from omnibal.search.level_estimates import LevelEstimates, LevelRule, Packed, some_of_each, top_caps
 from omnibal.search.level_sets import LEAST_GAIN, ROUNDS, SIMULATED_SAMPLES
 from omnibal.search.level_trial import LevelTrial, LevelTrials
+from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
 from omnibal.search.trial import encoders_ms_per_sample

@@ -22,7 +22,7 @@ from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.search.engine import try_all
-from omnibal.search.feasible import least_state_gib, need_vs_budget_gib
+from omnibal.search.memory_need import least_need_gib, least_state_gib
 from omnibal.search.trial import (
     MIN_STEPS,
     Comparison,
@@ -243,7 +243,7 @@ def find_bound(setting: Setting, choice: Choice) -> tuple[Choice, Bound | Need]:
 def estimate(setting: Setting, choice: Choice) -> tuple[Choice, float | Need]:
     """Estimate the ratio of a choice's time to its bound `about_ms`."""
     sized = setting.request_of(choice)
-    need_gib, samples = need_gib_of(sized), mean_samples(sized)
+    need_gib, samples = least_need_gib(sized, is_exact=False), mean_samples(sized)
     if not fits_cap(need_gib, sized.job.memory_cap_gib):
         return choice, Need(gib=need_gib)
     _, encoders_ms = encoders_ms_per_sample(sized.job, setting.request.lengths, samples)
@@ -259,12 +259,12 @@ def evaluate(setting: Setting, fits: bool, choice: Choice) -> tuple[Choice, Stra
     sizing = choice[0]
     try:
         if not fits:
-            need_gib = need_gib_of(setting.request_of(choice))
+            need_gib = least_need_gib(setting.request_of(choice), is_exact=False)
             if not fits_cap(need_gib, setting.job(sizing).memory_cap_gib):
                 return choice, Need(gib=need_gib)
         return choice, planned_strategy(setting, sizing, setting.trial(choice))
     except DoesNotFit:
-        return choice, Need(gib=need_gib_of(setting.request_of(choice)))
+        return choice, Need(gib=least_need_gib(setting.request_of(choice), is_exact=False))
 
 
 def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial) -> Strategy:
@@ -281,8 +281,3 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
         recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages_at_levels[-1]),
         why="",
     )
-
-
-def need_gib_of(request: PlanRequest) -> float:
-    """Peak memory that decides fitting: of some split if its steps fit, else a lower bound."""
-    return need_vs_budget_gib(request.job, request.workload(), request.data.levels)

@@ -25,7 +25,8 @@ from omnibal.model.parallel import Parallel, WeightSharding, check_parallel, exp
 from omnibal.packing.packs import read_packs
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.search.feasible import find_changes, least_need_gib
+from omnibal.search.feasible import find_changes
+from omnibal.search.memory_need import least_need_gib
 from omnibal.steps.deal import deal_apart, deal_in_lockstep
 from omnibal.steps.empty_slots import empty_slots
 
@@ -191,13 +192,12 @@ def test_a_larger_expert_size_is_advised():
     """Prevents a job that does not fit from getting advice that leaves out its own devices."""
     asked = request(model=DIGITS, parallel=parallel_of(1, 1, 4, 1))
     shared = asked.sized(parallel_of(1, 1, 4, 2))
-    least_gib = [
-        least_need_gib(each.job, each.workload(), each.data.levels) for each in (asked, shared)
-    ]
+    least_gib = [least_need_gib(each) for each in (asked, shared)]
     assert least_gib[1] < least_gib[0]
     device_gib = (least_gib[0] + least_gib[1]) / 2 / USABLE_MEMORY_FRACTION
     cluster = asked.job.cluster.model_copy(update={"memory_gib": device_gib})
-    changes = [each.text for each in find_changes(asked.on_cluster(cluster)).changes]
+    asked = replace(asked, job=replace(asked.job, cluster=cluster))
+    changes = [each.text for each in find_changes(asked).changes]
     assert any(text.startswith("--ep 2 instead of 1 (needs") for text in changes), changes
 
 

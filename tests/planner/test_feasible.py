@@ -23,9 +23,10 @@ from omnibal.model.targets import RecomputeFreedom, StageRules, TrainerConstrain
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, SplitRule
 from omnibal.search import feasible
-from omnibal.search.feasible import Advice, Change, find_changes, gib_text, smaller_caps
+from omnibal.search.feasible import Advice, Change, find_changes, roomier_devices, smaller_caps
 from omnibal.search.goal import ShapesAlone
 from omnibal.search.level_estimates import LevelRule
+from omnibal.search.memory_need import gib_text
 from omnibal.search.strategy import FreeSizes
 from omnibal.steps import steps
 from omnibal.steps.steps import steps_of
@@ -214,7 +215,7 @@ def test_a_larger_device_needs_its_own_memory():
         parallel=Parallel(pipeline=2, data=2), lengths=None,
     )  # fmt: skip
     for planned, also in ((whole, ""), (with_memory(whole, 20.0), " and no --memory-gib")):
-        named = [text for text, _ in feasible._roomier(planned)]
+        named = [text for text, _ in roomier_devices(planned.job)]
         assert named[-2:] == [
             f"--cluster {name}{also} instead of a100-80g" for name in ("h200-141g", "b200-180g")
         ]

@@ -1,0 +1,46 @@
+"""Min memory that a job needs on a device, over all splits with all useful recomputation."""
+
+import math
+
+from omnibal.job.job import JobSpec
+from omnibal.job.planner import PlanRequest, placement_problem
+from omnibal.model.levels import are_plain
+from omnibal.model.units import unit_names
+from omnibal.pipeline.encoder_search import least_peak_with_encoders
+from omnibal.pipeline.least_peak import least_peak_of_splits
+from omnibal.pipeline.stage_memory import GIB, tied_state_bytes, unit_bytes
+
+_DIGITS = 3  # significant digits of GiB
+
+
+def least_need_gib(request: PlanRequest, *, is_exact: bool = True) -> float:
+    """Return the minimal peak memory over splits and recomputation.
+
+    Args:
+        is_exact: False for a peak that only decides fitting: of some split if its steps fit, else a
+            lower bound.
+    """
+    job, workload, levels = request.job, request.workload(), request.data.levels
+    if job.has_data_parallel_encoders and job.beside is None:
+        return least_peak_with_encoders(placement_problem(job, workload, levels)) / GIB
+    sizes = job.pipeline_model, workload, job.parallel.pipeline, job.trainer.stages
+    cap_bytes = None if is_exact or not are_plain(levels) else job.memory_cap_gib * GIB
+    return least_peak_of_splits(job.cost_of_all(levels), *sizes, cap_bytes) / GIB
+
+
+def least_state_gib(job: JobSpec) -> float:
+    """Return min weights, gradients and optimizer state of a device: the state of equal stages."""
+    units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
+    state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
+    return (state_bytes - tied_state_bytes(job.cost)) / job.parallel.pipeline / GIB
+
+
+def gib_text(gib: float) -> str:
+    """Format GiB with three significant digits.
+
+    Example:
+        >>> gib_text(125.06), gib_text(72.0), gib_text(0.00123)
+        ('125', '72.0', '0.00123')
+    """
+    decimals = _DIGITS - 1 - math.floor(math.log10(gib)) if gib > 0 else 0
+    return f"{gib:,.{max(decimals, 0)}f}"
