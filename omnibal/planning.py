@@ -350,26 +350,41 @@ class _Search:
         """Plan at the job's sizes with the fastest weight sharding and encoder placement."""
         jobs = self._sharded_jobs()
         self._check_schedule(jobs)
-        planned = dict[Parallel, tuple[PlanRequest, Planned]]()
-        refused = dict[Parallel, UserError]()
-        for job in jobs:
+        made = dict[tuple[Parallel, EncoderPlacement], tuple[PlanResult, PlanRequest]]()
+        refused: dict[Parallel, dict[EncoderPlacement, UserError]] = {}
+        for given, placement in product(jobs, self.goal.free.placements):
             try:
-                planned[job.parallel] = self._at_placements(job)
+                job = replace(given, placement=placement)
+                request = self._request(job, self._data(job))
+                made[given.parallel, placement] = self._in_use(self._make_plan(request), request)
             except UserError as error:
-                if len(jobs) == 1:
-                    raise
-                refused[job.parallel] = error
-        if not planned:
-            raise next(iter(refused.values()))
-        predicted = {each: made.prediction for each, (_, made) in planned.items()}
-        best = min(predicted, key=lambda each: relative_ms(predicted[each]))
-        reasons = {each: _cause(error) for each, error in refused.items()}
-        sharding = ShardingChoice.of_plans(best, predicted, reasons)
-        request, chosen = planned[best]
-        result, schedule = self._scheduled(
-            chosen.result, request, is_ordered=not self._is_ordered_last
+                refused.setdefault(given.parallel, {})[placement] = error
+        if not made:
+            raise _neither(refused[jobs[0].parallel])
+        predicted = {choice: result.plan.predicted for choice, (result, _) in made.items()}
+        best, chosen = min(predicted, key=lambda choice: relative_ms(predicted[choice]))
+        of_shardings: dict[Parallel, Prediction] = {}
+        for (parallel, _), prediction in predicted.items():
+            fastest = min(of_shardings.get(parallel, prediction), prediction, key=relative_ms)
+            of_shardings[parallel] = fastest
+        reasons = {
+            parallel: _cause(_neither(errors))
+            for parallel, errors in refused.items()
+            if parallel not in of_shardings
+        }
+        choice = PlacementChoice(
+            chosen=chosen,
+            predicted={each: p for (parallel, each), p in predicted.items() if parallel == best},
+            refused={each: _cause(error) for each, error in refused.get(best, {}).items()},
         )
-        return replace(chosen, result=result, sharding=sharding, schedule=schedule)
+        result, request = made[best, chosen]
+        result, schedule = self._scheduled(result, request, is_ordered=not self._is_ordered_last)
+        return Planned(
+            result=result,
+            placement=choice,
+            sharding=ShardingChoice.of_plans(best, of_shardings, reasons),
+            schedule=schedule,
+        )
 
     def _sharded_jobs(self) -> list[JobSpec]:
         """One job per allowed sharding."""
@@ -400,33 +415,6 @@ class _Search:
                 placed.append(replace(job, placement=placement))
         if name is not None and placed:
             check_may_run(placed, name)
-
-    def _at_placements(self, given: JobSpec) -> tuple[PlanRequest, Planned]:
-        """Plan of the fastest encoder placement, and its request."""
-        placements = self.goal.free.placements
-        made: dict[EncoderPlacement, tuple[PlanResult, PlanRequest]] = {}
-        refused: dict[EncoderPlacement, UserError] = {}
-        for placement in placements:
-            try:
-                job = replace(given, placement=placement)
-                request = self._request(job, self._data(job))
-                made[placement] = self._in_use(self._make_plan(request), request)
-            except UserError as error:
-                if len(placements) == 1:
-                    raise
-                refused[placement] = error
-        if not made:
-            raise _neither(refused)
-        predicted = {placement: result.plan.predicted for placement, (result, _) in made.items()}
-        chosen = min(predicted, key=lambda placement: relative_ms(predicted[placement]))
-        choice = PlacementChoice(
-            chosen=chosen,
-            predicted=predicted,
-            refused={placement: _cause(error) for placement, error in refused.items()},
-        )
-        sharding = ShardingChoice(parallel=given.parallel, others={})
-        result, request = made[chosen]
-        return request, Planned(result=result, placement=choice, sharding=sharding)
 
     def _scheduled(
         self, result: PlanResult, request: PlanRequest, *, is_ordered: bool = True
@@ -596,8 +584,9 @@ class _Search:
 
     def at_free_sizes(self, sizes: FreeSizes) -> Planned:
         request, source, data = self.strategy_request(sizes), "as given", self.goal.data
-        is_free = isinstance(data, Samples) and data.samples_per_step is None
-        if is_free:
+        is_free = False
+        if isinstance(data, Samples) and data.samples_per_step is None:
+            is_free = True
             fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
             samples = default_samples_per_step(data.lengths, data.caps, sizes.gpus, fewest)
             request = replace(request, samples_per_step=samples)
@@ -817,6 +806,8 @@ def _cause(error: UserError) -> str:
 
 def _neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
     """Error if no placement can be planned. Keeps the first request if none fits memory."""
+    if len(refused) == 1:
+        return next(iter(refused.values()))
     causes = {placement: UserError(_cause(error)) for placement, error in refused.items()}
     short = [each for each in refused.values() if isinstance(each, _RequestDoesNotFit)]
     if len(short) < len(refused):

@@ -69,8 +69,8 @@ def caps(
     start = time.perf_counter()
     job = given.job(sizes.parallel())
     print_notes(model_notes(given.model))
-    samples, sizes = read_lengths(lengths), job.parallel
-    usual = default_samples_per_step(samples, None, sizes.world_size, sizes.data)
+    samples, parallel = read_lengths(lengths), job.parallel
+    usual = default_samples_per_step(samples, None, parallel.world_size, parallel.data)
     request = cap_search.CapSearchRequest(
         job=job,
         lengths=samples,

@@ -28,7 +28,7 @@ from omnibal.cli.options import (
     count_option,
     limits_given,
 )
-from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for, summary_of
+from omnibal.cli.trainer_options import StrategyOptions, cost_of_limits, notes_for
 from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
@@ -55,7 +55,6 @@ from omnibal.search.conflicts import Feature, check_complete, check_together
 from omnibal.steps.pack_settings import PORTION_SAMPLES
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.job.planner import PlanResult
     from omnibal.planning import Planned
     from omnibal.search.goal import Goal, GoalData
     from omnibal.search.step_size import StepRate
@@ -305,7 +304,8 @@ def plan(
     slow = filter(None, [slow_reading(planned.prediction)])
     own_notes = [*model_notes(given.model), *_step_notes(planned, rates), *slow]
     print_notes([*own_notes, *notes_for(strategy.target, planned.result)])
-    _print_plan(as_json, planned, rates, _compared(strategy, data, goal, planned))
+    limits = cost_of_limits(strategy, data.packing, goal, planned)
+    _print_plan(as_json, planned, rates, limits)
 
 
 def _step_notes(planned: "Planned", rates: "Sequence[StepRate]") -> list[str]:
@@ -376,25 +376,6 @@ def _goal(
         schedule=partition.schedule_name,
     )
     return Goal(job=job, data=of_goal, free=free)
-
-
-def _compared(
-    strategy: StrategyOptions, data: DataOptions, goal: "Goal", planned: "Planned"
-) -> dict[str, Any]:
-    """Compare with the plan without the trainer's limits, for JSON, with a note on stderr."""
-    from omnibal import planning
-
-    result = planned.result
-
-    def plan_freely() -> tuple["PlanResult", float]:
-        print_notes(["planning without the trainer's limits, to compare"])
-        free = planning.plan(planning.without_trainer(goal, result), ConsoleListener())
-        return free.result, free.gap
-
-    cost = None
-    if strategy.target is not None and strategy.compare:
-        cost = cost_of_limits(strategy.target, result, data.packing, plan_freely)
-    return summary_of(strategy, cost, has_samples=result.data is not None)
 
 
 def _print_plan(

@@ -1,20 +1,20 @@
 """Options and results of `omnibal plan` about other trainers: plans under their limits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.cli.console import print_notes, progress
+from omnibal.cli.console import ConsoleListener, print_notes, progress
 from omnibal.cli.options import count_option, size_option
 from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
     from omnibal.packing.packing import PackingMethod
-    from omnibal.search.limit_costs import CostOfLimits
+    from omnibal.planning import Planned
+    from omnibal.search.goal import Goal
 
 _IMAGES_LOST = (
     "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
@@ -81,15 +81,10 @@ def notes_for(target: TrainerConstraints | None, result: "PlanResult") -> list[s
 
 
 def cost_of_limits(
-    trainer: TrainerConstraints,
-    result: "PlanResult",
-    packing: "PackingMethod",
-    plan_freely: "Callable[[], tuple[PlanResult, float]]",
-) -> "CostOfLimits | None":
-    """Compare a plan with plans without the trainer's limits, or return None without such plans.
-
-    `plan_freely` returns the plan without limits and its search gap.
-    """
+    options: StrategyOptions, packing: "PackingMethod", goal: "Goal", planned: "Planned"
+) -> dict[str, Any]:
+    """Compare a plan with plans without the trainer's limits, for JSON, with notes on stderr."""
+    from omnibal import planning
     from omnibal.search.limit_costs import (
         CostOfLimits,
         rate_of,
@@ -98,26 +93,20 @@ def cost_of_limits(
         samples_per_step,
     )
 
+    trainer, result = options.target, planned.result
+    summary: dict[str, Any] = {"made_for": options.made_for}
+    if trainer is None or not options.compare:
+        return summary
+    print_notes(["planning without the trainer's limits, to compare"])
     try:
-        free, gap = plan_freely()
+        free = planning.plan(planning.without_trainer(goal, result), ConsoleListener())
     except UserError as error:
         print_notes([f"not compared: without limits there is no plan of this job: {error}"])
-        return None
-    requests = requests_lifted(trainer, result, packing, free)
+        return summary
+    requests = requests_lifted(trainer, result, packing, free.result)
     with progress("lifting limits", len(requests)) as advance:
         lifted = rates_lifted(trainer, result, packing, requests, advance)
-    cost = CostOfLimits.of(trainer, rate_of(result), rate_of(free), lifted, gap)
-    unit = "packs" if result.data is None else "samples"
+    cost = CostOfLimits.of(trainer, rate_of(result), rate_of(free.result), lifted, free.gap)
+    unit, rate = ("packs", None) if result.data is None else ("samples", cost.free_rate)
     print_notes([f"at {samples_per_step(result):,} {unit} a step, {cost.sentence}"], prefix="")
-    return cost
-
-
-def summary_of(
-    options: StrategyOptions, cost: "CostOfLimits | None", *, has_samples: bool
-) -> dict[str, Any]:
-    """Return the trainer and its limits' cost for JSON."""
-    summary: dict[str, Any] = {"made_for": options.made_for}
-    if cost is not None:
-        summary["free_samples_per_second_per_gpu"] = cost.free_rate if has_samples else None
-        summary |= cost.as_dict()
-    return summary
+    return summary | {"free_samples_per_second_per_gpu": rate, **cost.as_dict()}

@@ -4,7 +4,7 @@ Fewer limits never make a plan slower, so if a search finds otherwise, the faste
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from enum import StrEnum
 from typing import Self
 
@@ -295,43 +295,36 @@ def rates_lifted(
     Returns:
         Samples per second and device. 0 if no plan fits.
     """
-    rate, most = rate_of(result), max(_COMPARED_SAMPLES, _COMPARED_STEPS * samples_per_step(result))
-    whole, gain = _request_of(trainer, result, packing), 0.0
+    most = max(_COMPARED_SAMPLES, _COMPARED_STEPS * samples_per_step(result))
+    whole, packed, drawn = _request_of(trainer, result, packing), _Packed(), 0.0
     if isinstance(whole.data, SampleData) and len(whole.data.lengths) > most and requests:
-        drawn = _Rates(most=most)
-        rate_of_drawn = drawn.of(whole)
-        gain = rate / rate_of_drawn if rate_of_drawn else 0.0
-    all_samples, rates = _Rates(most=None), {}
+        drawn = _rate(whole, most, packed)
+    rates, all_packed = {}, _Packed()
     for name, request in requests.items():
-        rates[name] = gain * drawn.of(request) if gain else all_samples.of(request)
+        if drawn:
+            rates[name] = rate_of(result) / drawn * _rate(request, most, packed)
+        else:
+            rates[name] = _rate(request, None, all_packed)
         on_progress(1)
     return rates
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Rates:
-    """Rates of plans on the same samples, with a cache of packs."""
+_Packed = dict[tuple[object, ...], list[Packs]]
+"""Packs of the same samples, by their settings."""
 
-    most: int | None
-    """Number of samples to draw. None for all."""
-    packs: dict[tuple[object, ...], list[Packs]] = field(default_factory=dict)
 
-    def of(self, request: PlanRequest) -> float:
-        """Rate of a request's plan. 0 if it cannot be made."""
-        try:
-            return rate_of(make_plan(self._packed(request)))
-        except UserError:
-            return 0.0
-
-    def _packed(self, request: PlanRequest) -> PlanRequest:
-        data, job = request.data, request.job
-        if not isinstance(data, SampleData):
-            return request
-        if self.most is not None:
-            data = data.sampled(self.most)
-        # Padding does not change the contents of packs.
-        rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
-        key = data.levels, data.settings, rules
-        if key not in self.packs:
-            self.packs[key] = data.packed(job)
-        return replace(request, data=data.drawn(job, self.packs[key]))
+def _rate(request: PlanRequest, most: int | None, packed: _Packed) -> float:
+    """Rate of a request's plan on up to `most` samples. 0 if it cannot be made."""
+    data, job = request.data, request.job
+    try:
+        if isinstance(data, SampleData):
+            data = data if most is None else data.sampled(most)
+            # Padding does not change the contents of packs.
+            rules = data.rules.model_copy(update={"padded": Padding.NOWHERE})
+            key = data.levels, data.settings, rules
+            if key not in packed:
+                packed[key] = data.packed(job)
+            request = replace(request, data=data.drawn(job, packed[key]))
+        return rate_of(make_plan(request))
+    except UserError:
+        return 0.0
