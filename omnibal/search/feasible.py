@@ -240,7 +240,8 @@ def _kinds_of_request(
         same = map(dict, _same_devices(request))
         yield "other sizes on the same devices", _at_sizes(request, same)
     same_devices = len(found)
-    tensors, pipelines = _larger_tensors(job), _larger_pipelines(job)
+    tensors = range(parallel.tensor + 1, job.cluster.gpus_per_node + 1)
+    pipelines = _larger_pipelines(job)
     yield "a larger --tp", _at_sizes(request, [{"tensor": size} for size in tensors])
     yield "a larger --pp", _at_sizes(request, [{"pipeline": size} for size in pipelines])
     ranks_of_data = [factor * parallel.data for factor in _LARGER_DATA]
@@ -286,17 +287,6 @@ def _at_sizes(
             yield f"{text} instead of {before}", changed.sized(new)
 
 
-def _larger_tensors(job: JobSpec) -> list[int]:
-    """Larger tensor-parallel sizes that the model and a node allow."""
-    sizes = range(job.parallel.tensor + 1, job.cluster.gpus_per_node + 1)
-    return [
-        size
-        for size in sizes
-        if job.allows(Parallel(tensor=size, pipeline=1, sequence_parallel=size > 1))
-        and job.parallel.expert in expert_sizes(job.model, size, job.parallel.data)
-    ]
-
-
 def _larger_pipelines(job: JobSpec) -> list[int]:
     """Larger pipeline sizes: consecutive, then doubling, up to the number of layers."""
     layers, size = job.pipeline_model.layers, job.parallel.pipeline
@@ -309,17 +299,9 @@ def _larger_pipelines(job: JobSpec) -> list[int]:
 
 def _same_devices(request: PlanRequest) -> list[Parallel]:
     """Layouts on the same devices with any sharding, by ascending state."""
-    job = request.job
-    devices, context = job.parallel.world_size, max(each.context for each in request.data.levels)
-    stages = [
-        (tensor, pipeline)
-        for tensor in range(1, job.cluster.gpus_per_node + 1)
-        for pipeline in range(1, job.pipeline_model.layers + 1)
-        if devices % (tensor * pipeline * context) == 0
-    ]
-    whole = layouts_of(job.model, devices, stages)
-    held = (each.held(way, job.cluster) for each in whole for way in WeightSharding)
-    allowed = [each for each in dict.fromkeys(held) if each is not None and job.allows(each)]
+    job, context = request.job, max(each.context for each in request.data.levels)
+    layouts = layouts_of(job, job.parallel.world_size, tuple(WeightSharding))
+    allowed = [each for each in layouts if each.data % context == 0 and job.allows(each)]
     allowed.sort(key=lambda each: (least_state_gib(job.sized(each)), each.pipeline, each.tensor))
     return allowed[:_MOST_SAME_DEVICES]
 

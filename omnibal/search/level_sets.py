@@ -13,7 +13,6 @@ from functools import partial
 import numpy as np
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.levels import Level, are_plain
@@ -39,6 +38,8 @@ _SHARED_PACKS = 2_000
 """Max packs of a level of given steps for choosing its form."""
 LEAST_GAIN = 0.01
 """Share of time that a set must save over a set of fewer levels."""
+
+_Levels = tuple[Level, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -82,8 +83,6 @@ class LevelSearch:
     least_ms_per_sample: float
     """Lower bound over all sets, context sizes, cuts and recomputed layers."""
     sets: int
-    tokens_per_step: float
-    """Tokens per rank and step in all trials."""
 
     @property
     def best(self) -> tuple[Level, ...]:
@@ -106,26 +105,35 @@ def search_levels(
     near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
     rival = estimates.by_hbp() if near and request.exactly is None else None
     also = [] if rival is None else [rival]
+    whole = _trials_of(request, estimates.tokens_per_step)
+    some = whole.drawn(SIMULATED_SAMPLES)
     with whole_progress(max_trials(), on_progress) as advance:
-        trials = _Trials.of(request, estimates.tokens_per_step, processes, advance, rival)
+
+        def trials_on(drawn: LevelTrials) -> Trials[_Levels, LevelTrial]:
+            work = partial(_tried, drawn, request.exactly)
+            return Trials(work=work, processes=processes, on_done=advance)
+
+        trials = final = trials_on(some)
         trials.run([*near, *also])
         _try_one_level(request, estimates, trials)
         if not trials.found:
-            raise _nothing_fits(request, trials)
+            raise _nothing_fits(request, trials.failed)
         for _ in range(ROUNDS):
-            trials.run(estimates.moves(trials.ranked()[0].levels))
-        final = trials.on_more_samples()
-        final.run([*(each.levels for each in trials.ranked()[:_FINALISTS]), *also])
-    ranking = final.ranked() if final.found else trials.ranked()
+            trials.run(estimates.moves(_ranked(trials, rival)[0].levels))
+        if len(some.data.lengths) < len(whole.data.lengths):
+            some = whole.drawn(_FINAL_SAMPLES)
+            final = trials_on(some)
+        final.run([*(each.levels for each in _ranked(trials, rival)[:_FINALISTS]), *also])
     return LevelSearch(
-        ranking=tuple(ranking),
-        least_ms_per_sample=least_ms_per_sample(request.job, final.lengths),
+        ranking=tuple(_ranked(final if final.found else trials, rival)),
+        least_ms_per_sample=least_ms_per_sample(request.job, some.data.lengths),
         sets=len(estimates.sets(request.exactly)),
-        tokens_per_step=estimates.tokens_per_step,
     )
 
 
-def _try_one_level(request: LevelRequest, estimates: LevelEstimates, trials: "_Trials") -> None:
+def _try_one_level(
+    request: LevelRequest, estimates: LevelEstimates, trials: Trials[_Levels, LevelTrial]
+) -> None:
     """Try one level in all forms if nothing else fits, or if packs are too few for all ranks."""
     may_be_one = request.exactly in (None, 1)
     if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
@@ -181,11 +189,11 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
 def hbp_trial(request: LevelRequest) -> LevelTrial:
     """Choose levels by HBP's rule, with estimates in place of measured times."""
     estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
-    trials = _Trials.of(request, estimates.tokens_per_step, 1, lambda done: None)
-    trials.run([estimates.by_hbp()])
-    if not trials.found:
-        raise _nothing_fits(request, trials)
-    return next(iter(trials.found.values()))
+    some = _trials_of(request, estimates.tokens_per_step).drawn(SIMULATED_SAMPLES)
+    levels, found = _tried(some, request.exactly, estimates.by_hbp())
+    if isinstance(found, UserError):
+        raise _nothing_fits(request, {levels: found})
+    return found
 
 
 def notes(found: LevelSearch) -> list[str]:
@@ -246,14 +254,14 @@ def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
         )
 
 
-def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
+def _nothing_fits(request: LevelRequest, failed: dict[_Levels, UserError]) -> UserError:
     """Error if no set of levels can be trained."""
     parallel = request.job.parallel
-    other = [error for error in trials.failed.values() if not isinstance(error, DoesNotFit)]
+    other = [error for error in failed.values() if not isinstance(error, DoesNotFit)]
     if other:
         return UserError(f"no levels of packs can be trained on {parallel}: {other[-1]}")
     # The last set tried has the most ranks.
-    levels, error = list(trials.failed.items())[-1]
+    levels, error = list(failed.items())[-1]
     assert isinstance(error, DoesNotFit)
     level = levels[-1]
     job, cap_gib = request.job, request.job.memory_cap_gib
@@ -272,8 +280,8 @@ def _nothing_fits(request: LevelRequest, trials: "_Trials") -> UserError:
 
 
 def _tried(
-    trials: LevelTrials, count: int | None, levels: tuple[Level, ...]
-) -> tuple[tuple[Level, ...], LevelTrial | UserError]:
+    trials: LevelTrials, count: int | None, levels: _Levels
+) -> tuple[_Levels, LevelTrial | UserError]:
     """Try a set of levels. An error if other than `count` levels have packs."""
     found = trials(levels)
     if isinstance(found[1], LevelTrial) and count not in (None, len(found[1].levels)):
@@ -284,57 +292,22 @@ def _tried(
     return found
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Trials(Trials[tuple[Level, ...], LevelTrial]):
-    """Trials of sets of levels on the same samples."""
-
-    whole: LevelTrials
+def _trials_of(request: LevelRequest, tokens_per_step: float) -> LevelTrials:
     """Trials with all samples."""
-    lengths: Lengths
-    exactly: int | None = None
-    rival: tuple[Level, ...] | None = None
-    """HBP's levels, which the chosen levels must not be slower than."""
+    _check_curriculum(request, tokens_per_step)
+    data = request.data
+    return LevelTrials(
+        job=request.job,
+        data=data,
+        tokens_per_step=tokens_per_step,
+        longest=data.least_caps(),
+        curriculum_steps=data.settings.curriculum_steps,
+    )
 
-    @classmethod
-    def of(
-        cls,
-        request: LevelRequest,
-        tokens_per_step: float,
-        processes: int,
-        on_done: Callable[[int], None],
-        rival: tuple[Level, ...] | None = None,
-    ) -> "_Trials":
-        data = request.data
-        _check_curriculum(request, tokens_per_step)
-        whole = LevelTrials(
-            job=request.job,
-            data=data,
-            tokens_per_step=tokens_per_step,
-            longest=data.least_caps(),
-            curriculum_steps=data.settings.curriculum_steps,
-        )
-        some = whole.drawn(SIMULATED_SAMPLES)
-        return cls(
-            work=partial(_tried, some, request.exactly),
-            processes=processes,
-            on_done=on_done,
-            whole=whole,
-            lengths=some.data.lengths,
-            exactly=request.exactly,
-            rival=rival,
-        )
 
-    def on_more_samples(self) -> "_Trials":
-        """Trials on more samples, or these if there are no more."""
-        if len(self.lengths) == len(self.whole.data.lengths):
-            return self
-        more = self.whole.drawn(_FINAL_SAMPLES)
-        work = partial(_tried, more, self.exactly)
-        return replace(self, work=work, lengths=more.data.lengths, found={}, failed={})
-
-    def ranked(self) -> list[LevelTrial]:
-        """Distinct trials in the order of choice."""
-        # Sets may become equal when levels without packs are dropped.
-        distinct = {trial.levels: trial for trial in self.found.values()}
-        rival = None if self.rival is None else self.found.get(self.rival)
-        return shorter_first(list(distinct.values()), LEAST_GAIN, rival)
+def _ranked(found: Trials[_Levels, LevelTrial], rival: _Levels | None) -> list[LevelTrial]:
+    """Distinct trials in the order of choice, none slower than HBP's levels as the first."""
+    # Sets may become equal when levels without packs are dropped.
+    distinct = {trial.levels: trial for trial in found.found.values()}
+    by_hbp = None if rival is None else found.found.get(rival)
+    return shorter_first(list(distinct.values()), LEAST_GAIN, by_hbp)

@@ -12,16 +12,17 @@ neither on the machine nor on the number of processes.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.links import shard_group
+from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import limited_features
-from omnibal.model.config import ClusterConfig, ModelConfig
+from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
-from omnibal.model.parallel import Parallel, expert_sizes
+from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
 from omnibal.search.bounded import BoundedTrials
 from omnibal.search.caps import cap_space
 from omnibal.search.encoder_placement import neither
@@ -176,16 +177,11 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
 
 def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     _check_given(request)
+    ways, gpus = request.shardings, request.sizes.gpus
     divides = request.sizes.sequence_parallel is not False
-    ways, cluster, gpus = request.shardings, request.job.cluster, request.sizes.gpus
-    stages = [(size, number) for size in _divisors(gpus) for number in _divisors(gpus // size)]
-    whole = layouts_of(request.job.model, gpus, stages, divides)
-    held = ((way, each.held(way, cluster)) for each in whole for way in ways)
-    always = request.job.trainer.always_shards
-    # On one rank sharded and replicated are equal, unless the trainer always shards.
-    found = list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
+    found = layouts_of(request.job, gpus, ways, divides=divides)
     if len(ways) > 1:
-        found = [each for each in found if _is_worth_a_try(each, cluster)]
+        found = [each for each in found if _is_worth_a_try(each, request.job.cluster)]
     possible = [p for p in found if request.sizes.are(p) and request.job.allows(p)]
     if possible:
         jobs = [request.job.sized(parallel) for parallel in possible]
@@ -193,7 +189,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
         return [job.parallel for job in jobs if may_run(job, request.schedule)]
     if not found:
         raise UserError(
-            f"{request.sizes.gpus} GPUs were given with --sharding {' or '.join(ways)}, and no "
+            f"{gpus} GPUs were given with --sharding {' or '.join(ways)}, and no "
             "data-parallel ranks of theirs can divide weights so: hybrid needs several nodes, full "
             "two ranks; use more GPUs, or give --sharding auto"
         )
@@ -201,21 +197,29 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
 
 
 def layouts_of(
-    model: ModelConfig, devices: int, sizes: Iterable[tuple[int, int]], divides: bool = True
+    job: JobSpec, gpus: int, ways: Sequence[WeightSharding], *, divides: bool = True
 ) -> list[Parallel]:
-    """Return layouts of tensor and pipeline sizes, with sequence parallelism if it `divides`."""
-    return [
+    """Return layouts of a job on some GPUs in these shardings, which it may not allow.
+
+    Args:
+        divides: whether tensor sizes above 1 use sequence parallelism.
+    """
+    whole = [
         Parallel(
             tensor=tensor,
             pipeline=pipeline,
-            data=data,
+            data=gpus // tensor // pipeline,
             sequence_parallel=tensor > 1 and divides,
             expert=expert,
         )
-        for tensor, pipeline in sizes
-        for data in [devices // (tensor * pipeline)]
-        for expert in expert_sizes(model, tensor, data)
+        for tensor in _divisors(gpus)
+        for pipeline in _divisors(gpus // tensor)
+        for expert in expert_sizes(job.model, tensor, gpus // tensor // pipeline)
     ]
+    held = ((way, each.held(way, job.cluster)) for each in whole for way in ways)
+    always = job.trainer.always_shards
+    # On one rank sharded and replicated are equal, unless the trainer always shards.
+    return list(dict.fromkeys(p for way, p in held if p and (always or p.sharding is way)))
 
 
 def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:

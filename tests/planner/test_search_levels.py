@@ -30,7 +30,13 @@ from omnibal.search.level_choice import (
     level_forms,
     possible_contexts,
 )
-from omnibal.search.level_estimates import ProfiledLength, candidate_caps, hbp_levels, top_caps
+from omnibal.search.level_estimates import (
+    LevelEstimates,
+    ProfiledLength,
+    candidate_caps,
+    hbp_levels,
+    top_caps,
+)
 from omnibal.search.level_sets import LEAST_GAIN, LevelRequest, is_one_level, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
 
@@ -101,7 +107,10 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     job, data, found = request.job, request.data, found_of(request)
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     trials = LevelTrials(
-        job=job, data=data, tokens_per_step=found.tokens_per_step, longest=data.least_caps()
+        job=job,
+        data=data,
+        tokens_per_step=LevelEstimates.of(job, data).tokens_per_step,
+        longest=data.least_caps(),
     )
     bound = least_ms_per_sample(job, lengths)
     all_ms = []
