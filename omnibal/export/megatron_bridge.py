@@ -14,6 +14,7 @@ from omnibal.export.megatron_flags import (
     language_recompute,
     launch_variables,
     padding_sentences,
+    parallel_fields,
     plan_layout,
     recompute_fields,
     recomputed_encoders,
@@ -21,7 +22,6 @@ from omnibal.export.megatron_flags import (
 )
 from omnibal.job.plan import Plan
 from omnibal.model.fp8 import FP8_FORMAT, TRAINED_FP8
-from omnibal.model.parallel import expert_counts
 from omnibal.model.units import LANGUAGE
 
 _RUNNER = 'scripts/training/run_recipe.py --recipe "$RECIPE"'
@@ -68,9 +68,9 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
     """Recipe fields set by the plan."""
     number, overlaps = language_recompute(plan), plan.parallel.data > 1
     return {
-        **_sizes(plan),
+        **_of_model(parallel_fields(plan)),
         **_split(layout),
-        **_recompute(number),
+        **_of_model(recompute_fields(number)),
         "model.seq_length": batch.sequence_length,
         "dataset.seq_length": batch.sequence_length,
         "train.micro_batch_size": 1,
@@ -88,29 +88,16 @@ def overrides(plan: Plan, batch: Batch, layout: Layout) -> Mapping[str, Any]:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return overrides of the split and recomputation."""
-    return _lines({**_split(plan_layout(plan)), **_recompute(language_recompute(plan))})
+    recompute = _of_model(recompute_fields(language_recompute(plan)))
+    return _lines({**_split(plan_layout(plan)), **recompute})
 
 
 def _lines(values: Mapping[str, Any]) -> list[str]:
     return [f"{name}={_hydra(value)}" for name, value in values.items()]
 
 
-def _recompute(number: int) -> Mapping[str, Any]:
-    return {f"model.recompute_{name}": value for name, value in recompute_fields(number).items()}
-
-
-def _sizes(plan: Plan) -> Mapping[str, Any]:
-    sizes, predicted = plan.parallel, plan.model.language.prediction_layers
-    values: dict[str, Any] = {
-        "model.tensor_model_parallel_size": sizes.tensor,
-        "model.pipeline_model_parallel_size": sizes.pipeline,
-        "model.context_parallel_size": 1,
-        "model.sequence_parallel": sizes.sequence_parallel,
-    }
-    if expert_counts(plan.model):
-        values["model.expert_model_parallel_size"] = sizes.expert
-        values["model.expert_tensor_parallel_size"] = 1
-    return values | ({"model.mtp_num_layers": predicted} if predicted else {})
+def _of_model(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {f"model.{name}": value for name, value in fields.items()}
 
 
 def _split(layout: Layout) -> Mapping[str, Any]:

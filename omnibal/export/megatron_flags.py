@@ -3,7 +3,7 @@
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -53,22 +53,30 @@ def plan_layout(plan: Plan) -> Layout:
     return layout_of(plan.stages, plan.model.language.prediction_layers, plan.schedule.chunks)
 
 
-def parallel_flags(plan: Plan) -> Flags:
-    """Return parallel group sizes, with expert tensor size 1, and the split's counts."""
-    sizes = plan.parallel
-    flags: dict[str, str | None] = {
-        "tensor-model-parallel-size": str(sizes.tensor),
-        "pipeline-model-parallel-size": str(sizes.pipeline),
-        "context-parallel-size": "1",
+def parallel_fields(plan: Plan) -> dict[str, Any]:
+    """Return parallel group sizes, with expert tensor size 1, by Megatron's names."""
+    sizes, predicted = plan.parallel, plan.model.language.prediction_layers
+    fields = {
+        "tensor_model_parallel_size": sizes.tensor,
+        "pipeline_model_parallel_size": sizes.pipeline,
+        "context_parallel_size": 1,
+        "sequence_parallel": sizes.sequence_parallel,
     }
-    if sizes.sequence_parallel:
-        flags["sequence-parallel"] = None
-    if plan.model.language.prediction_layers:
-        flags["mtp-num-layers"] = str(plan.model.language.prediction_layers)
+    if predicted:
+        fields["mtp_num_layers"] = predicted
     if expert_counts(plan.model):
-        flags["expert-model-parallel-size"] = str(sizes.expert)
-        flags["expert-tensor-parallel-size"] = "1"
-    return flags
+        fields["expert_model_parallel_size"] = sizes.expert
+        fields["expert_tensor_parallel_size"] = 1
+    return fields
+
+
+def as_flags(fields: Mapping[str, Any]) -> Flags:
+    """Return fields as flags, without False and None. True is a switch."""
+    return {
+        name.replace("_", "-"): None if value is True else str(value)
+        for name, value in fields.items()
+        if value
+    }
 
 
 def fp8_flags(plan: Plan) -> Flags:
@@ -90,19 +98,16 @@ def recomputed_encoders(plan: Plan) -> tuple[str, ...]:
     return tuple(name for name in plan.model.encoders if all_or_none(plan.stages_at(0), name))
 
 
-def recompute_fields(number: int) -> Mapping[str, str | int | None]:
-    """Return settings to recompute the first `number` layers of every chunk, by short name."""
+def recompute_fields(number: int) -> dict[str, str | int | None]:
+    """Return settings to recompute the first `number` layers of every chunk, by Megatron's names.
+
+    All are None for 0.
+    """
     return {
-        "granularity": "full" if number else None,
-        "method": "block" if number else None,
-        "num_layers": number or None,
+        "recompute_granularity": "full" if number else None,
+        "recompute_method": "block" if number else None,
+        "recompute_num_layers": number or None,
     }
-
-
-def recompute_flags(number: int) -> Flags:
-    """Return flags to recompute the first `number` layers of each stage, or nothing for 0."""
-    fields = recompute_fields(number).items()
-    return {f"recompute-{name.replace('_', '-')}": str(value) for name, value in fields if value}
 
 
 def flag_lines(*groups: Flags) -> list[str]:

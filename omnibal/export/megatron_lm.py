@@ -8,15 +8,16 @@ from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
     Batch,
     Flags,
+    as_flags,
     command,
     flag_lines,
     fp8_flags,
     language_recompute,
     launch_variables,
     padding_sentences,
-    parallel_flags,
+    parallel_fields,
     plan_layout,
-    recompute_flags,
+    recompute_fields,
     recomputed_encoders,
     torchrun,
 )
@@ -31,9 +32,9 @@ def export(given: ExportInput) -> Exported:
     plan, batch = given.files.plan, Batch.of(given)
     layout, has_ranks = plan_layout(plan), plan.parallel.data > 1
     lines = flag_lines(
-        parallel_flags(plan),
+        as_flags(parallel_fields(plan)),
         split_flags(layout),
-        recompute_flags(language_recompute(plan)),
+        as_flags(recompute_fields(language_recompute(plan))),
         _encoder_flags(plan),
         {
             "seq-length": str(batch.sequence_length),
@@ -69,8 +70,8 @@ def export(given: ExportInput) -> Exported:
 
 def layer_flags(plan: Plan) -> list[str]:
     """Return flags of the split and recomputation."""
-    flags = {**split_flags(plan_layout(plan)), **recompute_flags(language_recompute(plan))}
-    return flag_lines(flags, _encoder_flags(plan))
+    recompute = as_flags(recompute_fields(language_recompute(plan)))
+    return flag_lines(split_flags(plan_layout(plan)), recompute, _encoder_flags(plan))
 
 
 def _encoder_flags(plan: Plan) -> Flags:

@@ -12,15 +12,16 @@ from omnibal.base.errors import UserError
 from omnibal.export.exported import Exported, ExportInput, Writer, script_file, shell_word
 from omnibal.export.layout import split_flags
 from omnibal.export.megatron_flags import (
+    as_flags,
     command,
     devices_and_nodes,
     flag_lines,
     fp8_flags,
     language_recompute,
     launch_variables,
-    parallel_flags,
+    parallel_fields,
     plan_layout,
-    recompute_flags,
+    recompute_fields,
 )
 from omnibal.export.ms_swift_records import write_rows
 from omnibal.export.order_file import sample_numbers
@@ -41,7 +42,7 @@ def export(given: ExportInput) -> Exported:
     overlaps = _truth(plan.parallel.data > 1)
     flags: dict[str, str] = {
         **_data_flags(given),
-        **_as_ms_swifts({**parallel_flags(plan), **_split(plan)}),
+        **_as_ms_swifts({**as_flags(parallel_fields(plan)), **_split(plan)}),
         **_recompute_flags(plan),
         "attention_backend": "flash",
         "micro_batch_size": "1",
@@ -142,7 +143,7 @@ def _split(plan: Plan) -> Flags:
 
 def _recompute_flags(plan: Plan) -> Flags:
     """Always set a number, as the trainer's default recomputes some layers."""
-    flags = _as_ms_swifts(recompute_flags(language_recompute(plan)))
+    flags = _as_ms_swifts(as_flags(recompute_fields(language_recompute(plan))))
     return {
         **(flags or {"recompute_granularity": "none"}),
         "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
