@@ -60,7 +60,6 @@ from omnibal.search.parallel_sizes import (
     StrategySearch,
     possible_sizings,
     progress_total,
-    without_best,
 )
 from omnibal.search.schedule_choice import (
     ScheduleChoice,
@@ -703,7 +702,7 @@ class _Search:
                 if len(left.ranking) == 1:
                     assert isinstance(first_error, DoesNotFit)
                     raise _RequestDoesNotFit(first, first_error) from first_error
-                old, left = left.best, without_best(left, "does not fit all data")
+                old, left = left.best, left.without_best("does not fit all data")
                 self.listener.note(
                     f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
                     f"{left.best.sizing.options}"

@@ -93,16 +93,6 @@ class StrategySearch:
     def best(self) -> Strategy:
         return self.ranking[0]
 
-    def led_by(self, strategy: Strategy) -> Self:
-        """Return the ranking with the best strategy on all data first."""
-        if strategy == self.best:
-            return self
-        others = [each for each in self.ranking if each != strategy]
-        ranking = [strategy, *others]
-        return replace(
-            self, ranking=tuple(replace(each, why=_why(each, strategy)) for each in ranking)
-        )
-
     @classmethod
     def of(
         cls,
@@ -115,16 +105,35 @@ class StrategySearch:
         gap: float,
     ) -> Self:
         """Build the result, with a reason for every strategy except the best."""
-        best = ranking[0]
-        return cls(
+        found = cls(
             gpus=request.sizes.gpus,
             samples_per_step=request.samples_per_step,
-            ranking=tuple(replace(each, why=_why(each, best)) for each in ranking),
-            ruled_out=tuple(_against(each, best) for each in ruled_out),
+            ranking=(),
+            ruled_out=(),
             choices=choices,
             planned=planned,
             gap=gap,
         )
+        return found.reranked(ranking, ruled_out)
+
+    def reranked(self, ranking: Sequence[Strategy], ruled_out: Sequence[RuledOut]) -> Self:
+        """Return the result with other strategies, compared with the first."""
+        best = ranking[0]
+        return replace(
+            self,
+            ranking=tuple(replace(each, why=_why(each, best)) for each in ranking),
+            ruled_out=tuple(_against(each, best) for each in ruled_out),
+        )
+
+    def led_by(self, strategy: Strategy) -> Self:
+        """Return the result with the best strategy on all data first."""
+        others = [each for each in self.ranking if each != strategy]
+        return self.reranked([strategy, *others], self.ruled_out)
+
+    def without_best(self, why: str) -> Self:
+        """Return the result without its best strategy, which must not be the only one."""
+        lost, *others = self.ranking
+        return self.reranked(others, [RuledOut(sizing=lost.sizing, why=why), *self.ruled_out])
 
 
 def progress_total(request: StrategyRequest) -> int:
@@ -311,17 +320,6 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
         choices=len(trials.least_ms),
         planned=trials.planned_open(),
         gap=trials.gap(),
-    )
-
-
-def without_best(search: StrategySearch, why: str) -> StrategySearch:
-    """Return the search without its best strategy, which must not be the only one."""
-    lost, *others = search.ranking
-    out = RuledOut(sizing=lost.sizing, why=why)
-    return replace(
-        search,
-        ranking=tuple(replace(each, why=_why(each, others[0])) for each in others),
-        ruled_out=(out, *(_against(each, others[0]) for each in search.ruled_out)),
     )
 
 

@@ -46,7 +46,6 @@ from omnibal.search.parallel_sizes import (
     possible_sizings,
     progress_total,
     search_strategies,
-    without_best,
 )
 from omnibal.search.step_size import (
     StepRate,
@@ -231,7 +230,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     for parallel, per_second in estimated.items():
         planned_ms = planned_ms_per_sample(searched, CAPS, parallel)
         assert 1e3 / per_second == pytest.approx(planned_ms, rel=0.15)
-    left = without_best(few, "no")
+    left = few.without_best("no")
     for each in left.ruled_out[1:]:
         if each.estimated_samples_per_second is not None:
             more = left.best.samples_per_second / each.estimated_samples_per_second - 1
@@ -439,7 +438,7 @@ def test_no_strategy_fits_all_data(monkeypatch, lengths_file, tmp_path, capsys):
 def test_without_best_compares_with_the_next():
     """Prevents reasons that are relative to a strategy that cannot be used."""
     found = search(gpus=8, samples_per_step=24)
-    left = without_best(found, "no")
+    left = found.without_best("no")
     assert [each.parallel for each in left.ranking] == [e.parallel for e in found.ranking[1:]]
     assert left.best.why == "best"
     assert {*listed(left)} == {*listed(found)}
