@@ -64,9 +64,8 @@ from omnibal.search.parallel_sizes import (
 from omnibal.search.schedule_choice import (
     ScheduleChoice,
     check_may_run,
+    in_best_schedule,
     in_order,
-    in_schedule,
-    with_best_schedule,
 )
 from omnibal.search.sizes_with_levels import levels_total, need_levels, search_with_levels
 from omnibal.search.step_size import (
@@ -429,8 +428,9 @@ class _Search:
             "trying other schedules" if name is None else f"cutting the model for schedule {name}"
         )
         with self.listener.status(what):
-            in_best = with_best_schedule if name is None else in_schedule
-            request, result, choice = in_best(request, result, names, is_ordered=is_ordered)
+            request, result, choice = in_best_schedule(
+                request, result, names, is_forced=name is not None, is_ordered=is_ordered
+            )
             return (result, choice) if is_ordered else in_order(request, result, choice)
 
     @property

@@ -143,13 +143,22 @@ def _cannot_be(job: JobSpec, name: str, whys: Sequence[str]) -> UserError:
     return UserError(f"--schedule {name} cannot be: {why}; give --schedule 1f1b")
 
 
-def with_best_schedule(
-    request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
+def in_best_schedule(
+    request: PlanRequest,
+    planned: PlanResult,
+    names: Collection[str],
+    *,
+    is_forced: bool,
+    is_ordered: bool,
 ) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
-    """Return request and plan of the fastest schedule, and the alternatives.
+    """Return request and plan of the fastest of these schedules, and the alternatives.
 
     Args:
+        is_forced: whether it must be one of these, else 1F1B unless another is clearly faster.
         is_ordered: whether all plans reorder micro-batches (`ordered_plan`).
+
+    Raises:
+        UserError: if forced and none is possible, or the fastest does not fit.
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
     before = planned.plan.predicted
@@ -157,58 +166,35 @@ def with_best_schedule(
     free = {each: again for each, again in tried.items() if not isinstance(again, str)}
     refused = {each: why for each, why in tried.items() if isinstance(why, str)}
     choice = ScheduleChoice(steps_ms={usual: before.step_ms}, refused=refused)
-    if not free or search is None or _may_gain(before) < LEAST_GAIN * before.step_ms:
+    if is_forced and not free:
+        raise _cannot_be(request.job, next(iter(names)), list(refused.values()))
+    is_fast = search is None or _may_gain(before) < LEAST_GAIN * before.step_ms
+    if not is_forced and (not free or is_fast):
         return request, planned, choice
     dealt = planned.dealt or request.data.schedule(request.job)
-    quick = _quick_steps_ms(free, dealt)
-    if not quick:
-        return request, planned, choice
-    # Quick searches cover some steps of the run, so scale to the plan.
-    scale = before.step_ms / search.step_ms
-    quick_ms = {each: ms * scale for each, ms in quick.items()}
-    choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
-    best = min(quick, key=lambda each: quick[each])
-    if quick[best] >= search.step_ms:
-        return request, planned, choice
-    try:
-        result = make_plan(free[best], dealt=dealt)
-    except DoesNotFit:
-        return request, planned, choice
-    result = ordered_plan(free[best], result) if is_ordered else result
-    after = result.plan.predicted
-    choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
-    if relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
-        return request, planned, choice
-    idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
-    return free[best], result, replace(choice, chosen=best, idle=idle)
-
-
-def in_schedule(
-    request: PlanRequest, planned: PlanResult, names: Collection[str], *, is_ordered: bool
-) -> tuple[PlanRequest, PlanResult, ScheduleChoice]:
-    """Return request and plan in the fastest variant of a named schedule."""
-    (name,) = names
-    found = dict(_possible(request, planned, names))
-    free = {each: again for each, again in found.items() if not isinstance(again, str)}
-    if not free:
-        whys = [why for why in found.values() if isinstance(why, str)]
-        raise _cannot_be(request.job, name, whys)
-    dealt = planned.dealt or request.data.schedule(request.job)
-    quick = _quick_steps_ms(free, dealt) if len(free) > 1 else {}
+    quick = {} if is_forced and len(free) == 1 else _quick_steps_ms(free, dealt)
     best = min(quick, key=lambda each: quick[each]) if quick else next(iter(free))
+    if not is_forced and search is not None:
+        # Quick searches cover some steps of the run, so scale to the plan.
+        scale = before.step_ms / search.step_ms
+        quick_ms = {each: ms * scale for each, ms in quick.items()}
+        choice = replace(choice, steps_ms={**choice.steps_ms, **quick_ms})
+        if not quick or quick[best] >= search.step_ms:
+            return request, planned, choice
     try:
         result = make_plan(free[best], dealt=dealt)
     except DoesNotFit as error:
+        if not is_forced:
+            return request, planned, choice
         # The job fits in 1F1B, so advice on memory would mislead.
         raise UserError(str(error)) from error
     result = ordered_plan(free[best], result) if is_ordered else result
-    plans = {ONE_FORWARD_ONE_BACKWARD: planned.plan.predicted, best: result.plan.predicted}
-    choice = ScheduleChoice(
-        chosen=best,
-        steps_ms={each: prediction.step_ms for each, prediction in plans.items()},
-        idle={each: prediction.bubble_fraction for each, prediction in plans.items()},
-    )
-    return free[best], result, choice
+    after = result.plan.predicted
+    choice = replace(choice, steps_ms={**choice.steps_ms, best: after.step_ms})
+    if not is_forced and relative_ms(after) >= (1 - LEAST_GAIN) * relative_ms(before):
+        return request, planned, choice
+    idle = {usual: before.bubble_fraction, best: after.bubble_fraction}
+    return free[best], result, replace(choice, chosen=best, idle=idle)
 
 
 def in_order(
