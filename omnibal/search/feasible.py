@@ -265,7 +265,7 @@ def _at_sizes(
     """Yield the request with some sizes changed, without changes that are impossible.
 
     Micro-batches per rank stay unless steps are given. Full sharding stays over all ranks, and
-    data-parallel encoders are sharded as weights are told to be.
+    data-parallel encoders are sharded as the weights.
     """
     job, old = request.job, request.job.parallel
     options = {**SIZE_OPTIONS, "sharding": "--sharding"}

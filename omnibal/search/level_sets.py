@@ -119,13 +119,13 @@ def search_levels(
         if not trials.found:
             raise _nothing_fits(request, trials.failed)
         for _ in range(ROUNDS):
-            trials.run(estimates.moves(_ranked(trials, rival)[0].levels))
+            trials.run(estimates.moves(_rank_trials(trials, rival)[0].levels))
         if len(some.data.lengths) < len(whole.data.lengths):
             some = whole.drawn(_FINAL_SAMPLES)
             final = trials_on(some)
-        final.run([*(each.levels for each in _ranked(trials, rival)[:_FINALISTS]), *also])
+        final.run([*(each.levels for each in _rank_trials(trials, rival)[:_FINALISTS]), *also])
     return LevelSearch(
-        ranking=tuple(_ranked(final if final.found else trials, rival)),
+        ranking=tuple(_rank_trials(final if final.found else trials, rival)),
         least_ms_per_sample=least_ms_per_sample(request.job, some.data.lengths),
         sets=len(estimates.sets(request.exactly)),
     )
@@ -305,7 +305,7 @@ def _trials_of(request: LevelRequest, tokens_per_step: float) -> LevelTrials:
     )
 
 
-def _ranked(found: Trials[_Levels, LevelTrial], rival: _Levels | None) -> list[LevelTrial]:
+def _rank_trials(found: Trials[_Levels, LevelTrial], rival: _Levels | None) -> list[LevelTrial]:
     """Distinct trials in the order of choice, none slower than HBP's levels as the first."""
     # Sets may become equal when levels without packs are dropped.
     distinct = {trial.levels: trial for trial in found.found.values()}

@@ -114,9 +114,9 @@ class StrategySearch:
             planned=planned,
             gap=gap,
         )
-        return found.reranked(ranking, ruled_out)
+        return found.with_ranking(ranking, ruled_out)
 
-    def reranked(self, ranking: Sequence[Strategy], ruled_out: Sequence[RuledOut]) -> Self:
+    def with_ranking(self, ranking: Sequence[Strategy], ruled_out: Sequence[RuledOut]) -> Self:
         """Return the result with other strategies, compared with the first."""
         best = ranking[0]
         return replace(
@@ -128,12 +128,12 @@ class StrategySearch:
     def led_by(self, strategy: Strategy) -> Self:
         """Return the result with the best strategy on all data first."""
         others = [each for each in self.ranking if each != strategy]
-        return self.reranked([strategy, *others], self.ruled_out)
+        return self.with_ranking([strategy, *others], self.ruled_out)
 
     def without_best(self, why: str) -> Self:
         """Return the result without its best strategy, which must not be the only one."""
         lost, *others = self.ranking
-        return self.reranked(others, [RuledOut(sizing=lost.sizing, why=why), *self.ruled_out])
+        return self.with_ranking(others, [RuledOut(sizing=lost.sizing, why=why), *self.ruled_out])
 
 
 def progress_total(request: StrategyRequest) -> int:

@@ -154,7 +154,7 @@ def in_best_schedule(
     """Return request and plan of the fastest of these schedules, and the alternatives.
 
     Args:
-        is_forced: whether it must be one of these, else 1F1B unless another is clearly faster.
+        is_forced: whether 1F1B is excluded. Else it is kept unless another is clearly faster.
         is_ordered: whether all plans reorder micro-batches (`ordered_plan`).
 
     Raises:
