@@ -501,16 +501,16 @@ class _Search:
     def _packed(self, data: Samples, caps: Caps, packs_per_step: int) -> SampleData:
         return SampleData(
             lengths=data.lengths,
-            settings=self._settings(data),
+            settings=self._settings(data.settings),
             levels=(Level(caps=caps),),
             packs_per_step=packs_per_step,
             rules=self.rules,
         )
 
-    def _settings(self, data: Samples) -> PackSettings:
+    def _settings(self, settings: PackSettings) -> PackSettings:
         """Pack settings; greedy filling for HBP."""
         is_hbp = self.goal.free.levels.is_hbp
-        return replace(data.settings, fill=FillRule.GREEDY) if is_hbp else data.settings
+        return replace(settings, fill=FillRule.GREEDY) if is_hbp else settings
 
     def _caps_of_stream(self, job: JobSpec, data: Stream) -> Caps:
         return data.caps or self._find_caps(job, data.lengths, data.window, PackSettings())
@@ -522,7 +522,7 @@ class _Search:
         request = cap_search.CapSearchRequest(
             job=job,
             lengths=lengths,
-            settings=settings,
+            settings=self._settings(settings),
             samples_per_step=samples_per_step,
             samples=SEARCH_SAMPLES,
             rules=self.rules,
@@ -633,7 +633,7 @@ class _Search:
         """Return the strategy request of the goal on these devices."""
         goal, data, job = self.goal, self.goal.data, self.goal.job
         given: StreamData | SampleData | None = None
-        of_samples: Samples
+        settings = data.settings if isinstance(data, Samples) else PackSettings()
         caps: Caps | None
         # Only the joint search shares memory between stages and data-parallel encoders.
         is_ours = job.trainer.name is None and goal.free.split.is_joint
@@ -641,29 +641,28 @@ class _Search:
         if isinstance(data, Stream):
             caps = self._caps_of_stream(job, data)
             given, samples_per_step = _streamed(data, caps), data.window
-            of_samples = Samples(lengths=data.lengths)
+            lengths = data.lengths
         elif isinstance(data, Earlier):
             earlier = self._data(job)
             assert isinstance(earlier, StreamData | SampleData)
             given, caps = earlier, earlier.caps
             samples_per_step = _samples_of_step(earlier)
-            of_samples = Samples(lengths=earlier.lengths)
+            lengths = earlier.lengths
         elif isinstance(data, ShapesAlone):
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
             single = job.sized(Parallel(pipeline=1, tensor=job.parallel.tensor))
-            _, alike = _shapes(single, data.caps, packs).schedule(single)
-            of_samples = Samples(lengths=alike)
+            _, lengths = _shapes(single, data.caps, packs).schedule(single)
             caps, samples_per_step = data.caps, packs
         else:
-            of_samples, caps = data, data.caps
+            lengths, caps = data.lengths, data.caps
             samples_per_step = data.samples_per_step or recipe_samples(sizes.gpus)
         return StrategyRequest(
             job=job,
             sizes=sizes,
             placements=goal.free.placements if has_choice else (EncoderPlacement.PIPELINE,),
             shardings=goal.shardings,
-            lengths=of_samples.lengths,
-            settings=self._settings(of_samples),
+            lengths=lengths,
+            settings=settings,
             samples_per_step=samples_per_step,
             samples=SEARCH_SAMPLES,
             rules=self.rules,

@@ -11,12 +11,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.groups import given_options
-from omnibal.cli.level_options import (
-    LevelOptions,
-    balance_of,
-    levels_of_plan,
-    levels_table,
-)
+from omnibal.cli.levels import balance_of, levels_of_plan, levels_table
 from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
     JobOptions,
@@ -57,6 +52,7 @@ from omnibal.steps.pack_settings import PORTION_SAMPLES
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.planning import Planned
     from omnibal.search.goal import Goal, GoalData
+    from omnibal.search.level_estimates import LevelRule
     from omnibal.search.step_size import StepRate
 
 DEFAULT_IMAGE_SHARE = 0.5
@@ -74,9 +70,20 @@ _FEATURES = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataOptions(LevelOptions):
-    """Options for samples, packing and epochs."""
+class DataOptions:
+    """Options for samples, packing, levels and epochs."""
 
+    levels: Annotated[
+        str,
+        typer.Option(
+            "--packing-levels",
+            metavar="auto|hbp|N",
+            help="number of context-parallel sizes: the fastest, the HBP paper's, or N (1: none)",
+        ),
+    ] = "auto"
+    curriculum_steps: Annotated[
+        int, count_option("first steps, with packs of the smallest size alone", least=0)
+    ] = 0
     max_tiles: Annotated[
         int | None, count_option("image tiles of a pack, at most (default: searched for)")
     ] = None
@@ -137,6 +144,22 @@ class DataOptions(LevelOptions):
             help="plan with the steps to keep, to go on with its run at other parallel sizes",
         ),
     ] = None
+
+    @property
+    def level_rule(self) -> "LevelRule":
+        """Return the rule for candidate sets of levels."""
+        from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
+
+        if self.levels == "auto":
+            return LevelRule()
+        if self.levels == "hbp":
+            return LevelRule(is_hbp=True)
+        if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
+            raise UserError(
+                f"--packing-levels {self.levels}: must be auto, hbp, or a number from 1 to "
+                f"{MAX_SEARCHED}; give one of these"
+            )
+        return LevelRule(count=int(self.levels))
 
     def files(self) -> list[Path]:
         given = filter(None, (self.steps_of, self.mixture))

@@ -162,21 +162,13 @@ class CostOfLimits:
     @property
     def sentence(self) -> str:
         """Slowdown of the plan and its causes."""
-        if self.slower < NAMED_COST:
-            return (
-                f"for {self.title}: no slower than this plan could be without limits"
-                f"{self._unproven}"
-            )
-        return (
-            f"for {self.title}: {_percent(self.slower)} slower than this plan could be, because "
-            f"{self._reasons}{self._unproven}"
-        )
-
-    @property
-    def _unproven(self) -> str:
-        if not self.gap:
-            return ""
-        return f"; without limits up to {_percent(self.gap)} more is not ruled out"
+        said = "no slower than this plan could be without limits"
+        if self.slower >= NAMED_COST:
+            slower = f"{_percent(self.slower)} slower than this plan could be"
+            said = f"{slower}, because {self._reasons}"
+        if self.gap:
+            said += f"; without limits up to {_percent(self.gap)} more is not ruled out"
+        return f"for {self.title}: {said}"
 
     @property
     def _reasons(self) -> str:

@@ -1,52 +1,13 @@
-"""Options and results of `omnibal plan` about levels: packs of several sizes."""
+"""Results of `omnibal plan` about levels: packs of several sizes."""
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
-
-from omnibal.base.errors import UserError
-from omnibal.cli.options import count_option
 from omnibal.job.plan import Plan
 from omnibal.report.table import Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.data.lengths import Lengths
     from omnibal.packing.packs import ScheduledPacks
-    from omnibal.search.level_estimates import LevelRule
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LevelOptions:
-    """Options for context-parallel levels, and the start of long packs."""
-
-    levels: Annotated[
-        str,
-        typer.Option(
-            "--packing-levels",
-            metavar="auto|hbp|N",
-            help="number of context-parallel sizes: the fastest, the HBP paper's, or N (1: none)",
-        ),
-    ] = "auto"
-    curriculum_steps: Annotated[
-        int, count_option("first steps, with packs of the smallest size alone", least=0)
-    ] = 0
-
-    @property
-    def level_rule(self) -> "LevelRule":
-        """Return the rule for candidate sets of levels."""
-        from omnibal.search.level_estimates import MAX_SEARCHED, LevelRule
-
-        if self.levels == "auto":
-            return LevelRule()
-        if self.levels == "hbp":
-            return LevelRule(is_hbp=True)
-        if self.levels not in map(str, range(1, MAX_SEARCHED + 1)):
-            raise UserError(
-                f"--packing-levels {self.levels}: must be auto, hbp, or a number from 1 to "
-                f"{MAX_SEARCHED}; give one of these"
-            )
-        return LevelRule(count=int(self.levels))
 
 
 def levels_of_plan(plan: Plan, packs: "ScheduledPacks | None") -> list[dict[str, Any]]:
