@@ -42,7 +42,7 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.search.level_estimates import ProfiledLength, hbp_levels
+from omnibal.search.level_estimates import LevelEstimates, ProfiledLength, hbp_levels
 from omnibal.search.level_sets import LevelRequest, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.steps.metrics import dist_ratio
@@ -360,7 +360,7 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
     greedy = LevelTrials(
         job=job,
         data=replace(data, settings=replace(data.settings, fill=FillRule.GREEDY)),
-        tokens_per_step=found.tokens_per_step,
+        tokens_per_step=LevelEstimates.of(job, data).tokens_per_step,
         longest=data.least_caps(),
     )
     _, hbp = greedy.drawn(_SIMULATED_SAMPLES)(
