@@ -11,7 +11,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.groups import given_options
-from omnibal.cli.levels import balance_of, levels_of_plan, levels_table
+from omnibal.cli.levels_of_plan import balance_of, levels_of_plan, levels_table
 from omnibal.cli.mixing import MixtureOption, mixed
 from omnibal.cli.options import (
     JobOptions,
