@@ -108,8 +108,8 @@ def replay(
 ) -> None:
     launch = Launch.from_environment()
     _check_together(options)
-    check_provider(options.provider)
     if not options.counts:
+        check_provider(options.provider)
         launch.check_device()
     inputs = (plan, options.data, options.tokenizer_model)
     check_folder("-o", output, [path for path in inputs if path is not None])
