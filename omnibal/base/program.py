@@ -31,6 +31,8 @@ def run_app(app: typer.Typer, name: str, arguments: Sequence[str] | None = None)
         check_arguments(given)
         status = typer.main.get_command(app).main(given, prog_name=name, standalone_mode=False)
         sys.stdout.flush()
+        if status == 128 + signal.SIGINT:  # Typer catches Ctrl-C
+            raise KeyboardInterrupt
         sys.exit(status or 0)
 
 

@@ -1,7 +1,6 @@
 """`omnibal lengths`: scan a dataset."""
 
 import math
-import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -160,7 +159,7 @@ def lengths(
             found, skipped, listed = _scanned(*asked)
         except KeyboardInterrupt as error:
             sys.stderr.write("interrupted: run the same command again to resume\n")
-            raise typer.Exit(128 + signal.SIGINT) from error
+            raise SystemExit(130) from error
     result = {
         "samples": len(found),
         "seconds": time.perf_counter() - start,

@@ -25,8 +25,7 @@ from omnibal.base.errors import UserError
 BEGIN, END = "\U000f0000", "\U000f0001"
 _MAX_ROUNDS, _MAX_CHARACTERS = 1_000_000, 50_000_000
 """Limits of a rendering: iterations, macro and block calls, and text written or joined."""
-_MAX_BITS = 4096  # of a number
-_SIZED = str, bytes, list, tuple
+_MAX_BITS, _SIZED = 4096, (str, bytes, list, tuple)  # of a number; types that may grow
 
 
 def render_chat(

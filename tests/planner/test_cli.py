@@ -22,6 +22,7 @@ from replay_cases import write_replay
 
 import omnibal
 from omnibal import cli
+from omnibal.base.program import run_app
 from omnibal.cli.console import progress, progress_lines
 from omnibal.cost.profile import Profile, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
@@ -582,3 +583,16 @@ def test_a_log_has_a_line_about_every_half_minute(capsys):
         "trying caps: 10 of 40 in 0.7 min, 0.2/s, at this rate 2.0 min more",
         "trying caps: 20 of 40 in 1.7 min, 0.2/s, at this rate 1.7 min more",
     ]
+
+
+def test_an_interrupted_command_says_so(capsys):
+    """Prevents Ctrl-C that Typer answers without a line."""
+    app = typer.Typer()
+
+    @app.command()
+    def wait() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        run_app(app, "omnibal", [])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
