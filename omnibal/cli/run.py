@@ -180,7 +180,7 @@ def _on_the_command_line(context: typer.Context, groups: Sequence[Any]) -> list[
 def _do(steps: Sequence[Step], output: Path, *, trains: bool = True) -> None:
     status = running.run_steps(steps, output / "steps.json", _say, trains=trains)
     if status:
-        raise typer.Exit(status)
+        raise SystemExit(status)
 
 
 def _say(line: str) -> None:

@@ -1,5 +1,6 @@
 """Command line: what scripts read, what a user's mistake looks like, and which flags exist."""
 
+import importlib
 import importlib.util
 import json
 import os
@@ -585,7 +586,7 @@ def test_a_log_has_a_line_about_every_half_minute(capsys):
     ]
 
 
-def test_an_interrupted_command_says_so(capsys):
+def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
     """Prevents Ctrl-C that Typer answers without a line."""
     app = typer.Typer()
 
@@ -596,3 +597,7 @@ def test_an_interrupted_command_says_so(capsys):
     with pytest.raises(SystemExit) as ended:
         run_app(app, "omnibal", [])
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
+    # `omnibal run` passes on the status of a program that has said so.
+    monkeypatch.setattr("omnibal.running.run_steps", lambda *_, **__: 130)
+    with pytest.raises(SystemExit):
+        importlib.import_module("omnibal.cli.run")._do([], tmp_path)
