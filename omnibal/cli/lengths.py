@@ -211,15 +211,15 @@ def _scanned(
     check_files(outputs, read)
     print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_path)
-    is_own = config.chat_template == "tokenizer"
-    rule = f"the chat template of {tokenizer_path}" if is_own else config.chat_template
-    print_notes([f"conversations are written by {rule}"])
     with pool_options.opened() as pool:
         index = DataIndex(pool=pool, progress=progress)
         if options.data_index is not None:
             index = DataIndex.resumed(options.data_index, pool, progress)
         annotations = Annotations.open(meta, index)
         check_files(outputs, annotations.files)
+        is_own = config.chat_template == "tokenizer"
+        rule = f"the chat template of {tokenizer_path}" if is_own else config.chat_template
+        print_notes([f"conversations are written by {rule}"])
         output.parent.mkdir(parents=True, exist_ok=True)
         key = scan_key(config, tokenizer)
         journal = ScanJournal.open(partial, key, annotations) if keeps_files else None

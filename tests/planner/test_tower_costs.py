@@ -245,6 +245,6 @@ def test_a_kind_of_encoder_stands_beside_the_pipeline_or_is_refused():
     for name, tower in JobSpec(model=THREE, **job).encoders_costs[1].encoders.items():
         values = {"vision": 3 * 448 * 448, "audio": 3_000 * 128}[name]
         assert tower.input_bytes == 4 * values
-    with pytest.raises(UserError, match="takes points, which cannot be dealt"):
+    with pytest.raises(UserError, match="encoders of PointsEncoder have no costs"):
         JobSpec(model=with_points(), **job)
     assert shape_caps(with_points(), {"tokens": 4096}, 0.5) == {"tokens": 4096, "tiles": 8}

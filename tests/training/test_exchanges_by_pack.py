@@ -97,10 +97,10 @@ def run_stage(plan, part, held, batches):
         schedule=plan.schedule, other_way=(),
     )  # fmt: skip
     stream = MicroBatchStream.of(batches)
-    run = lambda _: schedule.run_forward_backward(  # noqa: E731
-        plan, held.models, links, stream, PhaseClock(), begin_pass=held.begin_pass
-    )
-    held.run(run, stream)
+    with held.running(stream, trains=True):
+        schedule.run_forward_backward(
+            plan, held.models, links, stream, PhaseClock(), begin_pass=held.begin_pass
+        )
 
 
 @pytest.mark.parametrize(
