@@ -7,6 +7,10 @@ _IN = r"(?:[^\s'\"]|['\"](?=\w))"  # a quote before a letter is part of the URL
 _PASSWORD = re.compile(rf"({_URL})(?:(?:(?!/){_IN}){{1,2000}}|[^/\s:@'\"]*:{_IN}{{,2000}})@")
 _QUERY = re.compile(rf"({_URL}(?:[^\s?]*|[^\n?]{{,2000}}(?=\?[\w.~%-]+=))\?){_IN}+")  # signatures
 _HIDDEN = "***"
+# All control characters but line ends, marks of direction, separators of lines, and surrogates.
+_CONTROL = re.compile(
+    r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
 
 
 def without_secrets(text: str) -> str:
@@ -21,7 +25,4 @@ def without_secrets(text: str) -> str:
 
 def printable(text: str) -> str:
     """Return the text without secrets, and with control characters escaped except line ends."""
-    shown = without_secrets(text)
-    if shown.isprintable():
-        return shown
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in shown)
+    return _CONTROL.sub(lambda found: repr(found[0])[1:-1], without_secrets(text))

@@ -7,7 +7,7 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from omnibal.base.errors import UserError
-from omnibal.base.printable import without_secrets
+from omnibal.base.printable import printable
 from omnibal.data.lengths import Lengths
 from omnibal.job.fake_replay import FAKE_REPLAY_FILES, FakeStage, is_fake_replay, read_fake_stages
 from omnibal.job.job import JobSpec
@@ -151,14 +151,14 @@ def render(report: ReportInput) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
-        finalize=_without_secrets,
+        finalize=_printable,
     )
     pages.filters |= {"percent": percent, "time": milliseconds, "change": change_ms}
     return pages.get_template("page.html.jinja").render(report=report, **_shown(report))
 
 
-def _without_secrets(value: Any) -> Any:
-    return without_secrets(value) if type(value) is str else value  # not Markup, such as SVG
+def _printable(value: Any) -> Any:
+    return printable(value) if type(value) is str else value  # not Markup, such as SVG
 
 
 def _shown(report: ReportInput) -> dict[str, Any]:

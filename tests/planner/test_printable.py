@@ -31,6 +31,7 @@ def test_urls_lose_their_secrets_and_nothing_else(text, shown):
 def test_names_cannot_write_to_the_terminal():
     """Prevents a source's name that clears the screen or rewrites a line."""
     assert printable("a\x1b[2J\rb\u202e\nc") == "a\\x1b[2J\\rb\\u202e\nc"
+    assert printable("\u3000\xa0\u2009\u540d") == "\u3000\xa0\u2009\u540d"
 
 
 @pytest.mark.parametrize("key", ["annotation", "shards"])
