@@ -7,7 +7,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from omnibal.pipeline.simulate import Timeline
-from omnibal.report.drawing import WIDE, add_legend, new_figure, printable, style
+from omnibal.report.drawing import WIDE, add_legend, new_figure, style, xml_text
 from omnibal.report.formatting import milliseconds, number, percent
 from omnibal.report.timeline import draw_step
 
@@ -42,7 +42,7 @@ def before_and_after(title: str, steps: Sequence[ShownStep]) -> Figure:
     for axes, step in zip(all_axes, steps, strict=True):
         recompute_ms = step.recompute_ms
         draw_step(axes, step.timeline, len(recompute_ms), (), recompute_ms, end_ms)
-        axes.set_title(f"{step.title}: {printable(step.note)}\n{key_figures(step, steps[0])}")
+        axes.set_title(f"{step.title}: {xml_text(step.note)}\n{key_figures(step, steps[0])}")
     add_legend(figure, columns=3)
     return figure
 

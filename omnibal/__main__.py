@@ -7,7 +7,7 @@ from types import FrameType
 
 def main() -> None:
     """Run the command line."""
-    # Imports take a second, in which Ctrl-C would print a traceback.
+    # Ctrl-C during imports, about a second, would print a traceback.
     signal.signal(signal.SIGINT, _end)
     from omnibal.cli import main as run
 

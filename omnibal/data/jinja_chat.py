@@ -1,7 +1,7 @@
 """Render Jinja chat templates as Transformers does, without importing it (and torch).
 
-A template is a program of whoever made the checkpoint: a rendering may take so many iterations and
-macro calls, and write so much text. What is counted does not depend on the machine.
+A checkpoint's template is untrusted code. A rendering is limited in iterations, macro and block
+calls, and characters, so that it ends alike on every machine, as a time limit would not.
 """
 
 import functools
@@ -68,7 +68,7 @@ def compiled_template(template: str, path: str) -> "ChatTemplate":
         finalize=limits.output,
     )
     environment.filters = limits.filters(environment.filters)
-    environment.call = limits.limited(environment.call)  # type: ignore[method-assign]
+    environment.call = limits.limit(environment.call)  # type: ignore[method-assign]
     environment.filters["tojson"] = _to_json
     # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _refuse
@@ -86,7 +86,7 @@ def compiled_template(template: str, path: str) -> "ChatTemplate":
 
 @dataclass(frozen=True, slots=True)
 class ChatTemplate:
-    """Compiled template, and what its current rendering has used."""
+    """Compiled template, with the counters of its current rendering."""
 
     template: jinja2.Template
     limits: "_Limits"
@@ -101,9 +101,9 @@ class _Limits:
 
     def filters(self, own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         """Return Jinja's, limited, and operations by the name of the node that each replaces."""
-        remainder = self.limited(lambda left, right: left % right)  # also formats text
+        remainder = self.limit(lambda left, right: left % right)  # also formats text
         operations = (self.count_round, self.add, self.multiply, self.power, self.join, remainder)
-        filters = {name: self.limited(operation) for name, operation in own.items()}
+        filters = {name: self.limit(operation) for name, operation in own.items()}
         return filters | dict(zip(_OPERATIONS.values(), operations, strict=True))
 
     def count(self, characters: int) -> None:
@@ -111,7 +111,7 @@ class _Limits:
         if self.characters > _MAX_CHARACTERS:
             _refuse(f"it writes more than {_MAX_CHARACTERS:,} characters")
 
-    def limited(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+    def limit(self, operation: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(operation)
         def call(*arguments: Any, **named: Any) -> Any:
             result = operation(*arguments, **named)

@@ -62,7 +62,7 @@ def has_chat_template(directory: Path) -> bool:
     if any((directory / name).is_file() for name in _TEMPLATE_FILES):
         return True
     settings = directory / "tokenizer_config.json"
-    return settings.is_file() and "chat_template" in read_config_file(settings)
+    return settings.is_file() and read_config_file(settings).get("chat_template") is not None
 
 
 def model_name(directory: Path) -> str:

@@ -42,7 +42,7 @@ def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
     return figure, figure.subplots()
 
 
-def printable(text: str) -> str:
+def xml_text(text: str) -> str:
     """Replace characters invalid in XML by question marks."""
     return _NOT_XML.sub("?", text)
 

@@ -17,7 +17,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.limits import words
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, printable, style
+from omnibal.report.drawing import COLOURS, WIDE, label_rows, new_figure, style, xml_text
 from omnibal.report.formatting import milliseconds, number, percent, shorten
 from omnibal.steps.metrics import rank_sums, straggler_factor
 
@@ -113,7 +113,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     """Draw steps with a bar per rank, and distributions over the epoch."""
     sides = compare_loads(job, data, scheduled)
     figure = new_figure(WIDE, 330 + 220 * len(sides))
-    model, cluster = (shorten(printable(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
+    model, cluster = (shorten(xml_text(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
     title = f"Predicted load of ranks: {model} on {cluster}"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     *spans, below = figure.subfigures(len(sides) + 1, 1, squeeze=False)[:, 0]
@@ -137,7 +137,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
         f"{_counted(len(data.lengths), 'sample')} in {_counted(len(scheduled), 'pack')} of at most "
         f"{limits}; {_counted(dp, 'data-parallel rank')}, up to "
         f"{_counted(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
-        f"time ({shorten(printable(job.cost.source), 40)}): both passes of the whole model on "
+        f"time ({shorten(xml_text(job.cost.source), 40)}): both passes of the whole model on "
         "every rank. A step ends with its slowest rank. "
     )
     if "before" in sides:

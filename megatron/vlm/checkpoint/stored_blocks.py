@@ -2,8 +2,8 @@
 
 Data-parallel shards are flat ranges that cut parameters anywhere: of optimizer state in core's
 distributed optimizer, of everything with sharded weights. A range is a few blocks of stored
-tensors. Core's load would allocate whole tensors, torch's reader reads all of one, and both
-unpickle whatever a checkpoint holds.
+tensors. Core's load would allocate whole tensors, torch's reader would read them, and both unpickle
+arbitrary classes.
 """
 
 import io
@@ -164,7 +164,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickler of `.metadata` that makes torch's descriptions of tensors, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the stand-in of a pickled name (pickle's name)."""
+        """Return the class to make instead of the pickled one; `pickle` calls this method."""
         value = vars(torch).get(name) if module == "torch" else None
         if isinstance(value, torch.dtype):
             return value
