@@ -2,12 +2,18 @@
 
 import traceback
 from collections import Counter
+from unittest.mock import patch
 
 import data_parallel_encoder_cases as beside
 import shared_training_cases as shared
+import torch
+from pipeline_cases import pipeline_plan
 from ranks import run_ranks
-from tensor_parallel_cases import train_steps
+from tensor_parallel_cases import MODELS, OPTIONS, PLAIN_FEED, STEPS, train_steps
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.vlm.step import clock
+from megatron.vlm.step.train import build_trainer, train_step
 
 # Operations whose result the host needs, or the size of it, before it can go on.
 WAITING = {"_local_scalar_dense", "masked_select", "nonzero"}
@@ -57,3 +63,53 @@ def test_data_parallel_encoders_wait_for_nothing(tmp_path):
     plan, feed = beside.plan_of(case), beside.feed_of(case.drop_path)
     options = {"steps": beside.STEPS[:2], "save": tmp_path, "feed": feed}
     assert not any(run_ranks(plan.parallel, waits, plan, options))
+
+
+def calls_of_two_steps(links, plan):
+    """Marks of the clock, waits of the host, and gathers of weights, in order."""
+    calls = []
+
+    class Event:
+        def __init__(self, **_):
+            pass
+
+        def record(self):
+            calls.append(("mark", self))
+
+        def synchronize(self):
+            calls.append(("wait for mark", self))
+
+        def elapsed_time(self, _):
+            return 0.0
+
+    trainer = build_trainer(plan, links, OPTIONS, steps=10, seed=3)
+    for bucket in trainer.data_parallel.overlap._buckets:
+        begin, finish = bucket.start_param_sync, bucket.finish_param_sync
+
+        def finish_and_log(bucket=bucket, finish=finish, **options):
+            if bucket.param_gather_handle is not None:
+                calls.append(("weights are waited for", None))
+            finish(**options)
+
+        bucket.start_param_sync = lambda begin=begin: (calls.append(("gather", None)), begin())
+        bucket.finish_param_sync = finish_and_log
+    waits = {"Event": Event, "synchronize": lambda: calls.append(("wait for device", None))}
+    with patch.object(clock, "has_cuda", lambda: True), patch.multiple(torch.cuda, **waits):
+        for number, packs in enumerate(STEPS[:2]):
+            own = list(PLAIN_FEED.packed(plan.model, number, packs))
+            train_step(trainer, PLAIN_FEED.dealt(plan, number, own))
+    return [(what, calls.index(("mark", of)) if of else None) for what, of in calls]
+
+
+def test_weights_are_gathered_while_the_next_step_begins():
+    """Prevents: a step that ends when the weights have come, so that no micro-batch hides them."""
+    plan = pipeline_plan(model=MODELS["300M-like"], data=2)
+    for calls in run_ranks(plan.parallel, calls_of_two_steps, plan):
+        names = [what for what, _ in calls]
+        waited = names.index("weights are waited for")
+        begun = names.index("gather")
+        assert begun < waited and "wait for device" not in names
+        ended = names.index("wait for mark")
+        assert names[begun:ended] == ["gather"] * (ended - begun - 1) + ["mark"]
+        assert calls[ended][1] == ended - 1  # the step's last mark
+        assert "mark" in names[ended:waited]  # of the next step

@@ -40,10 +40,14 @@ class PhaseClock:
         self._marks.append((phase, moment()))
 
     def stop(self) -> tuple[Interval, ...]:
-        """End the last phase; return all intervals in order, and reset."""
+        """End the last phase; return all intervals in order, and reset.
+
+        Waits for this stream alone: weights that are still gathered would hold up a wait for the
+        device.
+        """
         self._marks.append((None, moment()))
         if has_cuda():
-            torch.cuda.synchronize()
+            self._marks[-1][1].synchronize()
         intervals = tuple(
             (phase, elapsed_ms(start, end))
             for (phase, start), (_, end) in pairwise(self._marks)
