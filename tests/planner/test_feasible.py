@@ -7,6 +7,7 @@ from functools import cache
 from itertools import product
 
 import pytest
+from cli_cases import failure, run
 from plan_cases import MODEL, changed, counting, example_lengths, example_profile, request
 
 from omnibal import Free, Goal, Samples, plan, training_job
@@ -390,6 +391,16 @@ def four_ranks(**given) -> Goal:
     parallel = Parallel(pipeline=1, data=4)
     job = training_job("internvl-digits", "laptop-cpu", parallel=parallel)
     return with_memory(Goal(job=job, **given), enough_for_four_ranks())
+
+
+def test_one_device_is_told_of_adapters_before_larger_devices(tmp_path, capsys):
+    """Prevents: a user of one GPU who is sent to buy another where adapters would fit."""
+    job = "plan --cluster a100-80g --gpus 1 --model internvl3-8b --max-tokens 4096"
+    told = failure(capsys, job, "-o", tmp_path / "whole").split("what would fit: ")[1]
+    ways = [re.match(r"--[a-z-]+(?: [a-z0-9-]+)?", way)[0] for way in told.split("; or ")]
+    assert ways[:2] == ["--lora-rank 16", "--freeze language"] and "--cluster b200-180g" in ways
+    for number, way in enumerate(ways[:2]):
+        run(f"{job} {way}", "-o", tmp_path / str(number))
 
 
 @pytest.mark.parametrize("levels", [LevelRule(count=1), LevelRule()])

@@ -3,6 +3,8 @@
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -67,6 +69,36 @@ def test_readme_runs_on_a_users_data(users_folder):
         run(command, *words, *(SIZES if command in ("plan", "run") else ()))
     for folder in ("export", "job/export"):
         assert "megatron sft" in (users_folder / folder / "RUN.md").read_text()
+
+
+def test_planning_page_runs_on_its_trial_lengths(tmp_path, monkeypatch):
+    """Prevents: a page whose commands end in an error when they are pasted."""
+    monkeypatch.chdir(tmp_path)
+    script = [sys.executable, str(ROOT / "tools/make_lengths.py"), "-o", "lengths.parquet"]
+    subprocess.run([*script, "--samples", "2000"], check=True)
+    lines = [line for line in commands("docs/planning.md") if "lengths.parquet" in line]
+    assert len(lines) == 3
+    for line in lines:
+        command, *words = shlex.split(line)[1:]
+        sizes = ("--tp", 2, "--pp", 4, "--dp", 4)
+        run(command, *words, *(sizes if command == "plan" else ()))
+    assert Path("load.svg").exists()
+
+
+def test_samples_on_the_data_page_are_read(users_folder):
+    """Prevents: a form of samples on the page that the scan refuses."""
+    page = (ROOT / "docs/data.md").read_text()
+    blocks = re.findall(r"^```\w*\n(\{.*?)^```", page, re.M | re.S)
+    samples = [json.loads(block) for block in blocks if '"conv' in block or '"messages' in block]
+    assert len(samples) >= 4
+    Image.new("RGB", (64, 64), "red").save("a.png")
+    scan = "--model Qwen/Qwen3-VL-8B-Instruct --tokenizer-model Qwen3-VL-8B"
+    for number, sample in enumerate(samples):
+        text = json.dumps(sample).replace("file:///data/a.png", f"file://{users_folder}/a.png")
+        Path(f"form{number}.jsonl").write_text(text)
+        if "tools" in sample:
+            write_templated(Path("Qwen3-VL-8B"), TEMPLATES["thinking"])
+        run(f"lengths form{number}.jsonl -o {number}.parquet {scan}")
 
 
 def test_a_cluster_of_ones_own_is_planned_with(tmp_path, capsys):
