@@ -89,8 +89,10 @@ def _launch_command(commands: Sequence[Command], line_number: int | None) -> Com
     if len(found) == 1:
         return found[0]
     if not everywhere:
+        flags = [word for command in commands for word in command.words if word.startswith("--")]
+        given = f" among {show_unknown(joined_words(flags[:3]))}" if flags else ""
         raise UserError(
-            "the launch line has no flag of a Megatron trainer that is known, such as "
+            f"the launch line has no flag of a Megatron trainer that is known{given}, such as "
             "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
             "the path of a script with one, or flags alone"
         )

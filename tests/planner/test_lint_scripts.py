@@ -164,6 +164,7 @@ def test_overrides_and_short_flags_are_one_language():
     ("line", "message"),
     [
         ("echo hello", "no flag of a Megatron trainer"),
+        ("a --micro-btch-size 1", "is known among --micro-btch-size, such as"),
         ("a --micro-batch-size 1\nb --micro-batch-size 2", "2 launch lines, on lines 1 and 2"),
         ("a --micro-batch-size two", "must be a whole number"),
         ("a --tensor-model-parallel-size 0", "must be from 1"),
