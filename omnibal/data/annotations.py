@@ -358,7 +358,7 @@ class Annotations:
 
 def read_meta(path: Path) -> dict[str, SourceMeta]:
     """Read what a meta says of each source, by name."""
-    remedy = "pass an annotation file, or the JSON that names some"
+    remedy = "pass an annotation file (no pipe or device), or the JSON that names some"
     try:
         if not path.is_file():
             what = "is a folder" if path.is_dir() else "no such file"

@@ -70,7 +70,7 @@ def holds_records(path: Path) -> bool:
 def index_lines(path: Path) -> RecordIndex:
     """Index lines and hash the file in a single pass."""
     if not path.is_file():
-        raise UserError(f"{path}: no such annotation file; correct the meta's annotation path")
+        raise UserError(f"{path}: no such annotation file, or a pipe; correct the meta's path")
     version = version_of(path)
     digest = hashlib.sha256()
     borders = [np.zeros(1, np.int64)]

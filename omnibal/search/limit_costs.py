@@ -16,7 +16,14 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.levels import Level
 from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
-from omnibal.model.targets import OWN, Padding, RecomputeFreedom, StageRules, TrainerConstraints
+from omnibal.model.targets import (
+    FREE,
+    OWN,
+    Padding,
+    RecomputeFreedom,
+    StageRules,
+    TrainerConstraints,
+)
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.steps.pack_settings import PackSettings
@@ -251,7 +258,7 @@ def _request_of(
     trainer: TrainerConstraints, result: PlanResult, packing: PackingMethod
 ) -> PlanRequest:
     """Request for a plan's sizes and data under other constraints."""
-    plan, shapes = result.plan, result.plan.shapes
+    plan, shapes, ranks = result.plan, result.plan.shapes, result.plan.parallel.data
     data: PlanData
     if result.data is None or plan.data is None:
         assert shapes is not None
@@ -265,9 +272,11 @@ def _request_of(
             lengths=result.data[1],
             settings=PackSettings(packing=packing, epochs=plan.data.epochs, seed=plan.data.seed),
             levels=(Level(caps=plan.data.caps),),
-            packs_per_step=plan.data.packs_per_step,
+            packs_per_step=max(plan.data.packs_per_step // ranks, 1) * ranks,
             rules=trainer.packs,
         )
+    if trainer.stages != FREE:  # which rules out data-parallel encoders
+        plan = plan.model_copy(update={"beside": None})
     job = replace(JobSpec.of_plan(plan, result.cost_source), trainer=trainer)
     return PlanRequest(job=job, data=data, schedule=plan.schedule)
 
