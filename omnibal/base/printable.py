@@ -6,6 +6,8 @@ _URL = r"[A-Za-z0-9]:/+"  # `Path` drops a slash
 _IN = r"(?:[^\s'\"]|['\"](?=\w))"  # a quote before a letter is part of the URL
 _PASSWORD = re.compile(rf"({_URL})(?:(?:(?!/){_IN}){{1,2000}}|[^/\s:@'\"]*:{_IN}{{,2000}})@")
 _QUERY = re.compile(rf"({_URL}(?:[^\s?]*|[^\n?]{{,2000}}(?=\?[\w.~%-]+=))\?){_IN}+")  # signatures
+_PART = re.compile(rf"({_URL}[^\s?]*?[#;])[\w.~%-]+={_IN}*")  # tokens behind # or ;
+_ENCODED = re.compile(rf"(%3A(?:%2F){{1,2}}){_IN}*?%40", re.IGNORECASE)  # a URL within a URL
 _HIDDEN = "***"
 # All control characters but line ends, marks of direction, separators of lines, and surrogates.
 _CONTROL = re.compile(
@@ -20,7 +22,8 @@ def without_secrets(text: str) -> str:
         >>> without_secrets("https://me:pw@host/a.tar?X-Amz-Signature=1 is not there")
         'https://***@host/a.tar?*** is not there'
     """
-    return _QUERY.sub(rf"\1{_HIDDEN}", _PASSWORD.sub(rf"\1{_HIDDEN}@", text))
+    text = _ENCODED.sub(rf"\1{_HIDDEN}%40", _PASSWORD.sub(rf"\1{_HIDDEN}@", text))
+    return _PART.sub(rf"\1{_HIDDEN}", _QUERY.sub(rf"\1{_HIDDEN}", text))
 
 
 def printable(text: str) -> str:

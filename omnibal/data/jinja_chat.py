@@ -6,9 +6,13 @@ calls, and characters, so that it ends alike on every machine, as a time limit w
 
 import functools
 import json
+import math
+import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
+from types import BuiltinMethodType, FunctionType
 from typing import Any
 
 import jinja2
@@ -26,6 +30,13 @@ BEGIN, END = "\U000f0000", "\U000f0001"
 _MAX_ROUNDS, _MAX_CHARACTERS = 1_000_000, 50_000_000
 """Limits of a rendering: iterations, macro and block calls, and text written or joined."""
 _MAX_BITS, _SIZED = 4096, (str, bytes, list, tuple)  # of a number; types that may grow
+_MAX_READ, _ITEM = 300_000_000, 100
+"""Limit of a rendering: characters that filters and methods read, where an item counts for 100."""
+_ABSENT = ("lipsum", "pprint", "random", "urlize", "wordwrap")  # slow, or drawn by chance
+_PADDED = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "slice", "batch", "tojson"}
+"""Filters and methods that may write an operand as often as a number says."""
+_FORMATTED = {"format", "format_map", "remainder"}
+_WIDE = re.compile(r"[%{][^%a-z}]*(?:\d{5}|[*{])")  # of a format, for a result of any length
 
 
 def render_chat(
@@ -42,7 +53,7 @@ def render_chat(
         prompt: append the beginning of an answer.
         pieces: tokens by role, such as "eos_token".
     """
-    chat.limits.rounds = chat.limits.characters = 0
+    chat.limits.rounds = chat.limits.characters = chat.limits.read = 0
     return chat.template.render(
         messages=messages,
         tools=tools,
@@ -67,9 +78,12 @@ def compiled_template(template: str, path: str) -> "ChatTemplate":
         extensions=[_Generation, jinja2.ext.loopcontrols],
         finalize=limits.output,
     )
+    for name in _ABSENT:
+        environment.filters.pop(name, None)
+        environment.globals.pop(name, None)
     environment.filters = limits.filters(environment.filters)
     environment.call = limits.limit(environment.call)  # type: ignore[method-assign]
-    environment.filters["tojson"] = _to_json
+    environment.filters["tojson"] = limits.limit(_to_json, "tojson")
     # No strftime_now, on purpose: tokens must not depend on the date.
     environment.globals["raise_exception"] = _refuse
     try:
@@ -98,12 +112,13 @@ class _Limits:
 
     rounds: int = 0
     characters: int = 0
+    read: int = 0
 
     def filters(self, own: Mapping[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
         """Return Jinja's, limited, and operations by the name of the node that each replaces."""
-        remainder = self.limit(lambda left, right: left % right)  # also formats text
+        remainder = self.limit(operator.mod, "remainder")  # also formats text
         operations = (self.count_round, self.add, self.multiply, self.power, self.join, remainder)
-        filters = {name: self.limit(operation) for name, operation in own.items()}
+        filters = {name: self.limit(operation, name) for name, operation in own.items()}
         return filters | dict(zip(_OPERATIONS.values(), operations, strict=True))
 
     def count(self, characters: int) -> None:
@@ -111,15 +126,41 @@ class _Limits:
         if self.characters > _MAX_CHARACTERS:
             _refuse(f"it writes more than {_MAX_CHARACTERS:,} characters")
 
-    def limit(self, operation: Callable[..., Any]) -> Callable[..., Any]:
+    def limit(self, operation: Callable[..., Any], name: str = "call") -> Callable[..., Any]:
         @functools.wraps(operation)
         def call(*arguments: Any, **named: Any) -> Any:
+            self.check(name, (*arguments, *named.values()))
             result = operation(*arguments, **named)
             if isinstance(result, _SIZED) and len(result) > _MAX_CHARACTERS:
                 self.count(len(result))
             return result
 
         return call
+
+    def check(self, name: str, arguments: Sequence[Any]) -> None:
+        """Refuse operands of a filter or call that are, or make, too much to read or write."""
+        if name == "call":
+            called, name = arguments[1], ""
+            if isinstance(called, FunctionType) and "__wrapped__" in vars(called):
+                called = called.__wrapped__  # a format of text, within the sandbox's wrapper
+            if isinstance(called, BuiltinMethodType):
+                name, arguments = called.__name__, (called.__self__, *arguments[2:])
+        sized = [each for each in arguments if isinstance(each, _SIZED)]
+        items = [item for each in sized if isinstance(each, list | tuple) for item in each]
+        texts = [each for each in sized if isinstance(each, str)]
+        self.read += _ITEM * len(items) + sum(map(len, texts))
+        if name == "join":
+            self.read += sum(len(item) for item in items if isinstance(item, str))
+        elif name == "replace" and len(texts) >= 3:
+            self.read += texts[0].count(texts[1]) * len(texts[2])
+        elif name in _PADDED:
+            numbers = [abs(each) for each in arguments if isinstance(each, int)]
+            lengths = [1 + len(each) for each in sized]
+            self.read += max(numbers, default=0) * math.prod(lengths)
+        elif name in _FORMATTED and texts and _WIDE.search(texts[0]):
+            _refuse("a format has a width above 9,999, or one that is an argument")
+        if self.read > _MAX_READ:
+            _refuse(f"its filters and calls read or write more than {_MAX_READ:,} characters")
 
     @jinja2.pass_context  # else Jinja writes constants without a call
     def output(self, context: Context | None, value: Any) -> str:

@@ -55,7 +55,10 @@ def read_flags(words: Sequence[str]) -> dict[str, str | None]:
             last = None if flag[2] is not None else flag[1]
         elif last is not None and not (UNKNOWN.fullmatch(word) and flags[last] is not None):
             before = flags[last]
-            flags[last] = word if before is None else f"{before} {word}"
+            if before is not None and word.endswith(".py"):  # torchrun's flags end at the program
+                last = None
+            else:
+                flags[last] = word if before is None else f"{before} {word}"
     return flags
 
 

@@ -424,6 +424,19 @@ LOOP, END_LOOP = "{% for a in range(99999) %}", "{% endfor %}"
         LOOP + "{{ '" + "x" * 999 + "' }}" + END_LOOP,
         LOOP + "{% set x = 'a' * -9999999 ~ 'x' * 9999 %}" + END_LOOP,
         "{{ 9 ** 99999999999 }}",
+        "{{ '%2000000000d' % 1 }}",
+        "{{ '%*d' % (2000000000, 1) }}",
+        "{{ '{:2000000000d}'.format(1) }}",
+        "{{ '{:{}}'.format(1, 2000000000) }}",
+        "{{ 'a'.ljust(2000000000) }}",
+        "{{ 'a' | center(2000000000) | length }}",
+        "{{ ('a\n' * 999999) | indent(999999) }}",
+        "{{ [1] | tojson(indent=2000000000) }}",
+        "{{ lipsum(n=99999999) }}",
+        "{% set s = ['x' * 49999999] %}{{ (s * 9999) | join | length }}",
+        "{% set s = 'x' * 49999 %}{{ s.replace('x', s * 99) | length }}",
+        "{% set s = [1] * 999999 %}" + LOOP + "{% set x = s | sort %}" + END_LOOP,
+        "{% set s = [1] | slice(2000000000) | list %}",
         "{% if true %}" * 3000 + "{% endif %}" * 3000,
         "{% for a in [1] %}" * 60 + "{% endfor %}" * 60,
     ],
@@ -437,6 +450,10 @@ def test_hostile_templates_end_in_a_line(template):
 def test_limits_do_not_change_what_a_template_writes():
     """Prevents operators that the limits replace from giving other results than Jinja's."""
     template = "{{ 1 + 2 * 3 ** 2 % 5 }} {{ 'a' ~ 1 ~ [2] }} {{ [1] + [2] }} "
+    template += (
+        "{{ '%02d%s%5.2f' % (3, 'a', 1.5) }} {{ '{:>9}{}'.format(1, 2) }} {{ [1, 2] | join('-') }}"
+    )
+    template += "{{ 'aba'.replace('a', 'c') }} {{ 'x' | indent(2) }} {{ 'b'.center(5) }}"
     template += "{{ '%02d' % 3 }} {{ '-' * 4 }} {{ 2 * 'a' }} {{ [0] * 2 }}"
     rendered = render_chat(compiled_template(template, "t"), [])
     assert rendered == jinja2.Template(template).render()

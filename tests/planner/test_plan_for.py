@@ -86,7 +86,7 @@ def test_encoders_beside_the_pipeline_are_no_part_of_a_lifted_limit(capsys, tmp_
     """Prevents: a plan refused for encoder placements that only the plan compared with has."""
     job = "plan --gpus 2 --for xtuner --model internvl-digits --cluster a100-80g"
     plan, _ = run(capsys, job, "--lengths", lengths_file, "-o", tmp_path / "plan")
-    assert {each["limit"] for each in plan["limits"]}  >= {"sharding"}
+    assert {each["limit"] for each in plan["limits"]} >= {"sharding"}
 
 
 def test_the_plan_to_compare_with_is_the_one_without_the_option(capsys, tmp_path, lengths_file):

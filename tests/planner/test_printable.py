@@ -20,6 +20,9 @@ CANARY = "c4n4ry"
         (f"'http://h/it's a b?sig={CANARY}'", "'http://h/it's a b?***'"),
         (f"https:////u:it's{CANARY}@h", "https:////***@h"),
         ("s3://bucket/a@b.jpg", "s3://bucket/a@b.jpg"),
+        (f"https://host/a#b;sig={CANARY}, and more", "https://host/a#b;*** and more"),
+        (f"at https%3A%2F%2Fme%3A{CANARY}%40host%2Fa", "at https%3A%2F%2F***%40host%2Fa"),
+        ("s3://bucket/a#1;2.tar", "s3://bucket/a#1;2.tar"),
         ("is it so? yes", "is it so? yes"),
     ],
 )
