@@ -306,7 +306,12 @@ def tokenizer_of(model: str, weights: Path | None) -> Path | None:
 
 
 def plan_steps(
-    data: Path, model: str, tokenizer: Path | None, planned_with: Sequence[str], output: Path
+    data: Path,
+    model: str,
+    tokenizer: Path | None,
+    planned_with: Sequence[str],
+    output: Path,
+    scanned_with: Sequence[str],
 ) -> list[Step]:
     """Return the commands from data to a checked plan."""
     lengths, plan = output / "lengths.parquet", output / "plan"
@@ -316,7 +321,7 @@ def plan_steps(
     of_model = [folder] if folder.is_file() else []
     of_model += [path for pattern in _DESCRIPTIONS for path in sorted(folder.glob(pattern))]
     read = [] if tokenizer is None else ["--tokenizer-model", str(tokenizer)]
-    scan = ["lengths", str(data), "--model", model, "-o", str(lengths), *read]
+    scan = ["lengths", str(data), "--model", model, "-o", str(lengths), *read, *scanned_with]
     planned = ["plan", "--model", model, "--lengths", str(lengths), *planned_with, "-o", str(plan)]
     own = [] if tokenizer is None or tokenizer == folder else [tokenizer]
     inputs = (*annotations, *of_model, *own)

@@ -138,6 +138,20 @@ def named_from(folder: Path, name: str, cache: BlockCache | None = None) -> Path
     return location(f"{scheme}://{posixpath.normpath(place)}", cache)
 
 
+def kept_below(path: Path, folder: Path | None) -> Path:
+    """Return a path of the data. Raise if it is, links followed, outside a folder or URL."""
+    if folder is None:
+        return path
+    at = [Path(posixpath.normpath(str(each))) for each in (path, folder)]
+    if not isinstance(path, RemotePath):
+        at = [at[0].resolve(), folder.resolve()]
+    if not at[0].is_relative_to(at[1]):
+        raise UserError(
+            f"{path}: is outside --data-root {folder}; name files below it, or give another"
+        )
+    return path
+
+
 def check_local(options: Mapping[str, Any]) -> None:
     """Raise if an option (name without dashes) is a URL, which would become a folder "s3:"."""
     for name, value in options.items():

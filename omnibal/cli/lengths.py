@@ -20,6 +20,7 @@ from omnibal.base.worker_pool import LocalPool, Pool, usable_cores
 from omnibal.cli.console import print_notes, print_result, progress
 from omnibal.cli.options import (
     MOST_PROCESSES,
+    DataRootOption,
     JsonOption,
     ModelOption,
     TokenizerOption,
@@ -107,6 +108,7 @@ class ScanOptions:
             "what it has already is not looked for again"
         ),
     ] = None
+    data_root: DataRootOption = None
     on_error: Annotated[
         Literal["stop", "skip"],
         typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
@@ -215,7 +217,7 @@ def _scanned(
         index = DataIndex(pool=pool, progress=progress)
         if options.data_index is not None:
             index = DataIndex.resumed(options.data_index, pool, progress)
-        annotations = Annotations.open(meta, index)
+        annotations = Annotations.open(meta, index, below=options.data_root)
         check_files(outputs, annotations.files)
         is_own = config.chat_template == "tokenizer"
         rule = f"the chat template of {tokenizer_path}" if is_own else config.chat_template

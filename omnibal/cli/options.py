@@ -12,6 +12,7 @@ import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
+from omnibal.base.remote_path import location
 from omnibal.cli.groups import COUNT, HelpAllOption
 from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
@@ -57,6 +58,14 @@ TokenizerOption = Annotated[
     ),
 ]
 
+DataRootOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="folder or URL that all files of the data must be in, links followed (default: any)",
+        parser=location,
+    ),
+]
 ModelOption = Annotated[
     str,
     typer.Option(

@@ -12,7 +12,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
 from omnibal.cli.groups import given_options
-from omnibal.cli.options import JobOptions, SizeOptions, TokenizerOption
+from omnibal.cli.options import DataRootOption, JobOptions, SizeOptions, TokenizerOption
 from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
@@ -31,6 +31,7 @@ class RunOptions:
         Path, typer.Option("--output", "-o", help="folder of all that is made, and of the run")
     ]
     tokenizer_model: TokenizerOption = None
+    data_root: DataRootOption = None
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -105,7 +106,8 @@ def run(
     if cluster.is_cpu and not {"--precision", "--profile"} & set(planned_with):
         planned_with += ["--precision", "fp32"]
     planned_with += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
-    planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output)
+    confined = [] if asked.data_root is None else ["--data-root", _absolute(asked.data_root)]
+    planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output, confined)
     with lock_folder("-o", output, _say):
         _do(planning, output)
         if is_exported:
@@ -118,7 +120,7 @@ def run(
         if weights is not None and running.holds_released(weights):
             loads = output / "weights"
             _do([running.conversion("import", weights, loads)], output)
-        more = ([] if loads is None else ["--load", str(loads), "--finetune"]) + more
+        more = ([] if loads is None else ["--load", str(loads), "--finetune"]) + confined + more
         per_node = cluster.gpus_per_node
         more += context.args
         running.write_launch(output, asked.data, tokenizer, per_node, gpus, more)

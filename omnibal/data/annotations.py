@@ -25,7 +25,14 @@ from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import read_json_model, real_path
 from omnibal.base.frozen import Frozen
-from omnibal.base.remote_path import RemotePath, changed, location, named_from, versions_of
+from omnibal.base.remote_path import (
+    RemotePath,
+    changed,
+    kept_below,
+    location,
+    named_from,
+    versions_of,
+)
 from omnibal.data.data_index import DataFile, DataIndex, Holds
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.naming import Naming
@@ -108,6 +115,8 @@ class _Source:
     augment: bool
     max_dynamic_patch: int | None
     naming: Naming | None
+    below: Path | None
+    """Folder that media must be in. None for any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,18 +134,22 @@ class _Folder(Media):
 
     root: Path
     cache: BlockCache | None
+    below: Path | None
 
     def image(self, name: str) -> ImageFile:
         return ImageFile(self._path(name))
 
     def video(self, name: str) -> Video:
-        return video_at(self._path(name))
+        video = video_at(self._path(name))
+        for frame in video.frames:
+            kept_below(frame.path, self.below)
+        return video
 
     def recording(self, name: str) -> AudioFile:
         return AudioFile(self._path(name))
 
     def _path(self, name: str) -> Path:
-        return named_from(self.root, name, self.cache)
+        return kept_below(named_from(self.root, name, self.cache), self.below)
 
 
 def video_at(path: Path) -> Video:
@@ -204,13 +217,18 @@ class Annotations:
 
     @classmethod
     def open(
-        cls, meta_path: Path, index: DataIndex | None = None, cache: BlockCache | None = None
+        cls,
+        meta_path: Path,
+        index: DataIndex | None = None,
+        cache: BlockCache | None = None,
+        below: Path | None = None,
     ) -> "Annotations":
         """Index all annotation files; records are checked on access.
 
         Args:
             meta_path: a meta or a single annotation file.
             index: known record positions, None to read all files here.
+            below: folder or bucket that all files must be in, links followed. None for any.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)
@@ -222,7 +240,8 @@ class Annotations:
         chosen: list[np.ndarray] = []
         of_files: list[int] = []
         for name, entry in entries.items():
-            source, found = _open_source(name, entry, meta_path.parent, index or DataIndex(), cache)
+            folder = meta_path.parent
+            source, found = _open_source(name, entry, folder, index or DataIndex(), cache, below)
             sha256 = _sha256(found, source.in_shards)
             records = sum(map(len, found))
             if entry.length not in (None, records):
@@ -347,7 +366,7 @@ class Annotations:
         if source.in_shards:
             sample = read_shard_sample(path, start, int(size))
             return sample.record(), sample, sample.key
-        media, name = _Folder(source.root, self.cache), str(self.number[index] + 1)
+        media, name = _Folder(source.root, self.cache, source.below), str(self.number[index] + 1)
         if is_rows(path):
             row = read_row(RowPlace(path, version, start), media)
             return row.record(), row, name
@@ -381,13 +400,18 @@ def read_meta(path: Path) -> dict[str, SourceMeta]:
 
 
 def _open_source(
-    name: str, entry: SourceMeta, folder: Path, index: DataIndex, cache: BlockCache | None
+    name: str,
+    entry: SourceMeta,
+    folder: Path,
+    index: DataIndex,
+    cache: BlockCache | None,
+    below: Path | None,
 ) -> tuple[_Source, list[RecordIndex]]:
     """Open a source and index its records."""
     if entry.naming is not None:
         entry.naming.check(name)
     if entry.in_file is not None:
-        annotation = named_from(folder, entry.in_file, cache)
+        annotation = kept_below(named_from(folder, entry.in_file, cache), below)
         try:
             holds: Holds = "lines"
             if is_rows(annotation) or is_array(annotation):
@@ -402,10 +426,12 @@ def _open_source(
         root = named_from(folder, entry.root or "", cache)
     else:
         if entry.energon is not None:
-            dataset = named_from(folder, entry.energon, cache)
+            dataset = kept_below(named_from(folder, entry.energon, cache), below)
             shards = energon_shards(dataset, entry.split or "train")
         else:
             shards = webdataset_shards(entry.shards or "", folder, cache)
+        for shard in shards:
+            kept_below(shard.path, below)
         rows = all(is_rows(shard.path) for shard in shards)
         files = [
             DataFile(shard.path, "rows") if rows else DataFile(shard.path, "shard", shard)
@@ -419,6 +445,7 @@ def _open_source(
         unit=_UNITS[files[0].holds],
         in_shards=files[0].holds == "shard",
         naming=entry.naming,
+        below=below,
         augment=entry.data_augment,
         max_dynamic_patch=entry.max_dynamic_patch,
     )

@@ -451,3 +451,40 @@ def test_malformed_arrays(tmp_path, content, message):
     with pytest.raises(UserError, match=message) as error:
         open_meta(tmp_path, a={"root": "", "annotation": "a.json"})
     assert str(error.value).startswith(f"{tmp_path / 'a.json'}: ")
+
+
+def test_data_root_holds_every_file_below_it(tmp_path):
+    """Prevents: a stranger's meta or samples that have other files of the user's opened as data."""
+    inside, outside = tmp_path / "in", tmp_path / "out"
+    for folder in (inside / "frames", outside):
+        folder.mkdir(parents=True)
+        (folder / "a.png").touch()
+        (folder / "a.jsonl").write_text(json.dumps(record_of()))
+    (inside / "link").symlink_to(outside)
+    (inside / "frames" / "b.png").symlink_to(outside / "a.png")
+
+    def opened(source: dict, **media) -> Annotations:
+        marks = "".join(
+            f"<{kind}>\n" * (kind == "video" or len(names)) for kind, names in media.items()
+        )
+        record = {"conversations": said(marks, "1"), **media}
+        (inside / "a.jsonl").write_text(json.dumps(record))
+        (inside / "meta.json").write_text(json.dumps({"a": source}))
+        return Annotations.open(inside / "meta.json", below=inside)
+
+    kept = opened({"annotation": "a.jsonl"}, image=["frames/a.png", str(inside / "frames/a.png")])
+    assert len(kept[0].images) == 2
+    for source in (
+        *({"annotation": name} for name in ("../out/a.jsonl", "link/a.jsonl", "s3://b/a.jsonl")),
+        *({"shards": name} for name in (str(outside / "{0..3}.tar"), "file:///etc/0.tar")),
+        {"energon": "../out"},
+    ):
+        with pytest.raises(UserError, match="is outside --data-root"):
+            opened(source)
+    for media in (
+        *({"image": [name]} for name in ("../out/a.png", str(outside / "a.png"), "link/a.png")),
+        {"image": ["file:///etc/a.png"]},
+        *({"video": name} for name in ("link", "frames", ["link/a.png", "frames/a.png"])),
+    ):
+        with pytest.raises(UserError, match="is outside --data-root"):
+            opened({"annotation": "a.jsonl"}, **media)[0]

@@ -55,7 +55,7 @@ STAGE_KEYS = (
 ).split()
 FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --min-pixels "
-    "--max-pixels --processes --engine --address --data-index --on-error --json",
+    "--max-pixels --processes --engine --address --data-index --data-root --on-error --json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --mixture "
     "--model --limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
@@ -81,7 +81,7 @@ FLAGS = {
     "--image-share --cost --json",
 }
 FLAGS["run"] = FLAGS["plan"].replace("--json", "--data --tokenizer-model --weights --from-scratch")
-FLAGS["run"] = FLAGS["run"].replace("--lengths", "--lr --vision-lr --start --export")
+FLAGS["run"] = FLAGS["run"].replace("--lengths", "--data-root --lr --vision-lr --start --export")
 PRESETS = Path(omnibal.__file__).parent / "presets"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PACK = "pack --max-tiles 8 --max-tokens 512"

@@ -44,6 +44,8 @@ class StorageArguments:
     data_cache: Path | None = None
     """Cache folder for remote data, shared by a node's processes. None for no cache."""
     data_cache_gib: float = _CACHE_GIB
+    data_root: Path | None = None
+    """Folder or URL that all files of the data must be in. None for any."""
 
     def opened_index(self) -> DataIndex | None:
         """Open the index; raises UserError if absent."""
@@ -267,6 +269,8 @@ def _add_job(job: argparse._ArgumentGroup) -> None:
     _add(job, "--data-cache", Path, None, cache)
     size = f"most that it holds, in GiB (default: {_CACHE_GIB})"
     _add(job, "--data-cache-gib", _POSITIVE_SIZE, None, size)
+    below = "folder or URL that all files of the data must be in, links followed"
+    _add(job, "--data-root", location, None, below)
     tokenizer = f"tokenizer.model, tokenizer.json or folder {lengths} with"
     _add(job, "--tokenizer-model", Path, None, tokenizer)
     _add(job, "--save", Path, None, "directory of the run")

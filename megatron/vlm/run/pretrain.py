@@ -184,14 +184,15 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     check_same_data("the tokenizer", text_sha256(plan.model, tokenizer), origin.tokenizer_sha256)
     training_data = heldout_data = None
     storage, cache = arguments.storage, arguments.storage.opened_cache()
+    below = storage.data_root
     if not arguments.skip_train:
         assert arguments.data is not None
-        training_data = Annotations.open(arguments.data, storage.opened_index(), cache)
+        training_data = Annotations.open(arguments.data, storage.opened_index(), cache, below)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is a new run.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
     if arguments.evaluation is not None:
-        heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache)
+        heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache, below=below)
     run = Run(
         arguments=arguments,
         planned=planned,
