@@ -439,10 +439,13 @@ def _open_source(
         ]
         indexes = index.of(files)
         root = shards[0].path.parent
+    # Of blank lines that are passed over. Samples have other numbers than lines then.
+    first = indexes[0]
+    gaps = first.start > np.append(0, first.start + first.size)[:-1]
     source = _Source(
         name=name,
         root=root,
-        unit=_UNITS[files[0].holds],
+        unit=_UNITS["array" if gaps.any() else files[0].holds],
         in_shards=files[0].holds == "shard",
         naming=entry.naming,
         below=below,

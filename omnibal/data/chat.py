@@ -76,8 +76,6 @@ class _Template:
     always_system: bool = False
     """Whether an empty system message is written if a sample has no system message."""
     message_by_message: bool = False
-    never_learned: str | None = None
-    """Piece without loss even in an answer."""
 
     def write_message(self, role: str, content: str) -> str:
         message = {"role": role, "content": content}
@@ -96,7 +94,6 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
         end=_PHI_END,
         pieces=("<|system|>", "<|user|>", "<|assistant|>", _PHI_END),
         bos=True,
-        never_learned="<|endoftext|>",
     ),
     "internvl2_5": _Template(
         file="chatml_lines",
@@ -218,9 +215,6 @@ def encode_sample(
         return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
     template = _TEMPLATES[model.chat_template]
     token_ids, loss_mask = _encode_messages(sample, model, template, tokenizer)
-    if template.never_learned is not None:
-        unlearned = tokenizer.id_of(template.never_learned)
-        loss_mask &= token_ids != (-1 if unlearned is None else unlearned)
     before, contexts = _item_tokens(
         token_ids, tiles_per_image, clips_per_recording, model, tokenizer, sample
     )
@@ -259,7 +253,7 @@ def encode_prompt(
             sample, turn, tokens, system, own_template(tokenizer, model.images)
         )
     template = _TEMPLATES[model.chat_template]
-    messages = _messages(sample, model, chatting)
+    messages = _messages(sample, model, tokenizer, chatting)
     asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
     texts = [*asked, template.prompt]
     if not template.message_by_message:
@@ -295,12 +289,14 @@ def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -
     return [question.replace(IMAGE, rule.image_text.text) for question in questions]
 
 
-def _messages(sample: Sample, model: ModelConfig, chatting: bool) -> list[str]:
+def _messages(
+    sample: Sample, model: ModelConfig, tokenizer: Tokenizer, chatting: bool
+) -> list[str]:
     """System message, greeting, questions and answers, in order."""
     template = _TEMPLATES[model.chat_template]
     _check_recordings(sample, model)
     _check_tools(sample, model)
-    _check_texts(sample, model)
+    _check_texts(sample, model, tokenizer)
     system = _system(sample, model, chatting)
     messages = [] if system is None else [template.write_message("system", system)]
     if _greets(sample, template):
@@ -342,7 +338,7 @@ def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
 
 
 def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> None:
-    """Raise if a recording or its mark is given but the model or template cannot use it."""
+    """Raise if a recording is given but the model or template cannot use it."""
     if sample.recordings and own:
         raise UserError(
             f"{sample.where}: has {len(sample.recordings)} recording(s), which the tokenizer's own "
@@ -352,11 +348,6 @@ def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> 
         raise UserError(
             f"{sample.where}: has {len(sample.recordings)} recording(s), but the model has no "
             "encoder for them; leave the sample out, or choose a model with an audio encoder"
-        )
-    if model.takes_audio and not sample.recordings and any(AUDIO in t for t in _texts(sample)):
-        raise UserError(
-            f'{sample.where}: has {AUDIO} in its text and no recording; name it as "audio", or '
-            f"spell or remove {AUDIO}"
         )
 
 
@@ -380,18 +371,12 @@ def _texts(sample: Sample) -> list[str]:
     return [sample.system or "", sample.greeting or "", *turns]
 
 
-def _check_texts(sample: Sample, model: ModelConfig) -> None:
-    """Raise if text contains the template's own pieces; other templates' pieces are plain text."""
-    marked = f"mark an image with {IMAGE}"
+def _check_texts(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """Raise if text contains special tokens or the template's own pieces."""
+    marked = f"an image with {IMAGE}"
     if model.takes_audio:
         marked += f", a recording with {AUDIO}"
-    texts = _texts(sample)
-    for piece in _pieces(model):
-        if any(piece in text for text in texts):
-            raise UserError(
-                f"{sample.where}: has {piece!r} in its text, which only the chat template may "
-                f"write; {marked}, and spell or remove any other use"
-            )
+    tokenizer.check_text("\n".join(_texts(sample)), sample.where, _pieces(model), marked)
 
 
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
@@ -419,7 +404,10 @@ def _encode_messages(
     sample: Sample, model: ModelConfig, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and loss mask of the messages."""
-    messages, apart = _messages(sample, model, chatting=False), template.message_by_message
+    messages, apart = (
+        _messages(sample, model, tokenizer, chatting=False),
+        template.message_by_message,
+    )
     encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
     ends = np.flatnonzero(token_ids == tokenizer.required(template.end))

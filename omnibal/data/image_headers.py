@@ -1,5 +1,6 @@
-"""Read image sizes from headers; pixels are decoded only if a file's end looks wrong."""
+"""Read image sizes from headers. Pixels are decoded if the end of the file proves nothing."""
 
+import math
 from typing import BinaryIO
 
 from PIL import ExifTags, Image
@@ -9,6 +10,7 @@ from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
 _TAIL_BYTES = 1024  # file tail with the end marker
+_DEEP_MODES = ("I", "F")  # prefixes of modes above 8 bits, which Pillow clips to white
 _WEBP_HEADER_BYTES = 30  # up to the size in extended files
 _WEBP_METADATA = 0x0C  # EXIF and XMP flags of extended files
 _TURNED = (5, 6, 7, 8)  # EXIF orientations that swap width and height
@@ -18,7 +20,7 @@ _LATE_BYTES = 2**17  # PNG tail with EXIF after the pixels
 def webp_size(file: BinaryIO) -> tuple[int, int] | None:
     """Width and height of a complete WebP (RFC 9649, section 2), otherwise None.
 
-    Pillow is the fallback, as it reads a whole WebP for its size.
+    Pillow, the fallback, reads a whole WebP for its size, and refuses one above its limit.
     """
     head = file.read(_WEBP_HEADER_BYTES)
     file.seek(0)
@@ -31,20 +33,24 @@ def webp_size(file: BinaryIO) -> tuple[int, int] | None:
         return None
     match head[12:16]:
         case b"VP8X":  # extended: both sides less one, in 24 bits each
-            sides = head[24:27], head[27:30]
-            return int.from_bytes(sides[0], "little") + 1, int.from_bytes(sides[1], "little") + 1
+            width, height = (int.from_bytes(head[at : at + 3], "little") + 1 for at in (24, 27))
         case b"VP8L" if head[20] == 0x2F:  # lossless: both sides less one, in 14 bits each
             bits = int.from_bytes(head[21:25], "little")
-            return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
+            width, height = (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
         case b"VP8 " if head[23:26] == b"\x9d\x01\x2a":  # lossy: 14 bits each, and scales
-            sides = head[26:28], head[28:30]
-            width, height = (int.from_bytes(side, "little") & 0x3FFF for side in sides)
-            return width, height
-    return None
+            sides = (int.from_bytes(head[at : at + 2], "little") & 0x3FFF for at in (26, 28))
+            width, height = sides
+        case _:
+            return None
+    return None if width * height > (Image.MAX_IMAGE_PIXELS or math.inf) else (width, height)
 
 
 class BadImage(ValueError):
     """Unusable image, with a remedy. The caller adds the sample."""
+
+
+class ImageFault(ValueError):
+    """Fault of an image. The caller adds its name."""
 
 
 def upright_size(file: BinaryIO) -> tuple[int, int]:
@@ -96,40 +102,52 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
             if webp is not None:
                 return webp
             with Image.open(file) as header:
-                size, image_format = header.size, header.format
-            truncated = _is_truncated(file, _END_MARKERS.get(image_format or "", b""))
+                size = header.size
+                _check_depth(header)
+                if not ends_as_whole(header, file):
+                    as_rgb(header)
+                return size
     except FileNotFoundError as error:
         raise BadImage(
             f"image {image} does not exist; correct the path, or root in the meta"
         ) from error
     except (IsADirectoryError, StorageError):
         raise
+    except ImageFault as error:
+        raise BadImage(f"image {image} {error}; replace the file or remove the sample") from None
     except Exception as error:  # Pillow's errors have no common type
         raise BadImage(
             f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
             "the sample"
         ) from error
-    if truncated:
-        raise BadImage(f"image {image} is truncated; fetch the file again or remove the sample")
-    return size
 
 
-def _is_truncated(file: BinaryIO, end_marker: bytes) -> bool:
-    """Whether an image lacks its format's end marker.
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Decode an image to 8-bit RGB; raises ImageFault and Pillow's errors."""
+    image.load()  # the mode of an ICNS is known then
+    _check_depth(image)
+    return image.convert("RGB")
 
-    A marker further in may belong to an embedded preview, so the image is decoded.
+
+def _check_depth(image: Image.Image) -> None:
+    if image.mode.startswith(_DEEP_MODES):
+        raise ImageFault(
+            f"has grey above 8 bits (mode {image.mode}), which becomes white; scale it to 8 bits"
+        )
+
+
+def ends_as_whole(header: Image.Image, file: BinaryIO) -> bool:
+    """Whether a file ends with its format's marker; raises ImageFault if it has none anywhere.
+
+    A marker further in may belong to an embedded preview, so the image must be decoded.
     """
-    size = file.seek(0, 2)
-    file.seek(max(0, size - _TAIL_BYTES))
-    if end_marker in file.read(_TAIL_BYTES):
+    marker, place = _END_MARKERS.get(header.format or ""), file.tell()
+    if marker is None:
         return False
+    file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
+    found = marker in file.read()
     file.seek(0)
-    if end_marker not in file.read():
-        return True
-    file.seek(0)
-    try:
-        with Image.open(file) as image:
-            image.load()
-    except Exception:
-        return True
-    return False
+    if not found and marker not in file.read():
+        raise ImageFault("is truncated; fetch it again")
+    file.seek(place)
+    return found

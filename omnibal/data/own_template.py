@@ -374,13 +374,8 @@ def _check(sample: Sample, template: OwnTemplate) -> None:
     texts += [turn.reasoning or "" for turn in sample.turns]
     texts += [text for turn in sample.turns for text in turn.calls]
     texts += [sample.system or "", sample.greeting or "", sample.tools or ""]
-    whole = "\n".join(texts)
-    for piece in (*template.control_pieces, BEGIN, END, _STAND_IN):
-        if piece in whole:
-            raise UserError(
-                f"{sample.where}: has {piece!r} in its text, which only the chat template may "
-                f"write; mark an image with {IMAGE}, and spell or remove any other use"
-            )
+    pieces = (*template.control_pieces, BEGIN, END, _STAND_IN)
+    template.tokenizer.check_text("\n".join(texts), sample.where, pieces, f"an image with {IMAGE}")
 
 
 def _rendered(

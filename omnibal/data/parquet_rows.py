@@ -86,11 +86,11 @@ class Row(Media):
         return any(_holds(value) for name, value in self.values.items() if _is_of_files(name))
 
     def record(self) -> bytes:
-        """JSON of all columns without stored files and unknown bytes."""
+        """JSON of all columns without stored files; unknown bytes are a key "bytes"."""
         shown = {
             name: _plain(value)
             for name, value in self.values.items()
-            if not isinstance(value, bytes) and not (_is_of_files(name) and _holds(value))
+            if not (_is_of_files(name) and _holds(value))
         }
         try:
             return json.dumps(shown, default=str).encode()
@@ -184,7 +184,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(each) for each in value]
     if not isinstance(value, dict):
-        return value
+        return {"bytes": len(value)} if isinstance(value, bytes) else value
     given = {name: _plain(each) for name, each in value.items() if each is not None}
     return given["path"] if value.keys() == {"bytes", "path"} and "path" in given else given
 

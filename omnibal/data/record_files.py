@@ -7,7 +7,6 @@ from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 
@@ -68,40 +67,35 @@ def holds_records(path: Path) -> bool:
 
 
 def index_lines(path: Path) -> RecordIndex:
-    """Index lines and hash the file in a single pass."""
+    """Index lines, without blank ones, and hash the file in a single pass."""
     if not path.is_file():
         raise UserError(f"{path}: no such annotation file, or a pipe; correct the meta's path")
     version = version_of(path)
     digest = hashlib.sha256()
-    borders = [np.zeros(1, np.int64)]
-    size = 0
+    starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
+    size, begins = 0, True
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
-            newlines = np.flatnonzero(np.frombuffer(chunk, np.uint8) == _NEWLINE)
-            borders.append(newlines.astype(np.int64) + size + 1)
-            size += len(chunk)
-    joined = np.concatenate(borders)
-    start = joined[joined < size]
-    end = np.append(start[1:], size)
-    with path.open("rb") as file:
-        lines = _lines_until_blank(file, start, end)
-        if not lines:
-            raise UserError(f"{path}: is empty; an annotation file holds one JSON sample a line")
+            codes = np.frombuffer(chunk, np.uint8)
+            places = np.append([0] * begins, np.flatnonzero(codes == _NEWLINE) + 1).astype(np.int64)
+            places = places[places < len(codes)]
+            starts.append(places + size)
+            firsts.append(codes[places])
+            size, begins = size + len(chunk), codes[-1] == _NEWLINE
+        start = np.concatenate(starts)
+        end = np.append(start[1:], size)[: len(start)]
         file.seek(0)
         if file.readline(_OPENING_BYTES).removeprefix(_BYTE_ORDER_MARK).strip() == b"[":
             raise UserError(f"{path}: is a JSON array of several lines; name it .json")
-    start = start[:lines]
-    return RecordIndex(path, version, start, end[:lines] - start, digest.digest())
-
-
-def _lines_until_blank(file: BinaryIO, start: np.ndarray, end: np.ndarray) -> int:
-    """Number of lines before trailing blank lines."""
-    for line in reversed(range(len(start))):
-        file.seek(start[line])
-        if file.read(end[line] - start[line]).strip():
-            return line + 1
-    return 0
+        kept = np.ones(len(start), bool)
+        for line in np.flatnonzero(np.isin(np.concatenate(firsts), list(b" \t\r\n"))):
+            file.seek(start[line])
+            kept[line] = bool(file.read(end[line] - start[line]).strip())
+    if not kept.any():
+        raise UserError(f"{path}: is empty; an annotation file holds one JSON sample a line")
+    start = start[kept]
+    return RecordIndex(path, version, start, end[kept] - start, digest.digest())
 
 
 def index_array(path: Path) -> RecordIndex:

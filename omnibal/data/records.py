@@ -1,16 +1,33 @@
 """Read and check a sample's JSON record: images, videos, recordings and conversation."""
 
 import json
+import re
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import PurePath
 from typing import Any
 from urllib.parse import unquote
 
-from omnibal.data.messages import InvalidRecordError, Medium, Message, Messages, read_messages
+from omnibal.data.messages import (
+    MARK_OF,
+    InvalidRecordError,
+    Medium,
+    Message,
+    Messages,
+    read_messages,
+)
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, VIDEO_LINE, Sample, Turn, Video
-from omnibal.data.stored_files import AudioFile, ImageFile, is_video_file
+from omnibal.data.stored_files import (
+    AUDIO_SUFFIXES,
+    IMAGE_SUFFIXES,
+    VIDEO_SUFFIXES,
+    AudioFile,
+    ImageFile,
+    is_video_file,
+)
 
 _PATHS = "a path, a list of paths, or absent"
 _VIDEO = "a file, a folder of frames, or a list of their paths"
@@ -33,6 +50,24 @@ _REFUSED_KEYS = (
 """Keys of other trainers that are not supported here."""
 _FILE_SCHEME = "file://"
 _NO_FILES = ("data:", "http:", "https:", "oss:", "s3:")
+_MAX_NAME = 1024
+_ENCODED = re.compile(
+    r"(?:/9j/|iVBORw0KGgo|R0lGOD|UklGR|Qk[0-9A-Za-z]{2}|SUkq|TU0A|GkXf|ZkxhQ|AAAA[A-Za-z0-9]{2}Z0eX)"
+    r"[A-Za-z0-9+/\s]{24}|[A-Za-z0-9+/]{256}"
+)
+"""Files in base64, by their first bytes or length."""
+_MEDIUM_KEY = re.compile(
+    r"(?:\w+_)?(?:(?P<image>image|img|pic|picture|photo|screenshot|frame)"
+    r"|(?P<video>video|vid|movie)|(?P<audio>audio|wav|sound|recording))s?"
+    r"(?:_?(?:path|file|filename|name|url|uri|list|bytes|data|base64|b64|src)s?)?"
+)
+"""Keys that name a medium."""
+_SUFFIXES: dict[Medium, frozenset[str]] = {
+    "image": IMAGE_SUFFIXES | {".avif", ".heic", ".jfif", ".jp2", ".svg", ".tga"},
+    "video": VIDEO_SUFFIXES | {".mpg", ".wmv"},
+    "audio": AUDIO_SUFFIXES | {".aac", ".m4a", ".mp3", ".ogg", ".opus"},
+}
+"""Suffixes that make a text the name of a file."""
 
 
 _Said = tuple[str | None, Message | None, tuple[Turn, ...]]
@@ -92,7 +127,7 @@ def _check_keys(record: dict[str, Any]) -> None:
         is_preference = key == "label" and isinstance(record[key], bool)
         if key in _REFUSED_KEYS or is_preference:
             raise InvalidRecordError(f'has "{key}", by which nothing is trained here; remove it')
-        meant = _similar_key(key)
+        meant = _similar_key(key) or _medium_of(key, record[key])
         if meant is not None:
             raise InvalidRecordError(f'has "{key}"; did it mean "{meant}"? rename or remove it')
 
@@ -101,6 +136,33 @@ def _check_keys(record: dict[str, Any]) -> None:
 def _similar_key(key: str) -> str | None:
     """Known key that this key may misspell."""
     return next(iter(get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)), None)
+
+
+def _medium_of(key: str, value: Any) -> Medium | None:
+    """Medium of the files or bytes that an unknown key holds, by their names or its own."""
+    texts = list(_texts_in(value))
+    by_value = next(filter(None, map(_medium_of_file, texts)), None)
+    by_key = _MEDIUM_KEY.fullmatch(key.lower())
+    if by_value or not by_key or not any(texts):
+        return by_value
+    return next(medium for medium in MARK_OF if by_key[medium])
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        yield from ["data:"] * (isinstance(value, dict) and value.get("bytes") is not None)
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _texts_in(item)
+
+
+def _medium_of_file(name: str) -> Medium | None:
+    """Medium of a file's name or encoded bytes, None for other texts."""
+    if name.startswith("data:") or _ENCODED.match(name):
+        return next((medium for medium in MARK_OF if name.startswith(f"data:{medium}")), "image")
+    suffix = PurePath(name.partition("?")[0][-_MAX_NAME:]).suffix.lower()
+    return next((medium for medium, known in _SUFFIXES.items() if suffix in known), None)
 
 
 def _read_images(
@@ -191,7 +253,9 @@ def _path(name: Any, key: str) -> Any:
                 "or have a path alone: write bytes to a file"
             )
         name = given["path"]
-    if isinstance(name, str) and name.startswith(_NO_FILES):
+    if isinstance(name, str) and (
+        name.startswith(_NO_FILES) or _ENCODED.match(name) or len(name) > _MAX_NAME
+    ):
         raise InvalidRecordError(
             f'has in "{key}" {name[:40]!r}, which is no file; write it to a file and name that'
         )
@@ -219,12 +283,11 @@ def _read_conversation(
     said = _assembled(record, messages)
     system, greeting, asked = said
     questions = [turn.question for turn in asked]
-    _check_marks(said, recordings)
-    if recordings:
-        _place(questions, AUDIO, recordings, "recording")
+    _check_marks(said)
+    _place(questions, AUDIO, recordings, "recording")
     if videos and record.get("video"):
         _place_video(questions)
-    elif videos:
+    else:
         questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
         _place(questions, VIDEO, videos, "video")
     _place(questions, IMAGE, images, "image")
@@ -244,13 +307,13 @@ def _read_conversation(
     return system, greeting, turns
 
 
-def _check_marks(said: _Said, recordings: int) -> None:
+def _check_marks(said: _Said) -> None:
     """Raise if marks appear outside questions."""
     system, greeting, turns = said
     others = [system or "", "" if greeting is None else greeting.text]
-    others += [text for turn in turns for text in (turn.answer, *turn.results)]
-    # Without recordings, <audio> is plain text, such as HTML.
-    for mark in (IMAGE, AUDIO) if recordings else (IMAGE,):
+    for turn in turns:
+        others += [turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
+    for mark in MARK_OF.values():
         if any(mark in text for text in others):
             raise InvalidRecordError(
                 f"has {mark} in an answer or system message; it may stand only in a question"

@@ -56,7 +56,10 @@ def _seen(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
         )
     try:
         if video.file is None:
-            total = len(video.frames)
+            total, path = len(video.frames), video.frames[0].path
+            if total == 1 and not path.is_file():
+                why = "holds no frames; fill it" if path.is_dir() else "does not exist; correct it"
+                raise BadVideo(f"{why} or remove the sample")
             check_frames(total, rule)
             return SeenVideo(tuple(seen_frames(total, rule.video)), total, rate)
         header = read_video_header(video.file)

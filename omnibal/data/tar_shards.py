@@ -54,6 +54,7 @@ from omnibal.data.stored_files import (
 _RECORD = "json"
 # Members and folders named __like_this__, which both libraries skip.
 _META = re.compile(r"__[^/]*__($|/)")
+_READ_BYTES = 1 << 20
 _MAX_SHARDS = 1_000_000
 """Shards of a source."""
 _INNERMOST_BRACES = re.compile(r"\{([^{}]*)\}")
@@ -317,7 +318,7 @@ def _listed(
                 _check_header(file, path, member)
         yield key, members
     file.seek(end)
-    if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+    if _is_cut_off(file):
         raise stale(path, f"it does not end at byte {end}")
 
 
@@ -353,11 +354,25 @@ def _members(file: BinaryIO) -> Iterator[Member]:
 
 
 def _all_members(file: BinaryIO) -> Iterator[Member]:
-    """Yield all members; raises tarfile.ReadError if truncated."""
+    """Yield all members; raises tarfile.ReadError if truncated or followed by another tar."""
     yield from _members(file)
     place = file.tell()
-    if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+    if _is_cut_off(file):
         raise tarfile.ReadError(f"cut off or damaged at byte {place}")
+
+
+def _is_cut_off(file: BinaryIO) -> bool:
+    """Whether no block of zeros is next; raises tarfile.ReadError if more than zeros follow."""
+    if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+        return True
+    end = file.tell()
+    while behind := file.read(_READ_BYTES):
+        if any(behind):
+            raise tarfile.ReadError(
+                f"it goes on behind its end at byte {end}, as two tars joined by cat do; join "
+                "them with `tar --concatenate`, or name both"
+            )
+    return False
 
 
 def _content(file: BinaryIO, member: Member) -> bytes:

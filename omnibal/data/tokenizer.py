@@ -5,6 +5,7 @@ import json
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import groupby
 from pathlib import Path
 
@@ -27,6 +28,10 @@ _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+_PLACE = re.compile(
+    r"<(/?(ref|box|quad)|\|(object_ref|box|quad|begin_of_box|end_of_box)(_\w+)?\|)>"
+)
+"""Tokens of places in an image, which answers have."""
 _NEVER = "(?!)"  # never matches
 _FATAL = 3  # SentencePiece's level of logging
 
@@ -47,7 +52,7 @@ class Tokenizer(ABC):
     """Jinja chat template next to the tokenizer, not covered by `sha256`."""
     named_pieces: dict[str, str]
     """Pieces by role, such as "eos_token"."""
-    special_pieces: tuple[str, ...] = ()
+    special_pieces: tuple[str, ...]
     """Special added tokens."""
 
     @abstractmethod
@@ -77,6 +82,18 @@ class Tokenizer(ABC):
             raise UserError(f"{self.path}: {lacking([piece])}")
         return found
 
+    def check_text(self, text: str, where: str, pieces: Sequence[str], media: str) -> None:
+        """Raise UserError if a text has special tokens, or others of these pieces.
+
+        Tokens that mark places in an image are no control tokens.
+        """
+        found = _find_reserved(self.special_pieces, tuple(pieces)).search(text)
+        if found is not None:
+            raise UserError(
+                f"{where}: has {found[0]!r} in its text, which only the chat template may write; "
+                f"mark {media}, and spell or remove any other use"
+            )
+
     @property
     def image_context(self) -> int:
         """Id replaced by vision embeddings."""
@@ -86,6 +103,12 @@ class Tokenizer(ABC):
     def audio_context(self) -> int:
         """Id replaced by audio embeddings."""
         return self.required(AUDIO_CONTEXT)
+
+
+@lru_cache(maxsize=64)
+def _find_reserved(special: tuple[str, ...], pieces: tuple[str, ...]) -> re.Pattern[str]:
+    found = {*special, *pieces} - {mark for mark in special if _PLACE.fullmatch(mark)}
+    return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or _NEVER)
 
 
 def lacking(pieces: Sequence[str]) -> str:
@@ -283,6 +306,8 @@ class _SentencePiece(Tokenizer):
         self.add_bos = self._settings.add_bos_token is not False
         self.template = _read_template(path)
         self.named_pieces = self._settings.named_pieces
+        special = (piece for piece, (_, token) in self._added.items() if token.special)
+        self.special_pieces = tuple(special)
 
     def encode(self, text: str) -> list[int]:
         if not (self._added or self._keeps_first_space):

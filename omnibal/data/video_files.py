@@ -4,7 +4,6 @@ Shapes: F frames, H rows and W columns of pixels, C channels.
 """
 
 import os
-import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,8 +16,11 @@ from omnibal.base.errors import UserError
 from omnibal.data.stored_files import VideoFile
 
 _REMEDY = "replace the file or remove the sample"
-_RIFF, _UNKNOWN = struct.Struct("<4sI"), 0xFFFFFFFF
-"""AVI's first chunk name, and the size in a non-seekable output."""
+_HEAD_BYTES = 128  # with the sizes of all formats
+_UNKNOWN = 0xFFFFFFFF  # size of an AVI in a non-seekable output
+_EBML = b"\x1a\x45\xdf\xa3"  # first bytes of Matroska. The next name has 4 too
+_BOXES = frozenset(b"ftyp styp moov moof mdat mfra sidx free skip wide uuid meta udta pnot".split())
+"""Parts of an MP4 or MOV."""
 _HEADERS = 4_096  # cached: a pack's samples, and part of a scan
 
 
@@ -75,15 +77,43 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
     return np.stack(found)
 
 
-def _whole(file: IO[bytes]) -> IO[bytes]:
-    """Return the file, and raise if an AVI is truncated, as its header counts all frames anyway."""
-    head = file.read(_RIFF.size)
-    if len(head) == _RIFF.size:
-        name, size = _RIFF.unpack(head)
-        if name == b"RIFF" and size != _UNKNOWN and file.seek(0, os.SEEK_END) < size + len(head):
-            raise BadVideo(f"is cut off; {_REMEDY}")
+def _check_whole(file: IO[bytes]) -> None:
+    """Raise BadVideo if a file is shorter than its header states, which counts all frames."""
+    end = _stated_end(file)
+    if file.seek(0, os.SEEK_END) < end:
+        raise BadVideo(f"is cut off; {_REMEDY}")
     file.seek(0)
-    return file
+
+
+def _stated_end(file: IO[bytes]) -> int:
+    """Size of an AVI, a Matroska or an MP4 by its header, 0 if unknown."""
+    head, end = _bytes_at(file, 0), 0
+    if head.startswith(b"RIFF"):
+        size = int.from_bytes(head[4:8], "little")
+        return 0 if size == _UNKNOWN else size + 8
+    if head.startswith(_EBML):
+        start, size = _matroska_size(head, len(_EBML))
+        start, size = _matroska_size(head, start + size + len(_EBML))
+        return start + size if size else 0
+    while (box := _bytes_at(file, end))[4:8] in _BOXES:
+        size = int.from_bytes(box[:4]) if box[:4] != b"\0\0\0\1" else int.from_bytes(box[8:16])
+        if size < len(box[:8]):  # 0: the last, to the end
+            break
+        end += size
+    return end
+
+
+def _bytes_at(file: IO[bytes], place: int) -> bytes:
+    file.seek(place)
+    return file.read(_HEAD_BYTES)
+
+
+def _matroska_size(head: bytes, place: int) -> tuple[int, int]:
+    """Return the end of a size of variable width, and the size, 0 if unknown."""
+    width = 9 - int.from_bytes(head[place : place + 1]).bit_length()
+    most = (1 << 7 * width) - 1
+    size = int.from_bytes(head[place : place + width]) & most
+    return place + width, 0 if size == most else size
 
 
 @contextmanager
@@ -97,11 +127,13 @@ def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
             'pip install "omnibal[video]", or name a folder of frames'
         ) from error
     try:
-        with video.open() as file, av.open(_whole(file)) as container:
-            streams = container.streams.video
-            if not streams:
-                raise BadVideo(f"has no video stream; {_REMEDY}")
-            yield container, streams[0]
+        with video.open() as file:
+            _check_whole(file)
+            with av.open(file) as container:
+                streams = container.streams.video
+                if not streams:
+                    raise BadVideo(f"has no video stream; {_REMEDY}")
+                yield container, streams[0]
     except FileNotFoundError as error:
         raise BadVideo("does not exist; correct the path, or root in the meta") from error
     except IsADirectoryError as error:

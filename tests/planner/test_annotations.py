@@ -155,7 +155,6 @@ USER = {"role": "user", "content": "a"}
     ("record", "message"),
     [
         ('{"conversations": [', "is not JSON"),
-        ("", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ('{"id": ' + "9" * 5000 + "}", "is not JSON"),
         (record_of("\ud800"), "has text that is not Unicode"),
@@ -301,6 +300,16 @@ def middles_spelled_out(frames: int, most: int) -> list[int]:
     return chosen
 
 
+def test_blank_lines_are_passed_over(tmp_path):
+    """Prevents a bad sample made of a blank line, and a line's number that is another's."""
+    lines = "", record_of("a"), " \t", "", record_of("b"), record_of("<image>"), "  "
+    annotations = open_jsonl(tmp_path, *lines)
+    assert [annotations[k].turns[0].question for k in range(2)] == ["a", "b"]
+    assert annotations.number.tolist() == [0, 1, 2]
+    with pytest.raises(UserError, match=r"a\.jsonl: sample 3 has 1 <image> for 0"):
+        _ = annotations[2]
+
+
 def test_middle_frames():
     """Prevents frames that InternVL would not show, or one of them twice."""
     for most in (1, 2, 3, 8, 32):
@@ -357,7 +366,7 @@ def refused(*_):
 
 def test_files_that_cannot_be_read_make_bad_samples(tmp_path, monkeypatch):
     """Prevents one folder or line that is out of reach from ending a scan that may skip it."""
-    long, folder = "x" * 5000, tmp_path / "clip"
+    long, folder = "x." * 500, tmp_path / "clip"
     annotations = open_jsonl(tmp_path, record_of(video=long), record_of(video="clip"))
     assert annotations[0].files == (ImageFile(tmp_path / long),)
     folder.mkdir()

@@ -129,9 +129,6 @@ class Reference:
             instruction = len(self.ids(turn.split(end + assistant)[0] + end + assistant)) - again
             mask[start : start + instruction] = [False] * instruction
             start += len(self.ids(turn)) - again + 1
-        if phi:
-            unlearned = self.ids("<|endoftext|>")[-1]
-            mask = [learned and one != unlearned for one, learned in zip(ids, mask, strict=True)]
         return ids, mask if start == len(ids) else None
 
     def internvl2_5(
@@ -195,7 +192,7 @@ SAMPLES = {
     "one image": sample_of(("<image>\nRead the line, please.", "1, 2, 3")),
     "turns": sample_of(("<image>\nWhich?", " a tree "), ("And  here?\n", "user\n"), ("Why?", "7")),
     "images": sample_of(("<image>\nWhat, and <image> ?", "a <box>1</box>"), ("<image>", "b")),
-    "video": sample_of((f"{FRAMES}What moves?", "a house<|endoftext|>")),
+    "video": sample_of((f"{FRAMES}What moves?", "a house")),
     "own system": sample_of(("Who?", "assistant"), ("<image>\nHow?", "so"), system="Read. "),
     "no system": sample_of(("Who?", "assistant"), ("<image>\nHow?", "so"), system=""),
     "greeting": sample_of(("<image>\nWho?", "so"), ("How?", "b"), greeting=" Ask. "),
@@ -222,12 +219,13 @@ def test_known_samples_are_as_internvl_has_them(case, template, name):
     assert compared or template in FORGETFUL.get(case.name, ())
 
 
-def text_of(template: str) -> st.SearchStrategy[str]:
+def text_of(case: SimpleNamespace, template: str) -> st.SearchStrategy[str]:
     """Any text, and what other templates write."""
-    others = PHI[1:] if template != "phi3-chat" else CHATML
-    words = [*WORDS, " ", "\n", "<s>", "<box>", "<quad>", "<|endoftext|>", *others]
+    words = [*WORDS, " ", "\n", "<box>", "<quad>"]
     texts = st.lists(st.sampled_from(words) | st.text(max_size=6), max_size=5).map("".join)
-    refused = [*own_pieces(template), "<image>"]
+    places = ("<box>", "</box>", "<quad>", "</quad>", "<ref>", "</ref>")
+    special = set(case.tokenizer.special_pieces) - set(places)
+    refused = [*own_pieces(template), *special, "<image>"]
     return texts.filter(lambda text: not any(piece in text for piece in refused))
 
 
@@ -239,7 +237,7 @@ def text_of(template: str) -> st.SearchStrategy[str]:
 )
 def test_any_sample_is_as_internvl_has_it(case, template, message, system, data):
     """Prevents what odd texts show: spaces, line ends or tokens at borders, and others' pieces."""
-    text = text_of(template)
+    text = text_of(case, template)
     question = st.lists(text, min_size=1, max_size=3).map("<image>\n".join)
     turns = data.draw(st.lists(st.tuples(question, text), min_size=1, max_size=3))
     sample = sample_of(*turns, system=system, greeting=data.draw(st.none() | text))
@@ -333,10 +331,12 @@ def test_template_keeps_its_own_pieces_to_itself(tmp_path, template):
                 encode_sample(sample, [], model, tokenizer)
             with pytest.raises(UserError, match=message):
                 encode_prompt(sample, 0, [], model, tokenizer)
-    for piece in {*CHATML, *PHI} - set(own_pieces(template)):
-        learned = encode_sample(sample_of((f"a {piece} b", piece)), [], model, tokenizer)
-        words = learned.token_ids[learned.loss_mask].tolist()
-        assert words == [tokenizer.id_of(piece), answer_end(model, tokenizer)]
+    for piece in {*CHATML, *PHI, "<|endoftext|>", "<s>"} & set(tokenizer.special_pieces):
+        with pytest.raises(UserError, match=re.escape(f"has {piece!r} in its text")):
+            encode_sample(sample_of(("a", f"b{piece}")), [], model, tokenizer)
+    learned = encode_sample(sample_of(("a", "<box>")), [], model, tokenizer)
+    words = learned.token_ids[learned.loss_mask].tolist()
+    assert words == [*tokenizer.encode("<box>"), answer_end(model, tokenizer)]
 
 
 @pytest.mark.parametrize("template", TEMPLATES)

@@ -254,6 +254,18 @@ BAD = [
     (talk("<video>q", "a", videos=[[]]), "has a video that is an empty list"),
     (with_part("video", video=[]), "has a video that is an empty list"),
     (talk("q", "a", imags=["x"]), 'has "imags"; did it mean "images"'),
+    (talk("q", "a", image_path="x"), 'has "image_path"; did it mean "image"'),
+    (talk("q", "a", img="x.png"), 'has "img"; did it mean "image"'),
+    (talk("q", "a", source=["a/b.MP4"]), 'has "source"; did it mean "video"'),
+    (talk("q", "a", blob=[{"bytes": 3}]), 'has "blob"; did it mean "image"'),
+    (talk("q", "a", note="data:audio/wav;base64,AA"), 'has "note"; did it mean "audio"'),
+    (talk("<video>q", "a"), "has 1 <video> for 0 video"),
+    (talk("<audio>q", "a"), "has 1 <audio> for 0 recording"),
+    (talk("q", "<video>"), "has <video> in an answer"),
+    (
+        talk("q", "a", images=["/9j/" + "4AAQSkZJRgABAQAAAQAB" * 999]),
+        "AQAB4AAQSkZJRgABAQAA', which is no file",
+    ),
     (talk("q", "a", rejected_response="b"), 'has "rejected_response", by which nothing is trained'),
     (talk("q", "a", label=False), 'has "label", by which nothing is trained'),
     (talk("q", "a", objects={"bbox": []}), 'has "objects"'),
@@ -361,7 +373,7 @@ def test_an_index_knows_rows(written, tmp_path):
 def test_one_image_or_recording_of_a_row(tmp_path):
     """Prevents: a column of one file, as the hub's image datasets have, that is not understood."""
     row = record_of("<image><audio>What?", image={"bytes": b"png", "path": None}, audio=[b"wav"])
-    pq.write_table(pa.Table.from_pylist([{**row, "mask": b"\xff"}]), tmp_path / "a.parquet")
+    pq.write_table(pa.Table.from_pylist([{**row, "width": 3}]), tmp_path / "a.parquet")
     annotations = Annotations.open(tmp_path / "a.parquet")
     assert files_of(annotations, 0) == [b"png", b"wav"]
     assert "a.parquet: row 1, image 1" in str(annotations[0].images[0])
@@ -390,6 +402,9 @@ def test_what_is_wrong_is_said_in_a_line(tmp_path):
     pq.write_table(pa.table({"conversations": pa.array([], pa.string())}), path)
     with pytest.raises(UserError, match="has no row"):
         Annotations.open(path)
+    pq.write_table(pa.Table.from_pylist([{"mask": b"png", **record_of()}]), path)
+    with pytest.raises(UserError, match='row 1 has "mask"; did it mean "image"'):
+        Annotations.open(path)[0]
     mixed = [{"bytes": b"png", "path": None}, {"bytes": None, "path": "b.png"}]
     pq.write_table(pa.Table.from_pylist([{"images": mixed, **record_of()}]), path)
     with pytest.raises(UserError, match="row 1 has some of its files inside"):

@@ -2,6 +2,7 @@
 however many processes or nodes scan, and however often they are killed."""
 
 import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -15,6 +16,7 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -38,17 +40,34 @@ from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import LocalPool, map_unordered, usable_cores
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import encode_sample
-from omnibal.data.image_headers import image_size, upright_size
+from omnibal.data.image_headers import (
+    BadImage,
+    as_rgb,
+    ends_as_whole,
+    image_size,
+    upright_size,
+)
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.data.native_resolution import Segments, sizes_of
 from omnibal.data.scan import scan_key, scan_lengths, write_skipped
 from omnibal.data.scan_journal import COUNTED, Counted, ScanJournal
-from omnibal.data.stored_files import ImageFile
+from omnibal.data.stored_files import HeldFile, ImageFile
 from omnibal.data.tiling import tile_count
 from omnibal.model.config import ModelConfig
 
 PICTURES = 30
 SAMPLES_PER_TASK = 256
+
+
+MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "CMYK", "I", "F", "I;16")
+
+
+def decoded(held: HeldFile) -> Image.Image:
+    """The image as training reads it."""
+    file = held.open()
+    with Image.open(file) as image:
+        ends_as_whole(image, file)
+        return as_rgb(image)
 
 
 def make_data(folder: Path, samples: int) -> Annotations:
@@ -153,7 +172,7 @@ def test_samples_beyond_the_models_rope_are_named(tmp_path, tokenizer):
             for lost in (1, 12, 500)
         ],
         # An embedded preview has an end marker of its own.
-        ("jpg", lambda whole: picture(256, 256, "jpeg", comment=whole)[:-2000], "is truncated"),
+        ("jpg", lambda whole: picture(256, 256, "jpeg", comment=whole)[:-2000], "cannot be read"),
         # A camera appends its own data, and a BMP has no end marker.
         *[(each, lambda whole: whole + b"trailer " * 1000, None) for each in ("png", "jpg", "bmp")],
     ],
@@ -168,6 +187,38 @@ def test_images_that_end_early_or_are_none_are_named(tmp_path, tokenizer, suffix
         return
     with pytest.raises(UserError, match=rf"a\.jsonl: line 1: image .*x\.{suffix} {message}"):
         scan(annotations, tokenizer)
+
+
+def test_images_are_read_by_the_scan_as_by_training():
+    """Prevents an image that the scan counts and training cannot read, and grey turned to white."""
+    pixels, kinds = np.random.default_rng(0).integers(0, 256, (20, 30, 3), np.uint8), 0
+    for kind, mode in product(("BMP", "GIF", "ICO", "PNG", "PPM", "TIFF", "WEBP", "JPEG"), MODES):
+        image, stored = Image.fromarray(pixels).convert(mode.partition(";")[0]), io.BytesIO()
+        image = Image.fromarray(np.asarray(image, np.uint16)) if ";" in mode else image
+        try:
+            image.save(stored, kind)
+        except (OSError, ValueError):  # a format without this mode
+            continue
+        whole = stored.getvalue()
+        for share in (1, 0.99, 0.6, 0.2):
+            content, found = whole[: int(len(whole) * share)], []
+            for read in (lambda held: image_size(held), decoded):
+                try:
+                    read(HeldFile(content))
+                    found.append(True)
+                except Exception:
+                    found.append(False)
+            assert found[0] == found[1], (kind, mode, share)
+        kinds += 1
+        if Image.open(io.BytesIO(whole)).mode in ("I", "F", "I;16"):
+            with pytest.raises(BadImage, match=r"has grey above 8 bits \(mode"):
+                image_size(HeldFile(whole))
+    assert kinds > 30
+    with (
+        mock.patch.object(Image, "MAX_IMAGE_PIXELS", 100),
+        pytest.raises(BadImage, match="exceeds"),
+    ):
+        image_size(HeldFile(picture(kind="webp")))
 
 
 def test_a_folder_is_told_from_an_empty_video(tmp_path, tokenizer):

@@ -232,8 +232,9 @@ def test_a_video_that_no_record_names_is_shown(tmp_path):
         lambda content: content.rstrip(b"\0") + bytes(-len(content.rstrip(b"\0")) % 512),
         lambda content: content[:1024] + b"x" * 512 + content[1536:],
         lambda content: b"",
+        lambda content: content * 2,
     ],
-    ids=["truncated", "without its end", "damaged", "empty"],
+    ids=["truncated", "without its end", "damaged", "empty", "two by cat"],
 )
 def test_damaged_shards(tmp_path, damage):
     """Prevents the rest of a half-downloaded shard from being left out without a word."""

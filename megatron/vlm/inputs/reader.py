@@ -19,7 +19,7 @@ from megatron.vlm.inputs.patches import patches_of
 from omnibal.base.errors import StorageError, UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
-from omnibal.data.image_headers import upright_size
+from omnibal.data.image_headers import as_rgb, ends_as_whole, upright_size
 from omnibal.data.lengths import check_positions
 from omnibal.data.log_mel import log_mel
 from omnibal.data.native_resolution import Shown, repeated_tokens
@@ -315,7 +315,8 @@ def _upright_size(image: ImageFile, sample: Sample) -> tuple[int, int]:
 
 def _read_image(image: ImageFile, sample: Sample, *, upright: bool = False) -> Image.Image:
     with _opened(image, sample) as file, Image.open(file) as pixels:
-        return (ImageOps.exif_transpose(pixels) if upright else pixels).convert("RGB")
+        ends_as_whole(pixels, file)
+        return as_rgb(ImageOps.exif_transpose(pixels) if upright else pixels)
 
 
 def all_times(shown: Sequence[Shown]) -> list[range]:
