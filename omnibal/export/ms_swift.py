@@ -32,6 +32,8 @@ from omnibal.model.encoders import ImagesEncoder, TilesEncoder
 from omnibal.model.units import LANGUAGE
 
 _ROWS, _CHECK = "train.jsonl", "check_packs.py"
+_DEEPSTACK = "deepstack_merger"
+"""Part of the names of deepstack projectors' parameters."""
 Flags = Mapping[str, str]
 """Values of flags by name without dashes."""
 
@@ -174,10 +176,12 @@ def _frozen_flags(plan: Plan) -> Flags:
         flags |= _adapter_flags(plan.adapters, has_encoders=bool(encoders))
     if not encoders:
         return flags
-    return flags | {
-        "freeze_vit": _truth(_alike(encoders, "freezes")),
-        "freeze_aligner": _truth(_alike(projectors, "freezes")),
-    }
+    tower, aligner = _alike(encoders, "freezes"), _alike(projectors, "freezes")
+    # Deepstack projectors are the aligner's there, and the tower's here.
+    has_deepstack = any(each.deepstack_features for each in plan.model.encoders.values())
+    if tower != aligner and has_deepstack and plan.adapters is None:
+        flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = _DEEPSTACK
+    return flags | {"freeze_vit": _truth(tower), "freeze_aligner": _truth(aligner)}
 
 
 def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:

@@ -16,6 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from cli_cases import run
 from export_cases import drawn_lengths, export_case, files_for, first_obstacle, places_of, scheduled
 from packing_cases import sequential_packs
 
@@ -206,6 +207,20 @@ def test_flags_say_how_the_plan_is_divided():
         "split_dataset_ratio": "0", "strict": "true",
     }  # fmt: skip
     assert {name: flags[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("frozen", "flag"),
+    [("vision", "freeze"), ("projector", "trainable"), ("language", None)],
+)
+def test_deepstack_projectors_are_frozen_with_their_tower(tmp_path, frozen, flag):
+    """Prevents: projectors that the plan freezes, and ms-swift trains as its aligner's."""
+    job = "plan --model qwen3-vl-8b --cluster h100-80g --tp 2 --dp 4 --max-tokens 4096"
+    run(f"{job} --for ms-swift --freeze {frozen}", "-o", tmp_path / "plan")
+    run("export", tmp_path / "plan", "--to", tmp_path / "export")
+    written = (tmp_path / "export" / "RUN.md").read_text()
+    found = re.findall(r"--(\w+)_parameters_regex '?deepstack_merger", written)
+    assert found == ([] if flag is None else [flag])
 
 
 def test_flags_say_the_plans_adapters():

@@ -1,5 +1,8 @@
 """Adapters saved, exported, imported and merged, beside Transformers' own model."""
 
+import json
+import shutil
+
 import pytest
 from adapter_cases import EVERYWHERE, computed_here, farthest, plan_of, trained
 from checkpoint_cases import refusals
@@ -9,9 +12,10 @@ from released import KINDS, transformers_model
 from safetensors.torch import load_file
 
 from megatron.vlm.checkpoint.identity import open_newest
-from megatron.vlm.conversion.adapter_files import add_adapter
+from megatron.vlm.conversion.adapter_files import CONFIG_FILE, add_adapter
 from megatron.vlm.conversion.exporting import plan_export_like, write_export
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from omnibal.base.errors import UserError
 from omnibal.model.adapters import adapters_of
 from omnibal.model.parallel import Parallel
 
@@ -19,6 +23,13 @@ NAME = "300m-qwen2"
 SOME = adapters_of(rank=3, alpha=9, targets="q_proj,k_proj,down_proj", rank_stabilized=True)
 EXACT = 1e-5
 """Of logits, as a share of the largest."""
+
+
+@pytest.fixture(scope="module")
+def exported_adapter(tmp_path_factory):
+    """A released checkpoint and an adapter of it in PEFT's format."""
+    run = trained(NAME, SOME, tmp_path_factory.mktemp("run"))
+    return run.released, run.adapter
 
 
 def with_adapter(links, name, folder):
@@ -53,6 +64,42 @@ def test_an_exported_adapter_computes_what_training_does(tmp_path, adapters):
     assert open_newest(tmp_path / "again").adapters.rank == adapters.rank
     again = computed_here(NAME, adapters, tmp_path / "again")
     assert farthest(again, ours) < EXACT
+
+
+PEFT = {
+    "alora_invocation_tokens": None, "arrow_config": None, "auto_mapping": None,
+    "corda_config": None, "ensure_weight_tying": False, "eva_config": None,
+    "exclude_modules": None, "layer_replication": None, "layers_pattern": None,
+    "layers_to_transform": None, "loftq_config": {}, "lora_bias": False, "lora_dropout": 0.05,
+    "megatron_config": None, "megatron_core": "megatron.core", "modules_to_save": None,
+    "peft_version": "0.18.0", "qalora_group_size": 16, "rank_pattern": {}, "revision": None,
+    "target_parameters": None, "trainable_token_indices": None, "use_qalora": False,
+}  # fmt: skip
+"""Entries that PEFT writes of a plain LoRA, beside those that are exported."""
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        *({"init_lora_weights": way} for way in ("pissa", "pissa_niter_4", "olora", "corda")),
+        *({"init_lora_weights": way} for way in ("loftq", "lora_ga", "not yet known")),
+        *({f"use_{way}": True} for way in ("dora", "qalora", "bdlora", "not_yet_known")),
+        {"alora_invocation_tokens": [1]},
+        {"layer_replication": [[0, 4]]},
+        {"trainable_token_indices": [3]},
+        {"rank_pattern": {"q_proj": 2}},
+    ],
+)
+def test_adapters_that_mean_something_else_are_refused(tmp_path, exported_adapter, entries):
+    """Prevents: PEFT's other methods imported as LoRA of the weights, which they change."""
+    released, adapter = exported_adapter
+    folder = shutil.copytree(adapter, tmp_path / "adapter")
+    config = json.loads((folder / CONFIG_FILE).read_text()) | PEFT
+    (folder / CONFIG_FILE).write_text(json.dumps(config))
+    add_adapter(open_released(released), folder)
+    (folder / CONFIG_FILE).write_text(json.dumps(config | entries))
+    with pytest.raises(UserError, match=f"sets {next(iter(entries))}"):
+        add_adapter(open_released(released), folder)
 
 
 def test_other_adapters_than_the_plans_are_refused(tmp_path):

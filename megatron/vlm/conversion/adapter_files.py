@@ -17,10 +17,9 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any
 
 import torch
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from megatron.vlm.checkpoint.identity import CheckpointIdentity
 from megatron.vlm.conversion.importing import FoundTokenizer, ImportSource, ReleasedCheckpoint
@@ -57,6 +56,15 @@ _IN_MEMORY = {
     Layout.QWEN2_5_VL: Layout.QWEN2_5_VL_PREFIXED,
 }
 """Layouts with other tensor names in files than in memory."""
+
+_FIRST_WEIGHTS = (True, False, "gaussian", "eva", "orthogonal")
+"""PEFT's ways of drawing first adapters that leave the base's weights as they are."""
+_WITHOUT_EFFECT = {
+    *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
+    *("target_modules", "exclude_modules", "layers_pattern", "layers_to_transform", "task_type"),
+    *("lora_dropout", "eva_config", "megatron_core", "qalora_group_size"),
+}
+"""Entries that say which modules have adapters, which their names say, or how they were trained."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,35 +222,31 @@ def _peft_config(adapters: AdapterConfig, names: Sequence[str], base: str | None
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
-class _PeftConfig(BaseModel, extra="ignore"):
-    """Entries of adapter_config.json that affect the computation."""
+class _PeftConfig(BaseModel, extra="allow"):
+    """Entries of adapter_config.json that are read, and all others."""
 
     peft_type: str
     r: int
     lora_alpha: float
     use_rslora: bool = False
-    use_dora: bool = False
-    lora_bias: bool = False
-    fan_in_fan_out: bool = False
     bias: str = "none"
-    rank_pattern: dict[str, Any] = Field(default_factory=dict)
-    alpha_pattern: dict[str, Any] = Field(default_factory=dict)
-    modules_to_save: list[str] | None = None
-    target_parameters: list[str] | None = None
+    init_lora_weights: bool | str = True
 
     def obstacles(self) -> list[str]:
-        """Settings that are unsupported here."""
+        """Settings by which the adapter computes something else, or is not of the base's weights.
+
+        An entry that is not known is one unless it is off or empty.
+        """
         has = {
             f"peft_type {self.peft_type}": self.peft_type != "LORA",
-            "use_dora": self.use_dora,
-            "lora_bias": self.lora_bias,
-            "fan_in_fan_out": self.fan_in_fan_out,
             f"bias {self.bias}": self.bias != "none",
-            "rank_pattern": bool(self.rank_pattern),
-            "alpha_pattern": bool(self.alpha_pattern),
-            "modules_to_save": bool(self.modules_to_save),
-            "target_parameters": bool(self.target_parameters),
+            # All others, such as pissa, change the weights of the base.
+            f"init_lora_weights {self.init_lora_weights}": (
+                self.init_lora_weights not in _FIRST_WEIGHTS
+            ),
         }
+        others = {key: bool(set_to) for key, set_to in (self.model_extra or {}).items()}
+        has |= {key: is_set for key, is_set in others.items() if key not in _WITHOUT_EFFECT}
         return [name for name, is_there in has.items() if is_there]
 
 
@@ -292,8 +296,8 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
     obstacles = given.obstacles()
     if obstacles:
         raise UserError(
-            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, which adapters do not have "
-            "here; merge it into the model with PEFT, and import that"
+            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, by which it is no plain "
+            "LoRA of the base's weights; merge it into the model with PEFT, and import that"
         )
     files = ReleasedFiles(folder, WEIGHTS_FILE)
     everywhere = AdapterConfig(
