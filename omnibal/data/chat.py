@@ -120,6 +120,17 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
 }
 
 
+def chatml_texts(model: ModelConfig) -> tuple[str, str] | None:
+    """Return the system message of chats and the text behind <|im_end|>, or None for a template
+    with other marks."""
+    template = None if _is_own(model) else _TEMPLATES[model.chat_template]
+    if template is None or template.end != _END:
+        return None
+    given = (model.chat_system_message, model.system_message, template.system_message)
+    message = next(each for each in given if each is not None)
+    return message, template.write_message("user", "").partition(_END)[2]
+
+
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     if _is_own(model):
         needed = own_template(tokenizer, model.images).control_pieces

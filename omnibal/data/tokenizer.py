@@ -23,7 +23,7 @@ AUDIO_START, AUDIO_CONTEXT, AUDIO_END = "<|audio_bos|>", "<|AUDIO|>", "<|audio_e
 
 FAST_FILE, _SENTENCEPIECE_FILE = "tokenizer.json", "tokenizer.model"
 CONFIG_FILE, ADDED_FILE = "tokenizer_config.json", "added_tokens.json"
-_TEMPLATE_FILE, _OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
+TEMPLATE_FILE, _OLD_TEMPLATE_FILE = "chat_template.jinja", "chat_template.json"
 _BOS, _EOS, _UNKNOWN = "<s>", "</s>", "<unk>"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
@@ -123,7 +123,7 @@ def lacking(pieces: Sequence[str]) -> str:
 def tokenizer_files(path: Path) -> list[Path]:
     """Files that `open_tokenizer` may read, existing or not."""
     folder = path if path.is_dir() else path.parent
-    names = (CONFIG_FILE, ADDED_FILE, _TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
+    names = (CONFIG_FILE, ADDED_FILE, TEMPLATE_FILE, _OLD_TEMPLATE_FILE)
     beside = [folder / name for name in names]
     models = [folder / FAST_FILE, folder / _SENTENCEPIECE_FILE] if path.is_dir() else [path]
     return [*models, *beside]
@@ -244,7 +244,7 @@ class _TemplateHolder(BaseModel):
 
 def _read_template(path: Path) -> str | None:
     """First chat template found, in Transformers' order."""
-    alone = path.with_name(_TEMPLATE_FILE)
+    alone = path.with_name(TEMPLATE_FILE)
     if alone.is_file():
         try:
             return alone.read_text(encoding="utf-8")

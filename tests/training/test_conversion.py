@@ -177,7 +177,10 @@ def test_every_layout_leads_to_another(tmp_path, name, layout, other):
     assert there.language == here.language
     files = content(run / "tokenizer")
     if not OURS[other].is_original:
-        assert files.pop("preprocessor_config.json") == b"{}"  # this one is made of the model
+        # These are made of the model.
+        assert files.pop("preprocessor_config.json") == b"{}"
+        own = json.loads(files.pop("tokenizer_config.json"))
+        assert own.items() <= json.loads((target / "tokenizer_config.json").read_text()).items()
     assert files.items() <= content(again / "tokenizer").items()
 
 

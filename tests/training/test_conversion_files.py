@@ -36,6 +36,7 @@ from released import (
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
+    AutoTokenizer,
     GenerationConfig,
     InternVLForConditionalGeneration,
     LlamaConfig,
@@ -46,11 +47,13 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.importing import import_checkpoint, open_released
+from megatron.vlm.conversion.internvl_files import internvl_processor_files
 from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.slow_tokenizer import fast_tokenizer
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.inputs.reader import SampleReader
 from omnibal.base.errors import UserError
+from omnibal.data.chat import encode_sample
 from omnibal.data.sample import IMAGE, Sample, Turn
 from omnibal.data.stored_files import ImageFile
 from omnibal.data.tokenizer import open_tokenizer
@@ -383,3 +386,31 @@ def test_slow_tokenizer_that_is_not_understood_is_told(tmp_path, source):
     lines = import_checkpoint(open_released(there), tmp_path / "run", lambda size: None)
     assert "save_pretrained" in lines[-1] and "has no tokenizer" not in lines[-1]
     assert not (tmp_path / "run" / "tokenizer").exists()
+
+
+@pytest.mark.parametrize("template", ["internvl2_5", "Hermes-2"])
+def test_internvl_in_transformers_format_has_its_processors_files(tmp_path, template):
+    """Prevents: an exported InternVL whose processor does not load, or writes other tokens."""
+    write_slow_tokenizer(tmp_path, True)
+    (tmp_path / "tokenizer.json").write_text(fast_tokenizer(tmp_path))
+    tokenizer = open_tokenizer(tmp_path)
+    model = load_model("internvl-digits").model_copy(update={"chat_template": template})
+    for name, text in internvl_processor_files(model, tokenizer).items():
+        (tmp_path / name).write_text(text)
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    known = ("start_image_token", "end_image_token", "context_image_token", "video_token")
+    start, end, context, _ = (getattr(theirs, name) for name in known)
+    settings = json.loads((tmp_path / "processor_config.json").read_text())
+    turns = Turn(f"{IMAGE}\nWhat is it?", "A \u4f60.", None), Turn("Why?", "So.", None)
+    images = (ImageFile(Path("a.png")),)
+    sample = Sample(identity="one", source="one", where="one", images=images, turns=turns)
+    messages = [
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What is it?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "A \u4f60."}]},
+        {"role": "user", "content": "Why?"},
+        {"role": "assistant", "content": "So."},
+    ]
+    text = theirs.apply_chat_template(messages, tokenize=False)
+    shown = start + 3 * settings["image_seq_length"] * context + end
+    expected = encode_sample(sample, [3], model, tokenizer).token_ids.tolist()
+    assert theirs.encode(text.replace(context, shown, 1), add_special_tokens=False) == expected

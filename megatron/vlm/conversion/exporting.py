@@ -13,6 +13,7 @@ import torch
 from megatron.vlm.checkpoint.identity import CheckpointIdentity, architecture_differences
 from megatron.vlm.conversion.adapter_files import MergedWeights
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, tokenizer_files
+from megatron.vlm.conversion.internvl_files import internvl_processor_files
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.qwen_files import PROCESSOR_FILE
 from megatron.vlm.conversion.released_config import (
@@ -188,6 +189,8 @@ def plan_export_as(
         )
         beside = tokenizer_files(tokenizer.path.parent)
     made = configurations(model, layout, dtype_name(pieces[0].dtype), ids)
+    if tokenizer is not None and model.takes_images and not layout.is_original:
+        made |= internvl_processor_files(model, tokenizer)
     if layout.is_qwen_vl:
         check_read_back(model, layout, made, [piece.name for piece in pieces])
     # Generated files have equal entries.
