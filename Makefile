@@ -1,6 +1,6 @@
 # Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
-.PHONY: check format fuzz mutants planner-quick quick test
+.PHONY: check format fuzz gpu-bundle mutants planner-quick quick test
 
 check:
 	./scripts/check.sh
@@ -11,6 +11,11 @@ format:
 # Properties with 1,000 random examples each, in place of the same 40 in every run.
 fuzz:
 	./scripts/test.sh -m hypothesis --hypothesis-profile random
+
+# For scripts/gpu_proof.sh on a machine without a network: make gpu-bundle BUNDLE=FOLDER
+BUNDLE = work/gpu_bundle
+gpu-bundle:
+	./scripts/gpu_bundle.sh $(BUNDLE)
 
 # Wrong changes of packing that no test notices: make mutants MUTANTS='omnibal.packing.isf.*'
 mutants:

@@ -1,30 +1,33 @@
 #!/usr/bin/env bash
-# What one GPU says of this project, in at most 9 minutes and without a network:
-#   scripts/gpu_proof.sh OUT              writes OUT/proof.json and OUT/proof.html
-#   scripts/gpu_proof.sh OUT --fake-device    the same parts without a GPU, as far as they go
-#   WHEELS=FOLDER scripts/gpu_proof.sh OUT
-# Takes .venv where it is there, else the Python that is active (PYTHON, or python3) if it has torch,
-# with the wheels in WHEELS beside its own packages. Only without both is .venv made.
+# Check and measure this project on one GPU, in at most 9 minutes and without a network:
+#   scripts/gpu_proof.sh OUT                  writes OUT/card.md and OUT/card.json
+#   scripts/gpu_proof.sh OUT --fake-device    the same parts without a GPU, in five minutes
+#   WHEELS=FOLDER scripts/gpu_proof.sh OUT    with the folder of `make gpu-bundle`
+# Takes .venv if it is there, else the active Python (PYTHON, or python3) if it has torch, with the
+# packages in WHEELS before its own. Only without both is .venv made.
 set -euo pipefail
+[[ -z ${WHEELS:-} ]] || WHEELS=$(cd "$WHEELS" && pwd)
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 python=${PYTHON:-python3}
 if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
     packages=
     if [[ -n ${WHEELS:-} ]]; then
+        # Unpacked without pip, which such a Python may lack, and without torch, which must stay.
         packages=$PWD/work/gpu_proof_packages
-        wheels=("$WHEELS"/*.whl)
+        rm -rf "$packages"
+        for file in "$WHEELS"/packages.tar.xz "$WHEELS"/*.whl; do
+            [[ -e $file ]] || continue
+            case $file in
+            *.whl) "$python" -m zipfile -e "$file" "$packages" ;;
+            *) "$python" -m tarfile --filter data -e "$file" "$packages" ;;
+            esac
+        done
         # Its torch goes with the numpy that is there.
         if "$python" -c 'import sys, numpy; sys.exit(numpy.__version__ < "2")' 2>/dev/null; then
-            for at in "${!wheels[@]}"; do
-                if [[ ${wheels[at]##*/} == numpy-* ]]; then
-                    unset "wheels[at]"
-                fi
-            done
+            rm -rf "$packages"/numpy "$packages"/numpy[.-]*
         fi
-        # Without their dependencies: the machine's own torch must stay.
-        "$python" -m pip install --quiet --no-index --no-deps --upgrade --target "$packages" \
-            "${wheels[@]}"
+        [[ ! -e $WHEELS/digits ]] || set -- "$@" --digits "$WHEELS/digits"
     fi
     export PYTHONPATH="$PWD${packages:+:$packages}${PYTHONPATH:+:$PYTHONPATH}"
 else

@@ -1,11 +1,12 @@
-"""What one GPU says of this project: every part under a time limit of its own.
+"""Check and measure this project on one GPU; each part has its own time limit.
 
-    scripts/gpu_proof.sh OUT [--fake-device] [--minutes 9] [--only PART ...]
+    scripts/gpu_proof.sh OUT [--fake-device] [--digits FOLDER] [--only PART ...]
 
-Runs the tests for devices, measures rates and layers, replays stages of a 26B plan, trains a small
-model and compares the providers of layers. A failed part does not stop the next. OUT/proof.json and
-OUT/proof.html, updated after each part, have status, time, and predicted and measured figures;
-OUT/logs has the programs' output. With --fake-device, parts run on fake devices or the CPU.
+Checks the trainer on the device, trains a small model by the launcher, replays stages of a 26B
+plan, saves and resumes 8 GiB, measures rates and layers, and compares providers of layers. A failed
+part does not stop the next. OUT/card.md and OUT/card.json, written again after each part, have
+status, time, and predicted and measured figures; OUT/logs has the programs' output. If all parts
+ran on a device, its card is copied to docs/cards. --fake-device uses fake devices and the CPU.
 """
 
 import importlib.util
@@ -13,43 +14,36 @@ import sys
 
 _NEEDED = (
     *("torch", "megatron.core", "einops", "jinja2", "numpy", "PIL", "psutil", "pyarrow"),
-    *("pydantic", "rich", "safetensors", "scipy", "sentencepiece", "tokenizers", "typer"),
+    *(
+        "pydantic",
+        "rich",
+        "safetensors",
+        "scipy",
+        "sentencepiece",
+        "soundfile",
+        "tokenizers",
+        "typer",
+    ),
 )
 _PACKAGES = {"megatron.core": "megatron-core", "PIL": "pillow"}
 """Names of packages that differ from their modules."""
 _EXIT_USER_ERROR = 2
 
 
-def _is_installed(module: str) -> bool:
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:  # the parent package is missing
-        return False
-
-
-def refuse(missing: list[str]) -> None:
-    """Exit with one line on missing modules."""
-    packages = ", ".join(_PACKAGES.get(name, name) for name in missing)
-    print(
-        f"error: {sys.executable} has no {packages}; put the wheels of that, and of what it needs "
-        "but torch, into a folder (docs/gpu.md has the commands), and give it as WHEELS=FOLDER to "
-        "scripts/gpu_proof.sh",
-        file=sys.stderr,
-    )
-    sys.exit(_EXIT_USER_ERROR)
-
-
 def main() -> None:
     """Run all parts, unless a required module is missing."""
-    if missing := [name for name in _NEEDED if not _is_installed(name)]:
-        refuse(missing)
-    try:
-        # Imported late: it needs the modules.
-        from scripts.gpu_proof.prove import main as prove
-    except ModuleNotFoundError as error:
-        refuse([str(error.name)])
-    else:
-        prove(__doc__)
+    if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
+        packages = ", ".join(_PACKAGES.get(name, name) for name in missing)
+        print(
+            f"error: {sys.executable} has no {packages}; run `make gpu-bundle` on a machine with a "
+            "network, and give the folder as WHEELS=FOLDER to scripts/gpu_proof.sh",
+            file=sys.stderr,
+        )
+        sys.exit(_EXIT_USER_ERROR)
+    # Imported late: it needs the modules.
+    from scripts.gpu_proof.prove import main as prove
+
+    prove(__doc__)
 
 
 if __name__ == "__main__":

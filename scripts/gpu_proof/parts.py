@@ -1,6 +1,7 @@
 """The parts of a proof, in order. Each adds figures to the context as it finds them."""
 
 import importlib.util
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -17,15 +18,13 @@ from omnibal.job.fake_replay import Roofline, read_fake_stages
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import REPLAY_FILES, StageReplay
-from omnibal.job.runlog import RUN_FILE, StepRecord, read_run
+from omnibal.job.runlog import RUN_FILE, StepRecord, latest_step, read_run
 from omnibal.model.config import load_cluster, load_model
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import unit_counts
-from scripts.gpu_proof.running import Context, Part, PartEndedError
+from scripts.gpu_proof.running import Context, Part, PartEndedError, Until
 
-_TESTED = re.compile(
-    r"(PASSED|FAILED|ERROR|SKIPPED)\s+\S+::(\S+)|::(\S+)\s+(PASSED|FAILED|ERROR|SKIPPED)"
-)
+_TESTED = re.compile(r"^(PASSED|FAILED|SKIPPED) (\w+) (.+)$", re.MULTILINE)
 _PRECISION = "bf16"
 _CLUSTER = "h100-80g"
 """Preset to plan with; --cluster-output adds measured rates to it."""
@@ -33,31 +32,24 @@ _SMALL_MODEL = "internvl-digits"
 _SMALL_CAPS = ("--max-tiles", 12, "--max-tokens", 448)
 _WARM_UP = 3
 """Untimed first steps of a training, which compile and choose kernels."""
-_ROUNDING = 0.02
-"""Relative difference of two providers' bf16 losses that counts as rounding."""
+_STOPPED_AFTER, _EPOCHS = 3, 20
+_ROUNDING = {"bf16": 0.02, "fp8": 0.1}
+"""Relative difference from local losses that counts as rounding, by precision."""
 
 
 def tests(context: Context) -> None:
-    """Run the tests for devices: the trainer, and fused operations against plain torch."""
-    workers = ["-n", "4"] if importlib.util.find_spec("xdist") and not context.pretended else []
-    if importlib.util.find_spec("pytest") is None:
-        raise PartEndedError("skipped", "pytest is not installed")
+    """Check the trainer and fused operations on the device, in one process."""
+    folder, program = context.output / "tests", "tests/training/cuda_checks.py"
     try:
-        context.run("tests", "-m", "pytest", "-vv", *workers, *context.settings.tests)
+        context.run("tests", program, folder)
     finally:
-        log = context.output / "logs" / "tests.txt"
-        results = tested(log.read_text(errors="replace")) if log.exists() else {}
-        context.figures["tests"] = results
-    if not any(result == "passed" for result in results.values()):
-        raise PartEndedError("failed", "no test ran: see logs/tests.txt")
+        printed = (context.output / "logs" / "tests.txt").read_text(errors="replace")
+        context.figures["tests"] = tested(printed)
 
 
 def tested(printed: str) -> dict[str, JsonValue]:
-    """Results in the output of pytest -v, by test name."""
-    found = {}
-    for first, name, other_name, second in _TESTED.findall(printed):
-        found[name or other_name] = (first or second).lower()
-    return found
+    """Results in the output of cuda_checks.py, by name of the check."""
+    return {name: f"{result.lower()} in {how}" for result, name, how in _TESTED.findall(printed)}
 
 
 def profile(context: Context) -> None:
@@ -84,13 +76,27 @@ def profile(context: Context) -> None:
         device=measured.device,
         products=len(products),
         fastest_tflops=max(rates),
-        median_tflops=median(rates),
         slowest_tflops=min(rates),
-        assumed_tflops=cluster.tflops(measured.precision) * cluster.matmul_efficiency,
-        copy_gb_per_s=max(1e-6 * one.bytes_per_ms for one in measured.rates.copies),
-        assumed_memory_gb_per_s=cluster.memory_gb_per_s,
         worst_median_fit_error=max(one.median_error for one in times),
     )
+    if context.pretended:
+        return
+    assumed_tflops = cluster.tflops(measured.precision) * cluster.matmul_efficiency
+    context.compare("matrix products", "TFLOP/s", assumed_tflops, median(rates))
+    copies = max(1e-6 * one.bytes_per_ms for one in measured.rates.copies)
+    context.compare("copies", "GB/s", cluster.memory_gb_per_s, copies)
+    _compare_with_rates(context)
+
+
+def _compare_with_rates(context: Context) -> None:
+    """Predict the replayed stages again, by the rates that were measured."""
+    if not (context.output / "replay").exists():
+        return
+    files = open_plan(context.output / "plan")
+    job = replace(files.job, cluster=load_cluster(str(context.output / "cluster.toml")))
+    for one in REPLAY_FILES.read(context.output / "replay", len(files.plan.stages)):
+        predicted = predicted_ms(files, job, one)
+        context.compare(f"stage {one.stage} by these rates", "ms", predicted, computed_ms(one))
 
 
 def replay(context: Context) -> None:
@@ -128,30 +134,26 @@ def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonV
     if context.pretended:
         [counted] = [one for one in read_fake_stages(folder, plan) if one.stage == stage]
         rates = Roofline.of_cluster(plan.cluster, plan.precision)
+        context.compare(f"stage {stage}", "GiB", counted.predicted_gib, counted.allocated_gib)
         return {
             "stage": stage,
-            "predicted_gib": counted.predicted_gib,
-            "allocated_gib": counted.allocated_gib,
             "kernels": counted.kernels,
             "element_wise_share": counted.element_wise_share(rates),
         }
     [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
-    own_ms = sum(measured.forward_ms) + sum(measured.backward_ms)
+    own_ms = computed_ms(measured)
     flops = stage_flops(files, stage, _features(files, measured)) / plan.parallel.tensor
-    figures: dict[str, JsonValue] = {
-        "stage": stage,
-        "predicted_gib": measured.predicted_gib(plan.predicted.stages[stage].memory),
-        "measured_gib": measured.peak_gib,
-        "predicted_ms": predicted_ms(files, files.job, measured),
-        "measured_ms": own_ms,
-        # While it computes, per tensor-parallel rank, without recomputation.
-        "mfu": flops / (1e-3 * own_ms) / (1e12 * plan.cluster.tflops(plan.precision)),
-    }
-    rates_file = context.output / "cluster.toml"
-    if rates_file.exists():
-        job = replace(files.job, cluster=load_cluster(str(rates_file)))
-        figures["predicted_with_measured_rates_ms"] = predicted_ms(files, job, measured)
-    return figures
+    predicted_gib = measured.predicted_gib(plan.predicted.stages[stage].memory)
+    context.compare(f"stage {stage}", "ms", predicted_ms(files, files.job, measured), own_ms)
+    context.compare(f"stage {stage}", "GiB", predicted_gib, measured.peak_gib)
+    # While it computes, per tensor-parallel rank, without recomputation.
+    mfu = flops / (1e-3 * own_ms) / (1e12 * plan.cluster.tflops(plan.precision))
+    return {"stage": stage, "mfu": mfu}
+
+
+def computed_ms(measured: StageReplay) -> float:
+    """Measured forwards and backwards of a stage."""
+    return sum(measured.forward_ms) + sum(measured.backward_ms)
 
 
 def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float:
@@ -186,12 +188,10 @@ def _features(files: PlanFiles, measured: StageReplay) -> np.ndarray:
 
 
 def train(context: Context) -> None:
-    """Train the quickstart's model from data to steps, with its costs measured first."""
-    settings, output = context.settings, context.output
-    folder = output / "train"
+    """Train the quickstart's model from data by the launcher; stop it, and resume."""
+    settings, folder, data = context.settings, context.output / "train", _data(context)
     folder.mkdir(parents=True, exist_ok=True)
-    data, tokenizer = folder / "digits", folder / "digits" / "tokenizer.model"
-    if not data.exists():
+    if context.digits is None:
         context.run(
             "digits", "tools/make_digits_dataset.py", "--output", data,
             "--samples", settings.trained_samples, "--heldout-samples", 10,
@@ -199,77 +199,105 @@ def train(context: Context) -> None:
     lengths = folder / "lengths.parquet"
     context.run(
         "train_lengths", "-m", "omnibal", "lengths", data / "train" / "meta.json",
-        "--model", _SMALL_MODEL, "--tokenizer-model", tokenizer, "-o", lengths,
-    )  # fmt: skip
-    job = ("--model", _SMALL_MODEL, "--precision", _PRECISION, *_SMALL_CAPS)
-    context.run(
-        "train_profile", "-m", "omnibal", "profile", *job, "--lengths", lengths,
-        "--repetitions", 5, "-o", folder / "profile.json",
+        "--model", _SMALL_MODEL, "--tokenizer-model", data / "tokenizer.model", "-o", lengths,
     )  # fmt: skip
     context.run(
-        "train_plan", "-m", "omnibal", "plan", *job, "--cluster", _CLUSTER,
-        "--lengths", lengths, "--profile", folder / "profile.json", "--micro-batches", 3,
-        "-o", folder / "plan",
+        "train_profile", "-m", "omnibal", "profile", "--model", _SMALL_MODEL, *_SMALL_CAPS,
+        "--precision", _PRECISION, "--lengths", lengths, "--repetitions", 5,
+        "-o", folder / "profile.json",
     )  # fmt: skip
-    _train(context, "local", folder / "run")
-    prediction = open_plan(folder / "plan").plan.predicted
-    records = read_run(folder / "run" / RUN_FILE)
+    _plan_training(context, _PRECISION, "--profile", folder / "profile.json")
+    log = folder / "run" / RUN_FILE
+
+    def has_begun() -> bool:
+        return log.exists() and log.read_bytes().count(b"\n") >= _STOPPED_AFTER
+
+    _train(context, "run", _PRECISION, until=has_begun)
+    stopped = latest_step(log.parent)
+    _train(context, "run", _PRECISION)
+    records = read_run(log)
     context.figures.update(
-        steps=len(records),
+        stopped_after=stopped,
         first_loss=records[0].loss,
         last_loss=records[-1].loss,
-        predicted_step_ms=prediction.step_ms,
-        measured_step_ms=_step_ms(records),
-        predicted_gib=prediction.stages[0].memory.peak_gib,
-        measured_gib=None if context.pretended else records[-1].stages[0].peak_gib,
-        mfu=median(one.mfu for one in records[-_timed(records) :]),
+        mfu=median(one.mfu for one in _timed(records)),
     )
+    prediction = open_plan(folder / _PRECISION).plan.predicted
+    context.compare("step", "ms", prediction.step_ms, _step_ms(records))
+    if not context.pretended:
+        peak_gib = records[-1].stages[0].peak_gib
+        context.compare("step", "GiB", prediction.stages[0].memory.peak_gib, peak_gib)
+    steps = settings.trained_steps
+    if not 0 < (stopped or 0) < steps or [one.step for one in records] != list(range(steps)):
+        reason = f"stopped after {stopped} of {steps} steps, and {len(records)} are logged"
+        raise PartEndedError("failed", reason)
     if not np.isfinite(records[-1].loss):
-        raise PartEndedError("failed", "the loss is not finite: see logs/train_local.txt")
+        raise PartEndedError("failed", "the loss is not finite: see logs/train_run.txt")
 
 
-def _train(context: Context, provider: str, run: Path) -> None:
-    """Train the steps with a provider of layers."""
+def _data(context: Context) -> Path:
+    return context.digits or context.output / "train" / "digits"
+
+
+def _plan_training(context: Context, precision: str, *costs: object) -> None:
     folder = context.output / "train"
     context.run(
-        f"train_{provider}", "pretrain_vlm.py", "--plan", folder / "plan",
-        "--data", folder / "digits" / "train" / "meta.json",
-        "--tokenizer-model", folder / "digits" / "tokenizer.model", "--save", run,
-        "--train-iters", context.settings.trained_steps, "--num-workers", 0, "--provider", provider,
+        f"plan_{precision}", "-m", "omnibal", "plan", "--model", _SMALL_MODEL, *_SMALL_CAPS,
+        "--precision", precision, "--cluster", _CLUSTER, "--lengths", folder / "lengths.parquet",
+        *costs, "--micro-batches", 3, "--epochs", _EPOCHS, "-o", folder / precision,
     )  # fmt: skip
 
 
-def _timed(records: list[StepRecord]) -> int:
-    return max(len(records) - _WARM_UP, 1)
+def _train(
+    context: Context, run: str, plan: str, *more: object, until: Until | None = None
+) -> None:
+    """Train by the launcher, with its environment and two loader processes."""
+    folder, data = context.output / "train", _data(context)
+    context.run(
+        f"train_{run}", "scripts/train_nodes.sh", 1, 0, "localhost", folder / plan,
+        data / "train" / "meta.json", data / "tokenizer.model", folder / run,
+        "--train-iters", context.settings.trained_steps, "--num-workers", 2, *more, until=until,
+    )  # fmt: skip
+
+
+def _timed(records: list[StepRecord]) -> list[StepRecord]:
+    return records[min(_WARM_UP, len(records) - 1) :]
 
 
 def _step_ms(records: list[StepRecord]) -> float:
-    return median(one.step_ms for one in records[-_timed(records) :])
+    return median(one.step_ms for one in _timed(records))
+
+
+def checkpoint(context: Context) -> None:
+    """Save a large checkpoint beside training, and resume from it."""
+    program, gib = "tests/training/large_checkpoint.py", context.settings.checkpoint_gib
+    log = context.run("checkpoint", program, context.output / "checkpoint", gib)
+    figures = json.loads(log.read_text().splitlines()[-1])
+    context.compare("checkpoint", "GiB", figures.pop("stated_gib"), figures.pop("written_gib"))
+    context.figures.update(figures)
 
 
 def providers(context: Context) -> None:
-    """Train the same steps with Transformer Engine's layers, and compare losses and times."""
-    local = context.output / "train" / "run"
-    if not (local / RUN_FILE).exists():
+    """Train the same steps with Transformer Engine's layers, in bf16 and FP8; compare losses."""
+    local = context.output / "train" / "run" / RUN_FILE
+    if not local.exists():
         raise PartEndedError("skipped", "the part train left no run to compare with")
     if importlib.util.find_spec("transformer_engine") is None:
-        raise PartEndedError("skipped", "transformer-engine is not installed: local alone ran")
-    other = context.output / "train" / "run_te"
-    _train(context, "te", other)
-    one, two = (read_run(folder / RUN_FILE) for folder in (local, other))
-    differences = [abs(a.loss / b.loss - 1) for a, b in zip(one, two, strict=True)]
-    context.figures.update(
-        largest_loss_difference=max(differences),
-        local_step_ms=_step_ms(one),
-        te_step_ms=_step_ms(two),
-        te_over_local=_step_ms(two) / _step_ms(one),
-    )
-    if max(differences) > _ROUNDING:
-        raise PartEndedError(
-            "failed", f"losses differ by {max(differences):.1%}, more than {_ROUNDING:.0%}"
-        )
+        raise PartEndedError("skipped", "transformer-engine is not installed")
+    one = read_run(local)
+    for plan, rounding in _ROUNDING.items():
+        if plan != _PRECISION:
+            _plan_training(context, plan)
+        _train(context, f"run_te_{plan}", plan, "--provider", "te")
+        two = read_run(context.output / "train" / f"run_te_{plan}" / RUN_FILE)
+        difference = max(abs(a.loss / b.loss - 1) for a, b in zip(one, two, strict=True))
+        context.figures[f"te_{plan}_over_local_time"] = _step_ms(two) / _step_ms(one)
+        context.figures[f"te_{plan}_largest_loss_difference"] = difference
+        if not difference <= rounding:
+            reason = f"losses in {plan} differ by {difference:.1%}, more than {rounding:.0%}"
+            raise PartEndedError("failed", reason)
 
 
 PARTS: dict[str, Part] = {
-    part.__name__: part for part in (tests, profile, replay, train, providers)
+    part.__name__: part for part in (tests, train, replay, checkpoint, profile, providers)
 }

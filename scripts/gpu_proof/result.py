@@ -1,4 +1,4 @@
-"""Types of proof.json."""
+"""Types of a card's JSON file."""
 
 import importlib.metadata
 import json
@@ -35,6 +35,15 @@ class Machine(Frozen):
     versions: dict[str, str]
 
 
+class Comparison(Frozen):
+    """A predicted quantity, and the same as measured."""
+
+    of: str
+    unit: str
+    predicted: float
+    measured: float
+
+
 class PartResult(Frozen):
     """Outcome and measurements of one part."""
 
@@ -42,6 +51,8 @@ class PartResult(Frozen):
     status: Status
     reason: str = ""
     seconds: float
+    limit_s: float
+    comparisons: tuple[Comparison, ...] = ()
     figures: dict[str, JsonValue]
     """Figures, partial if the part did not finish."""
 

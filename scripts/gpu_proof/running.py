@@ -13,11 +13,13 @@ from typing import IO
 
 from pydantic import JsonValue
 
-from scripts.gpu_proof.result import PartResult, Status
+from scripts.gpu_proof.result import Comparison, PartResult, Status
 from scripts.gpu_proof.settings import Settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 _NO_DEVICE = {"CUDA_VISIBLE_DEVICES": ""}
+_POLL_S = 0.05
+Until = Callable[[], bool]
 
 
 class PartEndedError(Exception):
@@ -35,26 +37,42 @@ class Context:
     output: Path
     settings: Settings
     pretended: bool
+    digits: Path | None
+    """Folder of the digits. None to make them."""
     end_s: float
     """Deadline on the monotonic clock."""
     figures: dict[str, JsonValue] = field(default_factory=dict)
+    comparisons: list[Comparison] = field(default_factory=list)
 
-    def run(self, name: str, *arguments: object) -> None:
-        """Run a program of this project, with its output in a log."""
+    def compare(self, of: str, unit: str, predicted: float, measured: float) -> None:
+        """Add a row of predictions to the card."""
+        row = Comparison(of=of, unit=unit, predicted=predicted, measured=measured)
+        self.comparisons.append(row)
+
+    def run(self, name: str, *arguments: object, until: Until | None = None) -> Path:
+        """Run a program of this project; return its log.
+
+        Args:
+            arguments: of Python, or a shell script and its own.
+            until: whether the program shall be told to end by SIGTERM; any exit status counts then.
+        """
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, *map(str, arguments)]
+        python = [] if str(arguments[0]).endswith(".sh") else [sys.executable]
+        command = [*python, *map(str, arguments)]
         with log.open("w") as written:
             written.write(" ".join(command) + "\n")
             written.flush()
             path = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
             own = {"PYTHONPATH": os.pathsep.join(filter(None, path)), "COLUMNS": "200"}
-            own |= _NO_DEVICE if self.pretended else {}
-            code = run_within(command, written, self.left_s, {**os.environ, **own})
+            own |= {"GPUS_PER_NODE": "1"} | (_NO_DEVICE if self.pretended else {})
+            own["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+            code = run_within(command, written, self.left_s, {**os.environ, **own}, until)
         if code is None:
             raise PartEndedError("timed-out", f"{name} was ended when the part's time was over")
         if code:
             raise PartEndedError("failed", f"{name}: {_last_line(log)}")
+        return log
 
     @property
     def left_s(self) -> float:
@@ -82,20 +100,37 @@ def run_part(name: str, part: Part, context: Context) -> PartResult:
         status=status,
         reason=reason,
         seconds=round(time.monotonic() - start_s, 1),
+        limit_s=round(context.end_s - start_s),
+        comparisons=tuple(context.comparisons),
         figures=context.figures,
     )
 
 
 def run_within(
-    command: list[str], log: IO[str], limit_s: float, environment: Mapping[str, str]
+    command: list[str],
+    log: IO[str],
+    limit_s: float,
+    environment: Mapping[str, str],
+    until: Until | None = None,
 ) -> int | None:
-    """Run a program with its children; return its exit status, or None on time-out."""
+    """Run a program with its children.
+
+    Returns:
+        Its exit status, 0 if it was told to end, or None on time-out.
+    """
+    end_s = time.monotonic() + limit_s
     process = subprocess.Popen(
         command, cwd=REPOSITORY, env=environment, stdout=log, stderr=subprocess.STDOUT,
         start_new_session=True,
     )  # fmt: skip
     try:
-        return process.wait(timeout=max(limit_s, 0.1))
+        while until is not None and process.poll() is None and time.monotonic() < end_s:
+            if until():
+                process.terminate()
+                process.wait(timeout=max(end_s - time.monotonic(), 0.1))
+                return 0
+            time.sleep(_POLL_S)
+        return process.wait(timeout=max(end_s - time.monotonic(), 0.1))
     except subprocess.TimeoutExpired:
         return None
     finally:

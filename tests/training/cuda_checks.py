@@ -1,27 +1,38 @@
-"""Checks on one CUDA device: PYTHONPATH=. python tests/training/cuda_checks.py NAME FOLDER.
+"""Checks on a CUDA device: PYTHONPATH=. python tests/training/cuda_checks.py FOLDER [NAME ...]
+
+Prints PASSED, FAILED or SKIPPED, name, seconds and peak of device memory of each. Without a device,
+checks that need one are skipped, and the others run on the CPU.
 
 Shapes: T packed tokens, N heads, G key/value heads, D head size.
 """
 
 import sys
+import time
+import traceback
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import fused_checks
+import mixture_cases
 import torch
+import torch.distributed as dist
 from pipeline_cases import pipeline_plan
-from toy import OPTIONS, toy_batch
+from toy import OPTIONS, cut_plan, toy_batch, toy_model
 
-from megatron.vlm.backend import WeightGradients, current_device
+from megatron.vlm.backend import WeightGradients, current_device, has_cuda
 from megatron.vlm.checkpoint.save_load import CheckpointWriter, load_checkpoint
-from megatron.vlm.inputs.batch import MicroBatchStream, borders_of
+from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream, borders_of
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.model.attention import attend_by_segment
 from megatron.vlm.model.flash_attention import attend_flash
-from megatron.vlm.run.launch import Launch, initialize_distributed
+from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer, build_trainer, train_step
 from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.encoders import ImagesEncoder, ImageText
 from omnibal.model.parallel import Parallel
 from omnibal.pipeline.stage import Stage
 
@@ -76,26 +87,86 @@ def weight_gradients(folder: Path) -> None:
     torch.testing.assert_close(buffer.double(), expected, rtol=1e-5, atol=1e-4)
 
 
+def _toy_packs(plan: Plan, step: int) -> list[MicroBatch]:
+    """Three packs; images at native resolution have two sizes."""
+    model = plan.model
+    if model.images is not None:
+        sizes = ((6,), (2, 8), (1,))  # tokens of the images
+        return [random_batch(model, 0, (20, 9 + step), 8, images=own) for own in sizes]
+    return [toy_batch(model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
+
+
 def _steps(trainer: Trainer, first: int, last: int) -> list[float]:
     losses = []
     for step in range(first, last):
-        model = trainer.plan.model
-        packs = [toy_batch(model, pack, seed=10 * step + i) for i, pack in enumerate(PACKS)]
-        own = [pack.to(current_device()) for pack in packs]
+        own = [pack.to(current_device()) for pack in _toy_packs(trainer.plan, step)]
         losses.append(train_step(trainer, MicroBatchStream.of(own)).loss)
     return losses
 
 
-def precisions_agree(folder: Path) -> None:
-    """The toy model learns on the device, and alike in fp32 and bf16, whose kernels differ."""
+def _compare_precisions(plan: Plan) -> None:
+    """A model learns, and alike in fp32 and bf16, whose kernels differ."""
     links, losses = join(), []
     for precision in ("fp32", "bf16"):
-        plan = pipeline_plan().model_copy(update={"precision": precision})
-        trainer = build_trainer(plan, links, OPTIONS, steps=20, seed=3)
-        losses.append(_steps(trainer, 0, 20))
+        plan = plan.model_copy(update={"precision": precision})
+        losses.append(_steps(build_trainer(plan, links, OPTIONS, steps=20, seed=3), 0, 20))
     fp32, bf16 = map(torch.tensor, losses)
     assert fp32[-1] < fp32[0]
     torch.testing.assert_close(bf16, fp32, rtol=0.05, atol=0.0)
+
+
+def precisions_agree(folder: Path) -> None:
+    """Tiles and packed text."""
+    _compare_precisions(pipeline_plan())
+
+
+def native_resolution(folder: Path) -> None:
+    """Attention within images of different sizes, and within windows of them."""
+    sizes = {
+        "layers": 4, "hidden_size": 32, "heads": 2, "ffn_hidden_size": 40, "patch_size": 4,
+        "merge_size": 2, "frames_per_patch": 2, "min_pixels": 64, "max_pixels": 4096,
+        "normalization": "RMSNorm", "qkv_bias": True, "qk_norm": False, "window_pixels": 16,
+        "full_layers": (1,), "image_text": ImageText(),
+    }  # fmt: skip
+    model = toy_model().model_copy(update={"encoders": {"vision": ImagesEncoder(**sizes)}})
+    _compare_precisions(cut_plan(model))
+
+
+def adapters(folder: Path) -> None:
+    """LoRA beside frozen weights in all parts."""
+    parts = ("vision", "projector", "language")
+    _compare_precisions(
+        cut_plan(toy_model(), adapters=AdapterConfig(rank=8, alpha=16, parts=parts))
+    )
+
+
+def idle_experts(folder: Path) -> None:
+    """Experts without a token get gradients of zero, though memory before held something else."""
+    plan = mixture_cases.plan_of().model_copy(update={"precision": "bf16"})
+    trainer = build_trainer(plan, join(), OPTIONS, steps=10, seed=3)
+    layers = [layer.mlp.experts for layer in trainer.stage.language.layers]
+    batch = toy_batch(plan.model, [(0, 3)], seed=0).to(current_device())
+    for _ in range(2):
+        for size in (2**10, 2**16, 2**20):
+            torch.full((size,), torch.nan, device=current_device())
+        gradients: list[torch.Tensor] = []
+        assert train_step(trainer, MicroBatchStream.of([batch])).grad_norm > 0
+        for layer in layers:
+            gradients += [one.main_grad for one in layer.parameters()]
+        assert all(one.isfinite().all() for one in gradients)
+    # Three tokens of two experts each: two of eight have none.
+    for one in gradients:
+        moved = one.view(8, -1).any(1)
+        assert 0 < moved.sum() <= 6, moved
+
+
+def fused(folder: Path) -> None:
+    """Fused operations, compiled, beside plain torch."""
+    if not has_cuda():
+        fused_checks.compare_compiled_for_cpu()
+        return
+    for check in fused_checks.CHECKS:
+        check(fused_checks.Case("cuda", torch.bfloat16))
 
 
 def real_size_plan() -> Plan:
@@ -144,8 +215,36 @@ def checkpoint(folder: Path) -> None:
     torch.testing.assert_close(torch.tensor(_steps(second, 3, 6)), torch.tensor(rest))
 
 
-CHECKS = (attention, weight_gradients, precisions_agree, real_size_stage, checkpoint)
+CHECKS = (
+    *(fused, attention, weight_gradients, precisions_agree, native_resolution, adapters),
+    *(idle_experts, real_size_stage, checkpoint),
+)
+OF_A_DEVICE = (attention, weight_gradients, real_size_stage)
+
+
+def run(check: Callable[[Path], None], folder: Path) -> bool:
+    """Run one check and print how it ended; whether it did not fail."""
+    result, start_s = "PASSED", time.perf_counter()
+    if has_cuda():
+        torch.cuda.reset_peak_memory_stats()
+    if not has_cuda() and check in OF_A_DEVICE:
+        result = "SKIPPED"
+    else:
+        try:
+            check(folder)
+        except Exception:
+            result = "FAILED"
+            traceback.print_exc(file=sys.stdout)
+        finally:
+            if dist.is_initialized():
+                shut_down_distributed()
+    peak_gib = torch.cuda.max_memory_allocated() / 2**30 if has_cuda() else 0.0
+    seconds = time.perf_counter() - start_s
+    print(f"{result} {check.__name__} {seconds:.1f} s {peak_gib:.2f} GiB", flush=True)
+    return result != "FAILED"
+
 
 if __name__ == "__main__":
-    [check] = [check for check in CHECKS if check.__name__ == sys.argv[1]]
-    check(Path(sys.argv[2]))
+    names = sys.argv[2:] or [check.__name__ for check in CHECKS]
+    passed = [run(globals()[name], Path(sys.argv[1])) for name in names]
+    sys.exit(not all(passed))

@@ -1,12 +1,13 @@
-"""The same program on a CUDA device; each check runs in a process that may see the device."""
+"""The same program on a CUDA device, in a process that may see it."""
 
 import os
 import shutil
 import subprocess
 from pathlib import Path
 
+import cuda_checks
 import pytest
-from cuda_checks import CHECKS, losses_on_one_pack, real_size_plan
+from commands import launcher
 from pipeline_cases import pipeline_plan
 from programs import REPOSITORY, import_path, run_program
 from ranks import run_ranks
@@ -24,16 +25,33 @@ def has_device() -> bool:
     return listed.returncode == 0 and "GPU 0" in listed.stdout
 
 
-PROGRAMS = [*(("cuda_checks.py", check.__name__) for check in CHECKS), ("fused_checks.py", "cuda")]
-
-
 @pytest.mark.skipif(not has_device(), reason="no CUDA device: nvidia-smi lists none")
-@pytest.mark.parametrize(("program", "check"), PROGRAMS, ids=[check for _, check in PROGRAMS])
-def test_on_device(program, check, tmp_path, monkeypatch):
-    """Prevents: code, or compiled bodies, that are only right on a CPU. See each program."""
+def test_on_device(tmp_path, monkeypatch):
+    """Prevents: code, or compiled bodies, that are only right on a CPU. See each check."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    result = run_program(Path(__file__).with_name(program), check, tmp_path)
+    result = run_program(cuda_checks.__file__, tmp_path)
     assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_checks_of_a_device_run_as_far_as_a_cpu_goes(tmp_path):
+    """Prevents: checks that fail before they come to the device."""
+    names = ("idle_experts", "native_resolution", "attention")
+    ended = launcher().run(cuda_checks.__file__, tmp_path, *names)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    printed = [line.split()[:2] for line in ended.stdout.splitlines()]
+    results = ["PASSED", "PASSED", "SKIPPED"]
+    assert printed == [list(pair) for pair in zip(results, names, strict=True)]
+
+
+def test_a_check_that_fails_is_told_and_hides_no_other(tmp_path, capsys):
+    """Prevents: a failed check that ends those after it, or that says nothing of why."""
+
+    def broken(folder):
+        raise ValueError("of this")
+
+    assert not cuda_checks.run(broken, tmp_path)
+    printed = capsys.readouterr().out
+    assert "ValueError: of this" in printed and "\nFAILED broken" in printed
 
 
 def test_programs_import_what_the_tests_do(monkeypatch):
@@ -49,13 +67,13 @@ def learn_on_a_cpu(links, plan):
     """Losses, and whether the micro-batch was moved to where the model is."""
     moved, to = [], MicroBatch.to
     MicroBatch.to = lambda batch, device: moved.append(device) or to(batch, device)
-    return losses_on_one_pack(links, plan, 3, (20, 30, 9), 25), moved
+    return cuda_checks.losses_on_one_pack(links, plan, 3, (20, 30, 9), 25), moved
 
 
 def test_the_check_at_real_size_gets_as_far_as_computing():
     """Prevents: a check for devices that fails before it comes to the device."""
     paper = load_model("internvl-chat-1.5-6b-20b")
-    model = real_size_plan().model
+    model = cuda_checks.real_size_plan().model
     for own, whole in ((model.vision, paper.vision), (model.language, paper.language)):
         assert (own.hidden_size, own.layers) == (whole.hidden_size, 2)
     plan = pipeline_plan().model_copy(update={"precision": "bf16"})
