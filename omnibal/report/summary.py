@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from statistics import NormalDist
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.stats import binomtest
 
 from omnibal.job.plan import Plan
 from omnibal.job.refit import SLOW
@@ -233,8 +233,10 @@ def accuracy_interval(kind: KindAccuracy) -> tuple[float, float]:
     """95 % Wilson score interval of the accuracy."""
     if not kind.questions:
         return 0.0, 1.0
-    interval = binomtest(kind.correct, kind.questions).proportion_ci(method="wilson")
-    return float(interval.low), float(interval.high)
+    share, z = kind.correct / kind.questions, NormalDist().inv_cdf(0.975)
+    z2 = z**2 / kind.questions
+    half = (z2 * share * (1 - share) + z2**2 / 4) ** 0.5
+    return max(share + z2 / 2 - half, 0.0) / (1 + z2), min((share + z2 / 2 + half) / (1 + z2), 1.0)
 
 
 def is_right(answer: EvaluatedAnswer) -> bool:

@@ -1,4 +1,4 @@
-"""Check and measure this project on one GPU; each part has its own time limit.
+"""Run checks and measurements of this project on one GPU, each within its own time limit.
 
     scripts/gpu_proof.sh OUT [--fake-device] [--digits FOLDER] [--only PART ...]
 

@@ -1,4 +1,4 @@
-"""The card of a device: predicted beside measured figures, and results of all parts."""
+"""The card of a device: predicted and measured figures, and results of all parts."""
 
 import re
 from collections.abc import Iterable

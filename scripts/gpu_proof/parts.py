@@ -194,7 +194,7 @@ def train(context: Context) -> None:
     if context.digits is None:
         context.run(
             "digits", "tools/make_digits_dataset.py", "--output", data,
-            "--samples", settings.trained_samples, "--heldout-samples", 10,
+            "--samples", 600, "--heldout-samples", 10,
         )  # fmt: skip
     lengths = folder / "lengths.parquet"
     context.run(
@@ -220,7 +220,7 @@ def train(context: Context) -> None:
         stopped_after=stopped,
         first_loss=records[0].loss,
         last_loss=records[-1].loss,
-        mfu=median(one.mfu for one in _timed(records)),
+        mfu=median(one.mfu for one in _timed_steps(records)),
     )
     prediction = open_plan(folder / _PRECISION).plan.predicted
     context.compare("step", "ms", prediction.step_ms, _step_ms(records))
@@ -260,16 +260,16 @@ def _train(
     )  # fmt: skip
 
 
-def _timed(records: list[StepRecord]) -> list[StepRecord]:
+def _timed_steps(records: list[StepRecord]) -> list[StepRecord]:
     return records[min(_WARM_UP, len(records) - 1) :]
 
 
 def _step_ms(records: list[StepRecord]) -> float:
-    return median(one.step_ms for one in _timed(records))
+    return median(one.step_ms for one in _timed_steps(records))
 
 
 def checkpoint(context: Context) -> None:
-    """Save a large checkpoint beside training, and resume from it."""
+    """Save a large checkpoint during training, and resume from it."""
     program, gib = "tests/training/large_checkpoint.py", context.settings.checkpoint_gib
     log = context.run("checkpoint", program, context.output / "checkpoint", gib)
     figures = json.loads(log.read_text().splitlines()[-1])

@@ -54,7 +54,7 @@ class Context:
 
         Args:
             arguments: of Python, or a shell script and its own.
-            until: whether the program shall be told to end by SIGTERM; any exit status counts then.
+            until: whether to send the program SIGTERM. Any exit status is good after it.
         """
         log = self.output / "logs" / f"{name}.txt"
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -116,7 +116,7 @@ def run_within(
     """Run a program with its children.
 
     Returns:
-        Its exit status, 0 if it was told to end, or None on time-out.
+        Its exit status, 0 after SIGTERM, or None on time-out.
     """
     end_s = time.monotonic() + limit_s
     process = subprocess.Popen(
