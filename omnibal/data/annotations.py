@@ -58,7 +58,8 @@ _MOST_REPEATS = 10_000  # more is a mistake, and would fill memory with indices
 class SourceMeta(Frozen):
     annotation: str | None = None
     file_name: str | None = None
-    formatting: Literal["sharegpt", "openai"] | None = None
+    formatting: Literal["alpaca", "sharegpt", "openai"] | None = None
+    ranking: bool = False
     columns: dict[str, str] = Field(default={})
     tags: dict[str, str] = Field(default={})
     shards: str | None = None
@@ -75,13 +76,10 @@ class SourceMeta(Frozen):
         given = (self.annotation, self.file_name, self.shards, self.energon)
         if sum(place is not None for place in given) != 1:
             raise ValueError('one of "annotation", "shards" and "energon" must be given')
-        if (self.file_name is None) != (self.formatting is None):
-            raise ValueError(
-                '"file_name" needs "formatting": "sharegpt", and goes with no other; without it '
-                "LLaMA-Factory takes a source for Alpaca's form, which is not read"
-            )
-        if (self.columns or self.tags) and self.file_name is None:
-            raise ValueError('"columns" and "tags" go with "file_name" alone')
+        if (self.formatting or self.columns or self.tags) and self.file_name is None:
+            raise ValueError('"formatting", "columns" and "tags" go with "file_name" alone')
+        if self.ranking:
+            raise ValueError('"ranking" marks preference data, and answers alone are learned')
         if self.root is not None and self.in_file is None:
             raise ValueError('"root", the folder of the files, goes with "annotation" alone')
         if self.split is not None and self.energon is None:
@@ -102,7 +100,8 @@ class SourceMeta(Frozen):
         """Key names of a LLaMA-Factory source."""
         if self.file_name is None:
             return None
-        return Naming(columns=self.columns, tags=self.tags)
+        is_alpaca = self.formatting in (None, "alpaca")  # LLaMA-Factory's default
+        return Naming(alpaca=is_alpaca, columns=self.columns, tags=self.tags)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,6 +8,7 @@ Media parts become marks in the text.
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -54,7 +55,7 @@ class _Form:
     text: str
 
 
-_LISTS = {
+LISTS = {
     "conversations": _Form("from", "value"),
     "messages": _Form("role", "content"),
 }
@@ -78,6 +79,8 @@ _PARTS: dict[str, tuple[Medium, tuple[str, ...]]] = {
     "audio_url": ("audio", ("audio_url",)),
 }
 """Media part types and the keys that may name the file."""
+_NAMED = re.compile(r"<img>(?P<image>[^<>\n]+)</img>|<audio>(?P<audio>[^<>\n]+\.\w{2,4})</audio>")
+"""Files that Qwen-VL's and Qwen-Audio's texts name."""
 
 
 def read_messages(record: dict[str, Any]) -> Messages:
@@ -102,24 +105,19 @@ def read_messages(record: dict[str, Any]) -> Messages:
 
 
 def _key_of_messages(record: dict[str, Any]) -> str:
-    found = [key for key in _LISTS if record.get(key) is not None]
+    found = [key for key in LISTS if record.get(key) is not None]
     if len(found) > 1:
         raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
-    if not found and "instruction" in record:
-        raise InvalidRecordError(
-            'must have "conversations" or "messages", and has "instruction"; Alpaca\'s form is not '
-            "read: write it as messages"
-        )
     return found[0] if found else "conversations"
 
 
 def _form_of(given: Any, key: str) -> _Form:
     """Format of the first message, by default the key's."""
     first = given[0] if isinstance(given, list) and given else None
-    usual = _LISTS[key]
+    usual = LISTS[key]
     if not isinstance(first, dict) or usual.speaker in first:
         return usual
-    return next((form for form in _LISTS.values() if form.speaker in first), usual)
+    return next((form for form in LISTS.values() if form.speaker in first), usual)
 
 
 def _read_message(message: dict[str, Any], form: _Form, items: dict[Medium, list[Any]]) -> Message:
@@ -152,12 +150,19 @@ def _read_message(message: dict[str, Any], form: _Form, items: dict[Medium, list
 
 def _read_text(content: Any, form: _Form, items: dict[Medium, list[Any]]) -> str:
     if isinstance(content, str):
-        return content
+        return _NAMED.sub(lambda found: _read_named(found, items), content)
     if not isinstance(content, list) or not content:
         raise InvalidRecordError(
             f'an odd "{form.text}"; it must be a text, or a list of parts with a "type"'
         )
     return "".join(_read_part(part, items) for part in content)
+
+
+def _read_named(found: re.Match[str], items: dict[Medium, list[Any]]) -> str:
+    """Mark of a file that a text names; adds it to `items`."""
+    medium: Medium = "image" if found["image"] else "audio"
+    items.setdefault(medium, []).append(found[medium])
+    return MARK_OF[medium]
 
 
 def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:

@@ -8,7 +8,8 @@ from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen
 from omnibal.data.messages import InvalidRecordError
 
-_COLUMNS = ("messages", "system", "tools", "images", "videos", "audios")
+_ALPACA = {"prompt": "instruction", "query": "input", "response": "output", "history": "history"}
+_COLUMNS = ("system", "tools", "images", "videos", "audios")
 _ROLES = {
     "user_tag": ("human", "user"),
     "assistant_tag": ("gpt", "assistant"),
@@ -22,13 +23,16 @@ _ROLES = {
 class Naming(Frozen):
     """LLaMA-Factory's key and role names."""
 
+    alpaca: bool = Field(default=False, exclude=True)
+    """Whether columns have Alpaca's names."""
     columns: dict[str, str] = Field(default={})
     tags: dict[str, str] = Field(default={})
 
     def check(self, where: str) -> None:
         """Raise UserError on unknown names."""
+        own = _ALPACA if self.alpaca else ("messages",)
         tables = (
-            ("columns", self.columns, _COLUMNS),
+            ("columns", self.columns, (*own, *_COLUMNS)),
             ("tags", self.tags, ("role_tag", "content_tag", *_ROLES)),
         )
         for table, given, names in tables:
@@ -45,7 +49,8 @@ class Naming(Frozen):
             if key not in record:
                 raise InvalidRecordError(f'lacks "{key}", which is named as its {column}')
             del renamed[key]
-        renamed |= {column: record[key] for column, key in self.columns.items()}
+        names = _ALPACA if self.alpaca else {}
+        renamed |= {names.get(column, column): record[key] for column, key in self.columns.items()}
         key = "messages" if "messages" in self.columns else "conversations"
         if isinstance(renamed.get(key), list):
             said = renamed.pop(key)

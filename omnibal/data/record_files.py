@@ -12,6 +12,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import version_of
+from omnibal.data.forms import FORMS
 
 _CHUNK_BYTES = 1 << 24  # large enough that reading dominates
 _OPENING_BYTES = 80  # of a line, enough to see an array begin
@@ -58,12 +59,15 @@ def holds_records(path: Path) -> bool:
             )
         file.seek(0)
         first = file.readline().removeprefix(_BYTE_ORDER_MARK)
-    # A meta's values are objects. A record has a list of messages.
+    # A meta's values are objects. A record has a list of messages, or a form's keys.
     try:
         record = json.loads(first)
     except (ValueError, RecursionError):
         return False
-    return isinstance(record, dict) and any(isinstance(v, list) for v in record.values())
+    if not isinstance(record, dict):
+        return False
+    is_form = any(form.asked in record for form in FORMS)
+    return is_form or any(isinstance(value, list) for value in record.values())
 
 
 def index_lines(path: Path) -> RecordIndex:

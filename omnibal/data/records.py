@@ -11,6 +11,7 @@ from pathlib import PurePath
 from typing import Any
 from urllib.parse import unquote
 
+from omnibal.data.forms import with_messages
 from omnibal.data.messages import (
     MARK_OF,
     InvalidRecordError,
@@ -42,12 +43,6 @@ _KEYS = (
     *(key for keys in _ITEM_KEYS.values() for key in keys),
     "id",
 )
-_REFUSED_KEYS = (
-    *("chosen", "rejected", "rejected_images", "rejected_messages", "rejected_response"),
-    *("negative_messages", "positive_messages", "kto_tag", "history", "objects"),
-    *("chat_template_kwargs", "documents"),
-)
-"""Keys of other trainers that are not supported here."""
 _FILE_SCHEME = "file://"
 _NO_FILES = ("data:", "http:", "https:", "oss:", "s3:")
 _MAX_NAME = 1024
@@ -98,6 +93,7 @@ class Media(ABC):
 
 def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
     """Read and check a record; raises InvalidRecordError, which names the key."""
+    record = with_messages(record)
     _check_keys(record)
     messages = read_messages(record)
     images, videos = _read_images(record, messages, media)
@@ -119,14 +115,10 @@ def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
 
 
 def _check_keys(record: dict[str, Any]) -> None:
-    """Raise on keys that change what other trainers learn, and on misspelt keys."""
+    """Raise on misspelt keys and on unknown keys that name or hold files."""
     for key in record:
         if record[key] is None or key in _KEYS:
             continue
-        # A boolean "label" marks preference data; other labels are names.
-        is_preference = key == "label" and isinstance(record[key], bool)
-        if key in _REFUSED_KEYS or is_preference:
-            raise InvalidRecordError(f'has "{key}", by which nothing is trained here; remove it')
         meant = _similar_key(key) or _medium_of(key, record[key])
         if meant is not None:
             raise InvalidRecordError(f'has "{key}"; did it mean "{meant}"? rename or remove it')

@@ -79,6 +79,43 @@ def test_one_conversation_in_every_form(tmp_path):
     assert others == [expected] * len(forms)
 
 
+def test_questions_and_answers_under_keys_of_their_own(tmp_path):
+    """Prevents a turn lost or learned where ms-swift, LLaMA-Factory and TRL do not."""
+    texts = ["<image>one", "two", "three\nfour", "five"]
+    whole = {**talk(*texts), "images": ["x.png"], "system": "s"}
+    prompt, completion = talk(*texts)["messages"][:3], talk(*texts)["messages"][3:]
+    history, asked = (
+        [texts[:2]],
+        dict(zip(("instruction", "input"), ("three", "four"), strict=True)),
+    )
+    shown = {"images": ["x.png"], "system": "s"}
+    named = talk("<img>x.png</img>one", *texts[1:], system="s")
+    expected, query, text, alpaca, marked, partly = bare(
+        opened(
+            tmp_path,
+            whole,
+            {"query": texts[2], "response": texts[3], "history": history, **shown},
+            {"query": texts[2], "response": texts[3], "history": repr(history), **shown},
+            {**asked, "output": texts[3], "history": history, "text": "three four five", **shown},
+            named,
+            {"prompt": prompt, "completion": completion, **shown},
+        )
+    )
+    assert query == text == alpaca == marked == expected
+    assert [turn.learned for turn in partly.turns] == [False, True]
+    assert partly.turns[1] == expected.turns[1]
+    columns = {"prompt": "p", "query": "q", "response": "r", "images": "files", "system": "how"}
+    record = {"p": "three", "q": "<image>four", "r": "five", "files": ["x.png"], "how": "s"}
+    for changes in ({}, {"formatting": "alpaca"}):
+        described = {"file_name": "lines.json", "columns": columns, **changes}
+        write_jsonl(tmp_path / "lines.json", record)
+        [sample] = bare(open_meta(tmp_path, a=described))
+        assert (sample.system, sample.turns[0].question) == ("s", "three\n<image>four")
+    one = {"instruction": "q", "input": "", "output": "a"}
+    [sample] = bare(opened(tmp_path, one, name="lines.json"))
+    assert (sample.turns[0].question, sample.turns[0].answer) == ("q", "a")
+
+
 def test_a_bare_file_is_its_meta(tmp_path):
     """Prevents a file without a meta from being refused, or read otherwise than with one."""
     records = [talk("<image>\n1", "2", images=["x.png"]), talk("3", "4")]
@@ -203,7 +240,8 @@ def test_llama_factorys_description_of_a_dataset(tmp_path):
     with pytest.raises(UserError, match=r'line 1 lacks "chat", which is named as its messages'):
         _ = described(plain)[0]
     for changes, message in (
-        ({"formatting": None}, "takes a source for Alpaca's form"),
+        ({"ranking": True}, "preference data"),
+        ({"formatting": None}, "columns: has 'messages'; it must be one of prompt"),
         ({"columns": {"chosen": "c"}}, "demo: columns: has 'chosen'; it must be one of messages"),
         ({"tags": {"user": "c"}}, "demo: tags: has 'user'; it must be one of role_tag"),
     ):
@@ -266,13 +304,20 @@ BAD = [
         talk("q", "a", images=["/9j/" + "4AAQSkZJRgABAQAAAQAB" * 999]),
         "AQAB4AAQSkZJRgABAQAA', which is no file",
     ),
-    (talk("q", "a", rejected_response="b"), 'has "rejected_response", by which nothing is trained'),
-    (talk("q", "a", label=False), 'has "label", by which nothing is trained'),
+    (talk("q", "a", rejected_response="b"), 'has "rejected_response", which is preference data'),
+    (talk("q", "a", label=False), 'has "label", which is preference data'),
+    ({"prompt": [], "chosen": [], "rejected": []}, 'has "chosen", which is preference data'),
+    ({"query": "q"}, 'has "query" without "response"'),
+    ({"query": "q", "prompt": "q", "response": "a"}, 'has "query" and "prompt"; leave one'),
+    ({"query": "q", "response": 7}, "what is no text"),
+    ({"query": "q", "response": "a", "history": [["q"]]}, 'has an odd "history"'),
+    ({"prompt": "q", "completion": "a"}, 'has in "prompt" no list of messages'),
+    (talk("q", "a", history=[["q", "a"]]), 'has "history", by which nothing'),
+    (talk("q", "<img>x.png</img>"), "has <image> in an answer"),
     (talk("q", "a", objects={"bbox": []}), 'has "objects"'),
     (talk("q", "a", tools="add"), 'has an odd "tools"'),
     (talk("q", "a", system=7), 'has an odd "system"'),
     ({"system": "s", "messages": messages(("system", "t"))}, 'has "system" and a sys'),
-    ({"instruction": "q", "output": "a"}, "Alpaca's form is not read"),
     ({"messages": [ASKED, ASKED, ANSWERED]}, 'has "messages" from user, user, assistant; user and'),
     ({"messages": [ASKED, ANSWERED, *messages(("tool", "3"))]}, "must alternate"),
     (

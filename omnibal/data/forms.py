@@ -1,0 +1,102 @@
+"""Turn records of other trainers into messages, by one table of forms."""
+
+import ast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from omnibal.data.messages import LISTS, InvalidRecordError
+
+_PREFERENCE = "which is preference data (DPO, KTO, rewards), and answers alone are learned here"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(
+        "chosen rejected rejected_images rejected_messages rejected_response negative_messages "
+        "positive_messages kto_tag".split(),
+        _PREFERENCE,
+    ),
+    "objects": 'whose places each model writes in its own way; write them into "messages"',
+    **dict.fromkeys(
+        ("history", "chat_template_kwargs", "documents"), "by which nothing is trained here"
+    ),
+}
+"""Keys of other trainers that are not read, and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Record without a list of messages."""
+
+    trainer: str
+    asked: str
+    answered: str
+    read: Callable[[dict[str, Any], str, str], list[dict[str, Any]]]
+    """Messages of a record, by the keys of question and answer."""
+    more: tuple[str, ...] = ()
+    """Optional keys."""
+
+
+def _read_texts(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+    """Messages of "history", pairs of texts, and a last pair. An "input" ends the question."""
+    history = record.get("history") or []
+    if isinstance(history, str):
+        try:
+            history = ast.literal_eval(history)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            history = [history]
+    question = [record[asked], record.get("input") if asked == "instruction" else None]
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list | tuple) and len(pair) == 2 for pair in history
+    ):
+        raise InvalidRecordError('has an odd "history"; it must be a list of [question, answer]')
+    texts = [*(text for pair in history for text in pair), question[0], record[answered]]
+    if not all(isinstance(text, str) for text in (*texts, question[1] or "")):
+        raise InvalidRecordError(f'has in "{asked}", "{answered}" or "history" what is no text')
+    texts[-2] = "\n".join(filter(None, question))
+    roles = ("user", "assistant") * (len(texts) // 2)
+    return [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+
+
+def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+    """Messages of a prompt and a completion, the second alone learned."""
+    for key in (asked, answered):
+        if not isinstance(record[key], list) or not all(isinstance(m, dict) for m in record[key]):
+            raise InvalidRecordError(
+                f'has in "{key}" no list of messages; text without roles is not trained'
+            )
+    unlearned = [m | {"loss": False} if m.get("role") == "assistant" else m for m in record[asked]]
+    return [*unlearned, *record[answered]]
+
+
+FORMS: Sequence[Form] = (
+    Form("ms-swift", "query", "response", _read_texts, ("history",)),
+    Form("Alpaca, LLaMA-Factory", "instruction", "output", _read_texts, ("input", "history")),
+    Form("TRL", "prompt", "completion", _read_lists),
+)
+"""Forms by their keys. `docs/data.md` has the same table."""
+
+
+def with_messages(record: dict[str, Any]) -> dict[str, Any]:
+    """Return the record with "messages" in place of the keys of its form.
+
+    Raises:
+        InvalidRecordError: no form, a part of one, or a key of `REFUSED`.
+    """
+    given = {key for key, value in record.items() if value is not None}
+    forms = [form for form in FORMS if form.asked in given and not given & LISTS.keys()]
+    used = {key for form in forms for key in (form.asked, form.answered, *form.more)}
+    for key in record:
+        # A boolean "label" marks preference data; other labels are names.
+        is_preference = key == "label" and isinstance(record[key], bool)
+        if key in given - used and (key in REFUSED or is_preference):
+            raise InvalidRecordError(f'has "{key}", {REFUSED.get(key, _PREFERENCE)}; remove it')
+    if not forms:
+        return record
+    form = forms[0]
+    if len(forms) > 1:
+        raise InvalidRecordError(
+            f'has "{form.asked}" and "{forms[1].asked}"; leave one of them out'
+        )
+    if form.answered not in given:
+        raise InvalidRecordError(f'has "{form.asked}" without "{form.answered}"; add it')
+    said = form.read(record, form.asked, form.answered)
+    return {key: record[key] for key in record if key not in used} | {"messages": said}
