@@ -16,7 +16,7 @@ from megatron.vlm.backend import prepare_megatron_core
 from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.measure.profiler import Profiler
 from megatron.vlm.measure.replay import StageReplayer, standing_in
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.job import JobSpec
@@ -36,7 +36,7 @@ def described(provider, model, tensor):
     """Parameters by name: shape, and how they are divided; and keys of the checkpoint."""
     stage = build_stage(pipeline_plan(model=model, tensor=tensor), 0, provider=provider)
     assert any(isinstance(part, TELinear) for part in stage.modules()) == (provider == "te")
-    initialize_parameters(stage, seed=5)
+    initialize_parameters(stage, first_values(stage, seed=5))
     parameters = {
         name: (p.shape, p.tensor_model_parallel, p.partition_dim, p.partition_stride)
         for name, p in stage.named_parameters()

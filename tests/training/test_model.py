@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 
 from megatron.vlm.conversion.released_config import configurations
 from megatron.vlm.conversion.tensor_map import Layout
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from omnibal.families.folder import CONFIG_FILE
 from omnibal.model.parallel import Parallel
@@ -25,7 +25,7 @@ ONE = Parallel(pipeline=1)
 
 def whole_model(model, recompute=None):
     stage = build_stage(cut_plan(model, recompute=recompute), 0)
-    initialize_parameters(stage, seed=5)
+    initialize_parameters(stage, first_values(stage, seed=5))
     return stage
 
 

@@ -11,7 +11,7 @@ from transformers.models.qwen3_vl.modeling_qwen3_vl import (
 )
 
 from megatron.vlm.model.image_places import ImagePlaces, windows_of
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from omnibal.data.native_resolution import Grid
 from omnibal.model.parallel import Parallel
@@ -32,7 +32,7 @@ def loss_and_gradients(links, model, samples, *recomputed):
     batch, found = pack_of([sample_of(model, *one, seed=i) for i, one in enumerate(samples)]), []
     for recompute in recomputed:
         stage = build_stage(cut_plan(model, recompute=recompute), 0)
-        initialize_parameters(stage, seed=5)
+        initialize_parameters(stage, first_values(stage, seed=5))
         loss = stage(batch)
         loss.backward()
         found.append((loss.item(), {name: one.grad for name, one in stage.named_parameters()}))

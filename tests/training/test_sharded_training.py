@@ -22,7 +22,7 @@ from tensor_parallel_cases import (
 from toy import cut_plan
 
 from megatron.vlm.model.groups import create_shard_groups
-from megatron.vlm.model.initialize import initialize_parameters
+from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.links import expert_shard_copies, expert_state_group, shard_copies, state_group
@@ -98,7 +98,7 @@ def first_weights(links, plan):
     stage = build_trainer(plan, links, OPTIONS, steps=10, seed=3).stage
     drawn = whole_of_parts({flat: flat.own_Q for flat in stage.sharded.flats})
     whole = build_stage(plan, links.rank)
-    initialize_parameters(whole, seed=3)
+    initialize_parameters(whole, first_values(whole, seed=3))
     for (name, expected), parameter in zip(
         whole.named_parameters(), stage.parameters(), strict=True
     ):

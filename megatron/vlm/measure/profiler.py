@@ -217,9 +217,7 @@ class Profiler:
 
         def build(depth: int) -> Trainer:
             plan = _plan_of_whole_stages(job, links.size, depth)
-            return build_trainer(
-                plan, links, OPTIMIZATION, steps=1, seed=0, provider=options.provider
-            )
+            return build_for_times(plan, links, options.provider)
 
         self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
@@ -337,6 +335,13 @@ def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> flo
     """Time that recomputation adds to forward and backward."""
     without_ms = taken_ms[batch, unit, "forward"] + taken_ms[batch, unit, "backward"]
     return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
+
+
+def build_for_times(plan: Plan, links: PipelineLinks, provider: Provider) -> Trainer:
+    """Build a rank's stage with random weights."""
+    return build_trainer(
+        plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider, origin="measured"
+    )
 
 
 def device_name() -> str:

@@ -24,8 +24,8 @@ from megatron.vlm.inputs.data import PackDataset
 from megatron.vlm.inputs.encoder_share import StepShares
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.measure.profiler import (
-    OPTIMIZATION,
     RepeatedUpdate,
+    build_for_times,
     peak_activation_bytes,
     random_batch,
 )
@@ -35,7 +35,7 @@ from megatron.vlm.step.clock import Phase, PhaseClock, each_ms, elapsed_ms, mome
 from megatron.vlm.step.links import Inbox, MessageShapes, PipelineLinks, create_pipeline_links
 from megatron.vlm.step.messages import Channel, Message
 from megatron.vlm.step.pass_times import forward_and_backward_ms, in_place
-from megatron.vlm.step.train import Trainer, build_trainer
+from megatron.vlm.step.train import Trainer
 from omnibal.base.errors import UserError
 from omnibal.cost.model import CostModel, pack_features
 from omnibal.data.lengths import Lengths
@@ -221,7 +221,7 @@ class StageReplayer:
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
-        self.trainer = build_trainer(plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider)
+        self.trainer = build_for_times(plan, links, provider)
         self._update = RepeatedUpdate(self.trainer)
         self._clock = _RecomputeClock(self.trainer, on_phase)
         self.update_ms()  # creates the optimizer's state

@@ -1,23 +1,38 @@
 """Initial weights that depend only on the seed and each parameter's global name.
 
-So any split, recomputation or parallel size starts from the same model.
+So any split, recomputation or parallel size starts from the same model. Large matrices are drawn in
+tiles with a generator each, and a rank draws the tiles of its part alone.
+
+Shapes: R rows and C columns of a box of a matrix; further axes than two count as columns.
 """
 
 import hashlib
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
 
 import torch
 
+from megatron.vlm.model.adapters import ADAPTERS
+from megatron.vlm.model.sharded_weights import FirstValues
 from megatron.vlm.model.stage import TIED_NAME, VLMStage
-from megatron.vlm.model.tensor_parallel import own_shard, unpadded_size, whole_shape
+from megatron.vlm.model.tensor_parallel import own_runs, unpadded_size, whole_shape
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import LANGUAGE
 
 _LAYER_NAME = re.compile(r"^([a-z0-9]+)\.layers\.(\d+)\.(.*)$")
 _EXPERTS_NAME = re.compile(r"^(.*\.mlp\.experts)\.(linear_fc[12]\.weight)$")
 _RESIDUAL_OUTPUTS = ("linear_proj.weight", "linear_fc2.weight")
+_MAX_SINGLE_TILE = 1 << 20
+"""Maximum number of values of a matrix that is one tile."""
+_TILE = (512, 256)
+"""Rows and columns of a larger matrix's tiles."""
+
+
+FirstWeights: TypeAlias = Literal["seeded", "loaded", "measured"]
+"""Origin of a stage's matrices: `seeded` values; `loaded`: zeros until a checkpoint is loaded,
+and seeded adapters; `measured`: random values of the device."""
 
 
 def global_parameter_name(stage: VLMStage, name: str) -> str:
@@ -36,54 +51,97 @@ def global_parameter_name(stage: VLMStage, name: str) -> str:
 
 
 @torch.no_grad()
-def initialize_parameters(stage: VLMStage, seed: int) -> None:
-    """Draw the stage's matrices. Each rank draws whole matrices and keeps its shard.
+def initialize_parameters(stage: VLMStage, write: FirstValues) -> None:
+    """Set all parameters of a stage to their first values."""
+    for parameter in stage.parameters():
+        write(parameter, range(parameter.numel()), parameter.view(-1))
 
-    Normal with variance 1 / inputs; embeddings and head with standard deviation 0.02; ends of
-    residual branches divided by sqrt(2 * layers), as in GPT-2. Vectors keep their modules' values.
-    Adapters as in PEFT: A uniform within 1 / sqrt(inputs), B zeros.
+
+def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") -> FirstValues:
+    """Return a function that writes parts of this rank's parameters.
+
+    Matrices are normal with variance 1 / inputs; embeddings and head with standard deviation 0.02;
+    ends of residual branches divided by sqrt(2 * layers), as in GPT-2. Vectors keep their modules'
+    values. Adapters as in PEFT: A uniform within 1 / sqrt(inputs), B zeros.
     """
-    for name, parameter in stage.named_parameters():
-        _initialize(stage, seed, name, parameter)
-
-
-def first_values(stage: VLMStage, seed: int) -> Callable[[torch.nn.Parameter], None]:
-    """Return `initialize_parameters` for one parameter at a time."""
+    model, group = stage.model_config, stage.groups.tp
     names = {parameter: name for name, parameter in stage.named_parameters()}
-    return lambda parameter: _initialize(stage, seed, names[parameter], parameter)
 
+    def write(parameter: torch.nn.Parameter, own: range, values: torch.Tensor) -> None:
+        name = global_parameter_name(stage, names[parameter])
+        if parameter.dim() < 2 and not name.endswith("bias"):
+            values.copy_(parameter[own.start : own.stop])
+            return
+        if parameter.dim() < 2 or (origin == "loaded" and ADAPTERS not in name):
+            values.zero_()
+            return
+        match = _EXPERTS_NAME.match(name)
+        if match is None:
+            shape = whole_shape(parameter, unpadded_size(model, name), group)
+            height, inputs, width = shape[0], math.prod(shape[1:]), math.prod(parameter.shape[1:])
+            rows = [(name, *run) for run in own_runs(parameter, 0, height, group)]
+            columns = own_runs(parameter, 1, inputs, group)
+        else:
+            first = stage.get_submodule(names[parameter].rpartition(".linear")[0]).first
+            experts, height, width = parameter.shape
+            matrices = (f"{match[1]}.{first + place}.{match[2]}" for place in range(experts))
+            rows = [(matrix, place * height, 0, height) for place, matrix in enumerate(matrices)]
+            inputs, columns = width, [(0, 0, width)]
+        if origin == "measured":
+            values.normal_(0, _standard_deviation(model, name, inputs))
+            return
+        held = range(own.start // width, -(-own.stop // width))
+        box_RC = torch.zeros(len(held), width, dtype=values.dtype, device="cpu")
+        for matrix, own_row, row, length in rows:
+            low, high = max(held.start, own_row), min(held.stop, own_row + length)
+            for own_column, column, breadth in columns if low < high else ():
+                part_RC = box_RC[low - held.start : high - held.start]
+                part_RC = part_RC[:, own_column : own_column + breadth]
+                at = row + low - own_row, column
+                _draw_box(model, matrix, (height, inputs), seed, part_RC, at)
+        values.copy_(box_RC.view(-1)[own.start - held.start * width :][: len(own)])
 
-def _initialize(stage: VLMStage, seed: int, name: str, parameter: torch.nn.Parameter) -> None:
-    if parameter.dim() < 2:
-        if name.endswith("bias"):
-            parameter.zero_()
-        return
-    full_name = global_parameter_name(stage, name)
-    match = _EXPERTS_NAME.match(full_name)
-    if match is not None:
-        experts = stage.get_submodule(name.rpartition(".linear")[0])
-        for place, expert in enumerate(parameter):
-            own_name = f"{match[1]}.{experts.first + place}.{match[2]}"
-            expert.copy_(initial_values(stage.model_config, own_name, expert.shape, seed))
-        return
-    unpadded = unpadded_size(stage.model_config, full_name)
-    shape = whole_shape(parameter, unpadded, stage.groups.tp)
-    values = initial_values(stage.model_config, full_name, shape, seed)
-    parameter.copy_(own_shard(values, parameter, stage.groups.tp))
+    return write
 
 
 def initial_values(model: ModelConfig, name: str, shape: Sequence[int], seed: int) -> torch.Tensor:
     """Draw a whole parameter by its global name, float32; vectors are zeros."""
-    if len(shape) < 2:
-        return torch.zeros(*shape)
-    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    values = torch.zeros(*shape)
+    if len(shape) > 1:
+        box_RC = values.view(shape[0], -1)
+        _draw_box(model, name, (shape[0], box_RC.shape[1]), seed, box_RC, (0, 0))
+    return values
+
+
+def _draw_box(
+    model: ModelConfig, name: str, shape: tuple[int, int], seed: int, box_RC: torch.Tensor,
+    at: tuple[int, int],
+) -> None:  # fmt: skip
+    """Draw a box of a matrix of this shape. It begins at row `at[0]` and column `at[1]`."""
+    rows, columns = shape if math.prod(shape) <= _MAX_SINGLE_TILE else _TILE
+    for top in range(at[0] - at[0] % rows, at[0] + box_RC.shape[0], rows):
+        for left in range(at[1] - at[1] % columns, at[1] + box_RC.shape[1], columns):
+            low, begin = max(top, at[0]), max(left, at[1])
+            target = box_RC[
+                low - at[0] : top + rows - at[0], begin - at[1] : left + columns - at[1]
+            ]
+            place = "" if (rows, columns) == shape else f":{top}:{left}"
+            tile = _draw_tile(model, name, f"{seed}:{name}{place}", (rows, columns), shape[1])
+            target.copy_(tile[low - top :, begin - left :][: len(target), : target.shape[1]])
+
+
+def _draw_tile(
+    model: ModelConfig, name: str, text: str, shape: tuple[int, int], inputs: int
+) -> torch.Tensor:
+    """Draw a tile, float32, from the generator that a text seeds."""
+    digest = hashlib.sha256(text.encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     if name.endswith(".lora_a"):
-        return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(shape[1])
+        return (2 * torch.rand(shape, generator=generator) - 1) / math.sqrt(inputs)
     if name.endswith(".lora_b"):
-        return torch.zeros(*shape)
+        return torch.zeros(shape)
     values = torch.randn(shape, generator=generator)
-    return values * _standard_deviation(model, name, inputs=math.prod(shape[1:]))
+    return values * _standard_deviation(model, name, inputs)
 
 
 def _standard_deviation(config: ModelConfig, name: str, inputs: int) -> float:

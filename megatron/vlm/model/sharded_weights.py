@@ -9,6 +9,7 @@ Shapes: P values of a unit's parameters with padding, Q values of a rank's shard
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,8 @@ from megatron.vlm.model.tensor_parallel import padded_size
 _ALIGNMENT = 64
 """Alignment of parameters in values, as in core's buffers: kernels read whole vectors."""
 
-FirstValues = Callable[[torch.nn.Parameter], None]
-"""Function that initializes matrices and leaves vectors as their module set them."""
+FirstValues = Callable[[torch.nn.Parameter, range, torch.Tensor], None]
+"""Function that writes the first values of a range of a flat parameter to a flat tensor."""
 
 
 @contextmanager
@@ -76,22 +77,19 @@ class FlatWeights:
     ) -> None:
         self.parameters, self.groups = tuple(parameters), groups
         self.is_trained = parameters[0].requires_grad
-        firsts, values = [], 0
-        for parameter in parameters:
-            firsts.append(values)
-            values += padded_size(parameter.numel(), _ALIGNMENT)
-        self.firsts = tuple(firsts)
+        sizes = (padded_size(parameter.numel(), _ALIGNMENT) for parameter in parameters)
+        *self.firsts, values = accumulate(sizes, initial=0)
         ranks = groups.shards.size()
         self.part_size = padded_size(-(-values // ranks), _ALIGNMENT)
-        self._whole_P = parameters[0].new_zeros(self.part_size * ranks)
-        for parameter, view in zip(parameters, self.views(self._whole_P), strict=True):
-            if parameter.dim() < 2:
-                view.copy_(parameter)
-            parameter.data = view
-            first_values(parameter)
-        own = self._whole_P[self.first_value :][: self.part_size]
-        self.own_Q = own.clone() if self.is_divided else own
+        self.own_Q = parameters[0].new_zeros(self.part_size)
         """This rank's shard."""
+        for own in self.ranges():
+            first_values(own.parameter, range(own.first, own.end), self.own_Q[own.place])
+        self._whole_P = self.own_Q
+        if self.is_divided:
+            self._whole_P = self.own_Q.new_empty(self.part_size * ranks)
+        for parameter, view in zip(parameters, self.views(self._whole_P), strict=True):
+            parameter.data = view
         self.release()
 
     @property

@@ -6,7 +6,7 @@ zero.
 """
 
 import re
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -88,15 +88,24 @@ def whole_shape(
     return torch.Size(shape)
 
 
-def own_shard(
-    whole: torch.Tensor, parameter: torch.nn.Parameter, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Return this rank's shard of a whole tensor, with zeros for padding."""
-    if not parameter.tensor_model_parallel:
-        return whole
-    rank, ranks = group.rank(), group.size()
-    axis = parameter.partition_dim
-    padding = list(whole.shape)
-    padding[axis] = parameter.shape[axis] * ranks - whole.shape[axis]
-    padded = torch.cat([whole, whole.new_zeros(padding)], axis)
-    return torch.cat(padded.chunk(ranks * parameter.partition_stride, axis)[rank::ranks], axis)
+Run: TypeAlias = tuple[int, int, int]
+"""Place in this rank's shard, place in the whole, and length along an axis."""
+
+
+def own_runs(
+    parameter: torch.nn.Parameter, axis: int, size: int, group: dist.ProcessGroup
+) -> list[Run]:
+    """Return the runs of an axis that this rank's shard has, without padding.
+
+    `size` is the unpadded size over all ranks.
+    """
+    if not parameter.tensor_model_parallel or axis != parameter.partition_dim:
+        return [(0, 0, size)]
+    parts = parameter.partition_stride
+    length = parameter.shape[axis] // parts
+    firsts = ((part * group.size() + group.rank()) * length for part in range(parts))
+    return [
+        (part * length, first, min(length, size - first))
+        for part, first in enumerate(firsts)
+        if first < size
+    ]

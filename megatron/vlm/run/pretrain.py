@@ -293,6 +293,7 @@ def _built(run: Run, links: PipelineLinks) -> Trainer:
         steps=run.data.steps,
         seed=arguments.seed,
         provider=arguments.provider,
+        origin="seeded" if arguments.load is None else "loaded",
     )
 
 

@@ -2,9 +2,10 @@
 
 import logging
 import math
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -35,9 +36,9 @@ from megatron.vlm.model.groups import (
     create_shard_groups,
     replica_groups,
 )
-from megatron.vlm.model.initialize import first_values, initialize_parameters
+from megatron.vlm.model.initialize import FirstWeights, first_values, initialize_parameters
 from megatron.vlm.model.sharded_units import divide_weights
-from megatron.vlm.model.sharded_weights import without_matrices
+from megatron.vlm.model.sharded_weights import FirstValues, without_matrices
 from megatron.vlm.model.stage import VLMStage, build_encoders, build_stage, tied_copies
 from megatron.vlm.step.clock import Interval, Phase, PhaseClock, each_ms
 from megatron.vlm.step.data_parallel import DataParallel, Replicated, Sharded, TiedCopies
@@ -252,8 +253,9 @@ def build_trainer(
     seed: int,
     *,
     provider: Provider = "local",
+    origin: FirstWeights = "seeded",
 ) -> Trainer:
-    """Build this rank's stage with its initial weights, for a run of `steps`; collective."""
+    """Build this rank's stage with its first weights, for a run of `steps`; collective."""
     links = links.for_schedule(plan.schedule)
     groups = create_context_groups(plan.parallel, [level.context for level in plan.levels])
     is_sharded = plan.parallel.sharded > 1
@@ -265,16 +267,17 @@ def build_trainer(
     exchange = _data_parallel_config(plan.parallel)
     settings = _optimizer_config(plan, options, exchange)
     tied = _tied_copies(plan, links)
+    values_of = partial(first_values, seed=seed, origin=origin)
     data_parallel: DataParallel
     if is_sharded:
         fed = [plan.trained_towers(part - 1) for part in links.parts]
         shards = create_shard_groups(plan.parallel)
-        data_parallel = _sharded(chunks, settings, options.of_vision, seed, shards, fed, tied)
+        data_parallel = _sharded(chunks, settings, options.of_vision, values_of, shards, fed, tied)
     else:
         for stage in chunks:
-            initialize_parameters(stage, seed)
+            initialize_parameters(stage, values_of(stage))
         data_parallel = _replicated(chunks, settings, options.of_vision, exchange, tied=tied)
-    encoders = None if plan.beside is None else _build_encoders(plan, options, settings, seed)
+    encoders = None if plan.beside is None else _build_encoders(plan, options, settings, values_of)
     of_encoders = None if encoders is None else encoders.data_parallel
     scheduler = OptimizerParamScheduler(
         _Scheduled(data_parallel, of_encoders),
@@ -356,7 +359,7 @@ def _sharded(
     chunks: Sequence[VLMStage],
     settings: OptimizerConfig,
     of_vision: dict[str, Any],
-    seed: int,
+    values_of: Callable[[VLMStage], FirstValues],
     shards: tuple[ShardGroups, ShardGroups],
     fed: Sequence[Collection[str]],
     tied: TiedCopies | None = None,
@@ -367,7 +370,7 @@ def _sharded(
     """
     models = []
     for stage, wanted in zip(chunks, fed, strict=True):
-        divide_weights(stage, *shards, first_values(stage, seed), wanted)
+        divide_weights(stage, *shards, values_of(stage), wanted)
         assert stage.sharded is not None
         models.append(ShardedStage(stage, stage.sharded))
     gradients = {flat: own for model in models for flat, own in model.gradients.items()}
@@ -391,7 +394,10 @@ def _sharded(
 
 
 def _build_encoders(
-    plan: Plan, options: OptimizationOptions, settings: OptimizerConfig, seed: int
+    plan: Plan,
+    options: OptimizationOptions,
+    settings: OptimizerConfig,
+    values_of: Callable[[VLMStage], FirstValues],
 ) -> Encoders:
     assert plan.beside is not None, "encoders are data-parallel"
     group, groups = create_encoding_group(plan), replica_groups()
@@ -407,9 +413,9 @@ def _build_encoders(
     held: DataParallel | None = None
     if is_sharded:
         shards = create_encoder_shard_groups(plan)
-        held = _sharded([stage], settings, options.of_vision, seed, (shards, shards), [()])
+        held = _sharded([stage], settings, options.of_vision, values_of, (shards, shards), [()])
     else:
-        initialize_parameters(stage, seed)
+        initialize_parameters(stage, values_of(stage))
     if trained and not is_sharded:
         # No overlap: nothing else runs during these exchanges.
         exchange = DistributedDataParallelConfig(
