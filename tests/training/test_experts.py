@@ -12,6 +12,7 @@ from tensor_parallel_cases import OPTIONS, batches_of, compare_resumed, compare_
 
 from megatron.vlm.checkpoint.identity import architecture_differences
 from megatron.vlm.inputs.batch import MicroBatchStream
+from megatron.vlm.model import experts
 from megatron.vlm.step.expert_balance import take_expert_balance
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.job.check import model_obstacle
@@ -64,6 +65,32 @@ RESUMES = {
 def test_resumes_under_another_expert_size(tmp_path, before, after):
     """Prevents: checkpoints whose experts or moments fit one expert-parallel size."""
     compare_resumed(tmp_path, (before, 1), (after, 1), steps=STEPS, rel=2e-5)
+
+
+@pytest.mark.in_own_process
+def test_an_expert_without_tokens_has_no_gradient(monkeypatch):
+    """Prevents: what lies in memory as the gradient of an idle expert, as on Blackwell devices."""
+    multiply = F.grouped_mm
+
+    def leave_empty_groups(first, second, offs):
+        product = multiply(first, second, offs=offs)
+        if product.dim() == 3:
+            product[offs.diff(prepend=offs.new_zeros(1)) == 0] = torch.nan
+        return product
+
+    counts, weight = (0, 5, 0, 3), torch.randn(4, 16, 8, dtype=torch.bfloat16)
+    weight.requires_grad_()
+    rows, gradient = (torch.randn(8, width, dtype=torch.bfloat16) for width in (8, 16))
+    experts.GroupedProduct.apply(rows, weight, counts).backward(gradient)
+    monkeypatch.setattr(experts, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(F, "grouped_mm", leave_empty_groups)
+    expected, weight.grad = weight.grad, None
+    experts.GroupedProduct.apply(rows, weight, counts).backward(gradient)
+    late = torch.zeros(4, 16, 8)
+    experts._LateGroupedProduct(counts).add_weight_gradient(rows, gradient, late)
+    for found in (weight.grad, late.bfloat16()):
+        torch.testing.assert_close(found, expected)
+        assert not found[[0, 2]].any() and found[[1, 3]].all()
 
 
 def test_choices_for_experts_are_no_other_model():

@@ -8,7 +8,7 @@ Shapes: S tokens of this rank, R rows (copies of tokens) of this rank's experts,
 experts of this rank, E all experts, F feed-forward width of an expert, I inputs and O outputs.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,18 +143,19 @@ class Experts(MegatronModule):
             tokens_per_expert: int64 [X], on the host.
             weights_R: weight of every row in its token's sum, float32.
         """
-        counts = tokens_per_expert.tolist()
+        counts = tuple(tokens_per_expert.tolist())
         inner_RI = self._product(rows_RH, self.linear_fc1.weight, counts)
         # As core: weighting after the second product would need H values per row, not F.
         active_RF = _WeightedSwiglu.apply(inner_RI, weights_R)
         return self._product(active_RF, self.linear_fc2.weight, counts), None
 
     def _product(
-        self, rows_RI: torch.Tensor, weight_XOI: torch.nn.Parameter, counts: Sequence[int]
+        self, rows_RI: torch.Tensor, weight_XOI: torch.nn.Parameter, counts: tuple[int, ...]
     ) -> torch.Tensor:
+        """Multiply group i of `counts[i]` rows by matrix i: [R, O]."""
         if self.deferred is None:
-            return grouped_product(rows_RI, weight_XOI, counts)
-        return self.deferred.multiply(_LateGroupedProduct(tuple(counts)), rows_RI, weight_XOI)
+            return GroupedProduct.apply(rows_RI, weight_XOI, counts)
+        return self.deferred.multiply(_LateGroupedProduct(counts), rows_RI, weight_XOI)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: Any = None
@@ -203,13 +204,6 @@ def routers(module: torch.nn.Module) -> Iterator[Router]:
     return (one for one in module.modules() if isinstance(one, Router))
 
 
-def grouped_product(
-    rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: Sequence[int]
-) -> torch.Tensor:
-    """Multiply group i of `counts[i]` rows by matrix i: [R, O]."""
-    return _GroupedProduct.apply(rows_RI, weight_XOI, tuple(counts))
-
-
 def _weighted_swiglu(inner_RI: torch.Tensor, weights_R: torch.Tensor) -> torch.Tensor:
     return (swiglu(inner_RI) * weights_R.unsqueeze(-1)).to(inner_RI.dtype)
 
@@ -230,7 +224,7 @@ class _WeightedSwiglu(torch.autograd.Function):
         return torch.autograd.grad(active_RF, inputs, gradients[0])
 
 
-class _GroupedProduct(torch.autograd.Function):
+class GroupedProduct(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, rows_RI: torch.Tensor, weight_XOI: torch.Tensor, counts: tuple[int, ...]
@@ -254,7 +248,7 @@ class _GroupedProduct(torch.autograd.Function):
 
 @dataclass(frozen=True, slots=True)
 class _LateGroupedProduct(Product):
-    """`grouped_product` with a deferred weight gradient."""
+    """`GroupedProduct` with a deferred weight gradient."""
 
     counts: tuple[int, ...]
 
@@ -283,7 +277,11 @@ def _weight_gradients(
     gradient_RO: torch.Tensor, rows_RI: torch.Tensor, counts: tuple[int, ...]
 ) -> torch.Tensor:
     if _has_kernel(rows_RI, gradient_RO.shape[-1]):
-        return F.grouped_mm(gradient_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
+        sums_XOI = F.grouped_mm(gradient_RO.t(), rows_RI, offs=_ends(counts, rows_RI.device))
+        # Some devices leave a group without rows unwritten (pytorch/pytorch#172439).
+        for place in (place for place, count in enumerate(counts) if not count):
+            sums_XOI[place].zero_()
+        return sums_XOI
     groups = zip(gradient_RO.split(counts), rows_RI.split(counts), strict=True)
     return torch.stack([gradient.t() @ rows for gradient, rows in groups])
 
