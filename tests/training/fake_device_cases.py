@@ -5,7 +5,6 @@ Shapes: T tokens, N heads, D head size.
 """
 
 import gc
-import math
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from kept_cases import copies_keys, units_kept
+from kept_cases import units_kept
 from length_cases import lengths_of
 from pipeline_cases import pipeline_plan
 from torch.nn.attention.varlen import varlen_attn
@@ -434,8 +433,6 @@ def _bounds(layout: Layout, plan: Plan, counted: FakeStage) -> tuple[float, floa
         return MOST_OF_SCHEDULES, MOST_OF_SCHEDULES
     if layout.adapters is not None or layout.kept is not None:
         return MOST_DEVIATION, MOST_OF_ADAPTERS if layout.kept is None else MOST_DEVIATION
-    if copies_keys(plan):
-        return math.inf, math.inf
     # Much of models of two layers.
     most = MOST_TOO_MUCH if layout.stages > 1 and layout.sharded > 1 else MOST_DEVIATION
     if plan.model.images is None:

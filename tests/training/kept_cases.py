@@ -13,14 +13,12 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.nn.attention.varlen import varlen_attn
 from toy import OPTIONS
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
 from megatron.vlm.measure.fake_device.mode import FakeCuda, fake_cuda
 from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.replay import standing_in
-from megatron.vlm.model.flash_attention import takes_groups
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import kept_lines
 from omnibal.cost.encoder_counts import LAST_OUTPUT
@@ -177,8 +175,6 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
         expected: dict[str, float] = defaultdict(float)
         for line in (line for line in lines[unit] if line.what != LAST_OUTPUT):
             expected[line.made_by] += float(features @ line.bytes)
-        if unit == "language_layer" and copies_keys(plan):
-            copy_for_every_head(plan, expected)
         allocated = kept_below(found, prefix)
         if unit == "vision_layer_deepstack":
             beside = kept_below(found, DEEPSTACK)
@@ -189,8 +185,7 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
         assert set(allocated) == set(expected), (what, dict(allocated), dict(expected))
         for made, size in allocated.items():
             assert abs(size - expected[made]) <= 4 * BLOCK_BYTES, (what, made, size, expected[made])
-    if not copies_keys(plan):
-        check_working(plan, features, found.most_backward)
+    check_working(plan, features, found.most_backward)
 
 
 def kept_below(found: OnDevice, prefix: str) -> dict[str, int]:
@@ -216,25 +211,6 @@ def _is_still(plan: Plan, unit: str) -> bool:
     tower = "vision" if unit == "projector" else unit.split("_")[0]
     parts = {tower, unit} if unit.endswith("projector") else {tower}
     return tower != "language" and parts & set(model_parts(plan.model)) <= set(plan.frozen)
-
-
-def copies_keys(plan: Plan) -> bool:
-    """Whether this torch has keys and values copied for every head, which the table leaves out."""
-    language = plan.model.language
-    return language.heads != language.kv_heads and not takes_groups(varlen_attn)
-
-
-def copy_for_every_head(plan: Plan, expected: dict[str, float]) -> None:
-    """Attention keeps the copies, and nothing the keys and values that they are of."""
-    language = plan.model.language
-    width = language.heads * language.head_width // plan.parallel.tensor
-    all_heads_bytes = 2 * sum(SEGMENTS) * width * 2
-    of_groups_bytes = all_heads_bytes * language.kv_heads // language.heads
-    if language.qk_norm:  # values are a view of what is kept anyway
-        expected["self_attention.norm_and_rotate"] -= of_groups_bytes // 2
-    else:
-        expected["self_attention.split_and_rotate"] -= of_groups_bytes
-    expected["self_attention.core_attention"] += all_heads_bytes
 
 
 def check_working(plan: Plan, features: np.ndarray, most: dict[str, int]) -> None:

@@ -19,8 +19,10 @@ KEYS = [9, 30, 12, 21]
 
 
 def kernel_of_2_11(query, key, value, *borders_and_longest, window_size=(-1, -1)):
-    """Softmax of all pairs of a sample, or of a piece that ends where its keys end."""
-    assert query.shape[1:] == key.shape[1:] == value.shape[1:], "as many heads of keys as queries"
+    """Softmax of all pairs of a sample, or of a piece that ends where its keys end; query head n
+    reads head n // (queries per key)."""
+    served_N = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+    key, value = key[:, served_N], value[:, served_N]
     *borders, longest, longest_keys = borders_and_longest
     assert all(one.dtype == torch.int32 for one in borders)
     outputs = []
@@ -36,11 +38,8 @@ def kernel_of_2_11(query, key, value, *borders_and_longest, window_size=(-1, -1)
 
 
 def kernel_of_2_13(query, key, value, *borders_and_longest, window_size=(-1, -1), enable_gqa=False):
-    queries_per_key = query.shape[1] // key.shape[1]
-    assert enable_gqa or queries_per_key == 1, "groups are not asked for"
-    served_N = torch.arange(query.shape[1]) // queries_per_key
-    keys_and_values = (key[:, served_N], value[:, served_N])
-    return kernel_of_2_11(query, *keys_and_values, *borders_and_longest, window_size=window_size)
+    assert enable_gqa or query.shape[1] == key.shape[1], "groups are not asked for"
+    return kernel_of_2_11(query, key, value, *borders_and_longest, window_size=window_size)
 
 
 @pytest.mark.parametrize("kernel", [kernel_of_2_11, kernel_of_2_13], ids=["2.11", "2.13"])
@@ -59,6 +58,35 @@ def test_every_torch_gets_the_arguments_it_knows(monkeypatch, kernel, heads, key
     packed = borders_of(TOKENS, keys, torch.device("cpu"))
     expected = attend_by_segment(*qkv, packed, causal)
     torch.testing.assert_close(attend_flash(*qkv, packed, causal), expected)
+
+
+class _Attention(torch.autograd.Function):
+    """Torch's packed attention, as to what it saves."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        ctx.save_for_backward(query, key, value)
+        return query.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise AssertionError("no test runs this")
+
+
+@pytest.mark.parametrize("knows_groups", [True, False], ids=["2.13", "2.11"])
+def test_no_copy_of_keys_for_every_head_is_kept(monkeypatch, knows_groups):
+    """Prevents: keys and values kept once a query head, which no plan counts and which gathered
+    keys cannot be freed from."""
+    with_option = lambda *given, window_size, enable_gqa: _Attention.apply(*given[:3])  # noqa: E731
+    without = lambda *given, window_size: _Attention.apply(*given[:3])  # noqa: E731
+    kernel = with_option if knows_groups else without
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", kernel)
+    qkv = [torch.randn(sum(TOKENS), heads, 8, requires_grad=True) for heads in (6, 2, 2)]
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, lambda saved: saved):
+        attend_flash(*qkv, borders_of(TOKENS, TOKENS, torch.device("cpu")), True)
+    assert sum(one.nbytes for one in kept) == sum(one.nbytes for one in qkv)
+    assert {one.data_ptr() for one in kept} == {one.data_ptr() for one in qkv}
 
 
 @pytest.mark.parametrize(

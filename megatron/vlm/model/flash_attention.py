@@ -39,15 +39,15 @@ def attend_flash(
     packed: PackedSeqParams,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend with one kernel call for the whole pack, on CUDA in 16 bit only."""
+    """Attend with one kernel call for the whole pack, on CUDA in 16 bit only.
+
+    Keys and values are never repeated, as copies would be kept for backward. The kernel supports
+    grouped queries in torch 2.11 too, which has no option for them.
+    """
     from torch.nn.attention.varlen import varlen_attn
 
-    heads_per_group = query_TND.shape[1] // key_TGD.shape[1]
-    options = {}
-    if heads_per_group > 1 and takes_groups(varlen_attn):
-        options["enable_gqa"] = True
-    elif heads_per_group > 1:
-        key_TGD, value_TGD = (x.repeat_interleave(heads_per_group, 1) for x in (key_TGD, value_TGD))
+    is_grouped = query_TND.shape[1] != key_TGD.shape[1]
+    options = {"enable_gqa": True} if is_grouped and asks_for_groups(varlen_attn) else {}
     return varlen_attn(
         query_TND,
         key_TGD,
@@ -62,9 +62,6 @@ def attend_flash(
 
 
 @functools.cache
-def takes_groups(attention: Callable[..., torch.Tensor]) -> bool:
-    """Return whether the kernel supports grouped-query attention.
-
-    Not in torch 2.11: layers then copy keys and values for every head, which no plan counts.
-    """
+def asks_for_groups(attention: Callable[..., torch.Tensor]) -> bool:
+    """Return whether a call must say that keys have fewer heads than queries."""
     return "enable_gqa" in inspect.signature(attention).parameters
