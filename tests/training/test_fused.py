@@ -3,9 +3,10 @@
 import pytest
 import torch
 from fused_checks import CHECKS, Case
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.vlm.measure.fake_device.memory import BLOCK_BYTES, Label, MemoryTracker
-from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy
+from megatron.vlm.model.fused.cross_entropy import OwnWords, _partial, cross_entropy
 
 pytestmark = pytest.mark.quick
 
@@ -24,6 +25,27 @@ def test_padded_words_are_in_no_softmax():
     logits = torch.arange(28.0).view(4, 7).cos().requires_grad_()
     cross_entropy(logits * 1.0, torch.tensor([0, 4, 2, 1]), OwnWords(0, 5, None)).sum().backward()
     assert not logits.grad[:, 5:].any() and logits.grad[:, :5].all()
+
+
+class RowLengths(TorchDispatchMode):
+    """Lengths of the rows of all results of two axes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if result.dim() == 2 and result.is_floating_point():
+            self.seen.add(result.shape[1])
+        return result
+
+
+def test_words_are_read_in_whole_padded_rows():
+    """Prevents: a kernel that loads logits value by value, as 16 does not divide a vocabulary."""
+    with RowLengths() as rows:
+        _partial(torch.randn(4, 128), torch.arange(4), 0, 51)
+    assert 128 in rows.seen and not any(length % 16 for length in rows.seen - {1, 4})
 
 
 def test_storages_are_counted_from_birth_to_end():

@@ -55,16 +55,15 @@ def _partial(
 
     The label's logit is 0 if another rank has it. float32 [2, L]
     """
-    own_LW = logits_LW[:, :count].float()
-    if not count:  # all words of this rank are padding
-        zeros_L = own_LW.sum(1)
-        return zeros_L - torch.inf, torch.stack((zeros_L, zeros_L))
+    # Whole padded rows: a kernel loads rows of a length that 16 does not divide value by value.
+    words_W = torch.arange(logits_LW.shape[1], device=logits_LW.device)
+    own_LW = torch.where(words_W < count, logits_LW.float(), -torch.inf)
     largest_L = own_LW.amax(1)
-    shift_L = largest_L.clamp_min(torch.finfo(torch.float32).min)  # if all are minus infinity
+    shift_L = largest_L.clamp_min(torch.finfo(torch.float32).min)  # if all words are padding
     sums_L = torch.exp(own_LW - shift_L.unsqueeze(1)).sum(1)
     own_labels_L = labels_L - first
     is_own_L = (own_labels_L >= 0) & (own_labels_L < count)
-    places_L1 = own_labels_L.clamp(0, count - 1).unsqueeze(1)
+    places_L1 = own_labels_L.clamp(0, logits_LW.shape[1] - 1).unsqueeze(1)
     of_labels_L = logits_LW.gather(1, places_L1).squeeze(1).float()
     return largest_L, torch.stack((sums_L, torch.where(is_own_L, of_labels_L, 0.0)))
 
