@@ -35,6 +35,13 @@ read_job() {
     arguments+=(${options[@]+"${options[@]}"} --load "$4")
 }
 
+# Checkpoints are agreed on over gloo, which takes the network of the host's name unless told. NCCL is
+# told names in full after `=`, names' beginnings, or after `^` those to leave out.
+if [[ ${NCCL_SOCKET_IFNAME:-^} != ^* ]]; then
+    network=${NCCL_SOCKET_IFNAME%%[,:]*}
+    [[ $network == =* ]] || network=$(cd /sys/class/net && compgen -G "$network*" | head -n 1) || true
+    export GLOO_SOCKET_IFNAME="${GLOO_SOCKET_IFNAME:-${network#=}}"
+fi
 # Of the main process; the loader's workers have one thread each.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 # Kernels are loaded before training. Loaded at its first launch, one may wait for the whole device,

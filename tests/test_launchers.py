@@ -29,7 +29,7 @@ def record(words, environment):
 _RECORD = """
 kept = "RANK LOCAL_RANK WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS NCCL_IB_HCA".split()
 kept += "CUDA_MODULE_LOADING PYTORCH_CUDA_ALLOC_CONF CUDA_DEVICE_MAX_CONNECTIONS".split()
-kept += ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+kept += ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "GLOO_SOCKET_IFNAME"]
 record(sys.argv[1:], {name: os.environ[name] for name in kept if name in os.environ})
 sys.exit(int(os.environ.get("FAKE_EXIT", "0")))
 """
@@ -169,6 +169,19 @@ def test_one_node_under_torchrun(bench):
     assert arguments[:3] == ["--standalone", "--nproc-per-node", "8"]
     assert arguments[-8:] == bench.trainer_arguments()
     assert environment == own | {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "600"}
+
+
+@pytest.mark.parametrize(
+    ("named", "chosen"),
+    [("lo", "lo"), ("=lo:1,eth", "lo"), ("l,eth", "lo"), ("none", ""), ("^docker,eth", None)],
+)
+def test_checkpoints_go_over_the_network_of_nccl(bench, named, chosen):
+    """Prevents: ranks that reach one another to train and not to agree on a checkpoint."""
+    for script in ([NODES_SCRIPT, 2, 0, "node-a"], [SBATCH]):
+        own = bench.slurm(1) | {"NCCL_SOCKET_IFNAME": named}
+        for given in ({}, {"GLOO_SOCKET_IFNAME": "ib7"}):
+            *_, (_, environment) = bench.started(*script, *bench.job, **own, **given)
+            assert environment.get("GLOO_SOCKET_IFNAME") == given.get("GLOO_SOCKET_IFNAME", chosen)
 
 
 @pytest.mark.parametrize(
