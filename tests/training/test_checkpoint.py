@@ -201,32 +201,32 @@ class _DeviceTensor(torch.Tensor):
 
 
 def test_weights_on_a_device_are_written_as_they_were(tmp_path, monkeypatch):
-    """Prevents: asynchronous saves that fail on CUDA, as torch writes from the host alone, and
-    files of weights that were half copied or already those of the next step."""
-    stream, pinned = _Stream(), []
+    """Prevents: asynchronous saves that fail on CUDA, as torch writes from the host alone, files of
+    weights that were half copied or already those of the next step, and a host that runs out of
+    memory, as copies are rounded up or made anew for every save."""
+    stream, locked, copies = _Stream(), [], {}
     monkeypatch.setattr(checkpoint, "has_cuda", lambda: True)
+    monkeypatch.setattr(checkpoint, "_lock_pages", locked.append)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *device: stream)
     empty = torch.empty
-
-    def host_memory(*shape, pin_memory=False, **options):
-        pinned.append(pin_memory)
-        return empty(*shape, **options).fill_(torch.nan)
-
-    monkeypatch.setattr(torch, "empty", host_memory)
+    monkeypatch.setattr(torch, "empty", lambda *shape, **of: empty(*shape, **of).fill_(torch.nan))
     values = torch.arange(12.0).view(3, 4)
     weight = _DeviceTensor(torch.zeros(3, 4), stream)
     weight.add_(values)  # the update before the save is still in the stream
     data = TensorWriteData(TensorProperties.create_from_tensor(values), values.shape, None)
     item = WriteItem(MetadataIndex("weight"), WriteItemType.TENSOR, tensor_data=data)
     path = tmp_path / "__0_0.distcp"
-    [copied] = checkpoint._on_host([(str(path), path.name, ([], [(item, weight)]))], set())
+    bucket = (str(path), path.name, ([], [(item, weight)]))
+    [copied] = checkpoint._on_host([bucket], set(), copies)
     weight.add_(1000.0)  # training goes on
     writer = SimpleNamespace(transforms=_StorageWriterTransforms())
     checkpoint._write_bucket(writer, copied)
-    assert pinned == [True]
     assert torch.equal(torch.load(path), values)
     stream.synchronize()
     assert torch.equal(weight.memory, values + 1000)
+    [(_, _, (_, [(_, again)]))] = checkpoint._on_host([bucket], set(), copies)
+    assert again is copied[2][1][0][1] and torch.equal(again, values + 1000)
+    assert [one.nbytes for one in locked] == [values.nbytes]  # no more than the state
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,14 @@ import logging
 import os
 import shutil
 import time
+import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -105,6 +107,7 @@ class CheckpointWriter:
         # A host group: polling for completion must not wait for the devices.
         self._group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
         self._threads = ThreadPoolExecutor(_FILES_PER_RANK, thread_name_prefix="checkpoint")
+        self._copies: dict[Any, torch.Tensor] = {}
         self._pending: _PendingSave | None = None
         self._removal: Future[None] | None = None
         self._is_validated = False
@@ -202,7 +205,7 @@ class CheckpointWriter:
             changing = {one.untyped_storage().data_ptr() for one in self._state.changing()}
         writes: list[Callable[[], _WrittenFile]] = [
             partial(_write_bucket, layout.writer, bucket)
-            for bucket in _on_host(layout.buckets, changing)
+            for bucket in _on_host(layout.buckets, changing, self._copies)
         ]
         if dist.get_rank() == 0:
             copied = io.BytesIO()
@@ -345,12 +348,17 @@ def _check_shared(path: Path) -> None:
         )
 
 
-def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBucket]:
-    """Copy buckets to the host, without sharing storages in `changing`."""
-    copied = [
-        (path, name, (objects, [(item, _host_copy(tensor, changing)) for item, tensor in tensors]))
-        for path, name, (objects, tensors) in buckets
-    ]
+def _on_host(
+    buckets: Sequence[WriteBucket], changing: set[int], copies: dict[Any, torch.Tensor]
+) -> list[WriteBucket]:
+    """Copy buckets to the host, without sharing storages in `changing`.
+
+    `copies` are page-locked, by place in the save, and overwritten by the next save.
+    """
+    copied, number = [], count()
+    for path, name, (objects, tensors) in buckets:
+        own = [(item, _host_copy(one, changing, copies, next(number))) for item, one in tensors]
+        copied.append((path, name, (objects, own)))
     # On the current stream the copies run after this update and before the next, but the writer
     # threads do not synchronize with a stream.
     if has_cuda():
@@ -358,12 +366,24 @@ def _on_host(buckets: Sequence[WriteBucket], changing: set[int]) -> list[WriteBu
     return copied
 
 
-def _host_copy(tensor: torch.Tensor, changing: set[int]) -> torch.Tensor:
+def _host_copy(
+    tensor: torch.Tensor, changing: set[int], copies: dict[Any, torch.Tensor], number: int
+) -> torch.Tensor:
     if tensor.device.type == "cpu":
         return tensor.clone() if tensor.untyped_storage().data_ptr() in changing else tensor
-    # Torch caches pinned memory for the next save, and files are written from it without a copy.
-    copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=has_cuda())
-    return copied.copy_(tensor, non_blocking=True)
+    key = number, tensor.shape, tensor.dtype
+    if key not in copies:
+        copies[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        if has_cuda() and tensor.nbytes:
+            _lock_pages(copies[key])
+    return copies[key].copy_(tensor, non_blocking=True)
+
+
+def _lock_pages(copied: torch.Tensor) -> None:
+    """Lock the pages of host memory; torch would round its size up to a power of two."""
+    cuda, address = torch.cuda.cudart(), copied.data_ptr()
+    torch.cuda.check_error(cuda.cudaHostRegister(address, copied.nbytes, 1))  # for all contexts
+    weakref.finalize(copied, cuda.cudaHostUnregister, address)
 
 
 class _ChecksummedFile(io.FileIO):
