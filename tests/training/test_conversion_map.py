@@ -35,7 +35,7 @@ from megatron.vlm.conversion.released_config import configurations, read_config
 from megatron.vlm.conversion.tensor_map import Layout, parameters, released
 from megatron.vlm.model.initialize import global_parameter_name
 from megatron.vlm.model.stage import VLMStage
-from megatron.vlm.model.tensor_parallel import unpadded_size, whole_shape
+from megatron.vlm.model.tensor_parallel import unpadded_size
 from omnibal.base.errors import UserError
 from omnibal.families.named import named_model
 from omnibal.job.plan import Plan
@@ -174,9 +174,12 @@ def shapes_of(stage: VLMStage) -> dict[str, tuple[int, ...]]:
     """Of the whole model's parameters, without padding."""
     found = {}
     for name, parameter in stage.named_parameters():
-        full = global_parameter_name(stage, name)
-        unpadded = unpadded_size(stage.model_config, full)
-        found[full] = tuple(whole_shape(parameter, unpadded, stage.groups.tp))
+        full, shape = global_parameter_name(stage, name), list(parameter.shape)
+        if parameter.tensor_model_parallel:
+            own = shape[parameter.partition_dim]
+            unpadded = unpadded_size(stage.model_config, full)
+            shape[parameter.partition_dim] = unpadded or own * stage.groups.tp.size()
+        found[full] = tuple(shape)
     return found
 
 

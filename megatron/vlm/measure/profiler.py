@@ -115,6 +115,7 @@ OPTIMIZATION = OptimizationOptions(
     lr=1e-4, min_lr=1e-4, lr_decay_style="constant", lr_warmup_fraction=0.0, weight_decay=0.01,
     adam_beta1=0.9, adam_beta2=0.95, adam_eps=1e-8, clip_grad=1.0,
 )  # fmt: skip
+build_for_times = partial(build_trainer, options=OPTIMIZATION, steps=1, seed=0, origin="measured")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,7 +218,7 @@ class Profiler:
 
         def build(depth: int) -> Trainer:
             plan = _plan_of_whole_stages(job, links.size, depth)
-            return build_for_times(plan, links, options.provider)
+            return build_for_times(plan, links, provider=options.provider)
 
         self._provider = options.provider
         self._shallow_optimizer: list[OptimizerMeasurement] = []
@@ -335,13 +336,6 @@ def _recompute_ms(taken_ms: dict[Hashable, float], batch: int, unit: str) -> flo
     """Time that recomputation adds to forward and backward."""
     without_ms = taken_ms[batch, unit, "forward"] + taken_ms[batch, unit, "backward"]
     return max(taken_ms[batch, unit, "recomputing"] - without_ms, 0.0)
-
-
-def build_for_times(plan: Plan, links: PipelineLinks, provider: Provider) -> Trainer:
-    """Build a rank's stage with random weights."""
-    return build_trainer(
-        plan, links, OPTIMIZATION, steps=1, seed=0, provider=provider, origin="measured"
-    )
 
 
 def device_name() -> str:
@@ -750,7 +744,7 @@ class RepeatedUpdate:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._kept = [weight.detach().cpu().clone() for weight in self._weights()]
+        self._kept = [weight.detach().to("cpu", copy=True) for weight in self._weights()]
 
     def timed_ms(self) -> float:
         """Time one update; collective."""

@@ -221,7 +221,7 @@ class StageReplayer:
     ) -> None:
         before = torch.cuda.memory_allocated() if has_cuda() else 0
         self._links = links
-        self.trainer = build_for_times(plan, links, provider)
+        self.trainer = build_for_times(plan, links, provider=provider)
         self._update = RepeatedUpdate(self.trainer)
         self._clock = _RecomputeClock(self.trainer, on_phase)
         self.update_ms()  # creates the optimizer's state

@@ -64,7 +64,7 @@ class ImagePlaces:
             windows=borders_of(windows, windows, self._device) if windows else None,
         )
 
-    def neighbours(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def neighbours(self) -> tuple[torch.Tensor, ...]:
         """Return the four learned positions near every patch and weights, int64 and float32, [P,
         4].
 
@@ -73,15 +73,14 @@ class ImagePlaces:
         """
         side = math.isqrt(self._tower.learned_positions)
         places = self._patches().float()
-        (above, below), (left, right) = (
+        (rows_2P, down_2P), (columns_2P, right_2P) = (
             _either_side(place, size, side)
             for place, size in zip(places[:2], places[2:], strict=True)
         )
-        pairs = [(row, column) for row in (above, below) for column in (left, right)]
-        return (
-            torch.stack([row.index * side + column.index for row, column in pairs], 1),
-            torch.stack([row.weight * column.weight for row, column in pairs], 1),
-        )
+        indices_22P = rows_2P[:, None] * side + columns_2P
+        weights_22P = down_2P[:, None] * right_2P
+        by_place = (one.flatten(0, 1).t().contiguous() for one in (indices_22P, weights_22P))
+        return tuple(by_place)
 
     def ordered(self, patches_PX: torch.Tensor) -> torch.Tensor:
         """Sort patches into layer order."""
@@ -128,26 +127,17 @@ class _InOrder(torch.autograd.Function):
         return gradient_KE.index_select(0, *ctx.saved_tensors), None, None
 
 
-@dataclass(frozen=True, slots=True)
-class _Neighbour:
-    """A learned position near every patch along one axis, and its weight, [P] each."""
-
-    index: torch.Tensor
-    weight: torch.Tensor
-
-
 def _either_side(
     place_P: torch.Tensor, size_P: torch.Tensor, side: int
-) -> tuple[_Neighbour, _Neighbour]:
-    """Return the learned positions (of `side`) before and after every patch."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the learned positions (of `side`) before and after every patch, and their weights,
+    [2, P] each."""
     stretched_P = place_P * (side - 1) / (size_P - 1).clamp(min=1)
     before_P = stretched_P.floor()
     share_P = stretched_P - before_P
     index_P = before_P.long()
-    return (
-        _Neighbour(index_P, 1 - share_P),
-        _Neighbour((index_P + 1).clamp(max=side - 1), share_P),
-    )
+    indices_2P = torch.stack([index_P, (index_P + 1).clamp(max=side - 1)])
+    return indices_2P, torch.stack([1 - share_P, share_P])
 
 
 def _patches_of(grids: Sequence[Grid], merge: int) -> Iterator[np.ndarray]:

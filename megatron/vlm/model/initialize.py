@@ -17,7 +17,7 @@ import torch
 from megatron.vlm.model.adapters import ADAPTERS
 from megatron.vlm.model.sharded_weights import FirstValues
 from megatron.vlm.model.stage import TIED_NAME, VLMStage
-from megatron.vlm.model.tensor_parallel import own_runs, unpadded_size, whole_shape
+from megatron.vlm.model.tensor_parallel import own_runs, unpadded_size
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import LANGUAGE
 
@@ -69,18 +69,16 @@ def first_values(stage: VLMStage, seed: int, origin: FirstWeights = "seeded") ->
 
     def write(parameter: torch.nn.Parameter, own: range, values: torch.Tensor) -> None:
         name = global_parameter_name(stage, names[parameter])
-        if parameter.dim() < 2 and not name.endswith("bias"):
-            values.copy_(parameter[own.start : own.stop])
-            return
         if parameter.dim() < 2 or (origin == "loaded" and ADAPTERS not in name):
-            values.zero_()
+            keeps = parameter.dim() < 2 and not name.endswith("bias")
+            values.copy_(parameter[own.start : own.stop]) if keeps else values.zero_()
             return
         match = _EXPERTS_NAME.match(name)
         if match is None:
-            shape = whole_shape(parameter, unpadded_size(model, name), group)
-            height, inputs, width = shape[0], math.prod(shape[1:]), math.prod(parameter.shape[1:])
-            rows = [(name, *run) for run in own_runs(parameter, 0, height, group)]
-            columns = own_runs(parameter, 1, inputs, group)
+            unpadded, width = unpadded_size(model, name), math.prod(parameter.shape[1:])
+            height, runs = own_runs(parameter, 0, unpadded, group)
+            inputs, columns = own_runs(parameter, 1, unpadded, group)
+            rows = [(name, *run) for run in runs]
         else:
             first = stage.get_submodule(names[parameter].rpartition(".linear")[0]).first
             experts, height, width = parameter.shape
@@ -121,13 +119,12 @@ def _draw_box(
     rows, columns = shape if math.prod(shape) <= _MAX_SINGLE_TILE else _TILE
     for top in range(at[0] - at[0] % rows, at[0] + box_RC.shape[0], rows):
         for left in range(at[1] - at[1] % columns, at[1] + box_RC.shape[1], columns):
-            low, begin = max(top, at[0]), max(left, at[1])
-            target = box_RC[
-                low - at[0] : top + rows - at[0], begin - at[1] : left + columns - at[1]
-            ]
             place = "" if (rows, columns) == shape else f":{top}:{left}"
             tile = _draw_tile(model, name, f"{seed}:{name}{place}", (rows, columns), shape[1])
-            target.copy_(tile[low - top :, begin - left :][: len(target), : target.shape[1]])
+            tile = tile[max(at[0] - top, 0) :, max(at[1] - left, 0) :]
+            target = box_RC[max(top - at[0], 0) :, max(left - at[1], 0) :]
+            height, width = map(min, target.shape, tile.shape)
+            target[:height, :width] = tile[:height, :width]
 
 
 def _draw_tile(

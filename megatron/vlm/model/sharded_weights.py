@@ -85,9 +85,7 @@ class FlatWeights:
         """This rank's shard."""
         for own in self.ranges():
             first_values(own.parameter, range(own.first, own.end), self.own_Q[own.place])
-        self._whole_P = self.own_Q
-        if self.is_divided:
-            self._whole_P = self.own_Q.new_empty(self.part_size * ranks)
+        self._whole_P = self.own_Q.new_empty(self.part_size * ranks) if ranks > 1 else self.own_Q
         for parameter, view in zip(parameters, self.views(self._whole_P), strict=True):
             parameter.data = view
         self.release()

@@ -5,6 +5,7 @@ and output columns, and padded words skip the softmax; so their gradients are ze
 zero.
 """
 
+import math
 import re
 from typing import Any, TypeAlias
 
@@ -78,34 +79,21 @@ def divide(parameter: Any, dim: int) -> None:
     parameter.partition_dim, parameter.partition_stride = dim, 1
 
 
-def whole_shape(
-    parameter: torch.nn.Parameter, unpadded: int | None, group: dist.ProcessGroup
-) -> torch.Size:
-    """Return the unpadded shape over all tensor-parallel ranks."""
-    shape = list(parameter.shape)
-    if parameter.tensor_model_parallel:
-        shape[parameter.partition_dim] = unpadded or shape[parameter.partition_dim] * group.size()
-    return torch.Size(shape)
-
-
 Run: TypeAlias = tuple[int, int, int]
 """Place in this rank's shard, place in the whole, and length along an axis."""
 
 
 def own_runs(
-    parameter: torch.nn.Parameter, axis: int, size: int, group: dist.ProcessGroup
-) -> list[Run]:
-    """Return the runs of an axis that this rank's shard has, without padding.
+    parameter: torch.nn.Parameter, axis: int, unpadded: int | None, group: dist.ProcessGroup
+) -> tuple[int, list[Run]]:
+    """Return an axis's unpadded size over all tensor-parallel ranks, and this rank's runs of it.
 
-    `size` is the unpadded size over all ranks.
+    Axes behind the second of an undivided parameter belong to the second. Padding is in no run.
     """
+    own = math.prod(parameter.shape[axis:] if axis else parameter.shape[:1])
     if not parameter.tensor_model_parallel or axis != parameter.partition_dim:
-        return [(0, 0, size)]
-    parts = parameter.partition_stride
-    length = parameter.shape[axis] // parts
-    firsts = ((part * group.size() + group.rank()) * length for part in range(parts))
-    return [
-        (part * length, first, min(length, size - first))
-        for part, first in enumerate(firsts)
-        if first < size
-    ]
+        return own, [(0, 0, own)]
+    size, length = unpadded or own * group.size(), own // parameter.partition_stride
+    parts = range(parameter.partition_stride)
+    runs = [(part * length, (part * group.size() + group.rank()) * length) for part in parts]
+    return size, [(at, place, min(length, size - place)) for at, place in runs if place < size]

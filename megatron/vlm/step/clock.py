@@ -40,14 +40,10 @@ class PhaseClock:
         self._marks.append((phase, moment()))
 
     def stop(self) -> tuple[Interval, ...]:
-        """End the last phase; return all intervals in order, and reset.
-
-        Waits for this stream alone: weights that are still gathered would hold up a wait for the
-        device.
-        """
+        """End the last phase; return all intervals in order, and reset."""
         self._marks.append((None, moment()))
         if has_cuda():
-            self._marks[-1][1].synchronize()
+            self._marks[-1][1].synchronize()  # the device still gathers weights
         intervals = tuple(
             (phase, elapsed_ms(start, end))
             for (phase, start), (_, end) in pairwise(self._marks)

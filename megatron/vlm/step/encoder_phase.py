@@ -10,7 +10,7 @@ received by this rank, Q rows of trained encoders, S rows made by this rank, E l
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -56,10 +56,7 @@ class Encoders:
     def whole(self, encodes: bool) -> Iterator[None]:
         """Gather all weights if this rank encodes, as item counts differ in validation;
         collective."""
-        if self.sharded is None:
-            yield
-            return
-        with self.sharded.whole(stays=encodes):
+        with nullcontext() if self.sharded is None else self.sharded.whole(stays=encodes):
             yield
 
     @torch.no_grad()

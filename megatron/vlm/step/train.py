@@ -144,11 +144,9 @@ class Trainer:
         """Switch to evaluation, with encoder weights gathered; collective."""
         for model in self.models:
             model.eval()
-        if self.encoders is None:
+        encoders, is_first = self.encoders, self.links.is_first
+        with nullcontext() if encoders is None else encoders.whole(encodes=is_first):
             yield
-        else:
-            with self.encoders.whole(encodes=self.links.is_first):
-                yield
         for model in self.models:
             model.train()
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.vlm.model.tensor_parallel import padded_size
+
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _MOST_HEAD_SIZE = 256  # of FlashAttention-2's kernels
@@ -92,7 +94,7 @@ def attention_backward_bytes(args: Sequence[Any]) -> int:
     _, query, key = args[:3]
     batch, heads, rows, size = query.shape
     return _flash_backward_bytes(
-        batch * heads * _rounded(rows, _ROWS_OF_FLASH_BLOCK),
+        batch * heads * padded_size(rows, _ROWS_OF_FLASH_BLOCK),
         size,
         batch * heads * key.shape[2] if key.shape[1] != heads else 0,
         query.element_size(),
@@ -109,12 +111,8 @@ def packed_attention_backward_bytes(args: Sequence[Any]) -> int:
 
 
 def _flash_backward_bytes(rows: int, size: int, shared_rows: int, element_bytes: int) -> int:
-    width = _rounded(size, 32 if size <= 128 else 64)
+    width = padded_size(size, 32 if size <= 128 else 64)
     return rows * (width + 1) * FP32_BYTES + 2 * shared_rows * size * element_bytes
-
-
-def _rounded(size: int, multiple: int) -> int:
-    return size + -size % multiple
 
 
 def copied_operand_bytes(args: Sequence[Any]) -> int:
