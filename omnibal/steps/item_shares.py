@@ -76,7 +76,8 @@ class ImagePieces:
         total = before[stop] - before[first]
         largest = _largest(np.diff(before), self.offsets)
         mean = -(-total // level.context)
-        low, high = np.maximum(mean, largest) - 1, mean + largest
+        # Not below 0, also for packs without items: no limit moves a bound back.
+        low, high = np.maximum(np.maximum(mean, largest) - 1, 0), mean + largest
         for _ in range(_HALVINGS):
             middle = (low + high) // 2
             holds = _filled(before, first, stop, middle, level.context)[:, -1] == stop

@@ -19,7 +19,7 @@ from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs
-from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
+from omnibal.steps.item_shares import ImagePieces, bounds_of_items, squares_of_shares
 
 CAPS = Caps.of(image_tokens=1, tokens=1)
 QWEN3, TWO_RANKS = load_model("qwen3-vl-8b"), Parallel(data=2, pipeline=1)
@@ -84,6 +84,18 @@ def test_a_sample_of_many_images_is_divided() -> None:
     level, packs = Level(caps=CAPS, context=4), Packs.from_lists([[0], [1]])
     bounds = bounds_of_items(packs, lengths, level, "image_tokens")
     assert np.diff(bounds[0]).max() <= 400 and np.diff(bounds[1]).tolist() == [160] * 4
+
+
+@pytest.mark.parametrize("samples", [1, 2, 5])
+def test_packs_without_images_have_empty_runs(samples: int) -> None:
+    """Prevents: a search that ends in an error where a shared pack has texts alone."""
+    texts: list[list[Segments]] = [[] for _ in range(samples)]
+    lengths = lengths_with([*texts, [Segments(1, 50)] * 9, *texts], listed=False)
+    packs = Packs.from_lists([[*range(samples)], [samples], [*range(samples + 1, 2 * samples + 1)]])
+    level = Level(caps=CAPS, context=2)
+    bounds = ImagePieces.of(packs, lengths).bounds(level)
+    assert (np.diff(bounds) >= 0).all() and bounds[:, -1].tolist() == packs.offsets[1:].tolist()
+    assert bounds_of_items(packs, lengths, level, "image_tokens")[::2].tolist() == [[0, 0, 0]] * 2
 
 
 def test_samples_go_whole_where_images_are_not_listed() -> None:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from ranks import logged
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megatron.vlm.run.health import RunHealth
 from megatron.vlm.run.metrics import TensorBoardSink, WandbSink, step_values
@@ -60,6 +61,7 @@ def test_run_stops_when_most_images_are_gone():
 STAGE = StageRecord(
     forward_ms=1, backward_ms=2, wait_ms=3, data_ms=0, optimizer_ms=1, peak_gib=0.5
 )  # fmt: skip
+LOSSES = ("train/loss", "validation/loss")
 RECORD = StepRecord(
     step=7, epoch=0, loss=1.5, loss_tokens=9, samples=4, tiles=3, tokens=20, step_ms=500,
     learning_rate=1e-3, grad_norm=0.2, stages=(STAGE, STAGE),
@@ -82,6 +84,21 @@ def test_wandb_gets_every_value_with_its_step(monkeypatch, tmp_path):
     assert step == 7 and values == step_values(RECORD)
     some = {"train/loss": 1.5, "speed/samples_per_s": 8.0, "stage_1/wait_ms": 3}
     assert {name: values[name] for name in some} == pytest.approx(some)
+
+
+def test_tensorboard_shows_every_point_once_after_a_resume(tmp_path):
+    """Prevents: a validation that a resume at its step hides, or a step that is shown twice."""
+    for resumed, steps in ((0, range(1, 5)), (2, range(3, 7))):
+        sink = TensorBoardSink(tmp_path, resumed)
+        for step in steps:
+            sink.write(step, {"train/loss": step + resumed})
+            if step % 2 == 0:
+                sink.write(step, {"validation/loss": step + resumed})
+        sink.close()
+    shown = EventAccumulator(str(tmp_path)).Reload()
+    points = {name: [(each.step, each.value) for each in shown.Scalars(name)] for name in LOSSES}
+    assert points["train/loss"] == [(1, 1), (2, 2), (3, 5), (4, 6), (5, 7), (6, 8)]
+    assert points["validation/loss"] == [(2, 2), (4, 6), (6, 8)]
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ class TrainingLoop:
             stopped = result.stop_requested
             if self._is_writer:
                 line = _progress_line(record, first_step, options.last_step, started)
-                self._write(record, RUN_FILE, step_values(record), line)
+                self._write(record, RUN_FILE, step, step_values(record), line)
             self._save_and_validate(step, stopped)
         tracer.close()
         return RunOutcome(step, self._health.skipped_steps, stopped)
@@ -237,7 +237,8 @@ class TrainingLoop:
                     f"validation after step {step}: loss {record.loss:.4f} over "
                     f"{record.loss_tokens:,} tokens, {record.seconds:.1f} s"
                 )
-                self._write(record, VALIDATION_FILE, {"validation/loss": record.loss}, line)
+                values = {"validation/loss": record.loss}
+                self._write(record, VALIDATION_FILE, step, values, line)
 
     def _check_saves(self, last: bool) -> None:
         """Raise UserError if `exit_after_failed_saves` saves in a row, or the last one, failed."""
@@ -257,10 +258,11 @@ class TrainingLoop:
         self,
         record: StepRecord | ValidationRecord,
         file_name: str,
+        steps: int,
         values: Mapping[str, float],
         line: str,
     ) -> None:
-        """Report a record to every output. A failed output does not end the run."""
+        """Report a record after some trained steps. A failed output does not end the run."""
         path = self._options.save / file_name
         try:
             append_record(record, path)
@@ -270,10 +272,10 @@ class TrainingLoop:
             )
         for sink in list(self._sinks):
             try:
-                sink.write(record.step, values)
+                sink.write(steps, values)
             except Exception as error:  # of a library that only reports
                 self._sinks.remove(sink)
-                _log.info(f"{type(sink).__name__} gets nothing from step {record.step} on: {error}")
+                _log.info(f"{type(sink).__name__} gets nothing from step {steps} on: {error}")
         _log.info(line)
 
 

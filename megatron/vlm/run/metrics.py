@@ -13,9 +13,9 @@ _WANDB_ID_FILE = "wandb_id.txt"
 
 
 class TensorBoardSink:
-    """Event files in `directory`. A resumed run continues its curves."""
+    """Event files in `directory`. A run that resumes after some steps continues their curves."""
 
-    def __init__(self, directory: Path, first_step: int) -> None:
+    def __init__(self, directory: Path, trained_steps: int) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -24,16 +24,19 @@ class TensorBoardSink:
                 "pip install tensorboard, or leave the option out"
             ) from error
         try:
-            self._writer = SummaryWriter(str(directory), purge_step=first_step, flush_secs=20)
+            self._writer = SummaryWriter(
+                str(directory), purge_step=trained_steps + 1, flush_secs=20
+            )
         except OSError as error:
             raise UserError(
                 f"--tensorboard-dir {directory}: {error.strerror}; give a directory that can be "
                 "written to"
             ) from error
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
+    def write(self, steps: int, values: Mapping[str, float]) -> None:
+        """Add points at the number of trained steps, which a step shares with its validation."""
         for name, value in values.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, steps)
 
     def close(self) -> None:
         self._writer.close()
@@ -60,8 +63,9 @@ class WandbSink:
         where = {"id": kept.read_text(), "dir": str(directory)}
         self._run = wandb.init(project=project, name=name, resume="allow", **where)
 
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        self._run.log(dict(values), step=step)
+    def write(self, steps: int, values: Mapping[str, float]) -> None:
+        """Add points at the number of trained steps."""
+        self._run.log(dict(values), step=steps)
 
     def close(self) -> None:
         self._run.finish()
