@@ -33,7 +33,7 @@ from megatron.vlm.conversion.importing import (
     import_checkpoint,
     open_released,
 )
-from megatron.vlm.conversion.released_files import dtype_name
+from megatron.vlm.conversion.released_files import SINGLE_FILE, dtype_name
 from megatron.vlm.conversion.tensor_map import Layout
 from megatron.vlm.conversion.whisper import check_same_encoder, export_audio, is_whisper, open_audio
 from omnibal.base.errors import UserError
@@ -100,6 +100,9 @@ def import_(
     check_new_folder(output)
     released = open_released(source)
     print(f"{source}: {released.model.name}, layout {released.layout}, {released.bytes:,} bytes")
+    if released.files.unread is not None:
+        others = f"those that {released.files.unread} names"
+        print(f"note: the weights are those of {SINGLE_FILE}, not {others}")
     wanted: ImportSource = released
     if audio is not None:
         wanted = add_audio(released, audio, positions_per_token, seed)

@@ -13,6 +13,7 @@ from conversion_file_cases import (
     INDEX,
     SHARD_BYTES,
     TYPES,
+    assert_equal_tensors,
     comes_back,
     content,
     edit_config,
@@ -33,6 +34,7 @@ from released import (
     saved,
     write_tokenizer,
 )
+from safetensors.torch import save_file
 from transformers import (
     AutoConfig,
     AutoImageProcessor,
@@ -203,6 +205,17 @@ def test_index_comes_back(tmp_path, source, change):
     found = json.loads((other / INDEX).read_text())
     size = sum(one.nbytes for one in tensors_of(other).values())
     assert found == index | {"metadata": (index.get("metadata") or {}) | {"total_size": size}}
+
+
+def test_a_whole_file_goes_before_shards(tmp_path, source):
+    """Prevents: other weights than Transformers reads from a folder with both."""
+    there, shards = changed(source, tmp_path / "there"), tensors_of(source)
+    whole = {name: tensor + 1 for name, tensor in shards.items()}
+    save_file(whole, there / "model.safetensors", {"format": "pt"})
+    run = imported(there, tmp_path / "run")
+    back = exported_like(run, there, tmp_path / "back")
+    assert_equal_tensors(tensors_of(back), whole)
+    assert not (back / INDEX).exists()
 
 
 def test_configuration_tells_the_type_that_was_asked_for(tmp_path, source, run):

@@ -133,6 +133,7 @@ def plan_export_like(
         for path in sorted(like.directory.iterdir())
         if path.is_file()
         and path.name not in made
+        and path.name != like.files.unread
         and (path.name == INDEX_FILE or not path.name.endswith(_WEIGHT_SUFFIXES))
     ]
     return Export(

@@ -60,7 +60,11 @@ class ReleasedFiles:
         index = directory / INDEX_FILE
         self.index: dict[str, Any] | None = None
         """Content of the index. None if a single file needs none."""
-        if index.is_file():
+        # As Transformers: a whole file goes before an index.
+        is_whole = (directory / single_file).is_file()
+        self.unread = INDEX_FILE if is_whole and index.is_file() else None
+        """File of the folder that names weights which are not read. None if there is none."""
+        if index.is_file() and not is_whole:
             listed = read_json_model(_Index, index, "fetch it again")
             self.index = listed.model_dump(exclude_unset=True)
             for name, file in listed.weight_map.items():
@@ -72,7 +76,7 @@ class ReleasedFiles:
             found = self._headers(sorted(set(listed.weight_map.values())))
             _check_index(index, listed.weight_map, found)
         else:
-            if not (directory / single_file).is_file():
+            if not is_whole:
                 raise UserError(
                     f"{directory}: holds neither {INDEX_FILE} nor {single_file}; only safetensors "
                     "are read: save pickled weights anew with `save_pretrained`"
