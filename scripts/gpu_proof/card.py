@@ -41,9 +41,9 @@ def card_text(proof: Proof) -> str:
         for one in part.comparisons
     ]
     if compared:
-        heads = ("part", "of", "unit", "predicted", "measured", "measured / predicted")
+        heads = ["part", "of", "unit", "predicted", "measured", "measured / predicted"]
         blocks += ["## Predicted and measured", _table(heads, compared)]
-    heads = ("part", "status", "seconds", "limit", "reason")
+    heads = ["part", "status", "seconds", "limit", "reason"]
     ended = [(part.name, part.status, part.seconds, part.limit_s, part.reason) for part in parts]
     blocks += ["## Parts", _table(heads, ended)]
     for part in parts:
@@ -70,7 +70,7 @@ def _figures(part: PartResult) -> list[str]:
 
 def _table(heads: Iterable[JsonValue], rows: Iterable[Iterable[JsonValue]]) -> str:
     names = list(heads)
-    lines = [names, ["---"] * len(names), *rows]
+    lines: list[Iterable[JsonValue]] = [names, ["---"] * len(names), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 

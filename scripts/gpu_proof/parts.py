@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import re
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -270,8 +271,11 @@ def _step_ms(records: list[StepRecord]) -> float:
 
 def checkpoint(context: Context) -> None:
     """Save a large checkpoint during training, and resume from it."""
-    program, gib = "tests/training/large_checkpoint.py", context.settings.checkpoint_gib
-    log = context.run("checkpoint", program, context.output / "checkpoint", gib)
+    folder, program = context.output / "checkpoint", "tests/training/large_checkpoint.py"
+    try:
+        log = context.run("checkpoint", program, folder, context.settings.checkpoint_gib)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
     figures = json.loads(log.read_text().splitlines()[-1])
     context.compare("checkpoint", "GiB", figures.pop("stated_gib"), figures.pop("written_gib"))
     context.figures.update(figures)

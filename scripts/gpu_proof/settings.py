@@ -24,8 +24,8 @@ class Settings:
     """Stages, most informative first."""
 
 
-_LIMITS_S = {"tests": 90, "train": 100, "replay": 120, "checkpoint": 60, "profile": 80}
-REAL = Settings(limits_s=_LIMITS_S | {"providers": 80}, trained_steps=200, checkpoint_gib=8.0)
+_LIMITS_S = {"tests": 90, "train": 120, "replay": 120, "checkpoint": 60, "profile": 80}
+REAL = Settings(limits_s=_LIMITS_S | {"providers": 60}, trained_steps=200, checkpoint_gib=8.0)
 FAKE_DEVICE = Settings(
     limits_s=dict.fromkeys(REAL.limits_s, 300), trained_steps=12, checkpoint_gib=0.25
 )

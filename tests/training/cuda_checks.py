@@ -128,7 +128,9 @@ def native_resolution(folder: Path) -> None:
         "normalization": "RMSNorm", "qkv_bias": True, "qk_norm": False, "window_pixels": 16,
         "full_layers": (1,), "image_text": ImageText(),
     }  # fmt: skip
-    model = toy_model().model_copy(update={"encoders": {"vision": ImagesEncoder(**sizes)}})
+    # Heads of 16 and 8, which the packed kernel takes.
+    model = toy_model().with_tower("language", hidden_size=32)
+    model = model.model_copy(update={"encoders": {"vision": ImagesEncoder(**sizes)}})
     _compare_precisions(cut_plan(model))
 
 
@@ -142,7 +144,8 @@ def adapters(folder: Path) -> None:
 
 def idle_experts(folder: Path) -> None:
     """Experts without a token get gradients of zero, though memory before held something else."""
-    plan = mixture_cases.plan_of().model_copy(update={"precision": "bf16"})
+    model = mixture_cases.model_of(ffn_hidden_size=16)  # rows of 16 bytes, as products need
+    plan = mixture_cases.plan_of(model=model).model_copy(update={"precision": "bf16"})
     trainer = build_trainer(plan, join(), OPTIONS, steps=10, seed=3)
     layers = [layer.mlp.experts for layer in trainer.stage.language.layers]
     batch = toy_batch(plan.model, [(0, 3)], seed=0).to(current_device())
