@@ -16,7 +16,7 @@ from commands import REPOSITORY, launcher
 
 from omnibal.cost.analytic import model_flops
 from omnibal.job.replay import REPLAY_FILES
-from scripts.gpu_proof import parts
+from scripts.gpu_proof import parts, prove
 from scripts.gpu_proof.card import card_name, write_card
 from scripts.gpu_proof.parts import PARTS
 from scripts.gpu_proof.result import Comparison, Machine, PartResult, Proof
@@ -154,6 +154,25 @@ def test_without_a_device_it_says_so(tmp_path):
     assert ended.returncode == 2 and "no CUDA device" in ended.stderr
     assert ended.stderr.startswith("error: ") and ended.stderr.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("options", [(), ("--only", "tests"), ("--fake-device",)])
+def test_only_a_device_and_all_parts_make_a_card_of_the_project(tmp_path, monkeypatch, options):
+    """Prevents: cards of fake devices or of some parts among the documents, and results that an
+    earlier proof in the same folder has left."""
+    seen = NO_MACHINE.model_copy(update={"device": None if "--fake-device" in options else "B1 x"})
+    monkeypatch.setattr(prove, "describe_machine", lambda pretended: seen)
+    monkeypatch.setattr(prove, "PARTS", {"tests": lambda context: None})
+    monkeypatch.setattr(prove, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(sys, "argv", ["gpu_proof.sh", str(tmp_path / "out"), *options])
+    with pytest.raises(SystemExit, match=r"0|False"):
+        prove.main("A proof.")
+    assert (tmp_path / "out" / "card.md").exists()
+    cards = sorted(path.name for path in (tmp_path / "docs").rglob("*.*"))
+    assert cards == ([] if options else ["B1-x.json", "B1-x.md"])
+    if "--only" not in options:
+        with pytest.raises(SystemExit, match="2"):
+            prove.main("A proof.")
 
 
 @pytest.fixture
