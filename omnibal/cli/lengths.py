@@ -28,7 +28,7 @@ from omnibal.cli.options import (
 )
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.model.config import ModelConfig
+from omnibal.model.config import ChatTemplate, ModelConfig
 from omnibal.model.encoders import MAX_TILES_OF_IMAGE
 from omnibal.model.limits import words
 
@@ -109,6 +109,10 @@ class ScanOptions:
         ),
     ] = None
     data_root: DataRootOption = None
+    template: Annotated[
+        ChatTemplate | None,
+        typer.Option(help="of conversations, in place of the model's (tokenizer: its own)"),
+    ] = None
     on_error: Annotated[
         Literal["stop", "skip"],
         typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),
@@ -144,11 +148,12 @@ def lengths(
     start = time.perf_counter()
     _check_earlier_lengths(output)
     config = image_sizes.applied(named_model(model))
+    config = config.model_copy(update={"chat_template": scan.template or config.chat_template})
     if is_counted(meta):
-        if tokenizer_model is not None:
-            raise UserError(
-                f"--tokenizer-model was given, and the tokens of {meta} are counted: leave it out"
-            )
+        given = {"--tokenizer-model": tokenizer_model, "--template": scan.template}
+        for option, value in given.items():
+            if value is not None:
+                raise UserError(f"{option} was given, and {meta} has counted tokens: leave it out")
         found, skipped, listed = _counted(meta, model, config, output), 0, None
     elif tokenizer_model is None:
         raise UserError(

@@ -421,14 +421,16 @@ def _encode_messages(
     )
     encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
-    ends = np.flatnonzero(token_ids == tokenizer.required(template.end))
+    end = tokenizer.required(template.end)
+    ends = np.flatnonzero(token_ids == end)
     if len(ends) != len(messages):
         raise _control_tokens(sample)
     stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
     header = _header_tokens(template, tokenizer)
     loss_mask = np.zeros(len(token_ids), bool)
     for answer in _answers(sample, messages, template):
-        has_line_end = not messages[answer].endswith(template.end)
+        # A piece with `rstrip` takes the line end away.
+        has_line_end = token_ids[stops[answer] - 1] != end
         before = stops[answer - 1] if answer else 0
         loss_mask[before + header : stops[answer] - has_line_end] = True
     return token_ids, loss_mask

@@ -133,7 +133,7 @@ def _similar_key(key: str) -> str | None:
 def _medium_of(key: str, value: Any) -> Medium | None:
     """Medium of the files or bytes that an unknown key holds, by their names or its own."""
     texts = list(_texts_in(value))
-    by_value = next(filter(None, map(_medium_of_file, texts)), None)
+    by_value = next((medium for medium in map(_medium_of_file, texts) if medium), None)
     by_key = _MEDIUM_KEY.fullmatch(key.lower())
     if by_value or not by_key or not any(texts):
         return by_value
@@ -152,7 +152,8 @@ def _texts_in(value: Any) -> Iterator[str]:
 def _medium_of_file(name: str) -> Medium | None:
     """Medium of a file's name or encoded bytes, None for other texts."""
     if name.startswith("data:") or _ENCODED.match(name):
-        return next((medium for medium in MARK_OF if name.startswith(f"data:{medium}")), "image")
+        found: list[Medium] = [each for each in MARK_OF if name.startswith(f"data:{each}")]
+        return (*found, "image")[0]
     suffix = PurePath(name.partition("?")[0][-_MAX_NAME:]).suffix.lower()
     return next((medium for medium, known in _SUFFIXES.items() if suffix in known), None)
 

@@ -10,7 +10,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import parse_json_model, read_text
 
 _FILES = ("preprocessor_config.json", "processor_config.json")
-_VIDEO_FILES = ("processor_config.json", "video_preprocessor_config.json")
+_VIDEO_FILES = ("video_preprocessor_config.json", "preprocessor_config.json")
 _REMEDY = "correct it, or move it away to plan with the family's defaults"
 
 
@@ -81,22 +81,25 @@ class VideoProcessor(BaseModel):
     fps: PositiveFloat | None = None
     min_frames: PositiveInt | None = None
     max_frames: PositiveInt | None = None
+    min_pixels: PositiveInt | None = None
+    """Min area of a frame (Qwen2-VL), like `max_pixels`."""
+    max_pixels: PositiveInt | None = None
     size: _Size | None = None
     num_frames: None = None
     """Fixed frame count; not supported."""
     cap_pixels_per_frame: Literal[False] | None = None
     """Extra per-frame limit of Transformers; not supported."""
 
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Fields of a VideoConfig from the file."""
+    def changes(self, older: bool) -> dict[str, Any]:
+        """Fields of a VideoConfig from the file; `older`: of Qwen2-VL's processor."""
         size = self.size or _Size()
+        least, most = (self.min_pixels, self.max_pixels) if older else (None, None)
         given = {
             "frames_per_second": self.fps,
             "min_frames": self.min_frames,
             "max_frames": self.max_frames,
-            "min_pixels": size.shortest_edge,
-            "max_pixels": size.longest_edge,
+            "min_pixels": least or size.shortest_edge,
+            "max_pixels": most or size.longest_edge,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -126,19 +129,20 @@ def read_processor(config: Path, sizes: dict[str, Any]) -> Processor:
 
 
 def read_video_processor(config: Path) -> VideoProcessor:
-    """Read the video processor's file next to `config.json`, or return defaults.
+    """Read the first file of a video processor next to `config.json`, or return defaults.
 
-    `processor_config.json` precedes `video_preprocessor_config.json`, as in Transformers. The image
-    processor's file is no fallback, as its pixels are per image.
+    The files and their order are Transformers'. The last is the image processor's: its pixels are
+    limits of a frame then.
     """
-    whole, alone = (config.with_name(name) for name in _VIDEO_FILES)
+    whole = config.with_name("processor_config.json")
     if whole.is_file():
         text = read_text(whole, _REMEDY)
         nested = parse_json_model(_Nested, text, str(whole), _REMEDY).video_processor
         if nested is not None:
             return parse_json_model(VideoProcessor, json.dumps(nested), str(whole), _REMEDY)
-    if alone.is_file():
-        return parse_json_model(VideoProcessor, read_text(alone, _REMEDY), str(alone), _REMEDY)
+    for file in map(config.with_name, _VIDEO_FILES):
+        if file.is_file():
+            return parse_json_model(VideoProcessor, read_text(file, _REMEDY), str(file), _REMEDY)
     return VideoProcessor()
 
 

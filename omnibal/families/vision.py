@@ -121,5 +121,5 @@ def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, An
 
 def video_of(config: Path, default: VideoConfig) -> VideoConfig:
     """Video settings of the video processor's file next to a `config.json`, over `default`."""
-    changes = read_video_processor(config).changes
+    changes = read_video_processor(config).changes(older=not default.counts_frames)
     return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default

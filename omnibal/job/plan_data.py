@@ -451,7 +451,7 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
 
 
 def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig:
-    """Return the model with the tiling or pixel limits of the scan."""
+    """Return the model with the chat template and the tiling or pixel limits of the scan."""
     if lengths is None:
         return model
     taken = model.item_features
@@ -483,12 +483,8 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
         f"for {origin.clips or 'no recordings'}, but {model.name} has {clips or 'no recordings'}": (
             origin.clips != clips
         ),
-        f"with chat_template {origin.chat_template!r} and system_message "
-        f"{origin.system_message!r}, but {model.name} has {model.chat_template!r} and "
-        f"{model.system_message!r}": (
-            (origin.chat_template, origin.system_message)
-            != (model.chat_template, model.system_message)
-        ),
+        f"with system_message {origin.system_message!r}, but {model.name} has "
+        f"{model.system_message!r}": origin.system_message != model.system_message,
     }
     tower, rule = model.images, origin.images
     if tower is not None and rule is not None:
@@ -502,6 +498,7 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"the lengths were scanned {difference}; scan them for this model with `omnibal "
             "lengths`"
         )
+    model = model.model_copy(update={"chat_template": origin.chat_template})
     if tower is not None and rule is not None:
         (name,) = (name for name, each in model.encoders.items() if each is tower)
         return model.with_tower(name, **pixels)

@@ -28,6 +28,7 @@ from omnibal.cli.console import progress, progress_lines
 from omnibal.cost.profile import Profile, write_profile
 from omnibal.data.lengths import read_lengths, write_lengths
 from omnibal.job.plan import read_plan
+from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import data_of_plan, job_of_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.units import unit_names
@@ -55,7 +56,8 @@ STAGE_KEYS = (
 ).split()
 FLAGS = {
     "lengths": "--model --tokenizer-model --output -o --max-dynamic-patch --min-pixels "
-    "--max-pixels --processes --engine --address --data-index --data-root --on-error --json",
+    "--max-pixels --processes --engine --address --data-index --data-root --template --on-error "
+    "--json",
     "pack": "--max-tiles --max-tokens --dp --micro-batches --packing --method --seed --mixture "
     "--model --limit --cluster --bound --output -o --picture --json",
     "caps": "--model --cluster --tp --pp --dp --ep --expert-imbalance --sequence-parallel --freeze "
@@ -294,6 +296,10 @@ def test_lengths_scan(capsys, tmp_path, digits):
     assert one.origin.tiling.max_dynamic_patch == 1
     assert one.column("tiles").sum() < lengths.column("tiles").sum()
     assert all(name in table for name in lengths.source_names)
+    printed(capsys, *scan, tokenizer, "-o", paths[1], "--template", "Hermes-2")
+    other = read_lengths([paths[1]])
+    assert model_of_lengths(load_model("internvl-digits"), other).chat_template == "Hermes-2"
+    assert other.tokens.sum() != lengths.tokens.sum()
 
 
 HUGE = 10**20

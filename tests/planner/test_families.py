@@ -137,6 +137,12 @@ def test_values_and_frames_of_the_processors_beside_it(tmp_path):
         assert (video.frames_per_second, video.min_frames, video.max_frames) == (1, 2, 8)
         assert (video.min_pixels, video.max_pixels) == (2048, 65_536)
         assert (video.times, video.sampling) == ("before", "ends")
+    older = json.loads((CONFIGS / "qwen2.5-vl-7b/config.json").read_text())
+    for beside in ({"min_pixels": 2048, "max_pixels": 65_536}, {"size": size}):
+        video = read(tmp_path / f"o{len(beside)}", older, preprocessor_config=beside).images.video
+        assert (video.min_pixels, video.max_pixels) == (2048, 65_536)
+    video = read(tmp_path / "n", newer, preprocessor_config={"max_pixels": 65_536}).images.video
+    assert video.max_pixels != 65_536
     with pytest.raises(UserError, match="cap_pixels_per_frame"):
         read(tmp_path / "e", newer, video_preprocessor_config={"cap_pixels_per_frame": True})
 
