@@ -15,7 +15,7 @@ fuzz:
 # For scripts/gpu_proof.sh on a machine without a network: make gpu-bundle BUNDLE=FOLDER
 BUNDLE = work/gpu_bundle
 gpu-bundle:
-	./scripts/gpu_bundle.sh $(BUNDLE)
+	./scripts/gpu_bundle.sh "$(BUNDLE)"
 
 # Wrong changes of packing that no test notices: make mutants MUTANTS='omnibal.packing.isf.*'
 mutants:

@@ -7,11 +7,13 @@ if [[ $# -lt 1 || $# -gt 2 ]]; then
     echo "usage: $0 FOLDER [PYTHON]" >&2
     exit 2
 fi
-[[ ! -e $1 ]] || { echo "error: $1 exists; give a new folder" >&2; exit 2; }
-mkdir -p "$1"
+if [[ -e $1 ]] || ! mkdir -p "$1"; then
+    echo "error: $1 must be a new folder; give another" >&2
+    exit 2
+fi
 bundle=$(cd "$1" && pwd) most_mib=60
+trap 'rm -rf "$bundle"' EXIT # unless it is complete
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
-trap 'rm -rf "$bundle/wheels" "$bundle/packages"' EXIT
 
 packages=(einops jinja2 numpy pillow psutil pyarrow pydantic rich safetensors scipy sentencepiece
     soundfile tokenizers typer)
@@ -20,8 +22,9 @@ fetch=(python -m pip download --quiet --dest "$bundle/wheels" --constraint const
 for tag in 2014 _2_17 _2_24 _2_27 _2_28; do
     fetch+=(--platform "manylinux${tag}_x86_64")
 done
-"${fetch[@]}" "${packages[@]}"
-"${fetch[@]}" --no-deps megatron-core # with its needs it would bring torch
+# With its needs megatron-core would bring torch.
+"${fetch[@]}" "${packages[@]}" && "${fetch[@]}" --no-deps megatron-core ||
+    refuse "pip found no wheels for Python ${2:-3.12}, for the reason above; mend that, and start again"
 
 # By these tokenizers loads from a hub.
 rm -f "$bundle"/wheels/{huggingface_hub,hf_xet,httpx2,httpcore2,anyio,h11,idna,truststore}-*
@@ -41,4 +44,5 @@ rm -r "$bundle/wheels" "$bundle/packages"
 python tools/make_digits_dataset.py --output "$bundle/digits" --samples 600 --heldout-samples 10
 size=$(du -sm --apparent-size "$bundle" | cut -f1)
 [[ $size -le $most_mib ]] || refuse "$bundle has $size MiB, and must have at most $most_mib"
+trap - EXIT
 echo "$bundle: $size MiB, for scripts/gpu_proof.sh"

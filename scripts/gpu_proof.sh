@@ -6,12 +6,15 @@
 # Takes .venv if it is there, else the active Python (PYTHON, or python3) if it has torch, with the
 # packages in WHEELS before its own. Only without both is .venv made.
 set -euo pipefail
-[[ -z ${WHEELS:-} ]] || WHEELS=$(cd "$WHEELS" && pwd)
+if [[ -n ${WHEELS:-} ]] && ! WHEELS=$(cd "$WHEELS" 2>/dev/null && pwd); then
+    echo "error: WHEELS is no folder that can be read; give that of \`make gpu-bundle\`" >&2
+    exit 2
+fi
+here=$PWD
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-python=${PYTHON:-python3}
+python=${PYTHON:-python3} packages=
 if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
-    packages=
     if [[ -n ${WHEELS:-} ]]; then
         # Unpacked without pip, which such a Python may lack, and without torch, which must stay.
         packages=$PWD/work/gpu_proof_packages
@@ -29,9 +32,10 @@ if [[ ! -e .venv/installed ]] && "$python" -c 'import torch' 2>/dev/null; then
         fi
         [[ ! -e $WHEELS/digits ]] || set -- "$@" --digits "$WHEELS/digits"
     fi
-    export PYTHONPATH="$PWD${packages:+:$packages}${PYTHONPATH:+:$PYTHONPATH}"
 else
     source scripts/environment.sh
     python=python
 fi
+export PYTHONPATH="$PWD${packages:+:$packages}${PYTHONPATH:+:$PYTHONPATH}"
+cd "$here"
 exec "$python" -m scripts.gpu_proof "$@"
