@@ -25,18 +25,15 @@ _NEEDED = (
         "typer",
     ),
 )
-_PACKAGES = {"megatron.core": "megatron-core", "PIL": "pillow"}
-"""Names of packages that differ from their modules."""
 _EXIT_USER_ERROR = 2
 
 
 def main() -> None:
     """Run all parts, unless a required module is missing."""
     if missing := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        packages = ", ".join(_PACKAGES.get(name, name) for name in missing)
         print(
-            f"error: {sys.executable} has no {packages}; run `make gpu-bundle` on a machine with a "
-            "network, and give the folder as WHEELS=FOLDER to scripts/gpu_proof.sh",
+            f"error: {sys.executable} has no {', '.join(missing)}; run `make gpu-bundle` on a "
+            "machine with a network, and give the folder as WHEELS=FOLDER to scripts/gpu_proof.sh",
             file=sys.stderr,
         )
         sys.exit(_EXIT_USER_ERROR)

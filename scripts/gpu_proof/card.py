@@ -7,7 +7,7 @@ from pathlib import Path
 from pydantic import JsonValue
 
 from omnibal.base.files import atomic, write_json_model
-from scripts.gpu_proof.result import PartResult, Proof
+from scripts.gpu_proof.result import Proof
 
 FAKE = "Stages ran on a fake device, which only counts, the rest on the CPU. No figure is of a GPU."
 
@@ -34,43 +34,25 @@ def card_text(proof: Proof) -> str:
     if machine.cuda is not None:
         facts.append(("CUDA of torch", machine.cuda))
     title = f"Fake device\n\n{FAKE}" if proof.pretended else machine.device
-    blocks = [f"# {title}", _table(("", ""), facts)]
+    blocks = [f"# {title}", _table(["", ""], facts)]
     compared = [
         (part.name, one.of, one.unit, one.predicted, one.measured, one.measured / one.predicted)
         for part in parts
         for one in part.comparisons
     ]
     if compared:
-        heads = ["part", "of", "unit", "predicted", "measured", "measured / predicted"]
+        heads: list[JsonValue] = ["part", "of", "unit", "predicted", "measured", "ratio"]
         blocks += ["## Predicted and measured", _table(heads, compared)]
     heads = ["part", "status", "seconds", "limit", "reason"]
     ended = [(part.name, part.status, part.seconds, part.limit_s, part.reason) for part in parts]
     blocks += ["## Parts", _table(heads, ended)]
-    for part in parts:
-        blocks += _figures(part)
+    figures = [(part.name, *figure) for part in parts for figure in part.figures.items()]
+    blocks += ["## Other figures", _table(["part", "figure", "value"], figures)]
     return "\n\n".join(blocks) + "\n"
 
 
-def _figures(part: PartResult) -> list[str]:
-    """Tables of a part's other figures."""
-    single: list[tuple[JsonValue, JsonValue]] = []
-    tables = []
-    for name, value in part.figures.items():
-        if isinstance(value, list):
-            records = [one for one in value if isinstance(one, dict)]
-            fields = list(dict.fromkeys(field for one in records for field in one))
-            tables.append(_table(fields, ([one.get(key) for key in fields] for one in records)))
-        elif isinstance(value, dict):
-            single += value.items()
-        else:
-            single.append((name, value))
-    tables += [_table(("figure", "value"), single)] * bool(single)
-    return [f"## Figures of {part.name}", *tables] if tables else []
-
-
-def _table(heads: Iterable[JsonValue], rows: Iterable[Iterable[JsonValue]]) -> str:
-    names = list(heads)
-    lines: list[Iterable[JsonValue]] = [names, ["---"] * len(names), *rows]
+def _table(heads: list[JsonValue], rows: Iterable[Iterable[JsonValue]]) -> str:
+    lines: list[Iterable[JsonValue]] = [heads, ["---"] * len(heads), *rows]
     return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
 
 

@@ -45,7 +45,7 @@ def tests(context: Context) -> None:
         context.run("tests", program, folder)
     finally:
         printed = (context.output / "logs" / "tests.txt").read_text(errors="replace")
-        context.figures["tests"] = tested(printed)
+        context.figures.update(tested(printed))
 
 
 def tested(printed: str) -> dict[str, JsonValue]:
@@ -68,14 +68,13 @@ def profile(context: Context) -> None:
     )  # fmt: skip
     measured = read_profile(output / "profile.json")
     assert measured.rates is not None
-    products = measured.rates.products
-    rates = [2e-9 * one.rows * one.inner * one.outer / one.time_ms(None) for one in products]
+    rates = [
+        2e-9 * one.rows * one.inner * one.outer / one.time_ms(None)
+        for one in measured.rates.products
+    ]
     times = [one for one in fit_residuals(measured, load_model(model)) if "_ms" in one.quantity]
     cluster = load_cluster(_CLUSTER)
     context.figures.update(
-        model=model,
-        device=measured.device,
-        products=len(products),
         fastest_tflops=max(rates),
         slowest_tflops=min(rates),
         worst_median_fit_error=max(one.median_error for one in times),
@@ -118,38 +117,34 @@ def replay(context: Context) -> None:
     )  # fmt: skip
     files = open_plan(output / "plan")
     context.figures["plan"] = f"{files.plan.model.name}, {files.plan.parallel}"
-    stages: list[JsonValue] = []
-    context.figures["stages"] = stages
     for stage in settings.replayed:
         fake = ["--fake-device"] if context.pretended else ["--steps", 1, "--repetitions", 2]
         context.run(
             f"replay_{stage}", "tools/replay.py", output / "plan", "-o", output / "replay",
             "--stages", stage, *fake,
         )  # fmt: skip
-        stages.append(_replayed(context, files, stage))
+        _compare_stage(context, files, stage)
 
 
-def _replayed(context: Context, files: PlanFiles, stage: int) -> dict[str, JsonValue]:
-    """Measured or counted figures of a stage with predictions."""
-    folder, plan = context.output / "replay", files.plan
+def _compare_stage(context: Context, files: PlanFiles, stage: int) -> None:
+    """Add measured or counted figures of a stage, and predictions of them."""
+    folder, plan, name = context.output / "replay", files.plan, f"stage {stage}"
     if context.pretended:
         [counted] = [one for one in read_fake_stages(folder, plan) if one.stage == stage]
         rates = Roofline.of_cluster(plan.cluster, plan.precision)
-        context.compare(f"stage {stage}", "GiB", counted.predicted_gib, counted.allocated_gib)
-        return {
-            "stage": stage,
-            "kernels": counted.kernels,
-            "element_wise_share": counted.element_wise_share(rates),
-        }
+        context.compare(name, "GiB", counted.predicted_gib, counted.allocated_gib)
+        context.figures[f"{name} kernels"] = counted.kernels
+        context.figures[f"{name} element-wise share"] = counted.element_wise_share(rates)
+        return
     [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
     own_ms = computed_ms(measured)
     flops = stage_flops(files, stage, _features(files, measured)) / plan.parallel.tensor
     predicted_gib = measured.predicted_gib(plan.predicted.stages[stage].memory)
-    context.compare(f"stage {stage}", "ms", predicted_ms(files, files.job, measured), own_ms)
-    context.compare(f"stage {stage}", "GiB", predicted_gib, measured.peak_gib)
+    context.compare(name, "ms", predicted_ms(files, files.job, measured), own_ms)
+    context.compare(name, "GiB", predicted_gib, measured.peak_gib)
     # While it computes, per tensor-parallel rank, without recomputation.
     mfu = flops / (1e-3 * own_ms) / (1e12 * plan.cluster.tflops(plan.precision))
-    return {"stage": stage, "mfu": mfu}
+    context.figures[f"{name} MFU"] = mfu
 
 
 def computed_ms(measured: StageReplay) -> float:

@@ -5,8 +5,6 @@ import time
 from argparse import Namespace
 from pathlib import Path
 
-from rich.console import Console
-
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
@@ -61,7 +59,6 @@ def prove(given: Namespace) -> Proof:
     if not given.only and given.output.exists() and any(given.output.iterdir()):
         raise UserError(f"{given.output}: must be a new folder, or empty; give another OUT")
     given.output.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
     for name in given.only or PARTS:
         context = Context(
             output=given.output.resolve(),
@@ -73,5 +70,6 @@ def prove(given: Namespace) -> Proof:
         result = run_part(name, PARTS[name], context)
         proof = proof.model_copy(update={"parts": (*proof.parts, result)})
         write_card(proof, given.output, "card")
-        console.print(f"{name}: {result.status} in {result.seconds:.0f} s {result.reason}".strip())
+        ended = f"{name}: {result.status} in {result.seconds:.0f} s {result.reason}"
+        print(ended.strip(), file=sys.stderr)
     return proof

@@ -129,18 +129,17 @@ def test_all_parts_fit_into_ten_minutes_of_a_device():
 def test_the_card_shows_all_that_was_found(tmp_path, pretended):
     """Prevents: a figure that no reader of the card sees, markup in it, a fake device's card that
     reads as a GPU's, or one of predictions that does not say how far they are off."""
-    stages = [{"stage": 0, "mfu": 0.412}, {"stage": 3, "mfu": 0.5}]
     rows = [Comparison(of="stage 0", unit="ms", predicted=100, measured=123.4)]
     part = PartResult(
         name="replay", status="failed", reason="<b> | more", seconds=3, limit_s=9, comparisons=rows,
-        figures={"plan": "a model", "stages": stages, "tests": {"test_one[x]": "passed"}},
+        figures={"plan": "a model", "stage 0 MFU": 0.412, "test_one[x]": None},
     )  # fmt: skip
     machine = NO_MACHINE.model_copy(update={"device": None if pretended else "H100 / 80"})
     proof = Proof(machine=machine, pretended=pretended, parts=(part,))
     write_card(proof, tmp_path / "cards", "card")
     card = (tmp_path / "cards" / "card.md").read_text()
-    lines = ("| replay | stage 0 | ms | 100 | 123 | 1.23 |", "| 0 | 0.412 |", "| 3 | 0.5 |")
-    for text in (r"\<b\> \| more", "| plan | a model |", r"| test_one\[x\] | passed |", *lines):
+    lines = ("| stage 0 | ms | 100 | 123 | 1.23 |", "| replay | stage 0 MFU | 0.412 |")
+    for text in (r"\<b\> \| more", "| plan | a model |", r"| test_one\[x\] |  |", *lines):
         assert text in card
     title, said = ("# Fake device", True) if pretended else ("# H100 / 80", False)
     assert card.startswith(f"{title}\n") and ("No figure is of a GPU" in card) == said
@@ -194,8 +193,7 @@ def test_a_stage_is_tried_without_a_device(tmp_path, forked):
     assert part.status == "ok", part.reason
     [memory] = part.comparisons
     assert memory.unit == "GiB" and memory.measured == pytest.approx(memory.predicted, rel=0.5)
-    [stage] = part.figures["stages"]
-    assert 0 < stage["element_wise_share"] < 1
+    assert 0 < part.figures["stage 0 element-wise share"] < 1
 
 
 def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
@@ -203,7 +201,6 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
     context = context_of(tmp_path, limit_s=900, pretended=False)
     result = run_part("replay", PARTS["replay"], context)
     assert result.status == "ok", result.reason
-    [stage] = result.figures["stages"]
     time_ms, memory = result.comparisons
     assert (time_ms.unit, memory.unit) == ("ms", "GiB") and memory.measured > 0
     files = parts.open_plan(tmp_path / "plan")
@@ -213,7 +210,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
     each = [parts.stage_flops(files, number, features) for number in range(len(plan.stages))]
     whole = model_flops(plan.model, plan.cluster, ())
     assert sum(each) == pytest.approx(float((features @ whole).sum())) and min(each) > 0
-    assert 0 < stage["mfu"] < 1
+    assert 0 < result.figures["stage 0 MFU"] < 1
     computed_ms = sum(measured.forward_ms) + sum(measured.backward_ms)
     assert time_ms.measured == pytest.approx(computed_ms)
     cluster = plan.cluster.model_copy(update={"intra_node_gb_per_s": 1e-3})
