@@ -132,6 +132,7 @@ def _compare_stage(context: Context, files: PlanFiles, stage: int) -> None:
     if context.pretended:
         [counted] = [one for one in read_fake_stages(folder, plan) if one.stage == stage]
         rates = Roofline.of_cluster(plan.cluster, plan.precision)
+        assert counted.predicted_gib is not None, "the plan predicts its stages"
         context.compare(name, "GiB", counted.predicted_gib, counted.allocated_gib)
         context.figures[f"{name} kernels"] = counted.kernels
         context.figures[f"{name} element-wise share"] = counted.element_wise_share(rates)

@@ -7,7 +7,7 @@ import sys
 from contextlib import suppress
 from typing import Literal
 
-from pydantic import JsonValue
+from pydantic import JsonValue, PositiveFloat
 
 from omnibal.base.frozen import Frozen
 
@@ -40,7 +40,7 @@ class Comparison(Frozen):
 
     of: str
     unit: str
-    predicted: float
+    predicted: PositiveFloat
     measured: float
 
 
