@@ -62,9 +62,7 @@ def _check_reachable(address: str) -> None:
             answering.sendall(_GREETING)
             answering.settimeout(_CONNECT_S)
             is_text = answering.recv(1) > b" "  # such as a dashboard, not HTTP/2 or TLS
-    except TimeoutError:
-        is_text = False
-    except (OSError, OverflowError) as error:
+    except (OSError, OverflowError, UnicodeError) as error:  # of a name that is too long
         raise _unreachable(address, str(error)) from error
     if is_text:
         raise _unreachable(address, "what answers there is a dashboard, or not Ray")

@@ -661,6 +661,7 @@ def test_kills_lose_and_double_nothing():
     ("options", "expected"),
     [
         ("--engine ray --address 127.0.0.1:1", "--address 127.0.0.1:1: the Ray cluster cannot be"),
+        (f"--engine ray --address {300 * chr(97)}:1", "the Ray cluster cannot be"),
         ("--engine ray --processes 2", "--processes does not go with --engine ray"),
         ("--address 127.0.0.1:6379", "--address is of a Ray cluster: give --engine ray"),
     ],
