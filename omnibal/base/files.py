@@ -1,5 +1,6 @@
 """Atomic writes, and reads that fail with one-line errors."""
 
+import errno
 import json
 import os
 import secrets
@@ -21,8 +22,23 @@ from omnibal.base.remote_path import RemotePath
 
 T = TypeVar("T")
 _STANDARD_OUTPUT = 1  # file descriptor
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _TELLING = ("json_invalid", "missing", "value_error")
 """Pydantic error types to report without the input, which adds nothing."""
+
+
+@contextmanager
+def naming_file(path: Path) -> Iterator[None]:
+    """Raise UserError with the file's name if a write finds the disk or the quota full."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        reason = os.strerror(error.errno)
+        raise UserError(
+            f"{path}: cannot be written ({reason}); make room, or write elsewhere"
+        ) from error
 
 
 @contextmanager
@@ -47,7 +63,8 @@ def atomic(path: Path) -> Iterator[Path]:
     # A unique name, to spare the user's files.
     temporary = target.with_name(f"{target.name[:200]}.{secrets.token_hex(8)}.part")
     try:
-        yield temporary
+        with naming_file(path):
+            yield temporary
         temporary.replace(target)
     except BaseException:
         if temporary.is_file():
@@ -127,8 +144,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     try:
         # mkdtemp restricts access to the owner. The subfolder has default permissions.
         part = holder / path.name
-        part.mkdir()
-        yield part
+        with naming_file(path):
+            part.mkdir()
+            yield part
         part.rename(path)
     finally:
         shutil.rmtree(holder, ignore_errors=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnibal.base.errors import UserError
+from omnibal.base.files import naming_file
 
 _PREFIX = struct.Struct("<QI")
 
@@ -45,7 +46,7 @@ class RecordLog:
             self.remove()
 
     def append(self, record: bytes) -> None:
-        with self.path.open("ab") as file:
+        with naming_file(self.path), self.path.open("ab") as file:
             header = b"" if file.tell() else self._header
             file.write(header + _PREFIX.pack(len(record), _checksum(record)) + record)
 

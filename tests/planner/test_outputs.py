@@ -3,6 +3,8 @@
 import contextlib
 import json
 import os
+import re
+import resource
 import socket
 import stat
 import subprocess
@@ -132,6 +134,32 @@ def test_standard_output_takes_the_file(tmp_path, made):
 def test_a_device_that_takes_nothing_is_told_of(capsys, made):
     """Prevents a traceback, or success, where nothing arrived."""
     assert "No space left" in failure(capsys, "simulate", made / "plan", "--trace", "/dev/full")
+
+
+@pytest.mark.parametrize(
+    ("command", "file"),
+    [
+        (f"{SCAN} -o {{}}/new.parquet", "new.parquet.partial"),
+        (f"{SCAN} -o /dev/null --data-index {{}}/index", "index"),
+        (f"{PACK} l.parquet -o {{}}/packs.parquet", "packs.parquet"),
+        ("report plan -o {}/r.html", "r.html"),
+    ],
+)
+def test_a_full_disk_names_the_file(made, tmp_path, command, file):
+    """Prevents: an error of a write that says neither where nor what to do, or blames an input."""
+    make_dataset(tmp_path / "digits", 10, 10, 0)
+    scanned = "lengths " + str(tmp_path / "digits" / "train" / "meta.json")
+    words = command.replace("lengths data.json", scanned).format(tmp_path).split()
+    ended = subprocess.run(
+        [sys.executable, "-m", "omnibal", *words],
+        cwd=made,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)),
+    )
+    assert ended.returncode == 2
+    expected = rf"error: {tmp_path}/{file}: cannot be written \(File too large\); make room.*"
+    assert re.fullmatch(expected, ended.stderr.splitlines()[-1])
 
 
 def test_other_kinds_of_file_are_refused(tmp_path, monkeypatch):
