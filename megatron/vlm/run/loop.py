@@ -315,6 +315,7 @@ def _progress_line(record: StepRecord, first_step: int, last_step: int, started:
     none = "" if record.loss_tokens else "no token of this step is learned  "
     return (
         f"step {done:>5}/{last_step}  {none}loss {record.loss:.4f}  "
-        f"grad norm {record.grad_norm:.3f}  lr {record.learning_rate:.2e}  {record.step_ms:.0f} ms  "
-        f"{record.samples * 1e3 / record.step_ms:.1f} samples/s  mfu {record.mfu:.1%}  ends {end}"
+        f"grad norm {record.grad_norm:.3f}  lr {record.learning_rate:.2e}  "
+        f"{record.step_ms:.0f} ms  {record.samples * 1e3 / record.step_ms:.1f} samples/s  "
+        f"mfu {record.mfu:.1%}  ends {end}"
     )
