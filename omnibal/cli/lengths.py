@@ -111,7 +111,10 @@ class ScanOptions:
     data_root: DataRootOption = None
     template: Annotated[
         ChatTemplate | None,
-        typer.Option(help="of conversations, in place of the model's (tokenizer: its own)"),
+        typer.Option(
+            help="of conversations, in place of the model's (tokenizer: its own; others tile "
+            "images as InternVL does)"
+        ),
     ] = None
     on_error: Annotated[
         Literal["stop", "skip"],
@@ -148,7 +151,11 @@ def lengths(
     start = time.perf_counter()
     _check_earlier_lengths(output)
     config = image_sizes.applied(named_model(model))
-    config = config.model_copy(update={"chat_template": scan.template or config.chat_template})
+    if scan.template is not None:
+        config = config.model_copy(update={"chat_template": scan.template})
+    if scan.template not in (None, "tokenizer") and config.tiling is not None:
+        own_tiles = config.tiling.model_copy(update={"by_processor": False})
+        config = config.with_tower("vision", tiling=own_tiles)
     if is_counted(meta):
         given = {"--tokenizer-model": tokenizer_model, "--template": scan.template}
         for option, value in given.items():

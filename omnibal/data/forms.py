@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,23 +38,24 @@ class Form:
 
 def _read_texts(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
     """Messages of "history", pairs of texts, and a last pair. An "input" ends the question."""
-    history = record.get("history") or []
-    if isinstance(history, str):
-        try:
-            history = ast.literal_eval(history)
-        except (ValueError, SyntaxError, RecursionError, MemoryError):
-            history = [history]
-    question = [record[asked], record.get("input") if asked == "instruction" else None]
-    if not isinstance(history, list) or not all(
-        isinstance(pair, list | tuple) and len(pair) == 2 for pair in history
-    ):
+    pairs = record.get("history") or []
+    if isinstance(pairs, str):  # as CSV files have it
+        with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+            pairs = ast.literal_eval(pairs)
+    if not isinstance(pairs, list) or not all(_are_texts(pair, 2) for pair in pairs):
         raise InvalidRecordError('has an odd "history"; it must be a list of [question, answer]')
-    texts = [*(text for pair in history for text in pair), question[0], record[answered]]
-    if not all(isinstance(text, str) for text in (*texts, question[1] or "")):
-        raise InvalidRecordError(f'has in "{asked}", "{answered}" or "history" what is no text')
-    texts[-2] = "\n".join(filter(None, question))
-    roles = ("user", "assistant") * (len(texts) // 2)
+    question = [record[asked], (asked == "instruction" and record.get("input")) or ""]
+    if not _are_texts([*question, record[answered]], 3):
+        raise InvalidRecordError(f'has in "{asked}", "input" or "{answered}" what is no text')
+    pairs = [*pairs, ("\n".join(filter(None, question)), record[answered])]
+    roles = ("user", "assistant") * len(pairs)
+    texts = (text for pair in pairs for text in pair)
     return [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+
+
+def _are_texts(given: Any, count: int) -> bool:
+    is_list = isinstance(given, list | tuple) and len(given) == count
+    return is_list and all(isinstance(item, str) for item in given)
 
 
 def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:

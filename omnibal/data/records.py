@@ -52,9 +52,9 @@ _ENCODED = re.compile(
 )
 """Files in base64, by their first bytes or length."""
 _MEDIUM_KEY = re.compile(
-    r"(?:\w+_)?(?:(?P<image>image|img|pic|picture|photo|screenshot|frame)"
-    r"|(?P<video>video|vid|movie)|(?P<audio>audio|wav|sound|recording))s?"
-    r"(?:_?(?:path|file|filename|name|url|uri|list|bytes|data|base64|b64|src)s?)?"
+    r"(?:(?:\w+_)?(?:(?P<image>image|img|pic|picture|photo|screenshot|frame)"
+    r"|(?P<video>video|vid|movie)|(?P<audio>audio|wav|sound|recording))|file|path|media)s?"
+    r"(?:_?(?:path|file|filename|folder|dir|name|url|uri|list|bytes|data|base64|b64|src)s?)?_?\d*"
 )
 """Keys that name a medium."""
 _SUFFIXES: dict[Medium, frozenset[str]] = {
@@ -137,7 +137,7 @@ def _medium_of(key: str, value: Any) -> Medium | None:
     by_key = _MEDIUM_KEY.fullmatch(key.lower())
     if by_value or not by_key or not any(texts):
         return by_value
-    return next(medium for medium in MARK_OF if by_key[medium])
+    return next((medium for medium in MARK_OF if by_key[medium]), "image")
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -278,11 +278,8 @@ def _read_conversation(
     questions = [turn.question for turn in asked]
     _check_marks(said)
     _place(questions, AUDIO, recordings, "recording")
-    if videos and record.get("video"):
-        _place_video(questions)
-    else:
-        questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
-        _place(questions, VIDEO, videos, "video")
+    questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
+    _place(questions, VIDEO, videos, "video")
     _place(questions, IMAGE, images, "image")
     kinds = record.get("kinds", [None] * len(questions))
     named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
@@ -323,19 +320,6 @@ def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
         raise InvalidRecordError(
             f"has {placed} {mark} for {count} {noun}(s); write one {mark} for each {noun}, "
             f"and none without {noun}s"
-        )
-
-
-def _place_video(questions: list[str]) -> None:
-    """Prepend the video's mark if the first question lacks it."""
-    questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
-    if VIDEO not in questions[0]:
-        questions[0] = VIDEO_LINE + questions[0]
-    shown = sum(question.count(VIDEO) for question in questions)
-    if shown != 1 or VIDEO_LINE not in questions[0]:
-        raise InvalidRecordError(
-            f"is about a video; its first question must have {VIDEO} once, with a line break "
-            f"behind it, and no other {VIDEO} may stand in a question"
         )
 
 

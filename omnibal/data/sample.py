@@ -80,9 +80,10 @@ class Sample:
     """The meta's max tiles per image, None for the model's."""
 
     def tiling(self, tiling: TilingConfig) -> TilingConfig:
-        """Tiling per image as in InternVL: images share the max tiles, a frame is 1 tile."""
+        """Tiling per image: images share the max tiles (InternVL), a frame is 1 tile."""
         most = self.max_dynamic_patch or tiling.max_dynamic_patch
-        return _limited(tiling, 1 if self.of_frames else max(1, most // max(1, len(self.images))))
+        images = 1 if tiling.by_processor else max(1, len(self.images))
+        return _limited(tiling, 1 if self.of_frames else max(1, most // images))
 
     @property
     def files(self) -> tuple[StoredFile, ...]:

@@ -17,7 +17,7 @@ def tile_grid(width: int, height: int, tiling: TilingConfig, image_size: int) ->
     """
     ratio = width / height
     best, best_distance = (1, 1), float("inf")
-    for columns, rows in _candidate_grids(tiling.min_dynamic_patch, tiling.max_dynamic_patch):
+    for columns, rows in _candidate_grids(tiling):
         distance = abs(ratio - columns / rows)
         covers_half = width * height > 0.5 * image_size**2 * columns * rows
         if distance < best_distance or (distance == best_distance and covers_half):
@@ -33,12 +33,14 @@ def tile_count(width: int, height: int, tiling: TilingConfig, image_size: int) -
 
 
 @lru_cache
-def _candidate_grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], ...]:
-    """Every (columns, rows) of `min_tiles` to `max_tiles` tiles, fewest first.
+def _candidate_grids(tiling: TilingConfig) -> tuple[tuple[int, int], ...]:
+    """Every (columns, rows) of min to max tiles, fewest first.
 
     Ties follow the iteration order of InternVL's Python set, so the same set is built in the same
-    order: an image of ratio 5:2 is as near to (2, 2) as to (4, 1).
+    order: an image of ratio 5:2 is as near to (2, 2) as to (4, 1). Transformers' have fewer columns
+    first.
     """
+    min_tiles, max_tiles = tiling.min_dynamic_patch, tiling.max_dynamic_patch
     grids = {
         (columns, rows)
         for most in range(min_tiles, max_tiles + 1)
@@ -46,4 +48,5 @@ def _candidate_grids(min_tiles: int, max_tiles: int) -> tuple[tuple[int, int], .
         for rows in range(1, min(most, max_tiles // columns) + 1)
         if columns * rows >= min_tiles
     }
-    return tuple(sorted(grids, key=lambda grid: grid[0] * grid[1]))
+    ordered = sorted(grids) if tiling.by_processor else grids
+    return tuple(sorted(ordered, key=lambda grid: grid[0] * grid[1]))

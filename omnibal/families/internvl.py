@@ -117,7 +117,8 @@ class _Whole(WholeTable):
         given = {
             "min_dynamic_patch": processor.min_patches, "max_dynamic_patch": processor.max_patches
         }  # fmt: skip
-        return TilingConfig(**{name: tiles for name, tiles in given.items() if tiles is not None})
+        limits = {name: tiles for name, tiles in given.items() if tiles is not None}
+        return TilingConfig(**limits, by_processor=has_chat_template(path.parent))
 
 
 class _Transformers(_Whole):

@@ -69,6 +69,9 @@ class TilingConfig(Frozen):
     max_dynamic_patch: Annotated[int, Field(ge=1, le=MAX_TILES_OF_IMAGE)] = 12
     use_thumbnail: bool = True
     max_frames_per_video: Count = 32
+    by_processor: bool = written_unless(
+        False, "whether Transformers tiles images: each to max_dynamic_patch, not a sample's all"
+    )
 
     @model_validator(mode="after")
     def _ordered(self) -> "TilingConfig":
