@@ -12,7 +12,8 @@ The meta is InternVL's. Relative paths start at its folder. Only record position
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -170,6 +171,21 @@ def video_at(path: Path) -> Video:
     return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
 
 
+@contextmanager
+def _naming(where: str) -> Iterator[None]:
+    """Turn errors of reading a record into user errors that name it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{where} cannot be read ({error}); restore the file") from error
+    except InvalidRecordError as error:
+        raise UserError(f"{where} {error}") from None
+    except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
+        raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Annotations:
     """Samples of all sources in meta-file order, with repeats. Safe to share between processes.
@@ -312,7 +328,7 @@ class Annotations:
     def __getitem__(self, index: int) -> Sample:
         source = self.entries[self.source[index]]
         where = self.where(index)
-        try:
+        with _naming(where):
             content, media, name = self._content(index)
             record = json.loads(content)
             if not isinstance(record, dict):
@@ -328,26 +344,12 @@ class Annotations:
                 augment=source.augment,
                 max_dynamic_patch=source.max_dynamic_patch,
             )
-        except UserError:
-            raise
-        except OSError as error:
-            raise UserError(f"{where} cannot be read ({error}); restore the file") from error
-        except InvalidRecordError as error:
-            raise UserError(f"{where} {error}") from None
-        except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
-            raise UserError(f"{where} is not JSON ({error}); mend or remove it") from error
 
     def stored(self, index: int) -> StoredRecord:
         """Return a record, unchecked."""
         in_shard = self.entries[self.source[index]].in_shards
-        try:
+        with _naming(self.where(index)):
             content, media, name = self._content(index)
-        except OSError as error:
-            raise UserError(
-                f"{self.where(index)} cannot be read ({error}); restore the file"
-            ) from error
-        except InvalidRecordError as error:
-            raise UserError(f"{self.where(index)} {error}") from None
         if isinstance(media, Row) and media.holds_files:
             raise UserError(
                 f"{self.where(index)} has images or recordings inside, and other trainers' files "

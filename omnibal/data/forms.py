@@ -1,10 +1,9 @@
 """Turn records of other trainers into messages, by one table of forms."""
 
 import ast
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from omnibal.data.messages import LISTS, InvalidRecordError
 
@@ -15,25 +14,22 @@ REFUSED: dict[str, str] = {
         "positive_messages kto_tag".split(),
         _PREFERENCE,
     ),
-    "objects": 'whose places each model writes in its own way; write them into "messages"',
     **dict.fromkeys(
-        ("history", "chat_template_kwargs", "documents"), "by which nothing is trained here"
+        "history chat_template_kwargs documents".split(), "by which nothing is trained"
     ),
+    "objects": 'whose places each model writes in its own way; write them into "messages"',
 }
 """Keys of other trainers that are not read, and why."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Record without a list of messages."""
+class Form(NamedTuple):
+    """Keys of a record without a list of messages, and their reader."""
 
-    trainer: str
     asked: str
     answered: str
-    read: Callable[[dict[str, Any], str, str], list[dict[str, Any]]]
-    """Messages of a record, by the keys of question and answer."""
-    more: tuple[str, ...] = ()
+    more: tuple[str, ...]
     """Optional keys."""
+    read: Callable[[dict[str, Any], str, str], list[dict[str, Any]]]
 
 
 def _read_texts(record: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
@@ -69,12 +65,12 @@ def _read_lists(record: dict[str, Any], asked: str, answered: str) -> list[dict[
     return [*unlearned, *record[answered]]
 
 
-FORMS: Sequence[Form] = (
-    Form("ms-swift", "query", "response", _read_texts, ("history",)),
-    Form("Alpaca, LLaMA-Factory", "instruction", "output", _read_texts, ("input", "history")),
-    Form("TRL", "prompt", "completion", _read_lists),
+FORMS = (
+    Form("query", "response", ("history",), _read_texts),  # ms-swift
+    Form("instruction", "output", ("input", "history"), _read_texts),  # Alpaca
+    Form("prompt", "completion", (), _read_lists),  # TRL
 )
-"""Forms by their keys. `docs/data.md` has the same table."""
+"""Forms by their keys, as in the table of `docs/data.md`."""
 
 
 def with_messages(record: dict[str, Any]) -> dict[str, Any]:

@@ -49,10 +49,6 @@ class BadImage(ValueError):
     """Unusable image, with a remedy. The caller adds the sample."""
 
 
-class ImageFault(ValueError):
-    """Fault of an image. The caller adds its name."""
-
-
 def upright_size(file: BinaryIO) -> tuple[int, int]:
     """Width and height in pixels after EXIF rotation; raises Pillow's errors."""
     webp = webp_size(file)
@@ -113,8 +109,6 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
         ) from error
     except (IsADirectoryError, StorageError):
         raise
-    except ImageFault as error:
-        raise BadImage(f"image {image} {error}; replace the file or remove the sample") from None
     except Exception as error:  # Pillow's errors have no common type
         raise BadImage(
             f"image {image} cannot be read ({why_unreadable(error)}); replace the file or remove "
@@ -123,7 +117,7 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
-    """Decode an image to 8-bit RGB; raises ImageFault and Pillow's errors."""
+    """Decode an image to 8-bit RGB; raises ValueError and Pillow's errors."""
     image.load()  # the mode of an ICNS is known then
     _check_depth(image)
     return image.convert("RGB")
@@ -131,13 +125,11 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 def _check_depth(image: Image.Image) -> None:
     if image.mode.startswith(_DEEP_MODES):
-        raise ImageFault(
-            f"has grey above 8 bits (mode {image.mode}), which becomes white; scale it to 8 bits"
-        )
+        raise ValueError(f"grey above 8 bits (mode {image.mode}) becomes white: scale it to 8 bits")
 
 
 def ends_as_whole(header: Image.Image, file: BinaryIO) -> bool:
-    """Whether a file ends with its format's marker; raises ImageFault if it has none anywhere.
+    """Whether a file ends with its format's marker; raises ValueError if it has none anywhere.
 
     A marker further in may belong to an embedded preview, so the image must be decoded.
     """
@@ -148,6 +140,6 @@ def ends_as_whole(header: Image.Image, file: BinaryIO) -> bool:
     found = marker in file.read()
     file.seek(0)
     if not found and marker not in file.read():
-        raise ImageFault("is truncated; fetch it again")
+        raise ValueError("is truncated")
     file.seek(place)
     return found

@@ -200,7 +200,7 @@ def test_bad_samples_are_skipped_like_others(tmp_path, tokenizer):
     result = scan(open_shards(tmp_path, "a.tar"), tokenizer, on_error="skip")
     assert result.lengths.sample.tolist() == [0, 4]
     reasons = [
-        f"image {shard}: 1.png is truncated",
+        f"image {shard}: 1.png cannot be read (is truncated)",
         f"image {shard}: 2.png cannot be read (no known image format)",
         f"image {shard}: 3.png cannot be read (no known image format)",
         "is not JSON",
