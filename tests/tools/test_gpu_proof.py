@@ -249,3 +249,12 @@ echo "$* $PYTHONPATH" >> "{log}"
     assert {path.name for path in packages.iterdir()} == {"scipy"} | archived
     started = log.read_text()
     assert str(packages) in started and f"--digits {bundle / 'digits'}" in started
+
+
+def test_a_bundle_is_made_in_a_new_folder_alone(tmp_path):
+    """Prevents: files of somebody's that are removed with a bundle that failed."""
+    (tmp_path / "mine").touch()
+    command = [REPOSITORY / "scripts" / "gpu_bundle.sh", tmp_path]
+    ended = subprocess.run(command, capture_output=True, text=True)
+    assert (ended.returncode, ended.stdout) == (2, "") and (tmp_path / "mine").exists()
+    assert ended.stderr == f"error: {tmp_path} must be a new folder; give another\n"
