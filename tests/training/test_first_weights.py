@@ -22,6 +22,7 @@ SPLITS = {
     "tensor-pipeline": cut_plan(MODELS["6B-like"], 2, **IN_PARTS),
     "tensor-sharded-tied": cut_plan(TIED, **IN_PARTS, data=2, sharded=2),
     "sharded": cut_plan(MODELS["for-four"], data=4, sharded=4),
+    "tensor-4-with-a-rank-of-padding": cut_plan(MODELS["for-four"], tensor=4),
     "experts": mixture_plan(data=4, expert=2, sharded=4),
     "experts-tensor": mixture_plan(**IN_PARTS, data=2, expert=4),
     "encoders": beside.plan_of(beside.Case({"data": 2}, pipelines=2, sharded=2)),
