@@ -28,6 +28,7 @@ from megatron.vlm.measure.fake_device.device import fake_calls, install_device
 from megatron.vlm.measure.fake_device.memory import Label, MemoryTracker
 from megatron.vlm.measure.fake_device.places import Places
 from megatron.vlm.measure.fake_device.routing import evenly_routed
+from megatron.vlm.model import initialize
 from megatron.vlm.model.fused import compiled
 from megatron.vlm.model.fused.compiled import Body
 
@@ -218,6 +219,7 @@ def fake_cuda() -> Iterator[FakeCuda]:
         stack.enter_context(kernels.device_kernels(device.read))
         stack.enter_context(evenly_routed(device.read_of_routing))
         stack.enter_context(patch.object(compiled, "compile_body", device.count_body))
+        stack.enter_context(patch.object(initialize, "_draw_box", lambda *_: None))
         stack.enter_context(tensors)
         stack.enter_context(device.places.followed())
         stack.enter_context(device)
