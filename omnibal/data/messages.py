@@ -193,40 +193,37 @@ def _read_part(part: Any, items: dict[Medium, list[Any]]) -> str:
     return MARK_OF[medium]
 
 
-def _read_loss(loss: Any) -> bool:
-    if not isinstance(loss, bool):
-        raise InvalidRecordError(f'a "loss" of {json.dumps(loss)}; it must be true or false')
-    return loss
+def _read_as(kind: type, problem: str) -> Callable[[Any], Any]:
+    def read(given: Any) -> Any:
+        if not isinstance(given, kind):
+            raise InvalidRecordError(problem.format(json.dumps(given)))
+        return given
 
-
-def _read_reasoning(reasoning: Any) -> str:
-    if not isinstance(reasoning, str):
-        raise InvalidRecordError('an odd "reasoning_content"; it must be a text')
-    return reasoning
+    return read
 
 
 def _read_calls(given: Any) -> tuple[str, ...]:
     """Parse tool calls from JSON or its text, a single call or a list."""
-    calls = _parsed(given)
-    calls = [calls] if isinstance(calls, dict) else calls
-    if not isinstance(calls, list):
-        raise _odd_calls()
-    return tuple(map(_read_call, calls))
-
-
-def _read_call(call: Any) -> str:
-    inner = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(inner, dict) or not isinstance(inner.get("name"), str):
-        raise _odd_calls()
-    arguments = _parsed(inner.get("arguments", {}))
-    if not isinstance(arguments, dict):
-        raise _odd_calls()
-    return json.dumps({"name": inner["name"], "arguments": arguments}, ensure_ascii=False)
+    calls, found = _parsed(given), []
+    for call in calls if isinstance(calls, list) else [calls]:
+        inner = call.get("function", call) if isinstance(call, dict) else None
+        inner = inner if isinstance(inner, dict) else {}
+        name, arguments = inner.get("name"), _parsed(inner.get("arguments", {}))
+        if not (isinstance(name, str) and isinstance(arguments, dict)):
+            raise InvalidRecordError(
+                'an odd call of a tool; it must be {"name", "arguments"}, in "function" or alone, '
+                "with arguments that are an object"
+            )
+        found.append(json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False))
+    return tuple(found)
 
 
 _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
-    "loss": ("learned", _read_loss),
-    "reasoning_content": ("reasoning", _read_reasoning),
+    "loss": ("learned", _read_as(bool, 'a "loss" of {}; it must be true or false')),
+    "reasoning_content": (
+        "reasoning",
+        _read_as(str, 'an odd "reasoning_content"; it must be a text'),
+    ),
     "tool_calls": ("calls", _read_calls),
 }
 """Optional assistant keys: message field and reader."""
@@ -237,10 +234,3 @@ def _parsed(given: Any) -> Any:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):
         return None
-
-
-def _odd_calls() -> InvalidRecordError:
-    return InvalidRecordError(
-        'an odd call of a tool; it must be {"name", "arguments"}, in "function" or alone, with '
-        "arguments that are an object"
-    )

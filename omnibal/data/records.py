@@ -133,11 +133,9 @@ def _similar_key(key: str) -> str | None:
 def _medium_of(key: str, value: Any) -> Medium | None:
     """Medium of the files or bytes that an unknown key holds, by their names or its own."""
     texts = list(_texts_in(value))
-    by_value = next((medium for medium in map(_medium_of_file, texts) if medium), None)
-    by_key = _MEDIUM_KEY.fullmatch(key.lower())
-    if by_value or not by_key or not any(texts):
-        return by_value
-    return next((medium for medium in MARK_OF if by_key[medium]), "image")
+    found = next((medium for medium in map(_medium_of_file, texts) if medium), None)
+    named = _MEDIUM_KEY.fullmatch(key.lower()) if any(texts) else None
+    return next((m for m in MARK_OF if named[m]), "image") if named and not found else found
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -261,12 +261,13 @@ class _Scanner:
         return sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
 
     def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
-        if recording not in self.duration_of:
+        found = self.duration_of.get(recording)
+        if found is None:
             try:
-                self.duration_of[recording] = read_duration(recording)
+                found = read_duration(recording)
             except BadRecording as error:
-                self.duration_of[recording] = f"{error.wrong}; {error.remedy}"
-        found = self.duration_of[recording]
+                found = f"{error.wrong}; {error.remedy}"
+            self.duration_of[recording] = found
         if isinstance(found, str):
             raise UserError(f"{sample.where}: recording {recording} {found}")
         return found
