@@ -16,7 +16,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import BEGIN, END, compiled_template, render_chat
-from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn
+from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn, frame_lines
 from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.encoders import ImageRule, ImageText
@@ -92,7 +92,7 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
 
     image = next((piece for piece in _IMAGE_TEXTS if piece in text), None)
     behind = answered(_STAND_IN).partition(_STAND_IN)[2]
-    has_videos = image is not None and rule is not None and rule.video is not None
+    has_videos = image is not None and (rule is None or rule.video is not None)
     return OwnTemplate(
         tokenizer=tokenizer,
         text=text,
@@ -278,6 +278,11 @@ def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> 
     questions = [turn.question for turn in sample.turns]
     if rule is not None and rule.video is not None:
         videos = tuple(video.text(rule) for video in seen)
+    elif sample.of_frames and (template.video or "").startswith(VIDEO):
+        # As InternVL's processor writes frames.
+        frames = (f"Frame{number}: {template.image}" for number, _ in enumerate(sample.images, 1))
+        videos = ("\n".join(frames) + (template.video or "").removeprefix(VIDEO),)
+        questions[0] = questions[0].replace(frame_lines(len(sample.images)), VIDEO)
     elif seen:
         left = iter(seen)  # an image per shown frame
         questions = [
@@ -341,7 +346,7 @@ def _parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
     """Split a question into parts if it shows images or videos."""
     if not (sample.images or sample.videos):
         return question
-    mark = _ITEM if sample.videos else _IMAGE
+    mark = _ITEM if sample.videos or sample.of_frames else _IMAGE
     if not mark.search(question):
         return question
     return [

@@ -140,10 +140,16 @@ class Sample:
     def with_frames(self, frames: tuple[ImageFile, ...]) -> "Sample":
         """Replace the video by named frames, as InternVL does."""
         first, *others = self.turns
-        named = "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, len(frames) + 1))
-        question = first.question.replace(VIDEO_LINE, VIDEO).replace(VIDEO, named)
+        question = first.question.replace(VIDEO_LINE, VIDEO).replace(
+            VIDEO, frame_lines(len(frames))
+        )
         asked = replace(first, question=question)
         return replace(self, images=frames, videos=(), of_frames=True, turns=(asked, *others))
+
+
+def frame_lines(frames: int) -> str:
+    """Text of a video's frames, as InternVL writes it."""
+    return "".join(f"Frame-{number}: {IMAGE}\n" for number in range(1, frames + 1))
 
 
 def middle_frames(frames: int, most: int) -> list[int]:

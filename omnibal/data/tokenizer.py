@@ -29,9 +29,9 @@ _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's space
 # `normalizer_spec.add_dummy_prefix = false`: the last value of a repeated protobuf field wins.
 _NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
 _PLACE = re.compile(
-    r"<(/?(ref|box|quad)|\|(object_ref|box|quad|begin_of_box|end_of_box)(_\w+)?\|)>"
+    r"<(/?(ref|box|quad)|image|video|audio|\|(object_ref|box|quad|\w+_of_box)(_\w+)?\|)>"
 )
-"""Tokens of places in an image, which answers have."""
+"""Tokens of places in an image, which answers have, and marks of items, checked elsewhere."""
 _NEVER = "(?!)"  # never matches
 _FATAL = 3  # SentencePiece's level of logging
 

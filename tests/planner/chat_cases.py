@@ -19,8 +19,10 @@ TEMPLATES["media"] = TEMPLATES["chatml"].replace(
     "<|vision_start|><|image_pad|><|vision_end|>",
     "<|media_start|>image<|media_content|><|media_pad|><|media_end|>",
 )
-TEMPLATES["tiles"] = TEMPLATES["chatml"].replace(
-    "<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n"
+TEMPLATES["tiles"] = (
+    TEMPLATES["chatml"]
+    .replace("<|vision_start|><|image_pad|><|vision_end|>", "<IMG_CONTEXT>\n")
+    .replace("<|vision_start|><|video_pad|><|vision_end|>", "<video>\n")
 )
 SPECIAL = sorted(
     set(re.findall(r"<\|[a-z_]+\|>|<[a-z]+_of_[a-z]+>|\[gMASK\]", "".join(TEMPLATES.values())))

@@ -175,6 +175,16 @@ def test_internvls_images_are_those_of_its_processor(tmp_path):
         encoded = encode_sample(sample, tiles, model, tokenizer)
         given = theirs(text, add_special_tokens=False)
         assert encoded.token_ids.tolist() == given.input_ids
+    for frames in (1, 3, 12):
+        bare = replace(sample_of(("<video>\nWhat?", "sum")), videos=(Video(frames=("a.png",)),))
+        sample = bare.with_frames(("a.png",) * frames)
+        asked = [{"type": "video"}, {"type": "text", "text": "What?"}]
+        said = [{"role": "user", "content": asked}, {"role": "assistant", "content": "sum"}]
+        shown = {"pixel_values_videos": [np.zeros((frames, 1))]}
+        text = theirs.apply_chat_template(said, tokenize=False)
+        text = text.replace("<video>", processor.replace_video_token(shown, 0))
+        encoded = encode_sample(sample, [1] * frames, model, tokenizer)
+        assert encoded.token_ids.tolist() == theirs(text, add_special_tokens=False).input_ids
 
 
 def learned_texts(sample, tokenizer, counts=(), model=MODEL) -> list[str]:
