@@ -1,6 +1,8 @@
 """The command line called in this process."""
 
 import json
+import os
+import tempfile
 from typing import Any
 
 import pytest
@@ -10,10 +12,16 @@ from omnibal import cli
 PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 --max-tokens 512"
 
 
+def words_of(command: str) -> list[str]:
+    """Words of a command, in which the folder of temporary files may have spaces."""
+    folder, mark = os.path.realpath(tempfile.gettempdir()), "\0"
+    return [word.replace(mark, folder) for word in command.replace(folder, mark).split()]
+
+
 def status(command: str, *arguments: object) -> int:
     """Exit status of a command, of its words and of arguments that may hold spaces."""
     with pytest.raises(SystemExit) as ended:
-        cli.main([*command.split(), *map(str, arguments)])
+        cli.main([*words_of(command), *map(str, arguments)])
     return int(ended.value.code or 0)
 
 
