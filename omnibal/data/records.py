@@ -58,8 +58,8 @@ _MEDIUM_KEY = re.compile(
 )
 """Keys that name a medium."""
 _SUFFIXES: dict[Medium, frozenset[str]] = {
-    "image": IMAGE_SUFFIXES | {".avif", ".heic", ".jfif", ".jp2", ".svg", ".tga"},
-    "video": VIDEO_SUFFIXES | {".mpg", ".wmv"},
+    "image": IMAGE_SUFFIXES | {".heic", ".svg"},
+    "video": VIDEO_SUFFIXES,
     "audio": AUDIO_SUFFIXES | {".aac", ".m4a", ".mp3", ".ogg", ".opus"},
 }
 """Suffixes that make a text the name of a file."""
@@ -119,7 +119,7 @@ def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
         if record[key] is None or key in _KEYS:
             continue
-        meant = _similar_key(key) or _medium_of(key, record[key])
+        meant = _similar_key(key) or _medium_of(key, record)
         if meant is not None:
             raise InvalidRecordError(f'has "{key}"; did it mean "{meant}"? rename or remove it')
 
@@ -130,9 +130,17 @@ def _similar_key(key: str) -> str | None:
     return next(iter(get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)), None)
 
 
-def _medium_of(key: str, value: Any) -> Medium | None:
-    """Medium of the files or bytes that an unknown key holds, by their names or its own."""
-    texts = list(_texts_in(value))
+def _medium_of(key: str, record: dict[str, Any]) -> Medium | None:
+    """Medium of the files or bytes that an unknown key holds, by their names or its own.
+
+    The URL that a named file came from is none.
+    """
+    names_files = any(record.get(known) for keys in _ITEM_KEYS.values() for known in keys)
+    texts = [
+        text
+        for text in _texts_in(record[key])
+        if not (names_files and text.startswith(("http:", "https:")))
+    ]
     found = next((medium for medium in map(_medium_of_file, texts) if medium), None)
     named = _MEDIUM_KEY.fullmatch(key.lower()) if any(texts) else None
     return next((m for m in MARK_OF if named[m]), "image") if named and not found else found

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 _DIGITS = re.compile(r"(\d+)")
 
 IMAGE_SUFFIXES = frozenset(
-    (".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp")
+    ".avif .bmp .gif .jfif .jp2 .jpeg .jpg .png .ppm .tga .tif .tiff .webp".split()
 )
 """Suffixes of images not named in a record."""
 AUDIO_SUFFIXES = frozenset((".flac", ".wav"))
 """Suffixes of recordings not named in a record."""
-VIDEO_SUFFIXES = frozenset((".avi", ".flv", ".m4v", ".mkv", ".mov", ".mp4", ".mpeg", ".webm"))
+VIDEO_SUFFIXES = frozenset(".avi .flv .m4v .mkv .mov .mp4 .mpeg .mpg .webm .wmv".split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,7 +63,7 @@ def test_one_conversation_in_every_form(tmp_path):
     forms = [
         {"images": files, "conversations": with_system},
         {"images": files, "system": "s", "conversations": internvl},
-        {"images": files, "messages": by_role_with_system},
+        {"images": files, "messages": by_role_with_system, "image_url": "https://a/x.png"},
         {"images": wrapped, "messages": by_role_with_system},
         {"image": files, "messages": by_role_with_system, "width": 3, "source": "web"},
         talk(openai, *texts, system="s"),
@@ -297,6 +297,7 @@ BAD = [
     (talk("q", "a", source=["a/b.MP4"]), 'has "source"; did it mean "video"'),
     (talk("q", "a", blob=[{"bytes": 3}]), 'has "blob"; did it mean "image"'),
     (talk("q", "a", note="data:audio/wav;base64,AA"), 'has "note"; did it mean "audio"'),
+    (talk("q", "a", url="http://a/b.png"), 'has "url"; did it mean "image"'),
     (talk("<video>q", "a"), "has 1 <video> for 0 video"),
     (talk("<audio>q", "a"), "has 1 <audio> for 0 recording"),
     (talk("q", "<video>"), "has <video> in an answer"),
