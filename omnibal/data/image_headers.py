@@ -118,6 +118,8 @@ def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
 
 def as_rgb(image: Image.Image) -> Image.Image:
     """Decode an image to 8-bit RGB; raises ValueError and Pillow's errors."""
+    if image.format == "EPS":
+        raise ValueError("PostScript is a program, which is not run")
     image.load()  # the mode of an ICNS is known then
     _check_depth(image)
     return image.convert("RGB")

@@ -21,6 +21,7 @@ _UNKNOWN = 0xFFFFFFFF  # size of an AVI in a non-seekable output
 _EBML = b"\x1a\x45\xdf\xa3"  # first bytes of Matroska. The next name has 4 too
 _BOXES = frozenset(b"ftyp styp moov moof mdat mfra sidx free skip wide uuid meta udta pnot".split())
 """Parts of an MP4 or MOV."""
+_MAX_BOXES = 100_000
 _HEADERS = 4_096  # cached: a pack's samples, and part of a scan
 
 
@@ -95,9 +96,10 @@ def _stated_end(file: IO[bytes]) -> int:
         start, size = _matroska_size(head, len(_EBML))
         start, size = _matroska_size(head, start + size + len(_EBML))
         return start + size if size else 0
-    while (box := _bytes_at(file, end))[4:8] in _BOXES:
+    for _ in range(_MAX_BOXES):
+        box = _bytes_at(file, end)
         size = int.from_bytes(box[:4]) if box[:4] != b"\0\0\0\1" else int.from_bytes(box[8:16])
-        if size < len(box[:8]):  # 0: the last, to the end
+        if box[4:8] not in _BOXES or size < 8:  # 0: the last, to the end
             break
         end += size
     return end

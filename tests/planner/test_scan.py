@@ -214,6 +214,8 @@ def test_images_are_read_by_the_scan_as_by_training():
             with pytest.raises(BadImage, match=r"cannot be read \(grey above 8 bits \(mode"):
                 image_size(HeldFile(whole))
     assert kinds > 30
+    with pytest.raises(BadImage, match="PostScript is a program"):
+        image_size(HeldFile(picture(kind="eps")))
     with (
         mock.patch.object(Image, "MAX_IMAGE_PIXELS", 100),
         pytest.raises(BadImage, match="exceeds"),
