@@ -1,12 +1,16 @@
 """Read image sizes from headers. Pixels are decoded if the end of the file proves nothing."""
 
 import math
+import warnings
 from typing import BinaryIO
 
 from PIL import ExifTags, Image
 
 from omnibal.base.errors import StorageError
 from omnibal.data.stored_files import HeldFile, ImageFile, why_unreadable
+
+# Of files that are read all the same, or refused in a line.
+warnings.filterwarnings("ignore", module=r"PIL\.")
 
 _END_MARKERS = {"PNG": b"IEND\xaeB`\x82", "JPEG": b"\xff\xd9", "MPO": b"\xff\xd9"}
 _TAIL_BYTES = 1024  # file tail with the end marker
