@@ -203,7 +203,10 @@ def test_ranks_that_divide_train_resume_and_answer_as_one_process(
 
 @pytest.mark.parametrize(
     ("plan", "ranks", "told"),
-    [("beside", 4, "the plan's encoders"), ("pair", 2, "the plan has packs that rank")],
+    [
+        ("beside", 4, "the plan has data-parallel encoders"),
+        ("pair", 2, "the plan has packs that rank"),
+    ],
 )
 def test_other_layers_are_refused(plans, digits, tmp_path, monkeypatch, plan, ranks, told):
     """Prevents: Transformer Engine's layers, or attention over a part of a pack, untested."""

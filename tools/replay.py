@@ -29,7 +29,7 @@ from megatron.vlm.measure.replay_job import (
     replay_info,
     replay_stages,
 )
-from megatron.vlm.model.providers import check_precision, check_provider
+from megatron.vlm.model.providers import check_provider, check_provider_of
 from megatron.vlm.run.launch import Launch, open_store
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
@@ -122,7 +122,7 @@ def replay(
             _print_fake_stages(job, numbers, output, options.as_json)
         return
     check_alone(job.plan)
-    check_precision(job.plan.precision, options.provider)
+    check_provider_of(job.plan, options.provider)
     info = replay_info(
         job,
         steps=options.steps or _STEPS,

@@ -56,6 +56,12 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
     plan = read_plan(directory)
     _check_sharded(plan, directory)
     job = job_of_plan(plan, directory)
+    why = job.split_obstacle(plan.schedule)
+    if why is not None:
+        raise UserError(
+            f"{directory}: schedule {plan.schedule.name} splits backwards, but "
+            f"{why}: drop schedule, or {_ANEW}"
+        )
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
     shapes = plan.data or plan.shapes

@@ -37,6 +37,7 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.encoder_waits import with_encoders
 from omnibal.pipeline.filling import worth_filling
 from omnibal.pipeline.level_costs import side_by_side
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
@@ -169,6 +170,16 @@ class JobSpec:
             )
         if self.precision == "fp8":
             layer_products(self.model, self.cluster, parallel, self.precision)
+
+    def split_obstacle(self, schedule: PipelineSchedule) -> str | None:
+        """Return why this trainer cannot split a schedule's backwards, or None."""
+        if self.trainer.name is not None or not schedule.in_two:
+            return None
+        if self.parallel.sharded > 1:
+            return "gradients of divided weights are summed with every whole backward"
+        if self.precision == "fp8":
+            return "products in FP8 give gradients of weights with every whole backward"
+        return None
 
     @property
     def encoders_cost(self) -> EncodersCost | None:

@@ -24,7 +24,6 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import (
     ONE_FORWARD_ONE_BACKWARD,
     TRIED_CHUNKS,
-    Pass,
     PipelineSchedule,
 )
 from omnibal.pipeline.workload import Workload
@@ -109,13 +108,7 @@ def _obstacle_of_job(job: JobSpec, schedule: PipelineSchedule) -> str | None:
         return None
     if job.lockstep_ranks > 1:
         return "ranks that share out experts or divide weights run 1f1b in lockstep"
-    if Pass.BACKWARD_WEIGHT not in schedule.passes:
-        return None
-    if job.parallel.sharded > 1:
-        return "gradients of divided weights are summed with every whole backward"
-    if job.precision == "fp8":
-        return "products in FP8 give gradients of weights with every whole backward"
-    return None
+    return job.split_obstacle(schedule)
 
 
 def may_run(job: JobSpec, name: str) -> bool:

@@ -22,12 +22,14 @@ from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult, make_plan, prediction_of
+from omnibal.model.config import load_cluster
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.levels import CutRule
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report.plan_tables import stages_table
@@ -629,6 +631,20 @@ def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
             {"sharded": 2},
             {"made_for": TargetName.MEGATRON_LM},
             r"Megatron-LM, which made_for names, are replicated \(1\): set parallel.sharded so",
+        ),
+        (
+            {"sharded": 2},
+            {"schedule": PipelineSchedule(name="zb-h1")},
+            "schedule zb-h1 splits backwards, but gradients of divided weights",
+        ),
+        (
+            {},
+            {
+                "schedule": PipelineSchedule(name="zb-h1"),
+                "precision": "fp8",
+                "cluster": load_cluster("h100-80g"),
+            },
+            "schedule zb-h1 splits backwards, but products in FP8",
         ),
     ],
 )

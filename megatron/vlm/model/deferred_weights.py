@@ -37,31 +37,8 @@ from megatron.core.parallel_state import get_global_memory_buffer
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel import layers as core_layers
 
-from omnibal.base.errors import UserError
-from omnibal.job.plan import Plan
-from omnibal.model.config import Provider
-
 OnGradient = Callable[[torch.nn.Parameter], None]
 """Callback with a parameter after its gradient was added to its buffer."""
-
-
-def check_two_parts(plan: Plan, provider: Provider) -> None:
-    """Raise unless weight gradients can be deferred."""
-    given = f"the plan's schedule {plan.schedule.name} runs backwards in two parts"
-    if plan.precision == "fp8":
-        raise UserError(
-            f"{given}, and its precision is fp8: plan with --precision bf16 or --schedule 1f1b"
-        )
-    if plan.parallel.sharded > 1:
-        raise UserError(
-            f"{given}, and {plan.parallel.sharded} ranks divide its weights, whose gradients are "
-            "summed with every whole backward: plan with whole weights or --schedule 1f1b"
-        )
-    if provider == "te":
-        raise UserError(
-            f"{given}, which this project's linears alone do, and --provider te was given: leave "
-            "--provider out, or plan with --schedule 1f1b"
-        )
 
 
 class Product:

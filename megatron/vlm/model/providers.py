@@ -19,7 +19,7 @@ from megatron.core.utils import get_te_version, is_te_min_version
 from megatron.vlm.installed import TRANSFORMER_ENGINE_FAILURE
 from megatron.vlm.model.attention import PackedCoreAttention
 from omnibal.base.errors import UserError
-from omnibal.model.adapters import AdapterConfig
+from omnibal.job.plan import Plan
 from omnibal.model.config import Precision, Provider
 
 _CURRENT_SCALING = "2.2.0"
@@ -67,13 +67,23 @@ def check_precision(precision: Precision, provider: Provider) -> None:
         )
 
 
-def check_adapters(adapters: AdapterConfig | None, provider: Provider) -> None:
-    """Raise unless adapters were tested with the provider's linears."""
-    if adapters is not None and provider == "te":
-        raise UserError(
-            "--provider te was given for a plan with adapters, which stand beside this project's "
-            "linears alone: leave --provider out"
-        )
+def check_provider_of(plan: Plan, provider: Provider) -> None:
+    """Raise unless the provider's layers can train a plan."""
+    check_precision(plan.precision, provider)
+    obstacles = {
+        "packs that ranks share, whose attention Transformer Engine does not have; plan with "
+        "--packing-levels 1": plan.has_shared_packs,
+        "data-parallel encoders, which are tried with this project's layers alone; plan with "
+        "--encoder pipeline": plan.beside is not None,
+        "adapters, which are added to this project's linears alone; plan without them": (
+            plan.adapters is not None
+        ),
+        f"schedule {plan.schedule.name}, whose backwards this project's linears alone split; plan "
+        "with --schedule 1f1b": plan.schedule.in_two,
+    }
+    for what, is_so in obstacles.items():
+        if is_so and provider == "te":
+            raise UserError(f"--provider te was given, but the plan has {what}, or drop the option")
 
 
 def layer_parts(provider: Provider) -> LayerParts:

@@ -30,7 +30,6 @@ from megatron.vlm.model.configs import encoder_transformer_configs, language_tra
 from megatron.vlm.model.deferred_weights import (
     PARALLEL_LINEARS,
     DeferredWeights,
-    check_two_parts,
     defer_linear,
 )
 from megatron.vlm.model.drop_path import branch_scales
@@ -42,7 +41,7 @@ from megatron.vlm.model.fused.cross_entropy import OwnWords, cross_entropy, hide
 from megatron.vlm.model.fused.rotary import rotation, sectioned_rotation
 from megatron.vlm.model.groups import ContextGroups
 from megatron.vlm.model.layers import language_layer_spec
-from megatron.vlm.model.providers import check_adapters, check_precision, layer_parts
+from megatron.vlm.model.providers import check_provider_of, layer_parts
 from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
@@ -467,10 +466,7 @@ def build_stage(
         part: index into the plan's stages.
         context_groups: from `create_context_groups`, or None if no packs are shared.
     """
-    if plan.schedule.in_two:
-        check_two_parts(plan, provider)
-    check_precision(plan.precision, provider)
-    check_adapters(plan.adapters, provider)
+    check_provider_of(plan, provider)
     prefer_flash_attention_3()
     stage = VLMStage(
         plan.pipeline_model,

@@ -26,7 +26,7 @@ from megatron.vlm.inputs.encoder_share import EncoderShares
 from megatron.vlm.inputs.pack_share import Sharing
 from megatron.vlm.inputs.reader import SampleReader
 from megatron.vlm.inputs.validation_packs import pack_validation
-from megatron.vlm.model.providers import check_precision
+from megatron.vlm.model.providers import check_provider_of
 from megatron.vlm.run.arguments import (
     ADAPTER_LEARNING_RATE,
     LEARNING_RATE,
@@ -212,19 +212,7 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
 
 def _check_options(arguments: RunArguments, plan: Plan) -> None:
     """Raise UserError if options conflict with the plan."""
-    check_precision(plan.precision, arguments.provider)
-    if arguments.provider == "te" and plan.has_shared_packs:
-        raise UserError(
-            "--provider te was given, but the plan has packs that ranks share, whose attention "
-            "Transformer Engine does not have; leave the option out, or plan with "
-            "--packing-levels 1"
-        )
-    if arguments.provider == "te" and plan.beside is not None:
-        raise UserError(
-            "--provider te was given, but the plan's encoders are data-parallel, which is "
-            "tried with this project's layers alone; leave the option out, or plan with "
-            "--encoder pipeline"
-        )
+    check_provider_of(plan, arguments.provider)
     if arguments.samples.drop_path and not plan.model.takes_images:
         raise UserError(
             f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
