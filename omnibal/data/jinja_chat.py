@@ -142,7 +142,7 @@ class _Limits:
         if name == "call":
             called, name = arguments[1], ""
             if isinstance(called, FunctionType) and "__wrapped__" in vars(called):
-                called = called.__wrapped__  # a format of text, within the sandbox's wrapper
+                called = vars(called)["__wrapped__"]  # a format of text, in the sandbox's wrapper
             if isinstance(called, BuiltinMethodType):
                 name, arguments = called.__name__, (called.__self__, *arguments[2:])
         sized = [each for each in arguments if isinstance(each, _SIZED)]
