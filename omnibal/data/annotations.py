@@ -384,7 +384,8 @@ def read_meta(path: Path) -> dict[str, SourceMeta]:
             what = "is a folder" if path.is_dir() else "no such file"
             raise UserError(f"{path}: {what}; {remedy}")
         if holds_records(path):
-            return {path.stem: SourceMeta(annotation=path.name)}
+            # What is behind the ? of a URL may be a secret.
+            return {Path(path.name.partition("?")[0]).stem: SourceMeta(annotation=path.name)}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error
     entries = read_json_model(
