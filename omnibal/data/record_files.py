@@ -77,12 +77,12 @@ def index_lines(path: Path) -> RecordIndex:
     version = version_of(path)
     digest = hashlib.sha256()
     starts, firsts = [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
-    size, begins = 0, True
+    size, begins = 0, True  # whether a chunk begins a line
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             codes = np.frombuffer(chunk, np.uint8)
-            places = np.append([0] * begins, np.flatnonzero(codes == _NEWLINE) + 1).astype(np.int64)
+            places = np.flatnonzero(np.append(begins, codes == _NEWLINE))
             places = places[places < len(codes)]
             starts.append(places + size)
             firsts.append(codes[places])

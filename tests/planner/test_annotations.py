@@ -16,8 +16,9 @@ from jsonl_cases import open_jsonl, open_meta, record_of, said, write_jsonl
 from tiling_cases import internvl_grid
 
 from omnibal.base.errors import UserError
+from omnibal.data import record_files
 from omnibal.data.annotations import Annotations
-from omnibal.data.record_files import index_array, is_array
+from omnibal.data.record_files import index_array, index_lines, is_array
 from omnibal.data.sample import Turn, middle_frames
 from omnibal.data.stored_files import ImageFile, natural_order
 from omnibal.data.tiling import tile_grid
@@ -307,6 +308,19 @@ def test_blank_lines_are_passed_over(tmp_path):
     assert annotations.number.tolist() == [0, 1, 2]
     with pytest.raises(UserError, match=r"a\.jsonl: sample 3 has 1 <image> for 0"):
         _ = annotations[2]
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 5, 9])
+def test_files_larger_than_a_chunk(tmp_path, monkeypatch, chunk):
+    """Prevents: files above 16 MiB end in an error, or lines at a chunk's border are cut."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"{1}\n\n {22}\r\n\n{4}\n{55}")
+    monkeypatch.setattr(record_files, "_CHUNK_BYTES", chunk)
+    found = index_lines(path)
+    lines = [
+        path.read_bytes()[a : a + b].strip() for a, b in zip(found.start, found.size, strict=True)
+    ]
+    assert lines == [b"{1}", b"{22}", b"{4}", b"{55}"]
 
 
 def test_middle_frames():
