@@ -384,7 +384,7 @@ def read_meta(path: Path) -> dict[str, SourceMeta]:
             what = "is a folder" if path.is_dir() else "no such file"
             raise UserError(f"{path}: {what}; {remedy}")
         if holds_records(path):
-            # What is behind the ? of a URL may be a secret.
+            # The query of a URL may hold a secret.
             return {Path(path.name.partition("?")[0]).stem: SourceMeta(annotation=path.name)}
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); {remedy}") from error

@@ -233,10 +233,7 @@ class _PeftConfig(BaseModel, extra="allow"):
     init_lora_weights: bool | str = True
 
     def obstacles(self) -> list[str]:
-        """Settings by which the adapter computes something else, or is not of the base's weights.
-
-        An entry that is not known is one unless it is off or empty.
-        """
+        """Return settings of other methods than LoRA, and unknown settings that are not empty."""
         has = {
             f"peft_type {self.peft_type}": self.peft_type != "LORA",
             f"bias {self.bias}": self.bias != "none",
@@ -296,8 +293,8 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
     obstacles = given.obstacles()
     if obstacles:
         raise UserError(
-            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, by which it is no plain "
-            "LoRA of the base's weights; merge it into the model with PEFT, and import that"
+            f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, and only plain "
+            "LoRA of the released weights is read; merge it into the model with PEFT, and import that"
         )
     files = ReleasedFiles(folder, WEIGHTS_FILE)
     everywhere = AdapterConfig(

@@ -38,14 +38,11 @@ _TEMPLATE = """\
 {{ '<|im_start|>assistant\\n' }}
 {%- endif -%}
 """
-"""Messages as training writes them; an image's mark becomes its tokens in the processor."""
+"""Training's format of messages. The processor replaces <IMG_CONTEXT> by an image's tokens."""
 
 
 def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the processor's and the tokenizer's settings, and a chat template if it has none.
-
-    Only templates whose messages are between <|im_start|> and <|im_end|> are written.
-    """
+    """Return the settings of the processor and the tokenizer, and a missing ChatML template."""
     folder = tokenizer.path.parent
     settings, path = dict[str, object](), folder / CONFIG_FILE
     if path.is_file():
