@@ -294,7 +294,7 @@ def add_adapter(source: ReleasedCheckpoint, folder: Path) -> CheckpointWithAdapt
     if obstacles:
         raise UserError(
             f"{folder / CONFIG_FILE}: sets {', '.join(obstacles)}, and only plain "
-            "LoRA of the released weights is read; merge it into the model with PEFT, and import that"
+            "LoRA of the released weights is read; merge it with PEFT, and import the model"
         )
     files = ReleasedFiles(folder, WEIGHTS_FILE)
     everywhere = AdapterConfig(
