@@ -112,6 +112,12 @@ def is_stream(path: Path) -> bool:
     return stat.S_ISFIFO(kind) or stat.S_ISCHR(kind) or _is_standard_output(found)
 
 
+def check_ends(path: Path, remedy: str) -> None:
+    """Raise UserError for a pipe or device, which may never end."""
+    if is_stream(path):
+        raise UserError(f"{path}: is a pipe or a device, which may never end; {remedy}")
+
+
 def _is_standard_output(found: os.stat_result) -> bool:
     try:
         return os.path.samestat(found, os.fstat(_STANDARD_OUTPUT))
@@ -176,16 +182,15 @@ def read_toml_model(kind: type[T], path: Path, remedy: str) -> T:
     """Read TOML as a `kind`; raises like `read_json_model`."""
     try:
         return TypeAdapter(kind).validate_python(tomllib.loads(read_text(path, remedy)))
-    except tomllib.TOMLDecodeError as error:
-        raise UserError(f"{path}: not TOML: {error}; {remedy}") from error
     except ValidationError as error:
         raise _invalid(error, str(path), remedy) from error
+    except (ValueError, RecursionError) as error:  # including huge numbers and deep nesting
+        raise UserError(f"{path}: not TOML: {error}; {remedy}") from error
 
 
 def read_text(path: Path, remedy: str) -> str:
     """Read a UTF-8 file; raises UserError if absent."""
-    if is_stream(path):
-        raise UserError(f"{path}: is a pipe or a device, which may never end; {remedy}")
+    check_ends(path, remedy)
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError as error:

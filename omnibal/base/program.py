@@ -15,6 +15,7 @@ from omnibal.base.printable import printable
 
 # Error of an unknown option, missing argument or bad value; typer has no public name.
 _UsageError = cast(type[typer.BadParameter], typer.BadParameter.__base__)
+_LONGEST = 2000  # characters of a message, which may quote a whole file
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -75,5 +76,8 @@ def _system_error(error: OSError) -> str:
 
 
 def _fail(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")
+    line = printable(" ".join(message.split()))
+    if len(line) > _LONGEST:
+        line = f"{line[: _LONGEST // 2]} ... {line[-_LONGEST // 2 :]}"
+    sys.stderr.write(f"error: {line}\n")
     sys.exit(EXIT_USER_ERROR)

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from omnibal.base.errors import UserError
+from omnibal.base.files import check_ends
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +24,7 @@ class Columns:
 
     @classmethod
     def read(cls, path: Path, names: Sequence[str], remedy: str) -> "Columns":
+        check_ends(path, remedy)
         with _reading(path, remedy), pq.ParquetFile(path) as file:
             schema = file.schema_arrow
         columns = cls(schema, path, remedy)

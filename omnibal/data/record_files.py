@@ -15,6 +15,7 @@ from omnibal.base.remote_path import version_of
 from omnibal.data.forms import FORMS
 
 _CHUNK_BYTES = 1 << 24  # large enough that reading dominates
+_LONGEST_LINE = 1 << 28  # that tells a record from a meta
 _OPENING_BYTES = 80  # of a line, enough to see an array begin
 _NEWLINE = ord("\n")
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -58,7 +59,7 @@ def holds_records(path: Path) -> bool:
                 f"with `gunzip {path.name}`"
             )
         file.seek(0)
-        first = file.readline().removeprefix(_BYTE_ORDER_MARK)
+        first = file.readline(_LONGEST_LINE).removeprefix(_BYTE_ORDER_MARK)
     # A meta's values are objects. A record has a list of messages, or a form's keys.
     try:
         record = json.loads(first)

@@ -214,8 +214,8 @@ class _Settings(BaseModel):
         others = self.extra_special_tokens or self.additional_special_tokens or []
         others = list(others.values()) if isinstance(others, dict) else others
         given = (*(vars(self)[role] for role in _ROLES), *others)
-        tokens = [AddedToken(content=t) if isinstance(t, str) else t for t in given]
-        return [t.model_copy(update={"special": True}) for t in tokens if t is not None]
+        tokens = [AddedToken(content=t) if isinstance(t, str) else t for t in given if t]
+        return [token.model_copy(update={"special": True}) for token in tokens]
 
     @property
     def special_pieces(self) -> list[str]:

@@ -395,6 +395,7 @@ LARGE = "plan --model {} --cluster h100-80g --max-tiles 8 --max-tokens 9 -o p"
         (PLAN + " -o p --memory-gib 0", f"--memory-gib{SEE} plan --help"),
         (PLAN + " -o p --modle x", f"--modle{SEE} plan --help"),
         ("unknown", f"unknown{SEE} --help"),
+        ("check " + "x" * 9000, "xxx ... xxx"),
     ],
 )  # fmt: skip
 def test_mistakes_are_one_line(capsys, tmp_path, monkeypatch, lengths_file, command, expected):

@@ -17,6 +17,7 @@ from omnibal.base.files import (
     write_json_model,
 )
 from omnibal.base.frozen import Frozen
+from omnibal.data.columns import Columns
 from omnibal.families.folder import read_config_file
 
 pytestmark = pytest.mark.quick
@@ -97,6 +98,8 @@ def test_models_come_back(tmp_path):
         (read_json, b'{"inner": [{"count": 1, "ratio": NaN}]}', r"ratio: .*finite.*\(given: nan\)"),
         (read_json, b'{"inner": "' + b"y" * 999 + b'"}', "inner: "),
         (read_toml, b"count = ", "not TOML: "),
+        (read_toml, b"count = " + b"[" * 9999, "not TOML: "),
+        (read_toml, b"count = " + b"9" * 5000, "not TOML: "),
         (read_toml, b"count = 1\nname = '\xff'", "not UTF-8"),
         (read_toml, b"count = 0", r"count: .*\(given: 0\)"),
         (read_toml, b"count = 1\nratio = nan", "ratio: .*finite"),
@@ -160,6 +163,8 @@ def test_a_pipe_is_not_waited_for(tmp_path):
     for path in (tmp_path / "config.json", Path("/dev/zero")):
         with pytest.raises(UserError, match="is a pipe or a device"):
             read_text(path, "give a file")
+        with pytest.raises(UserError, match="is a pipe or a device"):
+            Columns.read(path, [], "give a file")
 
 
 @pytest.mark.parametrize("value", ['{"a":' * 9999 + "1" + "}" * 9999, "9" * 5000])

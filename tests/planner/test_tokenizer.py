@@ -187,6 +187,7 @@ def test_flags_of_the_config_count(tmp_path, flags):
         {"extra_special_tokens": ["<more>"], "additional_special_tokens": ["zqz"]},
         {"additional_special_tokens": ["<more>", "zqz", "a"]},
         {"extra_special_tokens": {"image_token": "<more>"}, "mask_token": "zqz", "eos_token": "a"},
+        {"additional_special_tokens": ["", "zqz"], "bos_token": ""},
         {"pad_token": {"__type": "AddedToken", "content": "<new>", "lstrip": False}},
     ],
 )
