@@ -14,7 +14,7 @@ PLAN = "plan --model internvl-digits --cluster laptop-cpu --pp 2 --max-tiles 8 -
 
 def words_of(command: str) -> list[str]:
     """Words of a command, in which the folder of temporary files may have spaces."""
-    folder, mark = os.path.realpath(tempfile.gettempdir()), "\0"
+    folder, mark = os.path.realpath(tempfile.gettempdir()), "\uffff"
     return [word.replace(mark, folder) for word in command.replace(folder, mark).split()]
 
 
