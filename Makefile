@@ -1,6 +1,6 @@
 # Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
-.PHONY: check format fuzz gpu-bundle mutants planner-quick quick test
+.PHONY: check compose format fuzz gpu-bundle mutants planner-quick quick test
 
 check:
 	./scripts/check.sh
@@ -11,6 +11,12 @@ format:
 # Properties with 1,000 random examples each, in place of the same 40 in every run.
 fuzz:
 	./scripts/test.sh -m hypothesis --hypothesis-profile random
+
+# Combinations of features, drawn at random: make compose DRAWS=20 SEED=1
+DRAWS = 1000
+SEED = $(shell date +%s)
+compose:
+	./scripts/test.sh tests/training/test_composed.py --draws $(DRAWS) --seed $(SEED)
 
 # For scripts/gpu_proof.sh on a machine without a network: make gpu-bundle BUNDLE=FOLDER
 BUNDLE = work/gpu_bundle

@@ -61,6 +61,12 @@ NEVER_FORKED = {"ray", "s3fs", "aiobotocore", "moto"}
 """Modules with threads and locks of their own: a test has a command of its own import them."""
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of `make compose`."""
+    parser.addoption("--draws", type=int, help="new combinations for test_composed.py")
+    parser.addoption("--seed", type=int, default=0, help="seed of the first of --draws")
+
+
 @pytest.fixture(autouse=True)
 def forks_safely() -> Iterator[None]:
     """Prevents ranks, which are forked from this process, from being broken by an earlier test."""

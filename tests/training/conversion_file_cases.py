@@ -12,7 +12,8 @@ from safetensors.torch import load_file
 from megatron.vlm.checkpoint.identity import open_newest
 from megatron.vlm.conversion.exporting import plan_export_as, plan_export_like, write_export
 from megatron.vlm.conversion.importing import open_released
-from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.conversion.own_weights import StoredWeights
+from megatron.vlm.conversion.tensor_map import Layout, parameters
 from omnibal.data.tokenizer import open_tokenizer
 
 SHARD_BYTES = 20_000
@@ -67,6 +68,18 @@ def assert_equal_tensors(found: dict[str, torch.Tensor], expected: dict[str, tor
     for name, tensor in expected.items():
         assert found[name].dtype == tensor.dtype, name
         assert torch.equal(found[name], tensor), name
+
+
+def assert_same_parameters(run: Path, other: Path, dtype: str | None = None) -> None:
+    """Also of another type, where `run` was made in one."""
+    identity = open_newest(run)
+    assert identity.model.language == open_newest(other).model.language
+    own, theirs = StoredWeights(identity.path), StoredWeights(open_newest(other).path)
+    every = list(parameters(identity.model))
+    for parameter, tensor, expected in zip(every, own.read(every), theirs.read(every), strict=True):
+        expected = expected if dtype is None else expected.to(TYPES[dtype])
+        assert tensor.dtype == expected.dtype, parameter.name
+        assert torch.equal(tensor, expected), parameter.name
 
 
 # What a user can get wrong. Each case changes a copy of a good checkpoint.

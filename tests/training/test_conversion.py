@@ -25,6 +25,7 @@ from conversion_file_cases import (
     SHARD_BYTES,
     TYPES,
     assert_equal_tensors,
+    assert_same_parameters,
     comes_back,
     content,
     edit_config,
@@ -58,7 +59,6 @@ from megatron.vlm.checkpoint.save_load import load_weights
 from megatron.vlm.checkpoint.stored_blocks import StoredTensors
 from megatron.vlm.conversion.exporting import Export, plan_export_as, write_export
 from megatron.vlm.conversion.importing import ReleasedCheckpoint, import_checkpoint, open_released
-from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.tensor_map import parameters
 from megatron.vlm.step.train import build_trainer
 from omnibal.base.errors import UserError
@@ -182,18 +182,6 @@ def test_every_layout_leads_to_another(tmp_path, name, layout, other):
         own = json.loads(files.pop("tokenizer_config.json"))
         assert own.items() <= json.loads((target / "tokenizer_config.json").read_text()).items()
     assert files.items() <= content(again / "tokenizer").items()
-
-
-def assert_same_parameters(run: Path, other: Path, dtype: str | None = None) -> None:
-    """Also of another type, where `run` was made in one."""
-    identity = open_newest(run)
-    assert identity.model.language == open_newest(other).model.language
-    own, theirs = StoredWeights(identity.path), StoredWeights(open_newest(other).path)
-    every = list(parameters(identity.model))
-    for parameter, tensor, expected in zip(every, own.read(every), theirs.read(every), strict=True):
-        expected = expected if dtype is None else expected.to(TYPES[dtype])
-        assert tensor.dtype == expected.dtype, parameter.name
-        assert torch.equal(tensor, expected), parameter.name
 
 
 def test_original_layout_comes_back_with_its_settings(tmp_path):

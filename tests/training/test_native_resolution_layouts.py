@@ -1,15 +1,9 @@
 """Models of images at their native resolution on four processes, their encoders in the pipeline or
 data-parallel, against one process that has everything: same loss, every gradient, same weights."""
 
-from dataclasses import replace
-
-import numpy as np
 import pytest
-import torch
-import torch.distributed as dist
-from data_parallel_cases import data_parallel_plan, shares_of
-from length_cases import lengths_of
-from megatron.core import parallel_state
+from data_parallel_cases import data_parallel_plan
+from native_pass_cases import own_stream
 from native_resolution_cases import (
     STEPS,
     WORD,
@@ -23,10 +17,9 @@ from ranks import run_ranks
 from tensor_parallel_cases import OPTIONS, Feed, compare_resumed, compare_with_one_process
 from toy import cut_plan
 
-from megatron.vlm.inputs.batch import MicroBatch, MicroBatchStream
+from megatron.vlm.inputs.batch import MicroBatchStream
 from megatron.vlm.step.schedule import run_forward
 from megatron.vlm.step.train import build_trainer
-from omnibal.packing.packs import Packs, ScheduledPacks
 
 MODELS = {
     "Qwen3-VL": qwen3_vl(),
@@ -42,57 +35,6 @@ def plan_of(name, cuts=(), **options):
     if "pipelines" in options:
         return data_parallel_plan(MODELS[name], cuts, **{"per_pass": 9, "kept": 7} | options)
     return cut_plan(MODELS[name], *cuts, **options)
-
-
-def scheduled_step(number, ranks):
-    """A step of packs, of which every data-parallel rank has every `ranks`-th; lengths of its
-    samples; and the place in the step of each pack."""
-    packs = STEPS[number]
-    place = np.array(sorted(range(len(packs)), key=lambda place: (place % ranks, place)))
-    samples = [grids for each in place for grids, _ in packs[each]]
-    cells = [
-        [grid.rows * grid.columns // 4 for grid in grids for _ in range(grid.times)]
-        for grids in samples
-    ]
-    lengths = lengths_of(
-        image_tokens=[sum(own) for own in cells],
-        squared_image_tokens=[sum(one**2 for one in own) for own in cells],
-        tokens=[100] * len(cells),
-        loss_tokens=[1] * len(cells),
-    )
-    ends = np.cumsum([len(packs[each]) for each in place])
-    members = Packs(samples=np.arange(len(cells)), offsets=np.append(0, ends))
-    found = ScheduledPacks.of(members, lengths, 0 * place, place % ranks, place // ranks)
-    return found, lengths, place
-
-
-def own_stream(plan, number, packs):
-    """This rank's part of a step: its passes, and its micro-batches without patches, in order."""
-    own = packs[parallel_state.get_data_parallel_rank() :: plan.parallel.data]
-    if plan.beside is None:
-        return MicroBatchStream.of(own)
-    scheduled, lengths, order = scheduled_step(number, plan.parallel.data)
-    shares = shares_of(plan, scheduled, dist.get_rank(), lengths).step(0)
-    passes = [encoder_pass(one, [packs[place] for place in order]) for one in shares.passes]
-    texts = [replace(batch, patches_YX=None, image_grids=()) for batch in own]
-    return replace(MicroBatchStream.of(own), batches=iter([*passes, *texts]), encoding=shares)
-
-
-def encoder_pass(planned, packs):
-    patches, grids = [], []
-    for run in planned.runs:
-        own, start = packs[run.row], 0
-        for grid in own.image_grids:
-            stop = start + grid.patches // 4
-            if start in run.items:
-                assert stop - 1 in run.items, "images go whole"
-                grids.append(grid)
-                patches.append(own.patches_YX[4 * start : 4 * stop])
-            start = stop
-    return MicroBatch(
-        tiles=0, image_tokens=planned.items, image_grids=tuple(grids), tokens=0, segment_tokens=(),
-        patches_YX=torch.cat(patches),
-    )  # fmt: skip
 
 
 SOME = {"vision": (1, 2), "language": (0,)}

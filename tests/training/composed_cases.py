@@ -1,0 +1,359 @@
+"""Random legal combinations of features: drawn, planned, and trained beside one process."""
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import native_resolution_cases as native
+import shared_training_cases as shared
+import torch
+from chunk_cases import with_chunks
+from conversion_cases import model_of
+from conversion_file_cases import assert_same_parameters, exported, exported_like
+from data_parallel_cases import data_parallel_plan, own_stream
+from native_pass_cases import own_stream as native_stream
+from pydantic import ValidationError
+from ranks import run_ranks
+from released import imported, saved
+from tensor_parallel_cases import (
+    Feed,
+    alone,
+    assert_same_results,
+    assert_same_training,
+    train_steps,
+)
+from toy import cut_plan, pack, stages_of, toy_audio_encoder, toy_sample
+
+from megatron.vlm.conversion.tensor_map import Layout
+from megatron.vlm.inputs.data import LossWeighting
+from omnibal.base.errors import UserError
+from omnibal.job.check import check_plan, training_obstacles
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan, PlannedLevel, write_plan
+from omnibal.job.plan_data import MockData
+from omnibal.job.planner import PlanRequest, make_plan
+from omnibal.model.adapters import AdapterConfig, adapter_mistake
+from omnibal.model.config import ModelConfig
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import ContextExchange, CutRule
+from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
+from omnibal.model.units import frozen_mistake, model_parts
+from omnibal.pipeline.schedules import PipelineSchedule
+
+DEEP = {"layers": 4}
+"""Layers of language models, enough for two chunks on each of two stages."""
+
+
+LONG = {"max_positions": 640}
+"""A limit that configurations of Transformers always have."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and the layout that it is exported in."""
+
+    model: ModelConfig
+    layout: Layout | None
+    """None if it is exported like a folder of the model without its audio encoder."""
+
+    @property
+    def is_native(self) -> bool:
+        return self.model.images is not None
+
+
+@cache
+def kinds() -> dict[str, Kind]:
+    """Every kind of model that is drawn, by name."""
+    tiles, tied = model_of("300m-qwen2"), model_of("6b-qwen2-tied")
+    mixture = model_of("300m-qwen3-moe").with_tower("language", **DEEP)
+    text = ModelConfig(
+        name="text", language=mixture.language.model_copy(update={"runs": (), **LONG})
+    )
+    audio = {"audio": toy_audio_encoder(layers=2)}
+    return {
+        "tiles": Kind(tiles.with_tower("language", **DEEP), Layout.INTERNVL_QWEN2),
+        "tiles-tied": Kind(tied.with_tower("language", **DEEP), Layout.TRANSFORMERS),
+        "experts": Kind(mixture, Layout.INTERNVL_QWEN3_MOE),
+        "text": Kind(text, Layout.QWEN3),
+        "audio": Kind(tiles.model_copy(update={"encoders": tiles.encoders | audio}), None),
+        "qwen3-vl": Kind(native.qwen3_vl(**LONG), Layout.QWEN3_VL),
+        "qwen3-vl-tied": Kind(native.qwen3_vl(**LONG, tied_head=True), Layout.QWEN3_VL),
+        "qwen3-vl-moe": Kind(native.qwen3_vl_moe(**LONG), Layout.QWEN3_VL_MOE_STACKED),
+        "qwen2.5-vl": Kind(native.qwen2_5_vl(**LONG, kv_heads=2), Layout.QWEN2_5_VL),
+    }
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A combination: a plan that may be refused, and how its steps are made."""
+
+    kind: str
+    plan: Plan
+    weighting: LossWeighting
+    drop_path: float
+    seed: int
+    """Of the packs."""
+
+    @property
+    def words(self) -> str:
+        """The combination in short."""
+        plan = self.plan
+        weights = f"{plan.parallel.sharding} weights over {plan.parallel.sharded}"
+        beside = plan.beside and f"beside over {plan.beside.pipelines}, {plan.beside.sharded}"
+        levels = [(each.context, str(each.cut), str(each.exchange)) for each in plan.levels]
+        held = "; ".join(" ".join(map(str, stage.units)) for stage in plan.stages)
+        again = sum(bool(stage.recompute) for stage in plan.stages)
+        parts = [
+            self.kind, str(plan.parallel), weights, plan.schedule.name, held,
+            f"{again} recompute", beside, levels, plan.frozen, plan.adapters and "adapters",
+            self.weighting, self.drop_path and "drop path",
+        ]  # fmt: skip
+        return ", ".join(str(part) for part in parts if part)
+
+
+WORLDS = [(1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1), (1, 4, 1), (4, 1, 1), (1, 1, 2), (1, 2, 1)]
+"""Tensor, pipeline and data sizes."""
+KIND_WEIGHTS = {"experts": 3, "audio": 3, "qwen3-vl-moe": 2}
+LEVELS = [(2, CutRule.ZIGZAG), (4, CutRule.WHOLE), (2, CutRule.COST), (4, CutRule.CONTIGUOUS)]
+
+
+def draw_sizes(draw: random.Random, kind: Kind, is_shared: bool) -> dict[str, Any]:
+    """Sizes of at most four ranks; experts and hybrid weights are drawn more often than others."""
+    tensor, pipeline, data = draw.choice([each for each in WORLDS if each[2] > is_shared])
+    sizes: dict[str, Any] = {"pipeline": pipeline, "data": data}
+    has_experts = any(layer.experts for layer in kind.model.language.kinds)
+    if tensor > 1:
+        sizes |= {"tensor": tensor, "sequence_parallel": has_experts or draw.random() < 0.7}
+    if has_experts:
+        sizes["expert"] = draw.choice([each for each in (1, 2, 4) if each <= tensor * data])
+    sizes["sharded"] = draw.choice([each for each in (1, 2, 2, 4) if each <= data])
+    return sizes
+
+
+def draw_trained(draw: random.Random, kind: Kind) -> dict[str, Any]:
+    """Frozen parts and adapters that go together."""
+    model, parts = kind.model, list(model_parts(kind.model))
+    if draw.random() < 0.2:
+        own = tuple(part for part in parts if part == "language" or draw.random() < 0.4)
+        adapters, frozen = AdapterConfig(rank=4, alpha=8, parts=own), set(parts) - {*own}
+    else:
+        is_frozen = draw.random() < 0.4
+        adapters, frozen = None, {part for part in parts if is_frozen and draw.random() < 0.4}
+    given = {"adapters": adapters, "frozen": tuple(sorted(frozen))}
+    mistake = frozen_mistake(model, given["frozen"])
+    if mistake or adapter_mistake(model, given["frozen"], adapters):
+        return draw_trained(draw, kind)
+    return given
+
+
+def draw_plan(draw: random.Random, name: str, trained: dict[str, Any], is_shared: bool) -> Plan:
+    """A plan with cuts, recomputation and levels at random, which check may refuse."""
+    kind = kinds()[name]
+    sizes = draw_sizes(draw, kind, is_shared)
+    schedule, chunks = draw.choice(
+        [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("zb-h1", 1), ("zb-v", 2)]
+        if sizes["pipeline"] > 1
+        else [("1f1b", 1)]
+    )
+    pipeline = sizes.pop("pipeline")
+    is_beside = bool(kind.model.encoders) and draw.random() < 0.35
+    held = kind.model.without_encoders() if is_beside else kind.model
+    towers = ["language", *held.encoders]
+    layers = {tower: count_layers(held, tower) for tower in towers}
+    units = sum(layers.values()) + 2 * len(towers)
+    parts = pipeline * chunks
+    if parts > units:
+        raise UserError("there are more chunks than units")
+    cuts = tuple(sorted(draw.sample(range(1, units), parts - 1)))
+
+    def again() -> dict[str, tuple[int, ...]]:
+        is_some = draw.random() < 0.5
+        return {
+            tower: tuple(k for k in range(count) if is_some and draw.random() < 0.5)
+            for tower, count in layers.items()
+        }
+
+    recompute = {} if is_shared else again()
+    if is_beside:
+        most = sizes.get("tensor", 1) * pipeline * sizes["data"]
+        plan = data_parallel_plan(
+            kind.model, cuts, recompute=recompute, frozen=trained["frozen"],
+            pipelines=draw.choice([k for k in (1, 2, 4) if sizes["data"] % k == 0]),
+            per_pass=draw.choice([9, 12]) if kind.is_native else draw.choice([1, 2, 5]),
+            kept=draw.choice([0, 1, 7, 99]),
+            divided=draw.choice([k for k in (1, 2, 4) if k <= most]),
+            **sizes,
+        )  # fmt: skip
+    else:
+        plan = cut_plan(kind.model, *cuts, recompute=recompute, **sizes)
+    plan = plan.model_copy(update=trained)
+    plan = with_chunks(plan, chunks, schedule)
+    one_node = plan.cluster.model_copy(update={"gpus_per_node": 4})
+    plan = plan.model_copy(update={"cluster": one_node})
+    if is_shared:
+        return plan.model_copy(update={"levels": tuple(draw_levels(draw, plan, held, cuts, again))})
+    return plan.model_copy(update={"shapes": mock_data(plan.model).described()})
+
+
+def count_layers(model: ModelConfig, tower: str) -> int:
+    """Number of layers of a tower."""
+    return model.language.layers if tower == "language" else model.encoders[tower].layers
+
+
+def draw_levels(draw, plan, held, cuts, again) -> Iterator[PlannedLevel]:
+    """Three levels, of which the last two are shared."""
+    same = again()
+    shapes = [(1, CutRule.CONTIGUOUS), *draw.sample(LEVELS, 2)]
+    for number, (context, cut) in enumerate(shapes, 1):
+        layers = same if plan.parallel.routing_ranks > 1 else again()
+        yield PlannedLevel(
+            caps=Caps.of(**dict.fromkeys(plan.model.item_features, 99), tokens=400 * number),
+            context=min(context, plan.parallel.data),
+            cut=cut,
+            exchange=draw.choice([*ContextExchange]),
+            attention_weight=0.05,
+            recompute=tuple(stage.recompute for stage in stages_of(held, *cuts, **layers)),
+        )
+
+
+def mock_data(model: ModelConfig) -> MockData:
+    """Four packs a rank, at limits above those of the packs drawn."""
+    caps = Caps.of(**dict.fromkeys(model.item_features, 40), tokens=120)
+    return MockData(caps=caps, micro_batches_per_step=4)
+
+
+def checked(plan: Plan, folder: Path) -> Plan:
+    """The plan as it is read back from a folder that passes check; raises UserError if refused."""
+    whole = type(plan).model_validate_json(plan.model_dump_json())
+    folder.mkdir()
+    write_plan(whole, folder)
+    check_plan(folder)
+    obstacles = [why for why in training_obstacles(whole) if "shapes only" not in why]
+    if obstacles:
+        raise UserError(obstacles[0])
+    return whole
+
+
+def planned(draw: random.Random, plan: Plan) -> Plan:
+    """The planner's own plan of the same model and trained parts at other sizes."""
+    name = next(each for each, kind in kinds().items() if kind.model == plan.model)
+    sizes = draw_sizes(draw, kinds()[name], is_shared=False)
+    wanted = [("1f1b", 1), ("interleaved", 2), ("zb-h1", 1), ("zb-v", 2)]
+    schedule, chunks = draw.choice(wanted if sizes["pipeline"] > 1 else wanted[:1])
+    beside = draw.random() < 0.4 and bool(plan.model.encoders)
+    job = JobSpec(
+        model=plan.model,
+        cluster=plan.cluster,
+        parallel=Parallel(**sizes),
+        precision="fp32",
+        frozen=plan.frozen,
+        adapters=plan.adapters,
+        placement=EncoderPlacement.DATA_PARALLEL if beside else EncoderPlacement.PIPELINE,
+    )
+    schedule = PipelineSchedule(name=schedule, chunks=chunks)
+    return make_plan(PlanRequest(job=job, data=mock_data(plan.model), schedule=schedule)).plan
+
+
+def legal(make: Callable[[], Plan], folder: Path) -> Plan:
+    """The first plan of `make` that is not refused."""
+    refused = list[str]()
+    for number in range(200):
+        try:
+            return checked(make(), folder / str(number))
+        except UserError as error:
+            refused.append(str(error))
+        except ValidationError as error:
+            refused.append(error.errors()[0]["msg"])
+    raise AssertionError(refused)
+
+
+def draw_combination(seed: int, folder: Path) -> tuple[Drawn, Plan]:
+    """A legal combination, and another plan that goes on from it."""
+    draw = random.Random(seed)
+    names = [name for name in kinds() for _ in range(KIND_WEIGHTS.get(name, 1))]
+    name = draw.choice(names)
+    kind = kinds()[name]
+    trained = draw_trained(draw, kind)
+    can_share = not kind.is_native and not kind.model.takes_audio
+    is_shared = can_share and draw.random() < 0.3
+    own = partial(draw_plan, draw, name, trained, is_shared)
+    (folder / "own").mkdir()
+    (folder / "other").mkdir()
+    plan = legal(own, folder / "own")
+    make = own if is_shared or draw.random() < 0.3 else partial(planned, draw, plan)
+    other = legal(make, folder / "other")
+    can_drop = kind.model.takes_images and not plan.model.takes_audio
+    drop_path = 0.3 if can_drop and draw.random() < 0.3 else 0.0
+    weighting = draw.choice([*LossWeighting])
+    return Drawn(name, plan, weighting, drop_path, seed), other
+
+
+def packs_of(model, number, packs, weighting, drop_path, is_audio):
+    """The packs of a step, weighted so."""
+    for index, samples in enumerate(packs):
+        made = [
+            toy_sample(model, *counts, text % 3 * is_audio, seed=100 * number + 10 * index + i)
+            for i, counts in enumerate(samples)
+            for text in counts[1:]
+        ]
+        batch = pack(made, weighting)
+        keys = torch.arange(batch.tiles) * 0x9E3779B97F4A7C + index if drop_path else None
+        yield replace(batch, drop_path_keys_T=keys)
+
+
+def steps_of(drawn: Drawn) -> tuple[list, Feed]:
+    """Three steps and how they become micro-batches."""
+    model, draw = drawn.plan.model, random.Random(drawn.seed)
+    if drawn.plan.has_shared_packs:
+        packed = partial(shared.whole_packs, drop_path=drawn.drop_path)
+        steps = [shared.FULL, shared.SHORT, shared.FULL]
+        return steps, Feed(packed, shared.own_batches, drawn.drop_path)
+    if model.images is not None:
+        return native.STEPS[:3], Feed(native.packs_of, native_stream)
+    tiles = [0, 1, 2, 3] if model.takes_images else [0]
+    steps = [
+        [
+            [(draw.choice(tiles), draw.randint(3, 14)) for _ in range(draw.randint(1, 3))]
+            for _ in range(draw.randint(1, 6))
+        ]
+        for _ in range(3)
+    ]
+    own = {"weighting": drawn.weighting, "is_audio": model.takes_audio}
+    packed = partial(packs_of, **own, drop_path=drawn.drop_path)
+    return steps, Feed(packed, own_stream, drawn.drop_path)
+
+
+def begun_and_gone_on(links, plan, steps, folder, feed):
+    """Two steps that are saved, and the next by a trainer that loads them."""
+    begun = train_steps(links, plan, steps[:2], save=folder, feed=feed)
+    return begun, train_steps(links, plan, steps[2:], load=folder, first=2, feed=feed)
+
+
+def gone_on(links, plan, steps, folder, feed):
+    return train_steps(links, plan, steps[2:], load=folder, first=2, feed=feed)
+
+
+def compare_composed(drawn: Drawn, other: Plan, folder: Path) -> None:
+    """Train, save, load under both plans, and export, beside one process."""
+    (steps, feed), plan, run = steps_of(drawn), drawn.plan, folder / "run"
+    results, gradients, weights = alone(plan, steps, feed=feed)
+    ranks = run_ranks(plan.parallel, begun_and_gone_on, plan, steps, run, feed)
+    begun, after = zip(*ranks, strict=True)
+    assert_same_results(begun, results[:2], 2e-5)
+    rest = results[2:], gradients[2:], weights
+    assert_same_training(after, plan, rest, 2e-5)
+    ranks = run_ranks(other.parallel, gone_on, other, steps, run, feed)
+    assert_same_training(ranks, other, rest, 2e-5)
+    layout = kinds()[drawn.kind].layout
+    if layout is None:
+        like = saved("300m-qwen2", folder / "like", "transformers")
+        out = exported_like(run, like, folder / "out")
+    else:
+        out = exported(run, layout, folder / "out")
+    again = imported(out, folder / "again")
+    if plan.adapters is None:
+        assert_same_parameters(again, run)

@@ -1,0 +1,31 @@
+"""Combinations of features at random: each plans, trains, loads and exports as one process does."""
+
+import pytest
+from composed_cases import compare_composed, draw_combination, kinds
+from native_resolution_cases import WORD, rope_positions
+
+FIXED = (1, 3, 4, 7, 9, 12)
+"""Seeds of every run; `make compose` has others."""
+
+
+def pytest_generate_tests(metafunc):
+    """Draw as many as `--draws` says, from `--seed` on."""
+    if "seed" in metafunc.fixturenames:
+        draws, first = (metafunc.config.getoption(name) for name in ("draws", "seed"))
+        metafunc.parametrize("seed", FIXED if draws is None else range(first, first + draws))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def made_before_ranks_fork():
+    """Sets up once what every rank's samples need."""
+    for kind in kinds().values():
+        if kind.is_native:
+            rope_positions(kind.model, [WORD], ())
+
+
+def test_what_plans_allow_trains_as_one_process(tmp_path, seed):
+    """Prevents: two features that each work, and together hang, train otherwise, or save what
+    another plan cannot load."""
+    drawn, other = draw_combination(seed, tmp_path)
+    print(f"{drawn.words}; then {other.parallel}, {other.schedule.name}")
+    compare_composed(drawn, other, tmp_path)
