@@ -20,7 +20,7 @@ import torch
 from megatron.vlm.run.launch import Launch, initialize_distributed, shut_down_distributed
 from omnibal.model.parallel import Parallel
 
-TIMEOUT_S = 90
+TIMEOUT_S = 600
 Work = Callable[..., Any]
 
 

@@ -4,7 +4,7 @@ import pytest
 from composed_cases import compare_composed, draw_combination, kinds
 from native_resolution_cases import WORD, rope_positions
 
-FIXED = (1, 3, 4, 7, 9, 12)
+FIXED = (1, 2, 5, 7, 9, 10, 11, 15, 17, 19, 21, 22)
 """Seeds of every run; `make compose` has others."""
 
 
