@@ -12,10 +12,11 @@ from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.expressible import obstacles
 from omnibal.export.order_file import ORDER_FILE, write_order
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.reading_order import reading_order
 from omnibal.export.run_page import RUN_PAGE, run_page
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints, trainer_of
+from omnibal.steps.next_fit import largest_first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -59,18 +60,26 @@ def make_export(given: ExportInput, export: Callable[[ExportInput], Exported]) -
 def export_input(
     files: PlanFiles,
     target: TrainerConstraints,
-    annotations: Annotations | None,
+    data: Path | None,
     folder: Path,
-    workers: int,
+    workers: int = 0,
+    checkpoint: str = "",
 ) -> ExportInput:
-    check_expressible(files, target)
-    plan = files.plan
+    """Read the data of a plan that the trainer can express."""
+    # Before the data is read, which may take long.
+    obstacle = next(obstacles(files.plan, files.data, target), None)
+    if obstacle is not None:
+        raise UserError(
+            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
+            f"{target.name}`"
+        )
+    annotations = None if data is None else Annotations.open(data)
     order = None
-    if plan.data is not None:
+    if files.plan.data is not None:
         packs, lengths = files.steps
-        order = ReadingOrder.of(packs)
+        order = reading_order(packs)
         if target.packs.next_fit:
-            order = order.largest_first(lengths)
+            order = replace(order, packs=largest_first(order.packs, lengths.tokens))
     if annotations is not None:
         _check_data(files, annotations)
     return ExportInput(
@@ -80,17 +89,8 @@ def export_input(
         annotations=annotations,
         folder=folder,
         workers=workers,
+        checkpoint=checkpoint,
     )
-
-
-def check_expressible(files: PlanFiles, target: TrainerConstraints) -> None:
-    """Raise if the trainer cannot express the plan."""
-    obstacle = next(obstacles(files.plan, files.data, target), None)
-    if obstacle is not None:
-        raise UserError(
-            f"{obstacle}; make a plan that {target.title} can be told with `omnibal plan --for "
-            f"{target.name}`"
-        )
 
 
 def _check_data(files: PlanFiles, annotations: Annotations) -> None:

@@ -17,7 +17,7 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.record_files import index_lines
 from omnibal.export.exported import ExportInput, Writer, json_file, script_file
 from omnibal.export.order_file import sample_numbers
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.packing.packs import ScheduledPacks
 
 FOLDER = "energon"
 _MODULE, _MAKE_SHARDS = "omnibal_packs.py", "make_shards.py"
@@ -41,7 +41,7 @@ def loader_order(packs: int, ranks: int, workers: int) -> np.ndarray:
     return (by_process * ranks + np.arange(ranks)[:, None]).ravel()
 
 
-def whole_steps(given: ExportInput) -> ReadingOrder | None:
+def whole_steps(given: ExportInput) -> ScheduledPacks | None:
     """Return the packs of all full steps, or None for a plan of shapes only."""
     order, full = given.order, given.packs_per_step
     if order is None:
@@ -132,7 +132,7 @@ def _prepared(annotations: Annotations, source: int) -> Path:
 
 def _write_packs(
     path: Path,
-    order: ReadingOrder,
+    order: ScheduledPacks,
     lines: np.ndarray,
     numbers: np.ndarray,
     annotations: Annotations,

@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 
 from omnibal.data.annotations import Annotations
-from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.reading_order import packs_per_step
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TrainerConstraints
+from omnibal.packing.packs import ScheduledPacks
 
 Writer = Callable[[Path], object]
 
@@ -24,8 +25,8 @@ class ExportInput:
 
     files: PlanFiles
     target: TrainerConstraints
-    order: ReadingOrder | None
-    """None for a plan of shapes only: just flags and layers are exported."""
+    order: ScheduledPacks | None
+    """In reading order, or None for a plan of shapes only: just flags and layers are exported."""
     annotations: Annotations | None
     """The samples, or None without data: then only the reading order is written."""
     folder: Path

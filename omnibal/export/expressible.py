@@ -5,14 +5,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.export.reading_order import ReadingOrder, packs_per_step
+from omnibal.export.reading_order import packs_per_step, reading_order
 from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.plan import Plan
 from omnibal.model.parallel import WeightSharding
 from omnibal.model.targets import RecomputeFreedom, TrainerConstraints
 from omnibal.model.units import LANGUAGE, LANGUAGE_EMBED, model_parts
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.steps.next_fit import next_fit_packs
+from omnibal.steps.next_fit import largest_first, next_fit_packs
 
 Data = tuple[ScheduledPacks, Lengths]
 
@@ -31,7 +31,7 @@ def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iter
     if data is not None and plan.data is not None:
         yield from _of_steps(plan, data[0])
         if target.packs.next_fit:
-            yield from _merged(ReadingOrder.of(data[0]), data[1], target)
+            yield from _merged(reading_order(data[0]), data[1], target)
 
 
 def _of_sizes(plan: Plan, target: TrainerConstraints) -> Iterator[str]:
@@ -164,9 +164,9 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
             f"every step but the last must have {full:,}, equally many on every rank"
         )
         return
-    order = ReadingOrder.of(packs)
+    order = reading_order(packs)
     whole = len(order) // full * full
-    other = np.flatnonzero(order.rank[:whole] != np.arange(whole) % ranks)
+    other = np.flatnonzero(order.dp_rank[:whole] != np.arange(whole) % ranks)
     if len(other):
         yield (
             f"in step {order.step[other[0]]} ranks have unequally many packs, and a trainer gives "
@@ -174,16 +174,16 @@ def _of_steps(plan: Plan, packs: ScheduledPacks) -> Iterator[str]:
         )
 
 
-def _merged(order: ReadingOrder, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
+def _merged(order: ScheduledPacks, lengths: Lengths, target: TrainerConstraints) -> Iterator[str]:
     """Yield packs that differ from next-fit in reading order."""
-    order = order.largest_first(lengths)
-    tokens = lengths.tokens[order.packs.samples].astype(np.int64)
-    length = int(order.packs.sums(lengths.tokens).max())
+    packs = largest_first(order.packs, lengths.tokens)
+    tokens = lengths.tokens[packs.samples].astype(np.int64)
+    length = int(packs.sums(lengths.tokens).max())
     made = next_fit_packs(tokens, length)
-    if np.array_equal(made, order.packs.offsets):
+    if np.array_equal(made, packs.offsets):
         return
-    same = min(len(made), len(order.packs.offsets))
-    pack = int((made[:same] != order.packs.offsets[:same]).argmax()) - 1
+    same = min(len(made), len(packs.offsets))
+    pack = int((made[:same] != packs.offsets[:same]).argmax()) - 1
     yield (
         f"{target.title} packs samples one after another to {length:,} tokens, and would put the "
         f"first sample of pack {pack + 1:,} (step {order.step[pack + 1]}) into pack {pack:,}, "

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 from omnibal.base.files import atomic
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.packing.packs import ScheduledPacks
 
 ORDER_FILE = "order.parquet"
 COLUMNS = {
@@ -26,14 +26,14 @@ COLUMNS = {
 }
 
 
-def sample_numbers(order: ReadingOrder, lengths: Lengths) -> np.ndarray:
+def sample_numbers(order: ScheduledPacks, lengths: Lengths) -> np.ndarray:
     """Return every row's sample number in `Annotations`. int64 [rows]"""
     rows = order.packs.samples
     return rows if lengths.sample is None else lengths.sample[rows]
 
 
 def record_numbers(
-    order: ReadingOrder, lengths: Lengths, annotations: Annotations | None
+    order: ScheduledPacks, lengths: Lengths, annotations: Annotations | None
 ) -> np.ndarray | None:
     """Return every row's record number in its file, int64 [rows].
 
@@ -53,13 +53,15 @@ def record_numbers(
 
 
 def write_order(
-    order: ReadingOrder, lengths: Lengths, annotations: Annotations | None, path: Path
+    order: ScheduledPacks, lengths: Lengths, annotations: Annotations | None, path: Path
 ) -> None:
-    rows, pack = order.packs.samples, order.pack_of_rows
+    rows, pack = order.packs.samples, order.packs.pack_of_sample
     sample = sample_numbers(order, lengths)
     columns = {
         "pack": pa.array(pack),
-        **{name: pa.array(getattr(order, name)[pack]) for name in ("step", "rank", "slot")},
+        "step": pa.array(order.step[pack]),
+        "rank": pa.array(order.dp_rank[pack]),
+        "slot": pa.array(order.slot[pack]),
         "source": pa.DictionaryArray.from_arrays(
             pa.array(lengths.source[rows]), list(lengths.source_names)
         ),

@@ -1,12 +1,10 @@
 """Every trainer's export: the one place that a new one is added to."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 
-from omnibal.data.annotations import Annotations
 from omnibal.export import megatron_bridge, megatron_lm, ms_swift, xtuner
-from omnibal.export.directory import Export, check_expressible, export_input, make_export
+from omnibal.export.directory import Export, export_input, make_export
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.job.plan_files import PlanFiles
 from omnibal.model.targets import TARGETS, TargetName
@@ -32,8 +30,5 @@ def export_of(
 
     Without `data`, files that name samples are left out. Every rank has `workers` loader processes.
     """
-    target = TARGETS[name]
-    check_expressible(files, target)  # before the data is read, which may take long
-    annotations = None if data is None else Annotations.open(data)
-    given = export_input(files, target, annotations, folder.absolute(), workers)
-    return make_export(replace(given, checkpoint=checkpoint), EXPORTS[name])
+    given = export_input(files, TARGETS[name], data, folder.absolute(), workers, checkpoint)
+    return make_export(given, EXPORTS[name])

@@ -24,9 +24,9 @@ from omnibal.export.exported import (
 )
 from omnibal.export.megatron_flags import launch_variables, torchrun
 from omnibal.export.order_file import record_numbers, sample_numbers
-from omnibal.export.reading_order import ReadingOrder
 from omnibal.export.recomputed_layers import all_or_none
 from omnibal.model.units import LANGUAGE
+from omnibal.packing.packs import ScheduledPacks
 
 _ORDER, _SCRIPT = "sampler_order.npy", "xtuner_packs.py"
 _PLAIN = -1
@@ -187,7 +187,7 @@ def _notes(given: ExportInput) -> Iterator[str]:
     )
 
 
-def _without_data(order: ReadingOrder, lengths: Lengths) -> Iterator[str]:
+def _without_data(order: ScheduledPacks, lengths: Lengths) -> Iterator[str]:
     if record_numbers(order, lengths, None) is None:
         yield (
             "No --data was given, and samples of several sources were skipped by their scan, so "

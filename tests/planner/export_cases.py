@@ -10,9 +10,8 @@ import numpy as np
 from length_cases import lengths_of
 from plan_cases import MODEL, job_spec
 
-from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
-from omnibal.export.directory import Export, check_expressible, export_input, make_export
+from omnibal.export.directory import Export, export_input, make_export
 from omnibal.export.exported import ExportInput
 from omnibal.export.expressible import Data, obstacles
 from omnibal.export.trainers import EXPORTS
@@ -50,8 +49,7 @@ class ExportCase:
         """Write the export; the data too, where it is not there yet."""
         if data is not None and not data.exists():
             write_data(len(self.lengths), data)
-        annotations = None if data is None else Annotations.open(data)
-        given = export_input(self.files, TARGETS[self.target], annotations, folder, 0)
+        given = export_input(self.files, TARGETS[self.target], data, folder)
         made = make_export(given, EXPORTS[self.target])
         made.write()
         return made
@@ -183,12 +181,11 @@ def plan_files(
 def given_of(
     files: PlanFiles,
     name: TargetName,
-    annotations: Annotations | None = None,
+    data: Path | None = None,
     workers: int = 0,
     folder: Path = Path("/export"),
 ) -> ExportInput:
-    check_expressible(files, TARGETS[name])
-    return export_input(files, TARGETS[name], annotations, folder, workers)
+    return export_input(files, TARGETS[name], data, folder, workers)
 
 
 def first_obstacle(plan: Plan, data: Data | None, target: TrainerConstraints) -> str | None:

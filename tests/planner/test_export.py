@@ -26,7 +26,7 @@ from omnibal.export.directory import export_input, make_export
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.expressible import obstacles
 from omnibal.export.order_file import write_order
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.reading_order import reading_order
 from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PlannedLevel, Shapes
@@ -203,7 +203,7 @@ def test_order_says_where_every_sample_is_trained(tmp_path):
     skipped = 7 + 2 * np.arange(300, dtype=np.int64)
     sources = (np.arange(300) % 3).astype(np.int32)
     lengths = replace(case.lengths, sample=skipped, source=sources, source_names=("x", "y", "z"))
-    order = ReadingOrder.of(case.packs)
+    order = reading_order(case.packs)
     write_order(order, lengths, None, tmp_path / "order.parquet")
     rows = pq.read_table(tmp_path / "order.parquet").to_pylist()
     place = {
@@ -347,15 +347,15 @@ def test_data_is_checked_by_what_the_lengths_were_scanned_from(tmp_path):
     """Prevents: another dataset of as many samples exported in the plan's order."""
     files = small_case().files
     write_data(300, tmp_path / "data.jsonl")
-    annotations = Annotations.open(tmp_path / "data.jsonl")
+    sha256 = Annotations.open(tmp_path / "data.jsonl").sha256
 
     def given(sha256: str) -> ExportInput:
         origin = origin_of(files.plan.model, data_sha256=sha256)
         data = files.plan.data.model_copy(update={"origin": origin})
         changed = replace(files, plan=files.plan.model_copy(update={"data": data}))
-        return export_input(changed, TARGETS[SWIFT], annotations, tmp_path / "export", 0)
+        return export_input(changed, TARGETS[SWIFT], tmp_path / "data.jsonl", tmp_path / "export")
 
-    assert given(annotations.sha256).annotations is annotations
+    assert given(sha256).annotations.sha256 == sha256
     with pytest.raises(UserError, match="the plan was made for other data: --data has sha256"):
         given("0" * 64)
 

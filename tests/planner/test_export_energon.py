@@ -105,7 +105,8 @@ def planned_of(
     shown = np.array([len(annotations[index].files) for index in range(count)])
     lengths = lengths_of(tokens=np.arange(10, 10 + count), tiles=shown)
     packs = random_packs(count, 3, np.random.default_rng(0))
-    return given_of(plan_files(packs, lengths, stages_of(MODEL, 1, 3)), name, annotations, workers)
+    given = given_of(plan_files(packs, lengths, stages_of(MODEL, 1, 3)), name, workers=workers)
+    return replace(given, annotations=annotations)
 
 
 def write(files: dict, folder: Path) -> None:

@@ -14,7 +14,6 @@ import pytest
 from export_cases import export_case, places_of
 
 from omnibal.base.errors import UserError
-from omnibal.data.annotations import Annotations
 from omnibal.export.directory import export_input
 from omnibal.export.exported import ExportInput
 from omnibal.export.xtuner import export
@@ -169,8 +168,7 @@ def test_several_sources_are_several_files(tmp_path):
 
     def given_of(name: str, content: object) -> ExportInput:
         (tmp_path / name).write_text(json.dumps(content))
-        annotations = Annotations.open(tmp_path / name)
-        return export_input(case.files, TARGETS[XTUNER], annotations, tmp_path / "export", 0)
+        return export_input(case.files, TARGETS[XTUNER], tmp_path / name, tmp_path / "export")
 
     given = given_of("meta.json", meta)
     made = export(given)

@@ -13,7 +13,7 @@ from plan_cases import job_spec
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples, read_lengths
-from omnibal.export.reading_order import ReadingOrder
+from omnibal.export.reading_order import reading_order
 from omnibal.job.plan_data import SampleData, caps_of_tokens
 from omnibal.lint.loongforge import LOONGFORGE
 from omnibal.model.config import load_model
@@ -130,7 +130,7 @@ def scheduled(
 
 
 def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> None:
-    lengths, rules, order = data.lengths, data.rules, ReadingOrder.of(packs)
+    lengths, rules, order = data.lengths, data.rules, reading_order(packs)
     of_epoch, left_out = np.repeat(packs.epoch, np.diff(packs.packs.offsets)), 0
     for epoch in range(data.settings.epochs):
         trained = packs.packs.samples[of_epoch == epoch].tolist()
@@ -143,7 +143,7 @@ def assert_rules_hold(packs: ScheduledPacks, data: SampleData, ranks: int) -> No
     sizes = np.bincount(packs.step)
     assert set(sizes) == {sizes[0]} and sizes[0] % ranks == 0
     assert sizes[0] == data.packs_per_step or len(sizes) == data.settings.epochs
-    assert (order.rank == np.arange(len(packs)) % ranks).all()
+    assert (order.dp_rank == np.arange(len(packs)) % ranks).all()
     if rules.one_medium:
         medium = media_of(lengths)
         assert all(len(set(medium[order.packs[pack]])) == 1 for pack in range(len(packs)))
