@@ -13,7 +13,6 @@ from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.model.config import Accuracy, ModelConfig
-from omnibal.model.limits import IMAGE_TOKENS
 from omnibal.report.table import Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
@@ -73,7 +72,6 @@ class CostOptions:
         samples = Samples(
             lengths=read_lengths(self.lengths) if self.lengths else None,
             image_share=self.image_share,
-            image_tokens=IMAGE_TOKENS,
         )
         try:
             verdict = Verdict.of(launched(line, model, cluster, samples))

@@ -16,7 +16,6 @@ Outside torch: the CUDA context with its kernels, and NCCL's buffers per communi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from omnibal.base.frozen import Frozen
 from omnibal.cost.analytic import kept_lines
@@ -24,6 +23,7 @@ from omnibal.cost.feed_forward_counts import ROUTED
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.units import LANGUAGE_EMBED
+from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
@@ -48,53 +48,43 @@ class DeviceMemory(Frozen):
     """Total memory in use, as in nvidia-smi."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceOverhead:
-    """Memory without tensors of a stage's device."""
+def device_memories(
+    job: JobSpec,
+    levels: Sequence[Level],
+    stages: Sequence[Stage],
+    workload: Workload,
+    predicted: Sequence[StageMemory],
+) -> tuple[DeviceMemory, ...]:
+    """Return the memory of a device of every stage, without libraries' buffers on a CPU.
 
-    peers_gib: float
-    """NCCL's part of the predicted peak, for expert-parallel peers."""
-    idle_gib: float
-    """Idle blocks of torch's allocator at the peak, excluding a share of the passes' memory."""
-    outside_gib: float
-    """Memory outside torch: CUDA context and NCCL buffers, including per-peer buffers."""
-
-    def memory(self, state_gib: float, passes_gib: float) -> DeviceMemory:
-        """Return the device's memory for a model state and the passes' memory, including peers."""
-        passes_gib -= self.peers_gib
-        allocated_gib = state_gib + passes_gib
-        reserved_gib = allocated_gib + self.idle_gib + _LEFT_SHARE * passes_gib
-        return DeviceMemory(
-            allocated_gib=allocated_gib,
-            reserved_gib=reserved_gib,
-            device_gib=reserved_gib + self.outside_gib,
-        )
-
-
-def device_overheads(
-    job: JobSpec, levels: Sequence[Level], stages: Sequence[Stage], workload: Workload
-) -> list[DeviceOverhead]:
-    """Return memory without tensors per stage, all 0 for CPU clusters."""
-    if "CPU" in job.cluster.device:
-        return [DeviceOverhead(peers_gib=0.0, idle_gib=0.0, outside_gib=0.0) for _ in stages]
+    Args:
+        predicted: tensors of every stage at its peak, with expert-parallel peers' buffers.
+    """
     cost = job.cost_of_all(levels)
     embed = cost.units[LANGUAGE_EMBED].trained_parameters * cost.rates.weight_bytes
     routed = _routed_bytes(job, workload)
     found = []
-    for stage in stages:
+    for stage, memory in zip(stages, predicted, strict=True):
         counts, _ = counts_of_runs(len(cost.kinds), unit_runs(cost.kinds, [stage]))
         held = {name for name, count in zip(cost.units, counts.tolist(), strict=True) if count}
         with_experts = bool(counts @ cost.of_experts)
         peers_gib = with_experts * cost.expert_peer_bytes / GIB
         rows = _COPIES * max((each for name, each in routed.items() if name in held), default=0)
+        idle_gib = _LEFT_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB
+        outside_gib = _CONTEXT_GIB + _groups_gib(job, levels, with_experts) + peers_gib
+        if "CPU" in job.cluster.device:
+            peers_gib = idle_gib = outside_gib = 0.0
+        passes_gib = memory.passes_gib - peers_gib
+        allocated_gib = memory.state_gib + passes_gib
+        reserved_gib = allocated_gib + idle_gib + _LEFT_SHARE * passes_gib
         found.append(
-            DeviceOverhead(
-                peers_gib=peers_gib,
-                idle_gib=_LEFT_GIB + (embed * (LANGUAGE_EMBED in held) + rows) / GIB,
-                outside_gib=_CONTEXT_GIB + _groups_gib(job, levels, with_experts) + peers_gib,
+            DeviceMemory(
+                allocated_gib=allocated_gib,
+                reserved_gib=reserved_gib,
+                device_gib=reserved_gib + outside_gib,
             )
         )
-    return found
+    return tuple(found)
 
 
 def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:

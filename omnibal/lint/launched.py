@@ -34,7 +34,7 @@ from omnibal.lint.unmodelled_flags import (
 from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
 from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
-from omnibal.model.limits import Caps, words
+from omnibal.model.limits import IMAGE_TOKENS, Caps, words
 from omnibal.model.parallel import Parallel, expert_counts
 from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
@@ -55,8 +55,6 @@ class Samples:
     """A dataset's lengths, or None for samples all of the sequence length."""
     image_share: float
     """Image share of a mock sample's tokens."""
-    image_tokens: int
-    """Tokens per native-resolution image of a mock sample."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -312,7 +310,7 @@ def _micro_batches(
     shapes = Shapes(
         caps=caps,
         micro_batches_per_step=micro_batches * each,
-        image_tokens=samples.image_tokens if job.model.images is not None else None,
+        image_tokens=IMAGE_TOKENS if job.model.images is not None else None,
     )
     packs, lengths = data_at_caps(shapes, ranks if cuts_samples(line) else line.data or 1)
     if each == 1 and are_plain(levels):

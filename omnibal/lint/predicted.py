@@ -9,7 +9,7 @@ from omnibal.base.errors import DoesNotFit
 from omnibal.export import megatron_bridge, megatron_lm, ms_swift
 from omnibal.job.plan import Plan
 from omnibal.lint import loongforge
-from omnibal.lint.device_memory import DeviceMemory, DeviceOverhead, device_overheads
+from omnibal.lint.device_memory import DeviceMemory, device_memories
 from omnibal.lint.launch import Finding, Launcher
 from omnibal.lint.launched import EVERY, Launched, recomputing
 from omnibal.pipeline.chunk_search import Effort, search_parts
@@ -49,21 +49,12 @@ class Costed:
     prediction: Prediction
     flags: tuple[str, ...] = ()
     """Flags for the split and recomputation, or empty for the line's own."""
-    overheads: tuple[DeviceOverhead, ...]
-    """Memory without tensors by stage."""
+    memory: tuple[DeviceMemory, ...]
+    """Peak memory per stage's device."""
 
     @property
     def step_ms(self) -> float:
         return self.prediction.step_ms
-
-    @property
-    def memory(self) -> list[DeviceMemory]:
-        """Peak memory per stage's device."""
-        memories = [stage.memory for stage in self.prediction.stages]
-        return [
-            each.memory(memory.state_gib, memory.passes_gib)
-            for each, memory in zip(self.overheads, memories, strict=True)
-        ]
 
     @property
     def peaks_gib(self) -> list[float]:
@@ -97,13 +88,14 @@ def predicted(
         nothing = {"samples_per_second_per_gpu": None, "gpu_days": None}
         prediction = prediction.model_copy(update=nothing)
     stages = launched.plan_of(parts, schedule).held(parts)
+    tensors = [stage.memory for stage in prediction.stages]
     return Costed(
         parts=tuple(parts),
         schedule=schedule,
         stages=stages,
         prediction=prediction,
         flags=tuple(flags),
-        overheads=tuple(device_overheads(job, launched.levels, stages, launched.workload)),
+        memory=device_memories(job, launched.levels, stages, launched.workload, tensors),
     )
 
 
@@ -226,14 +218,10 @@ def _fit(launched: Launched, parts: Sequence[Stage]) -> np.ndarray:
     """Whether each stage fits its devices. bool [stages]"""
     job, schedule = launched.job, launched.schedule
     cost = job.cost_of_all(launched.levels)
-    memories = schedule_memories(cost, (parts,), launched.workload, schedule)
+    tensors = schedule_memories(cost, (parts,), launched.workload, schedule)
     stages = launched.plan_of(parts, schedule).held(parts)
-    overheads = device_overheads(job, launched.levels, stages, launched.workload)
-    device_gib = [
-        each.memory(memory.state_gib, memory.passes_gib).device_gib
-        for each, memory in zip(overheads, memories, strict=True)
-    ]
-    return np.array(device_gib) <= job.cluster.memory_gib
+    memories = device_memories(job, launched.levels, stages, launched.workload, tensors)
+    return np.array([each.device_gib for each in memories]) <= job.cluster.memory_gib
 
 
 def memory_finding(launched: Launched, line: Costed) -> Finding | None:

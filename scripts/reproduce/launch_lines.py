@@ -89,7 +89,7 @@ def of_example(example: Example, cluster: str) -> Launched:
     """The example's job on a preset's devices; half of the tokens are image tokens."""
     model = named_model(example.model)
     line = line_of(read_launch(example.line, {}), model)
-    samples = Samples(lengths=None, image_share=0.5, image_tokens=1024)
+    samples = Samples(lengths=None, image_share=0.5)
     return launched(line, model, load_cluster(cluster), samples)
 
 

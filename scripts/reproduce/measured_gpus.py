@@ -63,7 +63,7 @@ def job_of(row: dict[str, Any]) -> Launched:
     """Return a row's job, on samples of its sequence length."""
     model = named_model(row["model"]).with_layers(language=row["layers"])
     cluster = load_cluster(CLUSTERS[row["device"]])
-    samples = Samples(lengths=None, image_share=0.0, image_tokens=1024)
+    samples = Samples(lengths=None, image_share=0.0)
     return launched(line_of(read_launch(launch_line(row), {}), model), model, cluster, samples)
 
 
@@ -73,6 +73,11 @@ class Compared:
 
     row: dict[str, Any]
     costed: Costed
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Device and precision."""
+        return self.row["device"], self.row["precision"]
 
     @property
     def error(self) -> float:
@@ -133,12 +138,8 @@ def compared() -> list[Compared]:
 def summary(rows: Sequence[Compared]) -> list[str]:
     """Errors of rows not used for calibration, by device and precision."""
     lines = []
-    for kind in sorted({(one.row["device"], one.row["precision"]) for one in rows}):
-        chosen = [
-            one
-            for one in rows
-            if (one.row["device"], one.row["precision"]) == kind and not one.calibrates
-        ]
+    for kind in sorted({one.kind for one in rows}):
+        chosen = [one for one in rows if one.kind == kind and not one.calibrates]
         errors = np.abs([one.error for one in chosen])
         memory = [abs(one.memory_error) for one in chosen if one.memory_error is not None]
         said = (
@@ -177,12 +178,8 @@ def picture(rows: Sequence[Compared]) -> Figure:
     axes = figure.subplots()
     for kind, (words, colour) in _KINDS.items():
         for calibrates in (False, True):
-            chosen = [
-                one
-                for one in rows
-                if (one.row["device"], one.row["precision"]) == kind
-                and bool(one.calibrates) == calibrates
-            ]
+            of_kind = [one for one in rows if one.kind == kind]
+            chosen = [one for one in of_kind if bool(one.calibrates) == calibrates]
             axes.scatter(
                 [one.row["step_ms"] / 1000 for one in chosen],
                 [100 * one.error for one in chosen],

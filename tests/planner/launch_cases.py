@@ -59,7 +59,7 @@ def sized_model(
 
 
 CLUSTER = load_cluster("h100-80g")
-MADE_UP = Samples(lengths=None, image_share=0.5, image_tokens=1024)
+MADE_UP = Samples(lengths=None, image_share=0.5)
 VARIABLES = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 
 

@@ -5,8 +5,8 @@ import pytest
 from launch_cases import of_line
 
 from omnibal.families.named import named_model
-from omnibal.lint.device_memory import DeviceMemory
-from omnibal.lint.launched import Samples
+from omnibal.lint.device_memory import device_memories
+from omnibal.lint.launched import Launched, Samples
 from omnibal.lint.predicted import Costed, predicted_line
 
 MIB = 2**20
@@ -29,7 +29,7 @@ data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputati
 8 and 32 micro-batches."""
 
 
-SAMPLES = Samples(lengths=None, image_share=0, image_tokens=1024)
+SAMPLES = Samples(lengths=None, image_share=0)
 UNFUSED = "--no-gradient-accumulation-fusion"
 LINE = (
     "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
@@ -37,7 +37,7 @@ LINE = (
 )
 
 
-def predicted(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:
+def launched(ran: tuple, more: str = "", *, length: int = 4096) -> Launched:
     name, layers, sizes, *_ = ran
     tensor, pipeline, expert = (sizes.get(each, 1) for each in ("tensor", "pipeline", "expert"))
     flags = (
@@ -49,7 +49,11 @@ def predicted(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:
     if tensor > 1:
         flags += " --sequence-parallel"
     model = named_model(name).with_layers(language=layers)
-    return predicted_line(of_line(f"{LINE} {flags} {more}", model, SAMPLES))
+    return of_line(f"{LINE} {flags} {more}", model, SAMPLES)
+
+
+def predicted(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:
+    return predicted_line(launched(ran, more, length=length))
 
 
 @pytest.mark.parametrize("ran", RAN)
@@ -135,8 +139,15 @@ def test_a_device_holds_more_than_torch():
 
 def test_memory_grows_with_what_passes_keep():
     """Prevents: a share of the whole taken for blocks that state never leaves empty."""
-    (overhead,) = predicted(RAN[1]).overheads
-    less, more = overhead.memory(40.0, 10.0), overhead.memory(50.0, 10.0)
-    assert isinstance(less, DeviceMemory)
-    assert more.reserved_gib - less.reserved_gib == pytest.approx(10)
-    assert overhead.memory(40.0, 20.0).reserved_gib - less.reserved_gib == pytest.approx(11)
+    job = launched(RAN[1])
+    line = predicted_line(job)
+    (stage,) = line.prediction.stages
+
+    def reserved_gib(**more: float) -> float:
+        sizes = {name: getattr(stage.memory, name) + gib for name, gib in more.items()}
+        tensors = [stage.memory.model_copy(update=sizes)]
+        (device,) = device_memories(job.job, job.levels, line.stages, job.workload, tensors)
+        return device.reserved_gib
+
+    assert reserved_gib(weights_gib=10) - reserved_gib() == pytest.approx(10)
+    assert reserved_gib(activations_gib=10) - reserved_gib() == pytest.approx(11)

@@ -214,7 +214,7 @@ def test_what_is_not_counted_is_said(flags, told):
 
 def test_a_line_in_fp8_takes_less_than_in_bf16():
     """Prevents: a precision that is read and predicted as if it were not."""
-    samples = Samples(lengths=None, image_share=0.0, image_tokens=0)
+    samples = Samples(lengths=None, image_share=0.0)
     plain, fast = (
         predicted_line(of_line(LM + flags, "llama3.1-8b", samples))
         for flags in ("", "--fp8-format hybrid")

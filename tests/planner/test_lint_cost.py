@@ -219,7 +219,7 @@ def test_a_data_set_is_packed_to_the_line():
     tokens = rng.integers(300, 4000, 600).astype(np.int32)
     lengths = lengths_of(tiles=tokens // 600, tokens=tokens, loss_tokens=tokens // 2)
     line = f"{RECIPE} -ng 4 -gb 16 -sl 8192"
-    told = of_line(line, INTERNVL, Samples(lengths=lengths, image_share=0, image_tokens=1))
+    told = of_line(line, INTERNVL, Samples(lengths=lengths, image_share=0))
     assert int(told.packs.tokens.max()) <= 8192
     line_cost = predicted_line(told).prediction
     per_second, seconds = line_cost.samples_per_second_per_gpu, line_cost.step_ms / 1e3
@@ -241,7 +241,7 @@ def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
         "--packing true --context_parallel_size",
     }[launcher]
     tokens = np.random.default_rng(0).integers(300, 4000, 800)
-    samples = Samples(lengths=texts(tokens), image_share=0, image_tokens=1)
+    samples = Samples(lengths=texts(tokens), image_share=0)
     steps = {}
     for context in (1, 2, 4):
         told = of_line(f"{line} {context}", LLAMA, samples)
