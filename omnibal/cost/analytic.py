@@ -120,14 +120,11 @@ def analytic_cost(
     frozen: Collection[str] = (),
     *,
     adapters: AdapterConfig | None = None,
-    distributed_optimizer: bool = True,
     runtime: RuntimeOptions = OWN_RUNTIME,
 ) -> CostModel:
     """Cost of every unit on one device of `cluster` under the given parallel sizes.
 
-    Args:
-        distributed_optimizer: shard optimizer state over data-parallel ranks, with overlapped
-            exchange, as this project's trainer always does.
+    Optimizer state is sharded over data-parallel ranks.
     """
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
     device = _device(cluster, parallel, precision, runtime)
@@ -149,10 +146,8 @@ def analytic_cost(
         precision,
         device,
         runtime,
-        is_sharded=distributed_optimizer,
         divides_gradients=parallel.sharded > 1,
     )
-    overlaps = distributed_optimizer and runtime.overlap_gradients
     return CostModel(
         features=feature_names(model),
         kinds=unit_kinds(model),
@@ -163,7 +158,7 @@ def analytic_cost(
         optimizer_ms_fixed=0.0,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
-        bucket_parameters=parallel.bucket_parameters if overlaps else math.inf,
+        bucket_parameters=parallel.bucket_parameters if runtime.overlap_gradients else math.inf,
         expert_rates=rates_of(expert_state_group(parallel)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
@@ -178,7 +173,6 @@ def _parameter_rates(
     runtime: RuntimeOptions,
     group: Group,
     *,
-    is_sharded: bool,
     divides_gradients: bool,
 ) -> ParameterRates:
     """Return memory and time per parameter held by the ranks of a group.
@@ -188,32 +182,26 @@ def _parameter_rates(
     gathered within the update.
 
     Args:
-        is_sharded: whether these ranks shard the optimizer state.
-        divides_gradients: whether they shard gradients too.
+        divides_gradients: whether these ranks shard gradients too, and not the optimizer alone.
     """
     size, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
     state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
-    shards = group.ranks if is_sharded else 1
-    averages = runtime.averages_gradients and group.ranks > 1
+    shards = group.ranks
+    averages = runtime.averages_gradients and shards > 1
     zeroed_bytes = gradient_bytes / (shards if divides_gradients else 1)
     moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
     update_ms = moved_bytes / device.streamed_bytes_per_ms
     update_ms += weight_cast_bytes(device) / device.bytes_per_ms
     byte_ms = partial(ring_ms_per_byte, cluster, group, precision)
-    reduced_ms = byte_ms("reduce_scatter") if is_sharded else 2 * byte_ms("all_reduce")
-    # Without sharded state, gradients are all-reduced without overlap.
-    gathered_bytes = 0
-    if is_sharded:
-        # If weights are in FP8 only, embedding and head count like the rest.
-        in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
-        gathered_bytes = 1 if in_fp8 else size
-    gather_ms = byte_ms("all_gather") * gathered_bytes
+    # If weights are in FP8 only, embedding and head count like the rest.
+    in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
+    gather_ms = byte_ms("all_gather") * (1 if in_fp8 else size)
     return ParameterRates(
         weight_bytes=size,
         gradient_bytes=gradient_bytes,
         optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
         optimizer_ms=update_ms + (0.0 if runtime.overlap_weights else gather_ms),
-        gradient_reduction_ms=reduced_ms * gradient_bytes,
+        gradient_reduction_ms=byte_ms("reduce_scatter") * gradient_bytes,
         weight_gather_ms=gather_ms if runtime.overlap_weights else 0.0,
     )
 

@@ -44,7 +44,7 @@ class _Fit:
         lengths, index, counts = np.unique(tokens, return_inverse=True, return_counts=True)
         # With equal sizes, a fit may find operations free.
         least_ms = float((times_ms / flops).min()) / 2
-        line = fitted_line(flops, times_ms, 1 / times_ms, least_ms=least_ms)
+        line = fitted_line(flops, times_ms, least_ms=least_ms)
         errors = np.log(times_ms / (line.fixed_ms + line.each_ms * flops))
         log_errors = np.bincount(index, errors) / counts
         return cls(line=line, log_tokens=np.log(lengths), log_errors=log_errors)

@@ -151,11 +151,48 @@ def costs_at(
     if len(names) > len(cost.features):
         units = {name: replace(unit, **with_features(unit, 1)) for name, unit in cost.units.items()}
         cost = replace(cost, features=names, units=units)
-    encoder_trained = any(
-        kind.tower != LANGUAGE and kind.name in trained for kind in unit_kinds(model)
-    )
-    sizes = cost, model, cluster, parallel, precision, encoder_trained
-    return tuple(_at_level(*sizes, level, source) for level in levels)
+    kinds = unit_kinds(model)
+    encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
+
+    def at_level(level: Level) -> CostModel:
+        mistake = exchange_mistake(model, parallel, level)
+        if mistake is not None:
+            raise UserError(mistake)
+        if level.context == 1:
+            return cost
+        group = Group(level.context, parallel.tensor)
+        # Measurements are within one node.
+        costs = source.costs if group.is_within(cluster) else ANALYTIC
+        line = of_features = all_to_all_line(cluster, group, precision)
+        ring_tokens = None
+        if level.exchange is ContextExchange.GATHER:
+            line, ring_tokens = pass_line(cluster, group, precision), source.ring_tokens
+        features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
+        units = dict(cost.units)
+        for kind in cost.kinds:
+            unit = units[kind.name]
+            if kind.layer is not None:
+                widths = attention_widths(model.language, kind.layer)
+                sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
+                added = _of_attention(*sizes, in_ring=ring_tokens is not None)
+                passes = added.forward, added.backward
+                measured = costs.exchange_ms(model, kind, level)
+                forward_ms, backward_ms = measured or (one.time_ms(line, cluster) for one in passes)
+                times_ms = np.stack([forward_ms, backward_ms, added.is_repeated * forward_ms])
+                if ring_tokens is not None:
+                    attended = cost.features.index(attended_feature(kind.layer))
+                    output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
+                    sizes_of_ring = level.context, ring_tokens, attended, output_bytes
+                    times_ms = _ring_ms(*sizes_of_ring, added, unit, line, cluster)
+                units[kind.name] = _with_exchange(unit, added, times_ms, unit.has_backward)
+            elif kind.name == LANGUAGE_EMBED and model.encoders:
+                added = _of_features(model, level, features, size)
+                once_ms = added.forward.time_ms(of_features, cluster)
+                times_ms = np.stack([once_ms, once_ms, 0 * once_ms])
+                units[kind.name] = _with_exchange(unit, added, times_ms, encoder_trained)
+        return replace(cost, units=units)
+
+    return tuple(map(at_level, levels))
 
 
 def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> str | None:
@@ -185,54 +222,6 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
         f"per tensor-parallel rank that it divides, and {model.name} has {all_heads} "
         f"over {parallel.tensor}; exchange by gather, or take a smaller context size"
     )
-
-
-def _at_level(
-    cost: CostModel,
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    encoder_trained: bool,
-    level: Level,
-    source: ExchangeSource,
-) -> CostModel:
-    mistake = exchange_mistake(model, parallel, level)
-    if mistake is not None:
-        raise UserError(mistake)
-    if level.context == 1:
-        return cost
-    group = Group(level.context, parallel.tensor)
-    # Measurements are within one node.
-    costs = source.costs if group.is_within(cluster) else ANALYTIC
-    line = of_features = all_to_all_line(cluster, group, precision)
-    ring_tokens = None
-    if level.exchange is ContextExchange.GATHER:
-        line, ring_tokens = pass_line(cluster, group, precision), source.ring_tokens
-    features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
-    units = dict(cost.units)
-    for kind in cost.kinds:
-        unit = units[kind.name]
-        if kind.layer is not None:
-            widths = attention_widths(model.language, kind.layer)
-            sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
-            added = _of_attention(*sizes, in_ring=ring_tokens is not None)
-            passes = added.forward, added.backward
-            measured = costs.exchange_ms(model, kind, level)
-            forward_ms, backward_ms = measured or (one.time_ms(line, cluster) for one in passes)
-            times_ms = np.stack([forward_ms, backward_ms, added.is_repeated * forward_ms])
-            if ring_tokens is not None:
-                attended = cost.features.index(attended_feature(kind.layer))
-                output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
-                sizes_of_ring = level.context, ring_tokens, attended, output_bytes
-                times_ms = _ring_ms(*sizes_of_ring, added, unit, line, cluster)
-            units[kind.name] = _with_exchange(unit, added, times_ms, bool(unit.backward_ms.any()))
-        elif kind.name == LANGUAGE_EMBED and model.encoders:
-            added = _of_features(model, level, features, size)
-            once_ms = added.forward.time_ms(of_features, cluster)
-            times_ms = np.stack([once_ms, once_ms, 0 * once_ms])
-            units[kind.name] = _with_exchange(unit, added, times_ms, encoder_trained)
-    return replace(cost, units=units)
 
 
 def _of_attention(
@@ -329,7 +318,7 @@ def _with_exchange(
 ) -> UnitCost:
     """Return the unit's costs with its exchange; `goes_back`: gradients are exchanged too."""
     # Without a backward nothing is recomputed, and working memory is forward's.
-    runs_back = bool(unit.backward_ms.any())
+    runs_back = unit.has_backward
     times_ms = times_ms * np.array([[1], [goes_back], [runs_back]])
     working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
     working_bytes[0] += unit.whole_bytes if runs_back else 0

@@ -127,7 +127,7 @@ def _line(times: ProductTimes, of: Pass, inner: float, outer: float, groups: int
     # The slope is bounded by the fastest rate.
     flops = 2 * inner * outer
     fastest = table.ms_per_flop if isinstance(table, _Grid) else times_ms / (rows * flops)
-    return fitted_line(rows, times_ms, 1 / times_ms, least_ms=float(fastest.min()) * flops)
+    return fitted_line(rows, times_ms, least_ms=float(fastest.min()) * flops)
 
 
 def _are_grid(measured: Sequence[ProductTime]) -> bool:
@@ -189,7 +189,7 @@ def _nearest_line(measured: Sequence[CollectiveTime], ranks: int) -> Line | None
     points = [point for one in measured if one.ranks == nearest for point in _points(one)]
     passes, sent_bytes, times_ms = np.array(points).T
     least_ms = float((times_ms / sent_bytes).min()) / 2
-    return _fit(passes, sent_bytes, times_ms, 1 / times_ms, least_ms=least_ms)
+    return fitted_line(sent_bytes, times_ms, least_ms=least_ms, passes=passes)
 
 
 def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
@@ -207,24 +207,17 @@ def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
 
 
 def fitted_line(
-    x: np.ndarray, times_ms: np.ndarray, weights: np.ndarray, *, least_ms: float = 0.0
+    x: np.ndarray, times_ms: np.ndarray, *, least_ms: float, passes: np.ndarray | float = 1.0
 ) -> Line:
-    """Non-negative least-squares line through times at `x`, with slope >= `least_ms`."""
-    return _fit(np.ones_like(x), x, times_ms, weights, least_ms=least_ms)
+    """Non-negative line of least relative error through times at `x`, with slope >= `least_ms`.
 
-
-def _fit(
-    fixed: np.ndarray,
-    each: np.ndarray,
-    times_ms: np.ndarray,
-    weights: np.ndarray,
-    *,
-    least_ms: float,
-) -> Line:
-    """Fit with a slope of at least `least_ms`."""
-    columns = np.stack([fixed, each], axis=1) * weights[:, None]
+    Args:
+        passes: how often each time has the constant.
+    """
+    weights = 1 / times_ms
+    columns = np.stack([weights * passes, x * weights], axis=1)
     scale = np.linalg.norm(columns, axis=0)  # rows and bytes are much larger than 1
-    coefficients, _ = nnls(columns / scale, (times_ms - least_ms * each) * weights)
+    coefficients, _ = nnls(columns / scale, (times_ms - least_ms * x) * weights)
     fixed_ms, each_ms = (coefficients / scale).tolist()
     return Line(fixed_ms=fixed_ms, each_ms=each_ms + least_ms)
 
