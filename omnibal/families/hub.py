@@ -60,8 +60,8 @@ FAMILIES = (
     Family(
         "Kimi-VL, Kimi-K2.5",
         {
-            "kimi_vl": partial(kimi.read_kimi, kimi.KIMI_VL),
-            "kimi_k25": partial(kimi.read_kimi, kimi.KIMI_K2_5),
+            "kimi_vl": partial(kimi.read_kimi, patches=4096, side=None, start="media_start"),
+            "kimi_k25": partial(kimi.read_kimi, patches=16_384, side=512, start="media_begin"),
         },
     ),
     Family(

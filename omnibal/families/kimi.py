@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from pydantic import PositiveFloat, PositiveInt
 
@@ -12,24 +12,6 @@ from omnibal.families.vision import LayersTable
 from omnibal.families.whole import WholeTable, read_whole, vision_language
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder, ImageText
-
-
-class Images(NamedTuple):
-    """Image settings of a release's processor."""
-
-    patches: int
-    side: int | None
-    """Max patches per side, or None if unlimited."""
-    text: ImageText
-
-
-def _image_text(start: str) -> ImageText:
-    before = f"<|{start}|>image<|media_content|>"
-    return ImageText(before=before, each="<|media_pad|>", after="<|media_end|>")
-
-
-KIMI_VL = Images(4096, None, _image_text("media_start"))
-KIMI_K2_5 = Images(16_384, 512, _image_text("media_begin"))
 
 
 class _Whole(WholeTable):
@@ -72,8 +54,16 @@ class MoonVit(LayersTable):
     rope_parameters: dict[str, Any] | None = None
 
 
-def read_kimi(images: Images, given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read Kimi-VL or Kimi-K2.5; video frames (four share tokens) are planned as images."""
+def read_kimi(
+    given: dict[str, Any], name: str, path: Path, *, patches: int, side: int | None, start: str
+) -> ModelConfig:
+    """Read Kimi-VL or Kimi-K2.5; video frames (four share tokens) are planned as images.
+
+    Args:
+        patches: of an image at most, by the release's processor.
+        side: patches per side at most, or None if unlimited.
+        start: name of the token before an image.
+    """
     whole, table, language = read_whole(_Whole, MoonVit, DeepseekV3Text, given, path)
     if table.merge_kernel_size[0] != table.merge_kernel_size[1]:
         raise ValueError(f"merge_kernel_size {table.merge_kernel_size} must be a square")
@@ -87,7 +77,7 @@ def read_kimi(images: Images, given: dict[str, Any], name: str, path: Path) -> M
         "patch_size": table.patch_size,
         "merge_size": table.merge_kernel_size[0],
     }
-    patches = read_processor(path, sizes).most_patches or images.patches
+    patches = read_processor(path, sizes).most_patches or patches
     encoder = ImagesEncoder(
         **sizes,
         normalization="LayerNorm",
@@ -99,8 +89,12 @@ def read_kimi(images: Images, given: dict[str, Any], name: str, path: Path) -> M
         resize="padded",
         min_pixels=1,
         max_pixels=patches * table.patch_size**2,
-        max_side_pixels=None if images.side is None else images.side * table.patch_size,
-        image_text=images.text,
+        max_side_pixels=None if side is None else side * table.patch_size,
+        image_text=ImageText(
+            before=f"<|{start}|>image<|media_content|>",
+            each="<|media_pad|>",
+            after="<|media_end|>",
+        ),
     )
     width = table.text_hidden_size or language.hidden_size
     return vision_language(name, whole, language, encoder, width)

@@ -4,7 +4,7 @@ Both are simulated compute times of the whole model. "Before": a fixed number of
 micro-batch in random order, padded to the longest. "After": the schedule.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from textwrap import fill
 
@@ -12,7 +12,6 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
 from omnibal.model.limits import words
@@ -55,31 +54,28 @@ class RankLoads:
 
 
 def common_practice(
-    lengths: Lengths,
-    samples_per_micro_batch: int,
-    dp: int,
-    micro_batches: int,
-    seed: int,
-    load: Callable[[Packs, Lengths], np.ndarray],
+    job: JobSpec, data: SampleData, samples_per_micro_batch: int
 ) -> RankLoads | None:
     """Return unbalanced loads of ranks and steps, or None if samples make no full step.
 
     Random order, a fixed number of samples per micro-batch, each padded with text tokens to the
     longest (tiles need none). The incomplete last step is dropped. Caps are ignored, and padding
-    costs attention and head like text. `load` gives the load of every micro-batch, [packs].
+    costs attention and head like text.
     """
+    lengths, dp = data.lengths, job.parallel.data
+    micro_batches = data.packs_per_step // dp
     samples_per_step = samples_per_micro_batch * dp * micro_batches
     complete = len(lengths) // samples_per_step * samples_per_step
     if not complete:
         return None
-    order = np.random.default_rng(seed).permutation(len(lengths))
+    order = np.random.default_rng(data.settings.seed).permutation(len(lengths))
     micro_batch = order[:complete].reshape(-1, samples_per_micro_batch)
     tokens = lengths.tokens.copy()
     tokens[micro_batch] = lengths.tokens[micro_batch].max(axis=1, keepdims=True)
     packs = Packs(
         samples=micro_batch.ravel(), offsets=np.arange(0, complete + 1, samples_per_micro_batch)
     )
-    load_ms = load(packs, replace(lengths, tokens=tokens))
+    load_ms = job.load_ms(packs, replace(lengths, tokens=tokens))
     filled = lengths.tokens[micro_batch].sum(axis=1) / tokens[micro_batch].sum(axis=1)
     return RankLoads(
         compute_ms=load_ms.reshape(-1, dp, micro_batches).sum(axis=2),
@@ -96,11 +92,7 @@ def compare_loads(
     compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
     # Packed samples share a row without padding.
     after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
-    before = common_practice(
-        *(lengths, _mean_samples(scheduled), dp, data.packs_per_step // dp),
-        seed=data.settings.seed,
-        load=job.load_ms,
-    )
+    before = common_practice(job, data, _mean_samples(scheduled))
     return {"after": after} if before is None else {"before": before, "after": after}
 
 

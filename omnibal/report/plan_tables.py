@@ -25,7 +25,6 @@ from omnibal.report.summary import (
     accuracy_interval,
     figures_by_source,
     is_right,
-    memory_parts,
     micro_batches_per_step,
     replayed_peaks_as_predicted,
     telling_examples,
@@ -123,8 +122,14 @@ def memory_table(
         caption += f"; weights are {held_encoders(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
     if memories:
-        parts = [memory_parts(memory) | {"peak": memory.peak_gib} for memory in memories]
-        sizes = {kind: [part[kind] for part in parts] for kind in parts[0]}
+        sizes = {
+            "weights": [memory.weights_gib for memory in memories],
+            "gradients": [memory.gradients_gib for memory in memories],
+            "optimizer": [memory.optimizer_gib for memory in memories],
+            "activations": [memory.activations_gib for memory in memories],
+            "working": [memory.transient_gib for memory in memories],
+            "peak": [memory.peak_gib for memory in memories],
+        }
         shares = [Marked.share(memory.peak_gib / cap_gib) for memory in memories]
         columns += _beside("predicted, GiB", sizes, at_least=2)
         columns.append(_column("of usable", shares, group="predicted, GiB"))

@@ -12,7 +12,6 @@ from omnibal.job.refit import SLOW
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
-from omnibal.pipeline.prediction import StageMemory
 
 
 class StageTime(NamedTuple):
@@ -136,16 +135,6 @@ def micro_batches_per_step(plan: Plan) -> float | None:
     if plan.data is not None:
         return plan.data.packs / (plan.data.steps * plan.parallel.data)
     return plan.shapes.micro_batches_per_step if plan.shapes else None
-
-
-def memory_parts(memory: StageMemory) -> dict[str, float]:
-    return {
-        "weights": memory.weights_gib,
-        "gradients": memory.gradients_gib,
-        "optimizer": memory.optimizer_gib,
-        "activations": memory.activations_gib,
-        "working": memory.transient_gib,
-    }
 
 
 def lost_by_source(

@@ -219,7 +219,6 @@ class Simulated:
     """A simulated epoch; the longest pack sets an iteration's time."""
 
     seconds: float
-    iterations: int
     attention_balance_ratio: float
     """Over the packs of an iteration."""
     block_balance_ratio: float
@@ -271,7 +270,6 @@ class Data:
 
         return Simulated(
             seconds=float(sum(ms.sum() for *_, ms in parts)) / 1e3,
-            iterations=int(iterations.sum()),
             attention_balance_ratio=mean([dist_ratio(squared[rows]) for _, rows, _ in parts]),
             block_balance_ratio=mean([_block_ratio(squared[rows]) for _, rows, _ in parts]),
             communication_ratio=float(np.sum(held, where=is_shared) / np.sum(held)),
