@@ -86,16 +86,9 @@ class ReplayOptions:
         bool,
         typer.Option("--fake-device", help="count memory and kernels without a device; no times"),
     ] = False
-    pretend: Annotated[bool, typer.Option("--pretend", hidden=True)] = False
-    """Deprecated name of `--fake-device`."""
     as_json: Annotated[
         bool, typer.Option("--json", help="print what --fake-device counted as JSON")
     ] = False
-
-    @property
-    def counts(self) -> bool:
-        """Return whether a fake device counts, and nothing is timed."""
-        return self.fake_device or self.pretend
 
 
 @app.command(help=__doc__.split("\n\n")[0])
@@ -108,14 +101,14 @@ def replay(
 ) -> None:
     launch = Launch.from_environment()
     _check_together(options)
-    if not options.counts:
+    if not options.fake_device:
         check_provider(options.provider)
         launch.check_device()
     inputs = (plan, options.data, options.tokenizer_model)
     check_folder("-o", output, [path for path in inputs if path is not None])
     job = load_replay(plan, options.data, options.tokenizer_model)
     numbers = _stage_numbers(stages, job.plan.parallel.pipeline)
-    if options.counts:
+    if options.fake_device:
         check_fake_device(job.plan.precision, options.provider)
         run_fake_stages(job, numbers, output, launch, open_store(launch))
         if launch.rank == 0:
@@ -136,10 +129,10 @@ def replay(
 
 
 def _check_together(options: ReplayOptions) -> None:
-    if options.as_json and not options.counts:
+    if options.as_json and not options.fake_device:
         raise UserError("--json: prints what --fake-device counts; give both, or neither")
     for name, value in (("--steps", options.steps), ("--repetitions", options.repetitions)):
-        if options.counts and value is not None:
+        if options.fake_device and value is not None:
             raise UserError(
                 f"{name}: says what is timed, and --fake-device times nothing, but counts micro-"
                 "batches that need most memory; give one of the two"

@@ -26,7 +26,6 @@ from omnibal.model.config import (
     load_cluster,
     with_imbalance,
 )
-from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.layers import MAX_IMBALANCE
 from omnibal.model.limits import FEATURE_NAME, USABLE_MEMORY_FRACTION
 from omnibal.model.parallel import MAX_DEVICES, Parallel, expert_counts
@@ -199,7 +198,6 @@ class JobOptions:
     def job(
         self,
         parallel: Parallel | None = None,
-        placement: EncoderPlacement = EncoderPlacement.PIPELINE,
         trainer: TrainerConstraints = OWN,
     ) -> "JobSpec":
         """Make the job with parallel sizes, by default the smallest with costs."""
@@ -227,7 +225,6 @@ class JobOptions:
             frozen=self._frozen(model),
             adapters=self._adapters(),
             cost_source=source,
-            placement=placement,
             trainer=trainer,
         )
 

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -38,9 +38,6 @@ from omnibal.model.config import (
 )
 from omnibal.model.limits import check_limits
 from omnibal.report import command_tables
-
-if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
-    from omnibal.cost.profile import Profile
 
 _MOST_REPETITIONS = 10_000  # hours of timing; more is a typo
 
@@ -139,18 +136,6 @@ class MeasuredClusterOptions:
         )
         return None if self.cluster is None else load_cluster(self.cluster)
 
-    def outputs(self) -> dict[str, Path]:
-        """List the output file, if any, by option."""
-        return {} if self.cluster_output is None else {"--cluster-output": self.cluster_output}
-
-    def write(self, base: ClusterConfig | None, measured: "Profile") -> None:
-        """Write the cluster with a profile's rates, if asked for."""
-        from omnibal.cost.profile import with_measured_rates
-
-        if base is not None and self.cluster_output is not None:
-            with atomic(self.cluster_output) as written:
-                written.write_text(config_toml(with_measured_rates(base, measured)))
-
 
 def profile(
     model: ModelOption,
@@ -164,7 +149,7 @@ def profile(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the model's layers on this device, and show how well the costs fit."""
-    from omnibal.cost.profile import fit_residuals, read_profile
+    from omnibal.cost.profile import fit_residuals, read_profile, with_measured_rates
     from omnibal.job.check import model_obstacle
 
     for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
@@ -177,7 +162,7 @@ def profile(
     lengths = length_files(measured.lengths or [])
     presets = [] if preset.cluster is None else [config_file("clusters", preset.cluster)]
     read = [named_model_file(model), *lengths, *measured.check_data(), *presets]
-    check_files({"-o": output, **preset.outputs()}, read)
+    check_files({"-o": output, "--cluster-output": preset.cluster_output}, read)
     base = preset.base()
     profiled_model = named_model(model)
     caps = limits_given(limits.limit, limits.max_tiles, limits.max_tokens)
@@ -186,7 +171,7 @@ def profile(
         raise UserError(f"{obstacle}, so it cannot be measured: plan it without --profile")
     check_limits(caps, profiled_model.item_features, profiled_model.name)
     tokens_per_sample = measured.typical_tokens()
-    for path in (output, *preset.outputs().values()):
+    for path in filter(None, (output, preset.cluster_output)):
         path.parent.mkdir(parents=True, exist_ok=True)
     options = {
         "--model": model,
@@ -214,7 +199,9 @@ def profile(
             raise typer.Exit(returncode)
         result = read_profile(written)
         residuals = fit_residuals(result, profiled_model)
-    preset.write(base, result)
+    if base is not None and preset.cluster_output is not None:
+        with atomic(preset.cluster_output) as written:
+            written.write_text(config_toml(with_measured_rates(base, result)))
     print_result(
         as_json,
         {
