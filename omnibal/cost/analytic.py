@@ -145,7 +145,6 @@ def analytic_cost(
         cluster,
         precision,
         device,
-        runtime,
         divides_gradients=parallel.sharded > 1,
     )
     return CostModel(
@@ -170,7 +169,6 @@ def _parameter_rates(
     cluster: ClusterConfig,
     precision: Precision,
     device: Device,
-    runtime: RuntimeOptions,
     group: Group,
     *,
     divides_gradients: bool,
@@ -184,7 +182,8 @@ def _parameter_rates(
     Args:
         divides_gradients: whether these ranks shard gradients too, and not the optimizer alone.
     """
-    size, gradient_bytes = ELEMENT_BYTES[precision], runtime.gradient_bytes
+    runtime, size = device.runtime, ELEMENT_BYTES[precision]
+    gradient_bytes = runtime.gradient_bytes
     state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
     shards = group.ranks
     averages = runtime.averages_gradients and shards > 1
@@ -320,11 +319,7 @@ def _device(
         tensor=parallel.tensor,
         sequence_parallel=parallel.sequence_parallel,
         element_bytes=ELEMENT_BYTES[precision],
-        gradient_bytes=runtime.gradient_bytes,
-        overlaps_tensor=runtime.overlap_tensor,
-        fused_loss=runtime.fused_loss,
-        fused_routing=runtime.fused_routing,
-        sample_tokens=runtime.sample_tokens,
+        runtime=runtime,
         expert=parallel.expert,
     )
 
@@ -493,7 +488,7 @@ def _weight_ms(device: Device, one: _Counted, late: tuple[Product, ...]) -> np.n
     # Measured products include the accumulation.
     accumulates = device.product_times is not None and device.product_times.accumulates
     added = 0.0 if accumulates else min(late_parameters(late), one.counts.parameters)
-    added_ms = added * 2 * device.gradient_bytes / device.streamed_bytes_per_ms
+    added_ms = added * 2 * device.runtime.gradient_bytes / device.streamed_bytes_per_ms
     once_ms = added_ms + len(late) * device.kernel_ms
     return np.sum([_fixed(once_ms, nothing), *products_ms], axis=0)
 
@@ -513,7 +508,8 @@ def _collective_ms(device: Device, one: _Counted) -> np.ndarray:
         # All-to-alls of routed tokens.
         exchanged_ms = sent.exchanged_bytes / device.expert_bytes_per_ms
         exchanged_ms = exchanged_ms + _fixed(exchanges * device.expert_pass_ms, nothing)
-        return (ring_ms / device.tensor if device.overlaps_tensor else ring_ms) + exchanged_ms
+        parts = device.tensor if device.runtime.overlap_tensor else 1
+        return ring_ms / parts + exchanged_ms
 
     forward_ms = pass_ms(sent.forward_bytes, sent.passes, sent.exchanges)
     if not one.has_backward:
@@ -573,7 +569,7 @@ def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarr
     rest = 0 * counts.moved_bytes + counts.other_attention_flops
     time_ms = scale * rest / device.flops_per_ms
     for one in softmax:
-        tokens = device.sample_tokens if one.causal else None
+        tokens = device.runtime.sample_tokens if one.causal else None
         line = times.line(of, one.elements, causal=one.causal, tokens=tokens)
         time_ms = time_ms + scale * one.tiled_flops * line.each_ms + _fixed(line.fixed_ms, rest)
     return time_ms
@@ -599,7 +595,7 @@ def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray
     if not one.has_backward:
         return forward_ms, 0 * forward_ms
     accumulated = _accumulated(device, counts) if one.trained else counts.adapter_parameters
-    accumulated_bytes = accumulated * 2 * device.gradient_bytes
+    accumulated_bytes = accumulated * 2 * device.runtime.gradient_bytes
     backward_ms = (
         back_matmul_ms
         + _attention_ms(device, counts, "backward")

@@ -10,6 +10,7 @@ from omnibal.cost.attention_rates import TILE, AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.model.config import Precision
 from omnibal.model.fp8 import Fp8
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
@@ -117,18 +118,9 @@ class Device:
     sequence_parallel: bool
     """Whether the language model uses Megatron's sequence parallelism."""
     element_bytes: int
-    gradient_bytes: int = 4
-    """Bytes of an accumulated gradient; fp32 by default in Megatron."""
-    overlaps_tensor: bool = False
-    """Whether tensor-parallel exchange overlaps products."""
-    fused_loss: bool = True
-    """Whether one kernel computes the loss and the logits' gradient."""
+    runtime: RuntimeOptions = OWN_RUNTIME
     loss_slowdown: float = 1.0
     """Time per byte of loss kernels relative to other element-wise kernels."""
-    fused_routing: bool = False
-    """Whether fused kernels route and permute tokens."""
-    sample_tokens: int | None = None
-    """Tokens of every sample if all have equal length, else None."""
     permute_slowdown: float = 1.0
     """Time per byte of permutation kernels relative to other element-wise kernels."""
     expert: int = 1

@@ -144,7 +144,7 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features)
         + tokens * 5 * shared / t * size
         + 2 * gate,
         collectives=exchanged + whole_inputs(device, tokens * h * size) if shared else exchanged,
-        kernels=(_FUSED_KERNELS_OF_EXPERTS if device.fused_routing else _KERNELS_OF_EXPERTS)
+        kernels=(_FUSED_KERNELS_OF_EXPERTS if device.runtime.fused_routing else _KERNELS_OF_EXPERTS)
         + (4 if shared else 0)
         + (3 if experts.shared_gate else 0),
         kept=_mixture_kept(h, experts, device, tokens, rows),

@@ -268,7 +268,7 @@ def _logits(
             back_passes=1,
             passes_again=1,
         )
-    loss_moved, back_loss_moved = (1, 2) if device.fused_loss else _UNFUSED_LOSS_MOVED
+    loss_moved, back_loss_moved = (1, 2) if device.runtime.fused_loss else _UNFUSED_LOSS_MOVED
     loss_bytes_moved = logits_bytes * device.loss_slowdown
     return Counts(
         products=(Product(loss_tokens, h, vocabulary, given="what carries loss"),),

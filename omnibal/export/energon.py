@@ -93,8 +93,21 @@ def energon_files(given: ExportInput) -> Mapping[str, Writer]:
         "__class__": "MetadatasetV2",
         "splits": {"train": {"path": "packs.jsonl", "aux": datasets}},
     }
+    offsets = order.packs.offsets
+
+    def write_packs(path: Path) -> None:
+        seen = set[int]()
+        with path.open("w", encoding="utf-8") as file:
+            for pack in map(int, lines):
+                here = numbers[offsets[pack] : offsets[pack + 1]].tolist()
+                found = (_find_members(annotations, index) for index in here)
+                samples = [[each.dataset, each.key, each.parts] for each in found]
+                line = {"pack": -1 if pack in seen else pack, "samples": samples}
+                seen.add(pack)
+                file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
+
     written: dict[str, Writer] = {
-        "packs.jsonl": lambda path: _write_packs(path, order, lines, numbers, annotations),
+        "packs.jsonl": write_packs,
         "packs.jsonl.idx": _write_offsets,
         "packs.json": json_file(described),
         "meta.yaml": json_file(meta),  # JSON is YAML
@@ -128,26 +141,6 @@ def _prepared(annotations: Annotations, source: int) -> Path:
         f"{root}: the shards of source {annotations.sources[source]!r} have no {_META} there or "
         "above, by which Energon finds samples by their keys; run `energon prepare` on their folder"
     )
-
-
-def _write_packs(
-    path: Path,
-    order: ScheduledPacks,
-    lines: np.ndarray,
-    numbers: np.ndarray,
-    annotations: Annotations,
-) -> None:
-    offsets = order.packs.offsets
-    seen = set[int]()
-    with path.open("w", encoding="utf-8") as file:
-        for pack in map(int, lines):
-            here = numbers[offsets[pack] : offsets[pack + 1]].tolist()
-            found = (_find_members(annotations, index) for index in here)
-            samples = [[each.dataset, each.key, each.parts] for each in found]
-            number = -1 if pack in seen else pack
-            seen.add(pack)
-            line = {"pack": number, "samples": samples}
-            file.write(json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n")
 
 
 def _write_offsets(path: Path) -> None:

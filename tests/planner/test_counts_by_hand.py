@@ -22,6 +22,7 @@ from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.fp8 import TRAINED_FP8
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerKind, LinearAttention
+from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import unit_kinds
 
 pytestmark = pytest.mark.quick
@@ -867,7 +868,8 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
 def test_head(sequence_parallel: bool, fused: bool) -> None:
     """Prevents: logits of tokens without loss, of padded words where none are asked for, or whole
     inputs where ranks have parts."""
-    own_device = device(3, sequence_parallel, fused_loss=fused, loss_slowdown=1.5)
+    runtime = RuntimeOptions(fused_loss=fused)
+    own_device = device(3, sequence_parallel, runtime=runtime, loss_slowdown=1.5)
     part = 1 / 3 if sequence_parallel else 1
     hidden, whole, loss = TOKENS * WIDTH * part, TOKENS * WIDTH, LOSS * WIDTH
     logits = LOSS * 384
