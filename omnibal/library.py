@@ -178,9 +178,9 @@ def lint_line(line: str, model: str, variables: Mapping[str, str] | None = None)
         variables: values of the line's variables.
     """
     launch = read_launch(line, dict(variables or {}), None, None, None)
-    sizes = named_model(model)
-    findings = findings_of(launch, sizes)
-    return Linted(launch, findings, can_start(line_of(launch, sizes), findings))
+    checked = line_of(launch, named_model(model))
+    findings = findings_of(checked)
+    return Linted(launch, findings, can_start(checked, findings))
 
 
 def report_plan(

@@ -68,7 +68,8 @@ def lint(
     launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)
     name = model or _model_of(launch)
     sizes = named_model(name)
-    findings, checked = findings_of(launch, sizes), line_of(launch, sizes)
+    checked = line_of(launch, sizes)
+    findings = findings_of(checked)
     starts = can_start(checked, findings)
     verdict = {True: "starts", False: "cannot start", None: "not judged, for an unknown flag"}
     layers = None if starts is False else layers_by_chunk(checked)

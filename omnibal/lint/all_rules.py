@@ -10,10 +10,9 @@ from omnibal.lint import (
     rules_recompute,
     rules_split,
 )
-from omnibal.lint.launch import Finding, Launch
-from omnibal.lint.line import Line, line_of
+from omnibal.lint.launch import Finding
+from omnibal.lint.line import Line
 from omnibal.lint.rule import RuleGroup
-from omnibal.model.config import ModelConfig
 
 GROUPS: tuple[RuleGroup, ...] = (
     rules_grids.RULES,
@@ -27,9 +26,8 @@ GROUPS: tuple[RuleGroup, ...] = (
 _ORDER = ("refused", "refused-at-first-step", "ignored", "warning")
 
 
-def findings_of(launch: Launch, model: ModelConfig) -> list[Finding]:
-    """Return a launch's findings, refusals first."""
-    line = line_of(launch, model)
+def findings_of(line: Line) -> list[Finding]:
+    """Return a line's findings, refusals first."""
     found = (rule.finding(line) for group in GROUPS for rule in group.rules)
     return sorted(filter(None, found), key=lambda finding: _ORDER.index(finding.severity))
 

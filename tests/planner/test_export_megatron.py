@@ -180,7 +180,7 @@ def test_an_export_can_start_with_the_plans_stages(case, launcher):
     launch = read_launch(EXPORTS[target](given).command, {})
     assert launch.launcher is launcher
     assert launch.gpus == given.files.plan.parallel.world_size
-    assert [one.message for one in findings_of(launch, model) if one.is_refusal] == []
+    assert [one.message for one in findings_of(line_of(launch, model)) if one.is_refusal] == []
     line = line_of(launch, model)
     assert (line.data, line.launch.pipeline) == (2, len(layers))
     assert tuple(map(sum, layers_by_chunk(line))) == layers

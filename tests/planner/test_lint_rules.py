@@ -26,7 +26,7 @@ each_broken = pytest.mark.parametrize("published", BROKEN, ids=lambda one: one.i
 def refusals(published: PublishedLine, line: str | None = None) -> list[Finding]:
     launch = read_launch(line or published.line, {})
     assert launch.launcher == published.launcher
-    found = findings_of(launch, model_of(published.model))
+    found = findings_of(line_of(launch, model_of(published.model)))
     return [finding for finding in found if finding.is_refusal]
 
 
@@ -132,7 +132,8 @@ def test_one_gpu_more_is_refused_where_sizes_do_not_divide_it(published: Publish
     launch, model = read_launch(published.line, {}), model_of(published.model)
     line = line_of(launch, model)
     gpus = launch.gpus + 1
-    rules = {one.rule for one in findings_of(read_launch(published.line, {}, gpus=gpus), model)}
+    more = read_launch(published.line, {}, gpus=gpus)
+    rules = {one.rule for one in findings_of(line_of(more, model))}
     has_experts = launch.expert > 1 or launch.expert_tensor is not None
     expected = {
         "gpus-divide-grid": gpus % line.grid != 0,
@@ -196,7 +197,7 @@ def line_of_flags(launcher: str, flags: str) -> str:
 def found(case: Case, flags: str) -> list[Finding]:
     line = line_of_flags(case.launcher, flags)
     launch = read_launch(line, {}, Launcher(case.launcher), case.gpus)
-    return findings_of(launch, MODELS[case.model])
+    return findings_of(line_of(launch, MODELS[case.model]))
 
 
 CASES = [Case(**row) for row in json.loads(ROWS.read_text())]
@@ -226,7 +227,7 @@ def test_connections_are_judged_by_the_environment(value: str | None, is_told: b
     """Prevents: a rule of a variable that is looked for among the flags."""
     before = "" if value is None else f"CUDA_DEVICE_MAX_CONNECTIONS={value} "
     launch = read_launch(f"{before}run --tensor-model-parallel-size 2 --micro-batch-size 1", {})
-    rules = [one.rule for one in findings_of(launch, MODELS["dense"])]
+    rules = [one.rule for one in findings_of(line_of(launch, MODELS["dense"]))]
     assert ("one-connection" in rules) == is_told
 
 

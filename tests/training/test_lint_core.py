@@ -119,8 +119,9 @@ def of_rules(case: Case) -> tuple[tuple[str, ...], Chunks | None]:
     fields = {name: value for name, value in case.items() if name not in _OF_MODEL}
     shown = (f"model.{name}='{value}'" for name, value in {**fields, "bf16": True}.items())
     launch = read_launch(" ".join(shown), {})
-    found = tuple(one.rule for one in findings_of(launch, model) if one.severity == "refused")
-    return found, None if found else layers_by_chunk(line_of(launch, model))
+    line = line_of(launch, model)
+    found = tuple(one.rule for one in findings_of(line) if one.severity == "refused")
+    return found, None if found else layers_by_chunk(line)
 
 
 def of_core(case: Case) -> Chunks | str:
