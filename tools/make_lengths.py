@@ -29,7 +29,7 @@ from omnibal.base.program import ArgumentParser, check_arguments, one_line_error
 from omnibal.data.lengths import Lengths, write_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, Part, Source
+from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, Part
 
 MAX_SAMPLES = 100_000_000
 """About 4 GiB of memory."""
@@ -51,8 +51,12 @@ def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
     drawn = []
     for (name, source), count in zip(made_of.sources.items(), counts, strict=True):
         rng = np.random.default_rng([seed, *name.encode()])
-        columns = _draw_source(source, count, made_of.max_tokens, rng)
-        drawn.append(columns[:, rng.permutation(count)])
+        of_parts = apportion(count, [part.weight for part in source.parts])
+        parts = [
+            draw_part(part, of_part, made_of.max_tokens, rng)
+            for part, of_part in zip(source.parts, of_parts, strict=True)
+        ]
+        drawn.append(np.concatenate(parts, axis=1)[:, rng.permutation(count)])
     tiles, tokens, loss_tokens = np.concatenate(drawn, axis=1)
     return Lengths(
         items={"tiles": tiles} if made_of.max_tiles else {},
@@ -70,18 +74,6 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
     largest_first = np.argsort(counts - shares, kind="stable")
     counts[largest_first[: total - counts.sum()]] += 1
     return counts.tolist()
-
-
-def _draw_source(
-    source: Source, count: int, max_tokens: int, rng: np.random.Generator
-) -> np.ndarray:
-    """Rows tiles, tokens, loss_tokens of a source's samples, part after part; int32."""
-    counts = apportion(count, [part.weight for part in source.parts])
-    parts = [
-        draw_part(part, part_count, max_tokens, rng)
-        for part, part_count in zip(source.parts, counts, strict=True)
-    ]
-    return np.concatenate(parts, axis=1)
 
 
 def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator) -> np.ndarray:

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 
 from megatron.vlm.measure.fake_device.job import check_fake_device, run_fake_stages
 from megatron.vlm.measure.replay_job import (
@@ -167,12 +166,11 @@ def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_j
 
 def _print_result(job: ReplayJob, output: Path) -> None:
     kept = REPLAY_FILES.read(output, job.plan.parallel.pipeline)
-    console = Console()
-    console.print(command_tables.replayed_stages_table(job.plan, kept))
+    tables = [command_tables.replayed_stages_table(job.plan, kept)]
     if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
-        console.print(run_table(job.plan, None, summary))
-    print(f"replay: {output}")
+        tables.append(run_table(job.plan, None, summary))
+    print_result(False, {}, *tables, f"replay: {output}")
 
 
 def main() -> None:

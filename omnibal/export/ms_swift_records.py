@@ -9,7 +9,7 @@ packaged_modules/json/json.py): columns absent there crash the run later.
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
@@ -29,10 +29,18 @@ def write_rows(
     annotations: Annotations, samples: np.ndarray, path: Path, *, of_tiles: bool = False
 ) -> None:
     """Write a row per sample, in order; `of_tiles` if the model tiles images, as InternVL does."""
-    begins: dict[str, int] = {}
+    begins: dict[str, int] = {}  # first byte of the rows with an optional key
     with path.open("wb") as file:
         for sample in samples.tolist():
-            _write_row(file, annotations, sample, begins, of_tiles=of_tiles)
+            stored = annotations.stored(sample)
+            row, line = _plain_row(stored, of_tiles=of_tiles), stored.content.strip()
+            if row is None:
+                row = row_of(annotations[sample], of_tiles=of_tiles)
+                line = json.dumps(row, ensure_ascii=False).encode()
+            has_loss = any(_LOSS in message for message in row["messages"])
+            for key in [*(row.keys() - {"messages"}), *[_LOSS] * has_loss]:
+                begins.setdefault(key, file.tell())
+            file.write(line + b"\n")
     late = [key for key, byte in begins.items() if byte >= _TYPED_BYTES]
     if late:
         raise UserError(
@@ -40,24 +48,6 @@ def write_rows(
             f"{path.name}, and the reader knows a column by the first {_TYPED_BYTES >> 20} MiB: "
             "plan with another --seed, so that one of these samples comes earlier"
         )
-
-
-def _write_row(
-    file: BinaryIO, annotations: Annotations, sample: int, begins: dict[str, int], *, of_tiles: bool
-) -> None:
-    """Write a row, and record the offset where optional keys first occur."""
-    stored = annotations.stored(sample)
-    row = _plain_row(stored, of_tiles=of_tiles)
-    if row is None:
-        row = row_of(annotations[sample], of_tiles=of_tiles)
-        line = json.dumps(row, ensure_ascii=False).encode()
-    else:
-        line = stored.content.strip()
-    keys = {key for key in row if key != "messages"}
-    keys |= {_LOSS} if any(_LOSS in message for message in row["messages"]) else set()
-    for key in keys:
-        begins.setdefault(key, file.tell())
-    file.write(line + b"\n")
 
 
 def _plain_row(stored: StoredRecord, *, of_tiles: bool) -> Row | None:

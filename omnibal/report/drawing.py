@@ -1,5 +1,6 @@
 """Deterministic figures by matplotlib, without pyplot's state, as SVG for light and dark pages."""
 
+import html
 import re
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,8 +12,6 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import LogLocator, NullLocator
-
-from omnibal.report.formatting import escape
 
 WIDE, NARROW = 1080, 520
 """Widths of figures in pixels: full page and half page."""
@@ -36,12 +35,6 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width / 72, height / 72))
 
 
-def new_axes(width: float, height: float) -> tuple[Figure, Axes]:
-    """Return a figure with empty axes, sizes in pixels."""
-    figure = new_figure(width, height)
-    return figure, figure.subplots()
-
-
 def xml_text(text: str) -> str:
     """Replace characters invalid in XML by question marks."""
     return _NOT_XML.sub("?", text)
@@ -60,7 +53,7 @@ def to_svg(figure: Figure, label: str) -> str:
     svg = _COLOUR.sub(_as_variable, svg[svg.index("<svg") :])
     head, rest = svg.split(">", 1)
     size = " ".join(re.findall(r'(?:width|height|viewBox)="[\d. ]+"', head.replace("pt", "")))
-    return f'<svg {size} role="img" aria-label="{escape(label)}">{rest}'
+    return f'<svg {size} role="img" aria-label="{html.escape(label)}">{rest}'
 
 
 def _as_variable(found: re.Match[str]) -> str:
@@ -75,9 +68,8 @@ def svg_file(figure: Figure, title: str = "") -> str:
     """Return an SVG file that follows the light or dark scheme. `title`: the figure's if empty."""
     title = title or figure.get_suptitle()
     head, rest = to_svg(figure, title).removeprefix("<svg").split(">", 1)
-    return (
-        f"<svg {_NAMESPACES}{head}><title>{escape(title)}</title>\n<style>{_PALETTE}</style>{rest}"
-    )
+    above = f"<svg {_NAMESPACES}{head}><title>{html.escape(title)}</title>\n"
+    return f"{above}<style>{_PALETTE}</style>{rest}"
 
 
 def add_legend(figure: Figure, columns: int) -> None:

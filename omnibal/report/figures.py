@@ -16,7 +16,7 @@ from omnibal.report.drawing import (
     WIDE,
     add_legend,
     label_rows,
-    new_axes,
+    new_figure,
     style,
     to_svg,
 )
@@ -48,7 +48,8 @@ def split_figure(plan: Plan) -> PageFigure:
     colours = {name: ("blue", "teal")[i % 2] for i, name in enumerate(plan.pipeline_model.encoders)}
     colours |= {LANGUAGE: "orange"}
     at_levels = [plan.held(stages) for stages in plan.stages_at_levels]
-    figure, axes = new_axes(WIDE, 80 + 30 * len(at_levels[0]))
+    figure = new_figure(WIDE, 80 + 30 * len(at_levels[0]))
+    axes = figure.subplots()
     for index, stage in enumerate(at_levels[0]):
         units = [unit for span in stage.units for unit in span.units]
         for place, unit in enumerate(units):
@@ -105,7 +106,8 @@ def curve_figure(
         if above.any() and limit > 0:
             notes.append(f"Steps above the axis: {int(above.sum()):,}.")
             steps, shown, high = steps[~above], shown[~above], limit
-    figure, axes = new_axes(NARROW, 270)
+    figure = new_figure(NARROW, 270)
+    axes = figure.subplots()
     at = extremes(shown, _POINTS)
     axes.plot(steps[at], shown[at], ".", color=COLOURS["blue"], alpha=0.35)
     at = np.unique(np.linspace(0, len(steps) - 1, _POINTS).astype(int))

@@ -1,6 +1,5 @@
 """Formatting of values as text: numbers with units, and escaping for SVG."""
 
-import html
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,11 +9,6 @@ from omnibal.model.parallel import Parallel
 
 EN_DASH = "\N{EN DASH}"
 ARROW = "\N{RIGHTWARDS ARROW}"
-
-
-def escape(value: object) -> str:
-    """Escape text for HTML content and quoted attributes."""
-    return html.escape(str(value), quote=True)
 
 
 def shorten(value: str, limit: int) -> str:

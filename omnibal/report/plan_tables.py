@@ -1,7 +1,7 @@
 """Tables of a plan, its replay and its run, as commands print them and the page shows them."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.replay import ReplaySummary
@@ -102,7 +102,8 @@ def stages_table(
     slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
     slower = f" Slow: {', '.join(slow)} the median rank's time." if slow else ""
     caption = f"Times of a micro-batch; backward includes recomputation.{mean}{slower}"
-    return Table.of_columns("Stages", [*columns, (wide, also)], caption)
+    heads, cells = zip(*columns, (wide, also), strict=True)
+    return Table.of_rows("Stages", heads, [*zip(*cells, strict=True)], caption=caption)
 
 
 def memory_table(
@@ -146,8 +147,9 @@ def memory_table(
         columns += _beside("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
         return None
-    filled = [(one, [*cells, *[""] * (len(names) - len(cells))]) for one, cells in columns]
-    return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", filled, caption)
+    heads, cells = zip(*columns, strict=True)
+    rows = [*zip_longest(*cells, fillvalue="")]
+    return Table.of_rows(f"Memory, GiB of {cap_gib:.2f}", heads, rows, caption=caption)
 
 
 def lost_time_table(prediction: Prediction) -> Table:

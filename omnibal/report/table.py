@@ -61,15 +61,6 @@ class Table:
     """Leading columns to repeat if a terminal is too narrow for all columns side by side."""
 
     @classmethod
-    def of_columns(
-        cls, title: str, columns: Iterable[tuple[Column, Sequence[Cell]]], caption: str = ""
-    ) -> "Table":
-        """Make a single-section table from columns and cells."""
-        heads, cells = zip(*columns, strict=True)
-        rows = list(zip(*cells, strict=True))
-        return cls(title=title, columns=heads, sections=[rows], caption=caption)
-
-    @classmethod
     def of_rows(
         cls,
         title: str,

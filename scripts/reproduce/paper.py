@@ -20,9 +20,7 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from scipy.optimize import brentq
 
 from omnibal.cost.analytic import analytic_cost
@@ -42,6 +40,7 @@ from omnibal.pipeline.stage_cost import model_ms, stage_times
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
+from omnibal.report.table import Table
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps
 
@@ -274,12 +273,7 @@ def published_system(cluster: ClusterConfig) -> ClusterConfig:
 
 def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a wide table without folding, even to a file."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in columns:
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=200).print(table)
+    Console(width=200).print(Table.of_rows(title, columns, rows))
 
 
 def figure_2_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
