@@ -20,17 +20,17 @@ Repeated shapes get their mean time.
 
 import json
 import re
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
+import typer
 from pydantic import ValidationError
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import atomic, complaint, read_text
 from omnibal.base.outputs import check_files
-from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.base.program import run_app
 from omnibal.model.config import config_file, load_cluster, precision_rates_toml
 from omnibal.model.rates import (
     AttentionTime,
@@ -44,6 +44,7 @@ from omnibal.model.rates import (
     Rates,
 )
 
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _Kernel = TypeVar("_Kernel", ProductTime, GroupedTime, AttentionTime)
 
 _ACCURACY = re.compile(r"^\[accuracy\]\n(?:[^\[\n].*\n|\n)*", re.MULTILINE)
@@ -204,47 +205,41 @@ def _read(path: Path) -> dict[str, Any]:
     return tables
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the cluster file; return the exit status."""
-    with one_line_errors():
-        _run(sys.argv[1:] if arguments is None else list(arguments))
-    return 0
-
-
-def _run(arguments: list[str]) -> None:
-    check_arguments(arguments)
-    parser = ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
-    parser.add_argument("tables", type=Path, help="JSON file to read")
-    parser.add_argument("-o", "--output", type=Path, required=True, help="TOML file to write")
-    parser.add_argument(
-        "--base", required=True, help="preset or cluster file that gives all that is no table"
-    )
-    parser.add_argument(
-        "--kernels-only",
-        action="store_true",
-        help="leave out copies and collectives, where memory and links are not the base's",
-    )
-    options = parser.parse_args(arguments)
-    base_file = config_file("clusters", options.base)
-    check_files({"--output": options.output}, [options.tables, base_file])
-    base, tables = load_cluster(options.base), _read(options.tables)
+@app.command(help=__doc__.split("\n\n")[0])
+def import_rates(
+    file: Annotated[Path, typer.Argument(metavar="TABLES", help="JSON file to read")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="TOML file to write")],
+    base: Annotated[str, typer.Option(help="preset or cluster file that gives all else")],
+    kernels_only: Annotated[
+        bool,
+        typer.Option(
+            "--kernels-only",
+            help="leave out copies and collectives, where memory and links are not the base's",
+        ),
+    ] = False,
+) -> None:
+    base_file = config_file("clusters", base)
+    check_files({"--output": output}, [file, base_file])
+    link_gb_per_s, tables = load_cluster(base).intra_node_gb_per_s, _read(file)
     try:
-        rates = imported(tables, base.intra_node_gb_per_s, kernels_only=options.kernels_only)
+        rates = imported(tables, link_gb_per_s, kernels_only=kernels_only)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         message = f"{type(error).__name__} {error}"
         if isinstance(error, ValidationError):
             message = complaint(error.errors()[0])
-        raise UserError(
-            f"{options.tables}: {message}; compare with SimuMax's system files"
-        ) from error
+        raise UserError(f"{file}: {message}; compare with SimuMax's system files") from error
     text = cluster_text(base_file.read_text(encoding="utf-8"), rates, str(tables["source"]))
-    with atomic(options.output) as written:
+    with atomic(output) as written:
         written.write_text(text, encoding="utf-8")
     print(
-        f"{options.output}: {len(rates.products)} products, {len(rates.grouped)} grouped, "
+        f"{output}: {len(rates.products)} products, {len(rates.grouped)} grouped, "
         f"{len(rates.attention)} of attention, {len(rates.collectives)} collectives"
     )
 
 
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_app(app, "import_rates.py", arguments)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -19,13 +19,15 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Annotated, Literal, NoReturn
 
 import numpy as np
+import typer
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
-from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
+from omnibal.base.program import run_app
 from omnibal.data.lengths import Lengths, write_lengths
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -33,6 +35,8 @@ from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, Part
 
 MAX_SAMPLES = 100_000_000
 """About 4 GiB of memory."""
+Mixture = Literal["internvl", "tulu3-longcite"]
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
@@ -91,38 +95,29 @@ def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator)
     return np.stack([tiles, image_tokens + text_tokens, loss_tokens]).astype(np.int32)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    with one_line_errors():
-        _run(sys.argv[1:] if arguments is None else arguments)
-    return 0
+@app.command(help=" ".join(__doc__.split("\n\n")[:2]))
+def write(
+    output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
+    mixture: Annotated[Mixture, typer.Option(help="synthetic mixture to make")] = "internvl",
+    samples: Annotated[
+        int | None, typer.Option(help="of all sources together (default: the mixture's own size)")
+    ] = None,
+    seed: int = 0,
+) -> None:
+    if samples is None:
+        samples = sum(source.count for source in MIXTURES[mixture].sources.values())
+    check_files({"-o": output}, [])
+    if output.suffix != ".parquet" and not is_stream(output):
+        raise UserError(f"-o {output}: is written as Parquet; let its name end in .parquet")
+    if not output.parent.is_dir():
+        raise UserError(f"-o {output}: {output.parent} is no folder; make it or pass another path")
+    write_lengths(make_lengths(mixture, samples, seed), output)
+    print(f"{output}: {samples:,} synthetic samples of mixture {mixture}")
 
 
-def _run(arguments: list[str]) -> None:
-    check_arguments(arguments)
-    parser = ArgumentParser(description=" ".join(__doc__.split("\n\n")[:2]))
-    parser.add_argument("-o", "--output", type=Path, required=True, help="Parquet file to write")
-    parser.add_argument(
-        "--mixture",
-        choices=list(MIXTURES),
-        default="internvl",
-        help="synthetic mixture to make (%(default)s)",
-    )
-    parser.add_argument(
-        "--samples", type=int, help="of all sources together (the mixture's own size)"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="(%(default)s)")
-    options = parser.parse_args(arguments)
-    own_size = sum(source.count for source in MIXTURES[options.mixture].sources.values())
-    samples = own_size if options.samples is None else options.samples
-    path = options.output
-    check_files({"-o": path}, [])
-    if path.suffix != ".parquet" and not is_stream(path):
-        raise UserError(f"-o {path}: is written as Parquet; let its name end in .parquet")
-    if not path.parent.is_dir():
-        raise UserError(f"-o {path}: {path.parent} is no folder; make it or pass another path")
-    write_lengths(make_lengths(options.mixture, samples, options.seed), path)
-    print(f"{path}: {samples:,} synthetic samples of mixture {options.mixture}")
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    run_app(app, "make_lengths.py", arguments)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
