@@ -7,7 +7,7 @@ sharding; caps, packs per step and samples are equal. Texts are log-normal, medi
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -35,22 +35,13 @@ CAPS = Caps.of(tiles=28, tokens=8192)
 SAMPLES, PACKS_PER_STEP = 6_000, 128
 
 
-@dataclass(frozen=True, slots=True)
-class Mixture:
-    """Samples of one kind or two."""
-
-    name: str
-    text_share: float
-    tiles: tuple[int, int]
-    """Min and max tiles of samples with images."""
-
-
-MIXTURES = (
-    Mixture("9 of 10 are text", 0.9, (1, 13)),
-    Mixture("half are text", 0.5, (1, 13)),
-    Mixture("none is text", 0.0, (1, 13)),
-    Mixture("half text, half 12-24 tiles", 0.5, (12, 24)),
-)
+MIXTURES = {
+    "9 of 10 are text": (0.9, 1, 13),
+    "half are text": (0.5, 1, 13),
+    "none is text": (0.0, 1, 13),
+    "half text, half 12-24 tiles": (0.5, 12, 24),
+}
+"""Share of text samples, and min and max tiles of the others, by name in the table."""
 
 
 def models() -> Iterator[tuple[str, ModelConfig]]:
@@ -64,17 +55,18 @@ def models() -> Iterator[tuple[str, ModelConfig]]:
     yield "6B + 20B", load_model("internvl-chat-1.5-6b-20b")
 
 
-def drawn(mixture: Mixture, model: ModelConfig) -> Lengths:
+def drawn(mixture: str, model: ModelConfig) -> Lengths:
     rng = np.random.default_rng(0)
-    tiles = rng.integers(mixture.tiles[0], mixture.tiles[1] + 1, SAMPLES)
-    tiles[rng.random(SAMPLES) < mixture.text_share] = 0
+    text_share, least, most = MIXTURES[mixture]
+    tiles = rng.integers(least, most + 1, SAMPLES)
+    tiles[rng.random(SAMPLES) < text_share] = 0
     text = np.clip(np.exp(rng.normal(np.log(300), 0.8, SAMPLES)), 20, 1_800).astype(np.int32)
     return Lengths(
         items={"tiles": tiles.astype(np.int32)},
         tokens=(tiles * model.vision.tokens_per_item + text).astype(np.int32),
         loss_tokens=text // 2,
         source=np.zeros(SAMPLES, np.int32),
-        source_names=(mixture.name,),
+        source_names=(mixture,),
     )
 
 
@@ -106,7 +98,7 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
     return best
 
 
-def row(name: str, mixture: Mixture, model: ModelConfig) -> list[str]:
+def row(name: str, mixture: str, model: ModelConfig) -> list[str]:
     """Return a row with both placements of a model on a mixture."""
     lengths = drawn(mixture, model)
     data = SampleData(
@@ -129,7 +121,7 @@ def row(name: str, mixture: Mixture, model: ModelConfig) -> list[str]:
     gain = relative_ms(inside.predicted) / relative_ms(beside.predicted) - 1
     return [
         name,
-        mixture.name,
+        mixture,
         f"{encoder_share(job, packed[0], lengths):.1%}",
         *(cell for plan in (inside, beside) for cell in _cells(plan)),
         "" if beside.beside is None else f"{beside.beside.sharded}",

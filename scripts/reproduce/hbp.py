@@ -43,7 +43,7 @@ from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.search.level_estimates import LevelEstimates, ProfiledLength, hbp_levels
-from omnibal.search.level_sets import LevelRequest, search_levels
+from omnibal.search.level_sets import LevelRequest, LevelSearch, search_levels
 from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.steps.metrics import dist_ratio
 from omnibal.steps.pack_settings import PackSettings
@@ -105,55 +105,32 @@ TABLE_19 = {
 """Seconds per iteration of the fastest setting per length, on the paper's data."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Published:
-    """The paper's figures for one way to pack and batch."""
+def ways(groups: Sequence[Group]) -> tuple[tuple[Sequence[Group], bool], ...]:
+    """Table 6: one length, levels, and levels with balanced batches.
 
-    groups: tuple[Group, ...]
-    balanced: bool
-    """Whether iterations are cut from packs sorted by attention work."""
-    attention_balance_ratio: float | None
-    communication_ratio: float | None
-    gpu_days: float
+    Returns:
+        Groups, and whether iterations are cut from packs sorted by attention work.
+    """
+    return (groups[-1:], False), (groups, False), (groups, True)
 
 
-_SHORT, _LONG = Group(16, 1, 28), Group(128, 8, 28)
+COMMUNICATION_RATIOS = (1.0, 0.173, 0.173)
+"""Of Table 6."""
+GROUPS_8B = (Group(16, 1, 28), Group(128, 8, 28))
 """Settings with recomputed layers of Table 19."""
-
-
-def _rows(
-    groups: Sequence[Group], days: Sequence[float], ratios: Sequence[float | None]
-) -> tuple[Published, ...]:
-    """Table 6: one length, levels, and levels with balanced batches."""
-    ways = ((groups[-1:], False), (tuple(groups), False), (tuple(groups), True))
-    return tuple(
-        Published(
-            groups=tuple(way),
-            balanced=balanced,
-            attention_balance_ratio=ratio,
-            communication_ratio=communication,
-            gpu_days=gpu_days,
-        )
-        for (way, balanced), ratio, communication, gpu_days in zip(
-            ways, ratios, (1.0, 0.173, 0.173), days, strict=True
-        )
-    )
-
-
-TABLE_6_8B = _rows((_SHORT, _LONG), (5.22, 4.51, 3.73), (0.506, 0.288, 0.002))
-TABLE_6_70B = (44.4, 33.3, 31.1)
+DAYS_8B, BALANCE_8B = (5.22, 4.51, 3.73), (0.506, 0.288, 0.002)
+"""GPU days and attention balance ratios of Table 6 for Llama3.1-8B."""
+DAYS_70B = (44.4, 33.3, 31.1)
 """GPU days of Table 6 for Llama3.1-70B."""
-LAYERS_70B = 80
 CONTEXTS_70B = (8, 16)
 """Candidates, as the paper gives no context-parallel size for 70B at 128K. Eight, as for 8B, hardly
 fits: fully recomputed and sharded, 16K tokens per rank take 66 GiB by this project's count, which
 for 8B is 50 GB below the paper's figures."""
 
 
-def table_6_70b(context: int) -> tuple[Published, ...]:
-    """Table 6 of Llama3.1-70B, fully recomputed, with `context` ranks per 128K pack."""
-    groups = Group(16, 1, LAYERS_70B), Group(128, context, LAYERS_70B)
-    return _rows(groups, TABLE_6_70B, (None,) * 3)
+def groups_70b(context: int) -> tuple[Group, Group]:
+    """Groups of Llama3.1-70B, fully recomputed, with `context` ranks per 128K pack."""
+    return Group(16, 1, 80), Group(128, context, 80)
 
 
 class System:
@@ -246,23 +223,23 @@ class Data:
         packs = pack_by_level(self.lengths, levels, PackingMethod.ISF, seed)
         return packs, levels_of_packs(packs, self.lengths, levels)
 
-    def simulated(self, system: System, way: Published) -> Simulated:
+    def simulated(self, system: System, groups: Sequence[Group], is_balanced: bool) -> Simulated:
         """Simulate an epoch without its incomplete iteration."""
-        packs, level = self.packed(way.groups)
+        packs, level = self.packed(tuple(groups))
         tokens = packs.sums(self.lengths.tokens).astype(np.float64)
         squared = packs.sums(self.lengths.tokens.astype(np.float64) ** 2)
         parts = []
-        for index, group in enumerate(way.groups):
+        for index, group in enumerate(groups):
             own = np.flatnonzero(level == index)
             rng = np.random.default_rng(self.seed)
-            order = np.argsort(squared[own]) if way.balanced else rng.permutation(len(own))
+            order = np.argsort(squared[own]) if is_balanced else rng.permutation(len(own))
             width = RANKS // group.context
             rows = own[order][: len(own) // width * width].reshape(-1, width)
             longest_ms = system.pack_ms(group, tokens[rows].ravel(), squared[rows].ravel())
             parts.append((group, rows, longest_ms.reshape(rows.shape).max(axis=1)))
         iterations = np.array([len(rows) for _, rows, _ in parts])
         held = [float(tokens[rows].sum()) for _, rows, _ in parts]
-        is_shared = [group.context > 1 for group in way.groups]
+        is_shared = [group.context > 1 for group in groups]
         room = sum(group.kilotokens * K * rows.size for group, rows, _ in parts)
 
         def mean(of_groups: Sequence[float]) -> float:
@@ -294,24 +271,30 @@ def print_calibration(system: System) -> None:
     print_table(f"Table 4 (calibration: {share:.3f} of the preset's rates)", columns, rows)
 
 
-def print_ways(title: str, data: Data, system: System, ways: Sequence[Published]) -> None:
-    """Print ways to pack and batch, as ratios to the first."""
-    simulated = [data.simulated(system, way) for way in ways]
+def print_ways(
+    title: str,
+    data: Data,
+    system: System,
+    groups: Sequence[Group],
+    days: Sequence[float],
+    balance: Sequence[float] = (),
+) -> None:
+    """Print ways to pack and batch, as ratios to the first, beside GPU days and balance ratios."""
+    simulated = [data.simulated(system, *way) for way in ways(groups)]
     rows = []
-    for way, one in zip(ways, simulated, strict=True):
-        known = way.gpu_days / ways[0].gpu_days
+    for index, ((held, is_balanced), one) in enumerate(zip(ways(groups), simulated, strict=True)):
         ratio = one.seconds / simulated[0].seconds
-        lengths = " + ".join(f"{group.kilotokens}K/{group.context}" for group in way.groups)
+        lengths = " + ".join(f"{group.kilotokens}K/{group.context}" for group in held)
         rows.append(
             [
-                lengths + (", balanced" if way.balanced else ""),
-                f"{way.gpu_days:.2f}",
-                f"{ratio * ways[0].gpu_days:.2f}",
-                f"{ratio / known - 1:+.1%}",
-                _number(way.attention_balance_ratio),
+                lengths + (", balanced" if is_balanced else ""),
+                f"{days[index]:.2f}",
+                f"{ratio * days[0]:.2f}",
+                f"{ratio * days[0] / days[index] - 1:+.1%}",
+                f"{balance[index]:.3f}" if balance else "",
                 f"{one.attention_balance_ratio:.4f}",
                 f"{one.block_balance_ratio:.4f}",
-                _number(way.communication_ratio),
+                f"{COMMUNICATION_RATIOS[index]:.3f}",
                 f"{one.communication_ratio:.3f}",
                 f"{one.fill:.1%}",
             ]
@@ -327,19 +310,7 @@ MICRO_BATCHES = 16
 _SIMULATED_SAMPLES = 60_000
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
-    """HBP's levels and the search's levels, simulated on equal samples."""
-
-    published: tuple[tuple[int, int], ...]
-    """Kilotokens and ranks by HBP's rule for Table 19."""
-    hbp: LevelTrial
-    searched: LevelTrial
-    least_ms_per_sample: float
-    """Lower bound over all levels, context-parallel sizes and recomputed layers."""
-
-
-def level_search(lengths: Lengths, seed: int) -> Comparison:
+def level_search(lengths: Lengths, seed: int) -> tuple[LevelTrial, LevelSearch]:
     """Search for levels of Llama3.1-8B on 32 H100, and simulate HBP's on the same samples."""
     job = JobSpec(
         model=load_model("llama3.1-8b"),
@@ -354,7 +325,6 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
         packs_per_step=RANKS * MICRO_BATCHES,
     )
     found = search_levels(LevelRequest(job=job, data=data), lambda done: None)
-    chosen = chosen_from_table_19()
     greedy = LevelTrials(
         job=job,
         data=replace(data, settings=replace(data.settings, fill=FillRule.GREEDY)),
@@ -362,15 +332,10 @@ def level_search(lengths: Lengths, seed: int) -> Comparison:
         longest=data.least_caps(),
     )
     _, hbp = greedy.drawn(_SIMULATED_SAMPLES)(
-        tuple(Group(length, context, 0).level for length, context in chosen)
+        tuple(Group(length, context, 0).level for length, context in chosen_from_table_19())
     )
     assert isinstance(hbp, LevelTrial), hbp
-    return Comparison(
-        published=chosen,
-        hbp=hbp,
-        searched=found.ranking[0],
-        least_ms_per_sample=found.least_ms_per_sample,
-    )
+    return hbp, found
 
 
 def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
@@ -383,24 +348,20 @@ def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
     )
 
 
-def print_search(compared: Comparison) -> None:
-    words = " + ".join(f"{length}K/{context}" for length, context in compared.published)
+def print_search(hbp: LevelTrial, found: LevelSearch) -> None:
+    words = " + ".join(f"{length}K/{context}" for length, context in chosen_from_table_19())
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
     rows = []
-    for name, trial in (("HBP's", compared.hbp), ("search's", compared.searched)):
+    for name, trial in (("HBP's", hbp), ("search's", found.ranking[0])):
         described = " + ".join(f"{one.caps['tokens'] / K:g}K/{one.context}" for one in trial.levels)
-        ratio = trial.ms_per_sample / compared.hbp.ms_per_sample
+        ratio = trial.ms_per_sample / hbp.ms_per_sample
         again = " + ".join(map(str, trial.recomputed_layers))
         rows.append([name, described, again, f"{trial.ms_per_sample:.3f}", f"{ratio - 1:+.1%}"])
-    least_ms = compared.least_ms_per_sample
-    change = least_ms / compared.hbp.ms_per_sample - 1
+    least_ms = found.least_ms_per_sample
+    change = least_ms / hbp.ms_per_sample - 1
     rows.append(["lower bound", "", "", f"{least_ms:.3f}", f"{change:+.1%}"])
     columns = ("levels", "lengths/ranks", "recomputed layers", "ms a sample", "difference")
     print_table("Search beside HBP, Llama3.1-8B on 32 H100, simulated", columns, rows)
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.3f}"
 
 
 def main() -> None:
@@ -411,11 +372,11 @@ def main() -> None:
     data = Data(given.samples, given.seed)
     small, large = (System(name, cluster_at()) for name in ("llama3.1-8b", "llama3.1-70b"))
     print_calibration(small)
-    print_ways("Table 6, Llama3.1-8B", data, small, TABLE_6_8B)
+    print_ways("Table 6, Llama3.1-8B", data, small, GROUPS_8B, DAYS_8B, BALANCE_8B)
     for context in CONTEXTS_70B:
         title = f"Table 6, Llama3.1-70B, {context} ranks to 128K (assumed)"
-        print_ways(title, data, large, table_6_70b(context))
-    print_search(level_search(data.made, given.seed))
+        print_ways(title, data, large, groups_70b(context), DAYS_70B)
+    print_search(*level_search(data.made, given.seed))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def test_hbps_system_is_calibrated_on_its_table_4():
 def test_table_6_of_hbp(texts: hbp.Data):
     """Prevents levels or balanced batches that gain another amount than published, on our data."""
     system = hbp.System("llama3.1-8b", hbp.cluster_at())
-    one, levels, balanced = (texts.simulated(system, way) for way in hbp.TABLE_6_8B)
+    one, levels, balanced = (texts.simulated(system, *way) for way in hbp.ways(hbp.GROUPS_8B))
     ratios = np.array([levels.seconds, balanced.seconds]) / one.seconds
     np.testing.assert_allclose(ratios, np.array([4.51, 3.73]) / 5.22, rtol=0.15)
     assert one.attention_balance_ratio == pytest.approx(0.506, rel=0.2)
@@ -123,9 +123,10 @@ def test_table_6_of_hbp(texts: hbp.Data):
 def test_table_6_of_hbp_for_the_large_model(texts: hbp.Data):
     """Prevents a model that fits one size only; how many ranks shared 128K is assumed."""
     system = hbp.System("llama3.1-70b", hbp.cluster_at())
-    published = np.array(hbp.TABLE_6_70B[1:]) / hbp.TABLE_6_70B[0]
+    published = np.array(hbp.DAYS_70B[1:]) / hbp.DAYS_70B[0]
     for context, tolerance in ((16, 0.22), (8, 0.18)):
-        seconds = [texts.simulated(system, way).seconds for way in hbp.table_6_70b(context)]
+        ways = hbp.ways(hbp.groups_70b(context))
+        seconds = [texts.simulated(system, *way).seconds for way in ways]
         np.testing.assert_allclose(np.array(seconds[1:]) / seconds[0], published, rtol=tolerance)
 
 
@@ -133,9 +134,9 @@ def test_hbps_rule_and_the_search_beside_it(texts: hbp.Data):
     """Prevents a rule that is not HBP's, or a search that finds less than the rule."""
     assert hbp.chosen_from_table_19() == ((16, 1), (128, 8))
     some = texts.made.take(np.random.default_rng(0).permutation(len(texts.made))[:6_000])
-    compared = hbp.level_search(some, seed=0)
-    assert compared.searched.ms_per_sample < compared.hbp.ms_per_sample
-    assert compared.least_ms_per_sample < compared.searched.ms_per_sample
+    of_rule, found = hbp.level_search(some, seed=0)
+    assert found.ranking[0].ms_per_sample < of_rule.ms_per_sample
+    assert found.least_ms_per_sample < found.ranking[0].ms_per_sample
 
 
 def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
