@@ -63,18 +63,15 @@ class CostOptions:
 
     def line_cost(self, line: "Line", model: ModelConfig) -> LineCost:
         """Predict a line that starts, or explain why not."""
-        from omnibal.lint.launched import Samples, launched
+        from omnibal.lint.launched import launched
         from omnibal.lint.predicted import Verdict
 
         if not self.cost:
             return NO_COST
         cluster = changed_cluster(self.cluster, self.memory_gib)
-        samples = Samples(
-            lengths=read_lengths(self.lengths) if self.lengths else None,
-            image_share=self.image_share,
-        )
+        samples = read_lengths(self.lengths) if self.lengths else None
         try:
-            verdict = Verdict.of(launched(line, model, cluster, samples))
+            verdict = Verdict.of(launched(line, model, cluster, samples, self.image_share))
         except UserError as error:
             why = f"the cost is not predicted: {error}"
             return LineCost(result=NO_COST.result | {"not_predicted": why}, notes=(why,))

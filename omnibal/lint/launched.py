@@ -47,16 +47,6 @@ from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Samples:
-    """Content of micro-batches: a dataset's samples, or mock samples of the line's length."""
-
-    lengths: Lengths | None
-    """A dataset's lengths, or None for samples all of the sequence length."""
-    image_share: float
-    """Image share of a mock sample's tokens."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Launched:
     """A line's job, micro-batches and stages."""
@@ -88,8 +78,19 @@ class Launched:
         return self.job.plan(schedule=schedule, stages=tuple(parts), data=None)
 
 
-def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Samples) -> Launched:
-    """Make the job of a valid line."""
+def launched(
+    line: Line,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    samples: Lengths | None,
+    image_share: float,
+) -> Launched:
+    """Make the job of a valid line.
+
+    Args:
+        samples: of a dataset, or None for mock samples, all of the line's sequence length.
+        image_share: of a mock sample's tokens.
+    """
     _check_predictable(line)
     parallel, expert_notes = _parallel(line, model)
     precision, fp8 = precision_of(line)
@@ -105,7 +106,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         adapters=adapters_of_line(line, model),
         trainer=trainer.model_copy(update={"runtime": runtime}),
     )
-    caps = _caps(line, job.model, samples)
+    caps = _caps(line, job.model, samples, image_share)
     context, per_micro_batch = line.launch.context, line.launch.micro_batch or 1
     levels: tuple[Level, ...] = (Level(caps=caps),)
     if context > 1 and not cuts_samples(line):
@@ -122,7 +123,7 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
         levels=levels,
         packs=packs,
         lengths=lengths,
-        has_samples=samples.lengths is not None,
+        has_samples=samples is not None,
         workload=job.workload(packs, lengths, levels),
         layers=layers,
         parts=parts,
@@ -135,9 +136,9 @@ def launched(line: Line, model: ModelConfig, cluster: ClusterConfig, samples: Sa
     )
 
 
-def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> RuntimeOptions:
+def _runtime_on(line: Line, samples: Lengths | None, runtime: RuntimeOptions) -> RuntimeOptions:
     """Set the sample length, a token-weighted mean for datasets, which hides the ring exchange."""
-    if samples.lengths is None:
+    if samples is None:
         assert line.launch.sequence_length is not None
         # A kernel of attention has a whole sample, but in a ring a rank's part of one.
         parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
@@ -145,7 +146,7 @@ def _runtime_on(line: Line, samples: Samples, runtime: RuntimeOptions) -> Runtim
         return runtime.model_copy(update={"sample_tokens": tokens})
     if runtime.ring_tokens is None:
         return runtime
-    lengths = samples.lengths.tokens.astype(np.float64)
+    lengths = samples.tokens.astype(np.float64)
     of_token = max(int((lengths**2).sum() / max(lengths.sum(), 1)), 1)
     return runtime.model_copy(update={"ring_tokens": min(of_token, runtime.ring_tokens)})
 
@@ -174,14 +175,14 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     )
 
 
-def _notes_on_job(line: Line, samples: Samples, job: JobSpec) -> Iterator[str]:
-    if samples.lengths is None and line.sizes.experts:
+def _notes_on_job(line: Line, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
+    if samples is None and line.sizes.experts:
         yield (
             "made-up samples are routed evenly: ranks that share out experts have equally many "
             "tokens; give --lengths for what real ones are planned for"
         )
     is_swift = line.launch.launcher is Launcher.MS_SWIFT
-    if is_swift and samples.lengths is not None and not line.on("packing"):
+    if is_swift and samples is not None and not line.on("packing"):
         yield (
             "the line does not pack samples (--packing true), and is predicted as if it did: a "
             "micro-batch has samples of the sequence length together"
@@ -212,7 +213,7 @@ def _check_predictable(line: Line) -> None:
         raise UserError(f"the line does not say {words(missing)}: give these")
 
 
-def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelConfig:
+def _trained_model(line: Line, model: ModelConfig, samples: Lengths | None) -> ModelConfig:
     """Return the model with the line's multi-token prediction layers and routing.
 
     Bridge recipes default to the released model's, others to no layers.
@@ -222,7 +223,7 @@ def _trained_model(line: Line, model: ModelConfig, samples: Samples) -> ModelCon
         is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
         layers = model.language.prediction_layers if is_bridge else 0
     model = model.with_tower(LANGUAGE, prediction_layers=layers)
-    is_even = samples.lengths is None or line.on("moe-pad-expert-input-to-capacity")
+    is_even = samples is None or line.on("moe-pad-expert-input-to-capacity")
     return with_imbalance(model, 1.0) if is_even else model
 
 
@@ -271,37 +272,37 @@ def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
     return sizes, notes
 
 
-def _caps(line: Line, model: ModelConfig, samples: Samples) -> Caps:
+def _caps(line: Line, model: ModelConfig, samples: Lengths | None, image_share: float) -> Caps:
     """Return caps of a mock sample, or of a dataset's micro-batch."""
     assert line.launch.sequence_length is not None
     assert line.launch.micro_batch is not None
     tokens = line.launch.sequence_length // (line.launch.context if cuts_samples(line) else 1)
-    if samples.lengths is not None:
+    if samples is not None:
         if cuts_samples(line):
             raise UserError(
                 f"context size {line.launch.context} cannot be predicted of samples of a dataset "
                 "for this model; leave --lengths out"
             )
         names = limited_features(model)
-        return caps_of_tokens(samples.lengths, names, tokens * line.launch.micro_batch)
+        return caps_of_tokens(samples, names, tokens * line.launch.micro_batch)
     others = [each.feature for each in model.encoders.values() if not each.of_images]
     if others:
         raise UserError(
             f"{model.name} takes {words(others)}, of which made-up samples have none; give "
             "--lengths"
         )
-    return Caps.of(**shape_caps(model, {"tokens": tokens}, samples.image_share))
+    return Caps.of(**shape_caps(model, {"tokens": tokens}, image_share))
 
 
 def _micro_batches(
-    line: Line, job: JobSpec, samples: Samples, caps: Caps, levels: tuple[Level, ...]
+    line: Line, job: JobSpec, samples: Lengths | None, caps: Caps, levels: tuple[Level, ...]
 ) -> tuple[ScheduledPacks, Lengths]:
     """Return micro-batches of a dataset's steps, or of a mock step."""
     micro_batches, ranks = line.micro_batches, job.parallel.data
     assert micro_batches is not None
-    if samples.lengths is not None:
+    if samples is not None:
         return SampleData(
-            lengths=samples.lengths,
+            lengths=samples,
             levels=levels,
             packs_per_step=micro_batches * ranks,
             rules=job.trainer.packs,

@@ -61,24 +61,6 @@ class Sizes:
     """Multi-token prediction layers of the released model."""
 
 
-def sizes_of(model: ModelConfig) -> Sizes:
-    """Return the model's sizes."""
-    language = model.language
-    mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
-    linear = [kind.linear for kind in language.kinds if kind.linear is not None]
-    is_latent = any(kind.latent is not None for kind in language.kinds)
-    return Sizes(
-        layers=language.layers,
-        hidden=language.hidden_size,
-        heads=language.heads,
-        query_groups=language.heads if is_latent else language.kv_heads,
-        experts=max((mixture.experts for mixture in mixtures), default=0),
-        is_latent=is_latent,
-        linear=linear[0] if linear else None,
-        prediction_layers=language.prediction_layers,
-    )
-
-
 @dataclass(frozen=True)
 class Line:
     """A launch and its model's sizes, with derived quantities."""
@@ -227,7 +209,21 @@ def named_models(launch: Launch) -> list[str]:
 
 def line_of(launch: Launch, model: ModelConfig) -> Line:
     """Combine a launch with its model."""
-    line = Line(launch, sizes_of(model))
+    language = model.language
+    mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
+    linear = [kind.linear for kind in language.kinds if kind.linear is not None]
+    is_latent = any(kind.latent is not None for kind in language.kinds)
+    sizes = Sizes(
+        layers=language.layers,
+        hidden=language.hidden_size,
+        heads=language.heads,
+        query_groups=language.heads if is_latent else language.kv_heads,
+        experts=max((mixture.experts for mixture in mixtures), default=0),
+        is_latent=is_latent,
+        linear=linear[0] if linear else None,
+        prediction_layers=language.prediction_layers,
+    )
+    line = Line(launch, sizes)
     for name in SIZE_FLAGS:
         most = MAX_LAYERS if name == "num-layers" else MAX_COUNT
         size = line.number(name)

@@ -79,10 +79,9 @@ def selective_without_method(line: Line) -> Problems:
         yield f"selective recomputation with method {method}", change
 
 
-def _modules(line: Line, *names: str) -> list[str]:
-    """Return selectively recomputed modules, filtered by `names` if given."""
-    modules = line.launch.recompute_modules if line.launch.recompute == "selective" else ()
-    return [module for module in modules if not names or module in names]
+def _modules(line: Line) -> tuple[str, ...]:
+    """Return selectively recomputed modules."""
+    return line.launch.recompute_modules if line.launch.recompute == "selective" else ()
 
 
 @core_config("1196-1211")
@@ -96,7 +95,7 @@ def recompute_modules_known(line: Line) -> Problems:
 @core_config("1218")
 def recompute_latent(line: Line) -> Problems:
     """mla_up_proj is of multi-latent attention."""
-    if _modules(line, "mla_up_proj") and not line.sizes.is_latent:
+    if "mla_up_proj" in _modules(line) and not line.sizes.is_latent:
         yield "module mla_up_proj of a model without latent attention", "leave it out"
 
 

@@ -12,7 +12,7 @@ from paper import print_table
 
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.launched import Launched, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import predicted_line
 from omnibal.model.config import load_cluster
@@ -89,8 +89,7 @@ def of_example(example: Example, cluster: str) -> Launched:
     """The example's job on a preset's devices; half of the tokens are image tokens."""
     model = named_model(example.model)
     line = line_of(read_launch(example.line, {}), model)
-    samples = Samples(lengths=None, image_share=0.5)
-    return launched(line, model, load_cluster(cluster), samples)
+    return launched(line, model, load_cluster(cluster), None, image_share=0.5)
 
 
 def row(example: Example) -> Iterator[str]:

@@ -18,7 +18,7 @@ from paper import print_table
 
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.launched import Launched, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
 from omnibal.model.config import load_cluster
@@ -63,8 +63,8 @@ def job_of(row: dict[str, Any]) -> Launched:
     """Return a row's job, on samples of its sequence length."""
     model = named_model(row["model"]).with_layers(language=row["layers"])
     cluster = load_cluster(CLUSTERS[row["device"]])
-    samples = Samples(lengths=None, image_share=0.0)
-    return launched(line_of(read_launch(launch_line(row), {}), model), model, cluster, samples)
+    line = line_of(read_launch(launch_line(row), {}), model)
+    return launched(line, model, cluster, None, image_share=0.0)
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from omnibal.data.lengths import Lengths
 from omnibal.families.named import named_model
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, Samples, launched
+from omnibal.lint.launched import Launched, launched
 from omnibal.lint.line import line_of
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
 
@@ -59,12 +60,18 @@ def sized_model(
 
 
 CLUSTER = load_cluster("h100-80g")
-MADE_UP = Samples(lengths=None, image_share=0.5)
 VARIABLES = {"NODE_RANK": "0", "MASTER_ADDR": "here", "MASTER_PORT": "1"}
 
 
-def of_line(line: str, model: str | ModelConfig, samples: Samples = MADE_UP, **changes) -> Launched:
+def of_line(
+    line: str,
+    model: str | ModelConfig,
+    samples: Lengths | None = None,
+    image_share: float = 0.5,
+    **changes,
+) -> Launched:
     """What a launch line asks for, on H100s or on a cluster of other values."""
     sizes = load_model(model) if isinstance(model, str) else model
     launch = read_launch(line, VARIABLES)
-    return launched(line_of(launch, sizes), sizes, CLUSTER.model_copy(update=changes), samples)
+    cluster = CLUSTER.model_copy(update=changes)
+    return launched(line_of(launch, sizes), sizes, cluster, samples, image_share)

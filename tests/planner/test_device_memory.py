@@ -6,7 +6,7 @@ from launch_cases import of_line
 
 from omnibal.families.named import named_model
 from omnibal.lint.device_memory import device_memories
-from omnibal.lint.launched import Launched, Samples
+from omnibal.lint.launched import Launched
 from omnibal.lint.predicted import Costed, predicted_line
 
 MIB = 2**20
@@ -29,7 +29,6 @@ data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputati
 8 and 32 micro-batches."""
 
 
-SAMPLES = Samples(lengths=None, image_share=0)
 UNFUSED = "--no-gradient-accumulation-fusion"
 LINE = (
     "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
@@ -49,7 +48,7 @@ def launched(ran: tuple, more: str = "", *, length: int = 4096) -> Launched:
     if tensor > 1:
         flags += " --sequence-parallel"
     model = named_model(name).with_layers(language=layers)
-    return of_line(f"{LINE} {flags} {more}", model, SAMPLES)
+    return of_line(f"{LINE} {flags} {more}", model)
 
 
 def predicted(ran: tuple, more: str = "", *, length: int = 4096) -> Costed:

@@ -12,7 +12,6 @@ from omnibal.job.check import training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Samples
 from omnibal.lint.line import line_of
 from omnibal.lint.low_precision import notes_on_precision, precision_of
 from omnibal.lint.predicted import predicted_line
@@ -214,10 +213,8 @@ def test_what_is_not_counted_is_said(flags, told):
 
 def test_a_line_in_fp8_takes_less_than_in_bf16():
     """Prevents: a precision that is read and predicted as if it were not."""
-    samples = Samples(lengths=None, image_share=0.0)
     plain, fast = (
-        predicted_line(of_line(LM + flags, "llama3.1-8b", samples))
-        for flags in ("", "--fp8-format hybrid")
+        predicted_line(of_line(LM + flags, "llama3.1-8b")) for flags in ("", "--fp8-format hybrid")
     )
     assert 0.6 < fast.step_ms / plain.step_ms < 0.85
     kept = [line.prediction.stages[0].memory.activations_gib for line in (plain, fast)]

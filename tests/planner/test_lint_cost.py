@@ -6,7 +6,7 @@ from functools import cache
 import numpy as np
 import pytest
 from cli_cases import printed, result
-from launch_cases import CLUSTER, LINES, MADE_UP, model_of, of_line
+from launch_cases import CLUSTER, LINES, model_of, of_line
 from length_cases import lengths_of, texts
 
 from omnibal.base.errors import UserError
@@ -16,7 +16,7 @@ from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, shape_caps
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.planner import PlanRequest, make_plan
-from omnibal.lint.launched import Launched, Samples, recomputing
+from omnibal.lint.launched import Launched, recomputing
 from omnibal.lint.predicted import Verdict, predicted, predicted_line
 from omnibal.model.config import load_model, with_imbalance
 from omnibal.model.limits import Caps
@@ -93,9 +93,9 @@ def test_an_exported_line_costs_what_its_plan_does(
     assert verdict.finding is None and verdict.better is None
 
 
-def published(name: str, samples: Samples = MADE_UP, line: str = "") -> Launched:
+def published(name: str, line: str = "") -> Launched:
     (one,) = (each for each in LINES if each.id == name)
-    return of_line(f"{one.line} {line}", model_of(one.model), samples)
+    return of_line(f"{one.line} {line}", model_of(one.model))
 
 
 @cache
@@ -219,7 +219,7 @@ def test_a_data_set_is_packed_to_the_line():
     tokens = rng.integers(300, 4000, 600).astype(np.int32)
     lengths = lengths_of(tiles=tokens // 600, tokens=tokens, loss_tokens=tokens // 2)
     line = f"{RECIPE} -ng 4 -gb 16 -sl 8192"
-    told = of_line(line, INTERNVL, Samples(lengths=lengths, image_share=0))
+    told = of_line(line, INTERNVL, lengths)
     assert int(told.packs.tokens.max()) <= 8192
     line_cost = predicted_line(told).prediction
     per_second, seconds = line_cost.samples_per_second_per_gpu, line_cost.step_ms / 1e3
@@ -241,7 +241,7 @@ def test_ranks_that_share_samples_share_a_datasets_packs(launcher):
         "--packing true --context_parallel_size",
     }[launcher]
     tokens = np.random.default_rng(0).integers(300, 4000, 800)
-    samples = Samples(lengths=texts(tokens), image_share=0)
+    samples = texts(tokens)
     steps = {}
     for context in (1, 2, 4):
         told = of_line(f"{line} {context}", LLAMA, samples)
