@@ -9,6 +9,7 @@ from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
+from rich.status import Status
 from rich.text import Text
 
 from omnibal.base.printable import printable
@@ -86,11 +87,9 @@ def progress_lines(
     return advance
 
 
-@contextmanager
-def status(what: str) -> Iterator[None]:
+def status(what: str) -> Status:
     """Show a spinner on stderr for work of unknown length."""
-    with Console(stderr=True).status(what):
-        yield
+    return Console(stderr=True).status(what)
 
 
 class ConsoleListener:

@@ -9,6 +9,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import print_notes, print_result, status
+from omnibal.cli.lengths import is_parquet
 from omnibal.cli.options import DirectoryArgument, JsonOption, count_option
 from omnibal.families.named import hub_ids
 from omnibal.job.plan import plan_files
@@ -16,8 +17,6 @@ from omnibal.model.targets import TARGETS, TargetName
 from omnibal.report.table import Facts
 
 _MOST_WORKERS = 256  # loader processes of a rank; more than a node has cores
-_PARQUET = b"PAR1"
-"""Magic of Parquet files."""
 
 
 def export(
@@ -104,15 +103,7 @@ def _check_data(data: Path, *, is_counted: bool) -> None:
         )
     if data.is_dir():
         raise UserError(f"--data {data}: is a folder; {wanted}")
-    if _is_parquet(data):
+    if data.is_file() and is_parquet(data):
         raise UserError(
             f"--data {data}: is a Parquet file, as of lengths, and not the samples; {wanted}"
         )
-
-
-def _is_parquet(path: Path) -> bool:
-    try:
-        with path.open("rb") as file:
-            return file.read(len(_PARQUET)) == _PARQUET
-    except OSError:  # reported by the data's reader
-        return False

@@ -101,7 +101,17 @@ def with_groups(command: Callable[..., None], without: str = "") -> Callable[...
         kind = parameter.annotation
         if isinstance(kind, type) and is_dataclass(kind):
             groups[parameter.name] = kind
-            parameters += [one for one in _parameters_of(kind) if one.name != without]
+            hints = get_type_hints(kind, include_extras=True)
+            parameters += [
+                inspect.Parameter(
+                    one.name,
+                    inspect.Parameter.KEYWORD_ONLY,
+                    annotation=hints[one.name],
+                    default=inspect.Parameter.empty if one.default is MISSING else one.default,
+                )
+                for one in fields(kind)
+                if one.name != without
+            ]
         else:
             parameters.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
@@ -125,16 +135,3 @@ def given_options(context: typer.Context) -> Iterator[tuple[Any, Any]]:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":
             yield option, context.params[option.name or ""]
-
-
-def _parameters_of(group: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    return [
-        inspect.Parameter(
-            one.name,
-            inspect.Parameter.KEYWORD_ONLY,
-            annotation=hints[one.name],
-            default=inspect.Parameter.empty if one.default is MISSING else one.default,
-        )
-        for one in fields(group)
-    ]

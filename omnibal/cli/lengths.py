@@ -253,13 +253,16 @@ def _scanned(
     return scan.lengths, len(scan.skipped), listed
 
 
+def is_parquet(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(_PARQUET_MAGIC)) == _PARQUET_MAGIC
+
+
 def _check_earlier_lengths(output: Path) -> None:
     """Raise if the output exists and is not from a scan, as it may be data."""
     if not output.is_file() or is_stream(output):
         return
-    with output.open("rb") as file:
-        begins = file.read(len(_PARQUET_MAGIC))
-    if begins not in (b"", _PARQUET_MAGIC):
+    if output.stat().st_size and not is_parquet(output):
         raise UserError(
             f"-o {output}: exists and is not a Parquet file, so no earlier result of this command; "
             "move it away or choose another -o"

@@ -35,7 +35,6 @@ from omnibal.packing.packing import PackingMethod
 
 if TYPE_CHECKING:  # it imports scipy, which `omnibal --help` should not wait for
     from omnibal.job.job import JobSpec
-    from omnibal.search.strategy import FreeSizes
 
 MOST_PROCESSES = 1_024  # more is a mistake in a number
 _MOST_GIB = 1e9
@@ -301,19 +300,6 @@ class SizeOptions:
             data=data,
             sequence_parallel=divides,
             expert=expert,
-        )
-
-    def free(self, gpus: int) -> "FreeSizes":
-        """Return the number of devices, and given sizes."""
-        from omnibal.search.strategy import FreeSizes
-
-        return FreeSizes(
-            gpus=gpus,
-            tensor=self.tp,
-            pipeline=self.pp,
-            data=self.dp,
-            expert=self.ep,
-            sequence_parallel=self.sequence_parallel,
         )
 
 

@@ -379,9 +379,20 @@ def _goal(
     partition: PlacementOptions,
 ) -> "Goal":
     from omnibal.search.goal import Free, Goal
+    from omnibal.search.strategy import FreeSizes
 
-    free_sizes = None if strategy.gpus is None else sizes.free(strategy.gpus)
-    fixed_sizes = sizes.parallel() if free_sizes is None else None
+    free_sizes, fixed_sizes = None, None
+    if strategy.gpus is None:
+        fixed_sizes = sizes.parallel()
+    else:
+        free_sizes = FreeSizes(
+            gpus=strategy.gpus,
+            tensor=sizes.tp,
+            pipeline=sizes.pp,
+            data=sizes.dp,
+            expert=sizes.ep,
+            sequence_parallel=sizes.sequence_parallel,
+        )
     job = given.job(fixed_sizes, trainer=trainer_of(strategy.made_for))
     placements = partition.placements(is_free=free_sizes is not None)
     if partition.encoder != EncoderPlacement.DATA_PARALLEL.option and not job.model.encoders:

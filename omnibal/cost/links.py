@@ -90,12 +90,6 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
-def hidden_share(cluster: ClusterConfig, precision: Precision) -> float:
-    """Hidden share of a collective under computation (`Rates.hidden`), or 1 if not measured."""
-    rates = cluster.measured(precision)
-    return 1.0 if rates is None or rates.hidden is None else rates.hidden
-
-
 def ring_ms_per_byte(
     cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
 ) -> float:

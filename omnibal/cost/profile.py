@@ -246,10 +246,8 @@ class Measured(CostSource):
 
     @property
     def link(self) -> Line | None:
-        if not self.profile.links:
-            return None
-        latency, rate = _line([(m.bytes, m.ms) for m in self.profile.links])
-        return Line(fixed_ms=latency, each_ms=rate)
+        links = [(m.bytes, m.ms) for m in self.profile.links]
+        return _line(links) if links else None
 
     def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
         return cluster if self.profile.rates is None else with_measured_rates(cluster, self.profile)
@@ -294,13 +292,13 @@ class Measured(CostSource):
 
 def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:
     """Return costs with the measured update time, divided over data-parallel ranks."""
-    fixed, rate = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
+    line = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
     return replace(
         cost,
-        optimizer_ms_fixed=fixed,
-        rates=replace(cost.rates, optimizer_ms=rate / state_group(parallel).ranks),
+        optimizer_ms_fixed=line.fixed_ms,
+        rates=replace(cost.rates, optimizer_ms=line.each_ms / state_group(parallel).ranks),
         expert_rates=replace(
-            cost.expert_rates, optimizer_ms=rate / expert_state_group(parallel).ranks
+            cost.expert_rates, optimizer_ms=line.each_ms / expert_state_group(parallel).ranks
         ),
     )
 
@@ -491,11 +489,11 @@ def _series(
     return np.array(rows, np.float64).reshape(-1, len(features)), np.array(measured, np.float64)
 
 
-def _line(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Non-negative offset and slope with minimum relative error through (x, y) points."""
+def _line(points: Sequence[tuple[float, float]]) -> Line:
+    """Non-negative line with minimum relative error through (x, y) points."""
     x, y = np.array(points, np.float64).T
     offset, slope = _relative_nnls(np.stack([np.ones_like(x), x], axis=1), y)
-    return float(offset), float(slope)
+    return Line(fixed_ms=float(offset), each_ms=float(slope))
 
 
 def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:

@@ -8,7 +8,7 @@ Processes for Machine Learning, section 2.2) over:
 * rows and widths of the layer, which relate a product to its gradients;
 * noise, as clocks and kernel choice scatter. Measured shapes keep their measured time.
 
-`_VARIANCES` are rounded maximum-likelihood values for 514 B200 and 183 A100 products published by
+The variances are rounded maximum-likelihood values for 514 B200 and 183 A100 products published by
 SimuMax; `benchmarks/rates.py` cross-validates them. Predictions are never faster than the fastest
 of the nearest measurements.
 """
@@ -27,23 +27,11 @@ _NEIGHBOURS = 8  # nearest measured shapes used for interpolation
 _ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Variances:
-    """Variances of the components of the log time per operation."""
-
-    level: float = 7e-3
-    tiles: tuple[float, ...] = (0.3, 0.4, 0.06)
-    """Variances of the slopes of `_Shapes.tiles`."""
-    sizes: float = 2e-3
-    sums: float = 8e-4
-    operations: float = 1.5e-3
-    widths: float = 2e-3
-    product: float = 4e-3
-    """Shared by the passes of one product."""
-    chance: float = 6.5e-3
-
-
-_VARIANCES = _Variances()
+# Variances of the components of the log time per operation.
+_LEVEL, _SIZES, _SUMS, _OPERATIONS, _WIDTHS = 7e-3, 2e-3, 8e-4, 1.5e-3, 2e-3
+_TILES = (0.3, 0.4, 0.06)  # of the slopes of `Shapes.tiles`
+_PRODUCT = 4e-3  # shared by the passes of one product
+_CHANCE = 6.5e-3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,14 +132,14 @@ class ScatteredTimes:
         """Fit to measured times, [shapes]."""
         log_rates = np.log(times_ms / shapes.flops)
         typical = float(np.median(log_rates))
-        shared = covariance(shapes, shapes) + _VARIANCES.chance * np.eye(len(log_rates))
+        shared = covariance(shapes, shapes) + _CHANCE * np.eye(len(log_rates))
         weights = cho_solve(cho_factor(shared, lower=True), log_rates - typical)
         return cls(shapes=shapes, log_rates=log_rates, typical=typical, weights=weights)
 
     def ms(self, shapes: Shapes) -> np.ndarray:
         """Times of products, [shapes]."""
         same = _are_same(shapes, self.shapes)
-        shared = covariance(shapes, self.shapes) + _VARIANCES.chance * same
+        shared = covariance(shapes, self.shapes) + _CHANCE * same
         found = self.typical + shared @ self.weights
         apart = _apart(shapes.seen, self.shapes.seen)
         near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
@@ -160,18 +148,17 @@ class ScatteredTimes:
 
 def covariance(some: Shapes, others: Shapes) -> np.ndarray:
     """Covariances of log times per operation, without noise, [some, others]."""
-    v = _VARIANCES
     layers = np.abs(some.layer[:, None] - others.layer[None])
     sums = np.abs(some.seen[:, None, 2] - others.seen[None, :, 2])
     flops = np.abs(np.log(some.flops)[:, None] - np.log(others.flops)[None])
     return (
-        v.level
-        + (some.tiles * v.tiles) @ others.tiles.T
-        + v.sizes * _matern(_apart(some.seen, others.seen) / 2.5)
-        + v.sums * _matern(sums / 0.7)
-        + v.operations * _matern(flops / 0.7)
-        + v.widths * np.exp(-layers.sum(axis=2))
-        + v.product * (layers < 1e-9).all(axis=2)
+        _LEVEL
+        + (some.tiles * _TILES) @ others.tiles.T
+        + _SIZES * _matern(_apart(some.seen, others.seen) / 2.5)
+        + _SUMS * _matern(sums / 0.7)
+        + _OPERATIONS * _matern(flops / 0.7)
+        + _WIDTHS * np.exp(-layers.sum(axis=2))
+        + _PRODUCT * (layers < 1e-9).all(axis=2)
     )
 
 

@@ -32,7 +32,6 @@ from omnibal.cost.links import (
     Group,
     expert_shard_copies,
     expert_state_group,
-    hidden_share,
     pass_line,
     ring_ms_per_byte,
     shard_copies,
@@ -129,7 +128,7 @@ class ShardedExchange:
         cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
         units = [cost.units[kind.name] for kind in cost.kinds]
         kinds, size = [kind.name for kind in cost.kinds], cost.rates.weight_bytes
-        reduced_size = _scattered_bytes(cost, runtime)
+        reduced_size, rates = _scattered_bytes(cost, runtime), cluster.measured(precision)
 
         def exchange_ms(
             kind: RingKind, size: float, parameters: Callable[[_Alike, UnitCost], int]
@@ -156,7 +155,7 @@ class ShardedExchange:
             gather_ms=gather_ms,
             gather_back_ms=gather_ms * is_back,
             reduce_ms=exchange_ms("reduce_scatter", reduced_size, _Alike.trained_of),
-            hidden=hidden_share(cluster, precision),
+            hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
             sequence=tuple(kinds.index(name) for name in names),
             stages=parallel.pipeline,
         )

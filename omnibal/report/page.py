@@ -76,14 +76,6 @@ def write_report(
     files: PlanFiles, run_directory: Path | None, output: Path, replay_directory: Path | None = None
 ) -> ReportInput:
     """Write the report of a plan, and of its run and its replay by tools/replay.py if given."""
-    shown = _read(files, run_directory, replay_directory)
-    write_ascii(render(shown), output)
-    return shown
-
-
-def _read(
-    files: PlanFiles, run_directory: Path | None, replay_directory: Path | None
-) -> ReportInput:
     plan, job, data = files.plan, files.job, files.data
     records: list[StepRecord] = []
     run, causes = None, {}
@@ -106,7 +98,7 @@ def _read(
             )
         cost, workload = job.cost_of_all(plan.pack_levels), job.workload(*data, plan.pack_levels)
         replay = read_replay(replay_directory, plan, cost, workload)
-    return ReportInput(
+    shown = ReportInput(
         plan=plan,
         job=job,
         data=data,
@@ -118,6 +110,8 @@ def _read(
         evaluation=None if run_directory is None else read_evaluation(run_directory),
         time=step_time(plan, run, replay, causes),
     )
+    write_ascii(render(shown), output)
+    return shown
 
 
 def _run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:

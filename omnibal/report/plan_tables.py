@@ -223,10 +223,7 @@ def _data_text(plan: Plan) -> str:
 
 
 def plan_facts(
-    plan: Plan,
-    prediction: Prediction,
-    sharding: ShardingChoice | None = None,
-    schedule: ScheduleChoice | None = None,
+    plan: Plan, prediction: Prediction, sharding: ShardingChoice, schedule: ScheduleChoice
 ) -> Facts:
     """Facts on the job's prediction, and the choices of sharding and schedule."""
     parallel, exchange = plan.parallel, prediction.exchange
@@ -236,7 +233,7 @@ def plan_facts(
         ("step", milliseconds(prediction.step_ms, 4)),
         ("pipeline idle time", f"{percent(prediction.bubble_fraction)} of the step"),
     ]
-    if schedule is not None and schedule.reason:
+    if schedule.reason:
         entries.append(("schedule", schedule.reason))
     if exchange.total_ms:
         exposed = f"{milliseconds(exchange.exposed_ms)} exposed"
@@ -254,7 +251,7 @@ def plan_facts(
     if parallel.sharded > 1:
         held = f"{parallel.sharding}, divided over {parallel.sharded} ranks"
         entries.append(("weights", held))
-    if sharding is not None and sharding.others:
+    if sharding.others:
         entries.append(("other ways to hold weights", sharding.reason))
     return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
 

@@ -3,14 +3,14 @@
 Process: data-parallel rank; thread: pipeline stage; block: a micro-batch's pass in a chunk.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
-from omnibal.pipeline.simulate import Timeline, encoder_blocks, simulate_ranks
+from omnibal.pipeline.simulate import encoder_blocks, simulate_ranks
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
@@ -39,7 +39,15 @@ def chrome_trace(
         own = of_step.rows(of_step.dp_rank == rank)
         events.append(_name("process_name", f"data-parallel rank {rank}", rank, 0))
         events += [_name("thread_name", f"stage {s}", rank, s) for s in range(stages)]
-        events += _blocks(timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)], sizes, rank)
+        of_rank, counts = timeline.of_step(rank), own.features[:, 1 : 1 + len(sizes)].astype(int)
+        for kind, start_ms in of_rank.start_ms.items():
+            took_ms = of_rank.end_ms[kind] - start_ms
+            for micro_batch, part in np.ndindex(len(counts), start_ms.shape[1]):
+                args = {"chunk": part // stages} if schedule.chunks > 1 else {}
+                args |= dict(zip(sizes, counts[micro_batch].tolist(), strict=True))
+                times_ms = (float(ms[micro_batch, part]) for ms in (start_ms, took_ms))
+                place, name = (rank, of_rank.schedule.stage_of(part)), f"{kind.label} {micro_batch}"
+                events.append(_block(name, kind.label, place, *times_ms, **args))
     for one in encoder_blocks(timeline, times, of_step):
         took_ms = one.end_ms - one.start_ms
         for stage in range(stages):
@@ -58,22 +66,3 @@ def _block(
     times = {"ts": _US_PER_MS * start_ms, "dur": _US_PER_MS * took_ms}
     named = {"ph": "X", "name": name, "cat": kind, "pid": rank, "tid": stage}
     return named | times | {"args": args}
-
-
-def _blocks(
-    timeline: Timeline, features: np.ndarray, names: Sequence[str], rank: int
-) -> Iterator[dict[str, Any]]:
-    schedule = timeline.schedule
-    for kind, start_ms in timeline.start_ms.items():
-        took_ms = timeline.end_ms[kind] - start_ms
-        for micro_batch, part in np.ndindex(len(features), start_ms.shape[1]):
-            chunk = {"chunk": part // schedule.stages} if schedule.chunks > 1 else {}
-            yield _block(
-                f"{kind.label} {micro_batch}",
-                kind.label,
-                (rank, schedule.stage_of(part)),
-                float(start_ms[micro_batch, part]),
-                float(took_ms[micro_batch, part]),
-                **chunk,
-                **dict(zip(names, map(int, features[micro_batch]), strict=True)),
-            )
