@@ -146,10 +146,6 @@ class Epoch:
             data_parallel_size=data_parallel,
         )
 
-    @property
-    def samples_per_pack(self) -> float:
-        return self.samples / len(self.features)
-
 
 class Data:
     """The paper's data, random or balanced, and this project's packing of it."""
@@ -251,8 +247,8 @@ class Predicted:
         return float(simulate_levels(self.cost, [stages], workload).step_ms.mean())
 
     def gpu_days(self, stages: Sequence[Stage], epoch: Epoch) -> float:
-        samples_per_step = MICRO_BATCHES_PER_STEP * epoch.samples_per_pack
-        steps = SAMPLES_PER_EPOCH / samples_per_step
+        packs = SAMPLES_PER_EPOCH * len(epoch.features) / epoch.samples
+        steps = packs / MICRO_BATCHES_PER_STEP
         return steps * self.step_ms(stages, epoch) / 86.4e6 * self.job.parallel.world_size
 
 
