@@ -96,7 +96,7 @@ class Training(Step):
         assert plan.data is not None
         model = repr([plan.model, plan.adapters, plan.frozen])
         return Step.state(self) | {
-            "options": re.split(r" (?=--)", shlex.join(self.options)),
+            "options": re.split(r" (?=--)", without_secrets(shlex.join(self.options))),
             "model": hashlib.sha256(model.encode()).hexdigest(),
             "steps": [plan.data.steps, plan.data.steps_sha256],
         }

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://")
 _URL_AS_PATH = re.compile(r"([a-z][a-z0-9+.-]+):/(.*)")  # PosixPath drops a slash
+_SECRET = re.compile(r"(?<=://)(?:[^/@]+|[^/:]*:.+)(?=@)|(?<=[?#;]).+")
 _BLOCK_BYTES = 1 << 21  # latency equals transfer at 100 MB/s and 20 ms
 _BLOCKS_IN_MEMORY = 8  # per process: reads are mostly sequential
 _KNOWN_FILES, _REMEMBERED_S = 4096, 60
@@ -249,18 +250,22 @@ def _answering(path: RemotePath) -> Iterator[tuple[Any, str]]:
         ) from error
     except PermissionError as error:
         raise StorageError(
-            f"{path}: may not be read ({_why(error)}); give these credentials the right to read "
+            f"{path}: may not be read ({_why(error, path)}); give these credentials the right to read "
             "it, then run the same command again"
         ) from error
     except Exception as error:  # backends raise their own errors
         raise StorageError(
-            f"{path}: cannot be read ({_why(error)}); see to the URL, the network and the "
+            f"{path}: cannot be read ({_why(error, path)}); see to the URL, the network and the "
             "credentials (of S3 as for the AWS command line), then run the same command again"
         ) from error
 
 
-def _why(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
+def _why(error: Exception, path: RemotePath) -> str:
+    """Reason without passwords and queries of the URL, which a backend may print alone."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    for secret in _SECRET.findall(str(path)):
+        reason = reason.replace(secret, "***")
+    return reason
 
 
 class SeekableBytes(io.RawIOBase):

@@ -17,6 +17,7 @@ import numpy as np
 from omnibal import __version__
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import atomic
+from omnibal.base.printable import printable
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import (
@@ -169,10 +170,9 @@ def write_skipped(skipped: Sequence[BadSample], path: Path) -> None:
         path.unlink(missing_ok=True)
         return
     fields = ((str(sample.index), sample.where, sample.reason) for sample in skipped)
-    lines = ("\t".join(" ".join(text.split()) for text in line) + "\n" for line in fields)
+    lines = ("\t".join(printable(" ".join(text.split())) for text in line) for line in fields)
     with atomic(path) as temporary:
-        # The bad sample may have a non-Unicode name.
-        temporary.write_text("".join(lines), encoding="utf-8", errors="backslashreplace")
+        temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 def skipped_notes(skipped: Sequence[BadSample], path: Path | None) -> list[str]:

@@ -5,7 +5,10 @@ import json
 import pytest
 from cli_cases import failure
 
+from omnibal.base.errors import StorageError
 from omnibal.base.printable import printable, without_secrets
+from omnibal.base.remote_path import RemotePath, _answering
+from omnibal.data.scan import BadSample, write_skipped
 
 CANARY = "c4n4ry"
 
@@ -45,3 +48,21 @@ def test_commands_do_not_print_secrets(tmp_path, capsys, monkeypatch, key):
     (tmp_path / "meta.json").write_text(json.dumps({"s": source}))
     error = failure(capsys, "lengths meta.json --model qwen3-8b --tokenizer-model t -o l.parquet")
     assert CANARY not in error
+
+
+def test_lists_of_skipped_samples_have_no_secrets(tmp_path):
+    """Prevents a signed URL of a bad sample in a file that is shown to others."""
+    where = f"https://me:{CANARY}@host/a.jsonl: line 1"
+    sample = BadSample(index=0, where=where, message=f"{where}: has 'a\ud800'")
+    write_skipped([sample], tmp_path / "skipped.txt")
+    listed = (tmp_path / "skipped.txt").read_text(encoding="utf-8")
+    assert listed == "0\thttps://***@host/a.jsonl: line 1\thas 'a\\ud800'\n"
+
+
+@pytest.mark.parametrize("secret", [f"key:{CANARY}@b", f"b/a?sig={CANARY}"])
+def test_backends_do_not_print_secrets(secret):
+    """Prevents: a storage library's message repeats a part of the URL, and so its password."""
+    path = RemotePath(f"memory://{secret}")
+    with pytest.raises(StorageError, match="bad name") as raised, _answering(path):
+        raise ValueError(f"bad name {secret}")
+    assert CANARY not in printable(str(raised.value))
