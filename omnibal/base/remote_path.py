@@ -250,8 +250,8 @@ def _answering(path: RemotePath) -> Iterator[tuple[Any, str]]:
         ) from error
     except PermissionError as error:
         raise StorageError(
-            f"{path}: may not be read ({_why(error, path)}); give these credentials the right to read "
-            "it, then run the same command again"
+            f"{path}: may not be read ({_why(error, path)}); give these credentials the right to "
+            "read it, then run the same command again"
         ) from error
     except Exception as error:  # backends raise their own errors
         raise StorageError(
