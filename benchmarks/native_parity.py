@@ -84,7 +84,6 @@ MODES = (
     "LA",
     "1",
     "CMYK",
-    "I;16",
     "turned",
     "palette alpha",
 )
@@ -190,12 +189,9 @@ def write_image(path: Path, rng: random.Random) -> Path:
     if mode in ("RGB", "L") and rng.random() < 0.6:
         image.convert(mode).save(path.with_suffix(".jpg"), quality=rng.randint(5, 95))
         return path.with_suffix(".jpg")
-    if mode == "I;16":
-        image = Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 200)
-    else:
-        image = image.convert(mode)
-        if mode in ("RGBA", "LA"):
-            image.putalpha(noise(rng, width, height).convert("L"))
+    image = image.convert(mode)
+    if mode in ("RGBA", "LA"):
+        image.putalpha(noise(rng, width, height).convert("L"))
     image.save(path.with_suffix(".png"))
     return path.with_suffix(".png")
 
