@@ -12,7 +12,7 @@ from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
 from omnibal.lint.launch import Finding, Launcher
-from omnibal.model.config import Accuracy, ModelConfig
+from omnibal.model.config import ModelConfig
 from omnibal.report.table import Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
@@ -86,7 +86,7 @@ class CostOptions:
 def _result(verdict: "Verdict") -> dict[str, Any]:
     """Return the prediction and improvements for JSON."""
     job, better, least = verdict.launched.job, verdict.better, verdict.least
-    accuracy = _accuracy(verdict)
+    accuracy = job.cluster.accuracy.get(job.precision)
     prediction = {
         **_costed_result(verdict, verdict.line),
         "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
@@ -138,12 +138,6 @@ def _advised_result(verdict: "Verdict", advised: "Costed") -> dict[str, Any]:
     }
 
 
-def _accuracy(verdict: "Verdict") -> Accuracy | None:
-    """Return published prediction errors on such devices, or None."""
-    job = verdict.launched.job
-    return job.cluster.accuracy.get(job.precision)
-
-
 def _stages_table(verdict: "Verdict") -> Table:
     """Units, memory and times per micro-batch by stage."""
     towers, line = verdict.launched.job.model.towers, verdict.line
@@ -183,7 +177,8 @@ def _facts(verdict: "Verdict") -> Facts:
         per_second = prediction.samples_per_second_per_gpu * sizes.world_size
         entries.append(("samples per second", f"{per_second:,.2f}"))
     entries.append(("costs from", prediction.cost_source))
-    entries.append(("error of published steps", str(_accuracy(verdict) or "not known")))
+    accuracy = launched.job.cluster.accuracy.get(launched.job.precision)
+    entries.append(("error of published steps", str(accuracy or "not known")))
     return Facts("Prediction", entries)
 
 

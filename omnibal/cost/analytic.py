@@ -35,7 +35,7 @@ from functools import lru_cache, partial
 import numpy as np
 
 from omnibal.cost.adapter_counts import with_adapters
-from omnibal.cost.attention_rates import AttentionPass, AttentionTimes
+from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
 from omnibal.cost.counts import ELEMENT_BYTES, Counts, Device, Features, Kept, Product
 from omnibal.cost.encoder_kinds import counts_of_kind
 from omnibal.cost.fp8_counts import cast_bytes, weight_cast_bytes, weight_copy_bytes
@@ -571,7 +571,9 @@ def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarr
     for one in softmax:
         tokens = device.runtime.sample_tokens if one.causal else None
         line = times.line(of, one.elements, causal=one.causal, tokens=tokens)
-        time_ms = time_ms + scale * one.tiled_flops * line.each_ms + _fixed(line.fixed_ms, rest)
+        # In full tiles of keys: half a tile per query is padding.
+        flops = (one.pairs + TILE / 2 * one.rows) * 2 * (one.heads * one.elements)
+        time_ms = time_ms + scale * flops * line.each_ms + _fixed(line.fixed_ms, rest)
     return time_ms
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 
 import numpy as np
 
-from omnibal.cost.attention_rates import TILE, AttentionTimes
+from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.model.config import Precision
 from omnibal.model.fp8 import Fp8
@@ -76,11 +76,6 @@ class Attended:
     def flops(self) -> np.ndarray:
         """Operations, [features]."""
         return self.pairs * 2 * (self.heads * self.elements)
-
-    @property
-    def tiled_flops(self) -> np.ndarray:
-        """Operations rounded up to full key tiles; half a tile per query is padding."""
-        return (self.pairs + TILE / 2 * self.rows) * 2 * (self.heads * self.elements)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -35,8 +35,13 @@ _PLAIN = -1
 
 def export(given: ExportInput) -> Exported:
     plan = given.files.plan
-    if given.annotations is not None:
-        _check_readable(given.annotations)
+    for path in () if given.annotations is None else given.annotations.files:
+        if path.suffix == ".tar" or is_array(path):
+            kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
+            raise UserError(
+                f"{path}: is {kind}, and XTuner reads samples from JSONL, by their lines; write "
+                "them as JSONL, one a line, and scan and plan with that"
+            )
     return Exported(
         files=_files(given),
         variables=launch_variables(given, CONFIG="$EXPORT/config.py"),
@@ -45,16 +50,6 @@ def export(given: ExportInput) -> Exported:
         given_up=tuple(_given_up(given)),
         notes=tuple(_notes(given)),
     )
-
-
-def _check_readable(annotations: Annotations) -> None:
-    for path in annotations.files:
-        if path.suffix == ".tar" or is_array(path):
-            kind = "a tar shard" if path.suffix == ".tar" else "a JSON array"
-            raise UserError(
-                f"{path}: is {kind}, and XTuner reads samples from JSONL, by their lines; write "
-                "them as JSONL, one a line, and scan and plan with that"
-            )
 
 
 def _files(given: ExportInput) -> dict[str, Writer]:
