@@ -9,7 +9,6 @@ from typing import Any
 
 from rich import progress as bars
 from rich.console import Console
-from rich.status import Status
 from rich.text import Text
 
 from omnibal.base.printable import printable
@@ -87,9 +86,11 @@ def progress_lines(
     return advance
 
 
-def status(what: str) -> Status:
+@contextmanager
+def status(what: str) -> Iterator[None]:
     """Show a spinner on stderr for work of unknown length."""
-    return Console(stderr=True).status(what)
+    with Console(stderr=True).status(what):
+        yield
 
 
 class ConsoleListener:
