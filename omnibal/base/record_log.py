@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import naming_file
+from omnibal.base.files import check_ends, naming_file
 
 _PREFIX = struct.Struct("<QI")
 
@@ -28,6 +28,7 @@ class RecordLog:
 
     def read(self, named: str) -> tuple[list[memoryview], bool]:
         """Complete records, and whether a log of another key was discarded."""
+        check_ends(self.path, "give the path of a file")
         content = self.path.read_bytes() if self.path.exists() else b""
         header = self._header
         if not content.startswith(self.title) and not header.startswith(content):

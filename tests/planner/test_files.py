@@ -17,6 +17,7 @@ from omnibal.base.files import (
     write_json_model,
 )
 from omnibal.base.frozen import Frozen
+from omnibal.base.record_log import RecordLog
 from omnibal.data.columns import Columns
 from omnibal.families.folder import read_config_file
 
@@ -158,13 +159,15 @@ def test_a_link_is_not_written_over(tmp_path, leads_to):
 
 
 def test_a_pipe_is_not_waited_for(tmp_path):
-    """Prevents a configuration that is a pipe or a device from being read for ever."""
+    """Prevents: a pipe or device is read for ever, or `--data-index /dev/null` removes it."""
     os.mkfifo(tmp_path / "config.json")
     for path in (tmp_path / "config.json", Path("/dev/zero")):
         with pytest.raises(UserError, match="is a pipe or a device"):
             read_text(path, "give a file")
         with pytest.raises(UserError, match="is a pipe or a device"):
             Columns.read(path, [], "give a file")
+        with pytest.raises(UserError, match="is a pipe or a device"):
+            RecordLog(path, b"title", b"key").read("a log")
 
 
 @pytest.mark.parametrize("value", ['{"a":' * 9999 + "1" + "}" * 9999, "9" * 5000])
