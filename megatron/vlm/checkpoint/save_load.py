@@ -524,8 +524,8 @@ def load_opened_weights(found: CheckpointIdentity, plan: Plan, stages: Sequence[
 
 
 def _same_on_all_ranks(common: Mapping[str, Any]) -> dict[str, Any]:
-    """Common state without optimizer settings, which frozen stages lack."""
-    return {name: value for name, value in common.items() if name != "optimizer"}
+    """Common state without optimizer settings and empty entries, which stages have or lack."""
+    return {name: common[name] for name in ("scheduler", "step", "training_state", "omnibal")}
 
 
 def _plain(settings: Mapping[str, Any]) -> dict[str, Any]:
