@@ -13,7 +13,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from cli_cases import PLAN, failure, run
+from cli_cases import PLAN, failure, run, words_of
 from plan_cases import example_lengths, example_profile, request
 
 from omnibal.base.errors import UserError
@@ -149,7 +149,7 @@ def test_a_full_disk_names_the_file(made, tmp_path, command, file):
     """Prevents: an error of a write that says neither where nor what to do, or blames an input."""
     make_dataset(tmp_path / "digits", 10, 10, 0)
     scanned = "lengths " + str(tmp_path / "digits" / "train" / "meta.json")
-    words = command.replace("lengths data.json", scanned).format(tmp_path).split()
+    words = words_of(command.replace("lengths data.json", scanned).format(tmp_path))
     ended = subprocess.run(
         [sys.executable, "-m", "omnibal", *words],
         cwd=made,
@@ -158,7 +158,8 @@ def test_a_full_disk_names_the_file(made, tmp_path, command, file):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (8, 8)),
     )
     assert ended.returncode == 2
-    expected = rf"error: {tmp_path}/{file}: cannot be written \(File too large\); make room.*"
+    path = re.escape(str(tmp_path / file))
+    expected = rf"error: {path}: cannot be written \(File too large\); make room.*"
     assert re.fullmatch(expected, ended.stderr.splitlines()[-1])
 
 
