@@ -112,8 +112,8 @@ class ScanOptions:
     template: Annotated[
         ChatTemplate | None,
         typer.Option(
-            help="of conversations, in place of the model's (tokenizer: its own; others tile "
-            "images as InternVL does)"
+            metavar="NAME",
+            help="chat template in place of the model's (tokenizer: its own; see docs/data.md)",
         ),
     ] = None
     on_error: Annotated[
