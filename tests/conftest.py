@@ -48,9 +48,12 @@ settings.register_profile(
 )
 settings.load_profile("fixed")
 
-# A shell that starts the tests in the background has them ignore Ctrl-C, and so all they start.
+# A shell that starts the tests in the background has them ignore Ctrl-C, nohup a closed terminal,
+# and so all they start.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 CPU_SECONDS = pytest.StashKey[float]()
 BUDGET_SLACK = 1.5

@@ -68,10 +68,10 @@ def test_a_run_is_planned_anew_while_it_trains(uneven, digits, tmp_path):
     assert losses(save)[:8] == losses(uninterrupted)[:8]
     logged = [json.loads(line) for line in (save / "wandb.jsonl").read_text().splitlines()]
     assert len({run for run, _, _ in logged}) == 1
-    assert [step for _, step, _ in logged] == [*range(9), "finished", 9, "finished"]
+    assert [step for _, step, _ in logged] == [*range(1, 10), "finished", 10, "finished"]
     events = EventAccumulator(str(board))
     events.Reload()
-    assert [event.step for event in events.Scalars("train/loss")] == list(range(10))
+    assert [event.step for event in events.Scalars("train/loss")] == list(range(1, 11))
     for curve in (
         [loss for _, step, loss in logged if step != "finished"],
         [event.value for event in events.Scalars("train/loss")],

@@ -23,12 +23,13 @@ from omnibal.cli.options import (
     DataRootOption,
     JsonOption,
     ModelOption,
+    TemplateOption,
     TokenizerOption,
     count_option,
 )
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.families.named import model_notes, named_model, named_model_file
-from omnibal.model.config import ChatTemplate, ModelConfig
+from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import MAX_TILES_OF_IMAGE
 from omnibal.model.limits import words
 
@@ -109,13 +110,7 @@ class ScanOptions:
         ),
     ] = None
     data_root: DataRootOption = None
-    template: Annotated[
-        ChatTemplate | None,
-        typer.Option(
-            metavar="NAME",
-            help="chat template in place of the model's (tokenizer: its own; see docs/data.md)",
-        ),
-    ] = None
+    template: TemplateOption = None
     on_error: Annotated[
         Literal["stop", "skip"],
         typer.Option(help="bad samples: name the first and stop, or leave out and list them all"),

@@ -18,6 +18,7 @@ from omnibal.families.named import named_model, named_model_file
 from omnibal.job.plan import MAX_SEED
 from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapters_of
 from omnibal.model.config import (
+    ChatTemplate,
     ClusterConfig,
     ModelConfig,
     Precision,
@@ -62,6 +63,13 @@ DataRootOption = Annotated[
         metavar="PATH",
         help="folder or URL that all files of the data must be in, links followed (default: any)",
         parser=location,
+    ),
+]
+TemplateOption = Annotated[
+    ChatTemplate | None,
+    typer.Option(
+        metavar="NAME",
+        help="chat template in place of the model's (tokenizer: its own; see docs/data.md)",
     ),
 ]
 ModelOption = Annotated[

@@ -12,7 +12,13 @@ from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
 from omnibal.cli.groups import given_options
-from omnibal.cli.options import DataRootOption, JobOptions, SizeOptions, TokenizerOption
+from omnibal.cli.options import (
+    DataRootOption,
+    JobOptions,
+    SizeOptions,
+    TemplateOption,
+    TokenizerOption,
+)
 from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
@@ -32,6 +38,7 @@ class RunOptions:
     ]
     tokenizer_model: TokenizerOption = None
     data_root: DataRootOption = None
+    template: TemplateOption = None
     weights: Annotated[
         Path | None,
         typer.Option(
@@ -107,7 +114,8 @@ def run(
         planned_with += ["--precision", "fp32"]
     planned_with += ["--cluster", _absolute(given.cluster), "--gpus", str(gpus)]
     confined = [] if asked.data_root is None else ["--data-root", _absolute(asked.data_root)]
-    planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output, confined)
+    scanned_with = [*confined, *(["--template", asked.template] if asked.template else [])]
+    planning = running.plan_steps(asked.data, model, tokenizer, planned_with, output, scanned_with)
     with lock_folder("-o", output, _say):
         _do(planning, output)
         if is_exported:

@@ -83,7 +83,9 @@ FLAGS = {
     "--image-share --cost --json",
 }
 FLAGS["run"] = FLAGS["plan"].replace("--json", "--data --tokenizer-model --weights --from-scratch")
-FLAGS["run"] = FLAGS["run"].replace("--lengths", "--data-root --lr --vision-lr --start --export")
+FLAGS["run"] = FLAGS["run"].replace(
+    "--lengths", "--data-root --template --lr --vision-lr --start --export"
+)
 PRESETS = Path(omnibal.__file__).parent / "presets"
 DIGITS = "plan --model internvl-digits --cluster laptop-cpu"
 PACK = "pack --max-tiles 8 --max-tokens 512"

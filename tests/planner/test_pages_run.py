@@ -90,7 +90,7 @@ def test_samples_on_the_data_page_are_read(users_folder):
     page = (ROOT / "docs/data.md").read_text()
     blocks = re.findall(r"^```\w*\n(\{.*?)^```", page, re.M | re.S)
     samples = [json.loads(block) for block in blocks if '"conv' in block or '"messages' in block]
-    assert len(samples) >= 4
+    assert samples
     Image.new("RGB", (64, 64), "red").save("a.png")
     scan = "--model Qwen/Qwen3-VL-8B-Instruct --tokenizer-model Qwen3-VL-8B"
     for number, sample in enumerate(samples):

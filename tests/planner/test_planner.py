@@ -65,8 +65,7 @@ def test_tiling_is_that_of_the_scan():
     ("change", "message"),
     [
         ({"tokens_per_tile": MODEL.vision.tokens_per_item + 1}, "omnibal lengths"),
-        ({"chat_template": "Hermes-2"}, r"scanned with chat_template.*omnibal lengths"),
-        ({"system_message": "Read."}, r"scanned with chat_template.*omnibal lengths"),
+        ({"system_message": "Read."}, r"scanned with system_message.*omnibal lengths"),
     ],
 )
 def test_lengths_of_another_model_are_refused(change, message):

@@ -178,7 +178,7 @@ def test_broken_reports_do_not_end_a_run(tmp_path):
     ranks = run_all(tmp_path, sinks=(BrokenSink(),))
     outcome, lines, _ = ranks[0]
     assert outcome.steps == STEPS
-    assert sum("BrokenSink gets nothing from step 0 on" in line for line in lines) == 1
+    assert sum("BrokenSink gets nothing from step 1 on" in line for line in lines) == 1
     assert sum("is not logged, training goes on" in line for line in lines) == STEPS
     assert latest_step(tmp_path) == STEPS
 

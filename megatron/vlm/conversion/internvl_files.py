@@ -4,7 +4,7 @@ import json
 
 from omnibal.base.files import read_json_model
 from omnibal.data.chat import chatml_texts
-from omnibal.data.tokenizer import CONFIG_FILE, TEMPLATE_FILE, Tokenizer
+from omnibal.data.tokenizer import CONFIG_FILE, FAST_FILE, TEMPLATE_FILE, Tokenizer
 from omnibal.model.config import ModelConfig
 
 _PIECES = {
@@ -42,7 +42,8 @@ _TEMPLATE = """\
 
 
 def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the settings of the processor and the tokenizer, and a missing ChatML template."""
+    """Return the settings of the processor and the tokenizer, and a missing ChatML template
+    of a tokenizer.json."""
     folder = tokenizer.path.parent
     settings, path = dict[str, object](), folder / CONFIG_FILE
     if path.is_file():
@@ -57,7 +58,7 @@ def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[s
     }
     files = {CONFIG_FILE: _json(settings), "processor_config.json": _json(processor)}
     texts = chatml_texts(model)
-    if tokenizer.template is None and texts is not None:
+    if tokenizer.template is None and texts is not None and tokenizer.path.name == FAST_FILE:
         message, line_end = texts
         template = _TEMPLATE.replace("SYSTEM", json.dumps(message, ensure_ascii=False))
         files[TEMPLATE_FILE] = template.replace("LINE_END", json.dumps(line_end))
