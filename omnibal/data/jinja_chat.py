@@ -31,10 +31,10 @@ _MAX_ROUNDS, _MAX_CHARACTERS = 1_000_000, 50_000_000
 """Limits of a rendering: iterations, macro and block calls, and text written or joined."""
 _MAX_BITS, _SIZED = 4096, (str, bytes, list, tuple)  # of a number; types that may grow
 _MAX_READ, _ITEM = 300_000_000, 100
-"""Limit of a rendering: characters that filters and methods read, where an item counts for 100."""
+"""Max characters that a rendering's filters and methods read, and the cost of a list item."""
 _ABSENT = ("lipsum", "pprint", "random", "urlize", "wordwrap")  # slow, or drawn by chance
 _PADDED = {"ljust", "rjust", "center", "zfill", "expandtabs", "indent", "slice", "batch", "tojson"}
-"""Filters and methods that may write an operand as often as a number says."""
+"""Filters and methods whose result grows with a number among their arguments."""
 _FORMATTED = {"format", "format_map", "remainder"}
 _WIDE = re.compile(r"[%{][^%a-z}]*(?:\d{5}|[*{])")  # of a format, for a result of any length
 

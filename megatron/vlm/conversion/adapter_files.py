@@ -242,8 +242,8 @@ class _PeftConfig(BaseModel, extra="allow"):
                 self.init_lora_weights not in _FIRST_WEIGHTS
             ),
         }
-        others = {key: bool(set_to) for key, set_to in (self.model_extra or {}).items()}
-        has |= {key: is_set for key, is_set in others.items() if key not in _WITHOUT_EFFECT}
+        others = (self.model_extra or {}).items()
+        has |= {key: bool(entry) for key, entry in others if key not in _WITHOUT_EFFECT}
         return [name for name, is_there in has.items() if is_there]
 
 

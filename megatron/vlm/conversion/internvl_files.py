@@ -2,6 +2,7 @@
 
 import json
 
+from megatron.vlm.conversion.qwen_files import PROCESSOR_FILE
 from omnibal.base.files import read_json_model
 from omnibal.data.chat import chatml_texts
 from omnibal.data.tokenizer import CONFIG_FILE, FAST_FILE, TEMPLATE_FILE, Tokenizer
@@ -44,8 +45,7 @@ _TEMPLATE = """\
 def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, str]:
     """Return the settings of the processor and the tokenizer, and a missing ChatML template
     of a tokenizer.json."""
-    folder = tokenizer.path.parent
-    settings, path = dict[str, object](), folder / CONFIG_FILE
+    settings, path = dict[str, object](), tokenizer.path.with_name(CONFIG_FILE)
     if path.is_file():
         settings = read_json_model(dict[str, object], path, "restore the tokenizer's own")
     known = {**_PIECES, **{name: settings[name] for name in _PIECES if name in settings}}
@@ -56,7 +56,7 @@ def internvl_processor_files(model: ModelConfig, tokenizer: Tokenizer) -> dict[s
         "image_seq_length": model.vision.tokens_per_item,
         "processor_class": "InternVLProcessor",
     }
-    files = {CONFIG_FILE: _json(settings), "processor_config.json": _json(processor)}
+    files = {CONFIG_FILE: _json(settings), PROCESSOR_FILE: _json(processor)}
     texts = chatml_texts(model)
     if tokenizer.template is None and texts is not None and tokenizer.path.name == FAST_FILE:
         message, line_end = texts
