@@ -62,7 +62,6 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import (
     HEAD,
     LANGUAGE,
-    LANGUAGE_EMBED,
     UnitKind,
     feature_names,
     unit_kinds,
@@ -139,7 +138,9 @@ def analytic_cost(
         ]
     units = {one.kind.name: _unit_cost(device, one) for one in counted}
     trained = {one.kind.name: one.counts for one in counted if one.trained and one.is_language}
-    has_copy = model.language.tied_head or model.language.prediction_layers > 0
+    language = model.language
+    has_copy = language.tied_head or language.prediction_layers > 0
+    word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
     rates_of = partial(
         _parameter_rates,
         cluster,
@@ -152,7 +153,7 @@ def analytic_cost(
         kinds=unit_kinds(model),
         units=units,
         # Multi-token prediction also embeds words on the last stage.
-        tied_parameters=units[LANGUAGE_EMBED].parameters if has_copy else 0,
+        tied_parameters=word_parameters if has_copy else 0,
         rates=rates_of(state_group(parallel)),
         optimizer_ms_fixed=0.0,
         link_latency_ms=send.fixed_ms,

@@ -80,7 +80,8 @@ def _grouped_query(
     gate = query if language.output_gate else 0
     has_views = language.qk_norm or language.output_gate
     # Divided: split and rotation of q, k, v; backward also reads a norm's inputs.
-    rotated = 2 * (query + key_value - (widths.value if has_views else 0))
+    is_moved = language.is_rotary or language.qk_norm  # else q, k and v stay views
+    rotated = 2 * (query + key_value - (widths.value if has_views else 0)) if is_moved else 0
     back_rotated = 2 * (query + key_value) + (query + widths.key if language.qk_norm else 0)
     made = query + gate + key_value
     seen = _causal(features, attended, language.heads / t, 2 * language.head_width)
@@ -100,10 +101,13 @@ def _grouped_query(
         moved_bytes=tokens * (rotated + 3 * gate) / t * size,
         back_moved_bytes=tokens * (back_rotated + 5 * gate) / t * size,
         collectives=whole_inputs(device, tokens * h * size),
-        kernels=4 + (1 if gate else 0),
+        kernels=(4 if is_moved else 3) + (1 if gate else 0),
         kept=_grouped_query_kept(language, widths, device, tokens),
-        divided_parameters=h * made + query * h + (made if language.qkv_bias else 0),
-        whole_parameters=2 * language.head_width if language.qk_norm else 0,
+        divided_parameters=h * made
+        + query * h
+        + made * (language.qkv_bias or language.bias)
+        + language.heads * language.sinks,
+        whole_parameters=2 * language.head_width * language.qk_norm + h * language.bias,
     )
 
 
@@ -124,7 +128,7 @@ def _grouped_query_kept(
         "self_attention.core_attention",
         tokens * (query * size + log_sum_exp_bytes) / t,
     )
-    if not language.qk_norm and not gate:
+    if language.is_rotary and not language.qk_norm and not gate:
         width = query + widths.key + widths.value
         made_by = "self_attention.split_and_rotate"
         rotated_bytes = tokens * width / t * size
@@ -134,8 +138,11 @@ def _grouped_query_kept(
     # Norm scales per head of q and k.
     moments = FP32_BYTES * (language.heads + language.kv_heads) if language.qk_norm else 0
     product = query + gate + widths.key + widths.value
+    made = Kept("product with q, k and v", "self_attention.linear_qkv", tokens * product / t * size)
+    if not language.is_rotary and not language.qk_norm:
+        return made, attended
     lines = [
-        Kept("product with q, k and v", "self_attention.linear_qkv", tokens * product / t * size),
+        made,
         Kept("rotated q and k", made_by, tokens * ((query + widths.key) * size + moments) / t),
         attended,
     ]

@@ -44,13 +44,22 @@ def feed_forward(
     """Count a layer's feed-forward."""
     if kind.experts is None:
         return _dense(language, device, features)
-    return _mixture(language.hidden_size, kind.experts, device, features)
+    block = _mixture(language.hidden_size, kind.experts, device, features)
+    if not language.bias:
+        return block
+    h, experts = language.hidden_size, kind.experts
+    of_experts = -(-experts.experts // device.expert) * (2 * experts.ffn_hidden_size + h)
+    return replace(
+        block,
+        expert_parameters=block.expert_parameters + of_experts,
+        whole_parameters=block.whole_parameters + experts.experts,
+    )
 
 
 def _dense(language: LanguageConfig, device: Device, features: Features) -> Block:
-    """Gate and value in one product, fused activation, and the output product."""
+    """Gate, if any, and value in one product, fused activation, and the output product."""
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
-    h, f = language.hidden_size, language.ffn_hidden_size
+    h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
     into, out_of = _gated(h, f / t, tokens)
@@ -59,30 +68,31 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
     own = int(device.sequence_parallel or language.post_norms)
     return Block(
         products=(
-            replace(into, name="mlp.linear_fc1", given=SECOND_OUTPUT),
+            replace(into, outer=gates * f / t, name="mlp.linear_fc1", given=SECOND_OUTPUT),
             replace(out_of, name="mlp.linear_fc2", given="their product"),
         ),
-        moved_bytes=tokens * 3 * f / t * size,
-        back_moved_bytes=tokens * 5 * f / t * size,
+        moved_bytes=tokens * (gates + 1) * f / t * size,
+        back_moved_bytes=tokens * (2 * gates + 1) * f / t * size,
         collectives=whole_inputs(device, block_bytes),
         kernels=3,
         kept=(
-            Kept("gate and value", "mlp.linear_fc1", 2 * inner_bytes),
+            Kept("gate and value", "mlp.linear_fc1", gates * inner_bytes),
             Kept("their product", "swiglu", inner_bytes, for_weights=True),
         ),
         working=(
-            # Gradients: second product (unsharded output), SwiGLU, first product (unsharded, then
-            # sharded input).
+            # Gradients: second product (unsharded output), activation, first product (unsharded,
+            # then sharded input).
             Working(part_bytes + gathered_bytes + inner_bytes, weight=h * f / t),
-            Working(part_bytes + 3 * inner_bytes, gone=("their product",), after=own),
+            Working(part_bytes + (gates + 1) * inner_bytes, gone=("their product",), after=own),
             Working(
-                part_bytes + 2 * inner_bytes + block_bytes + gathered_bytes * device.whole,
-                weight=2 * h * f / t,
+                part_bytes + gates * inner_bytes + block_bytes + gathered_bytes * device.whole,
+                weight=gates * h * f / t,
                 gone=("gate and value", "their product"),
                 after=own,
             ),
         ),
-        divided_parameters=3 * h * f,
+        divided_parameters=(gates + 1) * h * f + gates * f * language.bias,
+        whole_parameters=h * language.bias,
     )
 
 

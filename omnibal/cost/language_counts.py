@@ -43,10 +43,13 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
     # All-reduced, with no backward exchange, or scattered, with a gather in backward.
     passes, back_passes = (1, 1) if device.sequence_parallel else (2, 0)
     words = model.language.words_of_rank(device.tensor)
+    # Learned positions, replicated on tensor-parallel ranks: looked up, added.
+    placed = (model.language.max_positions or 0) * (model.language.positions == "learned")
+    added_bytes = text_bytes * bool(placed)
     return Counts(
         products=(),
-        moved_bytes=2 * (encoded_bytes + text_bytes),
-        back_moved_bytes=3 * (encoded_bytes + text_bytes),
+        moved_bytes=2 * (encoded_bytes + text_bytes) + 5 * added_bytes,
+        back_moved_bytes=3 * (encoded_bytes + text_bytes) + 2 * added_bytes,
         collectives=Collectives(
             forward_bytes=passes * device.sent * text_bytes,
             backward_bytes=back_passes * device.sent * text_bytes,
@@ -59,7 +62,7 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Co
         boundary_bytes=ids_bytes,
         output_bytes=text_bytes * device.whole,
         working=(Working(text_bytes + encoded_bytes, weight=words * h, of_words=True),),
-        parameters=words * h,
+        parameters=(words + placed) * h,
     )
 
 
@@ -118,7 +121,7 @@ def language_layer(
                 after=len(second.products),
             ),
         ),
-        parameters=(2 + post_norms) * h
+        parameters=(2 + post_norms) * h * (1 + language.norm_bias)
         + sum(block.whole_parameters for block in blocks)
         + experts
         + -(-divided // device.tensor),
@@ -292,5 +295,5 @@ def _logits(
             Working(logits_bytes + loss_bytes, weight=vocabulary * h, gone=("logits",)),
             Working(gathered_bytes + loss_bytes, gone=("logits", "what carries loss"), after=1),
         ),
-        parameters=h + vocabulary * h,
+        parameters=h * (1 + language.norm_bias) + vocabulary * h,
     )

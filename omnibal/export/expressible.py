@@ -19,6 +19,8 @@ Data = tuple[ScheduledPacks, Lengths]
 
 def obstacles(plan: Plan, data: Data | None, target: TrainerConstraints) -> Iterator[str]:
     """Yield a sentence for each part of a plan that the trainer cannot express."""
+    unknown = target.model_obstacle(plan.model)
+    yield from [] if unknown is None else [unknown]
     yield from _of_sizes(plan, target)
     if plan.precision == "fp8" and not target.runtime.transformer_engine:
         yield f"the plan has products in FP8, and {target.title} none"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from omnibal.base.errors import UserError
-from omnibal.families import deepseek, gemma, glm, internvl, kimi, llava_onevision, qwen, text
+from omnibal.families import deepseek, gemma, glm, gpt, internvl, kimi, llava_onevision, qwen, text
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
 from omnibal.model.config import ModelConfig
 from omnibal.model.limits import words
@@ -80,6 +80,15 @@ FAMILIES = (
         },
     ),
     Family(
+        "GPT-2, GPT-OSS, MPT, Nemotron-4",
+        {
+            "gpt2": partial(text.read_text, gpt.Gpt2Text),
+            "gpt_oss": partial(text.read_text, gpt.GptOssText),
+            "mpt": partial(text.read_text, gpt.MptText),
+            "nemotron": partial(text.read_text, gpt.NemotronText),
+        },
+    ),
+    Family(
         "Llama, Qwen2, Qwen3",
         {
             "llama": partial(text.read_text, text.LlamaText),
@@ -119,8 +128,6 @@ def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConf
             f"{path}: has no model_type, which must name the family; pass a config.json of a model "
             "hub"
         )
-    if kind == "gpt_oss":
-        raise UserError(f"{path}: model_type {kind} is not planned: it is {text.GPT_OSS}")
     reader = _READERS.get(kind)
     if reader is None:
         raise UserError(

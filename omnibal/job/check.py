@@ -280,6 +280,11 @@ def model_obstacle(model: ModelConfig) -> str | None:
     foreign += _foreign_layers(model)
     language = model.language
     parts = {
+        "feed-forwards without a gate": language.activation != "gated",
+        f"{language.positions} positions": not language.is_rotary,
+        "biases of all linears": language.bias,
+        "biases of norms": language.norm_bias,
+        "attention sinks": language.sinks,
         "gates of attention's output": language.output_gate,
         "norms after blocks": language.post_norms,
         "layers of multi-token prediction": bool(language.prediction_layers),
@@ -289,8 +294,8 @@ def model_obstacle(model: ModelConfig) -> str | None:
         return None
     return (
         "the trainer has an encoder vision of tiles, or of images as Qwen2-VL, Qwen2.5-VL and "
-        "Qwen3-VL have it, one audio of clips, full attention, and in "
-        "all layers dense feed-forwards or Qwen3's mixture of experts, behind one norm each; "
+        "Qwen3-VL have it, one audio of clips, full attention with rotary positions, and in "
+        "all layers gated feed-forwards or Qwen3's mixture of experts, behind one norm each; "
         f"{model.name} has {', '.join(foreign)}"
     )
 

@@ -279,7 +279,7 @@ def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, 
     linears = _layer_linears(
         [piece(name, wide, size, block="self_attn") for name, size in made.items()],
         piece("o_proj", query, wide, block="self_attn"),
-        [piece(name, wide, inner) for name in ("gate_proj", "up_proj")],
+        [piece(name, wide, inner) for name in ("gate_proj", "up_proj")[-language.gates :]],
         piece("down_proj", inner, wide),
     )
     attention = () if kind.latent or kind.linear else linears[:2]

@@ -87,7 +87,7 @@ _VOCABULARY_MULTIPLE = 128
 
 
 class LanguageConfig(Frozen):
-    """Decoder with RMSNorm, RoPE, gated feed-forwards, and attention per layer kind."""
+    """Decoder, by default with RMSNorm, RoPE and gated feed-forwards; attention by layer kind."""
 
     layers: Layers
     hidden_size: Width
@@ -96,6 +96,15 @@ class LanguageConfig(Frozen):
     head_size: Width | None = written_unless(None, "left out: hidden_size / heads")
     ffn_hidden_size: Width
     vocab_size: Width
+    activation: Literal["gated", "gelu", "squared_relu"] = written_unless(
+        "gated", "of dense feed-forwards; left out: SwiGLU or GeGLU, others have no gate"
+    )
+    positions: Literal["rotary", "learned", "alibi"] = written_unless(
+        "rotary", "learned (GPT-3): an embedding of max_positions; alibi (MPT): none"
+    )
+    bias: bool = written_unless(False, "biases of all linears but the head (GPT-3, GPT-OSS)")
+    norm_bias: bool = written_unless(False, "biases of the norms (LayerNorm)")
+    sinks: bool = written_unless(False, "a learned logit per head in attention's sum (GPT-OSS)")
     qkv_bias: bool = False
     qk_norm: bool = written_unless(
         False, "RMSNorm of every head of q and of k, with one weight for all heads (Qwen3)"
@@ -142,6 +151,16 @@ class LanguageConfig(Frozen):
         """Width of one head of q, of k and of v."""
         return self.head_size or self.hidden_size // self.heads
 
+    @property
+    def is_rotary(self) -> bool:
+        """Whether q and k are rotated."""
+        return self.positions == "rotary"
+
+    @property
+    def gates(self) -> int:
+        """Matrices into a dense feed-forward's activation."""
+        return 2 if self.activation == "gated" else 1
+
     def words_of_rank(self, tensor: int) -> int:
         """Padded vocabulary size per rank of `tensor` ranks."""
         return -(-self.vocab_size // (_VOCABULARY_MULTIPLE * tensor)) * _VOCABULARY_MULTIPLE
@@ -155,6 +174,10 @@ class LanguageConfig(Frozen):
             )
         if self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} must be a multiple of kv_heads {self.kv_heads}")
+        if self.positions == "learned" and self.max_positions is None:
+            raise ValueError("learned positions need max_positions, the size of their embedding")
+        if self.activation != "gated" and any(kind.experts for kind in self.kinds):
+            raise ValueError("experts are gated; leave activation out")
         if self.rope_factor is not None and self.max_positions is None:
             raise ValueError(
                 f"rope_factor {self.rope_factor} scales RoPE beyond max_positions, so that must be "

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import Frozen
+from omnibal.model.config import ModelConfig
 from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
@@ -118,6 +119,8 @@ class TrainerConstraints(Frozen):
     """Whether expert parallelism is supported."""
     has_adapters: bool = False
     """Whether exports include adapter flags for a frozen language model."""
+    has_alibi: bool = True
+    """Whether positions may be ALiBi's, which Megatron-core 0.16.1 has not."""
 
     @property
     def always_shards(self) -> bool:
@@ -129,6 +132,12 @@ class TrainerConstraints(Frozen):
         if not self.always_shards or parallel.sharded > 1:
             return parallel
         return parallel.model_copy(update={"sharded": parallel.data})
+
+    def model_obstacle(self, model: ModelConfig) -> str | None:
+        """Explain why the trainer cannot build a model, or return None."""
+        if self.has_alibi or model.language.positions != "alibi":
+            return None
+        return f"{model.name} has ALiBi positions, and {self.title} has none"
 
     def check_shardings(self, shardings: Collection[WeightSharding]) -> None:
         """Raise unless the trainer supports any of these shardings."""
@@ -195,6 +204,7 @@ _OF_MEGATRON: dict[str, Any] = {
     "shardings": _WHOLE,
     "schedules": _WITH_CHUNKS,
     "runtime": _MEGATRON_RUNTIME,
+    "has_alibi": False,
 }
 _OF_FULLY_SHARDED: dict[str, Any] = {
     "stages": _SHARDED,
@@ -245,10 +255,8 @@ TARGETS = {
             title="Megatron-Bridge",
             version="003e863",
             stages=_MEGATRON,
-            shardings=_WHOLE,
-            schedules=_WITH_CHUNKS,
-            runtime=_ENGINE.model_copy(update={"fused_routing": True}),
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
+            **_OF_MEGATRON | {"runtime": _ENGINE.model_copy(update={"fused_routing": True})},
         ),
     )
     if each.name is not None

@@ -160,6 +160,9 @@ class Goal:
         if self.free.shardings is not None:
             self.job.trainer.check_shardings(self.free.shardings)
         trainer, schedule = self.job.trainer, self.free.schedule
+        obstacle = trainer.model_obstacle(self.job.model)
+        if obstacle is not None:
+            raise UserError(f"{obstacle}: choose another --model, or leave --for out")
         if self.job.adapters is not None and not trainer.has_adapters:
             raise UserError(
                 f"adapters were asked for, and no flags of {trainer.title} are written for them: "

@@ -84,6 +84,14 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
             model_of("language", 4).with_tower("language", post_norms=True, prediction_layers=1),
             "has norms after blocks, layers of multi-token prediction: ",
         ),
+        (
+            model_of("language", 4).with_tower("language", activation="gelu", positions="alibi"),
+            "has feed-forwards without a gate, alibi positions: ",
+        ),
+        (
+            model_of("language", 4).with_tower("language", bias=True, norm_bias=True, sinks=True),
+            "has biases of all linears, biases of norms, attention sinks: ",
+        ),
     ):
         assert expected in training_obstacles(plan_of(model, tmp_path))[-1]
     plan, found = plan_of(THREE, tmp_path), []

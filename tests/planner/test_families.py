@@ -39,7 +39,8 @@ def test_every_family_is_read(name):
     """Prevents: a hub's file that is refused, or read as fewer layers than it has."""
     given = config_of(name)
     model = named_model(str(CONFIGS / name))
-    layers = (given.get("text_config") or given.get("llm_config") or given)["num_hidden_layers"]
+    table = given.get("text_config") or given.get("llm_config") or given
+    [layers] = (table[key] for key in ("num_hidden_layers", "n_layer", "n_layers") if key in table)
     language = model.language
     assert (model.name, language.layers, len(language.kinds)) == (name, layers, layers)
     assert ("vision" in model.encoders) == ("vision_config" in given)
@@ -160,7 +161,10 @@ REFUSED = {
     "a misspelt key": (config_of("qwen3-8b") | {"num_hidden_layer": 3}, "mean num_hidden_layers"),
     "windows": (config_of("qwen3-8b") | {"use_sliding_window": True}, "use_sliding_window"),
     "dropout": (config_of("qwen3-8b") | {"attention_dropout": 0.1}, "attention_dropout"),
-    "GPT-OSS": ({"model_type": "gpt_oss"}, "gpt_oss is not planned: .*sinks"),
+    "MPT without positions": (
+        config_of("mpt-7b") | {"attn_config": {}, "learned_pos_emb": False},
+        "attn_config.alibi or learned_pos_emb must be true",
+    ),
     "another family": ({"model_type": "mamba2"}, "'mamba2' is not known; it must be one of"),
     "no family": ({"hidden_size": 8}, "has no model_type"),
     "a classifier": (

@@ -54,6 +54,8 @@ EXACT = {
     "deepseek-v2-lite": 15_706_484_224,
     "deepseek-v2": 235_741_434_880,
     "qwen3-30b-a3b": 30_532_122_624,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
     # Looked up nowhere: no source that could be read has it.
     "qwen2.5-vl-72b": 73_410_777_344,
 }

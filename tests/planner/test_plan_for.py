@@ -171,6 +171,17 @@ def test_what_a_trainer_cannot_be_told_is_refused(capsys, tmp_path, lengths_file
     assert not (tmp_path / "plan").exists()
 
 
+def test_models_with_alibi_are_not_for_megatron(capsys, tmp_path):
+    """Prevents: a plan of MPT that Megatron-core, without ALiBi, trains as another model."""
+    command = "plan --model mpt-1b --cluster h100-80g --pp 1 --dp 8 --max-tokens 2048"
+    said = "mpt-1b has ALiBi positions, and Megatron-LM has none"
+    assert said in failure(capsys, f"{command} --for megatron-lm -o", tmp_path / "plan")
+    assert not (tmp_path / "plan").exists()
+    printed(capsys, f"{command} -o", tmp_path / "plan")
+    export = f"export {tmp_path / 'plan'} --for megatron-lm --to {tmp_path / 'export'}"
+    assert said in failure(capsys, export)
+
+
 @pytest.mark.parametrize("name", ["ms-swift", "megatron-bridge"])
 def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
     """Prevents: 1F1B where chunks are faster, and chunks that a trainer refuses."""

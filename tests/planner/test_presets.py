@@ -57,6 +57,21 @@ TEXT_ONLY = {
     "llama3.1-8b": 16_060_522_496 // 2,
     "llama3.1-70b": 141_107_412_992 // 2,
     "qwen2.5-32b": 65_527_752_704 // 2,
+    "qwen2.5-7b": 7_615_616_512,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-70b": 68_976_648_192,
+    "llama3-8b": 8_030_261_248,
+    "llama3-70b": 70_553_706_496,
+    "llama3.1-405b": 405_853_388_800,
+    # Of the released 7B, but for 64 words; rounded ones of the papers' and llm-foundry's tables.
+    "mpt-7b": 6_649_286_656 - 64 * 4096,
+    "mpt-1b": pytest.approx(1.31e9, rel=0.005),
+    "mpt-3b": pytest.approx(2.65e9, rel=0.005),
+    "mpt-30b": pytest.approx(29.96e9, rel=0.005),
+    "gpt3-175b": pytest.approx(174.6e9, rel=0.005),
+    "nemotron-4-15b": pytest.approx(15.6e9, rel=0.005),
+    "nemotron-4-340b": pytest.approx(341e9, rel=0.005),
 }
 """Parameters of whole checkpoints without an encoder, exactly."""
 
@@ -161,7 +176,8 @@ def test_template_is_the_released_one(name):
     elif name in ("mini-internvl-1.5-4b", "internvl2-4b"):
         expected = "phi3-chat"
     elif name in TEXT_ONLY:
-        expected = "llama3" if name.startswith("llama3") else "qwen2.5"
+        released = {"llama3": "llama3", "qwen2.5": "qwen2.5"}
+        expected = next((released[one] for one in released if name.startswith(one)), expected)
     assert model.chat_template == expected
     assert model.system_message == ("" if is_own else None)
 

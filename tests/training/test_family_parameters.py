@@ -26,6 +26,7 @@ CASES = (
     *("qwen2-vl-7b", "qwen2.5-vl-7b", "qwen2.5-vl-3b", "qwen3-vl-8b", "qwen3-vl-30b-a3b"),
     *("qwen3.5-0.8b", "qwen3.5-35b-a3b", "glm-4.5v", "kimi-k2.5", "gemma-3-4b"),
     *("deepseek-v2-lite", "deepseek-v2", "deepseek-v3", "qwen3-8b", "qwen3-30b-a3b"),
+    *("gpt-oss-20b", "gpt2", "minitron-4b", "mpt-7b"),
 )
 
 
@@ -33,7 +34,8 @@ def fewer_layers(name):
     """The file's content for fewer language layers, in the spelling that Transformers reads."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     language = config.get("text_config", config)
-    language["num_hidden_layers"] = LAYERS
+    layers = {"gpt2": "n_layer", "mpt-7b": "n_layers"}.get(name, "num_hidden_layers")
+    language[layers] = LAYERS
     if "layer_types" in language:
         language["layer_types"] = language["layer_types"][:LAYERS]
     if name == "kimi-k2.5":
@@ -47,6 +49,11 @@ def fewer_layers(name):
 
 VALUES = {
     "num_hidden_layers": (1, 2, 3, 6),
+    "n_layer": (1, 2),
+    "n_layers": (1, 2),
+    "n_embd": (384, 1536),
+    "d_model": (512, 1024),
+    "num_local_experts": (4, 16),
     "depth": (1, 2, 5),
     "hidden_size": (256, 512),
     "intermediate_size": (96, 320, 1000),
@@ -94,8 +101,10 @@ def changed(config: dict, rng: random.Random) -> dict:
         vision[key] = [at for at in vision[key] if at < vision["depth"]] or vision[key][:0]
     if language.get("pad_token_id") and "vocab_size" in language:
         language["pad_token_id"] %= language["vocab_size"]
+    language.pop("experts_per_token", None)  # another spelling, of GPT-OSS alone
     if "num_experts_per_tok" in language:
-        experts = language.get("num_experts") or language["n_routed_experts"]
+        numbers = ("num_experts", "n_routed_experts", "num_local_experts")
+        [experts] = (language[name] for name in numbers if name in language)
         language["num_experts_per_tok"] = min(language["num_experts_per_tok"], experts)
     if rng.random() < 0.3:
         config["tie_word_embeddings"] = rng.choice((False, True))

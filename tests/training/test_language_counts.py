@@ -32,6 +32,7 @@ OURS: dict[str, Any] = {
     "layers": 2, "hidden_size": 128, "heads": 4, "kv_heads": 2, "vocab_size": VOCABULARY,
     "ffn_hidden_size": 320, "head_size": 48,
 }  # fmt: skip
+NO_DROPOUT = {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
 ROUTED = {"num_experts_per_tok": 2, "moe_intermediate_size": 96}
 OF_DEEPSEEK = {
     "kv_lora_rank": 48, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24,
@@ -72,7 +73,9 @@ class Family:
         config._attn_implementation = attention
         config._experts_implementation = "eager"  # grouped kernels are in no counter
         torch.manual_seed(0)
-        model: torch.nn.Module = getattr(transformers, f"{self.name}ForCausalLM")(config)
+        heads = {"GPT2": transformers.GPT2LMHeadModel}
+        made = heads.get(self.name) or getattr(transformers, f"{self.name}ForCausalLM")
+        model: torch.nn.Module = made(config)
         return model
 
 
@@ -115,6 +118,21 @@ FAMILIES = (
         {"sliding_window": T, "tie_word_embeddings": True},
         {"layers": 6, "qk_norm": True, "post_norms": True, "tied_head": True,
          "runs": (LayerRun(layers=5, window=T), LayerRun(layers=1))},
+    ),
+    Family(
+        "GPT2",
+        {"n_inner": 320, "n_positions": T, "tie_word_embeddings": True, **NO_DROPOUT},
+        {"kv_heads": 4, "head_size": None, "activation": "gelu", "positions": "learned",
+         "max_positions": T, "bias": True, "norm_bias": True, "tied_head": True},
+    ),
+    Family("Nemotron", {}, {"activation": "squared_relu", "norm_bias": True}),
+    Family(
+        "GptOss",
+        {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 96,
+         "sliding_window": T},
+        {"bias": True, "sinks": True,
+         "runs": (LayerRun(layers=1, window=T, experts=EXPERTS),
+                  LayerRun(layers=1, experts=EXPERTS))},
     ),
 )  # fmt: skip
 
@@ -166,6 +184,8 @@ KEPT = (
     ("Qwen3_5Moe", LINEARS, HYBRID[0]),
     ("Qwen3_5Moe", FULLS, HYBRID[1]),
     ("Gemma3", FULLS, LayerRun(layers=1)),
+    ("GPT2", {}, LayerRun(layers=1)),
+    ("Nemotron", {}, LayerRun(layers=1)),
 )
 
 
@@ -207,7 +227,7 @@ def kept_bytes(module: torch.nn.Module) -> tuple[int, int]:
     """Bytes of activations: inputs of products with weights, and all that autograd saves."""
     saved = SavedTensors()
     with InputsOfProducts() as products, saved:
-        module.model(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
+        module.base_model(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
     weights = module.state_dict().values()
     return bytes_besides(products.found, weights), bytes_besides(saved.found, weights)
 
