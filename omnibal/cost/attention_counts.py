@@ -39,13 +39,17 @@ class AttentionWidths:
     output: int
 
 
-def attention_widths(language: LanguageConfig, kind: LayerKind) -> AttentionWidths:
-    """Widths of causal or sliding-window attention."""
+def attention_widths(language: LanguageConfig, kind: LayerKind, tensor: int) -> AttentionWidths:
+    """Widths of causal or sliding-window attention on all of `tensor` ranks.
+
+    With fewer key-value heads than ranks, every rank has a copy of one.
+    """
     if kind.latent is not None:
         of_key = kind.latent.head_size + kind.latent.rotary_head_size
         query, value = (language.heads * size for size in (of_key, kind.latent.value_head_size))
         return AttentionWidths(query=query, key=query, value=value, output=value)
-    query, key = (number * language.head_width for number in (language.heads, language.kv_heads))
+    numbers = language.heads, max(language.kv_heads, tensor)
+    query, key = (number * language.head_width for number in numbers)
     return AttentionWidths(query=query, key=key, value=key, output=query)
 
 
@@ -56,7 +60,7 @@ def attention(
     if kind.linear is not None:
         return _gated_delta_rule(language, kind.linear, device, features)
     attended = features.one(attended_feature(kind))
-    widths = attention_widths(language, kind)
+    widths = attention_widths(language, kind, device.tensor)
     if kind.latent is not None:
         return _latent(language, kind.latent, widths, device, features, attended)
     return _grouped_query(language, widths, device, features, attended)
@@ -83,7 +87,13 @@ def _grouped_query(
     is_moved = language.is_rotary or language.qk_norm  # else q, k and v stay views
     rotated = 2 * (query + key_value - (widths.value if has_views else 0)) if is_moved else 0
     back_rotated = 2 * (query + key_value) + (query + widths.key if language.qk_norm else 0)
-    made = query + gate + key_value
+    made = query + gate + 2 * language.kv_heads * language.head_width
+    # With fewer key-value heads than ranks, all ranks' q, k and v are gathered and a rank's own
+    # are copied from them (Megatron-core `get_query_key_value_tensors`).
+    gathered = made if language.kv_heads < t else 0
+    own = (query + gate + key_value) / t if gathered else 0
+    gathered_bytes = device.sent * tokens * gathered * size
+    passes = 1 if gathered else 0
     seen = _causal(features, attended, language.heads / t, 2 * language.head_width)
     return Block(
         products=(
@@ -98,10 +108,16 @@ def _grouped_query(
         ),
         attended=(seen,),
         # Gate: attention's output, gate, product; in backward also both gradients.
-        moved_bytes=tokens * (rotated + 3 * gate) / t * size,
-        back_moved_bytes=tokens * (back_rotated + 5 * gate) / t * size,
-        collectives=whole_inputs(device, tokens * h * size),
-        kernels=(4 if is_moved else 3) + (1 if gate else 0),
+        moved_bytes=tokens * ((rotated + 3 * gate) / t + 2 * (gathered + own)) * size,
+        back_moved_bytes=tokens * ((back_rotated + 5 * gate) / t + 3 * gathered + own) * size,
+        collectives=whole_inputs(device, tokens * h * size)
+        + Collectives(
+            forward_bytes=gathered_bytes,
+            backward_bytes=gathered_bytes,
+            passes=passes,
+            back_passes=passes,
+        ),
+        kernels=(4 if is_moved else 3) + (1 if gate else 0) + 2 * passes,
         kept=_grouped_query_kept(language, widths, device, tokens),
         divided_parameters=h * made
         + query * h
@@ -136,7 +152,8 @@ def _grouped_query_kept(
         return rotated, attended
     made_by = "self_attention.norm_and_rotate"
     # Norm scales per head of q and k.
-    moments = FP32_BYTES * (language.heads + language.kv_heads) if language.qk_norm else 0
+    heads = (query + widths.key) / language.head_width
+    moments = FP32_BYTES * heads if language.qk_norm else 0
     product = query + gate + widths.key + widths.value
     made = Kept("product with q, k and v", "self_attention.linear_qkv", tokens * product / t * size)
     if not language.is_rotary and not language.qk_norm:

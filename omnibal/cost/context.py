@@ -172,7 +172,7 @@ def costs_at(
         for kind in cost.kinds:
             unit = units[kind.name]
             if kind.layer is not None:
-                widths = attention_widths(model.language, kind.layer)
+                widths = attention_widths(model.language, kind.layer, parallel.tensor)
                 sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
                 added = _of_attention(*sizes, in_ring=ring_tokens is not None)
                 passes = added.forward, added.backward

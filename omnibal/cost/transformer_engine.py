@@ -76,7 +76,7 @@ def with_exchanged_output(
     for kind in cost.kinds:
         unit = units[kind.name]
         if kind.layer is not None and unit.trained_parameters:
-            width = attention_widths(model.language, kind.layer).output / tensor
+            width = attention_widths(model.language, kind.layer, tensor).output / tensor
             kept_bytes = unit.activation_bytes + tokens * width * element_bytes
             units[kind.name] = replace(unit, activation_bytes=kept_bytes)
     return replace(cost, units=units)

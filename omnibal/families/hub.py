@@ -82,10 +82,10 @@ FAMILIES = (
     Family(
         "GPT-2, GPT-OSS, MPT, Nemotron-4",
         {
-            "gpt2": partial(text.read_text, gpt.Gpt2Text),
+            "gpt2": gpt.read_plain,
             "gpt_oss": partial(text.read_text, gpt.GptOssText),
-            "mpt": partial(text.read_text, gpt.MptText),
-            "nemotron": partial(text.read_text, gpt.NemotronText),
+            "mpt": gpt.read_plain,
+            "nemotron": gpt.read_plain,
         },
     ),
     Family(

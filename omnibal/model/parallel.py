@@ -14,6 +14,7 @@ MAX_DEVICES = 1_000_000
 """Max devices in any dimension."""
 _SMALLEST_BUCKET = 40_000_000  # parameters; both are Megatron-core defaults
 _BUCKET_PER_RANK = 1_000_000  # parameters per data-parallel rank
+_KV_HEADS = "language.kv_heads"
 SIZE_OPTIONS = {"tensor": "--tp", "pipeline": "--pp", "data": "--dp", "expert": "--ep"}
 """Command-line options by field."""
 Size = Annotated[int, Field(ge=1, le=MAX_DEVICES)]
@@ -198,15 +199,20 @@ def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig
         )
     divided = _divided_sizes(model)
     for name, size in divided.items():
-        if size % parallel.tensor:
-            divisors = [n for n in range(1, cluster.gpus_per_node + 1) if size % n == 0]
-            common = math.gcd(*divided.values())
-            possible = [n for n in divisors if common % n == 0]
+        if not _allows(name, size, parallel.tensor):
+            numbers = range(1, cluster.gpus_per_node + 1)
+            divisors = [n for n in numbers if _allows(name, size, n)]
+            possible = [n for n in divisors if all(_allows(*one, n) for one in divided.items())]
             raise UserError(
                 f"tensor size {parallel.tensor} does not divide {name} = {size} of {model.name}, "
                 f"for which it must be one of {_listed(divisors)}; all of this model allows "
                 f"{_listed(possible)}: choose that, and more pipeline stages where memory is short"
             )
+
+
+def _allows(name: str, size: int, tensor: int) -> bool:
+    """Whether `tensor` ranks divide a size, or copy key-value heads that are fewer."""
+    return size % tensor == 0 or (name == _KV_HEADS and tensor % size == 0)
 
 
 def _check_expert(model: ModelConfig, parallel: Parallel) -> None:
@@ -255,7 +261,9 @@ def _divided_sizes(model: ModelConfig) -> dict[str, int]:
     language = model.language
     towers = model.encoders.items()
     sizes = {f"{name}.ffn_hidden_size": tower.ffn_hidden_size for name, tower in towers}
-    sizes |= {"language.heads": language.heads, "language.kv_heads": language.kv_heads}
+    made = (language.heads + 2 * language.kv_heads) * language.head_width
+    sizes |= {"language.heads": language.heads, _KV_HEADS: language.kv_heads}
+    sizes["language's rows of q, k and v"] = made
     for kind in dict.fromkeys(language.kinds):
         if kind.experts is None:
             sizes["language.ffn_hidden_size"] = language.ffn_hidden_size

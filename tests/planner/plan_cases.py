@@ -63,6 +63,7 @@ JOB = {
     "parallel": Parallel(pipeline=2, data=2),
     "precision": "fp32",
     "frozen": (),
+    "adapters": None,
     "cost_source": ANALYTIC,
     "placement": EncoderPlacement.PIPELINE,
 }

@@ -22,6 +22,7 @@ from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import save_plan
 from omnibal.job.planner import PlanResult, make_plan, prediction_of
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import load_cluster
 from omnibal.model.encoders import TilingConfig
 from omnibal.model.levels import CutRule
@@ -558,8 +559,8 @@ def test_any_edited_figure_of_a_prediction_is_refused(tmp_path, made, data):
 @pytest.mark.parametrize(
     ("sizes", "changes", "expected"),
     [
-        ({"tensor": 3}, {}, r"tensor size 3 does not divide vision.ffn_hidden_size = 128.*1, 2: "),
-        ({"tensor": 4}, {}, "tensor size 4 does not divide language.kv_heads = 2"),
+        ({"tensor": 3}, {}, r"tensor size 3 does not divide vision.ffn_hidden_size = 128.*1, 2, 4"),
+        ({"tensor": 8}, {}, r"size 8 does not divide language.heads = \d.* allows 1, 2, 4: "),
         ({"tensor": 2}, {"gpus_per_node": 1}, "tensor size 2 is more than the 1 devices"),
         ({"pipeline": 9}, {}, "pipeline size 9 is more than the 8 layers"),
     ],
@@ -605,15 +606,27 @@ def test_plan_of_other_data_is_refused(tmp_path):
         assert_refused(directory, expected)
 
 
+FOUR_RANKS = {
+    "parallel": Parallel(tensor=4, pipeline=1),
+    "adapters": AdapterConfig(rank=2, alpha=4),
+    "cluster": load_cluster("h100-80g"),
+}
+
+
 @pytest.mark.parametrize(
-    ("changes", "expected"), [({"lengths": None}, "shapes only"), ({}, "do not say which data")]
+    ("changes", "expected"),
+    [
+        ({"lengths": None}, "shapes only"),
+        ({}, "do not say which data"),
+        (FOUR_RANKS, "adapters are planned with tensor size 4, .* above its 2 key-value heads"),
+    ],
 )
 def test_what_cannot_be_trained_is_said(tmp_path, changes, expected):
     """Prevents a wait for a plan that is then refused, and shapes that pass at any memory."""
     result = make_plan(request(**changes))
     save_plan(result, tmp_path / "plan")
     check_plan(tmp_path / "plan")
-    assert expected in training_obstacles(result.plan)[-1]
+    assert re.search(expected, training_obstacles(result.plan)[-1])
     edit(tmp_path / "plan", **{"cluster.memory_gib": 1e-3})
     assert_refused(tmp_path / "plan", "is predicted to need")
 

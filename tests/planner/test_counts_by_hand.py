@@ -538,21 +538,23 @@ def test_embedding_of_words(sequence_parallel: bool) -> None:
 
 
 def language(**changes: Any) -> LanguageConfig:
-    """6 heads of 9 for q, 2 for k and v."""
-    sizes = {"heads": 6, "kv_heads": 2, "head_size": 9}
+    """6 heads of 9 for q, 3 for k and v."""
+    sizes = {"heads": 6, "kv_heads": 3, "head_size": 9}
     return LanguageConfig(**LANGUAGE.model_dump() | sizes | changes)
 
 
 def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
     """A layer of grouped-query attention and a gated feed-forward on 3 ranks."""
-    qk_norm, output_gate, post_norms = (
-        name in options for name in ("qk_norm", "output_gate", "post_norms")
+    qk_norm, output_gate, post_norms, copied = (
+        name in options for name in ("qk_norm", "output_gate", "post_norms", "copied")
     )
-    t, q, k = 3, 54, 18
+    t, q, k = 3, 54, 27  # k and v of one head are copied to three ranks
     part = 1 / 3 if sequence_parallel else 1
     hidden = TOKENS * WIDTH * part
     block, inner = TOKENS * WIDTH, TOKENS * F / t
-    made = q + k + k + (q if output_gate else 0)
+    used = q + k + k + (q if output_gate else 0)
+    made = used - 2 * 18 if copied else used
+    gathered_row, copied_row = (made, used / t) if copied else (0, 0)
     views = qk_norm or output_gate
     kept = {
         "input": 2 * hidden,
@@ -566,8 +568,8 @@ def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
         "their product": 2 * inner,
     }
     if views:
-        scales = 4 * (6 + 2) if qk_norm else 0
-        kept["product with q, k and v"] = TOKENS * 2 * made / t
+        scales = 4 * (6 + 3) if qk_norm else 0
+        kept["product with q, k and v"] = TOKENS * 2 * used / t
         kept["rotated q and k"] = TOKENS * (2 * (q + k) + scales) / t
     else:
         kept["rotated q and k, and v"] = TOKENS * 2 * (q + k + k) / t
@@ -582,9 +584,12 @@ def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
     # two inputs, these, and of its output.
     attention = 2 * (q + k) + (0 if views else 2 * k) + (3 * q if output_gate else 0)
     back_attention = 2 * (q + k + k) + (q + k if qk_norm else 0) + (5 * q if output_gate else 0)
+    attention += 2 * t * (gathered_row + copied_row)
+    back_attention += t * (3 * gathered_row + copied_row)
     normed, back_normed = (9 + 2 * 2, 8 + 2 * 3) if post_norms else (9, 8)
     gathered = block if sequence_parallel else 0
-    sent = 2 * 2 * 2 / 3 * 2 * block
+    again_sent = 2 * 2 / 3 * block * 2
+    sent = 2 * again_sent + 2 * 2 / 3 * TOKENS * gathered_row
     return {
         "products": [
             *((TOKENS, WIDTH, made / t), (TOKENS, q / t, WIDTH)),
@@ -595,9 +600,9 @@ def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
         "backward": 2 * (back_normed * hidden + TOKENS * back_attention / t + 5 * inner),
         "sent": sent,
         "back sent": sent,
-        "again sent": sent / 2 if sequence_parallel else 0,
-        "passes": (4, 4, 2 if sequence_parallel else 0),
-        "kernels": 3 + 4 + 3 + (1 if output_gate else 0) + (2 if post_norms else 0),
+        "again sent": again_sent if sequence_parallel else 0,
+        "passes": (4 + copied, 4 + copied, 2 if sequence_parallel else 0),
+        "kernels": 3 + 4 + 3 + output_gate + 2 * post_norms + 2 * copied,
         "kept": kept,
         "for weights": {
             *("first norm's output", "second norm's output", "their product"),
@@ -620,12 +625,13 @@ def dense_layer(sequence_parallel: bool, options: str = "") -> dict[str, Any]:
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 @pytest.mark.parametrize(
     "options",
-    ["", "qk_norm", "output_gate", "qk_norm output_gate", "post_norms"],
+    ["", "qk_norm", "output_gate", "qk_norm output_gate", "post_norms", "copied", "qk_norm copied"],
 )
 def test_language_layer(options: str, sequence_parallel: bool) -> None:
     """Prevents: norms of heads, output gates or sequence parallelism in some counts and not in
     others."""
     given, own = dict.fromkeys(options.split(), True), device(3, sequence_parallel)
+    given |= {"kv_heads": 1} if given.pop("copied", False) else {}
     found = counted(language_layer(language(qkv_bias=True, **given), LayerKind(), own, FEATURES))
     check(found, dense_layer(sequence_parallel, options))
 
@@ -841,7 +847,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         (2 * hidden + 2 * 2 * rows * WIDTH, 6 * rows * f + 4 * rows + 2 * rows * WIDTH, 0),
     ]
     of_experts = held * 3 * WIDTH * f
-    divided = WIDTH * 90 + 54 * WIDTH + 3 * WIDTH * (shared or 0)
+    divided = WIDTH * 108 + 54 * WIDTH + 3 * WIDTH * (shared or 0)
     expected = dense | {
         "products": [*dense["products"][:2], *products],
         "forward": dense["forward"] - 2 * 3 * inner + forward,
@@ -1044,7 +1050,7 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     plain = counted(layer)
     adapted = counted(with_adapters(layer, own, adapters, named, part=part))
     (tokens, h, made), (_, inner, _) = plain["products"][0], plain["products"][3]
-    query, key = 6 * 9, 2 * 9
+    query, key = 6 * 9, 3 * 9
     # A reads x; B reads and writes y; backward y's gradient twice, x, and its gradient both ways.
     forward = part * tokens * h + tokens * 2 * made + tokens * inner + part * tokens * 2 * h
     backward = part * tokens * 3 * h + tokens * 2 * made + tokens * 3 * inner

@@ -161,10 +161,11 @@ REFUSED = {
     "a misspelt key": (config_of("qwen3-8b") | {"num_hidden_layer": 3}, "mean num_hidden_layers"),
     "windows": (config_of("qwen3-8b") | {"use_sliding_window": True}, "use_sliding_window"),
     "dropout": (config_of("qwen3-8b") | {"attention_dropout": 0.1}, "attention_dropout"),
-    "MPT without positions": (
-        config_of("mpt-7b") | {"attn_config": {}, "learned_pos_emb": False},
-        "attn_config.alibi or learned_pos_emb must be true",
+    "MPT without ALiBi": (
+        config_of("mpt-7b") | {"attn_config": {"alibi": False}},
+        r"alibi False must be one of \[True\]",
     ),
+    "a key of no GPT-2": (config_of("gpt2") | {"n_experts": 8}, "n_experts is not understood"),
     "another family": ({"model_type": "mamba2"}, "'mamba2' is not known; it must be one of"),
     "no family": ({"hidden_size": 8}, "has no model_type"),
     "a classifier": (

@@ -154,7 +154,7 @@ def test_ranking_with_experts_is_the_planners_own():
     searched = strategy_request(model=DIGITS, gpus=4, samples_per_step=30)
     every = [
         Parallel(tensor=t, pipeline=p, data=4 // (t * p), expert=e, sequence_parallel=t > 1)
-        for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2)]
+        for t, p in [(1, 1), (1, 2), (1, 4), (2, 1), (2, 2), (4, 1)]
         for e in (1, 2, 4)
         if 4 // p % e == 0
     ]

@@ -45,6 +45,8 @@ MODELS = {
     "6B-like": model_of(language_bias=True, is_qwen3=True, normalization="RMSNorm", qkv_bias=False),
     "without-qk-norm": model_of(qk_norm=False),
     # At tensor size 4 the vision encoder's fourth rank has padded heads alone.
+    "one-key": model_of(kv_heads=1, language_bias=True, is_qwen3=True),
+    "two-keys": model_of(vocabulary=49, heads=5, hidden_size=20),
     "for-four": model_of(vocabulary=49, kv_heads=4, language_bias=True, heads=5, hidden_size=20),
 }
 TIED, UNTIED = model_of(tied=True), model_of()

@@ -26,6 +26,7 @@ from omnibal.model.config import LanguageConfig
 
 MODEL = MODELS["6B-like"]
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
+ONE_KEY = cut_plan(MODELS["one-key"], **IN_PARTS)
 # Units of the models: 0 vision embed, 1-2 vision layers, 3 projector, 4 language embed,
 # 5-6 language layers, 7 head. A cut is the position of the first unit after it.
 PLANS = {
@@ -35,6 +36,9 @@ PLANS = {
     "tp2-dp2": cut_plan(MODEL, tensor=2, data=2),
     "pp2-dp2": cut_plan(MODELS["300M-like"], 3, data=2),
     "tp4-sp": cut_plan(MODELS["for-four"], tensor=4, sequence_parallel=True),
+    # Ranks that outnumber the key-value heads have copies of them.
+    "tp2-sp-one-key": ONE_KEY,
+    "tp4-two-keys": cut_plan(MODELS["two-keys"], tensor=4, recompute={"language": (1,)}),
     "vision-alone": cut_plan(MODEL, **IN_PARTS, frozen=("language", "projector")),
     "all-but-vision": cut_plan(MODEL, **IN_PARTS, frozen=("vision",)),
     "recomputed": cut_plan(MODEL, 6, recompute={"vision": (0, 1), "language": (0, 1)}, **IN_PARTS),
@@ -58,7 +62,7 @@ def gradients_in_norm(links, plan):
     return sum(map(torch.numel, taken)), by_name(trainer.stage, lambda parameter: parameter)
 
 
-@pytest.mark.parametrize("name", ["300M-like", "6B-like"])
+@pytest.mark.parametrize("name", ["300M-like", "6B-like", "one-key"])
 def test_every_gradient_counts_once_in_the_norm(name):
     """Prevents: shards left out, or replicas counted twice, where too small to show in the norm."""
     plan = cut_plan(MODELS[name], **IN_PARTS)
@@ -72,6 +76,7 @@ def test_every_gradient_counts_once_in_the_norm(name):
     [
         pytest.param(cut_plan(MODEL), cut_plan(MODEL, **IN_PARTS), 2, id="tp1-to-tp2"),
         pytest.param(cut_plan(MODEL, **IN_PARTS), cut_plan(MODEL, 4), 1, id="tp2-to-pp2"),
+        pytest.param(ONE_KEY, cut_plan(MODELS["one-key"]), 1, id="copied-keys-to-tp1"),
     ],
 )
 def test_resumes_under_another_tensor_size(tmp_path, before, after, first):

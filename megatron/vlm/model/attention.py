@@ -11,7 +11,10 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -118,9 +121,11 @@ class PackedAttention(SelfAttention):
         packed_seq_params: PackedSeqParams | SharedAttention,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         qkv_T1X, _ = self.linear_qkv(hidden_states)
-        groups = self.num_query_groups_per_partition
+        groups, ranks = self.num_query_groups_per_partition, self.tp_group.size()
+        queries_per_group = self.config.num_attention_heads // ranks // groups
+        if self.config.num_query_groups < ranks:
+            qkv_T1X = self._with_copied_heads(qkv_T1X, queries_per_group)
         qkv_TGX = qkv_T1X.squeeze(1).unflatten(-1, (groups, -1))
-        queries_per_group = self.num_attention_heads_per_partition // groups
         if self.config.qk_layernorm:
             eps = self.config.layernorm_epsilon
             norms = HeadWeights(self.q_layernorm.weight, self.k_layernorm.weight, eps)
@@ -138,6 +143,20 @@ class PackedAttention(SelfAttention):
             packed_seq_params=packed_seq_params,
         )
         return self.linear_proj(context_TW.reshape(len(query_TND), 1, -1))
+
+    def _with_copied_heads(self, qkv_T1X: torch.Tensor, queries: int) -> torch.Tensor:
+        """Return this rank's `queries` heads of q and their k and v, which other ranks have too.
+
+        Rows of a group of heads are on several ranks, as core divides the weight. Backward sums
+        gradients of copies.
+        """
+        group, ranks = self.config.num_query_groups, self.tp_group.size()
+        all_T1X = all_gather_last_dim_from_tensor_parallel_region(qkv_T1X, group=self.tp_group)
+        own, part = divmod(self.tp_group.rank(), ranks // group)
+        heads_T1ND = all_T1X.unflatten(-1, (group, -1, self.hidden_size_per_attention_head))
+        heads_T1ND = heads_T1ND[:, :, own]
+        query_T1ND = heads_T1ND[:, :, part * queries : (part + 1) * queries]
+        return torch.cat([query_T1ND, heads_T1ND[:, :, -2:]], 2).flatten(2)
 
 
 class ImageAttention(PackedAttention):
