@@ -96,11 +96,7 @@ def read_gemma3(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
             f"mm_tokens_per_image {whole.mm_tokens_per_image} must be a square, of a side that "
             f"divides the {side} patches of an image's"
         )
-    sizes = {
-        **table.layer_sizes,
-        "patch_size": patch,
-        "merge_size": side // tokens_per_side,
-    }
+    sizes = {**table.layer_sizes, "patch_size": patch, "merge_size": side // tokens_per_side}
     given_side = read_processor(path, sizes).side
     if given_side not in (None, image):
         raise ValueError(f"images become squares of side {given_side}; it must be {image}")

@@ -71,7 +71,7 @@ class GptOssText(PlainText, LayeredText):
 
     older_names: ClassVar[Mapping[str, str]] = {"experts_per_token": "num_experts_per_tok"}
     without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
-        *("initial_context_length", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef"),
+        *("initial_context_length", "swiglu_alpha", "swiglu_limit", "router_aux_loss_coef")
     }
 
     hidden_act: Literal["silu"] = "silu"

@@ -52,10 +52,7 @@ FAMILIES = (
             "qwen3_5_moe_text": partial(text.read_text, qwen.HybridMoeText),
         },
     ),
-    Family(
-        "LLaVA-OneVision-1.5",
-        {"llavaonevision1_5": llava_onevision.read_llava_onevision_1_5},
-    ),
+    Family("LLaVA-OneVision-1.5", {"llavaonevision1_5": llava_onevision.read_llava_onevision_1_5}),
     Family("GLM-4.5V, 4.6V", {"glm4v_moe": glm.read_glm4v_moe}),
     Family(
         "Kimi-VL, Kimi-K2.5",
@@ -66,10 +63,7 @@ FAMILIES = (
     ),
     Family(
         "Gemma 3",
-        {
-            "gemma3": gemma.read_gemma3,
-            "gemma3_text": partial(text.read_text, gemma.GemmaText),
-        },
+        {"gemma3": gemma.read_gemma3, "gemma3_text": partial(text.read_text, gemma.GemmaText)},
     ),
     Family(
         "DeepSeek-V2, V3, Kimi-K2",

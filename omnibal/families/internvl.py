@@ -202,10 +202,7 @@ def internvl_model(
         # Without RoPE scaling this is only used by serving tools.
         language = language.model_copy(update={"max_positions": None})
     return ModelConfig(
-        name=name,
-        encoders={"vision": tower},
-        language=language,
-        **whole.conversations(path),
+        name=name, encoders={"vision": tower}, language=language, **whole.conversations(path)
     )
 
 

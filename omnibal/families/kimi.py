@@ -91,9 +91,7 @@ def read_kimi(
         max_pixels=patches * table.patch_size**2,
         max_side_pixels=None if side is None else side * table.patch_size,
         image_text=ImageText(
-            before=f"<|{start}|>image<|media_content|>",
-            each="<|media_pad|>",
-            after="<|media_end|>",
+            before=f"<|{start}|>image<|media_content|>", each="<|media_pad|>", after="<|media_end|>"
         ),
     )
     width = table.text_hidden_size or language.hidden_size

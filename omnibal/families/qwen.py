@@ -282,11 +282,7 @@ def _with_text_table(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def read_newer(
-    text: type[TextTable],
-    vision: type[Qwen3VLVision],
-    given: dict[str, Any],
-    name: str,
-    path: Path,
+    text: type[TextTable], vision: type[Qwen3VLVision], given: dict[str, Any], name: str, path: Path
 ) -> ModelConfig:
     """Read Qwen3-VL, Qwen3.5, 3.6 or 3.8 by the tables of language model and tower."""
     whole, table, language = read_whole(WholeTable, vision, text, given, path)

@@ -27,11 +27,7 @@ class WholeTable(HubTable):
 
 
 def read_whole(
-    kind: type[Whole],
-    vision: type[Vision],
-    text: type[Text],
-    given: dict[str, Any],
-    path: Path,
+    kind: type[Whole], vision: type[Vision], text: type[Text], given: dict[str, Any], path: Path
 ) -> tuple[Whole, Vision, Text]:
     """Read the outer table of a file, and its tower and language tables."""
     whole = as_table(kind, given, str(path))

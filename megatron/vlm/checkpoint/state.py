@@ -142,10 +142,7 @@ def _trained(stage: VLMStage, optimizer: ChainedOptimizer) -> list[DistributedOp
         if parameter.requires_grad
     ]
     [dense, *experts] = optimizer.chained_optimizers
-    return [
-        *([] if all(of_experts) else [dense]),
-        *(experts if any(of_experts) else []),
-    ]
+    return [*([] if all(of_experts) else [dense]), *(experts if any(of_experts) else [])]
 
 
 class _PartState:

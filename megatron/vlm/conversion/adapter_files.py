@@ -25,12 +25,7 @@ from megatron.vlm.checkpoint.identity import CheckpointIdentity
 from megatron.vlm.conversion.importing import FoundTokenizer, ImportSource, ReleasedCheckpoint
 from megatron.vlm.conversion.own_weights import StoredWeights
 from megatron.vlm.conversion.released_config import check_exportable
-from megatron.vlm.conversion.released_files import (
-    ReleasedFiles,
-    check_tensors,
-    write_file,
-    writing,
-)
+from megatron.vlm.conversion.released_files import ReleasedFiles, check_tensors, write_file, writing
 from megatron.vlm.conversion.tensor_map import (
     Arrangement,
     Layout,

@@ -306,10 +306,7 @@ def check_exportable(model: ModelConfig, layout: Layout) -> None:
         (layout.is_qwen_vl and model.takes_images, "an encoder of tiles"),
         (not layout.is_qwen_vl and model.images is not None, "images at their native resolution"),
         *_language_obstacles(language, kind),
-        (
-            not layout.is_qwen_vl and language.rope_sections is not None,
-            "RoPE of rows and columns",
-        ),
+        (not layout.is_qwen_vl and language.rope_sections is not None, "RoPE of rows and columns"),
         (layout.has_turned_experts and _is_square(language), "experts with square matrices"),
     ]
     for vision in (model.vision,) if model.takes_images else ():

@@ -170,10 +170,7 @@ def with_audio(model: ModelConfig, encoder: ClipsEncoder) -> ModelConfig:
 
 
 def export_audio(
-    stored: CheckpointIdentity,
-    like: ReleasedAudio,
-    target: Path,
-    on_written: Callable[[int], None],
+    stored: CheckpointIdentity, like: ReleasedAudio, target: Path, on_written: Callable[[int], None]
 ) -> None:
     """Write a copy of a released Whisper, decoder included, with the stored encoder weights."""
     weights, tensors = StoredWeights(stored.path), like.files.tensors

@@ -200,10 +200,7 @@ class MicroBatch:
         ]
 
     def _items(self, feature: str, own: slice) -> dict[str, Any]:
-        fields = {
-            "tiles": ("pixels_TCPP", "drop_path_keys_T"),
-            "clips": ("frames_CBF",),
-        }[feature]
+        fields = {"tiles": ("pixels_TCPP", "drop_path_keys_T"), "clips": ("frames_CBF",)}[feature]
         tensors = {name: vars(self)[name] for name in fields}
         parts = {name: None if one is None else one[own] for name, one in tensors.items()}
         return {feature: own.stop - own.start} | parts
@@ -227,10 +224,7 @@ class MicroBatch:
         return borders_of(segments, segments, device)
 
 
-_EMBEDDED = {
-    "vision embed": ("pixels_TCPP", "patches_YX"),
-    "audio embed": ("frames_CBF",),
-}
+_EMBEDDED = {"vision embed": ("pixels_TCPP", "patches_YX"), "audio embed": ("frames_CBF",)}
 """Item fields by the unit that embeds them."""
 
 

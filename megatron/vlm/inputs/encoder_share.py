@@ -337,11 +337,7 @@ class EncoderShares:
         items = {name: count[rows] for name, (_, count) in self._items.items()}
         samples = self._samples_of(rows)
         dealt, load = deal_whole_samples(
-            samples,
-            pipeline,
-            self.beside,
-            ranks_of_pipeline=ranks.ranks_of_pipeline,
-            groups=1,
+            samples, pipeline, self.beside, ranks_of_pipeline=ranks.ranks_of_pipeline, groups=1
         )
         nodes = nodes_of_groups(ranks.parallel, ranks.pipelines, self.gpus_per_node)
         runs = share_items(

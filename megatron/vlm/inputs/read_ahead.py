@@ -65,10 +65,7 @@ class _End:
 
 class _Reading:
     def __init__(
-        self,
-        dataset: torch.utils.data.Dataset,
-        num_workers: int,
-        prepare: Callable[[Any], Any],
+        self, dataset: torch.utils.data.Dataset, num_workers: int, prepare: Callable[[Any], Any]
     ) -> None:
         self.closed = threading.Event()
         self._loader = torch.utils.data.DataLoader(

@@ -556,10 +556,7 @@ def _layer_units(
 
 
 def _times_ms(
-    row: Iterable[Unit],
-    first_input: torch.Tensor | None = None,
-    *,
-    recompute: bool = False,
+    row: Iterable[Unit], first_input: torch.Tensor | None = None, *, recompute: bool = False
 ) -> Iterator[tuple[str, float, float]]:
     """Time units in one pass over a pack; backward starts when the output's gradient arrives."""
     dist.barrier()

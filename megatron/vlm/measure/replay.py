@@ -95,10 +95,7 @@ def standing_in(parallel: Parallel, stage: int) -> Iterator[StandInLinks]:
     """Act as the first rank of a stage in a job of these sizes, with simulated other ranks."""
     prepare_megatron_core()
     dist.init_process_group(
-        "fake",
-        store=FakeStore(),
-        rank=parallel.first_rank(stage),
-        world_size=parallel.world_size,
+        "fake", store=FakeStore(), rank=parallel.first_rank(stage), world_size=parallel.world_size
     )
     try:
         make_groups(parallel, seed=0)
@@ -120,9 +117,7 @@ class MicroBatchTimes:
 
     @classmethod
     def combined(
-        cls,
-        times: Sequence["MicroBatchTimes"],
-        how: Callable[[list[np.ndarray]], np.ndarray],
+        cls, times: Sequence["MicroBatchTimes"], how: Callable[[list[np.ndarray]], np.ndarray]
     ) -> "MicroBatchTimes":
         """Combine several times array by array."""
         names = [each.name for each in fields(cls)]
@@ -380,11 +375,7 @@ def replay_stage(
 
 
 def _replay(
-    replayer: StageReplayer,
-    stage: int,
-    work: StageWork,
-    load: LoadRows,
-    on_run: Callable[[], None],
+    replayer: StageReplayer, stage: int, work: StageWork, load: LoadRows, on_run: Callable[[], None]
 ) -> StageReplay:
     activation_bytes = 0
     for rows in work.heaviest:

@@ -152,9 +152,7 @@ class OutputRows:
         whole = sum(piece.outputs for piece in linear.pieces)
         widths = tuple(outputs * piece.outputs // whole // groups for piece in linear.pieces)
         return cls(
-            groups=groups,
-            widths=widths,
-            adapted=tuple(piece.is_adapted for piece in linear.pieces),
+            groups=groups, widths=widths, adapted=tuple(piece.is_adapted for piece in linear.pieces)
         )
 
     @property

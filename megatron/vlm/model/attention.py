@@ -190,10 +190,7 @@ class PackedCoreAttention(MegatronModule):
     """
 
     def __init__(
-        self,
-        config: TransformerConfig,
-        attn_mask_type: AttnMaskType,
-        **of_core: Any,
+        self, config: TransformerConfig, attn_mask_type: AttnMaskType, **of_core: Any
     ) -> None:
         super().__init__(config=config)
         self.causal = attn_mask_type == AttnMaskType.causal

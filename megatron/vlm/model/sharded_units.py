@@ -76,10 +76,7 @@ class _Units:
                 self.add(name, (module,))
 
     def add(
-        self,
-        tower: str,
-        modules: tuple[torch.nn.Module, ...],
-        also: Sequence[torch.nn.Module] = (),
+        self, tower: str, modules: tuple[torch.nn.Module, ...], also: Sequence[torch.nn.Module] = ()
     ) -> None:
         """Add one unit, which may use modules of earlier units too (`also`)."""
         own = self._divided([p for module in modules for p in module.parameters()])

@@ -27,11 +27,7 @@ from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape
 from megatron.vlm.model.adapters import Adapters
 from megatron.vlm.model.block import Beside, PlannedBlock
 from megatron.vlm.model.configs import encoder_transformer_configs, language_transformer_config
-from megatron.vlm.model.deferred_weights import (
-    PARALLEL_LINEARS,
-    DeferredWeights,
-    defer_linear,
-)
+from megatron.vlm.model.deferred_weights import PARALLEL_LINEARS, DeferredWeights, defer_linear
 from megatron.vlm.model.drop_path import branch_scales
 from megatron.vlm.model.encoder import EncoderUnits
 from megatron.vlm.model.exchange import exchange_rows
@@ -568,11 +564,9 @@ def _modules_of(stage: VLMStage, kind: UnitKind) -> list[Any]:
 
 def items_of(batch: MicroBatch, encoder: Encoder) -> torch.Tensor | None:
     """Return an encoder's inputs in a micro-batch, or None if this stage does not embed them."""
-    return {
-        "tiles": batch.pixels_TCPP,
-        "clips": batch.frames_CBF,
-        "images": batch.patches_YX,
-    }[encoder.kind]
+    return {"tiles": batch.pixels_TCPP, "clips": batch.frames_CBF, "images": batch.patches_YX}[
+        encoder.kind
+    ]
 
 
 def tensor_names(model: ModelConfig, held: Collection[str]) -> list[str]:

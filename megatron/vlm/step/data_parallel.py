@@ -236,9 +236,7 @@ class Sharded(DataParallel):
         yield from _state_tensors(self.optimizer.inner.state)
 
 
-def _state_tensors(
-    states: Mapping[torch.Tensor, Mapping[str, Any]],
-) -> Iterator[torch.Tensor]:
+def _state_tensors(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> Iterator[torch.Tensor]:
     for weights, state in states.items():
         yield weights
         yield from (value for value in state.values() if torch.is_tensor(value))

@@ -121,10 +121,7 @@ def _waves(
 
 
 def _answer(
-    trainer: Trainer,
-    reader: SampleReader,
-    wave: list[list[Question]],
-    max_new_tokens: int,
+    trainer: Trainer, reader: SampleReader, wave: list[list[Question]], max_new_tokens: int
 ) -> None:
     """Generate `answer_ids` of the wave's questions; finished questions leave the next round."""
     samples = {question.sample for group in wave for question in group}

@@ -68,11 +68,7 @@ class _Mail:
     """Messages of one step, between stages and between this stage's chunks."""
 
     def __init__(
-        self,
-        plan: Plan,
-        rule: ScheduleRule,
-        links: PipelineLinks,
-        batches: MicroBatchStream,
+        self, plan: Plan, rule: ScheduleRule, links: PipelineLinks, batches: MicroBatchStream
     ) -> None:
         graph = operation_graph(rule, links.size, links.schedule.chunks, len(batches))
         self.links, self.operations = links, graph.schedule.operations[links.rank]

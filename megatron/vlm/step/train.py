@@ -519,10 +519,7 @@ class StepResult:
 
 
 def train_step(
-    trainer: Trainer,
-    batches: MicroBatchStream,
-    stop_requested: bool = False,
-    slots: int = 0,
+    trainer: Trainer, batches: MicroBatchStream, stop_requested: bool = False, slots: int = 0
 ) -> StepResult:
     """Run one optimizer step on this rank's micro-batches; collective over all ranks.
 

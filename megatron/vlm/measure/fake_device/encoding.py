@@ -91,12 +91,7 @@ class HeaviestEncoding:
 
     @classmethod
     def of(
-        cls,
-        plan: Plan,
-        job: JobSpec,
-        packs: ScheduledPacks,
-        lengths: Lengths,
-        workload: Workload,
+        cls, plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, workload: Workload
     ) -> "HeaviestEncoding | None":
         """Find the maxima by kept and received bytes. None without data-parallel encoders."""
         cost, beside = job.encoders_cost, plan.beside

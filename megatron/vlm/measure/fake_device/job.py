@@ -28,9 +28,7 @@ def fake_replay_info(plan: Plan) -> FakeReplayInfo:
         if path.suffix in _SOURCES:
             digest.update(path.read_bytes())
     return FakeReplayInfo(
-        plan_sha256=plan_sha256(plan),
-        torch=torch.__version__,
-        trainer_sha256=digest.hexdigest(),
+        plan_sha256=plan_sha256(plan), torch=torch.__version__, trainer_sha256=digest.hexdigest()
     )
 
 

@@ -33,10 +33,7 @@ class HeadWeights(NamedTuple):
 
 
 def rotation(
-    borders: torch.Tensor,
-    tokens: int,
-    frequencies: torch.Tensor,
-    first: torch.Tensor | None = None,
+    borders: torch.Tensor, tokens: int, frequencies: torch.Tensor, first: torch.Tensor | None = None
 ) -> Rotation:
     """Return the rotation of every token by its position in the sample, without host sync.
 
