@@ -84,7 +84,8 @@ def _grouped_query(
     gate = query if language.output_gate else 0
     has_views = language.qk_norm or language.output_gate
     # Divided: split and rotation of q, k, v; backward also reads a norm's inputs.
-    is_moved = language.is_rotary or language.qk_norm  # else q, k and v stay views
+    # Without rotation and norms, q, k and v stay views.
+    is_moved = language.positions == "rotary" or language.qk_norm
     rotated = 2 * (query + key_value - (widths.value if has_views else 0)) if is_moved else 0
     back_rotated = 2 * (query + key_value) + (query + widths.key if language.qk_norm else 0)
     made = query + gate + 2 * language.kv_heads * language.head_width
@@ -144,7 +145,8 @@ def _grouped_query_kept(
         "self_attention.core_attention",
         tokens * (query * size + log_sum_exp_bytes) / t,
     )
-    if language.is_rotary and not language.qk_norm and not gate:
+    is_rotary = language.positions == "rotary"
+    if is_rotary and not language.qk_norm and not gate:
         width = query + widths.key + widths.value
         made_by = "self_attention.split_and_rotate"
         rotated_bytes = tokens * width / t * size
@@ -156,7 +158,7 @@ def _grouped_query_kept(
     moments = FP32_BYTES * heads if language.qk_norm else 0
     product = query + gate + widths.key + widths.value
     made = Kept("product with q, k and v", "self_attention.linear_qkv", tokens * product / t * size)
-    if not language.is_rotary and not language.qk_norm:
+    if not is_rotary and not language.qk_norm:
         return made, attended
     lines = [
         made,

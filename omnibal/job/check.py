@@ -287,7 +287,7 @@ def model_obstacle(model: ModelConfig) -> str | None:
     language = model.language
     parts = {
         "feed-forwards without a gate": language.activation != "gated",
-        f"{language.positions} positions": not language.is_rotary,
+        f"{language.positions} positions": language.positions != "rotary",
         "biases of all linears": language.bias,
         "biases of norms": language.norm_bias,
         "attention sinks": language.sinks,

@@ -279,10 +279,7 @@ def _row_terms(
     backward = of(np.stack([unit.backward_ms for unit in units]), every)
     second = of(np.stack([unit.recompute_ms for unit in units]), again)
     terms = np.stack(
-        [
-            np.stack([forward, np.zeros_like(forward)], axis=3),
-            np.stack([second, backward], axis=3),
-        ]
+        [np.stack([forward, np.zeros_like(forward)], axis=3), np.stack([second, backward], axis=3)]
     )  # [2, parts, rows, kinds, forward or backward, features]
     names = [
         (kind, which, feature)
@@ -417,12 +414,7 @@ def _kind_fits(terms: Terms, fitted_ms: np.ndarray, steps: int) -> tuple[KindFit
 
 
 def _stage_fits(
-    plan: Plan,
-    terms: Terms,
-    known: CostModel,
-    slowness: np.ndarray,
-    slow: np.ndarray,
-    steps: int,
+    plan: Plan, terms: Terms, known: CostModel, slowness: np.ndarray, slow: np.ndarray, steps: int
 ) -> tuple[StageFit, ...]:
     """Return measured stage times, by terms without slow devices, and the plan's costs."""
     held = [parts[0] for parts in plan.schedule.parts_of(len(plan.stages))]

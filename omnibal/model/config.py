@@ -152,11 +152,6 @@ class LanguageConfig(Frozen):
         return self.head_size or self.hidden_size // self.heads
 
     @property
-    def is_rotary(self) -> bool:
-        """Whether q and k are rotated."""
-        return self.positions == "rotary"
-
-    @property
     def gates(self) -> int:
         """Matrices into a dense feed-forward's activation."""
         return 2 if self.activation == "gated" else 1

@@ -217,10 +217,7 @@ def _least_largest_so_far(
 
 
 def least_sums(
-    edges: Edges,
-    costs: Sequence[np.ndarray],
-    source: int,
-    units: int,
+    edges: Edges, costs: Sequence[np.ndarray], source: int, units: int
 ) -> list[np.ndarray]:
     """Return the min cost of reaching each position, for 0 to all stages.
 

@@ -260,10 +260,7 @@ def counted_memories(
 
 
 def _chunks_of(
-    cost: CostModel,
-    stages_at: Sequence[Sequence[Stage]],
-    schedule: PipelineSchedule,
-    stage: int,
+    cost: CostModel, stages_at: Sequence[Sequence[Stage]], schedule: PipelineSchedule, stage: int
 ) -> tuple[list[tuple[UnitRun, ...]], list[ChunkBytes]]:
     """Return the units of every chunk of a stage, and their bytes."""
     parts = schedule.parts_of(len(stages_at[0]))[stage]

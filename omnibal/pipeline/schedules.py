@@ -122,10 +122,7 @@ def one_forward_one_backward(stages: int, chunks: int, micro_batches: int) -> Sc
             order += pair
         operations.append((*order, *backwards[steady:]))
     return Schedule(
-        name="1F1B",
-        chunks=1,
-        micro_batches=micro_batches,
-        operations=tuple(operations),
+        name="1F1B", chunks=1, micro_batches=micro_batches, operations=tuple(operations)
     )
 
 
@@ -190,10 +187,7 @@ def zero_bubble_h1(stages: int, chunks: int, micro_batches: int) -> Schedule:
         late = range(max(micro_batches - stage, 0), micro_batches)
         operations.append((*order, *(Operation(Pass.BACKWARD_WEIGHT, i) for i in late)))
     return Schedule(
-        name="ZB-H1",
-        chunks=1,
-        micro_batches=micro_batches,
-        operations=tuple(operations),
+        name="ZB-H1", chunks=1, micro_batches=micro_batches, operations=tuple(operations)
     )
 
 

@@ -15,11 +15,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.pipeline.operation_graph import (
-    OperationGraph,
-    listed_micro_batches,
-    schedule_graph,
-)
+from omnibal.pipeline.operation_graph import OperationGraph, listed_micro_batches, schedule_graph
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule, Schedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs, workload_times
@@ -272,9 +268,7 @@ def predict_steps(
 
 
 def simulate_ranks(
-    times: StageTimes,
-    workload: Workload,
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    times: StageTimes, workload: Workload, schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
 ) -> Timeline:
     """Simulate one step of all data-parallel ranks, without exchanges of weights and gradients.
     [ranks, ...]

@@ -153,9 +153,7 @@ def model_ms(cost: CostModel, model: ModelConfig, features: np.ndarray) -> np.nd
 
 
 def held_units(
-    cost: CostModel,
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    cost: CostModel, stages: Sequence[Stage], schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
 ) -> np.ndarray:
     """Return units of each kind per stage, over all of its chunks. [stages, kinds]"""
     counts = np.stack([unit_counts(cost.kinds, stage) for stage in stages])
@@ -246,9 +244,7 @@ class PerStepCosts:
 
 
 def per_step_costs(
-    cost: CostModel,
-    stages: Sequence[Stage],
-    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    cost: CostModel, stages: Sequence[Stage], schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
 ) -> PerStepCosts:
     """Return data-parallel exchange and weight update of every stage."""
     return per_step_costs_of_units(cost, held_units(cost, stages, schedule))

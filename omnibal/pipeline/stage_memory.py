@@ -24,12 +24,7 @@ from omnibal.pipeline.operation_graph import others_in_flight
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import trained_expert_parameters, trained_parameters
-from omnibal.pipeline.unit_runs import (
-    UnitRun,
-    counts_of_runs,
-    holds_both_ends,
-    unit_runs,
-)
+from omnibal.pipeline.unit_runs import UnitRun, counts_of_runs, holds_both_ends, unit_runs
 from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes

@@ -131,9 +131,7 @@ def _ends(kinds: Sequence[UnitKind], counts: np.ndarray) -> tuple[np.ndarray, np
 
 
 def stages_from_cuts(
-    model: ModelConfig,
-    cuts: Sequence[int],
-    recomputed: Sequence[Sequence[int]] | None = None,
+    model: ModelConfig, cuts: Sequence[int], recomputed: Sequence[Sequence[int]] | None = None
 ) -> tuple[Stage, ...]:
     """Return the stages between strictly increasing cuts.
 

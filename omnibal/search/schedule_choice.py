@@ -21,11 +21,7 @@ from omnibal.job.planner import (
 )
 from omnibal.model.limits import words
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import (
-    ONE_FORWARD_ONE_BACKWARD,
-    TRIED_CHUNKS,
-    PipelineSchedule,
-)
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, TRIED_CHUNKS, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 from omnibal.search.encoder_placement import relative_ms
 

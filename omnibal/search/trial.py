@@ -97,11 +97,7 @@ class Trial:
         packs_per_step = ranks * max(round(self.micro_batches(samples_per_step)), 1)
         settings = replace(self.data.settings, samples_per_step=samples_per_step)
         sized = replace(self.data, settings=settings, packs_per_step=packs_per_step, steps=None)
-        return PlanRequest(
-            job=self.job,
-            data=sized.drawn(self.job, self.packed),
-            split=self.split,
-        )
+        return PlanRequest(job=self.job, data=sized.drawn(self.job, self.packed), split=self.split)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -96,11 +96,6 @@ class Layout(StrEnum):
         )
 
     @property
-    def has_bare_language(self) -> bool:
-        """Whether the language model's names equal a text-only model's."""
-        return self.is_text_only or self in (Layout.QWEN2_VL, Layout.QWEN2_5_VL)
-
-    @property
     def has_stacked_experts(self) -> bool:
         """Whether a layer's experts are one tensor."""
         return self.value.endswith("-stacked") or self.has_turned_experts
@@ -600,7 +595,7 @@ def _released_names(parameter: Parameter, layout: Layout) -> tuple[str, ...]:
         numbers = map(str, range(parameter.shape[0]))
         modules = tuple(name.replace("*", each) for each in numbers for name in modules)
     plain = tuple(f"{prefix}{name}{suffix}" for name in modules)
-    if layout.has_bare_language:
+    if layout.is_text_only or layout in (Layout.QWEN2_VL, Layout.QWEN2_5_VL):
         return tuple(name.removeprefix("language_model.") for name in plain)
     return tuple(map(_prefixed, plain)) if layout.has_prefix else plain
 

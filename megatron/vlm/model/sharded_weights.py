@@ -100,11 +100,6 @@ class FlatWeights:
         """Return whether this is the tied matrix alone, which two stages may hold."""
         return vars(self.parameters[0]).get("shared_embedding", False)  # core's mark
 
-    @property
-    def first_value(self) -> int:
-        """Return the offset of this rank's shard."""
-        return self.groups.shards.rank() * self.part_size
-
     def views(self, whole_P: torch.Tensor) -> Iterator[torch.Tensor]:
         """Return views of the parameters in a tensor of this layout."""
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
@@ -112,7 +107,7 @@ class FlatWeights:
 
     def ranges(self) -> Iterator[ParameterRange]:
         """Return each parameter's range in this rank's shard; may be empty."""
-        begin = self.first_value
+        begin = self.groups.shards.rank() * self.part_size
         for parameter, first in zip(self.parameters, self.firsts, strict=True):
             low = max(begin, first)
             high = min(begin + self.part_size, first + parameter.numel())

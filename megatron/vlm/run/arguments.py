@@ -14,7 +14,6 @@ from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.program import ArgumentParser
 from omnibal.base.remote_path import check_local, location
-from omnibal.data.data_index import DataIndex
 from omnibal.model.config import Provider
 
 _CACHE_GIB = 32
@@ -47,15 +46,10 @@ class StorageArguments:
     data_root: Path | None = None
     """Folder or URL that all files of the data must be in. None for any."""
 
-    def opened_index(self) -> DataIndex | None:
-        """Open the index; raises UserError if absent."""
-        return None if self.data_index is None else DataIndex.read(self.data_index)
-
     def opened_cache(self) -> BlockCache | None:
         """Open the cache; raises UserError if the folder is unusable."""
-        if self.data_cache is None:
-            return None
-        return BlockCache.open(self.data_cache, self.data_cache_gib)
+        path = self.data_cache
+        return None if path is None else BlockCache.open(path, self.data_cache_gib)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,6 +50,7 @@ from omnibal.cost.analytic import model_flops
 from omnibal.cost.model import pack_features
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import text_sha256
+from omnibal.data.data_index import DataIndex
 from omnibal.data.lengths import Lengths, check_same_data
 from omnibal.data.tokenizer import Tokenizer, open_tokenizer
 from omnibal.job.check import open_plan, open_portion, training_obstacles
@@ -187,7 +188,8 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     below = storage.data_root
     if not arguments.skip_train:
         assert arguments.data is not None
-        training_data = Annotations.open(arguments.data, storage.opened_index(), cache, below)
+        index = None if storage.data_index is None else DataIndex.read(storage.data_index)
+        training_data = Annotations.open(arguments.data, index, cache, below)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is a new run.
         _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)

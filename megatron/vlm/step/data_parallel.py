@@ -215,7 +215,8 @@ class Sharded(DataParallel):
         for model in self.models:
             model.sum_over_copies()
         if self.tied is not None:
-            self.tied.sum([own_Q for model in self.models for own_Q in model.tied_gradients()])
+            every = [pair for model in self.models for pair in model.gradients.items()]
+            self.tied.sum([one.own_Q for flat, one in every if flat.is_tied])
         self.optimizer.sum_over_tensor_ranks()
         self.optimizer.scale_gradients(factor)
 

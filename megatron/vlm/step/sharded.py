@@ -216,10 +216,6 @@ class ShardedStage(torch.nn.Module):
             if flat.groups.copies.size() > 1:
                 dist.all_reduce(gradients.own_Q, group=flat.groups.copies)
 
-    def tied_gradients(self) -> list[torch.Tensor]:
-        """Return this rank's gradient shard of the tied matrix, if any."""
-        return [one.own_Q for flat, one in self.gradients.items() if flat.is_tied]
-
     def finish_pass(self) -> None:
         """Join the pass's remaining exchanges and release all weights."""
         self._computing = None
