@@ -28,36 +28,36 @@ bytes and kernels of the fused layers.
 """
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 
 import numpy as np
 
-from omnibal.cost.adapter_counts import with_adapters
-from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
-from omnibal.cost.counts import ELEMENT_BYTES, Counts, Device, Features, Kept, Product
-from omnibal.cost.encoder_kinds import counts_of_kind
-from omnibal.cost.fp8_counts import cast_bytes, weight_cast_bytes, weight_copy_bytes
-from omnibal.cost.image_counts import deepstack_bytes
-from omnibal.cost.language_counts import head, language_embed, language_layer
+from omnibal.base.errors import UserError
+from omnibal.cost.adapters import with_adapters
+from omnibal.cost.deferred import late_bytes, late_products, two_part_bytes
+from omnibal.cost.device import Device
+from omnibal.cost.encoders import clips_embed, encoder_projector, items_layer, tiles_embed
+from omnibal.cost.fp8 import weight_copy_bytes
+from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
+from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Features, Kernel
+from omnibal.cost.language import head, language_embed, language_layer
 from omnibal.cost.links import (
     Group,
-    all_to_all_line,
     expert_state_group,
     message_line,
-    pass_line,
     ring_ms_per_byte,
     state_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
-from omnibal.cost.shaped_rates import ProductTimes
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
-from omnibal.cost.weight_part import late_bytes, late_parameters, late_products, two_part_bytes
+from omnibal.cost.unit import Kept, Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
+from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import (
     HEAD,
@@ -71,19 +71,25 @@ from omnibal.model.units import (
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
 
-_BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
-_TILE_ROWS = 128
-"""Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding."""
+ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., Unit], ...]] = {
+    TilesEncoder: (tiles_embed, items_layer, encoder_projector),
+    ClipsEncoder: (clips_embed, items_layer, encoder_projector),
+    ImagesEncoder: (images_embed, images_layer, images_projector),
+}
+"""Functions of an encoder's embedding (encoder, device, features), of a layer (model, encoder, unit
+kind, device, features, padded=...) and of the projector (encoder, model, device, features)."""
+_COMPUTED = ("product", "attention", "other_attention")
+"""Kernels whose operations count in model FLOPs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Counted:
-    """Counts of a unit and its position in the model."""
+class _Placed:
+    """A unit and its position in the model."""
 
     kind: UnitKind
-    counts: Counts
-    unpadded: Counts
-    """Counts without padded attention heads and vocabulary."""
+    unit: Unit
+    unpadded: Unit
+    """Unit without padded attention heads and vocabulary."""
     trained: bool
     adapted: bool
     """Whether the unit has trained adapters."""
@@ -102,8 +108,27 @@ class _Counted:
     @property
     def wants_input_gradient(self) -> bool:
         """Whether backward computes the gradient of the input."""
-        own = (self.trained or self.adapted) and not self.counts.begins_with_weights
+        own = (self.trained or self.adapted) and not self.unit.begins_with_weights
         return self.before_trained or own
+
+    def backward(self, unit: Unit) -> list[Kernel]:
+        """Kernels of the unit, padded or not, that backward runs."""
+        runs = {
+            "backward": self.has_backward,
+            "input_gradient": self.wants_input_gradient,
+            "weight_gradient": self.trained,
+        }
+        return [kernel for kernel in unit.kernels if runs.get(kernel.of)]
+
+    def passes(self, unit: Unit, device: Device) -> tuple[list[Kernel], list[Kernel]]:
+        """Kernels of the unit's forward and of its backward with accumulation of gradients."""
+        backward = self.backward(unit)
+        if self.has_backward:
+            added: float = unit.adapter_parameters
+            if self.trained:  # measured products include the accumulation
+                added = max(unit.parameters - device.accumulates * unit.product_weights, 0)
+            backward.append(_accumulation(device, added, 0 * unit.boundary_bytes))
+        return list(unit.forward), backward
 
     @property
     def is_language(self) -> bool:
@@ -126,18 +151,18 @@ def analytic_cost(
     Optimizer state is sharded over data-parallel ranks.
     """
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
-    device = _device(cluster, parallel, precision, runtime)
+    device = Device.of(cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
-    counted = list(_counted(model, device, frozen, adapters))
+    placed = list(_place_units(model, device, frozen, adapters))
     if engine:
-        counted = [
-            replace(one, counts=replace(one.counts, working=without_gradients(one.counts.working)))
+        placed = [
+            replace(one, unit=replace(one.unit, working=without_gradients(one.unit.working)))
             if one.is_language
             else one
-            for one in counted
+            for one in placed
         ]
-    units = {one.kind.name: _unit_cost(device, one) for one in counted}
-    trained = {one.kind.name: one.counts for one in counted if one.trained and one.is_language}
+    units = {one.kind.name: _unit_cost(device, one) for one in placed}
+    trained = {one.kind.name: one.unit for one in placed if one.trained and one.is_language}
     language = model.language
     has_copy = language.tied_head or language.prediction_layers > 0
     word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
@@ -191,7 +216,8 @@ def _parameter_rates(
     zeroed_bytes = gradient_bytes / (shards if divides_gradients else 1)
     moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
     update_ms = moved_bytes / device.streamed_bytes_per_ms
-    update_ms += weight_cast_bytes(device) / device.bytes_per_ms
+    if device.fp8 is not None:  # weights are quantised once a step; embedding and head count too
+        update_ms += device.fp8.cast_bytes / device.bytes_per_ms
     byte_ms = partial(ring_ms_per_byte, cluster, group, precision)
     # If weights are in FP8 only, embedding and head count like the rest.
     in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
@@ -232,14 +258,12 @@ def unit_flops(
     appendix B): neither recomputation nor padding counts, and each product has up to two in
     backward, for input and weight gradients. Adapter products are negligible.
     """
-    device = _device(cluster, Parallel(pipeline=1), "bf16")
-    flops = {}
-    for one in _counted(model, device, frozen, adapters):
-        # Input and weight gradients; norms before a product are trained too.
-        products = 1 + int(one.trained) + int(one.wants_input_gradient)
-        attention = 3 if one.has_backward else 1
-        counts = one.unpadded
-        flops[one.kind.name] = products * counts.matmul_flops + attention * counts.attention_flops
+    device = Device.of(cluster, Parallel(pipeline=1), "bf16")
+    flops: dict[str, np.ndarray] = {}
+    for one in _place_units(model, device, frozen, adapters):
+        kernels = [*one.unpadded.forward, *one.backward(one.unpadded)]
+        computed = [kernel.flops for kernel in kernels if kernel.kind in _COMPUTED]
+        flops[one.kind.name] = np.sum([0 * one.unit.boundary_bytes, *computed], axis=0)
     return flops
 
 
@@ -248,11 +272,13 @@ def layer_products(
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision = "bf16",
-) -> list[Product]:
+) -> list[Kernel]:
     """Forward matrix products on one device of every unit kind except the head."""
-    device, features = _device(cluster, parallel, precision), Features(names=feature_names(model))
+    device, features = Device.of(cluster, parallel, precision), Features(names=feature_names(model))
     kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
-    return [one for kind in kinds for one in _counts(model, kind, device, features)[0].products]
+    return [
+        one for kind in kinds for one in _units_of_kind(model, kind, device, features)[0].products
+    ]
 
 
 def kept_lines(
@@ -264,78 +290,11 @@ def kept_lines(
     adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
     """Activations that every unit kind keeps from forward to backward, line by line."""
-    device = _device(cluster, parallel, precision)
+    device = Device.of(cluster, parallel, precision)
     return {
-        one.kind.name: one.counts.kept_lines(trained=one.trained)
-        for one in _counted(model, device, frozen, adapters)
+        one.kind.name: one.unit.kept_lines(trained=one.trained)
+        for one in _place_units(model, device, frozen, adapters)
     }
-
-
-def _device(
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision,
-    runtime: RuntimeOptions = OWN_RUNTIME,
-) -> Device:
-    rates, fp8_flops_per_ms, fp8 = cluster.measured(precision), 0.0, None
-    if precision == "fp8":
-        share = cluster.fp8_efficiency or cluster.matmul_efficiency
-        fp8_flops_per_ms, fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
-    streamed = streamed_bytes_per_ms(cluster, precision)
-    precision = "bf16" if precision == "fp8" else precision  # rates of operations not in the table
-    plain = _fastest(rates, "plain")
-    # Kernel latency and the rate of element-wise kernels are measured together.
-    latency_ms = plain.latency_ms if plain else None
-    bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
-    if plain is not None and latency_ms is not None:
-        bytes_per_ms = plain.bytes_per_ms
-
-    def slowdown(kind: CopyKind) -> float:
-        found = _fastest(rates, kind)
-        return 1.0 if found is None else bytes_per_ms / found.bytes_per_ms
-
-    # fp32 products regardless of the precision; without an fp32 peak, the precision's peak.
-    fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
-    ring = pass_line(cluster, Group(parallel.tensor), precision)
-    experts = all_to_all_line(cluster, Group(parallel.expert), precision)
-    to_others = (parallel.expert - 1) / parallel.expert
-    products, grouped, attention = _times_of(rates) if rates else (None, None, None)
-    return Device(
-        flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
-        fp32_flops_per_ms=cluster.tflops(fp32) * 1e9 * cluster.matmul_efficiency,
-        fp8=fp8,
-        fp8_flops_per_ms=fp8_flops_per_ms,
-        product_times=products,
-        grouped_times=grouped,
-        attention_times=attention,
-        bytes_per_ms=bytes_per_ms,
-        streamed_bytes_per_ms=streamed,
-        collective_bytes_per_ms=1 / ring.each_ms if ring.each_ms else math.inf,
-        pass_ms=ring.fixed_ms,
-        expert_bytes_per_ms=1 / (experts.each_ms * to_others) if experts.each_ms else math.inf,
-        expert_pass_ms=experts.fixed_ms,
-        kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
-        permute_slowdown=slowdown("permute"),
-        loss_slowdown=slowdown("fused_cross_entropy" if runtime.fused_loss else "cross_entropy"),
-        tensor=parallel.tensor,
-        sequence_parallel=parallel.sequence_parallel,
-        element_bytes=ELEMENT_BYTES[precision],
-        runtime=runtime,
-        expert=parallel.expert,
-    )
-
-
-@lru_cache(maxsize=64)
-def _times_of(
-    rates: Rates,
-) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
-    """Times of products, grouped products and attention, fitted once, or None if not measured."""
-    products, grouped = (
-        ProductTimes.of(measured, rates.tflops) if measured else None
-        for measured in (rates.products, rates.grouped)
-    )
-    attention = rates.attention
-    return products, grouped, AttentionTimes.of(attention, rates.tflops) if attention else None
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
@@ -345,24 +304,12 @@ def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
     return f"{basis} rates of {rates.device}" if rates else f"{basis} rates"
 
 
-def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
-    """Rate of long contiguous device memory reads and writes, measured if available."""
-    plain = _fastest(cluster.measured(precision), "plain")
-    return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
-
-
-def _fastest(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
-    """Return the fastest measured copy of a kind within the memory, or None if not measured."""
-    found = [one for one in (rates.copies if rates else ()) if one.kind == kind]
-    return max(found, key=lambda one: one.bytes_per_ms, default=None)
-
-
-def _counted(
+def _place_units(
     model: ModelConfig,
     device: Device,
     frozen: Collection[str],
     adapters: AdapterConfig | None,
-) -> Iterator[_Counted]:
+) -> Iterator[_Placed]:
     """Iterate over the counts of every unit kind, in model order."""
     features = Features(names=feature_names(model))
     carried, carried_gradient, before_trained = features.none, features.none, False
@@ -375,19 +322,18 @@ def _counted(
         is_adapted = has_adapters(model, kind, adapters)
         is_whole = adapters is None or kind.part not in adapters.parts
         trained = kind.part not in frozen and is_whole
-        counts, unpadded = _counts(model, kind, device, features)
+        unit, unpadded = _units_of_kind(model, kind, device, features)
         if is_adapted and adapters is not None:
             named = {one.module: one for one in adapted_linears(model, kind, adapters)}
             part = device.whole if is_language else 1.0
-            counts, unpadded = (
-                with_adapters(each, device, adapters, named, part=part)
-                for each in (counts, unpadded)
+            unit, unpadded = (
+                with_adapters(each, device, adapters, named, part=part) for each in (unit, unpadded)
             )
         deepstack = deepstack_bytes(model, kind, device, features)
         deepstack_returns = deepstack_returns or (kind.has_deepstack and (trained or is_adapted))
-        yield _Counted(
+        yield _Placed(
             kind=kind,
-            counts=counts,
+            unit=unit,
             unpadded=unpadded,
             trained=trained,
             adapted=is_adapted,
@@ -400,54 +346,56 @@ def _counted(
         before_trained = before_trained or trained or is_adapted
         any_encoder_trained = any_encoder_trained or trained or is_adapted
         if kind.is_projector:
-            carried = carried + counts.output_bytes
-            carried_gradient = carried_gradient + before_trained * counts.output_bytes
+            carried = carried + unit.output_bytes
+            carried_gradient = carried_gradient + before_trained * unit.output_bytes
 
 
-def _counts(
+def _units_of_kind(
     model: ModelConfig, kind: UnitKind, device: Device, features: Features
-) -> tuple[Counts, Counts]:
-    """Counts of one unit kind, with and without padded attention heads and vocabulary."""
-    if kind.tower == LANGUAGE:
-        if kind.layer is not None:
-            counts = language_layer(model.language, kind.layer, device, features)
-        elif kind.is_embed:
-            counts = language_embed(model, device, features)
-        else:
-            sizes_of_head = model.language, device, features
-            return head(*sizes_of_head), head(*sizes_of_head, padded=False)
-        return counts, counts
-    tower = model.encoders[kind.tower]
-    counted = counts_of_kind(tower)
-    if kind.is_layer:
-        sizes = model, tower, kind, device, features
-        return counted.layer(*sizes, padded=True), counted.layer(*sizes, padded=False)
-    if kind.is_embed:
-        counts = counted.embed(tower, device, features)
+) -> tuple[Unit, Unit]:
+    """Return a unit of a kind with and without padded attention heads and vocabulary."""
+    language, sizes = model.language, (device, features)
+    if kind.layer is not None:
+        unit = language_layer(language, kind.layer, *sizes)
+    elif kind.name == HEAD:
+        return head(language, *sizes), head(language, *sizes, padded=False)
+    elif kind.tower == LANGUAGE:
+        unit = language_embed(model, *sizes)
     else:
-        counts = counted.projector(tower, model, device, features)
-    return counts, counts
+        tower = model.encoders[kind.tower]
+        if type(tower) not in ENCODER_UNITS:
+            known = words([one.__name__ for one in ENCODER_UNITS], "or")
+            raise UserError(
+                f"encoders of {type(tower).__name__} have no costs, and are not planned; it must "
+                f"be {known}, or have a line in omnibal/cost/analytic.py"
+            )
+        embed, layer, projector = ENCODER_UNITS[type(tower)]
+        if kind.is_layer:
+            padded, unpadded = (
+                layer(model, tower, kind, *sizes, padded=is_padded) for is_padded in (True, False)
+            )
+            return padded, unpadded
+        unit = embed(tower, *sizes) if kind.is_embed else projector(tower, model, *sizes)
+    return unit, unit
 
 
-def _unit_cost(device: Device, one: _Counted) -> UnitCost:
+def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     """Cost of a unit; it has a backward if it or anything before it is trained."""
-    forward_ms, backward_ms = _times_ms(device, one, one.counts)
-    unpadded_forward_ms, unpadded_backward_ms = _times_ms(device, one, one.unpadded)
-    counts, nothing = one.counts, 0 * forward_ms
-    has_backward = one.has_backward
-    late = late_products(one.kind, counts, trained=one.trained)
-    kept_bytes = counts.kept_bytes(trained=one.trained)
-    # Measured times can be longer for smaller products.
-    padding_ms = np.maximum(
-        [forward_ms - unpadded_forward_ms, backward_ms - unpadded_backward_ms], 0
-    )
-    own_gradient_bytes = counts.output_bytes if has_backward else nothing
+    unit, nothing, has_backward = one.unit, 0 * one.unit.boundary_bytes, one.has_backward
+    passes = one.passes(unit, device)
+    times_ms = _sum_ms(device, passes, nothing)
+    unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device), nothing)
+    exchanges = [[kernel for kernel in kernels if kernel.kind in EXCHANGES] for kernels in passes]
+    late = late_products(one.kind, unit, trained=one.trained)
+    # Measured products include the accumulation.
+    added = 0.0 if device.accumulates else min(sum(each.weights for each in late), unit.parameters)
+    own_gradient_bytes = unit.output_bytes if has_backward else nothing
     weight_bytes = one.trained * device.element_bytes
     # Gradients of earlier encoders' features wait while this unit runs backward.
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
-    moments = counts.working if has_backward else counts.forward_working
+    moments = unit.working if has_backward else unit.forward_working
     transient_bytes = [
-        counts.working_bytes(each, trained=one.trained)
+        unit.working_bytes(each, trained=one.trained)
         + _fixed(weight_bytes * each.weight, nothing)
         + waiting_bytes
         for each in moments
@@ -455,69 +403,44 @@ def _unit_cost(device: Device, one: _Counted) -> UnitCost:
     in_two_bytes = transient_bytes
     if late:
         in_two_bytes = [
-            two_part_bytes(device, one.kind, counts, late, each) + waiting_bytes
-            for each in (*moments, *counts.late_working)
+            two_part_bytes(device, one.kind, unit, late, each) + waiting_bytes
+            for each in (*moments, *unit.late_working)
         ]
+    kept_bytes = unit.kept_bytes(trained=one.trained)
     return UnitCost(
-        forward_ms=forward_ms,
-        backward_ms=backward_ms,
-        weight_ms=_weight_ms(device, one, late),
-        recompute_ms=forward_ms if has_backward else nothing,
-        collective_ms=_collective_ms(device, one),
-        padding_ms=padding_ms,
-        context_ms=np.zeros((3, len(forward_ms))),
+        forward_ms=times_ms[0],
+        backward_ms=times_ms[1],
+        weight_ms=_sum_ms(device, [[*late, _accumulation(device, added, nothing)]], nothing)[0],
+        recompute_ms=times_ms[0] if has_backward else nothing,
+        collective_ms=_sum_ms(device, exchanges, nothing),
+        # Measured times can be longer for smaller products.
+        padding_ms=np.maximum(times_ms - unpadded_ms, 0),
+        context_ms=np.zeros((3, len(nothing))),
         activation_bytes=kept_bytes if has_backward else nothing,
-        boundary_bytes=counts.boundary_bytes if has_backward else nothing,
-        output_bytes=counts.output_bytes + one.carried_bytes,
+        boundary_bytes=unit.boundary_bytes if has_backward else nothing,
+        output_bytes=unit.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
         two_part_bytes=np.stack([nothing, *in_two_bytes]),
-        late_bytes=late_bytes(device, one.kind, counts, late),
-        passing_bytes=nothing if has_backward else nothing + counts.passing_bytes,
-        shared_bytes=one.trained * (nothing + counts.collectives.gathered_bytes),
-        parameters=counts.parameters,
-        trained_parameters=counts.parameters if one.trained else counts.adapter_parameters,
-        expert_parameters=counts.expert_parameters,
-        weight_copy_bytes=weight_copy_bytes(device, counts.products),
+        late_bytes=late_bytes(device, one.kind, unit, late),
+        passing_bytes=nothing if has_backward else nothing + unit.passing_bytes,
+        shared_bytes=one.trained * (nothing + unit.gathered_bytes),
+        parameters=unit.parameters,
+        trained_parameters=unit.parameters if one.trained else unit.adapter_parameters,
+        expert_parameters=unit.expert_parameters,
+        weight_copy_bytes=weight_copy_bytes(device, unit.products),
     )
 
 
-def _weight_ms(device: Device, one: _Counted, late: tuple[Product, ...]) -> np.ndarray:
-    """Time of weight gradients, [features]: products, kernel launches and accumulation."""
-    nothing = 0 * one.counts.moved_bytes
-    products_ms = (_product_ms(device, each, "weight_gradient") for each in late)
-    # Measured products include the accumulation.
-    accumulates = device.product_times is not None and device.product_times.accumulates
-    added = 0.0 if accumulates else min(late_parameters(late), one.counts.parameters)
-    added_ms = added * 2 * device.runtime.gradient_bytes / device.streamed_bytes_per_ms
-    once_ms = added_ms + len(late) * device.kernel_ms
-    return np.sum([_fixed(once_ms, nothing), *products_ms], axis=0)
+def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]], nothing: np.ndarray) -> np.ndarray:
+    """Time of the kernels of every pass, [passes, features]."""
+    return np.stack([np.sum([nothing, *map(device.ms, kernels)], axis=0) for kernels in passes])
 
 
-def _collective_ms(device: Device, one: _Counted) -> np.ndarray:
-    """Exposed time of a unit's collectives in forward and backward, [2, features].
-
-    An exchange overlapped with its product is split into one part per tensor-parallel rank; only
-    the first or the last part is exposed (Transformer Engine's user buffers), if products take
-    longer.
-    """
-    sent, nothing = one.counts.collectives, 0 * one.counts.moved_bytes
-
-    def pass_ms(sent_bytes: np.ndarray | float, passes: int, exchanges: int) -> np.ndarray:
-        ring_ms = (nothing + sent_bytes) / device.collective_bytes_per_ms
-        ring_ms = ring_ms + _fixed(passes * device.pass_ms, nothing)
-        # All-to-alls of routed tokens.
-        exchanged_ms = sent.exchanged_bytes / device.expert_bytes_per_ms
-        exchanged_ms = exchanged_ms + _fixed(exchanges * device.expert_pass_ms, nothing)
-        parts = device.tensor if device.runtime.overlap_tensor else 1
-        return ring_ms / parts + exchanged_ms
-
-    forward_ms = pass_ms(sent.forward_bytes, sent.passes, sent.exchanges)
-    if not one.has_backward:
-        return np.stack([forward_ms, nothing])
-    back_bytes = sent.backward_bytes + one.trained * sent.again_bytes
-    back_passes = sent.back_passes + one.trained * sent.passes_again
-    return np.stack([forward_ms, pass_ms(back_bytes, back_passes, sent.back_exchanges)])
+def _accumulation(device: Device, parameters: float, nothing: np.ndarray) -> Kernel:
+    """Kernel that adds gradients of parameters to those of the step."""
+    added_bytes = _fixed(parameters * 2 * device.runtime.gradient_bytes, nothing)
+    return Kernel(kind="accumulation", of="weight_gradient", bytes=added_bytes)
 
 
 def _fixed(value: float, like: np.ndarray) -> np.ndarray:
@@ -525,86 +448,3 @@ def _fixed(value: float, like: np.ndarray) -> np.ndarray:
     vector = np.zeros(len(like))
     vector[0] = value
     return vector
-
-
-def _matmul_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward time of all matrix products, both [features]."""
-    nothing = 0 * counts.moved_bytes
-    backwards: list[Pass] = ["input_gradient"] if one.wants_input_gradient else []
-    backwards += ["weight_gradient"] if one.trained else []
-    passes: tuple[list[Pass], list[Pass]] = (["forward"], backwards)
-    forward, backward = (
-        np.sum(
-            [nothing, *(_product_ms(device, each, of) for each in counts.products for of in some)],
-            axis=0,
-        )
-        for some in passes
-    )
-    return forward, backward
-
-
-def _product_ms(device: Device, counted: Product, of: Pass) -> np.ndarray:
-    """Time of one pass of a product, [features]. A grouped product is one kernel."""
-    rows, sizes = counted.rows, (counted.inner, counted.outer)
-    if counted.groups > 1:  # padded to full tiles
-        rows = rows + _fixed(counted.groups * _TILE_ROWS / 2, rows)
-    # FP8 speeds up all shapes by the ratio of peak rates to bf16.
-    faster = device.fp8_flops_per_ms / device.flops_per_ms if counted.is_fp8 else 1.0
-    if counted.is_fp32:
-        return rows * 2 * (counted.inner * counted.outer) / device.fp32_flops_per_ms
-    if counted.groups > 1 and device.grouped_times is not None:
-        rows, line = counted.rows, device.grouped_times.line(of, *sizes, groups=counted.groups)
-    elif device.product_times is not None:
-        line = device.product_times.line(of, *sizes)
-    else:
-        return rows * 2 * (counted.inner * counted.outer) / (device.flops_per_ms * faster)
-    return (rows * line.each_ms + _fixed(line.fixed_ms, rows)) / faster
-
-
-def _attention_ms(device: Device, counts: Counts, of: AttentionPass) -> np.ndarray:
-    """Time of softmax and other attention, [features]."""
-    scale = 1.0 if of == "forward" else _BACKWARD_OF_ATTENTION
-    times, softmax = device.attention_times, counts.attended
-    if times is None:
-        return scale * counts.attention_flops / device.flops_per_ms
-    rest = 0 * counts.moved_bytes + counts.other_attention_flops
-    time_ms = scale * rest / device.flops_per_ms
-    for one in softmax:
-        tokens = device.runtime.sample_tokens if one.causal else None
-        line = times.line(of, one.elements, causal=one.causal, tokens=tokens)
-        # In full tiles of keys: half a tile per query is padding.
-        flops = (one.pairs + TILE / 2 * one.rows) * 2 * (one.heads * one.elements)
-        time_ms = time_ms + scale * flops * line.each_ms + _fixed(line.fixed_ms, rest)
-    return time_ms
-
-
-def _accumulated(device: Device, counts: Counts) -> float:
-    """Parameters with gradients accumulated in a separate pass, not in measured products."""
-    if device.product_times is None or not device.product_times.accumulates:
-        return counts.parameters
-    of_products = sum(one.inner * one.outer * one.groups for one in counts.products)
-    return max(counts.parameters - of_products, 0)
-
-
-def _times_ms(device: Device, one: _Counted, counts: Counts) -> tuple[np.ndarray, np.ndarray]:
-    """Forward and backward time of a unit with these counts, both [features]."""
-    kernels_ms = _fixed(counts.kernels * device.kernel_ms, counts.moved_bytes)
-    matmul_ms, back_matmul_ms = _matmul_ms(device, one, counts)
-    attention_ms = _attention_ms(device, counts, "forward")
-    input_bytes, gradient_bytes = cast_bytes(device, counts.products, counts.moved_bytes)
-    moved_ms = (counts.moved_bytes + input_bytes) / device.bytes_per_ms
-    collective_ms, back_collective_ms = _collective_ms(device, one)
-    forward_ms = matmul_ms + attention_ms + moved_ms + collective_ms + kernels_ms
-    if not one.has_backward:
-        return forward_ms, 0 * forward_ms
-    accumulated = _accumulated(device, counts) if one.trained else counts.adapter_parameters
-    accumulated_bytes = accumulated * 2 * device.runtime.gradient_bytes
-    backward_ms = (
-        back_matmul_ms
-        + _attention_ms(device, counts, "backward")
-        + (counts.back_moved_bytes + gradient_bytes) / device.bytes_per_ms
-        + 2 * kernels_ms
-        + back_collective_ms
-        + _fixed(accumulated_bytes / device.streamed_bytes_per_ms, forward_ms)
-    )
-    return forward_ms, backward_ms

@@ -21,8 +21,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.attention_counts import AttentionWidths, attention_widths
-from omnibal.cost.counts import ELEMENT_BYTES, Features
+from omnibal.cost.attention import AttentionWidths, attention_widths
+from omnibal.cost.kernels import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line

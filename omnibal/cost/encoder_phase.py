@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.cost.counts import ELEMENT_BYTES, FP32_BYTES
+from omnibal.cost.kernels import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.shaped_rates import Line, exchanged_line

@@ -9,7 +9,7 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
-from omnibal.cost.counts import ELEMENT_BYTES, Product
+from omnibal.cost.kernels import ELEMENT_BYTES, Kernel
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel, check_parallel, expert_counts
@@ -42,7 +42,7 @@ def measured_sizes(
     Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
     """
     every = chain.from_iterable(_on_ranks(model, cluster))
-    products = [one for one in every if not one.is_fp32 and one.outer > 1]
+    products = [one for one in every if one.dtype != "fp32" and one.outer > 1]
     names = feature_names(model)
     at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])
     rows = [float(one.rows @ at_caps) for one in products]
@@ -56,7 +56,7 @@ def measured_sizes(
     )
 
 
-def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Product]]:
+def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Kernel]]:
     """Products of one rank, for every tensor-parallel size the model allows."""
     for tensor in _TENSOR_SIZES:
         # Tensor parallelism of experts requires sequence parallelism.

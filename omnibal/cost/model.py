@@ -43,7 +43,7 @@ class UnitCost:
     backward_ms: np.ndarray
     """Backward time without recomputation, [features], or 0 if nothing up to here is trained."""
     weight_ms: np.ndarray
-    """Weight-gradient part of backward, deferrable (`weight_part`), [features], or 0 if frozen."""
+    """Weight-gradient part of backward, deferrable (`deferred`), [features], or 0 if frozen."""
     recompute_ms: np.ndarray
     """Time that recomputation adds to backward, [features], 0 without backward."""
     collective_ms: np.ndarray

@@ -27,7 +27,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from omnibal.cost.analytic import streamed_bytes_per_ms
+from omnibal.cost.device import streamed_bytes_per_ms
 from omnibal.cost.links import (
     Group,
     expert_shard_copies,

@@ -12,9 +12,10 @@ Attention with head exchange keeps its output from before the exchange back
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from omnibal.cost.attention_counts import attention_widths
-from omnibal.cost.counts import Counts, Features, Working
+from omnibal.cost.attention import attention_widths
+from omnibal.cost.kernels import Features
 from omnibal.cost.model import CostModel, LibraryBuffer
+from omnibal.cost.unit import Unit, Working
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import ContextExchange, Level
 
@@ -33,17 +34,17 @@ def without_gradients(moments: Sequence[Working]) -> tuple[Working, ...]:
     )
 
 
-def library_buffers(trained: Mapping[str, Counts], element_bytes: int) -> tuple[LibraryBuffer, ...]:
+def library_buffers(trained: Mapping[str, Unit], element_bytes: int) -> tuple[LibraryBuffer, ...]:
     """Buffers that libraries keep for language units.
 
     Args:
-        trained: counts of trained language unit kinds, by name.
+        trained: trained language unit kinds, by name.
     """
     with_shape: dict[tuple[float, float], set[str]] = {}
-    for name, counts in trained.items():
-        for product in counts.products:
+    for name, unit in trained.items():
+        for product in unit.products:
             # Routers and single-output gates are not Transformer Engine layers.
-            if not product.is_fp32 and product.outer > 1:
+            if product.dtype != "fp32" and product.outer > 1:
                 with_shape.setdefault((product.inner, product.outer), set()).add(name)
     gradients = [
         LibraryBuffer(
@@ -54,7 +55,7 @@ def library_buffers(trained: Mapping[str, Counts], element_bytes: int) -> tuple[
         for (inner, outer), kinds in with_shape.items()
     ]
     some = frozenset(trained)
-    grouped = frozenset(name for name, counts in trained.items() if counts.expert_parameters)
+    grouped = frozenset(name for name, unit in trained.items() if unit.expert_parameters)
     workspaces = (
         LibraryBuffer(what="workspaces of products", bytes=2 * _WORKSPACE_BYTES, kinds=some),
         LibraryBuffer(

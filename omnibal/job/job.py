@@ -10,8 +10,8 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.context import ExchangeSource, costs_at
-from omnibal.cost.counts import ELEMENT_BYTES
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.kernels import ELEMENT_BYTES
 from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.sharded import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from omnibal.base.frozen import Frozen
 from omnibal.cost.analytic import kept_lines
-from omnibal.cost.feed_forward_counts import ROUTED
+from omnibal.cost.feed_forward import ROUTED
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.units import LANGUAGE_EMBED

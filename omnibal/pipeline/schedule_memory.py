@@ -3,7 +3,7 @@
 Same formula as `omnibal.pipeline.stage_memory` (1F1B, used by the search), written as linear forms
 of micro-batch features per pass and chunk. A chunk keeps a micro-batch's activations from forward
 to the end of (input) backward, then, with split backwards, linear inputs and output gradients until
-the weight backward (`omnibal.cost.weight_part`). P2P buffers hold one tensor each way per peer
+the weight backward (`omnibal.cost.deferred`). P2P buffers hold one tensor each way per peer
 stage throughout, sized for the largest chunk.
 
 Axes: passes, chunks of a stage, F features of all levels.

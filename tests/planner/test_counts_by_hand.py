@@ -12,11 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnibal.cost.adapter_counts import with_adapters
-from omnibal.cost.counts import Counts, Device, Features
-from omnibal.cost.encoder_counts import clips_embed, encoder_projector, items_layer, tiles_embed
-from omnibal.cost.image_counts import images_embed, images_layer, images_projector
-from omnibal.cost.language_counts import head, language_embed, language_layer
+from omnibal.cost.adapters import with_adapters
+from omnibal.cost.device import Device
+from omnibal.cost.encoders import clips_embed, encoder_projector, items_layer, tiles_embed
+from omnibal.cost.images import images_embed, images_layer, images_projector
+from omnibal.cost.kernels import EXCHANGES, Features, KernelPass
+from omnibal.cost.language import head, language_embed, language_layer
+from omnibal.cost.shaped_rates import Line
+from omnibal.cost.unit import Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
@@ -32,15 +35,18 @@ FEATURES = Features(names=("fixed", *IMAGES, "tokens", "squared_tokens", "loss_t
 SIZES = np.array([1.0, 3, 5, 7, 29, 11, 61, 6])
 """Of a micro-batch."""
 TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
-NOTHING = (0, [], set(), (0, 0), (0, 0, 0))
+PASSES: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
+MOVING = ("low_rank", "element_wise", "permutation", "loss")
+NOTHING = (0, [], set(), (), (0, 0, 0))
 
 
 def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
     """A device in bf16 whose rates do not matter."""
     rates = ("flops_per_ms", "fp32_flops_per_ms", "bytes_per_ms", "streamed_bytes_per_ms")
-    rates += ("collective_bytes_per_ms", "pass_ms", "kernel_ms")
-    sizes = {"tensor": tensor, "sequence_parallel": sequence_parallel, "element_bytes": 2}
-    return Device(**dict.fromkeys(rates, 1.0), **sizes, product_times=None, **changes)
+    line, sizes = Line(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
+    sizes |= {"ring": line, "all_to_all": line, "product_times": None, "kernel_ms": 1.0}
+    given = dict.fromkeys(rates, 1.0) | sizes | {"sequence_parallel": sequence_parallel} | changes
+    return Device(**given)
 
 
 def of(value: np.ndarray | float) -> float:
@@ -48,36 +54,49 @@ def of(value: np.ndarray | float) -> float:
     return float(np.sum(value * SIZES))
 
 
-def counted(counts: Counts) -> dict[str, Any]:
-    """All that is counted of the micro-batch."""
-    sent = counts.collectives
+def counted(unit: Unit, own: Device | None = None) -> dict[str, Any]:
+    """All that is counted of the micro-batch, with bytes as slow as `own` moves them."""
+    own, rings, exchanges = own or device(), [], []
+    moved, ring_passes = dict.fromkeys(PASSES, 0.0), dict.fromkeys(PASSES, 0)
+    for one in unit.kernels:
+        if one.kind == "ring":
+            rings.append(one)
+            ring_passes[one.of] += one.passes
+        elif one.kind == "all_to_all":
+            exchanges.append(one)
+        elif one.kind in MOVING or one.kind == "low_rank":
+            moved[one.of] += of(own.ms(one)) - one.launches
+
+    def sent(kernel_pass: KernelPass) -> float:
+        return sum(of(one.bytes) for one in rings if one.of == kernel_pass)
+
     return {
         "products": [
             (of(one.rows), one.inner, one.outer, *([one.groups] if one.groups > 1 else []))
-            for one in counts.products
+            for one in unit.products
         ],
-        "attention": of(counts.attention_flops),
-        "forward": of(counts.moved_bytes),
-        "backward": of(counts.back_moved_bytes),
-        "sent": of(sent.forward_bytes),
-        "back sent": of(sent.backward_bytes),
-        "again sent": of(sent.again_bytes),
-        "passes": (sent.passes, sent.back_passes, sent.passes_again),
-        "exchanged": of(sent.exchanged_bytes),
-        "exchanges": (sent.exchanges, sent.back_exchanges),
-        "kernels": counts.kernels,
-        "kept": {line.what: of(line.bytes) for line in counts.kept},
-        "for weights": {line.what for line in counts.kept if line.for_weights},
-        "input": of(counts.boundary_bytes),
-        "output": of(counts.output_bytes),
+        "attention": sum(of(one.flops) for one in unit.forward if "attention" in one.kind),
+        "forward": moved["forward"],
+        "backward": moved["backward"],
+        "sent": sent("forward"),
+        "back sent": sent("backward"),
+        "again sent": sent("weight_gradient"),
+        "passes": tuple(ring_passes.values()),
+        "exchanged": [of(one.bytes) for one in exchanges],
+        "exchanges": tuple(one.launches for one in exchanges),
+        "kernels": sum(one.launches for one in unit.forward if one.kind not in EXCHANGES),
+        "kept": {line.what: of(line.bytes) for line in unit.kept},
+        "for weights": {line.what for line in unit.kept if line.for_weights},
+        "input": of(unit.boundary_bytes),
+        "output": of(unit.output_bytes),
         "working": [
-            (of(counts.working_bytes(each, trained=True)), each.weight) for each in counts.working
+            (of(unit.working_bytes(each, trained=True)), each.weight) for each in unit.working
         ],
-        "forward working": [of(each.bytes) for each in counts.forward_working],
-        "passing": of(counts.passing_bytes),
-        "shared": of(sent.gathered_bytes),
-        "parameters": counts.parameters,
-        "of experts": counts.expert_parameters,
+        "forward working": [of(each.bytes) for each in unit.forward_working],
+        "passing": of(unit.passing_bytes),
+        "shared": of(unit.gathered_bytes),
+        "parameters": unit.parameters,
+        "of experts": unit.expert_parameters,
     }
 
 
@@ -309,7 +328,7 @@ def test_layer_of_an_encoder(
         "backward": rows * 2 * (back[0] * H + (back[1] * width + back[2] * F) / t),
         "sent": sent,
         "back sent": sent,
-        "passes": (4, 4, 0),
+        "passes": (4, 4, 0) if t > 1 else (0, 0, 0),
         "kernels": 12,
         "kept": {what: rows * each for what, each in kept.items()},
         "for weights": {"first norm's output", "second norm's output", "out of the activation"},
@@ -636,7 +655,7 @@ def test_language_layer(options: str, sequence_parallel: bool) -> None:
     check(found, dense_layer(sequence_parallel, options))
 
 
-def of_attention_alone(counts: Counts, sequence_parallel: bool) -> dict[str, Any]:
+def of_attention_alone(counts: Unit, sequence_parallel: bool) -> dict[str, Any]:
     """What a layer's attention adds to its feed-forward and norms."""
     found, rest = counted(counts), dense_layer(sequence_parallel)
     hidden, inner = TOKENS * WIDTH * (1 / 3 if sequence_parallel else 1), TOKENS * F / 3
@@ -792,7 +811,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         experts |= {"shared_ffn_hidden_size": shared, "shared_gate": True, "auxiliary_loss": 0.1}
     kind, dense = LayerKind(experts=ExpertsConfig(**experts)), dense_layer(sequence_parallel)
     own_device = device(3, sequence_parallel, expert=expert, permute_slowdown=1.25)
-    found = counted(language_layer(language(), kind, own_device, FEATURES))
+    found = counted(language_layer(language(), kind, own_device, FEATURES), own_device)
     t, part, held = 3, 1 / 3 if sequence_parallel else 1, 5 if expert == 1 else 3
     own = TOKENS * part
     sent = own * 2
@@ -852,8 +871,6 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         "products": [*dense["products"][:2], *products],
         "forward": dense["forward"] - 2 * 3 * inner + forward,
         "backward": dense["backward"] - 2 * 5 * inner + backward,
-        "exchanged": rows * (2 * 2 * WIDTH + 4),
-        "exchanges": (4, 3),
         "kernels": dense["kernels"] - 3 + kernels,
         "kept": dense["kept"] | kept,
         "for weights": dense["for weights"] - {"their product"} | for_weights,
@@ -861,6 +878,9 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         "parameters": 2 * WIDTH + whole + of_experts + round_up(divided, t),
         "of experts": of_experts,
     }
+    if expert > 1:
+        exchanged = rows * (2 * 2 * WIDTH + 4)
+        expected |= {"exchanged": [exchanged, exchanged], "exchanges": (4, 3)}
     if not shared:
         # Every rank has its own tokens, and sends none to tensor-parallel ones.
         expected |= {"sent": block, "back sent": block}
@@ -907,7 +927,7 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
         expected |= {"sent": sent, "back sent": sent, "again sent": sent, "passes": (1, 1, 1)}
     else:
         expected |= {"back sent": 2 * 2 / 3 * 2 * loss, "passes": (0, 2, 0)}
-    check(counted(head(language(), own_device, FEATURES)), expected)
+    check(counted(head(language(), own_device, FEATURES), own_device), expected)
     unpadded = counted(head(language(), own_device, FEATURES, padded=False))
     assert unpadded["products"] == [(LOSS, WIDTH, 334)]
 
@@ -1048,7 +1068,7 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     kind = next(one for one in unit_kinds(model) if one.is_layer)
     named = {one.module: one for one in adapted_linears(model, kind, adapters)}
     plain = counted(layer)
-    adapted = counted(with_adapters(layer, own, adapters, named, part=part))
+    adapted = counted(with_adapters(layer, own, adapters, named, part=part), own)
     (tokens, h, made), (_, inner, _) = plain["products"][0], plain["products"][3]
     query, key = 6 * 9, 3 * 9
     # A reads x; B reads and writes y; backward y's gradient twice, x, and its gradient both ways.

@@ -10,7 +10,8 @@ from feature_exchange_cases import choice_of
 from plan_cases import example_lengths
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.analytic import analytic_cost, streamed_bytes_per_ms
+from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.device import streamed_bytes_per_ms
 from omnibal.cost.encoder_phase import encoders_cost
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData

@@ -107,8 +107,10 @@ def test_experts_are_in_fp8_and_routers_and_gates_are_not():
     """Prevents: a mixture whose experts stay slow, or whose router is quantised."""
     products = layer_products(load_model("qwen3.5-35b-a3b"), CLUSTER, ONE, "fp8")
     mixture = [one for one in products if one.groups > 1]
-    assert mixture and all(one.is_fp8 for one in mixture)
-    assert not any(one.is_fp8 for one in products if one.is_fp32 or one.outer == 1)
+    assert mixture and all(one.dtype == "fp8" for one in mixture)
+    assert {one.dtype for one in products if one.outer == 1} == {None}
+    routers = [one for one in products if one.outer == 256]
+    assert routers and all(one.dtype == "fp32" for one in routers)
 
 
 def refused(**changes) -> str:

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from omnibal.cost.analytic import analytic_cost, kept_lines, unit_flops
-from omnibal.cost.attention_counts import CHUNK
+from omnibal.cost.attention import CHUNK
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster
 from omnibal.model.layers import ExpertsConfig, LatentAttention, LayerRun, LinearAttention
 from omnibal.model.parallel import Parallel

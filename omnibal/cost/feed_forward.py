@@ -1,4 +1,4 @@
-"""Counts of a language layer's feed-forward: dense, or a mixture of experts.
+"""Feed-forward of a language layer: dense, or a mixture of experts.
 
 Letters: h hidden, f feed-forward width, t tensor size, E experts, k experts per token. SwiGLU and
 GeGLU cost the same. Experts follow Megatron-core's `moe_layer.py` with the all-to-all dispatcher,
@@ -10,25 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.counts import (
-    FP32_BYTES,
-    SECOND_OUTPUT,
-    Block,
-    Collectives,
-    Device,
-    Features,
-    Kept,
-    Product,
-    Working,
-    whole_inputs,
-)
+from omnibal.cost.device import Device
+from omnibal.cost.kernels import FP32_BYTES, Features, Kernel, Kernels, element_wise, product
+from omnibal.cost.unit import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
 
 ROUTED = "routed tokens"
 """Kept input rows of experts."""
-EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
-"""Names of the grouped expert products."""
+DENSE_PRODUCTS = ("mlp.linear_fc1", "mlp.linear_fc2")
 _INDEX_BYTES, _BOOL_BYTES = 8, 1  # torch int64, and bool
 _MAPS, _BACK_MAPS = 12, 10
 """Reads and writes per token and expert, forward and backward: scores, auxiliary loss, maps."""
@@ -40,41 +30,30 @@ _FUSED_KERNELS_OF_EXPERTS = 14
 
 def feed_forward(
     language: LanguageConfig, kind: LayerKind, device: Device, features: Features
-) -> Block:
-    """Count a layer's feed-forward."""
+) -> Work:
+    """Return a layer's feed-forward."""
     if kind.experts is None:
         return _dense(language, device, features)
-    block = _mixture(language.hidden_size, kind.experts, device, features)
+    block, experts = _mixture(language.hidden_size, kind.experts, device, features), kind.experts
     if not language.bias:
         return block
-    h, experts = language.hidden_size, kind.experts
-    of_experts = -(-experts.experts // device.expert) * (2 * experts.ffn_hidden_size + h)
-    return replace(
-        block,
-        expert_parameters=block.expert_parameters + of_experts,
-        whole_parameters=block.whole_parameters + experts.experts,
-    )
+    held = -(-experts.experts // device.expert)
+    biases = held * (2 * experts.ffn_hidden_size + language.hidden_size)
+    return replace(block, expert_biases=biases, other_parameters=experts.experts)
 
 
-def _dense(language: LanguageConfig, device: Device, features: Features) -> Block:
+def _dense(language: LanguageConfig, device: Device, features: Features) -> Work:
     """Gate, if any, and value in one product, fused activation, and the output product."""
     t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
     h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
-    into, out_of = _gated(h, f / t, tokens)
-    gathered_bytes = block_bytes if device.sequence_parallel else 0 * tokens
+    gathered_bytes = device.gather_buffer(block_bytes)
     # The second product's output reuses the residual's gradient unless size or dtype differ.
     own = int(device.sequence_parallel or language.post_norms)
-    return Block(
-        products=(
-            replace(into, outer=gates * f / t, name="mlp.linear_fc1", given=SECOND_OUTPUT),
-            replace(out_of, name="mlp.linear_fc2", given="their product"),
-        ),
-        moved_bytes=tokens * (gates + 1) * f / t * size,
-        back_moved_bytes=tokens * (2 * gates + 1) * f / t * size,
-        collectives=whole_inputs(device, block_bytes),
-        kernels=3,
+    return Work(
+        kernels=_mlp(device, tokens, h, f, gates, DENSE_PRODUCTS, (SECOND_OUTPUT, "their product")),
+        gathered_bytes=gathered_bytes,
         kept=(
             Kept("gate and value", "mlp.linear_fc1", gates * inner_bytes),
             Kept("their product", "swiglu", inner_bytes, for_weights=True),
@@ -91,79 +70,86 @@ def _dense(language: LanguageConfig, device: Device, features: Features) -> Bloc
                 after=own,
             ),
         ),
-        divided_parameters=(gates + 1) * h * f + gates * f * language.bias,
-        whole_parameters=h * language.bias,
+        other_parameters=(gates * f / t + h) * language.bias,
     )
 
 
-def _gated(
-    h: int, width: float, rows: np.ndarray, groups: int = 1, names: tuple[str, str] = ("", "")
-) -> tuple[Product, Product]:
+def _mlp(
+    device: Device,
+    tokens: np.ndarray,
+    h: int,
+    f: int,
+    gates: int = 2,
+    names: tuple[str, str] = ("", ""),
+    given: tuple[str, str] = ("", ""),
+) -> Kernels:
+    """Kernels of a feed-forward that ranks divide, with a value and a gate, or one of them."""
+    t, size = device.tensor, device.element_bytes
+    inner_bytes = tokens * f / t * size
     return (
-        Product(rows, h, 2 * width, groups=groups, name=names[0]),
-        Product(rows, width, h, groups=groups, name=names[1]),
+        *product(tokens, h, gates * f / t, name=names[0], given=given[0]),
+        *element_wise((gates + 1) * inner_bytes, (2 * gates + 1) * inner_bytes),
+        *product(tokens, f / t, h, name=names[1], given=given[1]),
+        *device.whole_inputs(tokens * h * size),
     )
 
 
-def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Block:
+def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
+    """All-to-alls of dispatch and combine: rows, their weights, and forward's counts per rank."""
+    if device.expert == 1:
+        return ()
+    exchanged_bytes = rows * (2 * h * device.element_bytes + FP32_BYTES)
+    return (
+        Kernel(kind="all_to_all", bytes=exchanged_bytes, launches=4),
+        Kernel(kind="all_to_all", of="backward", bytes=exchanged_bytes, launches=3),
+    )
+
+
+def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Work:
     """Router, dispatch and combine, routed experts, and shared experts."""
-    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    size, tokens = device.element_bytes, features.one("tokens")
     own, f = tokens * device.whole, experts.ffn_hidden_size
     held = -(-experts.experts // device.expert)  # experts on this device
     sent = own * experts.experts_per_token
     rows = sent * (experts.imbalance if device.expert > 1 else 1.0)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
-    # Dispatch and combine; sort by expert and back; SwiGLU, weighted in fp32. Router: fp32 input,
-    # maps. Shared: SwiGLU, gate, sum.
-    permuted = h * size * device.permute_slowdown
-    copied = (5 * sent + own) * permuted
-    sorted_bytes = sorts * rows * 2 * permuted
+    into, out_of = EXPERT_PRODUCTS
+    own_bytes = own * h * size
+    # Dispatch and combine; sort by expert and back.
+    permuted_bytes = ((5 * sent + own) + sorts * rows * 2) * h * size
+    permuted = element_wise(permuted_bytes, permuted_bytes, 2 + sorts, kind="permutation")
+    # SwiGLU, weighted in fp32. Backward recomputes the product, which is not kept.
     weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
-    again = 3 * size + weighted  # recomputed in backward, as the product is not kept
-    mapped = own * experts.experts * FP32_BYTES
-    routed = own * h * (size + FP32_BYTES)
-    gate = 3 * own * h * size if experts.shared_gate else 0 * own
-    summed = 3 * own * h * size if shared else 0 * own
-    exchanged = Collectives(
-        # Dispatch and combine, and the weights.
-        exchanged_bytes=rows * (2 * h * size + FP32_BYTES),
-        # Three tensors, and the token counts per rank.
-        exchanges=4,
-        back_exchanges=3,
-    )
-    return Block(
-        products=(
-            Product(own, h, experts.experts, is_fp32=True),
-            *_gated(h, f, rows, held, EXPERT_PRODUCTS),
-            *(_gated(h, shared / t, tokens) if shared else ()),
-            *((Product(own, h, 1),) if experts.shared_gate else ()),
+    activated_bytes = rows * f * (3 * size + weighted)
+    back_activated_bytes = rows * f * (5 * size + back_weighted + 3 * size + weighted)
+    # Router: fp32 input, maps.
+    mapped_bytes, routed_bytes = own * experts.experts * FP32_BYTES, own * h * (size + FP32_BYTES)
+    launches = _FUSED_KERNELS_OF_EXPERTS if device.runtime.fused_routing else _KERNELS_OF_EXPERTS
+    return Work(
+        kernels=(
+            *product(own, h, experts.experts, dtype="fp32"),
+            # The host waits for the numbers of tokens per expert.
+            replace(permuted[0], waits=1),
+            permuted[1],
+            *_all_to_alls(device, rows, h),
+            *product(rows, h, 2 * f, groups=held, name=into),
+            *product(rows, f, h, groups=held, name=out_of),
+            *element_wise(
+                activated_bytes + _MAPS * mapped_bytes + routed_bytes,
+                back_activated_bytes + _BACK_MAPS * mapped_bytes + 2 * routed_bytes,
+                launches - 3 - 2 - sorts,
+            ),
+            # Shared experts are added, after a gate if any.
+            *(_mlp(device, tokens, h, shared) if shared else ()),
+            *(element_wise(3 * own_bytes, 0 * own_bytes) if shared else ()),
+            *(product(own, h, 1) if experts.shared_gate else ()),
+            *(element_wise(3 * own_bytes, 6 * own_bytes, 2) if experts.shared_gate else ()),
         ),
-        moved_bytes=copied
-        + sorted_bytes
-        + rows * f * (3 * size + weighted)
-        + _MAPS * mapped
-        + routed
-        + tokens * 3 * shared / t * size
-        + gate
-        + summed,
-        back_moved_bytes=copied
-        + sorted_bytes
-        + rows * f * (5 * size + back_weighted + again)
-        + _BACK_MAPS * mapped
-        + 2 * routed
-        + tokens * 5 * shared / t * size
-        + 2 * gate,
-        collectives=exchanged + whole_inputs(device, tokens * h * size) if shared else exchanged,
-        kernels=(_FUSED_KERNELS_OF_EXPERTS if device.runtime.fused_routing else _KERNELS_OF_EXPERTS)
-        + (4 if shared else 0)
-        + (3 if experts.shared_gate else 0),
+        gathered_bytes=device.gather_buffer(tokens * h * size) * (shared > 0),
         kept=_mixture_kept(h, experts, device, tokens, rows),
         working=_mixture_working(
             h, f, held, device, own, rows, 2 * bool(shared) + experts.shared_gate
         ),
-        divided_parameters=3 * h * shared,
-        whole_parameters=h * experts.experts + (h if experts.shared_gate else 0),
-        expert_parameters=held * 3 * h * f,
     )
 
 

@@ -1,4 +1,4 @@
-"""Counts of native-resolution image encoders (Qwen2-VL and later).
+"""Native-resolution image encoders (Qwen2-VL and later).
 
 A micro-batch's images and frames are packed in one sequence with variable-length attention. Fused
 operations are assumed for all.
@@ -12,18 +12,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from omnibal.cost.counts import (
-    FP32_BYTES,
-    Counts,
-    Device,
-    Features,
-    Kept,
-    Product,
-    Working,
-    all_reduced,
-    one_after_another,
-)
-from omnibal.cost.encoder_counts import (
+from omnibal.cost.device import Device
+from omnibal.cost.encoders import (
     LAST_OUTPUT,
     LayerForm,
     encoder_layer,
@@ -31,6 +21,8 @@ from omnibal.cost.encoder_counts import (
     norm_parameters,
     two_products,
 )
+from omnibal.cost.kernels import FP32_BYTES, Features, element_wise, product
+from omnibal.cost.unit import Kept, Unit, Working, one_after_another
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind
@@ -41,8 +33,8 @@ _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
 """Bytes that torch's interpolation of learned positions keeps per patch (four neighbours)."""
 
 
-def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Counts:
-    """Count patch embedding, interpolated positions and an optional norm."""
+def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Unit:
+    """Return patch embedding, interpolated positions and an optional norm."""
     h, size = tower.hidden_size, device.element_bytes
     rows = features.one(tower.feature) * tower.positions_per_item
     values = tower.values_per_patch
@@ -62,15 +54,19 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
             Kept("norm's input", "", output_bytes),
             Kept("norm's moments", "norm", moments_bytes(tower, rows)),
         ]
-    return Counts(
-        products=(Product(rows, values, h),),
-        # Pixels in, patches out; neighbours in, positions out in the weights' dtype, added; a norm
-        # reads and writes.
-        moved_bytes=pixel_bytes
-        + 6 * wide_bytes
-        + (1 + 4 * (tower.learned_positions > 0) + 2 * tower.embed_norm) * output_bytes,
-        back_moved_bytes=6 * wide_bytes + (3 + tower.embed_norm) * output_bytes,
-        kernels=5,
+    return Unit(
+        kernels=(
+            *product(rows, values, h),
+            # Pixels in, patches out; neighbours in, positions out in the weights' dtype, added; a
+            # norm reads and writes.
+            *element_wise(
+                pixel_bytes
+                + 6 * wide_bytes
+                + (1 + 4 * (tower.learned_positions > 0) + 2 * tower.embed_norm) * output_bytes,
+                6 * wide_bytes + (3 + tower.embed_norm) * output_bytes,
+                launches=4,
+            ),
+        ),
         kept=tuple(kept),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
@@ -86,8 +82,8 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Co
         ),
         # Pixels as read.
         passing_bytes=rows * values * FP32_BYTES,
-        # Replicated on tensor-parallel ranks. The class token adds half a head of angles.
-        parameters=h * (values + tower.patch_bias + tower.learned_positions)
+        # The class token adds half a head of angles.
+        other_parameters=h * (tower.patch_bias + tower.learned_positions)
         + norm * tower.embed_norm
         + (h + tower.head_width // 2) * tower.class_token,
         begins_with_weights=True,
@@ -102,8 +98,8 @@ def images_layer(
     features: Features,
     *,
     padded: bool = True,
-) -> Counts:
-    """Count a layer, with its deepstack projector if any."""
+) -> Unit:
+    """Return a layer, with its deepstack projector if any."""
     cells = features.one(tower.feature)
     rows = cells * tower.positions_per_item
     # Attended pairs: image squared, or window squared; windows at an edge count as full.
@@ -120,7 +116,7 @@ def images_layer(
     return _with_projector(layer, _two_products(tower, model, device, cells, cells, norm=norm))
 
 
-def _with_projector(layer: Counts, projector: Counts) -> Counts:
+def _with_projector(layer: Unit, projector: Unit) -> Unit:
     """Combine a layer and the projector of its output. The projector's backward comes first."""
     gradient_bytes = layer.output_bytes
     projector = replace(
@@ -138,8 +134,7 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
     return replace(
         both,
         # Both gradients of the layer's output are added.
-        back_moved_bytes=both.back_moved_bytes + 3 * gradient_bytes,
-        kernels=both.kernels + 1,
+        kernels=(*both.kernels, *element_wise(0 * gradient_bytes, 3 * gradient_bytes)),
         output_bytes=layer.output_bytes,
         late_working=layer.late_working,
         forward_working=layer.forward_working,
@@ -148,46 +143,42 @@ def _with_projector(layer: Counts, projector: Counts) -> Counts:
 
 def images_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, features: Features
-) -> Counts:
-    """Count the tower's optional last norm, and its projector."""
+) -> Unit:
+    """Return the tower's optional last norm, and its projector."""
     cells = features.one(tower.feature)
-    counts = _PROJECTORS[tower.projector](tower, model, device, cells)
+    unit = _PROJECTORS[tower.projector](tower, model, device, cells)
     if not tower.final_norm:
-        return counts
+        return unit
     rows = cells * tower.positions_per_item
     input_bytes = rows * tower.hidden_size * device.element_bytes
     return replace(
-        counts,
-        moved_bytes=counts.moved_bytes + 2 * input_bytes,
-        back_moved_bytes=counts.back_moved_bytes + 3 * input_bytes,
-        kernels=counts.kernels + 1,
+        unit,
+        kernels=(*unit.kernels, *element_wise(2 * input_bytes, 3 * input_bytes)),
         kept=(
             Kept("input", "", input_bytes),
             Kept("last norm's moments", "norm", moments_bytes(tower, rows)),
-            *counts.kept,
+            *unit.kept,
         ),
-        parameters=counts.parameters + norm_parameters(tower),
+        other_parameters=unit.other_parameters + norm_parameters(tower),
     )
 
 
 def _mlp_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
-) -> Counts:
+) -> Unit:
     """Norm, pixel shuffle, and two products with GELU between them (Qwen2-VL)."""
     rows, norm = cells * tower.positions_per_item, norm_parameters(tower)
-    counts = _two_products(tower, model, device, cells, rows, norm=norm)
+    unit = _two_products(tower, model, device, cells, rows, norm=norm)
     if tower.window_pixels is None:
-        return counts
+        return unit
     # Cells are in window order and are permuted back.
-    moved_bytes = 2 * counts.output_bytes
+    moved_bytes = 2 * unit.output_bytes
     order = Kept("order of cells", "aten._to_copy", cells * _INDEX_BYTES)
     return replace(
-        counts,
-        moved_bytes=counts.moved_bytes + moved_bytes,
-        back_moved_bytes=counts.back_moved_bytes + moved_bytes,
-        kernels=counts.kernels + 1,
-        kept=(*counts.kept, order),
-        working=(Working(moved_bytes), *counts.working),
+        unit,
+        kernels=(*unit.kernels, *element_wise(moved_bytes, moved_bytes)),
+        kept=(*unit.kept, order),
+        working=(Working(moved_bytes), *unit.working),
     )
 
 
@@ -199,8 +190,8 @@ def _two_products(
     norm_rows: np.ndarray,
     *,
     norm: int,
-) -> Counts:
-    """Count a norm of `norm_rows` rows and `norm` parameters, and two products of folded cells."""
+) -> Unit:
+    """Return a norm of `norm_rows` rows and `norm` parameters, and two products of folded cells."""
     wide, h = tower.projector_input_size, model.language.hidden_size
     input_bytes = cells * wide * device.element_bytes
     folded = (
@@ -214,16 +205,18 @@ def _two_products(
 
 def _pooled_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
-) -> Counts:
+) -> Unit:
     """Average-pooled cells, an RMSNorm, and one replicated product without bias (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
     input_bytes = cells * tower.projector_input_size * size
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
-    return Counts(
-        products=(Product(cells, width, h),),
-        moved_bytes=input_bytes + 3 * pooled_bytes,
-        back_moved_bytes=input_bytes + 4 * pooled_bytes,
-        kernels=4,
+    return Unit(
+        kernels=(
+            *product(cells, width, h),
+            *element_wise(
+                input_bytes + 3 * pooled_bytes, input_bytes + 4 * pooled_bytes, launches=3
+            ),
+        ),
         kept=(
             Kept("averaged cells", "pool", pooled_bytes),
             Kept("norm's moments", "norm", cells * FP32_BYTES),
@@ -233,13 +226,13 @@ def _pooled_projector(
         output_bytes=output_bytes,
         working=(Working(output_bytes + pooled_bytes + input_bytes, weight=width * h),),
         forward_working=(Working(input_bytes + 2 * pooled_bytes),),
-        parameters=width + width * h,
+        other_parameters=width,
     )
 
 
 def _gated_projector(
     tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
-) -> Counts:
+) -> Unit:
     """Two replicated products (one folds cells), LayerNorm, GELU; gated MLP (GLM-4.5V)."""
     t, size = device.tensor, device.element_bytes
     wide, h = tower.projector_input_size, model.language.hidden_size
@@ -247,18 +240,18 @@ def _gated_projector(
     input_bytes, output_bytes, inner_bytes = (
         cells * width * size for width in (wide, h, inner / t)
     )
-    return Counts(
-        products=(
-            Product(cells, wide, h),
-            Product(cells, h, h),
-            Product(cells, h, 2 * inner / t),
-            Product(cells, inner / t, h),
+    return Unit(
+        kernels=(
+            *product(cells, wide, h),
+            *product(cells, h, h),
+            *product(cells, h, 2 * inner / t),
+            *product(cells, inner / t, h),
+            # Norm and GELU, SwiGLU; backward also reads their inputs.
+            *element_wise(
+                4 * output_bytes + 3 * inner_bytes, 6 * output_bytes + 5 * inner_bytes, launches=6
+            ),
+            *device.all_reduced(output_bytes, output_bytes),
         ),
-        # Norm and GELU, SwiGLU; backward also reads their inputs.
-        moved_bytes=4 * output_bytes + 3 * inner_bytes,
-        back_moved_bytes=6 * output_bytes + 5 * inner_bytes,
-        collectives=all_reduced(device, output_bytes, output_bytes),
-        kernels=10,
         kept=(
             Kept(LAST_OUTPUT, "", input_bytes, for_weights=True),
             Kept("folded cells", "downsample", output_bytes, for_weights=True),
@@ -282,11 +275,11 @@ def _gated_projector(
             ),
         ),
         forward_working=(Working(input_bytes + 2 * output_bytes + 3 * inner_bytes),),
-        parameters=(wide + 1) * h + h * h + 2 * h + -(-3 * inner * h // t),
+        other_parameters=3 * h,
     )
 
 
-_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device, np.ndarray], Counts]] = {
+_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device, np.ndarray], Unit]] = {
     "mlp": _mlp_projector,
     "pooled": _pooled_projector,
     "gated": _gated_projector,

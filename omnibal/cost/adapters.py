@@ -1,4 +1,4 @@
-"""Counts of low-rank adapters (LoRA) of a frozen unit.
+"""Low-rank adapters (LoRA) of a frozen unit.
 
 y = x W gains (x A) B (Hu et al. 2021, LoRA, arXiv 2106.09685, section 4.1), as run by
 `megatron/vlm/model/adapters.py`: all A's of a linear in one product, all B's and the sum in
@@ -10,19 +10,20 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from omnibal.cost.counts import Collectives, Counts, Device, Kept, Product
-from omnibal.cost.feed_forward_counts import EXPERT_PRODUCTS
+from omnibal.cost.device import Device
+from omnibal.cost.kernels import Kernel, KernelPass, Kernels, element_wise
+from omnibal.cost.unit import EXPERT_PRODUCTS, Kept, Unit
 from omnibal.model.adapters import AdapterConfig, Linear
 
-_KERNELS, _KERNELS_OF_A_PIECE = 2, 2
-"""Forward kernels of a linear's adapters: two products; concatenation if it has several pieces."""
+_KERNELS_OF_A_PIECE = 2
+"""Forward kernels that concatenate a piece if a linear has several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Pair:
     """Adapters of one product, on one device."""
 
-    product: Product
+    product: Kernel
     rank: int
     """Sum of ranks."""
     pieces: int
@@ -47,32 +48,24 @@ class _Pair:
 
 
 def with_adapters(
-    counts: Counts,
+    unit: Unit,
     device: Device,
     adapters: AdapterConfig,
     linears: Mapping[str, Linear],
     *,
     part: float,
-) -> Counts:
-    """Return counts of a frozen unit with adapters."""
-    pairs = list(_pairs(counts, adapters, linears, part))
+) -> Unit:
+    """Return a frozen unit with adapters."""
+    pairs = list(_pairs(unit, adapters, linears, part))
     given = {pair.product.given for pair in pairs}
     parameters = sum(pair.parameters for pair in pairs)
-    moved_bytes = [_moved(pair, device, backward=False) for pair in pairs]
-    back_moved_bytes = [_moved(pair, device, backward=True) for pair in pairs]
-    sent = sum((_exchanged(device, pair) for pair in pairs), counts.collectives)
     return replace(
-        counts,
-        moved_bytes=np.sum([counts.moved_bytes, *moved_bytes], axis=0),
-        back_moved_bytes=np.sum([counts.back_moved_bytes, *back_moved_bytes], axis=0),
-        kernels=counts.kernels
-        + _KERNELS * len(pairs)
-        + _KERNELS_OF_A_PIECE * sum(pair.pieces for pair in pairs if pair.pieces > 1),
-        collectives=sent,
+        unit,
+        kernels=(*unit.kernels, *(one for pair in pairs for one in _kernels(pair, device))),
         kept=(
             *(
                 replace(one, for_weights=one.for_weights and one.what not in given)
-                for one in counts.kept
+                for one in unit.kept
             ),
             *(
                 Kept(
@@ -83,16 +76,16 @@ def with_adapters(
                 for pair in pairs
             ),
         ),
-        parameters=counts.parameters + parameters,
+        other_parameters=unit.other_parameters + parameters,
         adapter_parameters=parameters,
     )
 
 
 def _pairs(
-    counts: Counts, adapters: AdapterConfig, linears: Mapping[str, Linear], part: float
+    unit: Unit, adapters: AdapterConfig, linears: Mapping[str, Linear], part: float
 ) -> Iterator[_Pair]:
     """Iterate over adapters of adapted products; unnamed products need `all-linear`."""
-    for product in counts.products:
+    for product in unit.products:
         linear = linears.get(product.name)
         if linear is not None:
             whole = sum(piece.outputs for piece in linear.pieces)
@@ -105,7 +98,7 @@ def _pairs(
                 divides_inputs=linear.divides_inputs,
                 part=part,
             )
-        elif (not product.is_fp32 and adapters.is_of_all) and (
+        elif (product.dtype != "fp32" and adapters.is_of_all) and (
             not product.name or (adapters.experts and product.name in EXPERT_PRODUCTS)
         ):
             yield _Pair(
@@ -118,30 +111,37 @@ def _pairs(
             )
 
 
-def _moved(pair: _Pair, device: Device, *, backward: bool) -> np.ndarray:
-    """Bytes that both products read and write, at least the equivalent of their operations.
+def _kernels(pair: _Pair, device: Device) -> Iterator[Kernel]:
+    """Both products of a pair, concatenation and exchange.
 
     Forward reads x and updates y; backward reads x and y's gradient and updates x's gradient.
     """
-    inner, outer, times = pair.product.inner, pair.product.outer, 2 if backward else 1
-    of_input, of_output = (3, 2) if backward else (1, 2)
-    flops_as_bytes = 2 * times * pair.rank * device.bytes_per_ms / device.flops_per_ms
-    size = device.element_bytes
-    input_bytes = max(of_input * size, flops_as_bytes) * inner
-    output_bytes = max(of_output * size, flops_as_bytes) * outer
-    rows_in = pair.product.rows * (1.0 if pair.divides_inputs else pair.part)
-    return rows_in * input_bytes + pair.rows_out * output_bytes
+    product, size = pair.product, device.element_bytes
+    rows_in = product.rows * (1.0 if pair.divides_inputs else pair.part)
+    sides = (rows_in, product.inner, (1, 3)), (pair.rows_out, product.outer, (2, 2))
+    passes: tuple[KernelPass, ...] = ("forward", "backward")
+    for rows, width, tensors in sides:
+        for times, of in enumerate(passes, start=1):
+            yield Kernel(
+                kind="low_rank",
+                of=of,
+                rows=rows,
+                inner=width,
+                outer=times * pair.rank,
+                bytes=tensors[times - 1] * size * width * rows,
+                launches=times,
+            )
+    if pair.pieces > 1:
+        nothing = product.nothing
+        yield from element_wise(nothing, nothing, _KERNELS_OF_A_PIECE * pair.pieces)
+    yield from _rings(device, pair)
 
 
-def _exchanged(device: Device, pair: _Pair) -> Collectives:
+def _rings(device: Device, pair: _Pair) -> Kernels:
     """Tensor-parallel exchange between A and B."""
-    if device.tensor == 1 or not pair.product.name:
-        return Collectives()
-    sent_bytes = device.sent * pair.product.rows * pair.rank * device.element_bytes
+    if not pair.product.name:
+        return ()
+    rank_bytes = pair.product.rows * pair.rank * device.element_bytes
     if pair.part < 1:  # gather or scatter
-        return Collectives(
-            forward_bytes=sent_bytes, backward_bytes=sent_bytes, passes=1, back_passes=1
-        )
-    if pair.divides_inputs:
-        return Collectives(forward_bytes=2 * sent_bytes, passes=2)
-    return Collectives(backward_bytes=2 * sent_bytes, back_passes=2)
+        return device.rings("forward", rank_bytes) + device.rings("backward", rank_bytes)
+    return device.rings("forward" if pair.divides_inputs else "backward", 2 * rank_bytes, 2)

@@ -1,0 +1,281 @@
+"""Time of kernels on one device of a cluster: a constant plus a rate per feature.
+
+Rates are shares of the data sheet's, or come from measured tables (`omnibal.cost.shaped_rates`).
+"""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Self
+
+import numpy as np
+
+from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
+from omnibal.cost.kernels import ELEMENT_BYTES, GATHERED, Kernel, KernelPass, Kernels
+from omnibal.cost.links import Group, all_to_all_line, pass_line
+from omnibal.cost.shaped_rates import Line, ProductTimes
+from omnibal.model.config import ClusterConfig, Precision
+from omnibal.model.fp8 import Fp8
+from omnibal.model.parallel import Parallel
+from omnibal.model.rates import CopyKind, CopyTime, Rates
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+
+_BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
+_TILE_ROWS = 128
+"""Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Device:
+    """Rates of one device and its tensor-parallel division."""
+
+    flops_per_ms: float
+    """Rate of attention, and of matrix products without measured times."""
+    fp32_flops_per_ms: float
+    """Rate of products in fp32."""
+    fp8: Fp8 | None = None
+    """FP8 options, or None if no product is in FP8."""
+    fp8_flops_per_ms: float = 0.0
+    """Rate of FP8 products."""
+    product_times: ProductTimes | None
+    """Measured matrix product times by shape, if available."""
+    grouped_times: ProductTimes | None = None
+    """Measured grouped product times by shape, if available."""
+    attention_times: AttentionTimes | None = None
+    """Measured attention times, if available."""
+    bytes_per_ms: float
+    """Rate of element-wise kernels."""
+    streamed_bytes_per_ms: float
+    """Rate of contiguous reads and writes of weights and gradients."""
+    ring: Line
+    """Measured latency of a ring pass, or 0, and time per byte that a rank sends."""
+    all_to_all: Line
+    """Latency of an expert-parallel all-to-all, and time per byte, over all routed bytes."""
+    kernel_ms: float
+    tensor: int
+    sequence_parallel: bool
+    """Whether the language model uses Megatron's sequence parallelism."""
+    element_bytes: int
+    runtime: RuntimeOptions = OWN_RUNTIME
+    loss_slowdown: float = 1.0
+    """Time per byte of loss kernels relative to other element-wise kernels."""
+    permute_slowdown: float = 1.0
+    """Time per byte of permutation kernels relative to other element-wise kernels."""
+    expert: int = 1
+    """Expert-parallel size."""
+
+    @classmethod
+    def of(
+        cls,
+        cluster: ClusterConfig,
+        parallel: Parallel,
+        precision: Precision,
+        runtime: RuntimeOptions = OWN_RUNTIME,
+    ) -> Self:
+        """Return a device of a cluster, with measured rates if available."""
+        rates, fp8_flops_per_ms, fp8 = cluster.measured(precision), 0.0, None
+        if precision == "fp8":
+            share = cluster.fp8_efficiency or cluster.matmul_efficiency
+            fp8_flops_per_ms, fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
+        streamed = streamed_bytes_per_ms(cluster, precision)
+        element_bytes = ELEMENT_BYTES[precision]
+        precision = "bf16" if precision == "fp8" else precision  # of operations not in the table
+        plain = _fastest(rates, "plain")
+        # Kernel latency and the rate of element-wise kernels are measured together.
+        latency_ms = plain.latency_ms if plain else None
+        bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
+        if plain is not None and latency_ms is not None:
+            bytes_per_ms = plain.bytes_per_ms
+
+        def slowdown(kind: CopyKind) -> float:
+            found = _fastest(rates, kind)
+            return 1.0 if found is None else bytes_per_ms / found.bytes_per_ms
+
+        # fp32 products regardless of the precision; without an fp32 peak, the precision's peak.
+        fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
+        experts = all_to_all_line(cluster, Group(parallel.expert), precision)
+        to_others = (parallel.expert - 1) / parallel.expert
+        products, grouped, attention = _times_of(rates) if rates else (None, None, None)
+        return cls(
+            flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
+            fp32_flops_per_ms=cluster.tflops(fp32) * 1e9 * cluster.matmul_efficiency,
+            fp8=fp8,
+            fp8_flops_per_ms=fp8_flops_per_ms,
+            product_times=products,
+            grouped_times=grouped,
+            attention_times=attention,
+            bytes_per_ms=bytes_per_ms,
+            streamed_bytes_per_ms=streamed,
+            ring=pass_line(cluster, Group(parallel.tensor), precision),
+            all_to_all=Line(fixed_ms=experts.fixed_ms, each_ms=experts.each_ms * to_others),
+            kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
+            permute_slowdown=slowdown("permute"),
+            loss_slowdown=slowdown(
+                "fused_cross_entropy" if runtime.fused_loss else "cross_entropy"
+            ),
+            tensor=parallel.tensor,
+            sequence_parallel=parallel.sequence_parallel,
+            element_bytes=element_bytes,
+            runtime=runtime,
+            expert=parallel.expert,
+        )
+
+    @property
+    def whole(self) -> float:
+        """Share of language tensors between parallel blocks that a rank holds."""
+        return 1 / self.tensor if self.sequence_parallel else 1.0
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether measured weight gradients include their accumulation."""
+        return self.product_times is not None and self.product_times.accumulates
+
+    def ms(self, kernel: Kernel) -> np.ndarray:
+        """Time of a kernel, [features].
+
+        A ring overlapped with its product is split into one part per tensor-parallel rank; only the
+        first or the last part is exposed (Transformer Engine's user buffers), if products take
+        longer.
+        """
+        match kernel.kind:
+            case "product":
+                time_ms = self._product_ms(kernel)
+            case "attention" | "other_attention":
+                time_ms = self._attention_ms(kernel)
+            case "low_rank":
+                bytes_ms = kernel.bytes / self.bytes_per_ms
+                time_ms = np.maximum(bytes_ms, kernel.flops / self.flops_per_ms)
+            case "accumulation":
+                return kernel.bytes / self.streamed_bytes_per_ms
+            case "ring":
+                parts = self.tensor if self.runtime.overlap_tensor else 1
+                return _at(self.ring, kernel.bytes, kernel.passes) / parts
+            case "all_to_all":
+                return _at(self.all_to_all, kernel.bytes, kernel.launches)
+            case _:
+                slowdowns = {"loss": self.loss_slowdown, "permutation": self.permute_slowdown}
+                time_ms = kernel.bytes * slowdowns.get(kernel.kind, 1.0) / self.bytes_per_ms
+        time_ms[0] += kernel.launches * self.kernel_ms
+        return time_ms
+
+    def _product_ms(self, kernel: Kernel) -> np.ndarray:
+        """Time of one pass of a product, [features]. A grouped product is one kernel."""
+        groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
+        assert kernel.of != "backward"
+        if groups > 1 and self.grouped_times is not None and kernel.dtype != "fp32":
+            line = self.grouped_times.line(kernel.of, *sizes, groups=groups)
+            time_ms = _at(line, kernel.rows)
+        else:
+            rows = kernel.rows + 0.0
+            if groups > 1:  # padded to full tiles
+                rows[0] += groups * _TILE_ROWS / 2
+            each_ms = 2 * kernel.inner * kernel.outer
+            if kernel.dtype == "fp32":
+                return rows * each_ms / self.fp32_flops_per_ms
+            if self.product_times is not None:
+                time_ms = _at(self.product_times.line(kernel.of, *sizes), rows)
+            else:
+                time_ms = rows * each_ms / self.flops_per_ms
+        # FP8 speeds up all shapes by the ratio of peak rates to bf16.
+        return time_ms * (self.flops_per_ms / self.fp8_flops_per_ms if kernel.dtype else 1.0)
+
+    def _attention_ms(self, kernel: Kernel) -> np.ndarray:
+        """Time of softmax or other attention, [features]."""
+        scale = 1.0 if kernel.of == "forward" else _BACKWARD_OF_ATTENTION
+        operations = scale * 2 * kernel.heads * kernel.elements
+        of: AttentionPass = "forward" if kernel.of == "forward" else "backward"
+        times = self.attention_times
+        if times is None or kernel.kind == "other_attention":
+            return kernel.pairs * operations / self.flops_per_ms
+        tokens = self.runtime.sample_tokens if kernel.causal else None
+        line = times.line(of, kernel.elements, causal=kernel.causal, tokens=tokens)
+        # In full tiles of keys: half a tile per query is padding.
+        return _at(line, (kernel.pairs + TILE / 2 * kernel.rows) * operations)
+
+    def rings(
+        self,
+        of: KernelPass,
+        all_bytes: np.ndarray,
+        passes: int = 1,
+        *,
+        launches: int = 1,
+        name: str = "",
+    ) -> Kernels:
+        """Return tensor-parallel exchange, an all-gather or reduce-scatter by default.
+
+        An all-reduce has two passes.
+
+        Args:
+            all_bytes: of the tensors, summed over passes. A rank sends all shares except one.
+        """
+        if self.tensor == 1:
+            return ()
+        sent = (self.tensor - 1) / self.tensor
+        ring = Kernel(
+            kind="ring",
+            of=of,
+            bytes=sent * all_bytes,
+            launches=launches,
+            passes=passes,
+            name=name,
+        )
+        return (ring,)
+
+    def all_reduced(
+        self, forward_bytes: np.ndarray, backward_bytes: np.ndarray, times: int = 1
+    ) -> Kernels:
+        """Return `times` all-reduces per direction, each a reduce-scatter and an all-gather."""
+        return (
+            *self.rings("forward", 2 * times * forward_bytes, 2 * times, launches=times),
+            *self.rings("backward", 2 * times * backward_bytes, 2 * times, launches=times),
+        )
+
+    def gather_buffer(self, tensor_bytes: np.ndarray) -> np.ndarray:
+        """Bytes of a tensor if sequence parallelism gathers it, else 0, [features]."""
+        return self.sequence_parallel * tensor_bytes
+
+    def whole_inputs(self, block_bytes: np.ndarray) -> Kernels:
+        """Exchange of a block, given the bytes of its unsharded input and output.
+
+        Gathered and scattered in both directions, or all-reduced (Korthikanti et al. 2022, arXiv
+        2205.05198, section 4.2.2).
+        """
+        if not self.sequence_parallel:
+            return self.all_reduced(block_bytes, block_bytes)
+        gathers: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
+        return (
+            *(one for of in gathers for one in self.rings(of, block_bytes, name=GATHERED)),
+            *self.rings("forward", block_bytes),
+            *self.rings("backward", block_bytes),
+        )
+
+
+def _at(line: Line, size: np.ndarray, times: float = 1) -> np.ndarray:
+    """Time of a size [features] with `times` constants, [features]."""
+    time_ms = size * line.each_ms
+    time_ms[0] += times * line.fixed_ms
+    return time_ms
+
+
+@lru_cache(maxsize=64)
+def _times_of(
+    rates: Rates,
+) -> tuple[ProductTimes | None, ProductTimes | None, AttentionTimes | None]:
+    """Times of products, grouped products and attention, fitted once, or None if not measured."""
+    products, grouped = (
+        ProductTimes.of(measured, rates.tflops) if measured else None
+        for measured in (rates.products, rates.grouped)
+    )
+    attention = rates.attention
+    return products, grouped, AttentionTimes.of(attention, rates.tflops) if attention else None
+
+
+def streamed_bytes_per_ms(cluster: ClusterConfig, precision: Precision) -> float:
+    """Rate of long contiguous device memory reads and writes, measured if available."""
+    plain = _fastest(cluster.measured(precision), "plain")
+    return plain.bytes_per_ms if plain is not None else cluster.memory_gb_per_s * 1e6
+
+
+def _fastest(rates: Rates | None, kind: CopyKind) -> CopyTime | None:
+    """Return the fastest measured copy of a kind within the memory, or None if not measured."""
+    found = [one for one in (rates.copies if rates else ()) if one.kind == kind]
+    return max(found, key=lambda one: one.bytes_per_ms, default=None)

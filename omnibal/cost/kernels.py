@@ -1,0 +1,168 @@
+"""Kernels that a unit launches in its passes; vectors have one entry per feature.
+
+A unit's cost is a list of kernels: `omnibal.cost.device.Device.ms` is the time of each.
+"""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+import numpy as np
+
+from omnibal.model.config import Precision
+from omnibal.model.rates import Pass
+
+ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
+FP32_BYTES = 4  # bytes of a number
+
+KernelKind = Literal[
+    "product",
+    "low_rank",
+    "attention",
+    "other_attention",
+    "element_wise",
+    "permutation",
+    "loss",
+    "accumulation",
+    "ring",
+    "all_to_all",
+]
+"""Kinds: `low_rank` is a product of an adapter, `other_attention` not softmax, `accumulation` adds
+gradients to those of the step, `ring` is tensor-parallel and `all_to_all` expert-parallel."""
+KernelPass = Literal[Pass, "backward"]
+"""Pass of a kernel. An input gradient runs if something before needs it, a weight gradient if the
+unit is trained, and the rest of a backward always."""
+EXCHANGES: tuple[KernelKind, ...] = ("ring", "all_to_all")
+
+
+def _nothing() -> np.ndarray:
+    return np.zeros(())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Features:
+    """Names of the features that counts are linear in."""
+
+    names: tuple[str, ...]
+
+    def one(self, name: str) -> np.ndarray:
+        """Unit vector of a feature, [features]."""
+        vector = np.zeros(len(self.names))
+        vector[self.names.index(name)] = 1.0
+        return vector
+
+    @property
+    def none(self) -> np.ndarray:
+        """Vector of zeros, [features]."""
+        return np.zeros(len(self.names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kernel:
+    """One kernel, or several of one kind, in a pass of a unit on one device."""
+
+    kind: KernelKind
+    of: KernelPass = "forward"
+    rows: np.ndarray = field(default_factory=_nothing)
+    """Input rows of a product, over all groups; queries of attention; [features]."""
+    inner: float = 0.0
+    outer: float = 0.0
+    groups: int = 1
+    """Products of this size in one kernel that share the rows evenly (experts)."""
+    pairs: np.ndarray = field(default_factory=_nothing)
+    """Query-key pairs of attention, [features]; causal attention sees half of the square."""
+    heads: float = 0.0
+    elements: float = 0.0
+    """Elements per head of q and k, and of v."""
+    causal: bool = False
+    bytes: np.ndarray = field(default_factory=_nothing)
+    """Bytes that another kernel reads and writes, or sends, [features]."""
+    dtype: Literal["fp32", "fp8"] | None = None
+    """Dtype of a product that is not in the job's, with casts of both operands apart."""
+    launches: int = 1
+    passes: int = 1
+    """Ring passes of all launches; two in an all-reduce."""
+    waits: int = 0
+    """Times that the host waits for its result."""
+    name: str = ""
+    """Linear's name as in `omnibal.model.adapters.linears`, or `GATHERED`."""
+    given: str = ""
+    """Name of the `Kept` line that is its input."""
+
+    @property
+    def nothing(self) -> np.ndarray:
+        """Vector of zeros, [features]."""
+        return 0 * (self.rows + self.bytes)
+
+    @property
+    def weights(self) -> float:
+        """Number of weights of a product."""
+        return self.inner * self.outer * self.groups
+
+    @property
+    def flops(self) -> np.ndarray:
+        """Operations of a product or attention without recomputed scores, [features]."""
+        of_pairs = 4 if self.of == "backward" else 2
+        flops = self.rows * 2 * (self.inner * self.outer)
+        return flops + self.pairs * of_pairs * (self.heads * self.elements)
+
+
+Kernels = tuple[Kernel, ...]
+GATHERED = "gathered input or gradient"
+"""Name of a ring that gathers an operand of products, in their dtype."""
+
+
+def product(
+    rows: np.ndarray,
+    inner: float,
+    outer: float,
+    *,
+    groups: int = 1,
+    dtype: Literal["fp32"] | None = None,
+    name: str = "",
+    given: str = "",
+) -> Kernels:
+    """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
+    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+    return tuple(
+        Kernel(
+            kind="product",
+            of=of,
+            rows=rows,
+            inner=inner,
+            outer=outer,
+            groups=groups,
+            dtype=dtype,
+            name=name,
+            given=given,
+        )
+        for of in passes
+    )
+
+
+def attention(
+    pairs: np.ndarray,
+    rows: np.ndarray,
+    heads: float,
+    elements: float,
+    *,
+    causal: bool = False,
+    kind: Literal["attention", "other_attention"] = "attention",
+) -> Kernels:
+    """Return the kernels of attention over all query-key pairs, or over tokens if not softmax."""
+    forward = Kernel(
+        kind=kind, pairs=pairs, rows=rows, heads=heads, elements=elements, causal=causal
+    )
+    return forward, replace(forward, of="backward", launches=2)
+
+
+def element_wise(
+    forward_bytes: np.ndarray,
+    backward_bytes: np.ndarray,
+    launches: int = 1,
+    kind: Literal["element_wise", "permutation", "loss"] = "element_wise",
+) -> Kernels:
+    """Return kernels that read and write bytes, twice as many in backward."""
+    return (
+        Kernel(kind=kind, bytes=forward_bytes, launches=launches),
+        Kernel(kind=kind, of="backward", bytes=backward_bytes, launches=2 * launches),
+    )

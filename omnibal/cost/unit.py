@@ -1,0 +1,162 @@
+"""Kernels and memory of one unit on one device; vectors have one entry per feature."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from omnibal.cost.kernels import Kernels
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """One line of the activations kept from forward to backward."""
+
+    what: str
+    made_by: str
+    """Megatron-core name of the producing module, or the fused operation, empty for unit inputs."""
+    bytes: np.ndarray
+    """Bytes on one device, [features]."""
+    for_weights: bool = False
+    """Whether only weight gradients need it, so that a frozen unit frees it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Working:
+    """Working memory at a moment of backward, without kept activations."""
+
+    bytes: np.ndarray
+    """Bytes of the micro-batch's tensors, [features]."""
+    weight: float = 0
+    """Elements of the weight gradient computed then; core allocates it in the weight's dtype."""
+    gone: tuple[str, ...] = ()
+    """Names of kept lines freed by then."""
+    after: int = 0
+    """Last products with output gradients freed by then, unless weights are deferred."""
+    of_words: bool = False
+    """Whether the weight is an embedding's, not a product's."""
+    beside_logits: bool = False
+    """Whether an unfused loss writes a gradient next to the logits."""
+
+    def moved_back(self, kept: Sequence[str], products: int) -> "Working":
+        """Return the moment if later kept lines are freed and later products done by then."""
+        return replace(self, gone=(*kept, *self.gone), after=self.after + products)
+
+
+EXPERT_PRODUCTS = ("mlp.experts.linear_fc1", "mlp.experts.linear_fc2")
+"""Names of the grouped expert products."""
+FIRST_OUTPUT, SECOND_OUTPUT = "first norm's output", "second norm's output"
+"""Kept lines of a layer: inputs of its two blocks."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Work:
+    """Kernels and memory of a unit, or of its attention or feed-forward."""
+
+    kernels: Kernels
+    """Kernels of all passes. Products are in forward's order."""
+    kept: tuple[Kept, ...]
+    """Activations kept if the unit has a backward, including its input."""
+    working: tuple[Working, ...] = ()
+    """Moments of backward. A block's exclude activations freed by later blocks."""
+    gathered_bytes: np.ndarray | float = 0.0
+    """Widest gathered input; core has one such buffer per stage."""
+    other_parameters: float = 0
+    """Parameters on this device without experts and weights of products."""
+    expert_biases: int = 0
+
+    @property
+    def product_weights(self) -> float:
+        """Weights of all products."""
+        return sum(one.weights for one in self.products)
+
+    @property
+    def parameters(self) -> int:
+        """Parameters on this device, including experts and adapters."""
+        weights = self.product_weights + self.other_parameters
+        return math.ceil(weights - 1e-6) + self.expert_biases  # a third is inexact
+
+    @property
+    def expert_parameters(self) -> int:
+        """Expert parameters on this device."""
+        experts = sum(one.weights for one in self.products if one.name in EXPERT_PRODUCTS)
+        return round(experts) + self.expert_biases
+
+    @property
+    def forward(self) -> Kernels:
+        """Kernels of forward."""
+        return tuple(kernel for kernel in self.kernels if kernel.of == "forward")
+
+    @property
+    def products(self) -> Kernels:
+        """Matrix products of forward."""
+        return tuple(kernel for kernel in self.forward if kernel.kind == "product")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Unit(Work):
+    """One unit, with its input and output."""
+
+    boundary_bytes: np.ndarray
+    output_bytes: np.ndarray
+    late_working: tuple[Working, ...] = ()
+    """Extra moments with deferred weight gradients, with their inputs still held."""
+    forward_working: tuple[Working, ...] = ()
+    """Moments of forward if the unit has no backward."""
+    passing_bytes: np.ndarray | float = 0.0
+    """Memory held during the forward of the micro-batch and not kept."""
+    adapter_parameters: int = 0
+    """Adapter parameters, part of `other_parameters`: all trained parameters of the unit."""
+    begins_with_weights: bool = False
+    """Whether the unit needs no input gradient unless an earlier unit is trained."""
+
+    def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
+        """Kept activations; frozen units drop inputs of weight gradients."""
+        return tuple(line for line in self.kept if trained or not line.for_weights)
+
+    def working_bytes(self, each: Working, *, trained: bool) -> np.ndarray:
+        """Working memory at a moment, without the weight's gradient, [features]."""
+        gone = [line.bytes for line in self.kept_lines(trained=trained) if line.what in each.gone]
+        return each.bytes - np.sum([0 * each.bytes, *gone], axis=0)
+
+    def kept_bytes(self, *, trained: bool) -> np.ndarray:
+        """Bytes of kept activations, [features]."""
+        lines = self.kept_lines(trained=trained)
+        return np.sum([0 * self.boundary_bytes, *(line.bytes for line in lines)], axis=0)
+
+
+def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
+    """Combine units that run in sequence, with backward from the last.
+
+    Args:
+        units: a prefix of the names of kept activations, and the unit.
+    """
+    working: list[Working] = []
+    for place, (prefix, unit) in enumerate(units):
+        later = units[place + 1 :]
+        later_kept = [f"{name}{line.what}" for name, other in later for line in other.kept]
+        later_products = sum(len(other.products) for _, other in later)
+        for moment in unit.working:
+            own = replace(moment, gone=tuple(f"{prefix}{what}" for what in moment.gone))
+            working.append(own.moved_back(later_kept, later_products))
+    parts = [unit for _, unit in units]
+    gathered_bytes = np.broadcast_arrays(*(unit.gathered_bytes for unit in parts))
+    return replace(
+        parts[-1],
+        kernels=tuple(
+            replace(kernel, given=f"{prefix}{kernel.given}" if kernel.given else "")
+            for prefix, unit in units
+            for kernel in unit.kernels
+        ),
+        kept=tuple(
+            replace(line, what=f"{prefix}{line.what}")
+            for prefix, unit in units
+            for line in unit.kept
+        ),
+        boundary_bytes=parts[0].boundary_bytes,
+        working=tuple(working),
+        gathered_bytes=np.max(gathered_bytes, axis=0),
+        other_parameters=sum(unit.other_parameters for unit in parts),
+        expert_biases=sum(unit.expert_biases for unit in parts),
+    )
