@@ -35,11 +35,9 @@ from functools import partial
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.adapters import with_adapters
+from omnibal.cost.casts import weight_copy_bytes
 from omnibal.cost.deferred import late_bytes, late_products, two_part_bytes
 from omnibal.cost.device import Device
-from omnibal.cost.encoders import clips_embed, encoder_projector, items_layer, tiles_embed
-from omnibal.cost.fp8 import weight_copy_bytes
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Features, Kernel
 from omnibal.cost.language import head, language_embed, language_layer
@@ -50,9 +48,11 @@ from omnibal.cost.links import (
     ring_ms_per_byte,
     state_group,
 )
+from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
+from omnibal.cost.towers import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
-from omnibal.cost.unit import Kept, Unit
+from omnibal.cost.work import Kept, Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder

@@ -10,7 +10,7 @@ import numpy as np
 
 from omnibal.cost.device import Device
 from omnibal.cost.kernels import FP32_BYTES, Features, Kernels, attention, element_wise, product
-from omnibal.cost.unit import FIRST_OUTPUT, Kept, Work, Working
+from omnibal.cost.work import FIRST_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
 from omnibal.model.units import attended_feature

@@ -8,7 +8,7 @@ import numpy as np
 
 from omnibal.cost.device import Device
 from omnibal.cost.kernels import Kernel, Kernels
-from omnibal.cost.unit import EXPERT_PRODUCTS, Unit, Working
+from omnibal.cost.work import EXPERT_PRODUCTS, Unit, Working
 from omnibal.model.units import HEAD, LANGUAGE, UnitKind
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from omnibal.cost.device import Device
 from omnibal.cost.kernels import FP32_BYTES, Features, Kernel, Kernels, element_wise, product
-from omnibal.cost.unit import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Working
+from omnibal.cost.work import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
 

@@ -13,7 +13,8 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.encoders import (
+from omnibal.cost.kernels import FP32_BYTES, Features, element_wise, product
+from omnibal.cost.towers import (
     LAST_OUTPUT,
     LayerForm,
     encoder_layer,
@@ -21,8 +22,7 @@ from omnibal.cost.encoders import (
     norm_parameters,
     two_products,
 )
-from omnibal.cost.kernels import FP32_BYTES, Features, element_wise, product
-from omnibal.cost.unit import Kept, Unit, Working, one_after_another
+from omnibal.cost.work import Kept, Unit, Working, one_after_another
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ImagesEncoder
 from omnibal.model.units import UnitKind

@@ -5,11 +5,11 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.attention import attention_block
+from omnibal.cost.casts import in_fp8
 from omnibal.cost.device import Device
 from omnibal.cost.feed_forward import feed_forward
-from omnibal.cost.fp8 import in_fp8
 from omnibal.cost.kernels import FP32_BYTES, Features, KernelPass, element_wise, product
-from omnibal.cost.unit import (
+from omnibal.cost.work import (
     FIRST_OUTPUT,
     SECOND_OUTPUT,
     Kept,

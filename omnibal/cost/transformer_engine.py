@@ -15,7 +15,7 @@ from dataclasses import replace
 from omnibal.cost.attention import attention_widths
 from omnibal.cost.kernels import Features
 from omnibal.cost.model import CostModel, LibraryBuffer
-from omnibal.cost.unit import Unit, Working
+from omnibal.cost.work import Unit, Working
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import ContextExchange, Level
 

@@ -12,14 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from omnibal.cost.adapters import with_adapters
 from omnibal.cost.device import Device
-from omnibal.cost.encoders import clips_embed, encoder_projector, items_layer, tiles_embed
 from omnibal.cost.images import images_embed, images_layer, images_projector
 from omnibal.cost.kernels import EXCHANGES, Features, KernelPass
 from omnibal.cost.language import head, language_embed, language_layer
+from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.shaped_rates import Line
-from omnibal.cost.unit import Unit
+from omnibal.cost.towers import clips_embed, encoder_projector, items_layer, tiles_embed
+from omnibal.cost.work import Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder

@@ -21,7 +21,7 @@ from megatron.vlm.measure.profiler import random_batch
 from megatron.vlm.measure.replay import standing_in
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.analytic import kept_lines
-from omnibal.cost.encoders import LAST_OUTPUT
+from omnibal.cost.towers import LAST_OUTPUT
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.config import load_cluster, load_model

@@ -6,7 +6,7 @@ import numpy as np
 
 from omnibal.cost.device import Device
 from omnibal.cost.kernels import FP32_BYTES, Features, attention, element_wise, product
-from omnibal.cost.unit import FIRST_OUTPUT, SECOND_OUTPUT, Kept, Unit, Working
+from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, Kept, Unit, Working
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
 from omnibal.model.units import UnitKind

@@ -12,7 +12,7 @@ import numpy as np
 
 from omnibal.cost.device import Device
 from omnibal.cost.kernels import Kernel, KernelPass, Kernels, element_wise
-from omnibal.cost.unit import EXPERT_PRODUCTS, Kept, Unit
+from omnibal.cost.work import EXPERT_PRODUCTS, Kept, Unit
 from omnibal.model.adapters import AdapterConfig, Linear
 
 _KERNELS_OF_A_PIECE = 2

@@ -13,7 +13,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.cost.device import Device
 from omnibal.cost.kernels import GATHERED, Kernel, Kernels, element_wise
-from omnibal.cost.unit import Kept, Unit
+from omnibal.cost.work import Kept, Unit
 from omnibal.model.fp8 import FP8_MULTIPLE
 
 _BF16_BYTES, _COPIES = 2, 2
