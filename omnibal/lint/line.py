@@ -55,6 +55,8 @@ class Sizes:
     experts: int
     """Routed experts of a layer, or 0."""
     is_latent: bool
+    has_output_gate: bool
+    """Whether attention's output has a gate (Qwen3.5)."""
     linear: LinearAttention | None
     """Gated delta net, if any."""
     prediction_layers: int
@@ -220,6 +222,7 @@ def line_of(launch: Launch, model: ModelConfig) -> Line:
         query_groups=language.heads if is_latent else language.kv_heads,
         experts=max((mixture.experts for mixture in mixtures), default=0),
         is_latent=is_latent,
+        has_output_gate=language.output_gate,
         linear=linear[0] if linear else None,
         prediction_layers=language.prediction_layers,
     )

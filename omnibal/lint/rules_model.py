@@ -37,6 +37,18 @@ def query_groups_divide_tensor(line: Line) -> Problems:
         yield f"{groups} heads of k and v and TP {tensor}", "choose another TP"
 
 
+@rule(
+    f"core/transformer/attention.py:1218, {CORE}",
+    severity="refused-at-first-step",
+    launchers=set(Launcher) - {Launcher.LOONGFORGE},
+)
+def gates_have_heads(line: Line) -> Problems:
+    """With output gates, TP must not exceed the heads of k and v: gates are not divided further."""
+    groups, tensor = line.sizes.query_groups, line.launch.tensor
+    if line.sizes.has_output_gate and groups < tensor:
+        yield f"{groups} heads of k and v, output gates and TP {tensor}", f"use TP {groups} or less"
+
+
 @core_config("975-980")
 def delta_heads_divide_tensor(line: Line) -> Problems:
     """Both must be multiples of the tensor size."""

@@ -262,7 +262,9 @@ def _divided_sizes(model: ModelConfig) -> dict[str, int]:
     towers = model.encoders.items()
     sizes = {f"{name}.ffn_hidden_size": tower.ffn_hidden_size for name, tower in towers}
     made = (language.heads + 2 * language.kv_heads) * language.head_width
-    sizes |= {"language.heads": language.heads, _KV_HEADS: language.kv_heads}
+    # Megatron-core 0.16.1 copies no output gate (`core/transformer/attention.py:1218`).
+    key_values = f"{_KV_HEADS} (with output_gate)" if language.output_gate else _KV_HEADS
+    sizes |= {"language.heads": language.heads, key_values: language.kv_heads}
     sizes["language's rows of q, k and v"] = made
     for kind in dict.fromkeys(language.kinds):
         if kind.experts is None:

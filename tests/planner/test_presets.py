@@ -203,6 +203,16 @@ def test_sizes_of_the_paper_are_accepted(name, parallel):
     check_parallel(load_model(name), parallel, load_cluster("a100-80g"))
 
 
+def test_heads_are_copied_to_multiples_of_them():
+    """Prevents: NVIDIA's TP 8 of 4 key-value heads refused, and gates that core does not copy."""
+    cluster = load_cluster("h100-80g")
+    eight = Parallel(tensor=8, pipeline=1, sequence_parallel=True)
+    check_parallel(load_model("qwen3-30b-a3b"), eight, cluster)
+    for name in ("qwen2.5-7b", "qwen3.5-35b-a3b"):
+        with pytest.raises(UserError, match=r"size 8 does not divide language.(heads|kv_he)"):
+            check_parallel(load_model(name), eight, cluster)
+
+
 @pytest.mark.parametrize(
     ("typo", "meant"),
     [
