@@ -94,6 +94,18 @@ def _notes(plan: Plan) -> Iterator[str]:
         f"`{_PROGRAM}` is yours, with the flags of the model itself and the tokenizer: Megatron-LM "
         "has none that are the same for all vision-language models."
     )
+    language = plan.model.language
+    unusual = {
+        "--squared-relu": language.activation == "squared_relu",
+        "no --swiglu": language.activation != "gated",
+        "--position-embedding-type learned_absolute": language.positions == "learned",
+        "--normalization LayerNorm": language.norm_bias or language.activation == "gelu",
+        "no --disable-bias-linear": language.bias,
+        "--softmax-type learnable": language.sinks,
+    }
+    given = [flag for flag, has in unusual.items() if has]
+    if given:
+        yield f"{plan.model.name} is built with {', '.join(given)}."
     yield (
         "The first stage holds the encoders beside its layers of the language model, as in "
         "examples/multimodal; the split counts layers of the language model alone."

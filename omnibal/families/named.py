@@ -12,11 +12,15 @@ from omnibal.families.hub import config_notes, read_hub_config
 from omnibal.model.config import ModelConfig, config_file, load_model, preset_names
 
 _IDS_FILE = Path(__file__).parents[1] / "presets" / "hub_ids.toml"
+_SEPARATORS = re.compile("[-_.]")
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.toml)(?<!\.json)")
 
 
 def named_model(name_or_path: str) -> ModelConfig:
-    """Read a model by preset name or hub id, from TOML, or from a hub's `config.json` or folder."""
+    """Read a model by preset name or hub id, from TOML, or from a hub's `config.json` or folder.
+
+    Presets are found as "Llama3_8B" too.
+    """
     name = _preset_or_path(name_or_path)
     path = _hub_file(name)
     return load_model(name) if path is None else read_hub_config(path)
@@ -58,9 +62,12 @@ def hub_ids() -> dict[str, list[str]]:
 
 
 def _preset_or_path(given: str) -> str:
-    """Return the preset of a hub id; other values unchanged."""
-    if HUB_ID.fullmatch(given) is None or Path(given).exists():
+    """Return the preset of a hub id, or of a name in another spelling; other values unchanged."""
+    if given in preset_names("models") or Path(given).exists():
         return given
+    spelt = {_SEPARATORS.sub("", name): name for name in preset_names("models")}
+    if HUB_ID.fullmatch(given) is None:
+        return spelt.get(_SEPARATORS.sub("", given.lower()), given)
     presets = {one.lower(): preset for preset, ids in hub_ids().items() for one in ids}
     if given.lower() in presets:
         return presets[given.lower()]

@@ -99,6 +99,16 @@ def test_megatron_lm_is_told_split_recomputation_and_batch():
     assert exported.settings.splitlines()[0] == "layout in full: Ett|tttt|ttt|tttL"
 
 
+def test_a_model_without_gates_is_told_with_its_flags():
+    """Prevents: GPT-3 or Nemotron-4 built with SwiGLU and rotary positions by habit."""
+    nemotron = LARGER.with_tower("language", activation="squared_relu", norm_bias=True)
+    notes = megatron_lm.export(planned(stages_of(LARGER, 6, 6), model=nemotron)).notes
+    said = "--squared-relu, no --swiglu, --normalization LayerNorm."
+    assert any(note.endswith(said) for note in notes)
+    usual = megatron_lm.export(planned(stages_of(LARGER, 6, 6))).notes
+    assert not any("is built with" in note for note in usual)
+
+
 def test_experts_are_never_divided():
     """Prevents expert tensor parallelism, whose size is the tensor size where no flag says it."""
     given = planned(stages_of(MIXED, 6, 6), model=MIXED, sizes={"expert": 2})

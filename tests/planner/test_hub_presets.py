@@ -151,6 +151,15 @@ def test_a_hub_id_finds_a_preset_of_its_size(name):
             assert stored == pytest.approx(float(billions) * 1e9, rel=0.3), one
 
 
+def test_presets_are_found_in_other_spellings():
+    """Prevents: `deepseekv2` or `Llama3_70B` of a script that finds no model, or another one."""
+    names = preset_names("models")
+    assert len({re.sub("[-_.]", "", name) for name in names}) == len(names)
+    for given, meant in (("deepseekv2", "deepseek-v2"), ("Llama3_70B", "llama3-70b")):
+        assert named_model(given) == load_model(meant)
+        assert model_notes(given) == [f"{given} is planned as the preset {meant}"]
+
+
 @pytest.mark.parametrize("given", ["acme/Vision-7B", "Qwen/Qwen3-VL-9B-Instruct"])
 def test_an_unknown_hub_id_says_what_to_download(given):
     """Prevents: 80 names of presets as the answer to a model that none is of."""
