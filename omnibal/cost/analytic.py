@@ -1,30 +1,20 @@
 """Costs by counting operations and bytes at a cluster's rates.
 
-Rates are shares of the data sheet's, or come from measured tables (`omnibal.cost.shaped_rates`).
-Forward time of a unit is the sum of four counts, without overlap:
+A unit is two lists of kernels (`omnibal.cost.kernels`), forward's and backward's, that run one
+after another; `omnibal.cost.device` has the time of each. A layer's products have 24 s h^2 + 4 s^2
+h operations per sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, appendix),
+generalised to grouped-query attention, SwiGLU and any feed-forward size; causal attention does half
+of the squared term. Backward has a product for each gradient that is needed; attention's has 2.5
+times forward's operations, as it recomputes scores (Dao 2023, FlashAttention-2, arXiv 2307.08691,
+section 3.3). Element-wise kernels read and write what this project's fused kernels do. Gradients
+are accumulated in fp32.
 
-* matrix products, at `matmul_efficiency` of peak: 24 s h^2 + 4 s^2 h operations per layer and
-  sequence (Narayanan et al. 2021, Megatron-LM, arXiv 2104.04473, appendix), generalised to
-  grouped-query attention, SwiGLU and any feed-forward size. Causal attention does half of the
-  squared term. Backward is twice forward, or once if only the input's gradient is needed;
-  attention's is 2.5 times, as it recomputes scores (Dao 2023, FlashAttention-2, arXiv 2307.08691,
-  section 3.3).
-* element-wise passes, in bytes read and written by this project's fused kernels, at
-  `memory_efficiency` of the memory's rate. Norms and residuals are not divided by tensor
-  parallelism. A smaller share describes systems with fewer fused kernels.
-* tensor-parallel collectives: two all-reduces of the layer's output per direction; under sequence
-  parallelism all-gathers and reduce-scatters, and two more gathers in backward (Korthikanti et al.
-  2022, arXiv 2205.05198, section 4.2.2).
-* kernel launches at `kernel_us`; backward also accumulates fp32 gradients.
-
-Activations follow Korthikanti et al., section 4, without dropout masks (32 s h bytes per layer) and
-with flash attention (one fp32 log-sum-exp per head); `kept_lines` lists all. Tensors between the
-parallel blocks are replicated on tensor-parallel ranks, or divided under sequence parallelism. A
-frozen layer keeps only what the gradient of its input needs.
+Activations follow Korthikanti et al. 2022 (arXiv 2205.05198), section 4, without dropout masks (32
+s h bytes per layer) and with flash attention; `kept_lines` lists all. Tensors between the parallel
+blocks are replicated on tensor-parallel ranks, or divided under sequence parallelism.
 
 Not counted: the all-reduce of sums for q/k norms over all heads under tensor parallelism. If a job
-spans nodes, every cut is charged the network's rate. `tools/replay.py --fake-device` counts the
-bytes and kernels of the fused layers.
+spans nodes, every cut is charged the network's rate.
 """
 
 import math
@@ -215,9 +205,9 @@ def _parameter_rates(
     averages = runtime.averages_gradients and shards > 1
     zeroed_bytes = gradient_bytes / (shards if divides_gradients else 1)
     moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
-    update_ms = moved_bytes / device.streamed_bytes_per_ms
+    update_ms = moved_bytes / device.bytes_per_ms["accumulation"]
     if device.fp8 is not None:  # weights are quantised once a step; embedding and head count too
-        update_ms += device.fp8.cast_bytes / device.bytes_per_ms
+        update_ms += device.fp8.cast_bytes / device.bytes_per_ms["element_wise"]
     byte_ms = partial(ring_ms_per_byte, cluster, group, precision)
     # If weights are in FP8 only, embedding and head count like the rest.
     in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
@@ -440,7 +430,7 @@ def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]], nothing: np.ndar
 def _accumulation(device: Device, parameters: float, nothing: np.ndarray) -> Kernel:
     """Kernel that adds gradients of parameters to those of the step."""
     added_bytes = _fixed(parameters * 2 * device.runtime.gradient_bytes, nothing)
-    return Kernel(kind="accumulation", of="weight_gradient", bytes=added_bytes)
+    return Kernel(kind="accumulation", of="weight_gradient", bytes=added_bytes, launches=0)
 
 
 def _fixed(value: float, like: np.ndarray) -> np.ndarray:

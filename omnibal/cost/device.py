@@ -3,6 +3,7 @@
 Rates are shares of the data sheet's, or come from measured tables (`omnibal.cost.shaped_rates`).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -10,7 +11,7 @@ from typing import Self
 import numpy as np
 
 from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
-from omnibal.cost.kernels import ELEMENT_BYTES, GATHERED, Kernel, KernelPass, Kernels
+from omnibal.cost.kernels import ELEMENT_BYTES, GATHERED, Kernel, KernelPass, Kernels, MovingKind
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.shaped_rates import Line, ProductTimes
 from omnibal.model.config import ClusterConfig, Precision
@@ -28,24 +29,18 @@ _TILE_ROWS = 128
 class Device:
     """Rates of one device and its tensor-parallel division."""
 
-    flops_per_ms: float
-    """Rate of attention, and of matrix products without measured times."""
-    fp32_flops_per_ms: float
-    """Rate of products in fp32."""
+    flops_per_ms: Mapping[str | None, float]
+    """Rate of products by dtype. None: of attention, and of products without measured times."""
     fp8: Fp8 | None = None
     """FP8 options, or None if no product is in FP8."""
-    fp8_flops_per_ms: float = 0.0
-    """Rate of FP8 products."""
     product_times: ProductTimes | None
     """Measured matrix product times by shape, if available."""
     grouped_times: ProductTimes | None = None
     """Measured grouped product times by shape, if available."""
     attention_times: AttentionTimes | None = None
     """Measured attention times, if available."""
-    bytes_per_ms: float
-    """Rate of element-wise kernels."""
-    streamed_bytes_per_ms: float
-    """Rate of contiguous reads and writes of weights and gradients."""
+    bytes_per_ms: Mapping[MovingKind, float]
+    """Rate of kernels that read and write. Accumulation is contiguous."""
     ring: Line
     """Measured latency of a ring pass, or 0, and time per byte that a rank sends."""
     all_to_all: Line
@@ -56,10 +51,6 @@ class Device:
     """Whether the language model uses Megatron's sequence parallelism."""
     element_bytes: int
     runtime: RuntimeOptions = OWN_RUNTIME
-    loss_slowdown: float = 1.0
-    """Time per byte of loss kernels relative to other element-wise kernels."""
-    permute_slowdown: float = 1.0
-    """Time per byte of permutation kernels relative to other element-wise kernels."""
     expert: int = 1
     """Expert-parallel size."""
 
@@ -72,12 +63,12 @@ class Device:
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> Self:
         """Return a device of a cluster, with measured rates if available."""
-        rates, fp8_flops_per_ms, fp8 = cluster.measured(precision), 0.0, None
+        rates, element_bytes = cluster.measured(precision), ELEMENT_BYTES[precision]
+        fp8, flops_per_ms = None, dict[str | None, float]()
         if precision == "fp8":
             share = cluster.fp8_efficiency or cluster.matmul_efficiency
-            fp8_flops_per_ms, fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
+            flops_per_ms["fp8"], fp8 = cluster.tflops("fp8") * 1e9 * share, runtime.fp8
         streamed = streamed_bytes_per_ms(cluster, precision)
-        element_bytes = ELEMENT_BYTES[precision]
         precision = "bf16" if precision == "fp8" else precision  # of operations not in the table
         plain = _fastest(rates, "plain")
         # Kernel latency and the rate of element-wise kernels are measured together.
@@ -86,32 +77,34 @@ class Device:
         if plain is not None and latency_ms is not None:
             bytes_per_ms = plain.bytes_per_ms
 
-        def slowdown(kind: CopyKind) -> float:
+        def copied_per_ms(kind: CopyKind) -> float:
             found = _fastest(rates, kind)
-            return 1.0 if found is None else bytes_per_ms / found.bytes_per_ms
+            return bytes_per_ms if found is None else found.bytes_per_ms
 
         # fp32 products regardless of the precision; without an fp32 peak, the precision's peak.
         fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
+        for dtype, name in ((None, precision), ("fp32", fp32)):
+            flops_per_ms[dtype] = cluster.tflops(name) * 1e9 * cluster.matmul_efficiency
         experts = all_to_all_line(cluster, Group(parallel.expert), precision)
         to_others = (parallel.expert - 1) / parallel.expert
         products, grouped, attention = _times_of(rates) if rates else (None, None, None)
         return cls(
-            flops_per_ms=cluster.tflops(precision) * 1e9 * cluster.matmul_efficiency,
-            fp32_flops_per_ms=cluster.tflops(fp32) * 1e9 * cluster.matmul_efficiency,
+            flops_per_ms=flops_per_ms,
             fp8=fp8,
-            fp8_flops_per_ms=fp8_flops_per_ms,
             product_times=products,
             grouped_times=grouped,
             attention_times=attention,
-            bytes_per_ms=bytes_per_ms,
-            streamed_bytes_per_ms=streamed,
+            bytes_per_ms={
+                "element_wise": bytes_per_ms,
+                "permutation": copied_per_ms("permute"),
+                "loss": copied_per_ms(
+                    "fused_cross_entropy" if runtime.fused_loss else "cross_entropy"
+                ),
+                "accumulation": streamed,
+            },
             ring=pass_line(cluster, Group(parallel.tensor), precision),
             all_to_all=Line(fixed_ms=experts.fixed_ms, each_ms=experts.each_ms * to_others),
             kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
-            permute_slowdown=slowdown("permute"),
-            loss_slowdown=slowdown(
-                "fused_cross_entropy" if runtime.fused_loss else "cross_entropy"
-            ),
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
             element_bytes=element_bytes,
@@ -142,18 +135,15 @@ class Device:
             case "attention" | "other_attention":
                 time_ms = self._attention_ms(kernel)
             case "low_rank":
-                bytes_ms = kernel.bytes / self.bytes_per_ms
-                time_ms = np.maximum(bytes_ms, kernel.flops / self.flops_per_ms)
-            case "accumulation":
-                return kernel.bytes / self.streamed_bytes_per_ms
+                bytes_ms = kernel.bytes / self.bytes_per_ms["element_wise"]
+                time_ms = np.maximum(bytes_ms, kernel.flops / self.flops_per_ms[None])
             case "ring":
                 parts = self.tensor if self.runtime.overlap_tensor else 1
                 return _at(self.ring, kernel.bytes, kernel.passes) / parts
             case "all_to_all":
                 return _at(self.all_to_all, kernel.bytes, kernel.launches)
             case _:
-                slowdowns = {"loss": self.loss_slowdown, "permutation": self.permute_slowdown}
-                time_ms = kernel.bytes * slowdowns.get(kernel.kind, 1.0) / self.bytes_per_ms
+                time_ms = kernel.bytes / self.bytes_per_ms[kernel.kind]
         time_ms[0] += kernel.launches * self.kernel_ms
         return time_ms
 
@@ -170,13 +160,13 @@ class Device:
                 rows[0] += groups * _TILE_ROWS / 2
             each_ms = 2 * kernel.inner * kernel.outer
             if kernel.dtype == "fp32":
-                return rows * each_ms / self.fp32_flops_per_ms
+                return rows * each_ms / self.flops_per_ms["fp32"]
             if self.product_times is not None:
                 time_ms = _at(self.product_times.line(kernel.of, *sizes), rows)
             else:
-                time_ms = rows * each_ms / self.flops_per_ms
+                time_ms = rows * each_ms / self.flops_per_ms[None]
         # FP8 speeds up all shapes by the ratio of peak rates to bf16.
-        return time_ms * (self.flops_per_ms / self.fp8_flops_per_ms if kernel.dtype else 1.0)
+        return time_ms * (self.flops_per_ms[None] / self.flops_per_ms[kernel.dtype])
 
     def _attention_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of softmax or other attention, [features]."""
@@ -185,7 +175,7 @@ class Device:
         of: AttentionPass = "forward" if kernel.of == "forward" else "backward"
         times = self.attention_times
         if times is None or kernel.kind == "other_attention":
-            return kernel.pairs * operations / self.flops_per_ms
+            return kernel.pairs * operations / self.flops_per_ms[None]
         tokens = self.runtime.sample_tokens if kernel.causal else None
         line = times.line(of, kernel.elements, causal=kernel.causal, tokens=tokens)
         # In full tiles of keys: half a tile per query is padding.

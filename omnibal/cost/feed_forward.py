@@ -107,106 +107,78 @@ def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
 
 def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Work:
     """Router, dispatch and combine, routed experts, and shared experts."""
-    size, tokens = device.element_bytes, features.one("tokens")
-    own, f = tokens * device.whole, experts.ffn_hidden_size
-    held = -(-experts.experts // device.expert)  # experts on this device
-    sent = own * experts.experts_per_token
-    rows = sent * (experts.imbalance if device.expert > 1 else 1.0)
+    size, tokens, f = device.element_bytes, features.one("tokens"), experts.ffn_hidden_size
+    own, number, k = tokens * device.whole, experts.experts, experts.experts_per_token
+    held = -(-number // device.expert)  # experts on this device
+    rows = own * k * (experts.imbalance if device.expert > 1 else 1.0)
     shared, sorts = experts.shared_ffn_hidden_size or 0, 2 if held > 1 else 0
-    into, out_of = EXPERT_PRODUCTS
-    own_bytes = own * h * size
+    # Shared experts' products run before in backward.
+    others, into, out_of = 2 * (shared > 0) + experts.shared_gate, *EXPERT_PRODUCTS
+    part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
+    shared_bytes = tokens * shared / device.tensor * size
+    fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
     # Dispatch and combine; sort by expert and back.
-    permuted_bytes = ((5 * sent + own) + sorts * rows * 2) * h * size
+    permuted_bytes = 5 * k * part_bytes + part_bytes + sorts * 2 * rows_bytes
     permuted = element_wise(permuted_bytes, permuted_bytes, 2 + sorts, kind="permutation")
     # SwiGLU, weighted in fp32. Backward recomputes the product, which is not kept.
-    weighted, back_weighted = 2 * size + 2 * FP32_BYTES, 3 * size + 8 * FP32_BYTES
-    activated_bytes = rows * f * (3 * size + weighted)
-    back_activated_bytes = rows * f * (5 * size + back_weighted + 3 * size + weighted)
+    activated_bytes = 5 * inner_bytes + 2 * fp32_bytes
+    back_activated_bytes = activated_bytes + 8 * inner_bytes + 8 * fp32_bytes
     # Router: fp32 input, maps.
-    mapped_bytes, routed_bytes = own * experts.experts * FP32_BYTES, own * h * (size + FP32_BYTES)
+    mapped_bytes, routed_bytes = own * number * FP32_BYTES, own * h * (size + FP32_BYTES)
     launches = _FUSED_KERNELS_OF_EXPERTS if device.runtime.fused_routing else _KERNELS_OF_EXPERTS
-    return Work(
-        kernels=(
-            *product(own, h, experts.experts, dtype="fp32"),
-            # The host waits for the numbers of tokens per expert.
-            replace(permuted[0], waits=1),
-            permuted[1],
-            *_all_to_alls(device, rows, h),
-            *product(rows, h, 2 * f, groups=held, name=into),
-            *product(rows, f, h, groups=held, name=out_of),
-            *element_wise(
-                activated_bytes + _MAPS * mapped_bytes + routed_bytes,
-                back_activated_bytes + _BACK_MAPS * mapped_bytes + 2 * routed_bytes,
-                launches - 3 - 2 - sorts,
-            ),
-            # Shared experts are added, after a gate if any.
-            *(_mlp(device, tokens, h, shared) if shared else ()),
-            *(element_wise(3 * own_bytes, 0 * own_bytes) if shared else ()),
-            *(product(own, h, 1) if experts.shared_gate else ()),
-            *(element_wise(3 * own_bytes, 6 * own_bytes, 2) if experts.shared_gate else ()),
+    kernels = [
+        *product(own, h, number, dtype="fp32"),
+        # The host waits for the numbers of tokens per expert.
+        *(replace(permuted[0], waits=1), permuted[1]),
+        *_all_to_alls(device, rows, h),
+        *product(rows, h, 2 * f, groups=held, name=into),
+        *product(rows, f, h, groups=held, name=out_of),
+        *element_wise(
+            activated_bytes + _MAPS * mapped_bytes + routed_bytes,
+            back_activated_bytes + _BACK_MAPS * mapped_bytes + 2 * routed_bytes,
+            launches - 3 - 2 - sorts,
         ),
-        gathered_bytes=device.gather_buffer(tokens * h * size) * (shared > 0),
-        kept=_mixture_kept(h, experts, device, tokens, rows),
-        working=_mixture_working(
-            h, f, held, device, own, rows, 2 * bool(shared) + experts.shared_gate
-        ),
-    )
-
-
-def _mixture_kept(
-    h: int, experts: ExpertsConfig, device: Device, tokens: np.ndarray, rows: np.ndarray
-) -> tuple[Kept, ...]:
-    """List activations of experts (computed rows) and of the dispatcher (own tokens)."""
-    t, size, f = device.tensor, device.element_bytes, experts.ffn_hidden_size
-    own, k = tokens * device.whole, experts.experts_per_token
-    # Scores for the auxiliary loss; routing weights and the routing map.
-    has_loss = experts.auxiliary_loss > 0
-    maps = FP32_BYTES * (2 if has_loss else 1) + _BOOL_BYTES
-    lines = [
-        Kept("scores and choice", "mlp", own * experts.experts * maps),
-        Kept("chosen weights and places", "mlp", own * k * (FP32_BYTES + 2 * _INDEX_BYTES)),
-        Kept(ROUTED, "mlp", rows * h * size, for_weights=True),
-        Kept("gate and value", "mlp.experts", rows * 2 * f * size),
-        # Their product is recomputed in backward.
-        Kept("weights of rows", "mlp", rows * FP32_BYTES),
-        Kept("weighted product", "mlp.experts", rows * f * size, for_weights=True),
     ]
-    shared = tokens * (experts.shared_ffn_hidden_size or 0) / t * size
-    if experts.shared_ffn_hidden_size is not None:
-        lines += [
-            Kept("shared gate and value", "mlp.shared_experts.linear_fc1", 2 * shared),
-            Kept("shared product", "mlp.shared_experts", shared, for_weights=True),
+    # Scores for the auxiliary loss; routing weights and the routing map.
+    maps = FP32_BYTES * (2 if experts.auxiliary_loss > 0 else 1) + _BOOL_BYTES
+    kept = [
+        Kept("scores and choice", "mlp", own * number * maps),
+        Kept("chosen weights and places", "mlp", own * k * (FP32_BYTES + 2 * _INDEX_BYTES)),
+        Kept(ROUTED, "mlp", rows_bytes, for_weights=True),
+        Kept("gate and value", "mlp.experts", 2 * inner_bytes),
+        # Their product is recomputed in backward.
+        Kept("weights of rows", "mlp", weights_bytes),
+        Kept("weighted product", "mlp.experts", inner_bytes, for_weights=True),
+    ]
+    if shared:  # added, after a gate if any
+        kernels += [*_mlp(device, tokens, h, shared), *element_wise(3 * part_bytes, 0 * part_bytes)]
+        kept += [
+            Kept("shared gate and value", "mlp.shared_experts.linear_fc1", 2 * shared_bytes),
+            Kept("shared product", "mlp.shared_experts", shared_bytes, for_weights=True),
         ]
     if experts.shared_gate:
-        lines.append(Kept("shared output and its gate", "mlp.shared_experts", own * (h + 1) * size))
-    return tuple(lines)
-
-
-def _mixture_working(
-    h: int, f: int, held: int, device: Device, own: np.ndarray, rows: np.ndarray, others: int
-) -> tuple[Working, ...]:
-    """Moments of the experts' backward; weight gradients cover all experts of the device.
-
-    Args:
-        others: shared-expert products, with finished backward.
-    """
-    size = device.element_bytes
-    part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
+        kernels += [*product(own, h, 1), *element_wise(3 * part_bytes, 6 * part_bytes, 2)]
+        kept.append(Kept("shared output and its gate", "mlp.shared_experts", own * (h + 1) * size))
     weighted = ("weighted product",)
     active = (*weighted, "weights of rows")
-    experts = (*active, "gate and value")
-    fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
-    return (
+    all_gone = (*active, "gate and value")
+    return Work(
+        kernels=tuple(kernels),
+        gathered_bytes=device.gather_buffer(tokens * h * size) * (shared > 0),
+        kept=tuple(kept),
         # Sorted rows; gradients of product two, fp32 weights, SwiGLU, product one; unsorted rows.
-        Working(part_bytes + 2 * rows_bytes, after=others),
-        Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
-        Working(part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),
-        Working(part_bytes + weights_bytes + 3 * inner_bytes, gone=active, after=others + 1),
-        Working(
-            part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
-            weight=held * 2 * h * f,
-            gone=experts,
-            after=others + 1,
+        # Weight gradients cover all experts of the device.
+        working=(
+            Working(part_bytes + 2 * rows_bytes, after=others),
+            Working(part_bytes + rows_bytes + inner_bytes, weight=held * h * f, after=others),
+            Working(part_bytes + inner_bytes + 2 * fp32_bytes, gone=weighted, after=others + 1),
+            Working(part_bytes + weights_bytes + 3 * inner_bytes, gone=active, after=others + 1),
+            Working(
+                part_bytes + 2 * weights_bytes + 2 * inner_bytes + rows_bytes,
+                weight=held * 2 * h * f,
+                gone=all_gone,
+                after=others + 1,
+            ),
+            Working(part_bytes + 2 * rows_bytes, gone=(*all_gone, ROUTED), after=others + 2),
         ),
-        Working(part_bytes + 2 * rows_bytes, gone=(*experts, ROUTED), after=others + 2),
     )

@@ -14,15 +14,13 @@ from omnibal.model.rates import Pass
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
 
+MovingKind = Literal["element_wise", "permutation", "loss", "accumulation"]
 KernelKind = Literal[
     "product",
     "low_rank",
     "attention",
     "other_attention",
-    "element_wise",
-    "permutation",
-    "loss",
-    "accumulation",
+    MovingKind,
     "ring",
     "all_to_all",
 ]
@@ -122,21 +120,17 @@ def product(
     given: str = "",
 ) -> Kernels:
     """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
-    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
-    return tuple(
-        Kernel(
-            kind="product",
-            of=of,
-            rows=rows,
-            inner=inner,
-            outer=outer,
-            groups=groups,
-            dtype=dtype,
-            name=name,
-            given=given,
-        )
-        for of in passes
+    forward = Kernel(
+        kind="product",
+        rows=rows,
+        inner=inner,
+        outer=outer,
+        groups=groups,
+        dtype=dtype,
+        name=name,
+        given=given,
     )
+    return forward, replace(forward, of="input_gradient"), replace(forward, of="weight_gradient")
 
 
 def attention(

@@ -68,19 +68,39 @@ def language_layer(
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
     first = attention_block(language, kind, device, features)
     second = feed_forward(language, kind, device, features)
-    # Fused kernels between blocks: norm; add and norm; add. Backward also reads norm inputs and the
-    # residual's gradient. Norms after blocks read and write one tensor, in backward two.
-    part_bytes = tokens * h * whole * size
-    between = element_wise(
-        (2 + 4 + 3 + 2 * post_norms) * part_bytes,
-        (2 * 4 + 3 * post_norms) * part_bytes,
-        launches=3 + post_norms,
-    )
-    products = len(second.products)
+    part_bytes, moments_bytes = tokens * h * whole * size, tokens * whole * FP32_BYTES
+    products, norm, sum_and_norm = len(second.products), "norm", "scaled_add_norm"
     later = (SECOND_OUTPUT, *(line.what for line in second.kept))
+
+    def after(block: str) -> tuple[Kept, ...]:
+        """Activations of a norm after a block."""
+        output = Kept(f"{block}'s output", block, part_bytes)
+        both = output, Kept(f"moments of {block}'s norm", norm, moments_bytes)
+        return both if language.post_norms else ()
+
     layer = Unit(
-        kernels=(*first.kernels, *second.kernels, *between),
-        kept=_layer_kept(language, device, tokens, first, second),
+        kernels=(
+            *first.kernels,
+            *second.kernels,
+            # Fused kernels between blocks: norm; add and norm; add. Backward also reads norm inputs
+            # and the residual's gradient. Norms after blocks read and write one tensor, in backward
+            # two.
+            *element_wise(
+                (2 + 4 + 3 + 2 * post_norms) * part_bytes,
+                (2 * 4 + 3 * post_norms) * part_bytes,
+                launches=3 + post_norms,
+            ),
+        ),
+        kept=(
+            Kept("input", "", part_bytes),
+            Kept(FIRST_OUTPUT, norm, part_bytes, for_weights=True),
+            Kept("first norm's moments", norm, moments_bytes),
+            *(*first.kept, *after("self_attention")),
+            Kept("middle residual", sum_and_norm, part_bytes),
+            Kept(SECOND_OUTPUT, sum_and_norm, part_bytes, for_weights=True),
+            Kept("second norm's moments", sum_and_norm, moments_bytes),
+            *(*second.kept, *after("mlp")),
+        ),
         boundary_bytes=part_bytes,
         output_bytes=part_bytes,
         working=(
@@ -103,36 +123,6 @@ def language_layer(
         expert_biases=second.expert_biases,
     )
     return _in_fp8(kind, device, first, layer)
-
-
-def _layer_kept(
-    language: LanguageConfig, device: Device, tokens: np.ndarray, first: Work, second: Work
-) -> tuple[Kept, ...]:
-    """List activations a layer keeps of `tokens` [features], in execution order."""
-    between = tokens * device.whole
-    hidden_bytes = between * language.hidden_size * device.element_bytes
-    moments_bytes = between * FP32_BYTES
-
-    def after(block: str) -> tuple[Kept, ...]:
-        if not language.post_norms:
-            return ()
-        return (
-            Kept(f"{block}'s output", block, hidden_bytes),
-            Kept(f"moments of {block}'s norm", "norm", moments_bytes),
-        )
-
-    return (
-        Kept("input", "", hidden_bytes),
-        Kept(FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
-        Kept("first norm's moments", "norm", moments_bytes),
-        *first.kept,
-        *after("self_attention"),
-        Kept("middle residual", "scaled_add_norm", hidden_bytes),
-        Kept(SECOND_OUTPUT, "scaled_add_norm", hidden_bytes, for_weights=True),
-        Kept("second norm's moments", "scaled_add_norm", moments_bytes),
-        *second.kept,
-        *after("mlp"),
-    )
 
 
 def _in_fp8(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Unit:
@@ -171,9 +161,8 @@ def head(
     units = (*(_joined(language, device, features), layer, last) * number, last)
     unit = one_after_another([(f"{place}: ", unit) for place, unit in enumerate(units)])
     # Predictions share the head's weights.
-    copied = (
-        0 if language.tied_head else language.words_of_rank(device.tensor)
-    ) - number * last.products[0].outer
+    copied = -number * last.products[0].outer
+    copied += 0 if language.tied_head else language.words_of_rank(device.tensor)
     return replace(unit, other_parameters=unit.other_parameters + copied * h)
 
 

@@ -6,45 +6,17 @@ another. Both are usually memory-bound. A's gradient needs x, which is then kept
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import Kernel, KernelPass, Kernels, element_wise
+from omnibal.cost.kernels import Kernel, KernelPass, element_wise
 from omnibal.cost.work import EXPERT_PRODUCTS, Kept, Unit
 from omnibal.model.adapters import AdapterConfig, Linear
 
 _KERNELS_OF_A_PIECE = 2
 """Forward kernels that concatenate a piece if a linear has several."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Pair:
-    """Adapters of one product, on one device."""
-
-    product: Kernel
-    rank: int
-    """Sum of ranks."""
-    pieces: int
-    """Adapted pieces of the linear."""
-    outputs: float
-    """Outputs of these pieces on this device, summed over ranks."""
-    divides_inputs: bool
-    part: float
-    """Share of the sequence that a device holds between blocks."""
-
-    @property
-    def parameters(self) -> int:
-        """Parameters of A and B."""
-        each = self.rank / self.pieces
-        matrices = self.rank * self.product.inner + each * self.outputs
-        return round(matrices * self.product.groups)
-
-    @property
-    def rows_out(self) -> np.ndarray:
-        """Output rows of B, [features]."""
-        return self.product.rows * (self.part if self.divides_inputs else 1.0)
 
 
 def with_adapters(
@@ -55,93 +27,72 @@ def with_adapters(
     *,
     part: float,
 ) -> Unit:
-    """Return a frozen unit with adapters."""
-    pairs = list(_pairs(unit, adapters, linears, part))
-    given = {pair.product.given for pair in pairs}
-    parameters = sum(pair.parameters for pair in pairs)
+    """Return a frozen unit with adapters. Products without a name need `all-linear`.
+
+    Args:
+        part: share of the sequence that a device holds between blocks.
+    """
+    kernels, added, given, parameters = list(unit.kernels), list[Kept](), set[str](), 0
+    for product in unit.products:
+        linear, number, share = linears.get(product.name), 1, 1.0
+        rows_in = rows_out = product.rows
+        if linear is not None:
+            number, divides = len(linear.adapted), linear.divides_inputs
+            adapted, whole = (
+                sum(piece.outputs for piece in some) for some in (linear.adapted, linear.pieces)
+            )
+            share = adapted / whole
+            rows_in = rows_in * (1.0 if divides else part)
+            rows_out = rows_out * (part if divides else 1.0)
+            rank_bytes = product.rows * adapters.rank * number * device.element_bytes
+            if part < 1:  # gather or scatter
+                kernels += device.rings("forward", rank_bytes)
+                kernels += device.rings("backward", rank_bytes)
+            else:
+                kernels += device.rings("forward" if divides else "backward", 2 * rank_bytes, 2)
+        elif product.dtype == "fp32" or not adapters.is_of_all:
+            continue
+        elif product.name and not (adapters.experts and product.name in EXPERT_PRODUCTS):
+            continue
+        if number > 1:
+            nothing = product.nothing
+            kernels += element_wise(nothing, nothing, _KERNELS_OF_A_PIECE * number)
+        rank = adapters.rank * number
+        kernels += _products(product, rank, device, rows_in, rows_out)
+        # Each output has the rank of its piece.
+        weights = rank * product.inner + adapters.rank * product.outer * share
+        parameters += round(product.groups * weights)
+        given.add(product.given)
+        between_bytes = rows_out * rank * device.element_bytes
+        added.append(Kept(f"between A and B of {product.name}", product.name, between_bytes))
+    kept = (
+        replace(line, for_weights=line.for_weights and line.what not in given) for line in unit.kept
+    )
     return replace(
         unit,
-        kernels=(*unit.kernels, *(one for pair in pairs for one in _kernels(pair, device))),
-        kept=(
-            *(
-                replace(one, for_weights=one.for_weights and one.what not in given)
-                for one in unit.kept
-            ),
-            *(
-                Kept(
-                    f"between A and B of {pair.product.name}",
-                    pair.product.name,
-                    pair.rows_out * pair.rank * device.element_bytes,
-                )
-                for pair in pairs
-            ),
-        ),
+        kernels=tuple(kernels),
+        kept=(*kept, *added),
         other_parameters=unit.other_parameters + parameters,
         adapter_parameters=parameters,
     )
 
 
-def _pairs(
-    unit: Unit, adapters: AdapterConfig, linears: Mapping[str, Linear], part: float
-) -> Iterator[_Pair]:
-    """Iterate over adapters of adapted products; unnamed products need `all-linear`."""
-    for product in unit.products:
-        linear = linears.get(product.name)
-        if linear is not None:
-            whole = sum(piece.outputs for piece in linear.pieces)
-            share = sum(piece.outputs for piece in linear.adapted) / whole
-            yield _Pair(
-                product=product,
-                rank=adapters.rank * len(linear.adapted),
-                pieces=len(linear.adapted),
-                outputs=product.outer * share,
-                divides_inputs=linear.divides_inputs,
-                part=part,
-            )
-        elif (product.dtype != "fp32" and adapters.is_of_all) and (
-            not product.name or (adapters.experts and product.name in EXPERT_PRODUCTS)
-        ):
-            yield _Pair(
-                product=product,
-                rank=adapters.rank,
-                pieces=1,
-                outputs=product.outer,
-                divides_inputs=False,
-                part=1.0,
-            )
-
-
-def _kernels(pair: _Pair, device: Device) -> Iterator[Kernel]:
-    """Both products of a pair, concatenation and exchange.
+def _products(
+    product: Kernel, rank: int, device: Device, rows_in: np.ndarray, rows_out: np.ndarray
+) -> Iterator[Kernel]:
+    """Products with A and with B, twice as many in backward.
 
     Forward reads x and updates y; backward reads x and y's gradient and updates x's gradient.
     """
-    product, size = pair.product, device.element_bytes
-    rows_in = product.rows * (1.0 if pair.divides_inputs else pair.part)
-    sides = (rows_in, product.inner, (1, 3)), (pair.rows_out, product.outer, (2, 2))
     passes: tuple[KernelPass, ...] = ("forward", "backward")
-    for rows, width, tensors in sides:
+    for rows, width, tensors in (rows_in, product.inner, (1, 3)), (rows_out, product.outer, (2, 2)):
         for times, of in enumerate(passes, start=1):
             yield Kernel(
                 kind="low_rank",
                 of=of,
                 rows=rows,
                 inner=width,
-                outer=times * pair.rank,
-                bytes=tensors[times - 1] * size * width * rows,
+                outer=times * rank,
+                bytes=tensors[times - 1] * device.element_bytes * width * rows,
                 launches=times,
             )
-    if pair.pieces > 1:
-        nothing = product.nothing
-        yield from element_wise(nothing, nothing, _KERNELS_OF_A_PIECE * pair.pieces)
-    yield from _rings(device, pair)
-
-
-def _rings(device: Device, pair: _Pair) -> Kernels:
-    """Tensor-parallel exchange between A and B."""
-    if not pair.product.name:
-        return ()
-    rank_bytes = pair.product.rows * pair.rank * device.element_bytes
-    if pair.part < 1:  # gather or scatter
-        return device.rings("forward", rank_bytes) + device.rings("backward", rank_bytes)
-    return device.rings("forward" if pair.divides_inputs else "backward", 2 * rank_bytes, 2)

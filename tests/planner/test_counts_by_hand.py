@@ -37,16 +37,17 @@ SIZES = np.array([1.0, 3, 5, 7, 29, 11, 61, 6])
 TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
 PASSES: tuple[KernelPass, ...] = ("forward", "backward", "weight_gradient")
 MOVING = ("low_rank", "element_wise", "permutation", "loss")
+SLOW = {"element_wise": 1.0, "permutation": 1 / 1.25, "loss": 1 / 1.5}
 NOTHING = (0, [], set(), (), (0, 0, 0))
 
 
 def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> Device:
     """A device in bf16 whose rates do not matter."""
-    rates = ("flops_per_ms", "fp32_flops_per_ms", "bytes_per_ms", "streamed_bytes_per_ms")
+    moved, products = dict.fromkeys(MOVING, 1.0), {None: 1.0, "fp32": 1.0, "fp8": 1.0}
     line, sizes = Line(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
     sizes |= {"ring": line, "all_to_all": line, "product_times": None, "kernel_ms": 1.0}
-    given = dict.fromkeys(rates, 1.0) | sizes | {"sequence_parallel": sequence_parallel} | changes
-    return Device(**given)
+    sizes |= {"flops_per_ms": products, "bytes_per_ms": moved}
+    return Device(**sizes | {"sequence_parallel": sequence_parallel} | changes)
 
 
 def of(value: np.ndarray | float) -> float:
@@ -810,7 +811,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
     if shared:
         experts |= {"shared_ffn_hidden_size": shared, "shared_gate": True, "auxiliary_loss": 0.1}
     kind, dense = LayerKind(experts=ExpertsConfig(**experts)), dense_layer(sequence_parallel)
-    own_device = device(3, sequence_parallel, expert=expert, permute_slowdown=1.25)
+    own_device = device(3, sequence_parallel, expert=expert, bytes_per_ms=SLOW)
     found = counted(language_layer(language(), kind, own_device, FEATURES), own_device)
     t, part, held = 3, 1 / 3 if sequence_parallel else 1, 5 if expert == 1 else 3
     own = TOKENS * part
@@ -895,7 +896,7 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
     """Prevents: logits of tokens without loss, of padded words where none are asked for, or whole
     inputs where ranks have parts."""
     runtime = RuntimeOptions(fused_loss=fused)
-    own_device = device(3, sequence_parallel, runtime=runtime, loss_slowdown=1.5)
+    own_device = device(3, sequence_parallel, runtime=runtime, bytes_per_ms=SLOW)
     part = 1 / 3 if sequence_parallel else 1
     hidden, whole, loss = TOKENS * WIDTH * part, TOKENS * WIDTH, LOSS * WIDTH
     logits = LOSS * 384
@@ -1060,7 +1061,7 @@ def test_prediction_in_fp8() -> None:
 def test_adapters_beside_products(sequence_parallel: bool) -> None:
     """Prevents: adapters of the router or of q in k's rows, inputs that are not kept for A's
     gradient, or whose inputs and outputs are not read again."""
-    t, r, own = 3, 4, replace(device(3, sequence_parallel), flops_per_ms=1e9)
+    t, r, own = 3, 4, replace(device(3, sequence_parallel), flops_per_ms={None: 1e9})
     part = 1 / 3 if sequence_parallel else 1.0
     layer = language_layer(language(), LayerKind(), own, FEATURES)
     adapters = AdapterConfig(rank=r, alpha=1, targets=("q_proj", "v_proj", "down_proj"))
