@@ -22,7 +22,6 @@ from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
-from omnibal.model.units import LANGUAGE
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedule_memory import schedule_memories
@@ -202,7 +201,6 @@ def training_obstacles(plan: Plan) -> list[str]:
     if plan.made_for is not None:
         return [] if plan.data is not None else [only_shapes]
     schedule, stages, adapters = plan.schedule, plan.parallel.pipeline, plan.adapters
-    tensor, key_heads = plan.parallel.tensor, plan.model.language.kv_heads
     foreign, unquantised = model_obstacle(plan.model), precision_obstacle(plan)
     obstacles = {
         only_shapes: plan.data is None,
@@ -220,10 +218,6 @@ def training_obstacles(plan: Plan) -> list[str]:
         "adapters to false": adapters is not None and adapters.experts,
         "adapters are planned beside products in FP8, which the trainer has none beside: plan with "
         "--precision bf16": adapters is not None and plan.precision == "fp8",
-        f"adapters are planned with tensor size {tensor}, and the trainer has none of the language "
-        f"model above its {key_heads} key-value heads: plan with a --tp of at most that many": (
-            adapters is not None and LANGUAGE in adapters.parts and tensor > key_heads
-        ),
         f"schedule has {schedule.chunks} chunks a stage, and the pipeline one stage, which holds "
         "the model whole: leave schedule out": schedule.chunks > 1 and stages == 1,
         f"ranks share packs of a level, and with schedule {schedule.name} ranks with other numbers "

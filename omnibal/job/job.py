@@ -162,6 +162,14 @@ class JobSpec:
         """Raise for parallel sizes unsupported by model, cluster or trainer."""
         self.trainer.check_sizes(parallel)
         check_parallel(self.pipeline_model, parallel, self.cluster)
+        adapted = () if self.adapters is None else self.adapters.parts
+        key_heads, is_own = self.model.language.kv_heads, self.trainer.name is None
+        if is_own and LANGUAGE in adapted and parallel.tensor > key_heads:
+            raise UserError(
+                f"tensor size {parallel.tensor} was given with adapters of the language model, "
+                f"which are trained on up to its {key_heads} key-value heads: choose a --tp of at "
+                f"most {key_heads}"
+            )
         check_stage_rules(self.pipeline_model, parallel.pipeline, self.trainer.stages)
         if parallel.sharded > 1 and self.precision == "fp8":
             raise UserError(
