@@ -22,11 +22,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
 from omnibal.data.native_resolution import repeated_tokens, text_places
-from omnibal.data.own_template import (
-    encode_conversation,
-    encode_own_prompt,
-    own_template,
-)
+from omnibal.data.own_template import encode_conversation, encode_own_prompt, own_template
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import (
@@ -96,10 +92,7 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
         bos=True,
     ),
     "internvl2_5": _Template(
-        file="chatml_lines",
-        system_message=_SYSTEM_MESSAGE_2_5,
-        bos=None,
-        message_by_message=True,
+        file="chatml_lines", system_message=_SYSTEM_MESSAGE_2_5, bos=None, message_by_message=True
     ),
     "llama3": _Template(
         file="llama3",
@@ -112,10 +105,7 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
         message_by_message=True,
     ),
     "qwen2.5": _Template(
-        file="chatml_lines",
-        system_message=_QWEN_SYSTEM_MESSAGE,
-        bos=False,
-        message_by_message=True,
+        file="chatml_lines", system_message=_QWEN_SYSTEM_MESSAGE, bos=False, message_by_message=True
     ),
 }
 
@@ -366,10 +356,7 @@ def _check_tools(sample: Sample, model: ModelConfig) -> None:
     """Raise if a sample uses tools, which these templates do not support."""
     calls = any(turn.calls or turn.results for turn in sample.turns)
     reasons = any(turn.reasoning is not None for turn in sample.turns)
-    given = [
-        *["tools"] * (sample.tools is not None or calls),
-        *['"reasoning_content"'] * reasons,
-    ]
+    given = [*["tools"] * (sample.tools is not None or calls), *['"reasoning_content"'] * reasons]
     if given:
         raise UserError(
             f"{sample.where}: has {' and '.join(given)}, which chat_template "

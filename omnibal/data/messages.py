@@ -55,10 +55,7 @@ class _Form:
     text: str
 
 
-LISTS = {
-    "conversations": _Form("from", "value"),
-    "messages": _Form("role", "content"),
-}
+LISTS = {"conversations": _Form("from", "value"), "messages": _Form("role", "content")}
 """Message list keys and their usual format."""
 _ROLES: dict[str, Role] = {
     **dict.fromkeys(("system",), "system"),

@@ -117,10 +117,7 @@ def _written_video(tokenizer: Tokenizer) -> str | None:
 
 
 def encode_conversation(
-    sample: Sample,
-    tokens_per_place: Sequence[int],
-    system: str | None,
-    template: OwnTemplate,
+    sample: Sample, tokens_per_place: Sequence[int], system: str | None, template: OwnTemplate
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return token ids, int64 [tokens], and loss mask, bool.
 

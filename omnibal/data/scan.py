@@ -20,12 +20,7 @@ from omnibal.base.files import atomic
 from omnibal.base.printable import printable
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
-from omnibal.data.chat import (
-    check_tokenizer,
-    encode_sample,
-    image_places,
-    text_sha256,
-)
+from omnibal.data.chat import check_tokenizer, encode_sample, image_places, text_sha256
 from omnibal.data.image_headers import BadImage, image_size
 from omnibal.data.lengths import (
     Lengths,

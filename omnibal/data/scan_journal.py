@@ -18,11 +18,7 @@ from omnibal.data.image_sizes import IMAGE, ImageSizes, numbers_of_runs
 _COUNTS = ("tiles", "clips", "image_tokens", "tokens", "loss_tokens")
 _SQUARES = ("squared_image_tokens",)
 COUNTED = np.dtype(
-    [
-        ("index", "<i8"),
-        *((name, "<i8") for name in _SQUARES),
-        *((name, "<i4") for name in _COUNTS),
-    ]
+    [("index", "<i8"), *((name, "<i8") for name in _SQUARES), *((name, "<i4") for name in _COUNTS)]
 )
 """Scanned sample: annotation index and counts."""
 

@@ -26,7 +26,6 @@ _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     ),
 }
 """Required numbers of supported RoPE types."""
-GPT_OSS = "GPT-OSS, whose attention has learned sinks and whose experts have biases"
 
 
 class Rope(Numbered):
@@ -372,8 +371,6 @@ def language_type(given: Mapping[str, Any], known: Collection[LanguageType]) -> 
     for kind in known:
         if stated in (kind, LANGUAGES[kind].architecture):
             return kind
-    if stated in ("gpt_oss", "GptOssForCausalLM"):
-        stated = GPT_OSS
     names = ", ".join(LANGUAGES[kind].architecture for kind in known)
     raise ValueError(f"its language model is {stated or 'not named'}; it must be one of {names}")
 
