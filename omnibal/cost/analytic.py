@@ -20,7 +20,7 @@ spans nodes, every cut is charged the network's rate.
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 
 import numpy as np
 
@@ -29,7 +29,7 @@ from omnibal.cost.casts import weight_copy_bytes
 from omnibal.cost.deferred import late_bytes, late_products, two_part_bytes
 from omnibal.cost.device import Device
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
-from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Features, Kernel
+from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
 from omnibal.cost.language import head, language_embed, language_layer
 from omnibal.cost.links import (
     Group,
@@ -44,19 +44,12 @@ from omnibal.cost.towers import clips_embed, encoder_projector, items_layer, til
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
 from omnibal.cost.work import Kept, Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
-from omnibal.model.config import ClusterConfig, ModelConfig, Precision
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision, load_cluster
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, ImagesEncoder, TilesEncoder
 from omnibal.model.limits import words
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.model.units import (
-    HEAD,
-    LANGUAGE,
-    UnitKind,
-    feature_names,
-    unit_kinds,
-    unit_names,
-)
+from omnibal.model.units import HEAD, LANGUAGE, UnitKind, feature_names, unit_kinds, unit_names
 
 OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
@@ -66,8 +59,8 @@ ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., Unit], ...]] = {
     ClipsEncoder: (clips_embed, items_layer, encoder_projector),
     ImagesEncoder: (images_embed, images_layer, images_projector),
 }
-"""Functions of an encoder's embedding (encoder, device, features), of a layer (model, encoder, unit
-kind, device, features, padded=...) and of the projector (encoder, model, device, features)."""
+"""Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,
+device, padded=...) and of the projector (encoder, model, device)."""
 _COMPUTED = ("product", "attention", "other_attention")
 """Kernels whose operations count in model FLOPs."""
 
@@ -141,7 +134,7 @@ def analytic_cost(
     Optimizer state is sharded over data-parallel ranks.
     """
     element_bytes, engine = ELEMENT_BYTES[precision], runtime.accumulates_in_products
-    device = Device.of(cluster, parallel, precision, runtime)
+    device = Device.of(model, cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
     placed = list(_place_units(model, device, frozen, adapters))
     if engine:
@@ -157,11 +150,7 @@ def analytic_cost(
     has_copy = language.tied_head or language.prediction_layers > 0
     word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
     rates_of = partial(
-        _parameter_rates,
-        cluster,
-        precision,
-        device,
-        divides_gradients=parallel.sharded > 1,
+        _parameter_rates, cluster, precision, device, divides_gradients=parallel.sharded > 1
     )
     return CostModel(
         features=feature_names(model),
@@ -248,7 +237,7 @@ def unit_flops(
     appendix B): neither recomputation nor padding counts, and each product has up to two in
     backward, for input and weight gradients. Adapter products are negligible.
     """
-    device = Device.of(cluster, Parallel(pipeline=1), "bf16")
+    device = Device.of(model, cluster, Parallel(pipeline=1), "bf16")
     flops: dict[str, np.ndarray] = {}
     for one in _place_units(model, device, frozen, adapters):
         kernels = [*one.unpadded.forward, *one.backward(one.unpadded)]
@@ -258,17 +247,24 @@ def unit_flops(
 
 
 def layer_products(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    parallel: Parallel,
-    precision: Precision = "bf16",
+    model: ModelConfig, cluster: ClusterConfig, parallel: Parallel, precision: Precision = "bf16"
 ) -> list[Kernel]:
     """Forward matrix products on one device of every unit kind except the head."""
-    device, features = Device.of(cluster, parallel, precision), Features(names=feature_names(model))
+    device = Device.of(model, cluster, parallel, precision)
     kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
-    return [
-        one for kind in kinds for one in _units_of_kind(model, kind, device, features)[0].products
-    ]
+    return [one for kind in kinds for one in _units_of_kind(model, kind, device)[0].products]
+
+
+@cache
+def _any_cluster() -> ClusterConfig:
+    """Cluster of counts that do not depend on it."""
+    return load_cluster("h100-80g")
+
+
+def unit_on_one(model: ModelConfig, kind: UnitKind) -> Unit:
+    """Return a unit on one device, in bf16."""
+    device = Device.of(model, _any_cluster(), Parallel(pipeline=1), "bf16")
+    return _units_of_kind(model, kind, device)[0]
 
 
 def kept_lines(
@@ -280,7 +276,7 @@ def kept_lines(
     adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
     """Activations that every unit kind keeps from forward to backward, line by line."""
-    device = Device.of(cluster, parallel, precision)
+    device = Device.of(model, cluster, parallel, precision)
     return {
         one.kind.name: one.unit.kept_lines(trained=one.trained)
         for one in _place_units(model, device, frozen, adapters)
@@ -295,14 +291,11 @@ def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:
 
 
 def _place_units(
-    model: ModelConfig,
-    device: Device,
-    frozen: Collection[str],
-    adapters: AdapterConfig | None,
+    model: ModelConfig, device: Device, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> Iterator[_Placed]:
     """Iterate over the counts of every unit kind, in model order."""
-    features = Features(names=feature_names(model))
-    carried, carried_gradient, before_trained = features.none, features.none, False
+    nothing = device.features.none
+    carried, carried_gradient, before_trained = nothing, nothing, False
     any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
         is_language = kind.tower == LANGUAGE
@@ -312,14 +305,14 @@ def _place_units(
         is_adapted = has_adapters(model, kind, adapters)
         is_whole = adapters is None or kind.part not in adapters.parts
         trained = kind.part not in frozen and is_whole
-        unit, unpadded = _units_of_kind(model, kind, device, features)
+        unit, unpadded = _units_of_kind(model, kind, device)
         if is_adapted and adapters is not None:
             named = {one.module: one for one in adapted_linears(model, kind, adapters)}
             part = device.whole if is_language else 1.0
             unit, unpadded = (
                 with_adapters(each, device, adapters, named, part=part) for each in (unit, unpadded)
             )
-        deepstack = deepstack_bytes(model, kind, device, features)
+        deepstack = deepstack_bytes(model, kind, device)
         deepstack_returns = deepstack_returns or (kind.has_deepstack and (trained or is_adapted))
         yield _Placed(
             kind=kind,
@@ -328,9 +321,9 @@ def _place_units(
             trained=trained,
             adapted=is_adapted,
             before_trained=before_trained,
-            carried_bytes=deepstack + (features.none if is_language else carried),
+            carried_bytes=deepstack + (nothing if is_language else carried),
             carried_gradient_bytes=(
-                deepstack_returns * deepstack + (features.none if is_language else carried_gradient)
+                deepstack_returns * deepstack + (nothing if is_language else carried_gradient)
             ),
         )
         before_trained = before_trained or trained or is_adapted
@@ -340,17 +333,15 @@ def _place_units(
             carried_gradient = carried_gradient + before_trained * unit.output_bytes
 
 
-def _units_of_kind(
-    model: ModelConfig, kind: UnitKind, device: Device, features: Features
-) -> tuple[Unit, Unit]:
+def _units_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> tuple[Unit, Unit]:
     """Return a unit of a kind with and without padded attention heads and vocabulary."""
-    language, sizes = model.language, (device, features)
+    language = model.language
     if kind.layer is not None:
-        unit = language_layer(language, kind.layer, *sizes)
+        unit = language_layer(language, kind.layer, device)
     elif kind.name == HEAD:
-        return head(language, *sizes), head(language, *sizes, padded=False)
+        return head(language, device), head(language, device, padded=False)
     elif kind.tower == LANGUAGE:
-        unit = language_embed(model, *sizes)
+        unit = language_embed(model, device)
     else:
         tower = model.encoders[kind.tower]
         if type(tower) not in ENCODER_UNITS:
@@ -362,10 +353,10 @@ def _units_of_kind(
         embed, layer, projector = ENCODER_UNITS[type(tower)]
         if kind.is_layer:
             padded, unpadded = (
-                layer(model, tower, kind, *sizes, padded=is_padded) for is_padded in (True, False)
+                layer(model, tower, kind, device, padded=is_padded) for is_padded in (True, False)
             )
             return padded, unpadded
-        unit = embed(tower, *sizes) if kind.is_embed else projector(tower, model, *sizes)
+        unit = embed(tower, device) if kind.is_embed else projector(tower, model, device)
     return unit, unit
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import FP32_BYTES, Features, Kernels, attention, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, Kernels, attention, element_wise, product
 from omnibal.cost.work import FIRST_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
@@ -43,25 +43,19 @@ def attention_widths(language: LanguageConfig, kind: LayerKind, tensor: int) -> 
     return AttentionWidths(query=query, key=key, value=key, output=query)
 
 
-def attention_block(
-    language: LanguageConfig, kind: LayerKind, device: Device, features: Features
-) -> Work:
+def attention_block(language: LanguageConfig, kind: LayerKind, device: Device) -> Work:
     """Return a layer's attention."""
     if kind.linear is not None:
-        return _gated_delta_rule(language, kind.linear, device, features)
-    attended = features.one(attended_feature(kind))
+        return _gated_delta_rule(language, kind.linear, device)
+    attended = device.one(attended_feature(kind))
     widths = attention_widths(language, kind, device.tensor)
     if kind.latent is not None:
-        return _latent(language, kind.latent, widths, device, features, attended)
-    return _grouped_query(language, widths, device, features, attended)
+        return _latent(language, kind.latent, widths, device, attended)
+    return _grouped_query(language, widths, device, attended)
 
 
 def _grouped_query(
-    language: LanguageConfig,
-    widths: AttentionWidths,
-    device: Device,
-    features: Features,
-    attended: np.ndarray,
+    language: LanguageConfig, widths: AttentionWidths, device: Device, attended: np.ndarray
 ) -> Work:
     """Grouped-query attention; causal attention does half of 4 q operations per pair.
 
@@ -69,7 +63,7 @@ def _grouped_query(
     (`megatron/vlm/model/fused/rotary.py`). Qwen3.5's output gate comes from the same product and
     multiplies attention's output in a separate kernel.
     """
-    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
     h, query, key_value = language.hidden_size, widths.query, widths.key + widths.value
     gate, norms = query * language.output_gate, int(language.qk_norm)
     has_views = language.qk_norm or language.output_gate
@@ -111,7 +105,7 @@ def _grouped_query(
     return Work(
         kernels=(
             *product(tokens, h, made / t, name=qkv, given=FIRST_OUTPUT),
-            *_causal(features, attended, language.heads / t, 2 * language.head_width),
+            *_causal(device, attended, language.heads / t, 2 * language.head_width),
             *product(tokens, query / t, h, name=f"{by}.linear_proj", given=given),
             *element_wise(
                 tokens * rotated / t * size,
@@ -132,9 +126,9 @@ def _grouped_query(
     )
 
 
-def _causal(features: Features, attended: np.ndarray, heads: float, elements: float) -> Kernels:
+def _causal(device: Device, attended: np.ndarray, heads: float, elements: float) -> Kernels:
     """Causal attention; `attended` is twice the number of visible pairs."""
-    return attention(attended / 2, features.one("tokens"), heads, elements, causal=True)
+    return attention(attended / 2, device.one("tokens"), heads, elements, causal=True)
 
 
 def _core_kept(
@@ -151,7 +145,6 @@ def _latent(
     latent: LatentAttention,
     widths: AttentionWidths,
     device: Device,
-    features: Features,
     attended: np.ndarray,
 ) -> Work:
     """Latent attention as Megatron-core's `MLASelfAttention` trains it, without absorption.
@@ -161,7 +154,7 @@ def _latent(
     linears). A kernel that concatenates the rotated part reads and writes q, k and v once.
     """
     t, size, by = device.tensor, device.element_bytes, "self_attention"
-    h, tokens, rank = language.hidden_size, features.one("tokens"), latent.key_value_rank
+    h, tokens, rank = language.hidden_size, device.one("tokens"), latent.key_value_rank
     own, query_rank, rotary = tokens * device.whole, latent.query_rank, latent.rotary_head_size
     up_from, down, ranks = h, [rank + rotary], [rank]
     if query_rank is not None:
@@ -176,7 +169,7 @@ def _latent(
             *(one for outer in down for one in product(own, h, outer)),
             *product(tokens, up_from, widths.query / t),
             *product(tokens, rank, up_to / t),
-            *_causal(features, attended, language.heads / t, elements),
+            *_causal(device, attended, language.heads / t, elements),
             *product(tokens, widths.output / t, h),
             *element_wise(
                 2 * own_bytes + copied_bytes, 3 * own_bytes + copied_bytes, 1 + len(ranks)
@@ -212,16 +205,14 @@ def _latent_exchange(device: Device, latents_bytes: np.ndarray, block_bytes: np.
     )
 
 
-def _gated_delta_rule(
-    language: LanguageConfig, linear: LinearAttention, device: Device, features: Features
-) -> Work:
+def _gated_delta_rule(language: LanguageConfig, linear: LinearAttention, device: Device) -> Work:
     """Chunked gated delta rule with projections, convolution and gated norm.
 
     Modules of Megatron-core's `gated_delta_net.py`; the rule of Yang et al. 2024 (arXiv 2412.06464,
     section 3.3) in flash-linear-attention's `ops/gated_delta_rule/chunk.py`, with q and k heads
     repeated per value head.
     """
-    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
     h, heads, d, e = (
         language.hidden_size,
         linear.value_heads,

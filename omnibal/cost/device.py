@@ -11,14 +11,23 @@ from typing import Self
 import numpy as np
 
 from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
-from omnibal.cost.kernels import ELEMENT_BYTES, GATHERED, Kernel, KernelPass, Kernels, MovingKind
+from omnibal.cost.kernels import (
+    ELEMENT_BYTES,
+    GATHERED,
+    Features,
+    Kernel,
+    KernelPass,
+    Kernels,
+    MovingKind,
+)
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.shaped_rates import Line, ProductTimes
-from omnibal.model.config import ClusterConfig, Precision
+from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CopyKind, CopyTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
+from omnibal.model.units import feature_names
 
 _BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
 _TILE_ROWS = 128
@@ -27,8 +36,9 @@ _TILE_ROWS = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """Rates of one device and its tensor-parallel division."""
+    """Rates of one device, its share of the model, and features that its work is linear in."""
 
+    features: Features
     flops_per_ms: Mapping[str | None, float]
     """Rate of products by dtype. None: of attention, and of products without measured times."""
     fp8: Fp8 | None = None
@@ -57,6 +67,7 @@ class Device:
     @classmethod
     def of(
         cls,
+        model: ModelConfig,
         cluster: ClusterConfig,
         parallel: Parallel,
         precision: Precision,
@@ -89,6 +100,7 @@ class Device:
         to_others = (parallel.expert - 1) / parallel.expert
         products, grouped, attention = _times_of(rates) if rates else (None, None, None)
         return cls(
+            features=Features(names=feature_names(model)),
             flops_per_ms=flops_per_ms,
             fp8=fp8,
             product_times=products,
@@ -111,6 +123,10 @@ class Device:
             runtime=runtime,
             expert=parallel.expert,
         )
+
+    def one(self, feature: str) -> np.ndarray:
+        """Unit vector of a feature, [features]."""
+        return self.features.one(feature)
 
     @property
     def whole(self) -> float:
@@ -201,12 +217,7 @@ class Device:
             return ()
         sent = (self.tensor - 1) / self.tensor
         ring = Kernel(
-            kind="ring",
-            of=of,
-            bytes=sent * all_bytes,
-            launches=launches,
-            passes=passes,
-            name=name,
+            kind="ring", of=of, bytes=sent * all_bytes, launches=launches, passes=passes, name=name
         )
         return (ring,)
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import FP32_BYTES, Features, Kernel, Kernels, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, Kernel, Kernels, element_wise, product
 from omnibal.cost.work import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
@@ -28,13 +28,11 @@ _FUSED_KERNELS_OF_EXPERTS = 14
 """Kernels with Transformer Engine's fused routing and permutation, and grouped products."""
 
 
-def feed_forward(
-    language: LanguageConfig, kind: LayerKind, device: Device, features: Features
-) -> Work:
+def feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> Work:
     """Return a layer's feed-forward."""
     if kind.experts is None:
-        return _dense(language, device, features)
-    block, experts = _mixture(language.hidden_size, kind.experts, device, features), kind.experts
+        return _dense(language, device)
+    block, experts = _mixture(language.hidden_size, kind.experts, device), kind.experts
     if not language.bias:
         return block
     held = -(-experts.experts // device.expert)
@@ -42,9 +40,9 @@ def feed_forward(
     return replace(block, expert_biases=biases, other_parameters=experts.experts)
 
 
-def _dense(language: LanguageConfig, device: Device, features: Features) -> Work:
+def _dense(language: LanguageConfig, device: Device) -> Work:
     """Gate, if any, and value in one product, fused activation, and the output product."""
-    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
     h, f, gates = language.hidden_size, language.ffn_hidden_size, language.gates
     inner_bytes, block_bytes = tokens * f / t * size, tokens * h * size
     part_bytes = block_bytes * device.whole
@@ -105,9 +103,9 @@ def _all_to_alls(device: Device, rows: np.ndarray, h: int) -> Kernels:
     )
 
 
-def _mixture(h: int, experts: ExpertsConfig, device: Device, features: Features) -> Work:
+def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     """Router, dispatch and combine, routed experts, and shared experts."""
-    size, tokens, f = device.element_bytes, features.one("tokens"), experts.ffn_hidden_size
+    size, tokens, f = device.element_bytes, device.one("tokens"), experts.ffn_hidden_size
     own, number, k = tokens * device.whole, experts.experts, experts.experts_per_token
     held = -(-number // device.expert)  # experts on this device
     rows = own * k * (experts.imbalance if device.expert > 1 else 1.0)

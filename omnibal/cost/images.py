@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import FP32_BYTES, Features, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, element_wise, product
 from omnibal.cost.towers import (
     LAST_OUTPUT,
     LayerForm,
@@ -33,22 +33,21 @@ _NEIGHBOUR_BYTES = 4 * (2 * _INDEX_BYTES + FP32_BYTES) + 2 * _INDEX_BYTES
 """Bytes that torch's interpolation of learned positions keeps per patch (four neighbours)."""
 
 
-def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Unit:
+def images_embed(tower: ImagesEncoder, device: Device) -> Unit:
     """Return patch embedding, interpolated positions and an optional norm."""
     h, size = tower.hidden_size, device.element_bytes
-    rows = features.one(tower.feature) * tower.positions_per_item
+    rows = device.one(tower.feature) * tower.positions_per_item
     values = tower.values_per_patch
     pixel_bytes, output_bytes = rows * values * size, rows * h * size
     # Bilinear: four weighted neighbours, summed in fp32 (Qwen3-VL's fast_pos_embed).
     wide_bytes = rows * h * FP32_BYTES * (tower.learned_positions > 0)
     norm = norm_parameters(tower)
-    learned = Working(
-        output_bytes + wide_bytes, weight=FP32_BYTES / size * tower.learned_positions * h
-    )
+    # Gradient of positions in fp32, then of the learned positions.
+    learned, working = FP32_BYTES / size * tower.learned_positions * h, list[Working]()
     kept = [Kept("pixels by patch", "", pixel_bytes, for_weights=True)]
     if tower.learned_positions:
-        neighbours_bytes = rows * _NEIGHBOUR_BYTES
-        kept.append(Kept("neighbours", "embedding_bag", neighbours_bytes))
+        kept.append(Kept("neighbours", "embedding_bag", rows * _NEIGHBOUR_BYTES))
+        working.append(Working(output_bytes + wide_bytes, weight=learned))
     if tower.embed_norm:
         kept += [
             Kept("norm's input", "", output_bytes),
@@ -70,11 +69,7 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Un
         kept=tuple(kept),
         boundary_bytes=pixel_bytes,
         output_bytes=output_bytes,
-        working=(
-            # Gradient of positions in fp32, then of the learned positions.
-            *((learned,) if tower.learned_positions else ()),
-            Working(output_bytes, weight=values * h),
-        ),
+        working=(*working, Working(output_bytes, weight=values * h)),
         # Pixels in the weights' dtype; product output, positions (also in fp32), sum.
         forward_working=(
             Working(pixel_bytes + 3 * output_bytes),
@@ -91,19 +86,13 @@ def images_embed(tower: ImagesEncoder, device: Device, features: Features) -> Un
 
 
 def images_layer(
-    model: ModelConfig,
-    tower: ImagesEncoder,
-    kind: UnitKind,
-    device: Device,
-    features: Features,
-    *,
-    padded: bool = True,
+    model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device, *, padded: bool = True
 ) -> Unit:
     """Return a layer, with its deepstack projector if any."""
-    cells = features.one(tower.feature)
+    cells = device.one(tower.feature)
     rows = cells * tower.positions_per_item
     # Attended pairs: image squared, or window squared; windows at an edge count as full.
-    pairs = features.one(tower.squares) * tower.positions_per_item**2
+    pairs = device.one(tower.squares) * tower.positions_per_item**2
     if kind.is_windowed:
         assert tower.window_positions is not None
         pairs = rows * tower.window_positions
@@ -113,13 +102,9 @@ def images_layer(
         return layer
     # Its norm is over folded cells (Qwen3-VL).
     norm = norm_parameters(tower) * tower.positions_per_item
-    return _with_projector(layer, _two_products(tower, model, device, cells, cells, norm=norm))
-
-
-def _with_projector(layer: Unit, projector: Unit) -> Unit:
-    """Combine a layer and the projector of its output. The projector's backward comes first."""
+    projector = _two_products(tower, model, device, cells, cells, norm=norm)
     gradient_bytes = layer.output_bytes
-    projector = replace(
+    projector = replace(  # its backward comes first
         projector,
         kept=tuple(
             replace(line, made_by=f"deepstack.{line.made_by}")
@@ -141,11 +126,9 @@ def _with_projector(layer: Unit, projector: Unit) -> Unit:
     )
 
 
-def images_projector(
-    tower: ImagesEncoder, model: ModelConfig, device: Device, features: Features
-) -> Unit:
+def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
     """Return the tower's optional last norm, and its projector."""
-    cells = features.one(tower.feature)
+    cells = device.one(tower.feature)
     unit = _PROJECTORS[tower.projector](tower, model, device, cells)
     if not tower.final_norm:
         return unit
@@ -286,9 +269,7 @@ _PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device, np.ndarray]
 }
 
 
-def deepstack_bytes(
-    model: ModelConfig, kind: UnitKind, device: Device, features: Features
-) -> np.ndarray:
+def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.ndarray:
     """Bytes of deepstack features sent over a cut after a unit of this kind, [features].
 
     Replicated on tensor-parallel ranks. Their gradients within a stage are not counted: they are
@@ -296,7 +277,7 @@ def deepstack_bytes(
     """
     towers = [tower for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)]
     if not kind.carried or not towers:
-        return features.none
+        return device.features.none
     # Features of the first encoder come first, and all have one size.
-    cells = np.sum([features.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
+    cells = np.sum([device.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

@@ -16,13 +16,7 @@ FP32_BYTES = 4  # bytes of a number
 
 MovingKind = Literal["element_wise", "permutation", "loss", "accumulation"]
 KernelKind = Literal[
-    "product",
-    "low_rank",
-    "attention",
-    "other_attention",
-    MovingKind,
-    "ring",
-    "all_to_all",
+    "product", "low_rank", "attention", "other_attention", MovingKind, "ring", "all_to_all"
 ]
 """Kinds: `low_rank` is a product of an adapter, `other_attention` not softmax, `accumulation` adds
 gradients to those of the step, `ring` is tensor-parallel and `all_to_all` expert-parallel."""

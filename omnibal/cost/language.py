@@ -8,7 +8,7 @@ from omnibal.cost.attention import attention_block
 from omnibal.cost.casts import in_fp8
 from omnibal.cost.device import Device
 from omnibal.cost.feed_forward import feed_forward
-from omnibal.cost.kernels import FP32_BYTES, Features, KernelPass, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, product
 from omnibal.cost.work import (
     FIRST_OUTPUT,
     SECOND_OUTPUT,
@@ -27,13 +27,13 @@ _UNFUSED_LOSS_MOVED = (19, 7)
 fp32 passes count twice (`tensor_parallel/cross_entropy.py`)."""
 
 
-def language_embed(model: ModelConfig, device: Device, features: Features) -> Unit:
+def language_embed(model: ModelConfig, device: Device) -> Unit:
     """Return the word embedding and the insertion of encoder features."""
-    h, size, tokens = model.language.hidden_size, device.element_bytes, features.one("tokens")
+    h, size, tokens = model.language.hidden_size, device.element_bytes, device.one("tokens")
     item_tokens = [
-        features.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
+        device.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
     ]
-    encoded_bytes = np.sum([features.none, *item_tokens], axis=0) * h * size
+    encoded_bytes = np.sum([device.features.none, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
     ids_bytes = tokens * _TOKEN_ID_BYTES
     both_bytes = encoded_bytes + text_bytes
@@ -60,14 +60,12 @@ def language_embed(model: ModelConfig, device: Device, features: Features) -> Un
     )
 
 
-def language_layer(
-    language: LanguageConfig, kind: LayerKind, device: Device, features: Features
-) -> Unit:
+def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) -> Unit:
     """Return a layer of one attention and feed-forward kind."""
-    size, whole, tokens = device.element_bytes, device.whole, features.one("tokens")
+    size, whole, tokens = device.element_bytes, device.whole, device.one("tokens")
     h, post_norms = language.hidden_size, 2 if language.post_norms else 0
-    first = attention_block(language, kind, device, features)
-    second = feed_forward(language, kind, device, features)
+    first = attention_block(language, kind, device)
+    second = feed_forward(language, kind, device)
     part_bytes, moments_bytes = tokens * h * whole * size, tokens * whole * FP32_BYTES
     products, norm, sum_and_norm = len(second.products), "norm", "scaled_add_norm"
     later = (SECOND_OUTPUT, *(line.what for line in second.kept))
@@ -143,9 +141,7 @@ def _in_fp8(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Un
     return in_fp8(device, layer, whole=whole, copied=copied)
 
 
-def head(
-    language: LanguageConfig, device: Device, features: Features, *, padded: bool = True
-) -> Unit:
+def head(language: LanguageConfig, device: Device, *, padded: bool = True) -> Unit:
     """Return final norm, logits and loss, and multi-token prediction layers.
 
     A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core
@@ -153,12 +149,12 @@ def head(
     and loss. The last stage holds a copy of the embedding and exchanges its gradient with the
     first.
     """
-    last = _logits(language, device, features, padded=padded)
+    last = _logits(language, device, padded=padded)
     if not language.prediction_layers:
         return last
     h, number = language.hidden_size, language.prediction_layers
-    layer = language_layer(language, language.kinds[-1], device, features)
-    units = (*(_joined(language, device, features), layer, last) * number, last)
+    layer = language_layer(language, language.kinds[-1], device)
+    units = (*(_joined(language, device), layer, last) * number, last)
     unit = one_after_another([(f"{place}: ", unit) for place, unit in enumerate(units)])
     # Predictions share the head's weights.
     copied = -number * last.products[0].outer
@@ -166,9 +162,9 @@ def head(
     return replace(unit, other_parameters=unit.other_parameters + copied * h)
 
 
-def _joined(language: LanguageConfig, device: Device, features: Features) -> Unit:
+def _joined(language: LanguageConfig, device: Device) -> Unit:
     """Embeddings of next tokens and hidden states, each normed, concatenated and projected."""
-    t, size, tokens = device.tensor, device.element_bytes, features.one("tokens")
+    t, size, tokens = device.tensor, device.element_bytes, device.one("tokens")
     h, own, sequence = language.hidden_size, tokens * device.whole, device.sequence_parallel
     hidden_bytes, moments_bytes = own * h * size, own * FP32_BYTES
     block_bytes = tokens * h * size
@@ -209,10 +205,10 @@ def _joined(language: LanguageConfig, device: Device, features: Features) -> Uni
     return in_fp8(device, joined)
 
 
-def _logits(language: LanguageConfig, device: Device, features: Features, *, padded: bool) -> Unit:
+def _logits(language: LanguageConfig, device: Device, *, padded: bool) -> Unit:
     """Final norm over all tokens; logits and loss only for tokens with loss."""
     h, size = language.hidden_size, device.element_bytes
-    tokens, loss_tokens = features.one("tokens"), features.one("loss_tokens")
+    tokens, loss_tokens = device.one("tokens"), device.one("loss_tokens")
     vocabulary = -(-language.vocab_size // device.tensor)
     if padded:
         vocabulary = language.words_of_rank(device.tensor)

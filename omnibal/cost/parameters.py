@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
-from omnibal.cost.analytic import analytic_cost
-from omnibal.model.config import ModelConfig, load_cluster
-from omnibal.model.parallel import Parallel
-from omnibal.model.units import unit_names
-
-_ANY_CLUSTER = "h100-80g"
-"""Counts need a cluster; parameters do not depend on it."""
+from omnibal.cost.analytic import unit_on_one
+from omnibal.model.config import ModelConfig
+from omnibal.model.units import unit_kinds, unit_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,7 +19,7 @@ class ModelParameters:
 
 def model_parameters(model: ModelConfig) -> ModelParameters:
     """Count a model's parameters by its units."""
-    units = analytic_cost(model, load_cluster(_ANY_CLUSTER), Parallel(pipeline=1), "bf16").units
+    units = {kind.name: unit_on_one(model, kind) for kind in unit_kinds(model)}
     names, language = unit_names(model), model.language
     # Prediction layers follow the last layer and are of its kind.
     experts = [kind.experts for kind in (*language.kinds, language.kinds[-1])]

@@ -18,7 +18,7 @@ from scipy.optimize import nnls
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
-from omnibal.cost.analytic import analytic_cost
+from omnibal.cost.analytic import analytic_cost, unit_on_one
 from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, ring_line
@@ -31,16 +31,12 @@ from omnibal.model.config import (
     Provider,
     model_sizes,
 )
-from omnibal.model.layers import LayerKind
 from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Rates
 from omnibal.model.units import (
     EXCHANGED,
-    HEAD,
-    LANGUAGE,
     UnitKind,
-    attended_feature,
     feature_names,
     unit_kinds,
 )
@@ -444,24 +440,11 @@ def _fitted_unit(
 
 
 def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
-    """Features that the unit's cost depends on, bool [features]."""
-    names, layers = {"fixed"}, list[LayerKind]()
-    if kind.tower != LANGUAGE:
-        tower = model.encoders[kind.tower]
-        names |= {tower.feature}
-        if tower.squares and kind.is_layer and not kind.is_windowed:
-            names |= {tower.squares}
-    elif kind.layer is not None:
-        layers = [kind.layer]
-    elif kind.name == HEAD:
-        names |= {"tokens", "loss_tokens"}
-        if model.language.prediction_layers:
-            layers = [model.language.kinds[-1]]
-    else:
-        names |= {"tokens", *model.item_features}
-    for layer in layers:
-        names |= {"tokens"} if layer.linear is not None else {"tokens", attended_feature(layer)}
-    return np.array([name in names for name in feature_names(model)])
+    """Features that the unit's kernels depend on, bool [features]."""
+    sizes = [
+        kernel.rows + kernel.pairs + kernel.bytes for kernel in unit_on_one(model, kind).kernels
+    ]
+    return np.array([name == "fixed" for name in feature_names(model)]) | np.any(sizes, axis=0)
 
 
 def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import FP32_BYTES, Features, attention, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, attention, element_wise, product
 from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, Kept, Unit, Working
 from omnibal.model.config import ModelConfig
 from omnibal.model.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
@@ -18,9 +18,9 @@ _SCALED_FEED_FORWARD = "feed-forward's, for its layer scale"
 _INTO, _OUT_OF = "into the activation", "out of the activation"
 
 
-def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Unit:
+def tiles_embed(tower: TilesEncoder, device: Device) -> Unit:
     """Return the embedding of image tiles: convolution to patches, and positions."""
-    items, size = features.one(tower.feature), device.element_bytes
+    items, size = device.one(tower.feature), device.element_bytes
     patches, patch_values = tower.patches_per_side**2, 3 * tower.patch_size**2
     pixel_bytes = items * patches * patch_values * size
     output_bytes = items * tower.positions_per_item * tower.hidden_size * size
@@ -49,9 +49,9 @@ def tiles_embed(tower: TilesEncoder, device: Device, features: Features) -> Unit
     )
 
 
-def clips_embed(tower: ClipsEncoder, device: Device, features: Features) -> Unit:
+def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
     """Return the embedding of clips: convolutions (width 3, strides 1 and 2), each with GELU."""
-    items = features.one(tower.feature)
+    items = device.one(tower.feature)
     h, size, taps = tower.hidden_size, device.element_bytes, 3
     input_bytes = items * tower.frames * tower.mel_bins * size
     middle_bytes = items * tower.frames * h * size
@@ -122,16 +122,44 @@ def encoder_layer(
     t, size = device.tensor, device.element_bytes
     h, f = tower.hidden_size, tower.ffn_hidden_size
     a = (-(-tower.heads // t) * t if padded else tower.heads) * form.head_width
-    heads, into, scaled = (
-        a / form.head_width / t,
-        1 + form.gated,
-        tower.layer_scale_init is not None,
-    )
+    heads, into, norms = a / form.head_width / t, 1 + form.gated, int(tower.qk_norm)
+    scaled, norm, by = tower.layer_scale_init is not None, "scaled_add_norm", "self_attention"
     # Norms, layer scales and biases of row-parallel linears are replicated, the rest is divided.
     whole = 2 * norm_parameters(tower) + 2 * h * form.bias + 2 * h * scaled
-    divided = into * f * form.bias + 3 * a * tower.qkv_bias + 2 * a * tower.qk_norm
+    divided = into * f * form.bias + 3 * a * tower.qkv_bias + 2 * a * norms
     hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
-    forward_moved, back_moved = _layer_moved(tower, form, t, a)
+    core_bytes, norm_bytes = width_bytes + rows * FP32_BYTES * heads, moments_bytes(tower, rows)
+    # Replicated between the blocks: the first norm; add and norm; add. Divided: q/k norms and
+    # rotation (norms over all heads read them again for tensor-parallel sums) and the activation.
+    again = norms * (t > 1)
+    of_heads, back_of_heads = 4 * norms + 2 * again, 6 + 2 * norms + 4 * again
+    qkv, by_qkv, normed, by_norm = "q, k and v", "linear_qkv", "normed q and k", "head_norms"
+    if form.rotates:
+        of_heads, back_of_heads = 4 + 4 * norms, 6 + 4 * norms
+        qkv, by_qkv = "rotated q and k, and v", "split_and_rotate"
+        normed, by_norm = "q and k before norms", "norms"
+    between = 4 + (0 if form.rotates else 1 + 2 * scaled)
+    moved_bytes = 9 * hidden_bytes + of_heads * width_bytes + (1 + into) * inner_bytes
+    back_moved_bytes = 2 * between * hidden_bytes + back_of_heads * width_bytes
+    back_moved_bytes = back_moved_bytes + (1 + 2 * into) * inner_bytes
+    kept = [
+        Kept("input", "", hidden_bytes),
+        Kept(FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
+        Kept("first norm's moments", "norm", norm_bytes),
+        Kept(qkv, f"{by}.{by_qkv}", 3 * width_bytes),
+        Kept("attention's output and log-sum-exp", f"{by}.core_attention", core_bytes),
+        Kept("middle residual", norm, hidden_bytes),
+        Kept(SECOND_OUTPUT, norm, hidden_bytes, for_weights=True),
+        Kept("second norm's moments", norm, norm_bytes),
+        Kept(_INTO, "mlp.linear_fc1", into * inner_bytes),
+        Kept(_OUT_OF, "swiglu" if form.gated else "bias_gelu", inner_bytes, for_weights=True),
+    ]
+    if norms:  # and the scales of q and k per position
+        kept.append(Kept(normed, f"{by}.{by_norm}", 2 * width_bytes + 2 * rows * FP32_BYTES))
+    if scaled:  # the fused backward computes the scale's gradient even if it is frozen
+        what = "attention's block, for its layer scale"
+        kept.append(Kept(what, f"{by}.linear_proj", hidden_bytes))
+        kept.append(Kept(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes))
     # Gradients: the layer's output, and with a layer scale also its block's.
     gradients_bytes = (1 + scaled) * hidden_bytes
     gone, own = (_SCALED_FEED_FORWARD,), int(scaled)  # otherwise it is the residual's gradient
@@ -142,10 +170,10 @@ def encoder_layer(
             *product(rows, a / t, h, name="self_attention.linear_proj"),
             *product(rows, h, into * f / t, name="mlp.linear_fc1", given=SECOND_OUTPUT),
             *product(rows, f / t, h, name="mlp.linear_fc2", given=_OUT_OF),
-            *element_wise(rows * forward_moved * size, rows * back_moved * size, launches=7),
+            *element_wise(moved_bytes, back_moved_bytes, launches=7),
             *device.all_reduced(hidden_bytes, hidden_bytes, times=2),
         ),
-        kept=_layer_kept(tower, form, rows, heads, hidden_bytes, width_bytes, inner_bytes),
+        kept=tuple(kept),
         boundary_bytes=hidden_bytes,
         output_bytes=hidden_bytes,
         # Peaks before attention: gradients of the second product, the activation, the first.
@@ -175,45 +203,6 @@ def encoder_layer(
     )
 
 
-def _layer_kept(
-    tower: EncoderLayers,
-    form: LayerForm,
-    rows: np.ndarray,
-    heads: float,
-    hidden_bytes: np.ndarray,
-    width_bytes: np.ndarray,
-    inner_bytes: np.ndarray,
-) -> tuple[Kept, ...]:
-    """List the kept activations; tensors between the blocks are replicated on all ranks."""
-    add_and_norm, by = "scaled_add_norm", "self_attention"
-    product, normed = ("q, k and v", "linear_qkv"), ("normed q and k", "head_norms")
-    if form.rotates:
-        product = "rotated q and k, and v", "split_and_rotate"
-        normed = "q and k before norms", "norms"
-    core_bytes, norm_bytes = width_bytes + rows * FP32_BYTES * heads, moments_bytes(tower, rows)
-    lines = [
-        Kept("input", "", hidden_bytes),
-        Kept(FIRST_OUTPUT, "norm", hidden_bytes, for_weights=True),
-        Kept("first norm's moments", "norm", norm_bytes),
-        Kept(product[0], f"{by}.{product[1]}", 3 * width_bytes),
-        Kept("attention's output and log-sum-exp", f"{by}.core_attention", core_bytes),
-        Kept("middle residual", add_and_norm, hidden_bytes),
-        Kept(SECOND_OUTPUT, add_and_norm, hidden_bytes, for_weights=True),
-        Kept("second norm's moments", add_and_norm, norm_bytes),
-        Kept(_INTO, "mlp.linear_fc1", (1 + form.gated) * inner_bytes),
-        Kept(_OUT_OF, "swiglu" if form.gated else "bias_gelu", inner_bytes, for_weights=True),
-    ]
-    if tower.qk_norm:  # and the scales of q and k per position
-        scaled_bytes = 2 * width_bytes + 2 * rows * FP32_BYTES
-        lines.append(Kept(normed[0], f"{by}.{normed[1]}", scaled_bytes))
-    if tower.layer_scale_init is not None:
-        # The fused backward computes the scale's gradient even if it is frozen.
-        what = "attention's block, for its layer scale"
-        lines.append(Kept(what, f"{by}.linear_proj", hidden_bytes))
-        lines.append(Kept(_SCALED_FEED_FORWARD, "mlp.linear_fc2", hidden_bytes))
-    return tuple(lines)
-
-
 def norm_parameters(tower: EncoderLayers) -> int:
     """Number of parameters of a norm in the tower."""
     return tower.hidden_size * (1 if tower.normalization == "RMSNorm" else 2)
@@ -229,48 +218,23 @@ def items_layer(
     tower: TilesEncoder | ClipsEncoder,
     kind: UnitKind,
     device: Device,
-    features: Features,
     *,
     padded: bool,
 ) -> Unit:
     """Return a layer with attention within items, all of one length."""
-    rows = features.one(tower.feature) * tower.positions_per_item
+    rows = device.one(tower.feature) * tower.positions_per_item
     form = LayerForm(head_width=tower.hidden_size // tower.heads)
     return encoder_layer(tower, form, device, rows, rows * tower.positions_per_item, padded=padded)
 
 
-def _layer_moved(
-    tower: EncoderLayers, form: LayerForm, tensor: int, heads_width: int
-) -> tuple[float, float]:
-    """Elements that fused kernels of a layer read and write per position, forward and backward.
-
-    Replicated between the blocks: the first norm; add and norm; add. Divided: q/k norms and
-    rotation (norms over all heads read them again for tensor-parallel sums) and the activation.
-    """
-    h, f, a, shared = tower.hidden_size, tower.ffn_hidden_size, heads_width, tensor > 1
-    if form.rotates:
-        of_heads, between = 4 + 4 * tower.qk_norm, 4
-        back_of_heads = of_heads + 2
-    else:
-        of_heads, back_of_heads = (4 + 2 * shared, 8 + 4 * shared) if tower.qk_norm else (0, 6)
-        between = 4 + (3 if tower.layer_scale_init is not None else 1)
-    activated, back_activated = (3, 5) if form.gated else (2, 3)
-    forward = (2 + 4 + 3) * h + (of_heads * a + activated * f) / tensor
-    return forward, 2 * between * h + (back_of_heads * a + back_activated * f) / tensor
-
-
 def encoder_projector(
-    tower: TilesEncoder | ClipsEncoder, model: ModelConfig, device: Device, features: Features
+    tower: TilesEncoder | ClipsEncoder, model: ModelConfig, device: Device
 ) -> Unit:
     """Return pixel shuffle, a norm, and an MLP of two products.
 
     The norm is of folded tokens for tiles, and of positions before folding for clips.
     """
-    size, items, wide = (
-        device.element_bytes,
-        features.one(tower.feature),
-        tower.projector_input_size,
-    )
+    items, wide, size = device.one(tower.feature), tower.projector_input_size, device.element_bytes
     rows, positions = items * tower.tokens_per_item, items * tower.positions_per_item
     folded_bytes, norm = rows * wide * size, norm_parameters(tower)
     folded = (

@@ -46,7 +46,7 @@ def device(tensor: int = 3, sequence_parallel: bool = False, **changes: Any) -> 
     moved, products = dict.fromkeys(MOVING, 1.0), {None: 1.0, "fp32": 1.0, "fp8": 1.0}
     line, sizes = Line(fixed_ms=1.0, each_ms=1.0), {"tensor": tensor, "element_bytes": 2}
     sizes |= {"ring": line, "all_to_all": line, "product_times": None, "kernel_ms": 1.0}
-    sizes |= {"flops_per_ms": products, "bytes_per_ms": moved}
+    sizes |= {"flops_per_ms": products, "bytes_per_ms": moved, "features": FEATURES}
     return Device(**sizes | {"sequence_parallel": sequence_parallel} | changes)
 
 
@@ -184,7 +184,7 @@ def test_embedding_of_tiles() -> None:
         # Convolution and its bias; class token; positions.
         "parameters": 12 * H + H + H + 17 * H,
     }
-    check(counted(tiles_embed(TILES_TOWER, device(), FEATURES)), expected)
+    check(counted(tiles_embed(TILES_TOWER, device())), expected)
 
 
 def test_embedding_of_clips() -> None:
@@ -213,7 +213,7 @@ def test_embedding_of_clips() -> None:
         "passing": 4 * read,
         "parameters": 3 * 9 * H + H + 3 * H * H + H,
     }
-    check(counted(clips_embed(CLIPS_TOWER, device(), FEATURES)), expected)
+    check(counted(clips_embed(CLIPS_TOWER, device())), expected)
 
 
 @pytest.mark.parametrize("learned", [0, 19])
@@ -249,7 +249,7 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
         # A bias; a norm of two vectors, the class token and half a head's angles.
         "parameters": H * values + H * learned + (2 * H + H + 5 if normed else H),
     }
-    check(counted(images_embed(tower, device(), FEATURES)), expected)
+    check(counted(images_embed(tower, device())), expected)
 
 
 Elements = tuple[int, int, int]
@@ -350,7 +350,7 @@ def test_layer_of_an_encoder(
     model, own, padded = model_with(vision=tower), device(t), width == A
     kind = next(kind for kind in unit_kinds(model) if kind.is_layer)
     count = images_layer if images else items_layer
-    check(counted(count(model, tower, kind, own, FEATURES, padded=padded)), expected)
+    check(counted(count(model, tower, kind, own, padded=padded)), expected)
 
 
 def two_products(
@@ -459,7 +459,7 @@ def projector_of(tower: EncoderLayers) -> dict[str, Any]:
     is_images = isinstance(tower, ImagesEncoder)
     model = model_with(**{"audio" if isinstance(tower, ClipsEncoder) else "vision": tower})
     count = images_projector if is_images else encoder_projector
-    return counted(count(tower, model, device(), FEATURES))
+    return counted(count(tower, model, device()))
 
 
 @pytest.mark.parametrize(
@@ -507,8 +507,7 @@ def test_layer_with_a_deepstack_projector() -> None:
         if kind.is_layer and kind.tower == "vision"
     }
     layer, both = (
-        counted(images_layer(model, tower, kinds[has_it], device(), FEATURES))
-        for has_it in (False, True)
+        counted(images_layer(model, tower, kinds[has_it], device())) for has_it in (False, True)
     )
     # Its norm is of folded cells, of 4 H.
     projector = two_products(CELLS, 4 * H, 4 * H, 2 * 4 * H, CELLS * 2)
@@ -554,7 +553,7 @@ def test_embedding_of_words(sequence_parallel: bool) -> None:
         "working": [(2 * (text + encoded), words * WIDTH)],
         "parameters": words * WIDTH,
     }
-    check(counted(language_embed(model, device(3, sequence_parallel), FEATURES)), expected)
+    check(counted(language_embed(model, device(3, sequence_parallel))), expected)
 
 
 def language(**changes: Any) -> LanguageConfig:
@@ -652,7 +651,7 @@ def test_language_layer(options: str, sequence_parallel: bool) -> None:
     others."""
     given, own = dict.fromkeys(options.split(), True), device(3, sequence_parallel)
     given |= {"kv_heads": 1} if given.pop("copied", False) else {}
-    found = counted(language_layer(language(qkv_bias=True, **given), LayerKind(), own, FEATURES))
+    found = counted(language_layer(language(qkv_bias=True, **given), LayerKind(), own))
     check(found, dense_layer(sequence_parallel, options))
 
 
@@ -690,7 +689,7 @@ def test_latent_attention(query_rank: int | None, sequence_parallel: bool) -> No
         query_rank=query_rank, key_value_rank=17, head_size=8, rotary_head_size=4, value_head_size=7
     )
     kind = LayerKind(latent=latent)
-    counts = language_layer(language(), kind, device(3, sequence_parallel), FEATURES)
+    counts = language_layer(language(), kind, device(3, sequence_parallel))
     t, part, q, v = 3, 1 / 3 if sequence_parallel else 1, 6 * (8 + 4), 6 * 7
     rows, ranks = TOKENS * part, 17 + (query_rank or 0)
     up_from = query_rank or WIDTH
@@ -740,7 +739,7 @@ def test_linear_attention(key_heads: int, sequence_parallel: bool) -> None:
         key_heads=key_heads, value_heads=6, key_head_size=d, value_head_size=e, convolution_width=3
     )
     kind = LayerKind(linear=linear)
-    counts = language_layer(language(), kind, device(3, sequence_parallel), FEATURES)
+    counts = language_layer(language(), kind, device(3, sequence_parallel))
     t, keys, values = 3, key_heads * d, 6 * e
     mixed = keys + keys + values
     made = mixed + values + 6 + 6
@@ -812,7 +811,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         experts |= {"shared_ffn_hidden_size": shared, "shared_gate": True, "auxiliary_loss": 0.1}
     kind, dense = LayerKind(experts=ExpertsConfig(**experts)), dense_layer(sequence_parallel)
     own_device = device(3, sequence_parallel, expert=expert, bytes_per_ms=SLOW)
-    found = counted(language_layer(language(), kind, own_device, FEATURES), own_device)
+    found = counted(language_layer(language(), kind, own_device), own_device)
     t, part, held = 3, 1 / 3 if sequence_parallel else 1, 5 if expert == 1 else 3
     own = TOKENS * part
     sent = own * 2
@@ -928,8 +927,8 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
         expected |= {"sent": sent, "back sent": sent, "again sent": sent, "passes": (1, 1, 1)}
     else:
         expected |= {"back sent": 2 * 2 / 3 * 2 * loss, "passes": (0, 2, 0)}
-    check(counted(head(language(), own_device, FEATURES), own_device), expected)
-    unpadded = counted(head(language(), own_device, FEATURES, padded=False))
+    check(counted(head(language(), own_device), own_device), expected)
+    unpadded = counted(head(language(), own_device, padded=False))
     assert unpadded["products"] == [(LOSS, WIDTH, 334)]
 
 
@@ -940,10 +939,10 @@ def test_prediction_of_later_tokens(sequence_parallel: bool, tied: bool) -> None
     whose moments know nothing of what later parts have let go of."""
     own_device, t, p = device(3, sequence_parallel), 3, 1 / 3 if sequence_parallel else 1
     hidden, block, words = TOKENS * WIDTH * p, TOKENS * WIDTH, 384 * WIDTH
-    layer = counted(language_layer(language(qkv_bias=True), LayerKind(), own_device, FEATURES))
-    last = counted(head(language(), own_device, FEATURES))
+    layer = counted(language_layer(language(qkv_bias=True), LayerKind(), own_device))
+    last = counted(head(language(), own_device))
     model = language(prediction_layers=2, tied_head=tied, qkv_bias=True)
-    found = counted(head(model, own_device, FEATURES))
+    found = counted(head(model, own_device))
     sent = 2 / 3 * 2 * block
     # Words are all-reduced or scattered; inputs of twice the width gathered, and the output.
     joined = {
@@ -1025,7 +1024,7 @@ def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> No
     """Prevents: inputs kept in FP8 that something else needs in bf16, casts of some linears alone,
     and gradients' copies that take no memory."""
     plain, fast = (
-        counted(language_layer(fp8_language(**options), kind, each, FEATURES))
+        counted(language_layer(fp8_language(**options), kind, each))
         for each in (device(1), device(1, fp8=TRAINED_FP8))
     )
     assert fast["kernels"] - plain["kernels"] == 2 * linears
@@ -1048,9 +1047,7 @@ def test_layers_in_fp8(kind, options, kept_whole, copied, widest, linears) -> No
 def test_prediction_in_fp8() -> None:
     """Prevents: a product that joins hidden states and words, left in bf16."""
     model = fp8_language(prediction_layers=1)
-    plain, fast = (
-        counted(head(model, device(1, fp8=fp8), FEATURES)) for fp8 in (None, TRAINED_FP8)
-    )
+    plain, fast = (counted(head(model, device(1, fp8=fp8))) for fp8 in (None, TRAINED_FP8))
     # Four linears of the layer, and the one that joins.
     assert fast["kernels"] - plain["kernels"] == 2 * 5
     assert fast["kept"]["0: joined"] == plain["kept"]["0: joined"] / 2
@@ -1063,7 +1060,7 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     gradient, or whose inputs and outputs are not read again."""
     t, r, own = 3, 4, replace(device(3, sequence_parallel), flops_per_ms={None: 1e9})
     part = 1 / 3 if sequence_parallel else 1.0
-    layer = language_layer(language(), LayerKind(), own, FEATURES)
+    layer = language_layer(language(), LayerKind(), own)
     adapters = AdapterConfig(rank=r, alpha=1, targets=("q_proj", "v_proj", "down_proj"))
     model = ModelConfig(name="hand", language=language())
     kind = next(one for one in unit_kinds(model) if one.is_layer)
