@@ -57,20 +57,15 @@ def of(value: np.ndarray | float) -> float:
 
 def counted(unit: Unit, own: Device | None = None) -> dict[str, Any]:
     """All that is counted of the micro-batch, with bytes as slow as `own` moves them."""
-    own, rings, exchanges = own or device(), [], []
-    moved, ring_passes = dict.fromkeys(PASSES, 0.0), dict.fromkeys(PASSES, 0)
+    own = own or device()
+    moved, sent, passes = (dict.fromkeys(PASSES, 0.0) for _ in range(3))
     for one in unit.kernels:
         if one.kind == "ring":
-            rings.append(one)
-            ring_passes[one.of] += one.passes
-        elif one.kind == "all_to_all":
-            exchanges.append(one)
-        elif one.kind in MOVING or one.kind == "low_rank":
+            sent[one.of] += of(one.bytes)
+            passes[one.of] += one.passes
+        elif one.kind in MOVING:
             moved[one.of] += of(own.ms(one)) - one.launches
-
-    def sent(kernel_pass: KernelPass) -> float:
-        return sum(of(one.bytes) for one in rings if one.of == kernel_pass)
-
+    exchanges = [one for one in unit.kernels if one.kind == "all_to_all"]
     return {
         "products": [
             (of(one.rows), one.inner, one.outer, *([one.groups] if one.groups > 1 else []))
@@ -79,12 +74,13 @@ def counted(unit: Unit, own: Device | None = None) -> dict[str, Any]:
         "attention": sum(of(one.flops) for one in unit.forward if "attention" in one.kind),
         "forward": moved["forward"],
         "backward": moved["backward"],
-        "sent": sent("forward"),
-        "back sent": sent("backward"),
-        "again sent": sent("weight_gradient"),
-        "passes": tuple(ring_passes.values()),
+        "sent": sent["forward"],
+        "back sent": sent["backward"],
+        "again sent": sent["weight_gradient"],
+        "passes": tuple(passes.values()),
         "exchanged": [of(one.bytes) for one in exchanges],
         "exchanges": tuple(one.launches for one in exchanges),
+        "waits": sum(one.waits for one in unit.kernels),
         "kernels": sum(one.launches for one in unit.forward if one.kind not in EXCHANGES),
         "kept": {line.what: of(line.bytes) for line in unit.kept},
         "for weights": {line.what for line in unit.kept if line.for_weights},
@@ -872,6 +868,7 @@ def test_experts(shared: int | None, sequence_parallel: bool, expert: int) -> No
         "forward": dense["forward"] - 2 * 3 * inner + forward,
         "backward": dense["backward"] - 2 * 5 * inner + backward,
         "kernels": dense["kernels"] - 3 + kernels,
+        "waits": 1,  # for numbers of tokens
         "kept": dense["kept"] | kept,
         "for weights": dense["for weights"] - {"their product"} | for_weights,
         "working": [(there - gone, weight) for there, gone, weight in working],
