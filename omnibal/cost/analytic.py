@@ -98,6 +98,7 @@ class _Placed:
         """Kernels of the unit, padded or not, that backward runs."""
         runs = {
             "backward": self.has_backward,
+            "repeated": self.has_backward,
             "input_gradient": self.wants_input_gradient,
             "weight_gradient": self.trained,
         }

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import FP32_BYTES, Kernels, attention, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, Kernels, attention, element_wise, in_module, product
 from omnibal.cost.work import FIRST_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import LatentAttention, LayerKind, LinearAttention
@@ -164,16 +164,18 @@ def _latent(
     # Scores over the width of q and k, sums over that of v.
     elements = latent.head_size + rotary + latent.value_head_size
     latents_bytes, own_bytes = tokens * (up_from + rank + rotary) * size, own * sum(ranks) * size
+    up = (
+        *product(tokens, up_from, widths.query / t),
+        *product(tokens, rank, up_to / t),
+        *element_wise(copied_bytes, copied_bytes),
+    )
     return Work(
         kernels=(
             *(one for outer in down for one in product(own, h, outer)),
-            *product(tokens, up_from, widths.query / t),
-            *product(tokens, rank, up_to / t),
+            *in_module("mla_up_proj", up),
             *_causal(device, attended, language.heads / t, elements),
             *product(tokens, widths.output / t, h),
-            *element_wise(
-                2 * own_bytes + copied_bytes, 3 * own_bytes + copied_bytes, 1 + len(ranks)
-            ),
+            *element_wise(2 * own_bytes, 3 * own_bytes, len(ranks)),
             *_latent_exchange(device, latents_bytes, tokens * h * size),
         ),
         gathered_bytes=device.gather_buffer(latents_bytes),
@@ -181,7 +183,7 @@ def _latent(
             Kept("latents", by, own_bytes),
             Kept("latents' moments", by, own * len(ranks) * FP32_BYTES),
             Kept("normed latents", by, own_bytes, for_weights=True),
-            Kept("q, k and v", by, copied_bytes / 2),
+            Kept("q, k and v", by, copied_bytes / 2, modules=("mla_up_proj",)),
             _core_kept(language, widths, device, tokens),
         ),
         other_parameters=sum(ranks),

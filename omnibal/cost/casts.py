@@ -76,9 +76,10 @@ def _casts(device: Device, product: Kernel) -> Kernels:
     """Kernels that quantise a product's input in forward and output gradient in backward."""
     assert device.fp8 is not None
     rows_bytes = product.rows * device.fp8.cast_bytes
-    return element_wise(
+    casts = element_wise(
         rows_bytes * product.inner, rows_bytes * product.outer, device.fp8.cast_kernels
     )
+    return tuple(replace(cast, modules=product.modules) for cast in casts)
 
 
 def weight_copy_bytes(device: Device, products: Kernels) -> float:

@@ -25,7 +25,7 @@ from omnibal.cost.shaped_rates import Line, ProductTimes
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CopyKind, CopyTime, Rates
+from omnibal.model.rates import CopyKind, CopyTime, Pass, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names
 
@@ -166,9 +166,11 @@ class Device:
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of one pass of a product, [features]. A grouped product is one kernel."""
         groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
-        assert kernel.of != "backward"
+        of: Pass = "forward"
+        if kernel.of in ("input_gradient", "weight_gradient"):
+            of = kernel.of
         if groups > 1 and self.grouped_times is not None and kernel.dtype != "fp32":
-            line = self.grouped_times.line(kernel.of, *sizes, groups=groups)
+            line = self.grouped_times.line(of, *sizes, groups=groups)
             time_ms = _at(line, kernel.rows)
         else:
             rows = kernel.rows + 0.0
@@ -178,7 +180,7 @@ class Device:
             if kernel.dtype == "fp32":
                 return rows * each_ms / self.flops_per_ms["fp32"]
             if self.product_times is not None:
-                time_ms = _at(self.product_times.line(kernel.of, *sizes), rows)
+                time_ms = _at(self.product_times.line(of, *sizes), rows)
             else:
                 time_ms = rows * each_ms / self.flops_per_ms[None]
         # FP8 speeds up all shapes by the ratio of peak rates to bf16.
@@ -186,9 +188,9 @@ class Device:
 
     def _attention_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of softmax or other attention, [features]."""
-        scale = 1.0 if kernel.of == "forward" else _BACKWARD_OF_ATTENTION
+        of: AttentionPass = "backward" if kernel.of == "backward" else "forward"
+        scale = _BACKWARD_OF_ATTENTION if of == "backward" else 1.0
         operations = scale * 2 * kernel.heads * kernel.elements
-        of: AttentionPass = "forward" if kernel.of == "forward" else "backward"
         times = self.attention_times
         if times is None or kernel.kind == "other_attention":
             return kernel.pairs * operations / self.flops_per_ms[None]

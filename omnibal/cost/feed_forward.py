@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from omnibal.cost.device import Device
-from omnibal.cost.kernels import FP32_BYTES, Kernel, Kernels, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, Kernel, Kernels, element_wise, in_module, product
 from omnibal.cost.work import EXPERT_PRODUCTS, SECOND_OUTPUT, Kept, Work, Working
 from omnibal.model.config import LanguageConfig
 from omnibal.model.layers import ExpertsConfig, LayerKind
@@ -31,8 +31,9 @@ _FUSED_KERNELS_OF_EXPERTS = 14
 def feed_forward(language: LanguageConfig, kind: LayerKind, device: Device) -> Work:
     """Return a layer's feed-forward."""
     if kind.experts is None:
-        return _dense(language, device)
-    block, experts = _mixture(language.hidden_size, kind.experts, device), kind.experts
+        return _dense(language, device).within("mlp")
+    experts = kind.experts
+    block = _mixture(language.hidden_size, experts, device).within("moe")
     if not language.bias:
         return block
     held = -(-experts.experts // device.expert)
@@ -131,10 +132,11 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
         *_all_to_alls(device, rows, h),
         *product(rows, h, 2 * f, groups=held, name=into),
         *product(rows, f, h, groups=held, name=out_of),
+        *in_module("moe_act", element_wise(activated_bytes, back_activated_bytes)),
         *element_wise(
-            activated_bytes + _MAPS * mapped_bytes + routed_bytes,
-            back_activated_bytes + _BACK_MAPS * mapped_bytes + 2 * routed_bytes,
-            launches - 3 - 2 - sorts,
+            _MAPS * mapped_bytes + routed_bytes,
+            _BACK_MAPS * mapped_bytes + 2 * routed_bytes,
+            launches - 3 - 2 - sorts - 1,
         ),
     ]
     # Scores for the auxiliary loss; routing weights and the routing map.
@@ -146,13 +148,16 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
         Kept("gate and value", "mlp.experts", 2 * inner_bytes),
         # Their product is recomputed in backward.
         Kept("weights of rows", "mlp", weights_bytes),
-        Kept("weighted product", "mlp.experts", inner_bytes, for_weights=True),
+        Kept("weighted product", "mlp.experts", inner_bytes, True, ("moe_act",)),
     ]
     if shared:  # added, after a gate if any
-        kernels += [*_mlp(device, tokens, h, shared), *element_wise(3 * part_bytes, 0 * part_bytes)]
+        of_shared = ("shared_experts",)
+        kernels += in_module("shared_experts", _mlp(device, tokens, h, shared))
+        kernels += element_wise(3 * part_bytes, 0 * part_bytes)
+        first, second = "mlp.shared_experts.linear_fc1", "mlp.shared_experts"
         kept += [
-            Kept("shared gate and value", "mlp.shared_experts.linear_fc1", 2 * shared_bytes),
-            Kept("shared product", "mlp.shared_experts", shared_bytes, for_weights=True),
+            Kept("shared gate and value", first, 2 * shared_bytes, modules=of_shared),
+            Kept("shared product", second, shared_bytes, True, of_shared),
         ]
     if experts.shared_gate:
         kernels += [*product(own, h, 1), *element_wise(3 * part_bytes, 6 * part_bytes, 2)]

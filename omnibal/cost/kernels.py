@@ -3,6 +3,7 @@
 A unit's cost is a list of kernels: `omnibal.cost.device.Device.ms` is the time of each.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -20,9 +21,9 @@ KernelKind = Literal[
 ]
 """Kinds: `low_rank` is a product of an adapter, `other_attention` not softmax, `accumulation` adds
 gradients to those of the step, `ring` is tensor-parallel and `all_to_all` expert-parallel."""
-KernelPass = Literal[Pass, "backward"]
+KernelPass = Literal[Pass, "backward", "repeated"]
 """Pass of a kernel. An input gradient runs if something before needs it, a weight gradient if the
-unit is trained, and the rest of a backward always."""
+unit is trained, and the rest of a backward always; `repeated` is a forward that it recomputes."""
 EXCHANGES: tuple[KernelKind, ...] = ("ring", "all_to_all")
 
 
@@ -79,6 +80,8 @@ class Kernel:
     """Linear's name as in `omnibal.model.adapters.linears`, or `GATHERED`."""
     given: str = ""
     """Name of the `Kept` line that is its input."""
+    modules: tuple[str, ...] = ()
+    """Modules that it is part of (`omnibal.model.runtime.RecomputedModule`)."""
 
     @property
     def nothing(self) -> np.ndarray:
@@ -101,6 +104,11 @@ class Kernel:
 Kernels = tuple[Kernel, ...]
 GATHERED = "gathered input or gradient"
 """Name of a ring that gathers an operand of products, in their dtype."""
+
+
+def in_module(module: str, kernels: Iterable[Kernel]) -> Kernels:
+    """Return kernels that are part of a module."""
+    return tuple(replace(one, modules=(*one.modules, module)) for one in kernels)
 
 
 def product(

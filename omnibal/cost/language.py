@@ -8,7 +8,8 @@ from omnibal.cost.attention import attention_block
 from omnibal.cost.casts import in_fp8
 from omnibal.cost.device import Device
 from omnibal.cost.feed_forward import feed_forward
-from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, product
+from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, in_module, product
+from omnibal.cost.recomputed import recomputed
 from omnibal.cost.work import (
     FIRST_OUTPUT,
     SECOND_OUTPUT,
@@ -68,7 +69,7 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
     second = feed_forward(language, kind, device)
     part_bytes, moments_bytes = tokens * h * whole * size, tokens * whole * FP32_BYTES
     products, norm, sum_and_norm = len(second.products), "norm", "scaled_add_norm"
-    later = (SECOND_OUTPUT, *(line.what for line in second.kept))
+    of_norms, later = ("layernorm",), (SECOND_OUTPUT, *(line.what for line in second.kept))
 
     def after(block: str) -> tuple[Kept, ...]:
         """Activations of a norm after a block."""
@@ -83,19 +84,17 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
             # Fused kernels between blocks: norm; add and norm; add. Backward also reads norm inputs
             # and the residual's gradient. Norms after blocks read and write one tensor, in backward
             # two.
-            *element_wise(
-                (2 + 4 + 3 + 2 * post_norms) * part_bytes,
-                (2 * 4 + 3 * post_norms) * part_bytes,
-                launches=3 + post_norms,
-            ),
+            *in_module("layernorm", element_wise(2 * 2 * part_bytes, 2 * 4 * part_bytes, 2)),
+            *element_wise((2 + 3) * part_bytes, 0 * part_bytes),
+            *element_wise(2 * post_norms * part_bytes, 3 * post_norms * part_bytes, post_norms),
         ),
         kept=(
             Kept("input", "", part_bytes),
-            Kept(FIRST_OUTPUT, norm, part_bytes, for_weights=True),
+            Kept(FIRST_OUTPUT, norm, part_bytes, for_weights=True, modules=of_norms),
             Kept("first norm's moments", norm, moments_bytes),
             *(*first.kept, *after("self_attention")),
             Kept("middle residual", sum_and_norm, part_bytes),
-            Kept(SECOND_OUTPUT, sum_and_norm, part_bytes, for_weights=True),
+            Kept(SECOND_OUTPUT, sum_and_norm, part_bytes, for_weights=True, modules=of_norms),
             Kept("second norm's moments", sum_and_norm, moments_bytes),
             *(*second.kept, *after("mlp")),
         ),
@@ -120,7 +119,7 @@ def language_layer(language: LanguageConfig, kind: LayerKind, device: Device) ->
         + (2 + post_norms) * h * (1 + language.norm_bias),
         expert_biases=second.expert_biases,
     )
-    return _in_fp8(kind, device, first, layer)
+    return recomputed(_in_fp8(kind, device, first, layer), device.runtime.recomputed)
 
 
 def _in_fp8(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Unit:

@@ -3,10 +3,11 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Self
 
 import numpy as np
 
-from omnibal.cost.kernels import Kernels
+from omnibal.cost.kernels import Kernels, in_module
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +21,8 @@ class Kept:
     """Bytes on one device, [features]."""
     for_weights: bool = False
     """Whether only weight gradients need it, so that a frozen unit frees it."""
+    modules: tuple[str, ...] = ()
+    """Modules. Recomputing one makes the activation again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +68,11 @@ class Work:
     other_parameters: float = 0
     """Parameters on this device without experts and weights of products."""
     expert_biases: int = 0
+
+    def within(self, module: str) -> Self:
+        """Return it as part of a module."""
+        kept = (replace(line, modules=(*line.modules, module)) for line in self.kept)
+        return replace(self, kernels=in_module(module, self.kernels), kept=tuple(kept))
 
     @property
     def product_weights(self) -> float:

@@ -30,6 +30,7 @@ from omnibal.lint.unmodelled_flags import (
     has_engine,
     is_adapter,
     notes_on,
+    recomputed_modules,
 )
 from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
@@ -171,6 +172,7 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         fused_routing=line.on("moe-permute-fusion", default=is_bridge),
         transformer_engine=has_engine(line),
         accumulates_in_products=accumulates_in_products(line),
+        recomputed=recomputed_modules(line),
         fp8=fp8,
     )
 

@@ -1,14 +1,17 @@
 """Rules of recomputation."""
 
+from typing import get_args
+
 from omnibal.lint.flags import flag_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
+from omnibal.model.runtime import RecomputedModule
 
 RULES = RuleGroup()
 rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
 _BLOCK = "core/transformer/transformer_block.py"
-_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+_MODULES = ("core_attn", *get_args(RecomputedModule))
 
 
 @core_config("1155-1161", launchers=set(Launcher) - {Launcher.MS_SWIFT})

@@ -2,12 +2,14 @@
 
 import re
 from collections.abc import Iterator
+from typing import get_args
 
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.low_precision import notes_on_precision
 from omnibal.model.adapters import ALL_LINEAR, AdapterConfig, adapter_mistake
 from omnibal.model.config import ModelConfig
+from omnibal.model.runtime import RecomputedModule
 
 _ADAPTERS = ("lora", "longlora", "adalora", "dora", "peft")
 _NAMES_OF_ADAPTERS = ("tuner-type", "train-type", "peft-scheme", "task", "finetuning", "peft")
@@ -78,6 +80,14 @@ def notes_on(line: Line, *, chunks_are_simulated: bool) -> Iterator[str]:
     yield from _on_state(line)
 
 
+def recomputed_modules(line: Line) -> tuple[RecomputedModule, ...]:
+    """Return modules of the language model that backward recomputes."""
+    if line.launch.recompute != "selective":
+        return ()
+    given = line.launch.recompute_modules
+    return tuple(name for name in get_args(RecomputedModule) if name in given)
+
+
 def _on_recompute(line: Line) -> Iterator[str]:
     launch = line.launch
     if launch.recompute == "full" and launch.recompute_method == "uniform":
@@ -86,13 +96,6 @@ def _on_recompute(line: Line) -> Iterator[str]:
             yield (
                 f"uniform recomputation in units of {unit} layers keeps one input a unit; the "
                 "prediction keeps one a layer, so memory is somewhat above what is needed"
-            )
-    if launch.recompute == "selective":
-        modules = [module for module in launch.recompute_modules if module != "core_attn"]
-        if modules:
-            yield (
-                f"selective recomputation of {', '.join(modules)} is not counted: memory is above "
-                "and time below what the line takes"
             )
     if launch.launcher is Launcher.LOONGFORGE and launch.recompute == "full":
         yield (

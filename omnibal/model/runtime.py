@@ -1,7 +1,12 @@
 """Step options of a trainer, which `omnibal lint` reads from a launch line."""
 
+from typing import Literal
+
 from omnibal.base.frozen import Count, Frozen
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
+
+RecomputedModule = Literal["moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"]
+"""Modules that backward can recompute, as in Megatron-core. Attention's kernel keeps little."""
 
 
 class RuntimeOptions(Frozen):
@@ -31,6 +36,8 @@ class RuntimeOptions(Frozen):
     """Whether language layers use Transformer Engine, which allows FP8 products."""
     accumulates_in_products: bool = False
     """Whether its products accumulate weight gradients (`omnibal.cost.transformer_engine`)."""
+    recomputed: tuple[RecomputedModule, ...] = ()
+    """Modules of language layers that backward recomputes (`--recompute-modules`)."""
     fp8: Fp8 = TRAINED_FP8
     """FP8 options, used if the precision is fp8."""
 

@@ -58,7 +58,7 @@ def of(value: np.ndarray | float) -> float:
 def counted(unit: Unit, own: Device | None = None) -> dict[str, Any]:
     """All that is counted of the micro-batch, with bytes as slow as `own` moves them."""
     own = own or device()
-    moved, sent, passes = (dict.fromkeys(PASSES, 0.0) for _ in range(3))
+    moved, sent, passes = (dict.fromkeys((*PASSES, "repeated"), 0.0) for _ in range(3))
     for one in unit.kernels:
         if one.kind == "ring":
             sent[one.of] += of(one.bytes)
@@ -77,7 +77,7 @@ def counted(unit: Unit, own: Device | None = None) -> dict[str, Any]:
         "sent": sent["forward"],
         "back sent": sent["backward"],
         "again sent": sent["weight_gradient"],
-        "passes": tuple(passes.values()),
+        "passes": tuple(passes[each] for each in PASSES),
         "exchanged": [of(one.bytes) for one in exchanges],
         "exchanges": tuple(one.launches for one in exchanges),
         "waits": sum(one.waits for one in unit.kernels),
@@ -248,6 +248,8 @@ def test_embedding_of_images(learned: int, normed: bool) -> None:
     check(counted(images_embed(tower, device())), expected)
 
 
+OF_MIXTURE = {"scores and choice", "chosen weights and places", "routed tokens", "gate and value"}
+OF_MIXTURE |= {"weights of rows", "weighted product", "shared gate and value", "shared product"}
 Elements = tuple[int, int, int]
 """That kernels read and write for a position: of the hidden size, of all heads, of feed-forward."""
 OF_TILES, OF_CLIPS, OF_CELLS = (TILES * 17, TILES * 17**2), (CLIPS * 7, CLIPS * 7**2), CELLS * 4
@@ -1087,3 +1089,36 @@ def test_adapters_beside_products(sequence_parallel: bool) -> None:
     assert adapted["parameters"] - plain["parameters"] == pytest.approx(parameters, abs=1)
     now_kept = {"first norm's output", "their product"}
     assert adapted["for weights"] == plain["for weights"] - now_kept
+
+
+@pytest.mark.parametrize(
+    ("module", "kind", "lost", "products", "launches"),
+    [
+        ("mlp", LayerKind(), {"gate and value", "their product"}, 2, 3),
+        ("layernorm", LayerKind(), {"first norm's output", "second norm's output"}, 0, 2),
+        ("mla_up_proj", LayerKind(latent=LATENT), {"q, k and v"}, 2, 3),
+        ("moe_act", OF_EXPERTS, {"weighted product"}, 0, 1),
+        ("shared_experts", OF_EXPERTS, {"shared gate and value", "shared product"}, 2, 3),
+        ("moe", OF_EXPERTS, OF_MIXTURE, 5, 32 + 4),
+    ],
+)
+def test_recomputed_modules(module, kind, lost, products, launches) -> None:
+    """Prevents: modules that are run again but kept too, or that need no memory while their
+    backward runs."""
+    plain, again = (
+        language_layer(language(), kind, device(1, runtime=RuntimeOptions(recomputed=given)))
+        for given in ((), (module,))
+    )
+    before, after = counted(plain), counted(again)
+    assert before["kept"].keys() - after["kept"].keys() == lost
+    repeated = [one for one in again.kernels if one.of == "repeated"]
+    assert sum(one.kind == "product" for one in repeated) == products
+    assert sum(one.launches for one in repeated) == launches
+    assert after["kernels"] == before["kernels"]
+    saved = sum(before["kept"].values()) - sum(after["kept"].values())
+    more = [
+        there - was
+        for (there, _), (was, _) in zip(after["working"], before["working"], strict=True)
+    ]
+    # What is made again is there from the beginning of its block's backward.
+    assert max(more) <= saved and (module in ("layernorm", "mla_up_proj") or more[0] == saved)

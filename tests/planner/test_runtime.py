@@ -56,6 +56,19 @@ def test_each_switch_of_gradients_and_weights_has_its_time_and_memory():
         assert divided - plain == pytest.approx(expected_ms)
 
 
+def test_a_recomputed_module_is_run_again():
+    """Prevents: a feed-forward that backward repeats for nothing, or that is kept all the same."""
+    again = cost_of(changed(recomputed=("mlp",)), tensor=1).units[LAYER]
+    plain, language = cost_of(tensor=1).units[LAYER], MODEL.language
+    elements = np.array([0, 1, 0, 0]) * language.ffn_hidden_size
+    products_ms = 6 * language.hidden_size * elements / (989e9 * 0.55)
+    launches_ms = 3 * 0.004 * np.array([1, 0, 0, 0])
+    expected_ms = products_ms + 3 * 2 * elements / (3350e6 * 0.8) + launches_ms
+    assert again.backward_ms - plain.backward_ms == pytest.approx(expected_ms)
+    assert plain.activation_bytes - again.activation_bytes == pytest.approx(3 * 2 * elements)
+    np.testing.assert_array_equal(again.forward_ms, plain.forward_ms)
+
+
 @pytest.mark.parametrize("tensor", [2, 8])
 def test_one_part_of_an_overlapped_exchange_is_waited_for(tensor: int):
     """Prevents --tp-comm-overlap that hides nothing, or all."""
@@ -137,6 +150,9 @@ def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
         ("--tp-comm-overlap --sequence-parallel", {"overlap_tensor": True}),
         ("--cp-comm-type all_gather", {"ring_tokens": None}),
         ("--grad-reduce-in-bf16", {"bf16_gradients": True}),
+        ("--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
+         {"recomputed": ("layernorm", "mlp")}),
+        ("--recompute-granularity full --recompute-modules mlp", {"recomputed": ()}),
     ],
 )  # fmt: skip
 def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
