@@ -366,7 +366,9 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     unit, nothing, has_backward = one.unit, 0 * one.unit.boundary_bytes, one.has_backward
     passes = one.passes(unit, device)
     times_ms = _sum_ms(device, passes, nothing)
-    unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device), nothing)
+    unpadded_ms = times_ms
+    if one.unpadded.kernels is not unit.kernels:
+        unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device), nothing)
     exchanges = [[kernel for kernel in kernels if kernel.kind in EXCHANGES] for kernels in passes]
     late = late_products(one.kind, unit, trained=one.trained)
     # Measured products include the accumulation.

@@ -122,17 +122,21 @@ def product(
     given: str = "",
 ) -> Kernels:
     """Return the three passes of a linear: inputs [rows, inner] and weights [inner, outer]."""
-    forward = Kernel(
-        kind="product",
-        rows=rows,
-        inner=inner,
-        outer=outer,
-        groups=groups,
-        dtype=dtype,
-        name=name,
-        given=given,
+    passes: tuple[Pass, ...] = ("forward", "input_gradient", "weight_gradient")
+    return tuple(
+        Kernel(
+            kind="product",
+            of=of,
+            rows=rows,
+            inner=inner,
+            outer=outer,
+            groups=groups,
+            dtype=dtype,
+            name=name,
+            given=given,
+        )
+        for of in passes
     )
-    return forward, replace(forward, of="input_gradient"), replace(forward, of="weight_gradient")
 
 
 def attention(

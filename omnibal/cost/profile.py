@@ -21,7 +21,7 @@ from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, unit_on_one
 from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line, ring_line
+from omnibal.cost.shaped_rates import Line, fitted_line, ring_line
 from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
 from omnibal.model.config import (
     ClusterConfig,
@@ -474,9 +474,8 @@ def _series(
 
 def _line(points: Sequence[tuple[float, float]]) -> Line:
     """Non-negative line with minimum relative error through (x, y) points."""
-    x, y = np.array(points, np.float64).T
-    offset, slope = _relative_nnls(np.stack([np.ones_like(x), x], axis=1), y)
-    return Line(fixed_ms=float(offset), each_ms=float(slope))
+    sizes, times_ms = np.array(points, np.float64).T
+    return fitted_line(sizes, times_ms, least_ms=0.0)
 
 
 def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:

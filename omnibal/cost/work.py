@@ -153,7 +153,7 @@ def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
     return replace(
         parts[-1],
         kernels=tuple(
-            replace(kernel, given=f"{prefix}{kernel.given}" if kernel.given else "")
+            replace(kernel, given=f"{prefix}{kernel.given}") if kernel.given else kernel
             for prefix, unit in units
             for kernel in unit.kernels
         ),
