@@ -19,7 +19,6 @@ Repeated shapes get their mean time.
 """
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any, NoReturn, TypeVar
@@ -47,7 +46,6 @@ from omnibal.model.rates import (
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _Kernel = TypeVar("_Kernel", ProductTime, GroupedTime, AttentionTime)
 
-_ACCURACY = re.compile(r"^\[accuracy\]\n(?:[^\[\n].*\n|\n)*", re.MULTILINE)
 _GIB_IN_GB = 2**30 / 1e9
 _RANKS = (2, 4, 8)
 _STAGES: dict[str, Pass] = {
@@ -185,8 +183,8 @@ def _gb_per_s(bandwidth: dict[str, Any], line: dict[str, Any]) -> float:
 
 
 def cluster_text(base: str, rates: Rates, source: str) -> str:
-    """Text of a cluster file: the base's, with its rates and prediction errors replaced."""
-    lines = _ACCURACY.sub("", base).splitlines()
+    """Text of a cluster file: the base's, with its rates replaced."""
+    lines = base.splitlines()
     starts = [n for n, line in enumerate(lines) if line.startswith("[rates")] or [len(lines)]
     while starts[0] and (not lines[starts[0] - 1] or lines[starts[0] - 1].startswith("#")):
         starts[0] -= 1

@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster
+from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster, count_option
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
-from omnibal.lint.launch import Finding, Launcher
+from omnibal.lint.launch import MEGATRON, Finding, Launcher
 from omnibal.model.config import ModelConfig
 from omnibal.report.table import Facts, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
+    from omnibal.job.published_errors import PublishedErrors
     from omnibal.lint.line import Line
     from omnibal.lint.predicted import Costed, Verdict
 
@@ -57,6 +58,10 @@ class CostOptions:
             min=0, max=1, help="without --lengths: share of a sample's tokens that are images'"
         ),
     ] = DEFAULT_IMAGE_SHARE
+    sample_tokens: Annotated[
+        int | None,
+        count_option("without --lengths: tokens of a sample in a pack (default: one fills it)"),
+    ] = None
     cost: Annotated[
         bool, typer.Option("--cost/--no-cost", help="predict memory and time of a line that starts")
     ] = True
@@ -71,7 +76,9 @@ class CostOptions:
         cluster = changed_cluster(self.cluster, self.memory_gib)
         samples = read_lengths(self.lengths) if self.lengths else None
         try:
-            verdict = Verdict.of(launched(line, model, cluster, samples, self.image_share))
+            verdict = Verdict.of(
+                launched(line, model, cluster, samples, self.image_share, self.sample_tokens)
+            )
         except UserError as error:
             why = f"the cost is not predicted: {error}"
             return LineCost(result=NO_COST.result | {"not_predicted": why}, notes=(why,))
@@ -86,7 +93,7 @@ class CostOptions:
 def _result(verdict: "Verdict") -> dict[str, Any]:
     """Return the prediction and improvements for JSON."""
     job, better, least = verdict.launched.job, verdict.better, verdict.least
-    accuracy = job.cluster.accuracy.get(job.precision)
+    errors = _published_errors(verdict)
     prediction = {
         **_costed_result(verdict, verdict.line),
         "tokens_per_second_per_gpu": verdict.tokens_per_second_per_gpu,
@@ -95,7 +102,8 @@ def _result(verdict: "Verdict") -> dict[str, Any]:
         "usable_gib": job.memory_cap_gib,
         "fits": verdict.finding is None,
         "cost_source": verdict.line.prediction.cost_source,
-        "accuracy": None if accuracy is None else accuracy.model_dump(),
+        "kind": verdict.launched.kind,
+        "published_errors": None if errors is None else errors.model_dump(mode="json"),
         "notes": list(verdict.launched.notes),
     }
     faster = better and _advised_result(verdict, better) | {"saved_fraction": verdict.saved}
@@ -177,9 +185,18 @@ def _facts(verdict: "Verdict") -> Facts:
         per_second = prediction.samples_per_second_per_gpu * sizes.world_size
         entries.append(("samples per second", f"{per_second:,.2f}"))
     entries.append(("costs from", prediction.cost_source))
-    accuracy = launched.job.cluster.accuracy.get(launched.job.precision)
-    entries.append(("error of published steps", str(accuracy or "not known")))
+    none = f"no published step of {launched.kind} was at hand"
+    entries.append(("error of such predictions", str(_published_errors(verdict) or none)))
     return Facts("Prediction", entries)
+
+
+def _published_errors(verdict: "Verdict") -> "PublishedErrors | None":
+    from omnibal.job.published_errors import published_errors
+
+    launched = verdict.launched
+    packs = launched.packs.packs
+    tokens = packs.sums(launched.lengths.tokens).max(initial=0)
+    return published_errors(launched.kind, launched.job.cluster, float(tokens))
 
 
 def _advice(verdict: "Verdict") -> Iterator[str]:
@@ -206,7 +223,7 @@ def _advice(verdict: "Verdict") -> Iterator[str]:
         )
     if better is not None or least is not None:
         yield "(in place of all that the line says of the split, chunks and recomputation)"
-    elif verdict.finding is not None:
+    elif verdict.finding is not None and verdict.launched.line.launch.launcher in MEGATRON:
         yield (
             "no split of these sizes fits, whatever is recomputed: raise the pipeline, tensor or "
             "expert size, or shorten the sequence"

@@ -28,6 +28,7 @@ from omnibal.cli.window_options import Dispatch, window_facts
 from omnibal.data.lengths import Lengths, length_files, read_lengths
 from omnibal.families.named import model_notes
 from omnibal.job.plan import MAX_EPOCHS, Plan
+from omnibal.job.published_errors import errors_of_plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.limits import (
@@ -463,7 +464,7 @@ def _print_plan(
     summary |= planned.sharding.as_dict() | planned.schedule.as_dict()
     phases = [] if result.data is None else phases_of_plan(plan, *result.data, result.cost_source)
     summary["phases"] = [asdict(phase) for phase in phases]
-    strategies = []
+    strategies: list[Any] = []
     if found is not None:
         summary["strategies"] = [
             {
@@ -477,6 +478,9 @@ def _print_plan(
         ]
         summary["strategies_gap"] = found.gap
         strategies = [command_tables.strategy_table(found, memory_cap_gib(plan.cluster))]
+        close = command_tables.close_call(found, errors_of_plan(plan))
+        summary["close_call"] = close
+        strategies += [] if close is None else [close]
     memory, lost = plan_tables.memory_table(plan), plan_tables.lost_time_table(prediction)
     assert memory is not None
     of_packs = levels_table(plan, packs), phases_table(phases)
@@ -492,6 +496,11 @@ def _print_plan(
         lost,
         plan_tables.plan_facts(plan, prediction, planned.sharding, planned.schedule),
     )
+
+
+def _errors(plan: Plan) -> dict[str, Any] | str:
+    errors = errors_of_plan(plan)
+    return errors if isinstance(errors, str) else errors.model_dump(mode="json")
 
 
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
@@ -519,6 +528,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "gpu_days": prediction.gpu_days,
         "memory_cap_gib": memory_cap_gib(plan.cluster),
         "cost_source": prediction.cost_source,
+        "published_errors": _errors(plan),
         "packs": plan.data.packs if plan.data else None,
         "steps": plan.data.steps if plan.data else None,
     }

@@ -198,13 +198,15 @@ def _parameter_rates(
     update_ms = moved_bytes / device.bytes_per_ms["accumulation"]
     if device.fp8 is not None:  # weights are quantised once a step; embedding and head count too
         update_ms += device.fp8.cast_bytes / device.bytes_per_ms["element_wise"]
-    byte_ms = partial(ring_ms_per_byte, cluster, group, precision)
+    byte_ms = partial(
+        ring_ms_per_byte, cluster, group, precision, bucket_bytes=runtime.bucket_bytes
+    )
     # If weights are in FP8 only, embedding and head count like the rest.
     in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
     gather_ms = byte_ms("all_gather") * (1 if in_fp8 else size)
     return ParameterRates(
         weight_bytes=size,
-        gradient_bytes=gradient_bytes,
+        gradient_bytes=gradient_bytes + (size if runtime.keeps_gradients else 0),
         optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
         optimizer_ms=update_ms + (0.0 if runtime.overlap_weights else gather_ms),
         gradient_reduction_ms=byte_ms("reduce_scatter") * gradient_bytes,
@@ -413,7 +415,14 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
         trained_parameters=unit.parameters if one.trained else unit.adapter_parameters,
         expert_parameters=unit.expert_parameters,
         weight_copy_bytes=weight_copy_bytes(device, unit.products),
+        host_ms=_host_ms(device, passes) if one.kind.is_layer and device.host_ms else None,
     )
+
+
+def _host_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> tuple[float, float]:
+    """Time of the host to launch forward and backward."""
+    forward, backward = map(device.launch_ms, passes)
+    return forward, backward
 
 
 def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]], nothing: np.ndarray) -> np.ndarray:

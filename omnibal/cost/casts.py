@@ -77,7 +77,7 @@ def _casts(device: Device, product: Kernel) -> Kernels:
     assert device.fp8 is not None
     rows_bytes = product.rows * device.fp8.cast_bytes
     casts = element_wise(
-        rows_bytes * product.inner, rows_bytes * product.outer, device.fp8.cast_kernels
+        rows_bytes * product.inner, rows_bytes * product.outer, device.fp8.cast_kernels, "cast"
     )
     return tuple(replace(cast, modules=product.modules) for cast in casts)
 

@@ -3,7 +3,7 @@
 Rates are shares of the data sheet's, or come from measured tables (`omnibal.cost.shaped_rates`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Self
@@ -30,6 +30,8 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import feature_names
 
 _BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
+_EXPOSED_EXPERTS = 0.1
+"""Exposed share of an expert-parallel exchange overlapped with another micro-batch (assumed)."""
 _TILE_ROWS = 128
 """Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding."""
 
@@ -63,6 +65,10 @@ class Device:
     runtime: RuntimeOptions = OWN_RUNTIME
     expert: int = 1
     """Expert-parallel size."""
+    host_ms: float = 0.0
+    """Time of the host to launch a kernel, or 0 if not counted."""
+    ring_host_ms: float = 0.0
+    """More time of the host per ring pass."""
 
     @classmethod
     def of(
@@ -87,6 +93,7 @@ class Device:
         bytes_per_ms = cluster.memory_gb_per_s * 1e6 * cluster.memory_efficiency
         if plain is not None and latency_ms is not None:
             bytes_per_ms = plain.bytes_per_ms
+        bytes_per_ms /= runtime.elementwise_slowdown
 
         def copied_per_ms(kind: CopyKind) -> float:
             found = _fastest(rates, kind)
@@ -96,8 +103,14 @@ class Device:
         fp32: Precision = "fp32" if "fp32" in cluster.peak_tflops else precision
         for dtype, name in ((None, precision), ("fp32", fp32)):
             flops_per_ms[dtype] = cluster.tflops(name) * 1e9 * cluster.matmul_efficiency
-        experts = all_to_all_line(cluster, Group(parallel.expert), precision)
+        mixtures = (kind.experts for kind in model.language.kinds)
+        copies = max((one.experts_per_token for one in mixtures if one is not None), default=1)
+        experts = all_to_all_line(
+            cluster, Group(parallel.expert), precision, copies=copies, dispatcher=runtime.dispatcher
+        )
         to_others = (parallel.expert - 1) / parallel.expert
+        waited = _EXPOSED_EXPERTS if runtime.overlap_experts else 1.0
+        across = parallel.pipeline > 1 and parallel.world_size > cluster.gpus_per_node
         products, grouped, attention = _times_of(rates) if rates else (None, None, None)
         return cls(
             features=Features(names=feature_names(model)),
@@ -108,6 +121,7 @@ class Device:
             attention_times=attention,
             bytes_per_ms={
                 "element_wise": bytes_per_ms,
+                "cast": bytes_per_ms,
                 "permutation": copied_per_ms("permute"),
                 "loss": copied_per_ms(
                     "fused_cross_entropy" if runtime.fused_loss else "cross_entropy"
@@ -115,13 +129,17 @@ class Device:
                 "accumulation": streamed,
             },
             ring=pass_line(cluster, Group(parallel.tensor), precision),
-            all_to_all=Line(fixed_ms=experts.fixed_ms, each_ms=experts.each_ms * to_others),
+            all_to_all=Line(
+                fixed_ms=waited * experts.fixed_ms, each_ms=waited * experts.each_ms * to_others
+            ),
             kernel_ms=cluster.kernel_us / 1e3 if latency_ms is None else latency_ms,
             tensor=parallel.tensor,
             sequence_parallel=parallel.sequence_parallel,
             element_bytes=element_bytes,
             runtime=runtime,
             expert=parallel.expert,
+            host_ms=cluster.host_us / 1e3 * runtime.host_slowdown,
+            ring_host_ms=across * parallel.tensor * runtime.ring_host_us / 1e3,
         )
 
     def one(self, feature: str) -> np.ndarray:
@@ -163,6 +181,13 @@ class Device:
         time_ms[0] += kernel.launches * self.kernel_ms
         return time_ms
 
+    def launch_ms(self, kernels: Iterable[Kernel]) -> float:
+        """Time of the host to launch kernels; casts and accumulation are within their products'."""
+        counted = [one for one in kernels if one.kind not in ("cast", "accumulation")]
+        passes = sum(one.passes for one in counted if one.kind == "ring")
+        others = sum(one.launches for one in counted if one.kind != "ring")
+        return (others + passes) * self.host_ms + passes * self.ring_host_ms
+
     def _product_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of one pass of a product, [features]. A grouped product is one kernel."""
         groups, sizes = kernel.groups, (kernel.inner, kernel.outer)
@@ -184,12 +209,14 @@ class Device:
             else:
                 time_ms = rows * each_ms / self.flops_per_ms[None]
         # FP8 speeds up all shapes by the ratio of peak rates to bf16.
-        return time_ms * (self.flops_per_ms[None] / self.flops_per_ms[kernel.dtype])
+        faster = self.flops_per_ms[kernel.dtype] / self.flops_per_ms[None]
+        return time_ms * self.runtime.product_slowdown / faster
 
     def _attention_ms(self, kernel: Kernel) -> np.ndarray:
         """Time of softmax or other attention, [features]."""
         of: AttentionPass = "backward" if kernel.of == "backward" else "forward"
         scale = _BACKWARD_OF_ATTENTION if of == "backward" else 1.0
+        scale *= self.runtime.attention_slowdown
         operations = scale * 2 * kernel.heads * kernel.elements
         times = self.attention_times
         if times is None or kernel.kind == "other_attention":

@@ -56,6 +56,7 @@ def _dense(language: LanguageConfig, device: Device) -> Work:
         kept=(
             Kept("gate and value", "mlp.linear_fc1", gates * inner_bytes),
             Kept("their product", "swiglu", inner_bytes, for_weights=True),
+            *((Kept("activated gate", "silu", inner_bytes),) if device.runtime.plain else ()),
         ),
         working=(
             # Gradients: second product (unsharded output), activation, first product (unsharded,

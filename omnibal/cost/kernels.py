@@ -15,7 +15,7 @@ from omnibal.model.rates import Pass
 ELEMENT_BYTES: dict[Precision, int] = {"fp32": 4, "bf16": 2, "fp8": 2}
 FP32_BYTES = 4  # bytes of a number
 
-MovingKind = Literal["element_wise", "permutation", "loss", "accumulation"]
+MovingKind = Literal["element_wise", "cast", "permutation", "loss", "accumulation"]
 KernelKind = Literal[
     "product", "low_rank", "attention", "other_attention", MovingKind, "ring", "all_to_all"
 ]
@@ -159,7 +159,7 @@ def element_wise(
     forward_bytes: np.ndarray,
     backward_bytes: np.ndarray,
     launches: int = 1,
-    kind: Literal["element_wise", "permutation", "loss"] = "element_wise",
+    kind: Literal["element_wise", "cast", "permutation", "loss"] = "element_wise",
 ) -> Kernels:
     """Return kernels that read and write bytes, twice as many in backward."""
     return (

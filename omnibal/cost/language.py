@@ -233,7 +233,7 @@ def _logits(language: LanguageConfig, device: Device, *, padded: bool) -> Unit:
             Kept("input", "", hidden_bytes),
             Kept("norm's moments", "norm", hidden_bytes / h / size * FP32_BYTES),
             Kept("what carries loss", "index_select", loss_bytes, for_weights=True),
-            Kept("logits", "head", logits_bytes),
+            Kept("logits", "head", device.runtime.kept_logits * logits_bytes),
         ),
         boundary_bytes=hidden_bytes,
         output_bytes=0 * tokens,

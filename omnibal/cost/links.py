@@ -11,6 +11,7 @@ from omnibal.cost.shaped_rates import Line, exchanged_line, ring_line, send_line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Place, RingKind
+from omnibal.model.runtime import Dispatcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,8 @@ def pass_line(
     """Latency of a ring pass, and time per byte that a rank sends.
 
     An all-gather or a reduce-scatter is one pass, an all-reduce two. If not measured, a pass has
-    one send latency. Network measurements apply to all groups across nodes.
+    one send latency, or that of all hops across nodes if longer. Network measurements apply to all
+    groups across nodes.
 
     Args:
         kind: of the collective, None for any.
@@ -54,7 +56,8 @@ def pass_line(
     if not group.is_within(cluster):
         adapters = max(cluster.gpus_per_node // group.stride, 1)
         gb_per_s = min(gb_per_s, adapters * _adapter_gb_per_s(cluster))
-    return measured or Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
+    fixed_ms = max(cluster.link_latency_us / 1e3, hops_ms(cluster, group))
+    return measured or Line(fixed_ms=fixed_ms, each_ms=1 / (gb_per_s * 1e6))
 
 
 def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Precision) -> Line:
@@ -67,14 +70,28 @@ def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Prec
     return measured or Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
 
 
-def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) -> Line:
+def all_to_all_line(
+    cluster: ClusterConfig,
+    group: Group,
+    precision: Precision,
+    *,
+    copies: int = 1,
+    dispatcher: Dispatcher = "alltoall",
+) -> Line:
     """Latency of a group's all-to-all, and time per byte a rank sends to others.
 
     The maximum of parts within and between nodes; if not measured, one message latency, since sends
     are concurrent.
+
+    Args:
+        copies: of a token, to ranks at random (experts per token).
+        dispatcher: "flex" sends a token once to a node (DeepEP, HybridEP), "allgather" to all.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
+    if dispatcher == "allgather":
+        line = pass_line(cluster, group, precision, "all_gather")
+        return Line(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
     rates = cluster.measured(precision)
     place = group.place(cluster)
     measured = exchanged_line(rates.collectives, group.ranks, place) if rates else None
@@ -87,17 +104,34 @@ def all_to_all_line(cluster: ClusterConfig, group: Group, precision: Precision) 
     between = message_line(cluster, group.consecutive, precision)
     within_ms = within.each_ms * (neighbours - 1) / others
     between_ms = between.each_ms * (group.ranks - neighbours) / others
+    if dispatcher == "flex":
+        nodes = -(-group.ranks // neighbours)
+        between_ms *= (1 - (1 - 1 / nodes) ** copies) * nodes / copies
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 
 def ring_ms_per_byte(
-    cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
+    cluster: ClusterConfig,
+    group: Group,
+    precision: Precision,
+    kind: RingKind | None = None,
+    bucket_bytes: int | None = None,
 ) -> float:
     """Time of a ring reduce-scatter or all-gather per byte of the full buffer.
 
-    A ring sends (d - 1) / d of the buffer; latency is negligible for large buckets.
+    A ring sends (d - 1) / d of the buffer in d - 1 hops; their latency is negligible for large
+    buckets.
+
+    Args:
+        bucket_bytes: of small buckets.
     """
-    return pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
+    sent_ms = pass_line(cluster, group, precision, kind).each_ms * (group.ranks - 1) / group.ranks
+    return sent_ms + (0 if bucket_bytes is None else hops_ms(cluster, group) / bucket_bytes)
+
+
+def hops_ms(cluster: ClusterConfig, group: Group) -> float:
+    """Latency of all hops of a ring across nodes, or 0 within one."""
+    return 0.0 if group.is_within(cluster) else (group.ranks - 1) * cluster.hop_us / 1e3
 
 
 def state_group(parallel: Parallel) -> Group:

@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.model.units import HEAD, TIMES, UnitKind, window_of_feature
+from omnibal.model.units import HEAD, UnitKind, is_time, window_of_feature
 from omnibal.packing.packs import Packs
 
 Count = TypeVar("Count", float, np.ndarray)
@@ -76,6 +76,8 @@ class UnitCost:
     """Trained parameters on this device: all, adapters only, or 0 if frozen."""
     expert_parameters: int = 0
     """Expert parameters, replicated on other ranks than the rest."""
+    host_ms: tuple[float, float] | None = None
+    """Time of the host to launch forward and backward, or None if not counted."""
     whole_bytes: float = 0.0
     """Gathered weights and gradients in backward if sharded; part of `transient_bytes`."""
     weight_copy_bytes: float = 0.0
@@ -256,7 +258,7 @@ def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
     """Contribution of every sample to a feature of its pack, [samples]."""
     if is_attended(feature):
         return attended(lengths.tokens.astype(np.int64), feature)
-    if feature in TIMES:  # a feature of a step or a pack, not of its samples
+    if is_time(feature):  # a feature of a step or a pack, not of its samples
         return np.zeros(len(lengths), np.int64)
     match feature:
         case "loss_tokens":

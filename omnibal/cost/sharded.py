@@ -32,6 +32,7 @@ from omnibal.cost.links import (
     Group,
     expert_shard_copies,
     expert_state_group,
+    hops_ms,
     pass_line,
     ring_ms_per_byte,
     shard_copies,
@@ -109,6 +110,8 @@ class ShardedExchange:
     """Reduce-scatter time of gradients, or 0 if frozen."""
     sequence: tuple[int, ...]
     """Kind index of every unit, in model order."""
+    hops_ms: float = 0.0
+    """Latency of a ring's hops, which computation does not hide."""
     hidden: float = 1.0
     """Hidden share of the shorter of exchange and overlapped computation."""
     stages: int = 1
@@ -153,7 +156,8 @@ class ShardedExchange:
             forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
             backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
             gather_ms=gather_ms,
-            gather_back_ms=gather_ms * is_back,
+            gather_back_ms=gather_ms * is_back * (not runtime.keeps_weights),
+            hops_ms=hops_ms(cluster, shard_group(parallel)),
             reduce_ms=exchange_ms("reduce_scatter", reduced_size, _Alike.trained_of),
             hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
             sequence=tuple(kinds.index(name) for name in names),
@@ -188,6 +192,10 @@ class ShardedExchange:
         for (before, kind, after), times in neighbours.items():
             beside = gather_ms[before] + reduce_ms[after]
             behind += times * self._exposed(beside, backward[:, kind])
+        kinds = np.array(self.sequence)
+        ahead += self.hops_ms * np.count_nonzero(self.gather_ms[kinds])
+        behind += self.hops_ms * np.count_nonzero(self.gather_back_ms[kinds])
+        behind += self.hops_ms * np.count_nonzero(self.reduce_ms[kinds])
         return np.stack([ahead, behind], axis=1)
 
     def shares(self) -> np.ndarray:
@@ -257,7 +265,7 @@ def sharded_cost(
     others, experts = _alike(parallel)
     ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
     sent = _scattered_bytes(cost, runtime)
-    whole = _whole_bytes(cost, names, sent, parallel)
+    whole = _whole_bytes(cost, names, sent, parallel, keeps_weights=runtime.keeps_weights)
     if shares is None:
         shares = np.tile([float(name == HEAD) for name in cost.units], (2, 1))
     units = {
@@ -286,7 +294,12 @@ def sharded_cost(
 
 
 def _whole_bytes(
-    cost: CostModel, names: Sequence[str], sent: float, parallel: Parallel
+    cost: CostModel,
+    names: Sequence[str],
+    sent: float,
+    parallel: Parallel,
+    *,
+    keeps_weights: bool,
 ) -> dict[str, np.ndarray]:
     """Peak bytes of gathered weights and gradients per unit kind, in forward and backward, [2].
 
@@ -296,6 +309,7 @@ def _whole_bytes(
 
     Args:
         sent: bytes of a gradient element in the reduce-scatter.
+        keeps_weights: whether all weights stay from forward to backward.
     """
     units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
     tied_bytes, in_stages = sent * cost.tied_trained_parameters, parallel.pipeline > 1
@@ -323,6 +337,9 @@ def _whole_bytes(
         waiting += summed.get(after, 0)
         backward = read_back[name] + read_back.get(before, 0) + gradients[name] + waiting
         here = [weights[name] + weights.get(after, 0), backward]
+        if keeps_weights:
+            all_weights = sum(weights[each] for each in names)
+            here = [all_weights, all_weights + gradients[name] + waiting]
         counts_for = [name]
         if in_stages and kinds[name].is_layer:
             ends = [each for each in (before, after) if each and not kinds[each].is_layer]

@@ -6,6 +6,7 @@ from omnibal.export.expected import Expected
 from omnibal.export.exported import Exported, ExportInput
 from omnibal.export.order_file import COLUMNS, ORDER_FILE
 from omnibal.job.plan import Plan
+from omnibal.job.published_errors import errors_of_plan
 
 RUN_PAGE = "RUN.md"
 
@@ -62,7 +63,10 @@ def _expectation(plan: Plan, expected: Expected) -> str:
     table = _table(("", "expected"), rows)
     how = "measured" if expected.cost_source.startswith("profile:") else "counted"
     source = f"{how} ({expected.cost_source})"
-    return f"{table}\n\nAll of this is simulated, with costs that were {source}."
+    return (
+        f"{table}\n\nAll of this is simulated, with costs that were {source}. Error of such "
+        f"predictions: {errors_of_plan(plan)}."
+    )
 
 
 def _stages(plan: Plan, expected: Expected) -> str:

@@ -11,6 +11,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.analytic import layer_products
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost, pipeline_cost
+from omnibal.cost.host_waits import host_waits, with_host_waits
 from omnibal.cost.kernels import ELEMENT_BYTES
 from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.sharded import ShardedExchange, exposed_columns, sharded_cost
@@ -31,7 +32,7 @@ from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel, WeightSharding, check_parallel
 from omnibal.model.targets import FREE, OWN, TrainerConstraints, trainer_of
-from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake, unit_names
+from omnibal.model.units import LANGUAGE, feature_names_at, frozen_mistake, is_time, unit_names
 from omnibal.packing.by_level import levels_of_packs
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.encoder_waits import with_encoders
@@ -81,7 +82,7 @@ class JobSpec:
             )
         self._check_limits()
         self.check_sizes(self.parallel)
-        cost, exchange = self._unit_costs(), None
+        cost, exchange = with_host_waits(self._unit_costs()), None
         if self.parallel.sharded > 1:
             cluster = self.cost_source.with_rates(self.cluster)
             shards = cluster, self.parallel, self.precision, self.trainer.runtime
@@ -161,7 +162,12 @@ class JobSpec:
     def check_sizes(self, parallel: Parallel) -> None:
         """Raise for parallel sizes unsupported by model, cluster or trainer."""
         self.trainer.check_sizes(parallel)
-        check_parallel(self.pipeline_model, parallel, self.cluster)
+        check_parallel(
+            self.pipeline_model,
+            parallel,
+            self.cluster,
+            tensor_across_nodes=self.trainer.tensor_across_nodes,
+        )
         adapted = () if self.adapters is None else self.adapters.parts
         key_heads, is_own = self.model.language.kv_heads, self.trainer.name is None
         if is_own and LANGUAGE in adapted and parallel.tensor > key_heads:
@@ -215,7 +221,8 @@ class JobSpec:
         return None if len(slow) != self.parallel.data or waits else slow.max(axis=1)
 
     def with_exposed(self, features: np.ndarray) -> np.ndarray:
-        """Add sharded collectives not hidden by compute to features [..., F], if any."""
+        """Add waits for the host and exposed sharded collectives to features [..., F], if any."""
+        features = host_waits(self.cost, features)
         if self.exchange is None:
             return features
         columns = exposed_columns(self.cost.features)
@@ -225,10 +232,11 @@ class JobSpec:
         return features
 
     def _with_exchange(self, workload: Workload) -> Workload:
-        """Add sharded collectives not hidden by compute to the workload."""
+        """Add waits for the host and exposed sharded collectives to the workload."""
         features, unpadded = self.with_exposed(workload.features), workload.unpadded
         if unpadded is not None:
-            columns, unpadded = exposed_columns(self.cost.features), unpadded.copy()
+            columns = np.flatnonzero(list(map(is_time, self.cost.features)))
+            unpadded = unpadded.copy()
             unpadded[:, columns] = features[:, columns]
         return replace(workload, features=features, unpadded=unpadded)
 
@@ -269,8 +277,7 @@ class JobSpec:
             samples = samples_of_shares(self.model, packs, lengths, levels, shares)
             workload = replace(workload, samples=samples)
         workload = workload.in_groups_of(self.lockstep_ranks)
-        if self.exchange is not None:
-            workload = self._with_exchange(workload)
+        workload = self._with_exchange(workload)
         if self.beside is None or self.encoders_cost is None:
             return workload
         return with_encoders(workload, names, self.encoders_cost, self.beside)

@@ -22,6 +22,7 @@ from omnibal.lint.flags import (
     whole_number,
 )
 from omnibal.lint.launch import Launch, Launcher
+from omnibal.lint.other_trainers import PROGRAMS
 from omnibal.lint.script import UNKNOWN, Command, read_script, show_unknown
 from omnibal.model.limits import words as joined_words
 from omnibal.model.parallel import MAX_DEVICES
@@ -142,6 +143,9 @@ def _launcher_of(
             "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; "
             "`megatron sft` starts the other: give a launch line of that"
         )
+    for launcher, pattern in PROGRAMS.items():
+        if pattern.search(program):
+            return launcher
     if _SWIFT.search(program):
         return Launcher.MS_SWIFT
     if _OF_LOONGFORGE & by_name.keys() or "loongforge" in program.lower():
@@ -174,6 +178,8 @@ def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
         fields["is_by_chunk"] = True
     if is_on(given.get("recompute-activations", "false")):
         fields["recompute"] = "selective"
+    if is_on(given.get("recompute-all", "false")):
+        fields |= {"recompute": "full", "recompute_method": "uniform"}
     frozen = [part for name, part in FROZEN.items() if is_on(given.get(name, "false"))]
     length = next((name for name in LENGTHS if name in settings), None)
     if length in given:

@@ -7,8 +7,9 @@ Blocks reserved by torch's allocator but idle at the peak (`torch.cuda.memory_re
 * numbers of routed rows differ by layer and micro-batch, so blocks are poorly reused, such as
   the copies in Megatron-core's `token_dispatcher.py` (sorted to ranks, received, sorted to
   experts; output, sorted back, returned), with one kept per layer;
-* fragmentation: a tenth of the passes' memory plus half a GiB, both set by eight-GPU jobs of
-  Megatron-LM (SimuMax v1.2), which these rules meet within 1 % of reserved memory (docs/costs.md).
+* fragmentation: half a GiB and a share of the passes' memory by trainer, a tenth and both set by
+  eight-GPU jobs of Megatron-LM (SimuMax v1.2), which these rules meet within 1 % of reserved
+  memory (docs/costs.md).
 
 Outside torch: the CUDA context with its kernels, and NCCL's buffers per communication group
 (544 MiB for two ranks, 688 for more, NVIDIA/nccl#964) and per peer of an all-to-all
@@ -29,7 +30,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import counts_of_runs, unit_runs
 from omnibal.pipeline.workload import Workload
 
-_LEFT_SHARE, _LEFT_GIB = 0.1, 0.5
+_LEFT_GIB = 0.5
 _CONTEXT_GIB = 0.5
 _PAIR_MIB, _GROUP_MIB = 544, 688
 """NCCL buffers per group of two and of more ranks, NVIDIA/nccl#964."""
@@ -76,7 +77,8 @@ def device_memories(
             peers_gib = idle_gib = outside_gib = 0.0
         passes_gib = memory.passes_gib - peers_gib
         allocated_gib = memory.state_gib + passes_gib
-        reserved_gib = allocated_gib + idle_gib + _LEFT_SHARE * passes_gib
+        left_gib = job.trainer.runtime.fragmentation * passes_gib
+        reserved_gib = allocated_gib + idle_gib + left_gib
         found.append(
             DeviceMemory(
                 allocated_gib=allocated_gib,

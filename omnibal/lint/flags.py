@@ -10,6 +10,8 @@ from typing import Any
 from omnibal.base.errors import UserError
 from omnibal.base.frozen import MAX_COUNT
 from omnibal.lint.launch import Launch, Launcher
+from omnibal.lint.other_trainers import DEFAULTS as OTHER_DEFAULTS
+from omnibal.lint.other_trainers import NAMES, PLAIN
 from omnibal.lint.script import UNKNOWN
 
 SHORT = {
@@ -30,12 +32,17 @@ _SECTIONS = (
     *("mixed_precision", "comm_overlap"),
 )
 """Sections of a Bridge recipe's configuration with overridable fields."""
-_OVERRIDE = re.compile(r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft)=(.*)", re.DOTALL)
+_OVERRIDE = re.compile(
+    r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft|"
+    rf"{PLAIN.pattern})=(.*)",
+    re.DOTALL,
+)
 _FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
 
 
 def canonical(name: str) -> str:
     """Normalise a flag's name."""
+    name = NAMES.get(name, name)
     section, _, rest = name.partition(".")
     if section in _SECTIONS and rest and "." not in rest:
         name = rest
@@ -186,7 +193,8 @@ DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
         "recompute-granularity": "selective",
         "freeze-vit": "true",
         "freeze-aligner": "true",
-    }
+    },
+    **OTHER_DEFAULTS,
 }
 """Trainers' own defaults of flags (ms-swift 4.6.0, megatron_args.py:470-504)."""
 

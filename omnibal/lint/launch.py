@@ -18,6 +18,16 @@ class Launcher(StrEnum):
     MEGATRON_BRIDGE = "megatron-bridge"
     MS_SWIFT = "ms-swift"
     LOONGFORGE = "loongforge"
+    AUTOMODEL = "automodel"
+    LLM_FOUNDRY = "llm-foundry"
+    NANOTRON = "nanotron"
+    TORCHTITAN = "torchtitan"
+
+
+MEGATRON = frozenset(
+    (Launcher.MEGATRON_LM, Launcher.MEGATRON_BRIDGE, Launcher.MS_SWIFT, Launcher.LOONGFORGE)
+)
+"""Trainers on Megatron-core, whose checks are known; others' lines are only predicted."""
 
 
 class Launch(Frozen):

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import get_args
 
 import numpy as np
 
@@ -17,11 +18,14 @@ from omnibal.job.plan_data import (
     limited_features,
     shape_caps,
 )
+from omnibal.job.published_errors import JobKind, job_kind
 from omnibal.lint.flags import flag_of
 from omnibal.lint.launch import Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.loongforge import LOONGFORGE
 from omnibal.lint.low_precision import precision_of
+from omnibal.lint.other_trainers import TRAINERS
+from omnibal.lint.sharding import ZeroStage, weight_shards, zero_stage
 from omnibal.lint.split import layers_by_chunk
 from omnibal.lint.unmodelled_flags import (
     accumulates_in_products,
@@ -36,8 +40,8 @@ from omnibal.model.config import ClusterConfig, ModelConfig, with_imbalance
 from omnibal.model.fp8 import TRAINED_FP8, Fp8
 from omnibal.model.levels import ContextExchange, CutRule, Level, are_plain
 from omnibal.model.limits import IMAGE_TOKENS, Caps, words
-from omnibal.model.parallel import Parallel, expert_counts
-from omnibal.model.runtime import RuntimeOptions
+from omnibal.model.parallel import Parallel, WeightSharding, expert_counts
+from omnibal.model.runtime import Dispatcher, RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.model.units import LANGUAGE, model_parts
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -46,6 +50,9 @@ from omnibal.pipeline.stage import Span, Stage
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.steps import Steps, deal_steps, size_load
+
+_IN_GRAPHS = 0.1
+"""Time of the host with CUDA graphs, relative to launching every kernel (assumed)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -66,6 +73,7 @@ class Launched:
     """All chunks in model order with recomputation, or stages if chunks cannot be simulated."""
     schedule: PipelineSchedule
     """Interleaved 1F1B if stages have several chunks that can be simulated."""
+    kind: JobKind
     notes: tuple[str, ...]
     """Parts of the line that are not counted, or approximated."""
 
@@ -85,19 +93,22 @@ def launched(
     cluster: ClusterConfig,
     samples: Lengths | None,
     image_share: float,
+    sample_tokens: int | None = None,
 ) -> Launched:
     """Make the job of a valid line.
 
     Args:
-        samples: of a dataset, or None for mock samples, all of the line's sequence length.
+        samples: of a dataset, or None for mock samples.
         image_share: of a mock sample's tokens.
+        sample_tokens: of a mock sample in a pack of the line's sequence length, None for all.
     """
     _check_predictable(line)
     parallel, expert_notes = _parallel(line, model)
     precision, fp8 = precision_of(line)
-    launcher, runtime = line.launch.launcher, _runtime_on(line, samples, runtime_of(line, fp8))
-    is_listed = launcher is Launcher.LOONGFORGE
-    trainer = LOONGFORGE if is_listed else TARGETS[TargetName(launcher.value)]
+    launcher, packed = line.launch.launcher, _samples_in_pack(line, sample_tokens)
+    runtime = _runtime_on(line, samples, runtime_of(line, fp8), packed)
+    trainers = {**TRAINERS, Launcher.LOONGFORGE: LOONGFORGE}
+    trainer = trainers.get(launcher) or TARGETS[TargetName(launcher.value)]
     job = JobSpec(
         model=_trained_model(line, model, samples),
         cluster=cluster,
@@ -105,17 +116,23 @@ def launched(
         precision=precision,
         frozen=_frozen(line, model),
         adapters=adapters_of_line(line, model),
-        trainer=trainer.model_copy(update={"runtime": runtime}),
+        trainer=trainer.model_copy(
+            update={
+                "runtime": runtime,
+                "shardings": tuple(WeightSharding),
+                "tensor_across_nodes": True,
+            }
+        ),
     )
-    caps = _caps(line, job.model, samples, image_share)
-    context, per_micro_batch = line.launch.context, line.launch.micro_batch or 1
+    caps = _caps(line, job.model, samples, image_share, packed)
+    context, per_micro_batch = line.launch.context, packed * (line.launch.micro_batch or 1)
     levels: tuple[Level, ...] = (Level(caps=caps),)
     if context > 1 and not cuts_samples(line):
         # Context-parallel ranks share every pack, as Megatron cuts samples.
         of_pack = Caps.of(**{name: caps[name] * per_micro_batch for name in caps.names})
         exchange = line.exchange
         levels = (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
-    packs, lengths = _micro_batches(line, job, samples, caps, levels)
+    packs, lengths = _micro_batches(line, job, samples, caps, levels, per_micro_batch)
     layers = layers_by_chunk(line)
     parts, schedule = _parts(line, job.model, layers)
     return Launched(
@@ -129,6 +146,13 @@ def launched(
         layers=layers,
         parts=parts,
         schedule=schedule,
+        kind=job_kind(
+            job.model,
+            job.parallel,
+            job.adapters,
+            int(lengths.tokens.max(initial=0)),
+            has_images=any(column.any() for column in lengths.items.values()),
+        ),
         notes=(
             *expert_notes,
             *notes_on(line, chunks_are_simulated=schedule.chunks > 1),
@@ -137,13 +161,21 @@ def launched(
     )
 
 
-def _runtime_on(line: Line, samples: Lengths | None, runtime: RuntimeOptions) -> RuntimeOptions:
+def _samples_in_pack(line: Line, sample_tokens: int | None) -> int:
+    """Mock samples of a pack."""
+    length = line.launch.sequence_length or 1
+    return max(length // min(sample_tokens or length, length), 1)
+
+
+def _runtime_on(
+    line: Line, samples: Lengths | None, runtime: RuntimeOptions, packed: int
+) -> RuntimeOptions:
     """Set the sample length, a token-weighted mean for datasets, which hides the ring exchange."""
     if samples is None:
         assert line.launch.sequence_length is not None
         # A kernel of attention has a whole sample, but in a ring a rank's part of one.
         parts = line.launch.context if line.exchange is ContextExchange.GATHER else 1
-        tokens = max(line.launch.sequence_length // parts, 1)
+        tokens = max(line.launch.sequence_length // packed // parts, 1)
         return runtime.model_copy(update={"sample_tokens": tokens})
     if runtime.ring_tokens is None:
         return runtime
@@ -158,8 +190,13 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     Megatron-Bridge recipes overlap communication and fuse the loss by default. Megatron-LM's flags
     are opt-in. ms-swift's loss is per token, without averaging.
     """
+    if line.launch.launcher in TRAINERS:
+        runtime = TRAINERS[line.launch.launcher].runtime
+        return runtime.model_copy(update={"keeps_weights": zero_stage(line) is ZeroStage.GRADIENTS})
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
+    plain = line.on("no-bias-swiglu-fusion")
+    fused_loss = line.on("cross-entropy-loss-fusion", default=is_bridge)
     in_fp32 = line.on("grad-reduce-in-fp32", default=True)
     return RuntimeOptions(
         overlap_gradients=line.on("overlap-grad-reduce", default=is_bridge),
@@ -167,14 +204,32 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
         ring_tokens=line.launch.sequence_length if line.is_ring else None,
         bf16_gradients=line.on("grad-reduce-in-bf16") or not in_fp32,
+        keeps_weights=zero_stage(line) is ZeroStage.GRADIENTS,
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
-        fused_loss=line.on("cross-entropy-loss-fusion", default=is_bridge),
+        fused_loss=fused_loss,
+        kept_logits=1 if fused_loss else 2,
+        plain=plain,
+        fragmentation=0.15 if plain else 0.1,
+        host_slowdown=_IN_GRAPHS if _has_graphs(line) else 1.0,
+        dispatcher=_dispatcher(line, "flex" if is_bridge else "alltoall"),
+        overlap_experts=line.on("overlap-moe-expert-parallel-comm"),
         fused_routing=line.on("moe-permute-fusion", default=is_bridge),
         transformer_engine=has_engine(line),
         accumulates_in_products=accumulates_in_products(line),
         recomputed=recomputed_modules(line),
         fp8=fp8,
     )
+
+
+def _has_graphs(line: Line) -> bool:
+    """Whether layers run as CUDA graphs."""
+    switches = ("enable-cuda-graph", "external-cuda-graph")
+    return any(map(line.on, switches)) or line.text("cuda-graph-impl") is not None
+
+
+def _dispatcher(line: Line, usual: Dispatcher) -> Dispatcher:
+    known: dict[str, Dispatcher] = {name: name for name in get_args(Dispatcher)}
+    return known.get(line.text("moe-token-dispatcher-type") or usual, usual)
 
 
 def _notes_on_job(line: Line, samples: Lengths | None, job: JobSpec) -> Iterator[str]:
@@ -270,11 +325,14 @@ def _parallel(line: Line, model: ModelConfig) -> tuple[Parallel, list[str]]:
         data=data,
         sequence_parallel=divides,
         expert=expert,
+        sharded=weight_shards(line, data),
     )
     return sizes, notes
 
 
-def _caps(line: Line, model: ModelConfig, samples: Lengths | None, image_share: float) -> Caps:
+def _caps(
+    line: Line, model: ModelConfig, samples: Lengths | None, image_share: float, packed: int
+) -> Caps:
     """Return caps of a mock sample, or of a dataset's micro-batch."""
     assert line.launch.sequence_length is not None
     assert line.launch.micro_batch is not None
@@ -293,13 +351,18 @@ def _caps(line: Line, model: ModelConfig, samples: Lengths | None, image_share: 
             f"{model.name} takes {words(others)}, of which made-up samples have none; give "
             "--lengths"
         )
-    return Caps.of(**shape_caps(model, {"tokens": tokens}, image_share))
+    return Caps.of(**shape_caps(model, {"tokens": tokens // packed}, image_share))
 
 
 def _micro_batches(
-    line: Line, job: JobSpec, samples: Lengths | None, caps: Caps, levels: tuple[Level, ...]
+    line: Line,
+    job: JobSpec,
+    samples: Lengths | None,
+    caps: Caps,
+    levels: tuple[Level, ...],
+    each: int,
 ) -> tuple[ScheduledPacks, Lengths]:
-    """Return micro-batches of a dataset's steps, or of a mock step."""
+    """Return micro-batches of a dataset's steps, or of a mock step with `each` samples in one."""
     micro_batches, ranks = line.micro_batches, job.parallel.data
     assert micro_batches is not None
     if samples is not None:
@@ -309,7 +372,6 @@ def _micro_batches(
             packs_per_step=micro_batches * ranks,
             rules=job.trainer.packs,
         ).schedule(job)
-    each = line.launch.micro_batch or 1
     shapes = Shapes(
         caps=caps,
         micro_batches_per_step=micro_batches * each,

@@ -61,6 +61,9 @@ class Sizes:
     """Gated delta net, if any."""
     prediction_layers: int
     """Multi-token prediction layers of the released model."""
+    layer_weights: int
+    """Weights of a layer with attention of all heads and a dense gated feed-forward."""
+    head_weights: int
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,8 @@ class Line:
         if self.data is None or launch.micro_batch is None:
             return None
         at_once = launch.micro_batch * self.data
+        if (each := self.number("tokens.batch-accumulation-per-replica")) is not None:
+            return each
         steps = launch.global_batch or at_once
         return None if steps % at_once else steps // at_once
 
@@ -225,6 +230,9 @@ def line_of(launch: Launch, model: ModelConfig) -> Line:
         has_output_gate=language.output_gate,
         linear=linear[0] if linear else None,
         prediction_layers=language.prediction_layers,
+        layer_weights=language.hidden_size
+        * (4 * language.heads * language.head_width + 3 * language.ffn_hidden_size),
+        head_weights=language.hidden_size * language.vocab_size,
     )
     line = Line(launch, sizes)
     for name in SIZE_FLAGS:

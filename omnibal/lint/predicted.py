@@ -237,7 +237,7 @@ def memory_finding(launched: Launched, line: Costed) -> Finding | None:
         severity="warning",
         message=(
             f"stage {heaviest} is predicted to take {of_device[heaviest]:,.1f} GiB of a device, "
-            f"and one of {cluster.name} has {cluster.memory_gib:,.0f}: "
+            f"and one of {cluster.name} has {cluster.memory_gib:g}: "
             f"{memory[heaviest].allocated_gib:,.1f} of tensors, "
             f"{memory[heaviest].reserved_gib:,.1f} with blocks that torch keeps for them, the rest "
             f"of CUDA and NCCL; {over} of {len(memory)} stages take more: recompute more layers, "
@@ -262,9 +262,11 @@ class Verdict:
 
     @classmethod
     def of(cls, launched: Launched) -> "Verdict":
-        """Predict a line, and search for better stages of equal sizes."""
+        """Predict a line, and search for better stages of equal sizes that its trainer takes."""
         line = predicted_line(launched)
         finding = memory_finding(launched, line)
+        if launched.line.launch.launcher not in _LAYER_FLAGS:
+            return cls(launched=launched, line=line, finding=finding, better=None, least=None)
         return cls(
             launched=launched,
             line=line,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partialmethod
 from typing import Any
 
-from omnibal.lint.launch import Finding, Launcher, Severity
+from omnibal.lint.launch import MEGATRON, Finding, Launcher, Severity
 from omnibal.lint.line import ARGPARSE, Line
 
 CORE = "megatron-core 0.16.1"
@@ -67,7 +67,7 @@ class RuleGroup:
         source: str,
         *,
         severity: Severity = "refused",
-        launchers: Iterable[Launcher] = Launcher,
+        launchers: Iterable[Launcher] = MEGATRON,
     ) -> Callable[[Check], Check]:
         """Decorator: add a rule, from the function's name and docstring."""
 

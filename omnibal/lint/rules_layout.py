@@ -1,7 +1,7 @@
 """Rules of pipeline layouts, as megatron-core's parser and check have them."""
 
 from omnibal.export.layout import DECODER, EMBEDDING, ENCODER, LOSS, PREDICTION, Layout
-from omnibal.lint.launch import Launcher
+from omnibal.lint.launch import MEGATRON, Launcher
 from omnibal.lint.line import Line
 from omnibal.lint.rule import CORE, SWIFT, Problems, RuleGroup
 
@@ -43,7 +43,7 @@ def layout_divides_stages(line: Line) -> Problems:
     )
 
 
-@core_config("1344", launchers=set(Launcher) - {Launcher.MS_SWIFT})
+@core_config("1344", launchers=MEGATRON - {Launcher.MS_SWIFT})
 def layout_chunks(line: Line) -> Problems:
     """A layout's chunks a stage must be the virtual pipeline size, if that is given."""
     layout, given = _whole(line), line.launch.virtual

@@ -3,7 +3,7 @@
 from typing import get_args
 
 from omnibal.lint.flags import flag_of
-from omnibal.lint.launch import Launcher
+from omnibal.lint.launch import MEGATRON, Launcher
 from omnibal.lint.line import ARGPARSE, Line
 from omnibal.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
 from omnibal.model.runtime import RecomputedModule
@@ -14,7 +14,7 @@ _BLOCK = "core/transformer/transformer_block.py"
 _MODULES = ("core_attn", *get_args(RecomputedModule))
 
 
-@core_config("1155-1161", launchers=set(Launcher) - {Launcher.MS_SWIFT})
+@core_config("1155-1161", launchers=MEGATRON - {Launcher.MS_SWIFT})
 def recompute_words(line: Line) -> Problems:
     """Granularity is full or selective, and the method block or uniform."""
     granularity, method = (line.text(f"recompute-{name}") for name in ("granularity", "method"))

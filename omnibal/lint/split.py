@@ -1,6 +1,9 @@
 """How a line divides the language model's layers over stages and their chunks."""
 
+from itertools import accumulate
+
 from omnibal.export.layout import DECODER, Layout
+from omnibal.lint.launch import Launcher
 from omnibal.lint.line import Line
 
 
@@ -24,11 +27,31 @@ def layers_by_chunk(line: Line) -> tuple[tuple[int, ...], ...]:
             tuple(count // chunks + (chunk >= chunks - count % chunks) for chunk in range(chunks))
             for count in launch.layers_by_stage
         )
-    layers = _stages(line)
+    layers = _by_work(line) if launch.launcher is Launcher.NANOTRON else _stages(line)
     split = [[count // chunks] * chunks for count in layers]
     split[0][0] -= launch.account_for_embedding
     split[-1][-1] -= launch.account_for_loss
     return tuple(map(tuple, split))
+
+
+def _by_work(line: Line) -> list[int]:
+    """Return nanotron's layers per stage: a stage ends where its share of the weights is exceeded.
+
+    As in `build_model` of its `trainer.py`; the head counts, embeddings do not.
+    """
+    sizes, stages = line.sizes, line.launch.pipeline
+    work = [sizes.layer_weights] * sizes.layers + [sizes.head_weights]
+    ends, layers, stage = [sum(work) * (n + 1) / stages for n in range(stages - 1)], [0] * stages, 0
+    for layer, done in enumerate(accumulate(work)):
+        layers[stage] += layer < sizes.layers
+        stage += stage < stages - 1 and done > ends[stage]
+    for stage in range(
+        stages - 2, 0, -1
+    ):  # nanotron's last stages may hold the head or the loss alone
+        if not layers[stage]:
+            fullest = max(range(stages), key=lambda other: layers[other])
+            layers[fullest], layers[stage] = layers[fullest] - 1, 1
+    return layers
 
 
 def _stages(line: Line) -> list[int]:

@@ -374,18 +374,16 @@ class ScaledRates(Frozen):
     products: Rate = 1.0
     grouped: Rate = 1.0
     attention: Rate = 1.0
+    attention_most: tuple[Share, Share] = (1.0, 1.0)
+    """Largest shares of peak that attention reaches, forward and backward."""
 
 
 class Accuracy(Frozen):
-    """Prediction error on published steps not used for calibration."""
+    """Prediction error that plans of earlier versions hold (`omnibal.job.published_errors`)."""
 
     steps: Count
     median: Annotated[float, Field(ge=0, le=10)]
-    """Median of abs(predicted / measured - 1)."""
     largest: Annotated[float, Field(ge=0, le=10)]
-
-    def __str__(self) -> str:
-        return f"{self.median:.1%} median, {self.largest:.1%} largest of {self.steps}"
 
 
 class ClusterConfig(Frozen):
@@ -405,6 +403,9 @@ class ClusterConfig(Frozen):
         description="share of that rate that element-wise kernels reach"
     )
     kernel_us: Rate = Field(description="of each kernel, besides its work")
+    host_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
+        0.0, "of the host to launch a kernel of a layer; left out: not counted"
+    )
     intra_node_gb_per_s: Rate
     inter_node_gb_per_s: Rate
     link_efficiency: Share = Field(description="share of both rates that transfers reach")
@@ -427,8 +428,11 @@ class ClusterConfig(Frozen):
         default={},
         description="measured rates by precision, of shapes, which count in place of the shares",
     )
+    hop_us: Annotated[float, Field(ge=0, le=1e9)] = written_unless(
+        3.0, "latency of a ring's hop between nodes; fitted on published steps if left out"
+    )
     accuracy: dict[Precision, Accuracy] = written_unless(
-        {}, "error of predicted beside published steps, by precision; left out: not known"
+        {}, "error that plans of earlier versions hold; not read"
     )
     rates_of: ScaledRates | None = written_unless(
         None, "another cluster, whose tables count where this one has none"
@@ -564,6 +568,7 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
             products=scaled.products,
             grouped=scaled.grouped,
             attention=scaled.attention,
+            attention_most=scaled.attention_most,
         )
         for precision, rates in other.rates.items()
         if precision in cluster.peak_tflops

@@ -179,7 +179,13 @@ class Parallel(Frozen):
         return stage * self.tensor * self.data
 
 
-def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
+def check_parallel(
+    model: ModelConfig,
+    parallel: Parallel,
+    cluster: ClusterConfig,
+    *,
+    tensor_across_nodes: bool = False,
+) -> None:
     """Raise if the model does not allow these parallel sizes."""
     if parallel.pipeline > model.layers:
         raise UserError(
@@ -187,16 +193,16 @@ def check_parallel(model: ModelConfig, parallel: Parallel, cluster: ClusterConfi
             f"{model.name}; every stage must hold a layer: choose a pipeline size of at most "
             f"{model.layers}"
         )
+    if parallel.tensor > cluster.gpus_per_node and not tensor_across_nodes:
+        raise UserError(
+            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
+            f"node of {cluster.name}, and its ranks must share one: choose at most that many"
+        )
     _check_tensor(model, parallel, cluster)
     _check_expert(model, parallel)
 
 
 def _check_tensor(model: ModelConfig, parallel: Parallel, cluster: ClusterConfig) -> None:
-    if parallel.tensor > cluster.gpus_per_node:
-        raise UserError(
-            f"tensor size {parallel.tensor} is more than the {cluster.gpus_per_node} devices of a "
-            f"node of {cluster.name}, and its ranks must share one: choose at most that many"
-        )
     divided = _divided_sizes(model)
     for name, size in divided.items():
         if not _allows(name, size, parallel.tensor):

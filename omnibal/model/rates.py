@@ -7,7 +7,7 @@ Tables may hold any shapes. Read by `shaped_rates`, `scattered_rates` and `atten
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
 
@@ -43,7 +43,6 @@ _UNITS = ("bytes", "latency_us", "gb_per_s", "ms", "share")
 class _Measured(_Timed):
     """A time, or a share of the table's peak."""
 
-    max_share: ClassVar[float] = 1.0
     ms: _Time | None = written_unless(None)
     share: Share | None = written_unless(None)
 
@@ -51,6 +50,11 @@ class _Measured(_Timed):
     def flops(self) -> float:
         """Operations the share refers to."""
         raise NotImplementedError
+
+    @property
+    def max_share(self) -> float:
+        """Share of a kernel at the peak."""
+        return 1.0
 
     @model_validator(mode="after")
     def _has_one_unit(self) -> Self:
@@ -65,10 +69,14 @@ class _Measured(_Timed):
         assert self.share is not None and tflops is not None, "Rates refuses shares without a peak"
         return self.flops / (self.share * tflops) * _MS_PER_FLOP
 
-    def scaled(self, tflops: float, scale: float) -> Self:
-        """Return the measurement with `scale` times its share of `tflops`, capped at the peak."""
+    def scaled(self, tflops: float, scale: float, most: float = 1.0) -> Self:
+        """Return the measurement with `scale` times its share of `tflops`.
+
+        Args:
+            most: largest share of operations that are done.
+        """
         share = self.share or self.flops / self.time_ms(tflops) / tflops * _MS_PER_FLOP
-        share = min(share * scale, self.max_share)
+        share = min(share * scale, most * self.max_share)
         return self.model_copy(update={"ms": None, "share": share})
 
 
@@ -110,7 +118,6 @@ class AttentionTime(_Measured):
     and element of `head_size` (q k^T) and `value_size`; backward 2.5 times forward.
     """
 
-    max_share: ClassVar[float] = 2.0
     share: Annotated[float, Field(ge=1e-9, le=2)] | None = written_unless(None)
     tokens: Count
     heads: Count
@@ -127,6 +134,11 @@ class AttentionTime(_Measured):
         """Operations of the full square."""
         passes = 1.0 if self.of == "forward" else 2.5
         return passes * 2 * self.heads * (self.head_size + self.value_size) * self.tokens**2.0
+
+    @property
+    def max_share(self) -> float:
+        """Share of a kernel at the peak; a causal one does half of what is counted."""
+        return 2.0 if self.causal else 1.0
 
 
 class _Moved(_Timed):
@@ -210,7 +222,14 @@ class Rates(Frozen):
         return hash((self.device, self.products, self.grouped, self.attention))
 
     def of_peak(
-        self, own_tflops: float, tflops: float, *, products: float, grouped: float, attention: float
+        self,
+        own_tflops: float,
+        tflops: float,
+        *,
+        products: float,
+        grouped: float,
+        attention: float,
+        attention_most: tuple[float, float] = (1.0, 1.0),
     ) -> Self:
         """Return rates with peak `tflops` and scaled shares, without copies and collectives."""
         peak = self.tflops or own_tflops
@@ -220,7 +239,10 @@ class Rates(Frozen):
                 "tflops": tflops,
                 "products": tuple(one.scaled(peak, products) for one in self.products),
                 "grouped": tuple(one.scaled(peak, grouped) for one in self.grouped),
-                "attention": tuple(one.scaled(peak, attention) for one in self.attention),
+                "attention": tuple(
+                    one.scaled(peak, attention, attention_most[one.of == "backward"])
+                    for one in self.attention
+                ),
                 "collectives": (),
                 "copies": (),
                 "hidden": None,

@@ -115,6 +115,8 @@ class TrainerConstraints(Frozen):
     most_pipeline: Annotated[int | None, Field(ge=1)] = None
     """Max pipeline stages, or None if unlimited."""
     most_tensor: Annotated[int | None, Field(ge=1)] = None
+    tensor_across_nodes: bool = False
+    """Whether tensor-parallel ranks may be on several nodes, as in a launch line that says so."""
     has_experts: bool = True
     """Whether expert parallelism is supported."""
     has_adapters: bool = False
@@ -195,7 +197,7 @@ _WITH_CHUNKS = frozenset({"1f1b", "interleaved"})
 """Schedules of Megatron-core."""
 _SHARDED = StageRules(head_on_all_tokens=True, recompute=RecomputeFreedom.ALL)
 _ENGINE = RuntimeOptions(transformer_engine=True, accumulates_in_products=True)
-_MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False})
+_MEGATRON_RUNTIME = _ENGINE.model_copy(update={"fused_loss": False, "kept_logits": 2})
 """Options of Megatron-LM exports, which request overlap and a loss per token."""
 _GIVEN = PackRules(full_steps=True)
 _NEXT_FIT = PackRules(full_steps=True, tokens_alone=True, next_fit=True)
@@ -256,7 +258,8 @@ TARGETS = {
             version="003e863",
             stages=_MEGATRON,
             packs=_GIVEN.model_copy(update={"padded": Padding.PIPELINES}),
-            **_OF_MEGATRON | {"runtime": _ENGINE.model_copy(update={"fused_routing": True})},
+            **_OF_MEGATRON
+            | {"runtime": _ENGINE.model_copy(update={"fused_routing": True, "dispatcher": "flex"})},
         ),
     )
     if each.name is not None

@@ -25,8 +25,16 @@ ENCODER_WAITS_MS = ("beside_forward_ms", "beside_backward_ms")
 """Waits for data-parallel encoders before the first forward and after the last backward."""
 EXPOSED_MS = ("exposed_forward_ms", "exposed_backward_ms")
 """Features with sharded weights: exposed exchange in forward and backward, as times."""
-TIMES = (*ENCODER_WAITS_MS, *EXPOSED_MS)
-"""Features that are not sums over samples."""
+
+
+def host_features(layer: str) -> tuple[str, str]:
+    """Features of a kind of layer: waits for the host in forward and backward, as times."""
+    return f"host_forward_ms:{layer}", f"host_backward_ms:{layer}"
+
+
+def is_time(feature: str) -> bool:
+    """Whether a feature is a time, and no sum over samples."""
+    return feature.partition(":")[0].endswith("_ms")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

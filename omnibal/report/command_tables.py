@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from omnibal.job.plan import Plan
+from omnibal.job.published_errors import PublishedErrors
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
@@ -153,6 +154,22 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         fastest,
         others,
         keys=len(names) + has_shards + has_placements,
+    )
+
+
+def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str | None:
+    """Sentence on other sizes that are behind the best by less than such predictions err."""
+    best = search.ranking[0]
+    others = [one for one in search.ranking if one.parallel != best.parallel]
+    if isinstance(errors, str) or not others:
+        return None
+    behind = best.samples_per_second / others[0].samples_per_second - 1
+    if behind >= errors.median:
+        return None
+    next_best = others[0].parallel.text
+    return (
+        f"{best.parallel.text} is predicted {percent(behind)} faster than {next_best}, "
+        f"and such predictions err by {percent(errors.median)} in the median: measure both"
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from itertools import islice, zip_longest
 
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
+from omnibal.job.published_errors import errors_of_plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import Evaluation, KindAccuracy, StepRecord
 from omnibal.model.limits import memory_cap_gib
@@ -253,7 +254,8 @@ def plan_facts(
         entries.append(("weights", held))
     if sharding.others:
         entries.append(("other ways to hold weights", sharding.reason))
-    return Facts("Plan", [*entries, ("costs from", prediction.cost_source)])
+    entries.append(("costs from", prediction.cost_source))
+    return Facts("Plan", [*entries, ("error of such predictions", str(errors_of_plan(plan)))])
 
 
 def run_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
@@ -387,6 +389,7 @@ def provenance_facts(
     }
     if plan.prediction:
         entries["Costs from"] = plan.prediction.cost_source
+        entries["Error of such predictions"] = str(errors_of_plan(plan))
     if plan.data:
         entries["Packs made by"] = _packed_by(plan.data)
         entries["Lengths"] = _sha256(plan.data.lengths_sha256)

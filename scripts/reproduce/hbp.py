@@ -171,13 +171,16 @@ class System:
 
 
 def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
-    """The H100 as the published system uses it, at this share of the preset's rates."""
-    preset = load_cluster(CLUSTER)
-    peak = preset.tflops(PRECISION)
-    rates = preset.rates[PRECISION].of_peak(
-        peak, peak, products=share, grouped=share, attention=share
+    """The H100 as the published system uses it: this share of the B200's scaled rates, no host."""
+    preset, measured = load_cluster(CLUSTER), load_cluster("b200-180g")
+    rates = measured.rates[PRECISION].of_peak(
+        measured.tflops(PRECISION),
+        preset.tflops(PRECISION),
+        products=1.33 * share,
+        grouped=1.33 * share,
+        attention=1.2 * share,
     )
-    return preset.model_copy(update={"rates": {PRECISION: rates}})
+    return preset.model_copy(update={"rates": {PRECISION: rates}, "host_us": 0.0})
 
 
 def calibrated_share() -> float:

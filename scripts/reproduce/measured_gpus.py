@@ -1,192 +1,250 @@
 """Training steps that others measured on GPUs, beside what `omnibal lint` predicts of them.
 
-Rows, with their sources, are in `measured_steps.json`. Each becomes a launch line of Megatron-LM
-with the switches that its source says, and is predicted on a preset as any line is. A row that
-calibrates a preset says what it calibrates; all others were only predicted.
+Rows, with their sources, are in `measured/*.json`. Each becomes a launch line of its trainer
+(`measured_rows.py`) and is predicted on a preset as any line is. A row that calibrates a constant
+says so; all others were only predicted.
 """
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
+from measured_rows import Measured, measured_row
 from paper import print_table
 
-from omnibal.families.named import named_model
+from omnibal.base.errors import UserError
+from omnibal.job.published_errors import FILE, SMALL_TOKENS, JobKind, PublishedErrors, device_of
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, launched
+from omnibal.lint.launched import launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import Costed, predicted_line
-from omnibal.model.config import load_cluster
 from omnibal.report.drawing import COLOURS, make_logarithmic, new_figure, style, svg_file
 from omnibal.report.formatting import write_ascii
 
-ROWS = Path(__file__).with_name("measured_steps.json")
-CLUSTERS = {"b200": "b200-180g", "h100": "h100-80g"}
-_SWITCHES = {
-    "b200": "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te",
-    "h100": "--cross-entropy-loss-fusion --ddp-average-in-collective --overlap-grad-reduce "
-    "--overlap-param-gather",
-}
-"""SimuMax overlaps nothing, NeMo's recipes the maximum."""
+FOLDER = Path(__file__).with_name("measured")
+LAYOUTS = "layouts"
+"""Kind of the rows that compare layouts of one job; its misses are of ranking and memory."""
 
 
-def launch_line(row: dict[str, Any]) -> str:
-    """Return a row as a Megatron-LM launch line."""
-    line = (
-        f"torchrun --nnodes {row['gpus'] // 8} --nproc-per-node 8 pretrain_gpt.py "
-        f"--use-distributed-optimizer --bf16 --seq-length {row['sequence']} "
-        f"--micro-batch-size {row['micro_batch']} --global-batch-size {row['global_batch']} "
-        f"--tensor-model-parallel-size {row['tp']} --pipeline-model-parallel-size {row['pp']} "
-        f"--context-parallel-size {row['cp']} {_SWITCHES[row['device']]}"
-    )
-    if row["tp"] > 1:
-        line += " --sequence-parallel"
-    if row["tp"] > 1 and row["device"] == "h100":
-        line += " --tp-comm-overlap"
-    if row["ep"] > 1:
-        line += (
-            f" --expert-model-parallel-size {row['ep']} --expert-tensor-parallel-size 1 "
-            "--moe-grouped-gemm --moe-token-dispatcher-type alltoall --moe-permute-fusion "
-            "--moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
-        )
-    if row["chunks"] > 1:
-        line += f" --num-virtual-stages-per-pipeline-rank {row['chunks']}"
-    return line + (" --fp8-format hybrid" if row["precision"] == "fp8" else "")
-
-
-def job_of(row: dict[str, Any]) -> Launched:
-    """Return a row's job, on samples of its sequence length."""
-    model = named_model(row["model"]).with_layers(language=row["layers"])
-    cluster = load_cluster(CLUSTERS[row["device"]])
-    line = line_of(read_launch(launch_line(row), {}), model)
-    return launched(line, model, cluster, None, image_share=0.0)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A row with its prediction."""
+    """A row of a file with its prediction, or why it has none."""
 
-    row: dict[str, Any]
-    costed: Costed
+    file: str
+    place: int
+    kind: str = ""
+    measured: Measured | None = None
+    predicted_ms: float | None = None
+    peak_gib: float | None = None
+    """Allocated by the fullest device; the mean over stages where the row has the mean."""
+    fits: bool | None = None
+    micro_batch_tokens: int = 0
+    refused: str | None = None
 
     @property
-    def kind(self) -> tuple[str, str]:
-        """Device and precision."""
-        return self.row["device"], self.row["precision"]
-
-    @property
-    def error(self) -> float:
-        """Predicted over measured step, minus 1."""
-        return self.costed.step_ms / float(self.row["step_ms"]) - 1
+    def error(self) -> float | None:
+        """Predicted over measured step, minus 1. None without either."""
+        if self.measured is None or self.measured.step_ms is None or self.predicted_ms is None:
+            return None
+        return self.predicted_ms / self.measured.step_ms - 1
 
     @property
     def memory_error(self) -> float | None:
-        """Predicted over measured peak allocated memory, minus 1. None if not measured."""
-        measured = self.row.get("allocated_gib")
-        return max(self.costed.peaks_gib) / measured - 1 if measured else None
+        """Predicted over measured allocated memory, minus 1. None without either."""
+        if self.measured is None or self.measured.allocated_gib is None or self.peak_gib is None:
+            return None
+        return self.peak_gib / self.measured.allocated_gib - 1
 
     @property
     def calibrates(self) -> str:
-        """Constants of the preset calibrated on the row. Empty if only predicted."""
-        return str(self.row.get("calibrates", ""))
+        """Constants calibrated on the row. Empty if it was only predicted."""
+        return "" if self.measured is None else self.measured.calibrates
 
-    def cells(self) -> Iterator[str]:
-        row, lost = self.row, self.costed.prediction.lost
-        sizes = "x".join(str(row[name]) for name in ("tp", "pp", "cp", "ep"))
-        batches = row["global_batch"] * row["tp"] * row["pp"] * row["cp"] // row["gpus"]
-        yield f"{row['device']} {row['model']}, {row['layers']} layers"
-        yield f"{row['gpus']:,}"
-        yield sizes + (f", {row['chunks']} chunks" if row["chunks"] > 1 else "")
-        yield f"{batches}"
-        yield row["precision"]
-        yield f"{row['step_ms']:,.0f}"
-        yield f"{self.costed.step_ms:,.0f}"
-        yield f"{self.error:+.1%}"
-        # With one chunk per stage; with several, the rest is the bubble.
-        other = lost.communication_ms + lost.context_exchange_ms + lost.expert_wait_ms
-        idle = self.costed.step_ms - lost.ideal_ms - other - lost.weight_update_ms
-        for part_ms in (lost.ideal_ms, other, lost.weight_update_ms, idle):
-            yield f"{part_ms / self.costed.step_ms:.0%}"
-        memory = self.memory_error
-        yield "" if memory is None else f"{memory:+.1%}"
-        yield self.calibrates
-
-
-COLUMNS = (
-    "job", "GPUs", "TPxPPxCPxEP", "micro-batches", "in", "measured ms", "predicted ms", "error",
-    "computes", "exchanges", "updates", "idles", "allocated", "calibrates",
-)  # fmt: skip
+    def record(self) -> dict[str, Any]:
+        """The row as JSON."""
+        found = {"file": self.file, "row": self.place, "kind": self.kind}
+        if self.measured is not None:
+            row = self.measured
+            found |= {
+                "name": row.name,
+                "group": row.group,
+                "line": row.line,
+                "options": row.options,
+                "measured_ms": row.step_ms,
+                "measured_gib": row.allocated_gib,
+                "out_of_memory": row.out_of_memory,
+                "calibrates": row.calibrates,
+            }
+        if self.refused is not None:
+            return found | {"refused": self.refused}
+        predicted = {"predicted_ms": self.predicted_ms, "peak_gib": self.peak_gib}
+        return found | predicted | {"fits": self.fits}
 
 
-def compared() -> list[Compared]:
-    """All rows with predictions; jobs that differ only in tag are predicted once."""
-    known: dict[str, Costed] = {}
-    found = []
-    for row in json.loads(ROWS.read_text())["rows"]:
-        key = f"{row['device']} {row['model']} {launch_line(row)}"
-        if key not in known:
-            known[key] = predicted_line(job_of(row))
-        found.append(Compared(row, known[key]))
-    return found
-
-
-def summary(rows: Sequence[Compared]) -> list[str]:
-    """Errors of rows not used for calibration, by device and precision."""
-    lines = []
-    for kind in sorted({one.kind for one in rows}):
-        chosen = [one for one in rows if one.kind == kind and not one.calibrates]
-        errors = np.abs([one.error for one in chosen])
-        memory = [abs(one.memory_error) for one in chosen if one.memory_error is not None]
-        said = (
-            f"{kind[0]} {kind[1]}: {len(chosen)} rows that calibrated nothing, error of time "
-            f"{np.median(errors):.1%} median, {errors.max():.1%} largest"
+def compared(path: Path, place: int) -> Compared:
+    """The row of a file at a place, predicted through its launch line."""
+    row = json.loads(path.read_text())["rows"][place]
+    kind = LAYOUTS if "zero" in row or "kernel" in row else ""
+    at = partial(Compared, file=path.stem, place=place)
+    try:
+        measured = measured_row(row)
+    except (KeyError, TypeError, ValueError, UserError) as error:
+        return at(kind=kind, refused=f"no job that can be said: {error}")
+    try:
+        line = line_of(
+            read_launch(measured.line, {}, measured.launcher, measured.gpus), measured.model
         )
-        lines.append(said + (f"; of allocated memory {max(memory):.1%} largest" if memory else ""))
-    return [*lines, *chunks_summary(rows)]
+        samples = None, measured.image_share, measured.sample_tokens
+        costed = predicted_line(job := launched(line, measured.model, measured.cluster, *samples))
+    except UserError as error:
+        return at(kind=kind or _kind_by_name(measured), measured=measured, refused=str(error))
+    tokens = (line.launch.micro_batch or 1) * (line.launch.sequence_length or 0)
+    return at(
+        kind=kind or str(JobKind.ADAPTERS if measured.sample_tokens else job.kind),
+        measured=measured,
+        predicted_ms=costed.step_ms,
+        peak_gib=_peak_gib(costed, measured),
+        fits=bool(costed.most_gib <= measured.cluster.memory_gib),
+        micro_batch_tokens=tokens,
+    )
 
 
-def chunks_summary(rows: Sequence[Compared]) -> Iterator[str]:
-    """Errors of rows with several chunks per stage and with one, by precision."""
-    chosen = [one for one in rows if one.row["device"] == "h100" and not one.calibrates]
-    for precision in sorted({one.row["precision"] for one in chosen}):
-        of_precision = [one for one in chosen if one.row["precision"] == precision]
-        for has_chunks, words in ((True, "several chunks"), (False, "one chunk")):
-            errors = [one.error for one in of_precision if (one.row["chunks"] > 1) == has_chunks]
-            yield (
-                f"h100 {precision}, {words} a stage: {len(errors)} rows, error of time from "
-                f"{min(errors):+.1%} to {max(errors):+.1%}, {np.median(np.abs(errors)):.1%} median"
-            )
+def _peak_gib(costed: Costed, measured: Measured) -> float:
+    return float(np.mean(costed.peaks_gib) if measured.is_mean_memory else max(costed.peaks_gib))
 
 
-_KINDS = {
-    ("b200", "bf16"): ("B200, bf16", "teal"),
-    ("h100", "bf16"): ("H100, bf16", "rose"),
-    ("h100", "fp8"): ("H100, fp8", "yellow"),
+def _kind_by_name(measured: Measured) -> str:
+    kinds = {"long context": JobKind.LONG_CONTEXT, "FSDP": JobKind.SHARDED, "MoE": JobKind.EXPERTS}
+    return next((str(kind) for word, kind in kinds.items() if word in measured.name), "")
+
+
+def all_compared(paths: Iterable[Path]) -> list[Compared]:
+    """All rows of files, with predictions; unreadable files raise UserError."""
+    places = []
+    for path in paths:
+        try:
+            rows = json.loads(path.read_text())["rows"]
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            what = f"{path} is no file of measured rows ({error}); give another"
+            raise UserError(what) from error
+        places += [(path, place) for place in range(len(rows))]
+    with ProcessPoolExecutor() as pool:
+        return list(pool.map(compared, *zip(*places, strict=True), chunksize=8)) if places else []
+
+
+def errors_by_kind(rows: Sequence[Compared]) -> list[PublishedErrors]:
+    """Errors of rows that calibrated nothing, by kind, device and size of micro-batches."""
+    groups = defaultdict(list)
+    for one in rows:
+        if one.error is not None and one.measured and not one.calibrates and one.kind != LAYOUTS:
+            device, small = device_of(one.measured.cluster), one.micro_batch_tokens <= SMALL_TOKENS
+            groups[one.kind, device, small].append(one.error)
+    return [
+        PublishedErrors(
+            kind=JobKind(kind),
+            device=device,
+            small=small,
+            steps=len(errors),
+            median=round(float(np.median(np.abs(errors))), 3),
+            least=round(min(errors), 3),
+            most=round(max(errors), 3),
+        )
+        for (kind, device, small), errors in sorted(groups.items())
+    ]
+
+
+KINDS_COLUMNS = (
+    *("kind", "device", "rows", "calibrate", "refused", "median of |error|", "of error", "range"),
+    "memory: median, most",
+)
+
+
+def kinds_table(rows: Sequence[Compared]) -> list[list[str]]:
+    """A line for every kind and device: errors of time and memory, and refusals."""
+    groups = defaultdict(list)
+    for one in rows:
+        device = device_of(one.measured.cluster) if one.measured else ""
+        groups[one.kind, device].append(one)
+    table = []
+    for (kind, device), alike in sorted(groups.items()):
+        seen = [one for one in alike if not one.calibrates]
+        errors = [one.error for one in seen if one.error is not None]
+        memory = [abs(one.memory_error) for one in seen if one.memory_error is not None]
+        refused = sum(one.refused is not None for one in alike)
+        table.append([kind, device, str(len(alike)), str(len(alike) - len(seen)), str(refused)])
+        table[-1] += _spread(errors) if errors else ["", "", ""]
+        table[-1] += [f"{np.median(memory):.1%}, {max(memory):.1%}" if memory else ""]
+    return table
+
+
+def _spread(errors: Sequence[float]) -> list[str]:
+    middle = f"{np.median(np.abs(errors)):.1%}"
+    return [middle, f"{np.median(errors):+.1%}", f"{min(errors):+.0%} to {max(errors):+.0%}"]
+
+
+def ranking_table(rows: Sequence[Compared]) -> list[list[str]]:
+    """A line for every set of layouts: the best predicted beside the best measured."""
+    sets = defaultdict(list)
+    for one in rows:
+        if one.measured is not None and one.measured.group and one.predicted_ms is not None:
+            taken_ms = one.measured.step_ms or np.inf  # out of memory
+            sets[one.measured.group].append((not one.fits, one.predicted_ms, taken_ms))
+    table = []
+    for name, alike in sorted(sets.items()):
+        too_large, predicted_ms, taken_ms = np.array(alike).T
+        ran = np.isfinite(taken_ms)
+        if not ran.any():
+            continue
+        chosen = np.lexsort((predicted_ms[ran], too_large[ran]))[0]
+        behind = taken_ms[ran][chosen] / taken_ms.min() - 1
+        judged = np.mean(ran == (too_large == 0))
+        table.append([name, f"{ran.sum()}", f"{(~ran).sum()}", f"{behind:.1%}", f"{judged:.0%}"])
+    return table
+
+
+_KIND_COLOURS = {
+    JobKind.DENSE: "teal",
+    JobKind.EXPERTS: "rose",
+    JobKind.SHARDED: "blue",
+    JobKind.VISION_LANGUAGE: "yellow",
+    JobKind.ADAPTERS: "ink",
+    JobKind.LONG_CONTEXT: "purple",
 }
-"""Label and colour of every device and precision."""
 
 
 @style()
 def picture(rows: Sequence[Compared]) -> Figure:
     """Draw predicted over measured step time of every row, hollow if calibrated on."""
-    figure = new_figure(760, 330)
+    figure = new_figure(760, 380)
     axes = figure.subplots()
-    for kind, (words, colour) in _KINDS.items():
-        for calibrates in (False, True):
-            of_kind = [one for one in rows if one.kind == kind]
-            chosen = [one for one in of_kind if bool(one.calibrates) == calibrates]
+    for kind, name in _KIND_COLOURS.items():
+        colour = COLOURS[name]
+        for calibrates in (True, False):
+            points = [
+                (one.measured.step_ms / 1000, 100 * one.error)
+                for one in rows
+                if (one.kind, bool(one.calibrates)) == (kind, calibrates)
+                and one.error is not None
+                and one.measured is not None
+                and one.measured.step_ms is not None
+            ]
+            seconds, errors = np.array(points).reshape(-1, 2).T
             axes.scatter(
-                [one.row["step_ms"] / 1000 for one in chosen],
-                [100 * one.error for one in chosen],
-                30,
-                facecolor="none" if calibrates else COLOURS[colour],
-                edgecolor=COLOURS[colour],
-                label=f"{words}, fitted on it" if calibrates else words,
+                seconds,
+                errors,
+                24,
+                facecolor="none" if calibrates else colour,
+                edgecolor=colour,
+                label=None if calibrates else kind,
             )
     axes.axhline(0, color=COLOURS["ink"], linestyle="--", linewidth=1)
     make_logarithmic(axes)
@@ -196,14 +254,42 @@ def picture(rows: Sequence[Compared]) -> Figure:
     return figure
 
 
+def write_errors(rows: Sequence[Compared]) -> None:
+    """Write the table that predictions show."""
+    text = "# Written by `scripts/reproduce/measured_gpus.py --write-errors`.\n"
+    for one in errors_by_kind(rows):
+        fields = one.model_dump(mode="json")
+        text += "\n[[errors]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in fields.items())
+    FILE.write_text(text)
+
+
 def main() -> None:
-    """Print every row, and the errors of rows not used for calibration."""
+    """Print errors by kind of job, and how layouts are ranked."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--picture", type=Path, help="also write an SVG file of all rows")
+    parser.add_argument("--rows", type=Path, nargs="+", help="files of rows (default: measured/)")
+    parser.add_argument("--json", action="store_true", help="print an object a row instead")
+    parser.add_argument("--picture", type=Path, help="also write an SVG file of all steps")
+    parser.add_argument("--write-errors", action="store_true", help="write the table of errors")
     arguments = parser.parse_args()
-    rows = compared()
-    print_table("steps measured on GPUs", COLUMNS, [[*one.cells()] for one in rows])
-    print("\n".join(summary(rows)))
+    try:
+        rows = all_compared(arguments.rows or sorted(FOLDER.glob("*.json")))
+    except UserError as error:
+        sys.exit(f"error: {error}")
+    if arguments.json:
+        print(json.dumps([one.record() for one in rows], indent=1))
+        return
+    print_table(
+        "steps measured on GPUs, by kind of job (errors of rows that calibrated nothing)",
+        KINDS_COLUMNS,
+        kinds_table(rows),
+    )
+    print_table(
+        "layouts of one job: the best predicted behind the best measured",
+        ("set", "ran", "out of memory", "behind", "memory judged right"),
+        ranking_table(rows),
+    )
+    if arguments.write_errors:
+        write_errors(rows)
     if arguments.picture is not None:
         title = "Predicted over measured step time, one point a measured job"
         write_ascii(svg_file(picture(rows), title), arguments.picture)

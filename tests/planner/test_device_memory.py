@@ -32,7 +32,7 @@ data of 4,096 tokens, fused cross entropy, distributed optimizer, no recomputati
 UNFUSED = "--no-gradient-accumulation-fusion"
 LINE = (
     "torchrun --nproc-per-node 8 pretrain_gpt.py --bf16 --use-distributed-optimizer "
-    "--micro-batch-size 1 --transformer-impl transformer_engine"
+    "--micro-batch-size 1 --transformer-impl transformer_engine --cross-entropy-loss-fusion"
 )
 
 

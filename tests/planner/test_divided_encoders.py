@@ -34,10 +34,9 @@ JOB = Parallel(tensor=2, pipeline=2, data=4)
 EVERY = tuple(WeightSharding)
 
 
+NO_HOST = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
 ROUND = {"link_latency_us": 30, "link_efficiency": 0.5, "rates": {}}
-SLOW = load_cluster("h100-80g").model_copy(
-    update=ROUND | {"intra_node_gb_per_s": 5.0, "inter_node_gb_per_s": 2.0}
-)
+SLOW = NO_HOST.model_copy(update=ROUND | {"intra_node_gb_per_s": 5.0, "inter_node_gb_per_s": 2.0})
 """Devices whose links no computation hides, with round figures."""
 
 
@@ -155,7 +154,7 @@ def test_a_block_is_of_neighbours_in_the_order_of_ranks() -> None:
 
 def job(parallel: Parallel = JOB, **changes: object) -> JobSpec:
     """A job with data-parallel encoders, whose weights may be held in every way."""
-    usual = {"model": MODEL, "cluster": load_cluster("h100-80g"), "precision": "bf16"}
+    usual = {"model": MODEL, "cluster": NO_HOST, "precision": "bf16"}
     usual |= {"encoder_shardings": EVERY, "placement": EncoderPlacement.DATA_PARALLEL}
     return JobSpec(parallel=parallel, **(usual | changes))
 

@@ -47,7 +47,9 @@ from omnibal.pipeline.workload import Workload
 from omnibal.report.phase_table import phases_of_plan
 
 LINKS = {"gpus_per_node": 4, "intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0}
-CLUSTER = load_cluster("h100-80g").model_copy(update=LINKS | {"rates": {}})
+CLUSTER = load_cluster("h100-80g").model_copy(
+    update=LINKS | {"rates": {}, "host_us": 0.0, "hop_us": 0.0}
+)
 """Devices whose links computation does not always hide, of several nodes."""
 
 

@@ -144,7 +144,7 @@ def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
     ("flags", "expected"),
     [
         ("", {"overlap_gradients": False, "overlap_weights": False, "fused_loss": False,
-              "averages_gradients": True}),
+              "kept_logits": 2, "averages_gradients": True}),
         (HIDDEN, {}),
         ("--calculate-per-token-loss", {"averages_gradients": False}),
         ("--tp-comm-overlap --sequence-parallel", {"overlap_tensor": True}),

@@ -52,7 +52,7 @@ def over(ranks: int, **sizes: int) -> Parallel:
 
 def job(ranks: int, **changes: object) -> JobSpec:
     """A job whose ranks divide all."""
-    cluster = load_cluster("h100-80g")
+    cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     whole = JobSpec(model=MODEL, cluster=cluster, parallel=over(ranks), precision="bf16")
     return replace(whole, **changes)
 
@@ -117,7 +117,7 @@ def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: 
 
 def slow_cluster(gb_per_s: float) -> ClusterConfig:
     """Devices whose links have this rate."""
-    cluster = load_cluster("h100-80g")
+    cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     return cluster.model_copy(update={"intra_node_gb_per_s": gb_per_s})
 
 
@@ -197,7 +197,7 @@ def walked_backward(
 def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
     """Prevents: a device out of memory where the next unit's weights come, or gradients wait to be
     divided; gradients of frozen weights, exchange counted twice, and sums that cost no time."""
-    cluster = load_cluster("h100-80g")
+    cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     model = MODEL.with_tower("language", tied_head=tied)
     whole = analytic_cost(model, cluster, over(8), "bf16", frozen)
     shared = sharded_cost(whole, unit_names(model), cluster, over(8), "bf16", runtime)

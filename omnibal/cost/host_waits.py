@@ -1,0 +1,57 @@
+"""Waits of a device for its host, which launches a pass's kernels one after another.
+
+A pass of a layer takes at least the host's time to launch it. What a micro-batch waits for is that
+time minus the device's, if positive: a feature of the micro-batch, as it is not linear in sizes.
+Embeddings, projectors and the head launch little and run behind layers, so theirs is not counted.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+
+from omnibal.cost.model import CostModel, UnitCost, with_features
+from omnibal.model.units import UnitKind, host_features
+
+
+def with_host_waits(cost: CostModel) -> CostModel:
+    """Return costs with two features for every kind of layer: waits in forward and backward."""
+    layers = _layers(cost)
+    if not layers:
+        return cost
+    first, places = len(cost.features), {name: place for place, name in enumerate(layers)}
+
+    def waiting(kind: UnitKind, unit: UnitCost) -> UnitCost:
+        changed = with_features(unit, 2 * len(layers))
+        place = places.get(kind.without_carried or kind.name)
+        if place is not None:
+            forward, backward = first + 2 * place, first + 2 * place + 1
+            changed["forward_ms"][forward] = 1.0
+            changed["backward_ms"][backward] = float(unit.has_backward)
+            changed["recompute_ms"][forward] = float(unit.has_backward)
+        return replace(unit, **changed)
+
+    names = tuple(name for layer in layers for name in host_features(layer))
+    units = {kind.name: waiting(kind, cost.units[kind.name]) for kind in cost.kinds}
+    return replace(cost, features=(*cost.features, *names), units=units)
+
+
+def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
+    """Features [..., F] with the waits of every micro-batch for the host."""
+    layers = _layers(cost)
+    if not layers:
+        return features
+    features, names = features.copy(), list(cost.features)
+    first = names.index(host_features(next(iter(layers)))[0])
+    for place, unit in enumerate(layers.values()):
+        for of_pass, (times_ms, host_ms) in enumerate(
+            zip((unit.forward_ms, unit.backward_ms), unit.host_ms or (0, 0), strict=True)
+        ):
+            device_ms = features[..., :first] @ times_ms[:first]
+            features[..., first + 2 * place + of_pass] = np.maximum(host_ms - device_ms, 0)
+    return features
+
+
+def _layers(cost: CostModel) -> dict[str, UnitCost]:
+    """Units of layers that wait, by the name of their kind without deepstack."""
+    units = ((kind, cost.units[kind.name]) for kind in cost.kinds if kind.is_layer)
+    return {kind.without_carried or kind.name: unit for kind, unit in units if unit.host_ms}

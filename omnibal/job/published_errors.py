@@ -1,0 +1,123 @@
+"""Errors of predictions by kind of job, on published steps that calibrated nothing.
+
+`scripts/reproduce/measured_gpus.py --write-errors` makes `presets/published_errors.toml`.
+"""
+
+import re
+from enum import StrEnum
+from functools import lru_cache
+from pathlib import Path
+
+from omnibal.base.files import read_toml_model
+from omnibal.base.frozen import Count, Frozen
+from omnibal.job.plan import Plan
+from omnibal.model.adapters import AdapterConfig
+from omnibal.model.config import ClusterConfig, ModelConfig
+from omnibal.model.levels import largest_caps
+from omnibal.model.parallel import Parallel, expert_counts
+
+FILE = Path(__file__).parents[1] / "presets" / "published_errors.toml"
+LONG_TOKENS = 32_768
+"""Min tokens per sample of a long-context job."""
+SMALL_TOKENS = 4096
+"""Max tokens of a small micro-batch."""
+_DEVICE = re.compile(r"\b(?:GB|[ABHLV])\d{2,3}\b")
+
+
+class JobKind(StrEnum):
+    """Kinds of jobs by which prediction errors are reported."""
+
+    ADAPTERS = "adapters and fine-tuning"
+    SHARDED = "sharded weights"
+    VISION_LANGUAGE = "vision-language"
+    EXPERTS = "experts"
+    LONG_CONTEXT = "long context"
+    DENSE = "dense"
+
+
+class PublishedErrors(Frozen):
+    """Predicted over measured step time, minus 1, of published jobs of one kind."""
+
+    kind: JobKind
+    device: str
+    small: bool
+    """Whether micro-batches have at most `SMALL_TOKENS` tokens."""
+    steps: Count
+    median: float
+    """Median of absolute errors."""
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.median:.0%} median, {self.least:+.0%} to {self.most:+.0%} of {self.steps} "
+            f"published steps of {self.kind} on {self.device}"
+        )
+
+
+class _Table(Frozen):
+    errors: tuple[PublishedErrors, ...]
+
+
+@lru_cache(maxsize=1)
+def _table() -> tuple[PublishedErrors, ...]:
+    return read_toml_model(_Table, FILE, "install omnibal again").errors
+
+
+def device_of(cluster: ClusterConfig) -> str:
+    """Name of a cluster's devices, such as "H100"."""
+    found = _DEVICE.search(cluster.device)
+    return found[0] if found else cluster.device
+
+
+def job_kind(
+    model: ModelConfig,
+    parallel: Parallel,
+    adapters: AdapterConfig | None,
+    sample_tokens: int,
+    *,
+    has_images: bool,
+) -> JobKind:
+    """Kind of a job; the first that holds counts.
+
+    Args:
+        sample_tokens: of the longest samples.
+        has_images: whether encoders have work.
+    """
+    holds = {
+        JobKind.ADAPTERS: adapters is not None,
+        JobKind.SHARDED: parallel.sharded > 1,
+        JobKind.VISION_LANGUAGE: bool(model.encoders) and has_images,
+        JobKind.LONG_CONTEXT: sample_tokens >= LONG_TOKENS,
+        JobKind.EXPERTS: bool(expert_counts(model)),
+    }
+    return next((kind for kind, does in holds.items() if does), JobKind.DENSE)
+
+
+def published_errors(
+    kind: JobKind, cluster: ClusterConfig, micro_batch_tokens: float
+) -> PublishedErrors | None:
+    """Errors of the nearest published jobs of a kind, or None if none was measured.
+
+    Jobs on the device and of micro-batches as small come first.
+    """
+    alike = [one for one in _table() if one.kind is kind]
+    device, small = device_of(cluster), micro_batch_tokens <= SMALL_TOKENS
+    nearest = sorted(alike, key=lambda one: (one.device != device, one.small != small, -one.steps))
+    return nearest[0] if nearest else None
+
+
+def errors_of_plan(plan: Plan) -> PublishedErrors | str:
+    """Errors of published jobs of the plan's kind, or why there are none."""
+    if plan.prediction is not None and plan.prediction.cost_source.startswith("profile:"):
+        return "costs were measured here"
+    caps = largest_caps(plan.pack_levels)
+    kind = job_kind(
+        plan.model,
+        plan.parallel,
+        plan.adapters,
+        caps["tokens"] if plan.has_shared_packs else 0,
+        has_images=True,
+    )
+    found = published_errors(kind, plan.cluster, caps["tokens"])
+    return found or f"no published step of {kind} was at hand"

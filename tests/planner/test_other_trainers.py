@@ -1,0 +1,204 @@
+"""Launch lines of trainers without Megatron's flags, hosts and dispatchers: what they mean."""
+
+import numpy as np
+import pytest
+
+from omnibal.base.errors import UserError
+from omnibal.cost.host_waits import host_waits
+from omnibal.cost.links import Group, all_to_all_line, pass_line, ring_ms_per_byte
+from omnibal.job.job import JobSpec
+from omnibal.lint.command_line import read_launch
+from omnibal.lint.launch import Launcher
+from omnibal.lint.launched import Launched, launched
+from omnibal.lint.line import line_of
+from omnibal.lint.predicted import predicted_line
+from omnibal.lint.sharding import ZeroStage, weight_shards, zero_stage
+from omnibal.lint.split import layers_by_chunk
+from omnibal.model.config import load_cluster, load_model
+from omnibal.model.parallel import Parallel
+
+MODEL, CLUSTER = load_model("llama3.1-8b"), load_cluster("h100-80g")
+TITAN = "torchrun --nproc_per_node 8 -m torchtitan.train --training.seq_len 4096"
+FOUNDRY = "composer train.py max_seq_len=2048 device_train_microbatch_size=2"
+NANO = "torchrun --nproc-per-node 8 run_train.py --tokens.sequence_length 4096"
+ONE_SAMPLE = "--tokens.micro_batch_size 1 --tokens.batch_accumulation_per_replica 4"
+BRIDGE = "run_recipe.py -tp 1 -pp 1 -mb 1 -gb 8 -sl 4096 ddp.use_megatron_fsdp=true"
+AUTO = "torchrun --nproc-per-node 8 automodel/train_ft.py --dataset.seq_len 4096"
+MEGATRON = "pretrain_gpt.py --bf16 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8"
+
+
+def job_of(text: str, model=MODEL, gpus: int = 8, cluster=CLUSTER, **more: int) -> Launched:
+    line = line_of(read_launch(text, {}, None, gpus), model)
+    return launched(line, model, cluster, None, 0.0, **more)
+
+
+@pytest.mark.parametrize(
+    ("text", "launcher", "sizes", "stage"),
+    [
+        (
+            f"{TITAN} --training.local_batch_size 2 --parallelism.tensor_parallel_degree 2",
+            Launcher.TORCHTITAN,
+            Parallel(tensor=2, pipeline=1, data=4, sequence_parallel=True, sharded=4),
+            ZeroStage.WEIGHTS,
+        ),
+        (
+            f"{TITAN} --training.local_batch_size 2 --parallelism.data_parallel_replicate_degree 2",
+            Launcher.TORCHTITAN,
+            Parallel(pipeline=1, data=8, sharded=4),
+            ZeroStage.WEIGHTS,
+        ),
+        (
+            f"{FOUNDRY} fsdp_config.sharding_strategy=SHARD_GRAD_OP",
+            Launcher.LLM_FOUNDRY,
+            Parallel(pipeline=1, data=8, sharded=8),
+            ZeroStage.GRADIENTS,
+        ),
+        (
+            f"{NANO} --parallelism.pp 2 {ONE_SAMPLE} --optimizer.zero_stage 1",
+            Launcher.NANOTRON,
+            Parallel(pipeline=2, data=4),
+            ZeroStage.OPTIMIZER,
+        ),
+        (
+            f"{AUTO} --step_scheduler.local_batch_size 1 --distributed.cp_size 2",
+            Launcher.AUTOMODEL,
+            Parallel(pipeline=1, data=8, sharded=8),
+            ZeroStage.WEIGHTS,
+        ),
+        (
+            f"{MEGATRON} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+            Launcher.MEGATRON_LM,
+            Parallel(pipeline=1, data=8, sharded=8),
+            ZeroStage.WEIGHTS,
+        ),
+        (
+            f"{MEGATRON} --use-torch-fsdp2",
+            Launcher.MEGATRON_LM,
+            Parallel(pipeline=1, data=8, sharded=8),
+            ZeroStage.WEIGHTS,
+        ),
+        (MEGATRON, Launcher.MEGATRON_LM, Parallel(pipeline=1, data=8), ZeroStage.OPTIMIZER),
+        (
+            f"{BRIDGE} ddp.data_parallel_sharding_strategy=optim_grads_params",
+            Launcher.MEGATRON_BRIDGE,
+            Parallel(pipeline=1, data=8, sharded=8),
+            ZeroStage.WEIGHTS,
+        ),
+    ],
+)
+def test_sizes_and_sharding_of_lines(text, launcher, sizes, stage):
+    """Prevents flags of sharding and other trainers' settings that are dropped in silence."""
+    job = job_of(text)
+    assert job.line.launch.launcher is launcher
+    assert job.job.parallel == sizes
+    assert zero_stage(job.line) is stage
+    assert predicted_line(job).step_ms > 0
+
+
+def test_wrong_sharding_is_refused():
+    """Prevents an unknown strategy, or replicas that no ranks make up, taken as another."""
+    line = f"{MEGATRON} --use-megatron-fsdp --data-parallel-sharding-strategy all"
+    with pytest.raises(UserError, match="must be one of no_shard"):
+        job_of(line)
+    titan = f"{TITAN} --training.local_batch_size 2 --parallelism.data_parallel_replicate_degree 3"
+    with pytest.raises(UserError, match="3 replicas"):
+        weight_shards(line_of(read_launch(titan, {}, None, 8), MODEL), 8)
+
+
+def test_weights_kept_to_backward_cost_memory_and_save_a_gather():
+    """Prevents ZeRO-2 that is predicted as ZeRO-3, or as replicated weights."""
+    full, kept = (
+        predicted_line(job_of(f"{FOUNDRY} fsdp_config.sharding_strategy={name}", gpus=64))
+        for name in ("FULL_SHARD", "SHARD_GRAD_OP")
+    )
+    weights_gib = 2 * 8.03e9 / 2**30
+    assert kept.step_ms < full.step_ms
+    assert 0.8 * weights_gib < kept.peaks_gib[0] - full.peaks_gib[0] < 1.1 * weights_gib
+
+
+@pytest.mark.parametrize("stages", [1, 2, 4, 5, 8, 16])
+def test_nanotron_divides_layers_and_head_by_their_weights(stages):
+    """Prevents a head that the last stage computes beside as many layers as any other."""
+    text = f"{NANO} --parallelism.pp {stages} --tokens.micro_batch_size 1 --parallelism.dp 1"
+    line = line_of(read_launch(text, {}, None, stages), MODEL)
+    (layers,) = zip(*layers_by_chunk(line), strict=True)
+    assert sum(layers) == 32 and min(layers[:-1], default=1) >= 1
+    sizes = line.sizes
+    assert sizes.layer_weights == 4096 * (4 * 4096 + 3 * 14336)
+    work = np.array(layers, float) * sizes.layer_weights
+    work[-1] += sizes.head_weights
+    assert work.max() <= work.sum() / stages + sizes.layer_weights
+
+
+def test_a_pass_takes_at_least_the_hosts_time():
+    """Prevents small micro-batches that cost nothing but their operations, and large ones that wait
+    for a host which is long ahead."""
+    costly = CLUSTER.model_copy(update={"host_us": 80.0})
+    free = CLUSTER.model_copy(update={"host_us": 0.0})
+    slow, fast = (
+        JobSpec(model=MODEL, cluster=each, parallel=Parallel(pipeline=1), precision="bf16")
+        for each in (costly, free)
+    )
+    names = list(fast.cost.features)
+    layer, bare = slow.cost.units["language_layer"], fast.cost.units["language_layer"]
+    for tokens in (64, 512, 2048, 16_384):
+        own = {"fixed": 1, "tokens": tokens, "squared_tokens": tokens**2, "loss_tokens": tokens}
+        given = np.zeros((1, len(slow.cost.features)))
+        for name, value in own.items():
+            given[0, names.index(name)] = value
+        filled = host_waits(slow.cost, given)
+        for of_pass, name in enumerate(("forward_ms", "backward_ms")):
+            device_ms = float(given[0, : len(names)] @ getattr(bare, name))
+            (taken_ms,) = filled @ getattr(layer, name)
+            assert taken_ms == pytest.approx(max(device_ms, layer.host_ms[of_pass]))
+    assert layer.host_ms[1] > 1.5 * layer.host_ms[0] > 0
+
+
+def test_graphs_take_the_hosts_time_away():
+    """Prevents CUDA graphs that leave a small micro-batch as slow as without."""
+    text = MEGATRON.replace("4096", "128").replace("batch-size 8", "batch-size 256")
+    bare, graphs = (predicted_line(job_of(text + more)) for more in ("", " --enable-cuda-graph"))
+    assert graphs.step_ms < 0.8 * bare.step_ms
+    large = MEGATRON.replace("4096", "32768")
+    bare, graphs = (predicted_line(job_of(large + more)) for more in ("", " --enable-cuda-graph"))
+    assert graphs.step_ms == pytest.approx(bare.step_ms)
+
+
+def test_flex_dispatch_sends_a_token_once_to_a_node():
+    """Prevents a share of the network that is not the one of random routing."""
+    copies, nodes = 8, 4
+    group = Group(8 * nodes)
+    lines = [
+        all_to_all_line(CLUSTER, group, "bf16", copies=copies, dispatcher=name)
+        for name in ("alltoall", "flex")
+    ]
+    random = np.random.default_rng(0)
+    ranks = random.integers(0, 8 * nodes, (20_000, copies))
+    elsewhere = [{int(rank) // 8 for rank in token} - {0} for token in ranks]
+    once = np.mean([len(found) for found in elsewhere])
+    each = np.mean((ranks // 8 != 0).sum(axis=1))
+    assert lines[1].each_ms / lines[0].each_ms == pytest.approx(once / each, rel=0.02)
+    within = all_to_all_line(CLUSTER, Group(8), "bf16", copies=copies, dispatcher="flex")
+    assert within == all_to_all_line(CLUSTER, Group(8), "bf16")
+
+
+def test_latency_grows_with_the_ranks_of_a_ring():
+    """Prevents reductions in small buckets over hundreds of ranks that cost what those over eight
+    do, and latency within a node that is the network's."""
+    few, many = (
+        ring_ms_per_byte(CLUSTER, Group(ranks), "bf16", bucket_bytes=25 * 2**20)
+        for ranks in (16, 512)
+    )
+    bare = ring_ms_per_byte(CLUSTER, Group(512), "bf16")
+    assert many > 2 * few and many > bare
+    assert pass_line(CLUSTER, Group(512), "bf16").fixed_ms > 1
+    assert pass_line(CLUSTER, Group(8), "bf16").fixed_ms < 0.02
+
+
+def test_short_samples_in_packs_attend_to_less():
+    """Prevents fine-tuning on packed short samples that is predicted as one sample a pack."""
+    text = MEGATRON.replace("4096", "16384")
+    whole, short = job_of(text), job_of(text, sample_tokens=256)
+    tokens = [job.packs.packs.sums(job.lengths.tokens) for job in (whole, short)]
+    np.testing.assert_array_equal(*tokens)
+    assert predicted_line(short).step_ms < 0.9 * predicted_line(whole).step_ms
