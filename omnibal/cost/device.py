@@ -32,6 +32,8 @@ from omnibal.model.units import feature_names
 _BACKWARD_OF_ATTENTION = 2.5  # backward has five products to forward's two: scores are recomputed
 _EXPOSED_EXPERTS = 0.1
 """Exposed share of an expert-parallel exchange overlapped with another micro-batch (assumed)."""
+_LAUNCHES_BEHIND = 10
+"""Launches that a device is short of after its host waited for a result (fitted, as `host_us`)."""
 _TILE_ROWS = 128
 """Tile rows of a grouped product (CUTLASS's largest, 16 bit); on average half a tile is padding."""
 
@@ -179,6 +181,8 @@ class Device:
             case _:
                 time_ms = kernel.bytes / self.bytes_per_ms[kernel.kind]
         time_ms[0] += kernel.launches * self.kernel_ms
+        if not self.runtime.padded_experts:
+            time_ms[0] += kernel.waits * _LAUNCHES_BEHIND * self.host_ms
         return time_ms
 
     def launch_ms(self, kernels: Iterable[Kernel]) -> float:

@@ -117,8 +117,9 @@ def _mixture(h: int, experts: ExpertsConfig, device: Device) -> Work:
     part_bytes, rows_bytes, inner_bytes = own * h * size, rows * h * size, rows * f * size
     shared_bytes = tokens * shared / device.tensor * size
     fp32_bytes, weights_bytes = rows * f * FP32_BYTES, rows * FP32_BYTES
-    # Dispatch and combine; sort by expert and back.
-    permuted_bytes = 5 * k * part_bytes + part_bytes + sorts * 2 * rows_bytes
+    # Dispatch and combine, which flex dispatchers do as they send; sort by expert and back.
+    dispatched_bytes = (device.runtime.dispatcher != "flex") * (5 * k + 1) * part_bytes
+    permuted_bytes = dispatched_bytes + sorts * 2 * rows_bytes
     permuted = element_wise(permuted_bytes, permuted_bytes, 2 + sorts, kind="permutation")
     # SwiGLU, weighted in fp32. Backward recomputes the product, which is not kept.
     activated_bytes = 5 * inner_bytes + 2 * fp32_bytes

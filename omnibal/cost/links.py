@@ -85,7 +85,8 @@ def all_to_all_line(
 
     Args:
         copies: of a token, to ranks at random (experts per token).
-        dispatcher: "flex" sends a token once to a node (DeepEP, HybridEP), "allgather" to all.
+        dispatcher: "flex" sends a token once to a rank, and over the network once to a node
+            (DeepEP, HybridEP); "allgather" sends all tokens to all ranks.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
@@ -97,16 +98,20 @@ def all_to_all_line(
     measured = exchanged_line(rates.collectives, group.ranks, place) if rates else None
     if measured is not None:
         return measured
+
+    def sent(places: int) -> float:
+        """Share of copies that are sent, if to each place only one of a token."""
+        return (1 - (1 - 1 / places) ** copies) * places / copies if dispatcher == "flex" else 1.0
+
     others, neighbours = group.ranks - 1, max(cluster.gpus_per_node // group.stride, 1)
     within = message_line(cluster, 1, precision)
+    within = Line(fixed_ms=within.fixed_ms, each_ms=within.each_ms * sent(group.ranks))
     if group.is_within(cluster):
         return within
     between = message_line(cluster, group.consecutive, precision)
     within_ms = within.each_ms * (neighbours - 1) / others
     between_ms = between.each_ms * (group.ranks - neighbours) / others
-    if dispatcher == "flex":
-        nodes = -(-group.ranks // neighbours)
-        between_ms *= (1 - (1 - 1 / nodes) ** copies) * nodes / copies
+    between_ms *= sent(-(-group.ranks // neighbours))
     return Line(fixed_ms=between.fixed_ms, each_ms=max(within_ms, between_ms))
 
 

@@ -212,6 +212,7 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         fragmentation=0.15 if plain else 0.1,
         host_slowdown=_IN_GRAPHS if _has_graphs(line) else 1.0,
         dispatcher=_dispatcher(line, "flex" if is_bridge else "alltoall"),
+        padded_experts=line.on("moe-pad-expert-input-to-capacity"),
         overlap_experts=line.on("overlap-moe-expert-parallel-comm"),
         fused_routing=line.on("moe-permute-fusion", default=is_bridge),
         transformer_engine=has_engine(line),

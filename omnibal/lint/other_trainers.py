@@ -67,7 +67,9 @@ _TORCH = RuntimeOptions(
 )
 _RUNTIMES = {
     Launcher.TORCHTITAN: _TORCH.model_copy(update={"product_slowdown": 1.2}),
-    Launcher.AUTOMODEL: _TORCH.model_copy(update={"elementwise_slowdown": 1.1}),
+    Launcher.AUTOMODEL: _TORCH.model_copy(
+        update={"elementwise_slowdown": 1.0, "dispatcher": "flex", "fused_routing": True}
+    ),
     # Attention by kernels older than FlashAttention-2.
     Launcher.LLM_FOUNDRY: _TORCH.model_copy(
         update={"attention_slowdown": 1.75, "elementwise_slowdown": 2.0, "product_slowdown": 1.02}
@@ -80,7 +82,7 @@ _RUNTIMES = {
             "overlap_weights": False,
             "elementwise_slowdown": 2.0,
             "product_slowdown": 1.12,
-            "host_slowdown": 1.3,
+            "host_slowdown": 0.9,
             "ring_host_us": 220.0,
             "bucket_bytes": 25 * 2**20,
         }

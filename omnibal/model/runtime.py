@@ -45,6 +45,9 @@ class RuntimeOptions(Frozen):
     """Whether gradients in the weights' precision stay beside the accumulated ones."""
     dispatcher: Dispatcher = "alltoall"
     """How tokens are sent to experts (`--moe-token-dispatcher-type`)."""
+    padded_experts: bool = False
+    """Whether experts have equally many rows, so that the host waits for no counts of tokens
+    (`--moe-pad-expert-input-to-capacity`)."""
     overlap_experts: bool = False
     """Whether exchange of experts runs beside another micro-batch's computation
     (`--overlap-moe-expert-parallel-comm`)."""

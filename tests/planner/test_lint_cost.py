@@ -40,7 +40,7 @@ LM, BRIDGE, SWIFT = TargetName.MEGATRON_LM, TargetName.MEGATRON_BRIDGE, TargetNa
         # With encoders recomputed, and with experts that ranks share out.
         (LM, INTERNVL, TWO, 12_288, "bf16", 1),
         (LM, INTERNVL, TWO, 12_288, "fp8", 1),
-        (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, "bf16", 1),
+        (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 9_472, "bf16", 1),
         (BRIDGE, "qwen3-vl-30b-a3b", EXPERTS, 9_088, "fp8", 1),
         (SWIFT, INTERNVL, TWO, 12_288, "bf16", 1),
         (SWIFT, INTERNVL, TWO, 12_288, "fp8", 1),
