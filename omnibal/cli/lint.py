@@ -71,7 +71,8 @@ def lint(
     checked = line_of(launch, sizes)
     findings = findings_of(checked)
     starts = can_start(checked, findings)
-    verdict = {True: "starts", False: "cannot start", None: "not judged, for an unknown flag"}
+    unjudged = "not judged, for an unknown flag" if checked.near_names else "not judged"
+    verdict = {True: "starts", False: "cannot start", None: unjudged}
     layers = None if starts is False else layers_by_chunk(checked)
     costed = NO_COST if starts is False else cost.line_cost(checked, sizes)
     findings = [*findings, *costed.findings]

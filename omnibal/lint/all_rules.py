@@ -10,7 +10,7 @@ from omnibal.lint import (
     rules_recompute,
     rules_split,
 )
-from omnibal.lint.launch import Finding
+from omnibal.lint.launch import MEGATRON, Finding
 from omnibal.lint.line import Line
 from omnibal.lint.rule import RuleGroup
 
@@ -33,7 +33,10 @@ def findings_of(line: Line) -> list[Finding]:
 
 
 def can_start(line: Line, findings: Sequence[Finding]) -> bool | None:
-    """Whether the line's findings let it start, or None if a flag may be misspelled."""
+    """Whether the line's findings let it start.
+
+    None if a flag may be misspelled, or no rules of the trainer are known.
+    """
     if any(finding.is_refusal for finding in findings):
         return False
-    return None if line.near_names else True
+    return None if line.near_names or line.launch.launcher not in MEGATRON else True

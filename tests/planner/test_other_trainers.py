@@ -7,8 +7,9 @@ from omnibal.base.errors import UserError
 from omnibal.cost.host_waits import host_waits
 from omnibal.cost.links import Group, all_to_all_line, pass_line, ring_ms_per_byte
 from omnibal.job.job import JobSpec
+from omnibal.lint.all_rules import can_start
 from omnibal.lint.command_line import read_launch
-from omnibal.lint.launch import Launcher
+from omnibal.lint.launch import MEGATRON, Launcher
 from omnibal.lint.launched import Launched, launched
 from omnibal.lint.line import line_of
 from omnibal.lint.predicted import predicted_line
@@ -24,7 +25,7 @@ NANO = "torchrun --nproc-per-node 8 run_train.py --tokens.sequence_length 4096"
 ONE_SAMPLE = "--tokens.micro_batch_size 1 --tokens.batch_accumulation_per_replica 4"
 BRIDGE = "run_recipe.py -tp 1 -pp 1 -mb 1 -gb 8 -sl 4096 ddp.use_megatron_fsdp=true"
 AUTO = "torchrun --nproc-per-node 8 automodel/train_ft.py --dataset.seq_len 4096"
-MEGATRON = "pretrain_gpt.py --bf16 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8"
+LM = "pretrain_gpt.py --bf16 --seq-length 4096 --micro-batch-size 1 --global-batch-size 8"
 
 
 def job_of(text: str, model=MODEL, gpus: int = 8, cluster=CLUSTER, **more: int) -> Launched:
@@ -66,18 +67,18 @@ def job_of(text: str, model=MODEL, gpus: int = 8, cluster=CLUSTER, **more: int) 
             ZeroStage.WEIGHTS,
         ),
         (
-            f"{MEGATRON} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+            f"{LM} --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
             Launcher.MEGATRON_LM,
             Parallel(pipeline=1, data=8, sharded=8),
             ZeroStage.WEIGHTS,
         ),
         (
-            f"{MEGATRON} --use-torch-fsdp2",
+            f"{LM} --use-torch-fsdp2",
             Launcher.MEGATRON_LM,
             Parallel(pipeline=1, data=8, sharded=8),
             ZeroStage.WEIGHTS,
         ),
-        (MEGATRON, Launcher.MEGATRON_LM, Parallel(pipeline=1, data=8), ZeroStage.OPTIMIZER),
+        (LM, Launcher.MEGATRON_LM, Parallel(pipeline=1, data=8), ZeroStage.OPTIMIZER),
         (
             f"{BRIDGE} ddp.data_parallel_sharding_strategy=optim_grads_params",
             Launcher.MEGATRON_BRIDGE,
@@ -92,12 +93,13 @@ def test_sizes_and_sharding_of_lines(text, launcher, sizes, stage):
     assert job.line.launch.launcher is launcher
     assert job.job.parallel == sizes
     assert zero_stage(job.line) is stage
+    assert can_start(job.line, []) is (True if launcher in MEGATRON else None)
     assert predicted_line(job).step_ms > 0
 
 
 def test_wrong_sharding_is_refused():
     """Prevents an unknown strategy, or replicas that no ranks make up, taken as another."""
-    line = f"{MEGATRON} --use-megatron-fsdp --data-parallel-sharding-strategy all"
+    line = f"{LM} --use-megatron-fsdp --data-parallel-sharding-strategy all"
     with pytest.raises(UserError, match="must be one of no_shard"):
         job_of(line)
     titan = f"{TITAN} --training.local_batch_size 2 --parallelism.data_parallel_replicate_degree 3"
@@ -156,10 +158,10 @@ def test_a_pass_takes_at_least_the_hosts_time():
 
 def test_graphs_take_the_hosts_time_away():
     """Prevents CUDA graphs that leave a small micro-batch as slow as without."""
-    text = MEGATRON.replace("4096", "128").replace("batch-size 8", "batch-size 256")
+    text = LM.replace("4096", "128").replace("batch-size 8", "batch-size 256")
     bare, graphs = (predicted_line(job_of(text + more)) for more in ("", " --enable-cuda-graph"))
     assert graphs.step_ms < 0.8 * bare.step_ms
-    large = MEGATRON.replace("4096", "32768")
+    large = LM.replace("4096", "32768")
     bare, graphs = (predicted_line(job_of(large + more)) for more in ("", " --enable-cuda-graph"))
     assert graphs.step_ms == pytest.approx(bare.step_ms)
 
@@ -194,7 +196,7 @@ def test_latency_grows_with_the_ranks_of_a_ring():
 
 def test_short_samples_in_packs_attend_to_less():
     """Prevents fine-tuning on packed short samples that is predicted as one sample a pack."""
-    text = MEGATRON.replace("4096", "16384")
+    text = LM.replace("4096", "16384")
     whole, short = job_of(text), job_of(text, sample_tokens=256)
     tokens = [job.packs.packs.sums(job.lengths.tokens) for job in (whole, short)]
     np.testing.assert_array_equal(*tokens)
