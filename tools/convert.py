@@ -230,24 +230,18 @@ def _bytes(text: str) -> int:
     return int(match[1]) * _UNITS[match[2]]
 
 
-@contextmanager
-def _cleaning_up_when_terminated() -> Iterator[None]:
-    """Raise on SIGTERM as on Ctrl-C, so that partial output is removed."""
-    before = signal.signal(signal.SIGTERM, _stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
 def _stop(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)  # a second signal would interrupt the cleanup
     sys.exit(128 + number)
 
 
 def main() -> None:
-    with _cleaning_up_when_terminated():
+    # SIGTERM raises as Ctrl-C does, so that partial output is removed.
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
         run_app(app, "convert.py")
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -498,14 +498,10 @@ def _print_plan(
     )
 
 
-def _errors(plan: Plan) -> dict[str, Any] | str:
-    errors = errors_of_plan(plan)
-    return errors if isinstance(errors, str) else errors.model_dump(mode="json")
-
-
 def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
     # Scripts find the keys of InternVL's towers for every model.
     towers = dict.fromkeys(("vision", "language", *plan.model.towers))
+    errors = errors_of_plan(plan)
     return {
         "stages": [
             {
@@ -528,7 +524,7 @@ def _plan_summary(plan: Plan, prediction: Prediction) -> dict[str, Any]:
         "gpu_days": prediction.gpu_days,
         "memory_cap_gib": memory_cap_gib(plan.cluster),
         "cost_source": prediction.cost_source,
-        "published_errors": _errors(plan),
+        "published_errors": errors if isinstance(errors, str) else errors.model_dump(mode="json"),
         "packs": plan.data.packs if plan.data else None,
         "steps": plan.data.steps if plan.data else None,
     }

@@ -37,7 +37,7 @@ from omnibal.base.remote_path import (
 from omnibal.data.data_index import DataFile, DataIndex, Holds
 from omnibal.data.messages import InvalidRecordError
 from omnibal.data.naming import Naming
-from omnibal.data.parquet_rows import Row, RowPlace, is_rows, read_row
+from omnibal.data.parquet_rows import Row, RowPlace, is_rows
 from omnibal.data.record_files import RecordIndex, holds_records, is_array
 from omnibal.data.records import Media, read_record
 from omnibal.data.sample import Sample, Video
@@ -369,7 +369,8 @@ class Annotations:
             return sample.record(), sample, sample.key
         media, name = _Folder(source.root, self.cache, source.below), str(self.number[index] + 1)
         if is_rows(path):
-            row = read_row(RowPlace(path, version, start), media)
+            place = RowPlace(path, version, start)
+            row = Row(place, place.values(), media)
             return row.record(), row, name
         with path.open("rb") as file:
             file.seek(start)

@@ -125,8 +125,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     if _is_own(model):
         needed = own_template(tokenizer, model.images).control_pieces
     else:
-        begins = _begins(_TEMPLATES[model.chat_template], tokenizer)
-        needed = (*[tokenizer.bos_piece] * begins, *_pieces(model))
+        needed = (*_bos_pieces(_TEMPLATES[model.chat_template], tokenizer), *_pieces(model))
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -297,7 +296,12 @@ def _messages(
     template = _TEMPLATES[model.chat_template]
     _check_recordings(sample, model)
     _check_tools(sample, model)
-    _check_texts(sample, model, tokenizer)
+    texts = [sample.system or "", sample.greeting or ""]
+    texts += [text for turn in sample.turns for text in (turn.question, turn.answer)]
+    marked = f"an image with {IMAGE}"
+    if model.takes_audio:
+        marked += f", a recording with {AUDIO}"
+    tokenizer.check_text("\n".join(texts), sample.where, _pieces(model), marked)
     system = _system(sample, model, chatting)
     messages = [] if system is None else [template.write_message("system", system)]
     if _greets(sample, template):
@@ -364,19 +368,6 @@ def _check_tools(sample: Sample, model: ModelConfig) -> None:
         )
 
 
-def _texts(sample: Sample) -> list[str]:
-    turns = [text for turn in sample.turns for text in (turn.question, turn.answer)]
-    return [sample.system or "", sample.greeting or "", *turns]
-
-
-def _check_texts(sample: Sample, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """Raise if text contains special tokens or the template's own pieces."""
-    marked = f"an image with {IMAGE}"
-    if model.takes_audio:
-        marked += f", a recording with {AUDIO}"
-    tokenizer.check_text("\n".join(_texts(sample)), sample.where, _pieces(model), marked)
-
-
 def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
     first = len(messages) - 2 * len(sample.turns) + 1
     greeting = [first - 2] if _greets(sample, template) and sample.greeting_learned else []
@@ -402,10 +393,8 @@ def _encode_messages(
     sample: Sample, model: ModelConfig, template: _Template, tokenizer: Tokenizer
 ) -> tuple[np.ndarray, np.ndarray]:
     """Ids and loss mask of the messages."""
-    messages, apart = (
-        _messages(sample, model, tokenizer, chatting=False),
-        template.message_by_message,
-    )
+    messages = _messages(sample, model, tokenizer, chatting=False)
+    apart = template.message_by_message
     encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
     token_ids = np.array([number for ids in encoded for number in ids], np.int64)
     end = tokenizer.required(template.end)
@@ -464,10 +453,11 @@ def _control_tokens(sample: Sample) -> UserError:
     )
 
 
-def _begins(template: _Template, tokenizer: Tokenizer) -> bool:
-    return tokenizer.add_bos if template.bos is None else template.bos
+def _bos_pieces(template: _Template, tokenizer: Tokenizer) -> list[str]:
+    begins = tokenizer.add_bos if template.bos is None else template.bos
+    return [tokenizer.bos_piece] if begins else []
 
 
 def _bos(template: _Template, tokenizer: Tokenizer) -> np.ndarray:
-    pieces = [tokenizer.bos_piece] if _begins(template, tokenizer) else []
+    pieces = _bos_pieces(template, tokenizer)
     return np.array([tokenizer.required(piece) for piece in pieces], np.int64)

@@ -69,7 +69,12 @@ class EnergonIndex:
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
-            found = self._listed()
+            with _opened(self.database) as database:
+                rows = database.execute(_FILES, (self.number,))
+                found = [
+                    (key, [Member(f"{key}.{suffix}", start, *at) for _, _, suffix, *at in files])
+                    for (key, start), files in groupby(rows, key=lambda row: row[:2])
+                ]
         except (OSError, ValueError, sqlite3.Error) as error:
             raise UserError(
                 f"{offsets} and {self.database}: cannot be read ({error}); run `energon prepare` "
@@ -78,14 +83,6 @@ class EnergonIndex:
         if not borders or borders[:-1] != [members[0].header for _, members in found]:
             raise stale(shard, "its .tar.idx has samples at other places than index.sqlite")
         return found, borders[-1]
-
-    def _listed(self) -> Samples:
-        with _opened(self.database) as database:
-            rows = database.execute(_FILES, (self.number,))
-            return [
-                (key, [Member(f"{key}.{suffix}", start, *place) for _, _, suffix, *place in files])
-                for (key, start), files in groupby(rows, key=lambda row: row[:2])
-            ]
 
 
 def _opened(database: Path) -> closing[sqlite3.Connection]:

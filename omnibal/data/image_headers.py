@@ -55,18 +55,15 @@ class BadImage(ValueError):
 
 def upright_size(file: BinaryIO) -> tuple[int, int]:
     """Width and height in pixels after EXIF rotation; raises Pillow's errors."""
+    head = file.read(_WEBP_HEADER_BYTES)
+    file.seek(0)
+    has_metadata = head[12:16] == b"VP8X" and head[20] & _WEBP_METADATA
     webp = webp_size(file)
-    if webp is not None and not _has_metadata(file):
+    if webp is not None and not has_metadata:
         return webp
     with Image.open(file) as header:
         width, height = header.size
         return (height, width) if _is_turned(header, file) else (width, height)
-
-
-def _has_metadata(file: BinaryIO) -> bool:
-    head = file.read(_WEBP_HEADER_BYTES)
-    file.seek(0)
-    return head[12:16] == b"VP8X" and bool(head[20] & _WEBP_METADATA)
 
 
 def _is_turned(header: Image.Image, file: BinaryIO) -> bool:

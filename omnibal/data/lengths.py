@@ -171,16 +171,12 @@ class Lengths:
 
         `name` is `tokens`, `loss_tokens`, an item or its squares, 0 if not counted.
         """
-        if name in SQUARED_FEATURES:
-            return self._squares(name)
-        columns = {**self.items, "tokens": self.tokens, "loss_tokens": self.loss_tokens}
-        return columns[name] if name in columns else no_items(len(self))
-
-    def _squares(self, name: str) -> np.ndarray:
-        """Sum of squares per sample, or its upper bound if not counted."""
         if name in self.squares:
             return self.squares[name]
-        return self.column(name.removeprefix("squared_")).astype(np.int64) ** 2
+        if name in SQUARED_FEATURES:  # an upper bound, as not counted
+            return self.column(name.removeprefix("squared_")).astype(np.int64) ** 2
+        columns = {**self.items, "tokens": self.tokens, "loss_tokens": self.loss_tokens}
+        return columns[name] if name in columns else no_items(len(self))
 
     @property
     def without_squares(self) -> tuple[str, ...]:
@@ -263,7 +259,13 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
     squares = {
         name: pa.array(column, pa.int64()) for name, column in sorted(lengths.squares.items())
     }
-    lists = {} if lengths.image_sizes is None else _lists(lengths.image_sizes)
+    lists: dict[str, pa.Array] = {}
+    if lengths.image_sizes is not None:
+        offsets = pa.array(np.append(0, np.cumsum(lengths.image_sizes.counts)), pa.int64())
+        for name, column in _SIZES.items():
+            entries = np.ascontiguousarray(lengths.image_sizes.images[name])
+            values = pa.array(entries, pa.int32())
+            lists[column] = pa.LargeListArray.from_arrays(offsets, values)
     table = pa.table({**counts, **squares, **lists, "source": source})
     metadata: dict[bytes, bytes] = {}
     if lengths.origin is not None:
@@ -274,16 +276,6 @@ def write_lengths(lengths: Lengths, path: Path) -> None:
             metadata[_ROWS_KEY] = _REPEATED if lengths.repeats else b"once"
     with atomic(path) as temporary:
         pq.write_table(table.replace_schema_metadata(metadata or None), temporary)
-
-
-def _lists(sizes: ImageSizes) -> dict[str, pa.Array]:
-    offsets = pa.array(np.append(0, np.cumsum(sizes.counts)), pa.int64())
-    return {
-        column: pa.LargeListArray.from_arrays(
-            offsets, pa.array(np.ascontiguousarray(sizes.images[name]), pa.int32())
-        )
-        for name, column in _SIZES.items()
-    }
 
 
 def read_lengths(paths: Sequence[Path]) -> Lengths:

@@ -82,7 +82,10 @@ _NAMED = re.compile(r"<img>(?P<image>[^<>\n]+)</img>|<audio>(?P<audio>[^<>\n]+\.
 
 def read_messages(record: dict[str, Any]) -> Messages:
     """Read the messages; raises InvalidRecordError, which names the key."""
-    key = _key_of_messages(record)
+    found = [key for key in LISTS if record.get(key) is not None]
+    if len(found) > 1:
+        raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
+    key = found[0] if found else "conversations"
     given = record.get(key)
     form = _form_of(given, key)
     if not isinstance(given, list) or not given or not all(isinstance(m, dict) for m in given):
@@ -99,13 +102,6 @@ def read_messages(record: dict[str, Any]) -> Messages:
             raise InvalidRecordError(f'has in "{key}" as message {number} {error}') from None
     speakers = tuple(str(message.get(form.speaker)) for message in given)
     return Messages(messages=tuple(messages), speakers=speakers, key=key, items=items)
-
-
-def _key_of_messages(record: dict[str, Any]) -> str:
-    found = [key for key in LISTS if record.get(key) is not None]
-    if len(found) > 1:
-        raise InvalidRecordError('has "conversations" and "messages"; leave one of them out')
-    return found[0] if found else "conversations"
 
 
 def _form_of(given: Any, key: str) -> _Form:

@@ -126,7 +126,22 @@ def encode_conversation(
     Args:
         system: system message by default.
     """
-    text, spans = _write_conversation(sample, system, template)
+    conversation = _conversation(sample, system, template)
+    messages, taught = conversation.messages, conversation.learned
+    marked = conversation.rendered(messages)
+    text = _unmarked(marked)
+    if _GENERATION.search(template.text):
+        places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        marked_spans = _marked_spans(marked)
+        if len(marked_spans) != len(places):
+            raise UserError(
+                f"{sample.where}: the chat template of {template.tokenizer.path} marks "
+                f"{len(marked_spans)} answers of {len(places)} with {{% generation %}}; mend the "
+                "template"
+            )
+        spans = [s for s, place in zip(marked_spans, places, strict=True) if place in taught]
+    else:
+        spans = [conversation.span(k, text) for k in taught]
     ids, starts = template.tokenizer.encode_with_places(text)
     first = np.array(starts, np.int64)
     learned = np.zeros(len(ids), bool)
@@ -175,26 +190,6 @@ def _counts(
         )
     counts[places] = tokens_per_place
     return counts
-
-
-def _write_conversation(
-    sample: Sample, system: str | None, template: OwnTemplate
-) -> tuple[str, list[tuple[int, int]]]:
-    """Write a conversation, and find where each learned span begins and ends."""
-    conversation = _conversation(sample, system, template)
-    messages, learned = conversation.messages, conversation.learned
-    marked = conversation.rendered(messages)
-    text = _unmarked(marked)
-    if not _GENERATION.search(template.text):
-        return text, [conversation.span(k, text) for k in learned]
-    spans = _marked_spans(marked)
-    places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-    if len(spans) != len(places):
-        raise UserError(
-            f"{sample.where}: the chat template of {template.tokenizer.path} marks {len(spans)} "
-            f"answers of {len(places)} with {{% generation %}}; mend the template"
-        )
-    return text, [span for span, place in zip(spans, places, strict=True) if place in learned]
 
 
 @dataclass(frozen=True, slots=True)

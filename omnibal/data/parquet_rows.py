@@ -136,10 +136,6 @@ def index_rows(path: Path) -> RecordIndex:
     return RecordIndex(path, version, np.arange(rows), ones, digest.digest())
 
 
-def read_row(place: RowPlace, folder: Media) -> Row:
-    return Row(place, place.values(), folder)
-
-
 @lru_cache(maxsize=_FILES)
 def _first_rows(path: Path, version: str) -> np.ndarray:
     """First row of each row group and the total, int64."""

@@ -66,10 +66,14 @@ def read_duration(recording: AudioFile) -> Duration:
     with _opened(recording) as sound:
         _check_header(sound)
         duration = Duration(sound.frames, sound.samplerate)
-        _check_end(sound)
+        try:
+            sound.seek(sound.frames - 1)
+            has_end = len(sound.read(1)) > 0
+        except soundfile.LibsndfileError as error:
+            raise _truncated() from error
     with recording.open() as file:
         data = _wav_data(file)
-    if data is not None and data.is_cut:
+    if not has_end or (data is not None and data.is_cut):
         raise _truncated()
     return duration
 
@@ -154,17 +158,6 @@ def _check_header(sound: soundfile.SoundFile) -> None:
             f"has {sound.samplerate} samples per second in {sound.channels} channel(s), and must "
             f"have {_LEAST_HZ} to {_MOST_HZ} in at most {_MOST_CHANNELS}"
         )
-
-
-def _check_end(sound: soundfile.SoundFile) -> None:
-    """Raise if a FLAC ends before its stated last sample."""
-    try:
-        sound.seek(sound.frames - 1)
-        found = len(sound.read(1))
-    except soundfile.LibsndfileError as error:
-        raise _truncated() from error
-    if not found:
-        raise _truncated()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

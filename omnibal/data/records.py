@@ -333,7 +333,11 @@ def _assembled(record: dict[str, Any], messages: Messages) -> _Said:
     rest = list(messages.messages)
     for message in rest:
         _check_text(message)
-    system = _system_of(record)
+    system = record.get("system") or None
+    if system is not None and not isinstance(system, str):
+        raise InvalidRecordError('has an odd "system"; it must be a text')
+    if system is not None:
+        _check_text(Message(role="system", text=system))
     if rest[0].role == "system":
         if system is not None:
             raise InvalidRecordError(f'has "system" and a system message in "{messages.key}"')
@@ -347,15 +351,6 @@ def _assembled(record: dict[str, Any], messages: Messages) -> _Said:
     if not turns:
         raise _not_alternating(messages)
     return system, greeting, tuple(turns)
-
-
-def _system_of(record: dict[str, Any]) -> str | None:
-    system = record.get("system") or None
-    if system is not None and not isinstance(system, str):
-        raise InvalidRecordError('has an odd "system"; it must be a text')
-    if system is not None:
-        _check_text(Message(role="system", text=system))
-    return system
 
 
 def _next_turn(rest: list[Message], messages: Messages) -> Turn:

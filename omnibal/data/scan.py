@@ -197,7 +197,9 @@ class _Scanner:
         samples.check_unchanged()
         mistakes: dict[int, str] = {}
         places = {place: place for place in range(len(given))}
-        read = _each(lambda place: self._read(samples, place), places, mistakes)
+        read = _each(samples.__getitem__, places, mistakes)
+        if self.rule is None:
+            read = _each(lambda sample: sample.shown(self.model.tiling), read, mistakes)
         counted = _each(self._text_tokens, read, mistakes)
         counts = _each(lambda text: self._counts(*text), counted, mistakes)
         indices = given.tolist()
@@ -209,10 +211,6 @@ class _Scanner:
         shown = [segments for _, segments in counts.values()]
         samples.check_unchanged()
         return Counted(rows=np.array(rows, COUNTED), image_sizes=sizes_of(shown)), bad
-
-    def _read(self, samples: Annotations, place: int) -> Sample:
-        sample = samples[place]
-        return sample.shown(self.model.tiling) if self.rule is None else sample
 
     def _text_tokens(self, sample: Sample) -> tuple[Sample, int, int]:
         """Sample with its text tokens (without items) and loss tokens."""
@@ -228,12 +226,16 @@ class _Scanner:
         self, sample: Sample, tokens: int, loss_tokens: int
     ) -> tuple[tuple[int, ...], list[Segments]]:
         """COUNTED's fields without the index, and native-resolution segments."""
-        tiles, segments = self._tiles(sample), list[Segments]()
-        if tiles:
-            tokens += tiles * self.model.vision.tokens_per_item
+        tiles, segments = 0, list[Segments]()
         if self.rule is not None:
             shown = shown_of(sample, self.rule, lambda image: self._image_size(image, sample))
             segments = [segments_of(each.grid, self.rule) for each in shown]
+        elif sample.images:
+            vision = self.model.vision
+            tiling = sample.tiling(vision.tiling)
+            sizes = [self._image_size(image, sample) for image in sample.images]
+            tiles = sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
+            tokens += tiles * vision.tokens_per_item
         image_tokens = sum(segment.all_tokens for segment in segments)
         squares = sum(segment.squares for segment in segments)
         clips = 0
@@ -245,15 +247,6 @@ class _Scanner:
         tokens += image_tokens
         check_positions(tokens, self.model, f"{sample.where}: the sample")
         return (squares, tiles, clips, image_tokens, tokens, loss_tokens), segments
-
-    def _tiles(self, sample: Sample) -> int:
-        """Tiles of all images, 0 at native resolution."""
-        if not sample.images or self.rule is not None:
-            return 0
-        vision = self.model.vision
-        tiling = sample.tiling(vision.tiling)
-        sizes = [self._image_size(image, sample) for image in sample.images]
-        return sum(tile_count(*size, tiling, vision.image_size) for size in sizes)
 
     def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
         found = self.duration_of.get(recording)

@@ -137,7 +137,14 @@ def open_tokenizer(path: Path) -> Tokenizer:
             from tokenizer_config.json, otherwise added_tokens.json, in the same folder.
     """
     if path.is_dir():
-        path = _file_in(path)
+        held = [at for at in (path / FAST_FILE, path / _SENTENCEPIECE_FILE) if at.is_file()]
+        if not held:
+            raise UserError(
+                f"{path}: holds neither {FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with "
+                f"one, or save the tokenizer as {FAST_FILE} (save_pretrained of a fast tokenizer "
+                "does)"
+            )
+        path = held[0]
     if not path.is_file():
         raise UserError(
             f"{path}: no such tokenizer; pass a SentencePiece {_SENTENCEPIECE_FILE}, a "
@@ -147,16 +154,6 @@ def open_tokenizer(path: Path) -> Tokenizer:
     if path.suffix == ".json":
         return _Fast(path, content, settings or _Settings())
     return _SentencePiece(path, content, settings)
-
-
-def _file_in(folder: Path) -> Path:
-    for name in (FAST_FILE, _SENTENCEPIECE_FILE):
-        if (folder / name).is_file():
-            return folder / name
-    raise UserError(
-        f"{folder}: holds neither {FAST_FILE} nor {_SENTENCEPIECE_FILE}; pass a folder with one, "
-        f"or save the tokenizer as {FAST_FILE} (save_pretrained of a fast tokenizer does)"
-    )
 
 
 class AddedToken(BaseModel):

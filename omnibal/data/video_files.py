@@ -78,14 +78,6 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
     return np.stack(found)
 
 
-def _check_whole(file: IO[bytes]) -> None:
-    """Raise BadVideo if a file is shorter than its header states, which counts all frames."""
-    end = _stated_end(file)
-    if file.seek(0, os.SEEK_END) < end:
-        raise BadVideo(f"is cut off; {_REMEDY}")
-    file.seek(0)
-
-
 def _stated_end(file: IO[bytes]) -> int:
     """Size of an AVI, a Matroska or an MP4 by its header, 0 if unknown."""
     head, end = _bytes_at(file, 0), 0
@@ -130,7 +122,10 @@ def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
         ) from error
     try:
         with video.open() as file:
-            _check_whole(file)
+            stated = _stated_end(file)
+            if file.seek(0, os.SEEK_END) < stated:
+                raise BadVideo(f"is cut off; {_REMEDY}")
+            file.seek(0)
             with av.open(file) as container:
                 streams = container.streams.video
                 if not streams:

@@ -145,14 +145,11 @@ def render(report: ReportInput) -> str:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         undefined=StrictUndefined,
-        finalize=_printable,
+        # Markup, such as SVG, is written as it is.
+        finalize=lambda value: printable(value) if type(value) is str else value,
     )
     pages.filters |= {"percent": percent, "time": milliseconds, "change": change_ms}
     return pages.get_template("page.html.jinja").render(report=report, **_shown(report))
-
-
-def _printable(value: Any) -> Any:
-    return printable(value) if type(value) is str else value  # not Markup, such as SVG
 
 
 def _shown(report: ReportInput) -> dict[str, Any]:

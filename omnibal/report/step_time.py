@@ -17,7 +17,7 @@ from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import StageTimes, per_step_costs
 from omnibal.report.formatting import change_ms, milliseconds, percent
-from omnibal.report.summary import RunSummary, StageTime, lost_by_source, micro_batches_per_step
+from omnibal.report.summary import RunSummary, StageTime, micro_batches_per_step
 
 _SIMULATED_STEPS = 200
 """Max measured steps to simulate, spread evenly over the run."""
@@ -112,7 +112,11 @@ def step_time(
     Args:
         measured: times by cause from `measured_causes`, or empty.
     """
-    sources = lost_by_source(plan, replay)
+    sources: dict[str, tuple[dict[str, float], float]] = {}
+    if plan.prediction is not None:
+        sources["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
+    if replay is not None:
+        sources["replayed"] = replay.lost.named(), replay.step_ms
     if run is not None and measured:
         sources["measured"] = {**measured}, run.step_ms
     if not sources:

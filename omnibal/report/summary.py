@@ -137,18 +137,6 @@ def micro_batches_per_step(plan: Plan) -> float | None:
     return plan.shapes.micro_batches_per_step if plan.shapes else None
 
 
-def lost_by_source(
-    plan: Plan, replay: ReplaySummary | None
-) -> dict[str, tuple[dict[str, float], float]]:
-    """Return ms lost by cause and ms of the step, predicted and replayed."""
-    steps: dict[str, tuple[dict[str, float], float]] = {}
-    if plan.prediction is not None:
-        steps["predicted"] = plan.prediction.lost.named(), plan.prediction.step_ms
-    if replay is not None:
-        steps["replayed"] = replay.lost.named(), replay.step_ms
-    return steps
-
-
 def figures_by_source(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 ) -> dict[str, StepFigures]:

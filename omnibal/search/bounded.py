@@ -58,24 +58,21 @@ class BoundedTrials:
         new = [choice for choice in choices if choice not in self.least_ms]
         full = possible_choices(self.setting, new, self.processes)
         self.advance(len(new) - len(full))
-        in_order = sorted(self._bound(full), key=self._order)
+        for choice, bound in try_all(
+            partial(find_bound, self.setting), full, self.processes
+        ).items():
+            if isinstance(bound, Need):
+                self.least_ms[choice], self.need_gib[choice] = 0.0, bound.gib
+                self.advance(1)
+            else:
+                self.least_ms[choice], self.bounds[choice] = bound.least_ms, bound
+        in_order = sorted((each for each in full if each in self.bounds), key=self._order)
         if len(full) > most:
             fastest = self._of_least_estimates(in_order, most)
             self._plan(fastest, partial(evaluate, self.setting, True), len(fastest))
             return
         # Extra results from parallel lookahead are dropped from the result.
         self._plan(self._promising(in_order), partial(evaluate, self.setting, False), len(full))
-
-    def _bound(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Bound the choices and return choices with a state that may fit."""
-        found = try_all(partial(find_bound, self.setting), choices, self.processes)
-        for choice, each in found.items():
-            if isinstance(each, Need):
-                self.least_ms[choice], self.need_gib[choice] = 0.0, each.gib
-                self.advance(1)
-            else:
-                self.least_ms[choice], self.bounds[choice] = each.least_ms, each
-        return [choice for choice in choices if choice in self.bounds]
 
     def _plan(
         self,
@@ -125,7 +122,11 @@ class BoundedTrials:
         by_ms.sort(key=lambda choice: (self.estimated_ms[choice], self._order(choice)))
         limit_ms = _NEAR * self.estimated_ms[by_ms[0]] if by_ms else 0.0
         near = [choice for choice in by_ms if self.estimated_ms[choice] <= limit_ms]
-        return self._some_of_each(near, most)
+        first_of_sizes = dict[Sizing, Choice]()
+        for choice in near:
+            first_of_sizes.setdefault(choice[0], choice)
+        some = list(first_of_sizes.values())[: most - most // 2]
+        return some + [choice for choice in near if choice not in some][: most - len(some)]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Drop choices of kinds clearly slower than the best kind."""
@@ -197,11 +198,6 @@ class BoundedTrials:
         best_ms = self.planned[best].ms_per_sample
         return min(known) / self.estimated_ms.get(best, best_ms) * best_ms
 
-    def planned_open(self) -> int:
-        """Number of planned choices that may win by their bounds."""
-        best_ms = self.best_ms()
-        return sum(self.least_ms[choice] <= best_ms for choice in self.planned)
-
     def gap(self) -> float:
         """Max share of the best time that an unplanned choice may save."""
         known = self.planned.keys() | self.need_gib.keys()
@@ -223,15 +219,6 @@ class BoundedTrials:
                 yield choice
             else:
                 self.advance(1)
-
-    def _some_of_each(self, choices: Sequence[Choice], most: int) -> list[Choice]:
-        """First `most` choices, half of them of different sizes."""
-        first = dict[Sizing, Choice]()
-        for choice in choices:
-            first.setdefault(choice[0], choice)
-        some = list(first.values())[: most - most // 2]
-        others = [choice for choice in choices if choice not in some]
-        return some + others[: most - len(some)]
 
 
 def _group(choice: Choice) -> Hashable:

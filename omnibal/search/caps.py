@@ -446,7 +446,15 @@ def _moved(axis: np.ndarray, value: int, factor: float) -> int:
 
 
 def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> CapSearch:
-    _try_grid(coarse, space)
+    """Try a grid in ascending order until larger caps fail or are clearly slower, then refine."""
+    best_ms = math.inf
+    for factor in _LEVELS:
+        level = space.level(factor)
+        coarse.run(level)
+        level_ms = [coarse.found[caps].ms_per_sample for caps in level if caps in coarse.found]
+        if not level_ms or min(level_ms) > _CLEARLY_WORSE * best_ms:
+            break
+        best_ms = min(best_ms, *level_ms)
     if len(fine.lengths) == len(coarse.lengths):
         fine = coarse
     fine.failed.update(coarse.failed)
@@ -464,18 +472,6 @@ def _search_by_time(coarse: _CapTrials, fine: _CapTrials, space: CapSpace) -> Ca
         infeasible=fine.infeasible,
         is_largest=bool(space.tokens[0] < candidates[0].caps["tokens"] == space.tokens[-1]),
     )
-
-
-def _try_grid(trials: _CapTrials, space: CapSpace) -> None:
-    """Try caps in ascending order until larger ones do not fit or are clearly slower."""
-    best_ms = math.inf
-    for factor in _LEVELS:
-        level = space.level(factor)
-        trials.run(level)
-        level_ms = [trials.found[caps].ms_per_sample for caps in level if caps in trials.found]
-        if not level_ms or min(level_ms) > _CLEARLY_WORSE * best_ms:
-            return
-        best_ms = min(best_ms, *level_ms)
 
 
 def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]:

@@ -115,7 +115,12 @@ def search_levels(
 
         trials = final = trials_on(some)
         trials.run([*near, *also])
-        _try_one_level(request, estimates, trials)
+        # One level in all forms, if nothing else fits or packs are too few for all ranks.
+        may_be_one = request.exactly in (None, 1)
+        if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
+            trials.run(estimates.tops(may_lower=request.may_lower))
+        if not trials.found and (may_be_one or not trials.failed):
+            trials.run([most_shared(request.job, request.data.caps)])
         if not trials.found:
             raise _nothing_fits(request, trials.failed)
         for _ in range(ROUNDS):
@@ -129,17 +134,6 @@ def search_levels(
         least_ms_per_sample=least_ms_per_sample(request.job, some.data.lengths),
         sets=len(estimates.sets(request.exactly)),
     )
-
-
-def _try_one_level(
-    request: LevelRequest, estimates: LevelEstimates, trials: Trials[_Levels, LevelTrial]
-) -> None:
-    """Try one level in all forms if nothing else fits, or if packs are too few for all ranks."""
-    may_be_one = request.exactly in (None, 1)
-    if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
-        trials.run(estimates.tops(may_lower=request.may_lower))
-    if not trials.found and (may_be_one or not trials.failed):
-        trials.run([most_shared(request.job, request.data.caps)])
 
 
 def is_one_level(request: LevelRequest) -> bool:
@@ -242,18 +236,6 @@ def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
     return len(packs) >= ranks
 
 
-def _check_curriculum(request: LevelRequest, tokens_per_step: float) -> None:
-    """Raise if the curriculum is longer than an epoch."""
-    wanted = request.data.settings.curriculum_steps
-    tokens = float(request.data.lengths.tokens.sum(dtype=np.int64))
-    steps = tokens / (tokens_per_step * request.job.parallel.data)
-    if wanted > steps:
-        raise UserError(
-            f"a curriculum of {wanted:,} steps was asked for, and an epoch has about {steps:,.0f}; "
-            "give fewer --curriculum-steps"
-        )
-
-
 def _nothing_fits(request: LevelRequest, failed: dict[_Levels, UserError]) -> UserError:
     """Error if no set of levels can be trained."""
     parallel = request.job.parallel
@@ -293,15 +275,21 @@ def _tried(
 
 
 def _trials_of(request: LevelRequest, tokens_per_step: float) -> LevelTrials:
-    """Trials with all samples."""
-    _check_curriculum(request, tokens_per_step)
-    data = request.data
+    """Trials with all samples. Raises if the curriculum is longer than an epoch."""
+    data, wanted = request.data, request.data.settings.curriculum_steps
+    tokens = float(data.lengths.tokens.sum(dtype=np.int64))
+    steps = tokens / (tokens_per_step * request.job.parallel.data)
+    if wanted > steps:
+        raise UserError(
+            f"a curriculum of {wanted:,} steps was asked for, and an epoch has about {steps:,.0f}; "
+            "give fewer --curriculum-steps"
+        )
     return LevelTrials(
         job=request.job,
         data=data,
         tokens_per_step=tokens_per_step,
         longest=data.least_caps(),
-        curriculum_steps=data.settings.curriculum_steps,
+        curriculum_steps=wanted,
     )
 
 

@@ -76,9 +76,9 @@ class StrategySearch:
 
     gpus: int
     samples_per_step: int
-    ranking: tuple[Strategy, ...]
+    ranking: tuple[Strategy, ...] = ()
     """Planned strategies, fastest first."""
-    ruled_out: tuple[RuledOut, ...]
+    ruled_out: tuple[RuledOut, ...] = ()
     """Strategies slower by their bounds, then strategies that do not fit, by memory."""
     choices: int
     """Tried combinations of sizes and caps."""
@@ -93,31 +93,8 @@ class StrategySearch:
     def best(self) -> Strategy:
         return self.ranking[0]
 
-    @classmethod
-    def of(
-        cls,
-        request: StrategyRequest,
-        ranking: Sequence[Strategy],
-        ruled_out: Sequence[RuledOut],
-        *,
-        choices: int,
-        planned: int,
-        gap: float,
-    ) -> Self:
-        """Build the result, with a reason for every strategy except the best."""
-        found = cls(
-            gpus=request.sizes.gpus,
-            samples_per_step=request.samples_per_step,
-            ranking=(),
-            ruled_out=(),
-            choices=choices,
-            planned=planned,
-            gap=gap,
-        )
-        return found.with_ranking(ranking, ruled_out)
-
     def with_ranking(self, ranking: Sequence[Strategy], ruled_out: Sequence[RuledOut]) -> Self:
-        """Return the result with other strategies, compared with the first."""
+        """Return the result with these strategies, and why each is behind the first."""
         best = ranking[0]
         return replace(
             self,
@@ -313,14 +290,16 @@ def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
     best = ranked[0]
     planned = {strategy.sizing for strategy in ranked}
     out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
-    return StrategySearch.of(
-        trials.setting.request,
-        ranked,
-        sorted(out, key=lambda each: (-each.fastest, each.need_gib or 0.0)),
+    request, best_ms = trials.setting.request, trials.best_ms()
+    found = StrategySearch(
+        gpus=request.sizes.gpus,
+        samples_per_step=request.samples_per_step,
         choices=len(trials.least_ms),
-        planned=trials.planned_open(),
+        planned=sum(trials.least_ms[choice] <= best_ms for choice in trials.planned),
         gap=trials.gap(),
     )
+    out.sort(key=lambda each: (-each.fastest, each.need_gib or 0.0))
+    return found.with_ranking(ranked, out)
 
 
 def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:

@@ -5,7 +5,7 @@ if that is small, no other schedule is tried. Otherwise a quick search ranks sch
 fastest is planned in full.
 """
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from omnibal.base.errors import DoesNotFit, UserError
@@ -20,7 +20,6 @@ from omnibal.job.planner import (
     searched_parts,
 )
 from omnibal.model.limits import words
-from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, TRIED_CHUNKS, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 from omnibal.search.encoder_placement import relative_ms
@@ -151,13 +150,22 @@ def in_best_schedule(
     """
     usual, search = ONE_FORWARD_ONE_BACKWARD, planned.search
     before = planned.plan.predicted
-    tried = dict(_possible(request, planned, names))
-    free = {each: again for each, again in tried.items() if not isinstance(again, str)}
-    refused = {each: why for each, why in tried.items() if isinstance(why, str)}
+    beside = planned.plan.beside
+    job = request.job if beside is None else replace(request.job, beside=beside)
+    free, refused = dict[PipelineSchedule, PlanRequest](), dict[PipelineSchedule, str]()
+    for schedule in schedules_of(names, request.job):
+        why = obstacle(request, schedule, planned.micro_batches)
+        if why is None:
+            free[schedule] = replace(request, job=job, schedule=schedule)
+        else:
+            refused[schedule] = why
     choice = ScheduleChoice(steps_ms={usual: before.step_ms}, refused=refused)
     if is_forced and not free:
         raise _cannot_be(request.job, next(iter(names)), list(refused.values()))
-    is_fast = search is None or _may_gain(before) < LEAST_GAIN * before.step_ms
+    # Another schedule gains at most the time lost between stages.
+    lost = before.lost
+    gain_ms = lost.bubble_ms + lost.stage_imbalance_ms + lost.recompute_ms + lost.communication_ms
+    is_fast = search is None or gain_ms < LEAST_GAIN * before.step_ms
     if not is_forced and (not free or is_fast):
         return request, planned, choice
     dealt = planned.dealt or request.data.schedule(request.job)
@@ -197,18 +205,6 @@ def in_order(
     return ordered, replace(choice, steps_ms={**steps_ms, choice.chosen: now.step_ms}, idle=idle)
 
 
-def _possible(
-    request: PlanRequest, planned: PlanResult, names: Collection[str]
-) -> Iterator[tuple[PipelineSchedule, PlanRequest | str]]:
-    """Schedules with their requests, or the reason against them."""
-    job = request.job
-    if planned.plan.beside is not None:
-        job = replace(job, beside=planned.plan.beside)
-    for schedule in schedules_of(names, request.job):
-        why = obstacle(request, schedule, planned.micro_batches)
-        yield schedule, why or replace(request, job=job, schedule=schedule)
-
-
 def _quick_steps_ms(
     requests: Mapping[PipelineSchedule, PlanRequest], dealt: Dealt
 ) -> dict[PipelineSchedule, float]:
@@ -227,12 +223,6 @@ def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule
         return request.schedule, searched_parts(request, workload, _TRIAL_EFFORT).step_ms
     except DoesNotFit:
         return request.schedule, None
-
-
-def _may_gain(prediction: Prediction) -> float:
-    """Upper bound in ms on the gain of another schedule: time lost between stages."""
-    lost = prediction.lost
-    return lost.bubble_ms + lost.stage_imbalance_ms + lost.recompute_ms + lost.communication_ms
 
 
 def _words(schedule: PipelineSchedule) -> str:

@@ -85,11 +85,6 @@ class LevelSetting:
         )
         return trials.drawn(SIMULATED_SAMPLES)
 
-    def pack(self) -> None:
-        """Pack the samples of every possible level, for all sizes."""
-        any_sizing = Sizing(self.setting.request.job.parallel)
-        self.estimates(any_sizing).pack_all(self.rule)
-
 
 def _estimate_sets(
     levels: LevelSetting, sizing: Sizing
@@ -159,14 +154,14 @@ def search_with_levels(
         if ranking[0].ms_per_sample > limit_ms:
             ranking.remove(others[0])
             ranking.insert(0, others[0])
-    return StrategySearch.of(
-        request,
-        ranking,
-        ruled_out=() if plain is None else plain.ruled_out,
+    result = StrategySearch(
+        gpus=request.sizes.gpus,
+        samples_per_step=request.samples_per_step,
         choices=sets + (0 if plain is None else plain.choices),
         planned=len(found) + (0 if plain is None else plain.planned),
         gap=max(1 - least_ms / ranking[0].ms_per_sample, 0.0),
     )
+    return result.with_ranking(ranking, () if plain is None else plain.ruled_out)
 
 
 def levels_total(request: StrategyRequest) -> int:
@@ -178,7 +173,8 @@ def _search_sets(
     levels: LevelSetting, sizings: Sequence[Sizing], advance: Callable[[int], None], processes: int
 ) -> tuple[list[Strategy], int, float]:
     """Strategies of the fastest levels, number of near-minimal sets, and a bound on all sets."""
-    levels.pack()
+    # Packs of every possible level are the same at all sizes.
+    levels.estimates(Sizing(levels.setting.request.job.parallel)).pack_all(levels.rule)
     found = try_all(partial(_estimate_sets, levels), sizings, processes, advance)
     of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
     estimated = sorted(of_sizings, key=lambda each: each[0])
@@ -191,8 +187,9 @@ def _search_sets(
     trials.run(near)
     for _ in range(0 if levels.rule.is_hbp else ROUNDS):
         if trials.found:
-            trials.run(_moves(levels, _ranked(levels, trials), [each for _, each in estimated]))
-    finalists = [each for _, each in _ranked(levels, trials) if not are_plain(each[1])]
+            fastest = _ranked(levels, trials)[0]
+            trials.run(_moves(levels, fastest, [each for _, each in estimated]))
+    finalists = [choice for choice in _ranked(levels, trials) if not are_plain(choice[1])]
     planned: Trials[LevelChoice, Strategy] = Trials(
         work=partial(_plan_set, levels), processes=processes, on_done=advance
     )
@@ -203,24 +200,20 @@ def _search_sets(
     return list(planned.found.values()), len(near), bound_ms
 
 
-def _ranked(
-    levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]
-) -> list[tuple[float, LevelChoice]]:
-    """Simulated ms per sample and sets of levels with packs, fastest first."""
+def _ranked(levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]) -> list[LevelChoice]:
+    """Simulated sets of levels with packs, fastest first."""
     best: dict[LevelChoice, float] = {}
     for (sizing, _), trial in trials.found.items():
         if levels.rule.allows(trial.levels):
             best.setdefault((sizing, trial.levels), trial.ms_per_sample)
-    return sorted(((ms, choice) for choice, ms in best.items()), key=lambda each: each[0])
+    return sorted(best, key=lambda choice: best[choice])
 
 
 def _moves(
-    levels: LevelSetting,
-    ranked: Sequence[tuple[float, LevelChoice]],
-    estimated: Sequence[LevelChoice],
+    levels: LevelSetting, simulated: LevelChoice, estimated: Sequence[LevelChoice]
 ) -> list[LevelChoice]:
-    """The best set with one level changed, and the best set at further fast sizes."""
-    sizing, best = ranked[0][1]
+    """The best simulated set with one level changed, and at further fast sizes."""
+    sizing, best = simulated
     moved = [(sizing, each) for each in levels.estimates(sizing).moves(best)]
     others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
     contexts = max(level.context for level in best)
