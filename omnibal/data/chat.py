@@ -211,10 +211,25 @@ def encode_sample(
         _check_recordings(sample, model, own=True)
         places = _tokens_per_image(tiles_per_image, model)
         own = own_template(tokenizer, model.images)
-        encoded = encode_conversation(sample, places, model.system_message, own)
-        return EncodedSample(token_ids=encoded[0], loss_mask=encoded[1])
+        token_ids, loss_mask = encode_conversation(sample, places, model.system_message, own)
+        return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
     template = _TEMPLATES[model.chat_template]
-    token_ids, loss_mask = _encode_messages(sample, model, template, tokenizer)
+    messages = _messages(sample, model, tokenizer, chatting=False)
+    apart = template.message_by_message
+    encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
+    token_ids = np.array([number for ids in encoded for number in ids], np.int64)
+    end = tokenizer.required(template.end)
+    ends = np.flatnonzero(token_ids == end)
+    if len(ends) != len(messages):
+        raise _control_tokens(sample)
+    stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
+    header = _header_tokens(template, tokenizer)
+    loss_mask = np.zeros(len(token_ids), bool)
+    for answer in _answers(sample, messages, template):
+        # A piece with `rstrip` takes the line end away.
+        has_line_end = token_ids[stops[answer] - 1] != end
+        start = stops[answer - 1] if answer else 0
+        loss_mask[start + header : stops[answer] - has_line_end] = True
     before, contexts = _item_tokens(
         token_ids, tiles_per_image, clips_per_recording, model, tokenizer, sample
     )
@@ -387,29 +402,6 @@ def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
     # Encode after another message: some tokenizers treat the beginning of a text differently.
     opening = tokenizer.encode(template.end + template.prompt)
     return len(opening) - opening.index(tokenizer.required(template.end)) - 1
-
-
-def _encode_messages(
-    sample: Sample, model: ModelConfig, template: _Template, tokenizer: Tokenizer
-) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and loss mask of the messages."""
-    messages = _messages(sample, model, tokenizer, chatting=False)
-    apart = template.message_by_message
-    encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
-    token_ids = np.array([number for ids in encoded for number in ids], np.int64)
-    end = tokenizer.required(template.end)
-    ends = np.flatnonzero(token_ids == end)
-    if len(ends) != len(messages):
-        raise _control_tokens(sample)
-    stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
-    header = _header_tokens(template, tokenizer)
-    loss_mask = np.zeros(len(token_ids), bool)
-    for answer in _answers(sample, messages, template):
-        # A piece with `rstrip` takes the line end away.
-        has_line_end = token_ids[stops[answer] - 1] != end
-        before = stops[answer - 1] if answer else 0
-        loss_mask[before + header : stops[answer] - has_line_end] = True
-    return token_ids, loss_mask
 
 
 def _item_tokens(

@@ -36,14 +36,10 @@ def mel_filters(mel_bins: int) -> np.ndarray:
     """Equal-area triangular filters from 0 to 8 kHz, float64 [B, Q]."""
     frequencies_Q = np.fft.rfftfreq(_WINDOW, 1 / RATE_HZ)
     most_mels = _LINEAR_HZ / _HZ_PER_MEL + np.log(RATE_HZ / 2 / _LINEAR_HZ) * _MELS_PER_NATURAL
-    corners = _hz(np.linspace(0, most_mels, mel_bins + 2))
+    mels, linear = np.linspace(0, most_mels, mel_bins + 2), _LINEAR_HZ / _HZ_PER_MEL
+    above = np.exp(np.maximum(mels - linear, 0) / _MELS_PER_NATURAL)
+    corners = np.minimum(mels, linear) * _HZ_PER_MEL * above
     low, middle, high = (corners[k : mel_bins + k, None] for k in range(3))
     rising_BQ = (frequencies_Q - low) / (middle - low)
     falling_BQ = (high - frequencies_Q) / (high - middle)
     return np.maximum(0, np.minimum(rising_BQ, falling_BQ)) * 2 / (high - low)
-
-
-def _hz(mels: np.ndarray) -> np.ndarray:
-    linear = _LINEAR_HZ / _HZ_PER_MEL
-    above = np.exp(np.maximum(mels - linear, 0) / _MELS_PER_NATURAL)
-    return np.minimum(mels, linear) * _HZ_PER_MEL * above

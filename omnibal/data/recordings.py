@@ -87,37 +87,30 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
     Returns:
         waves_CS: 16 kHz, float32, padded with 0.
     """
-    waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
-    with _opened(recording) as sound:
-        _check_header(sound)
-        for wave_S, number in zip(waves_CS, wanted, strict=True):
-            found = _clip(sound, number * len(wave_S), len(wave_S))
-            wave_S[: len(found)] = found
-    return waves_CS
-
-
-def _clip(sound: soundfile.SoundFile, start: int, samples: int) -> np.ndarray:
-    """Samples from `start` on at 16 kHz, fewer at the end of the recording, float32.
-
-    Equals a slice of the resampled recording: decoding starts on an output sample, with margins.
-    """
     # Imported here, as scans read only headers and would wait for it in each process.
     from scipy.signal import resample_poly
 
-    common = gcd(RATE_HZ, sound.samplerate)
-    up, down = RATE_HZ // common, sound.samplerate // common
-    reach = -(-_FILTER_REACH * max(up, down) // up) + 1
-    first = max(0, start * down // up - reach) // down * down
-    stop = min(sound.frames, -(-(start + samples) * down // up) + reach)
-    sound.seek(first)
-    decoded = sound.read(stop - first, dtype="float32", always_2d=True)
-    if len(decoded) < stop - first:
-        raise _truncated()
-    if not np.isfinite(decoded).all():
-        raise BadRecording("has samples that are not finite")
-    wave = resample_poly(decoded.mean(axis=1), up, down)
-    offset = start - first // down * up
-    return wave[offset : offset + samples]
+    waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
+    with _opened(recording) as sound:
+        _check_header(sound)
+        common = gcd(RATE_HZ, sound.samplerate)
+        up, down = RATE_HZ // common, sound.samplerate // common
+        reach = -(-_FILTER_REACH * max(up, down) // up) + 1
+        for wave_S, number in zip(waves_CS, wanted, strict=True):
+            # Equals a slice of the resampled recording: starts on an output sample, with margins.
+            start, samples = number * len(wave_S), len(wave_S)
+            first = max(0, start * down // up - reach) // down * down
+            stop = min(sound.frames, -(-(start + samples) * down // up) + reach)
+            sound.seek(first)
+            decoded = sound.read(stop - first, dtype="float32", always_2d=True)
+            if len(decoded) < stop - first:
+                raise _truncated()
+            if not np.isfinite(decoded).all():
+                raise BadRecording("has samples that are not finite")
+            offset = start - first // down * up
+            found = resample_poly(decoded.mean(axis=1), up, down)[offset : offset + samples]
+            wave_S[: len(found)] = found
+    return waves_CS
 
 
 @contextmanager

@@ -79,9 +79,12 @@ def pack_balanced(
     sizes, units = in_common_units(lengths, caps)
     least = packs_of_sums(sizes, units)
     if len(lengths) >= _MANY_SAMPLES_PER_PACK * least:
-        level = _pack_level(sizes, units, least, rng)
-        if level is not None:
-            return level
+        # Level packs, close to the number by sums of sizes, unless some overflow.
+        for count in (least, int(np.ceil(least * (1 + _LEVEL_EXTRA)))):
+            for leading in Leading:
+                level = deal_level(sizes, count, units, leading, rng)
+                if all(level.sums(row).max() <= cap for row, cap in zip(sizes, units, strict=True)):
+                    return level
     packs = _pack_by_patterns(sizes, units, rng, most_types or MAX_TYPES)
     finer = min(len(lengths) // _SAMPLES_PER_FINE_TYPE, _FINE_TYPES)
     is_far = len(packs) - least > _GOOD_ENOUGH * len(packs)
@@ -108,18 +111,6 @@ def _may_need_fewer(lengths: Lengths, caps: Caps, packs: int, rng: np.random.Gen
     some = rng.permutation(len(lengths))[:_MAX_TRIED]
     tried = pack_isf(lengths.take(some), caps, 0)
     return len(tried) / len(some) < (1 + _ISF_CLOSE) * packs / len(lengths)
-
-
-def _pack_level(
-    sizes: np.ndarray, caps: np.ndarray, least: int, rng: np.random.Generator
-) -> Packs | None:
-    """Level packs, close to the number by sums of sizes, None if some overflow."""
-    for count in (least, int(np.ceil(least * (1 + _LEVEL_EXTRA)))):
-        for leading in Leading:
-            packs = deal_level(sizes, count, caps, leading, rng)
-            if all(packs.sums(row).max() <= cap for row, cap in zip(sizes, caps, strict=True)):
-                return packs
-    return None
 
 
 def _best_fit_where_fewer(
@@ -166,7 +157,16 @@ def _mix_types(
     items = Items.with_own_rows(grid, types.items, types.mean_tokens)
 
     def trim(patterns: np.ndarray) -> np.ndarray:
-        return _without_excess(patterns, types.mean_tokens, int(caps[-1]))
+        """Drop smallest samples, but not all, from patterns [patterns, types] above the cap."""
+        patterns, tokens = patterns.copy(), types.mean_tokens
+        for type_ in np.argsort(tokens, kind="stable"):
+            excess = patterns @ tokens - int(caps[-1])
+            if (excess <= 0).all():
+                break
+            spared = patterns.sum(axis=1) == patterns[:, type_]
+            wanted = np.ceil(excess / tokens[type_]).astype(np.int64)
+            patterns[:, type_] -= np.clip(wanted, 0, patterns[:, type_] - spared)
+        return patterns
 
     mix = generate_mix(
         items,
@@ -179,35 +179,15 @@ def _mix_types(
         tolerance=_TOLERANCE,
     )
     _, kind = np.unique(size_keys(types.items), return_inverse=True)
-    random = trim(_random_patterns(types, sizes, caps, rng)).astype(np.float64)
-    return mixed_alike(mix, types.counts.astype(np.float64), random, kind)
-
-
-def _random_patterns(
-    types: SizeTypes, sizes: np.ndarray, caps: np.ndarray, rng: np.random.Generator
-) -> np.ndarray:
-    """Types in packs filled in random order, int64 [packs, types]."""
+    # Types in packs filled in random order. A sample above the reduced token cap is packed alone.
     type_of = np.empty(len(types.members), np.int64)
     type_of[types.members] = np.repeat(np.arange(len(types)), types.counts)
     drawn = rng.permutation(len(type_of))[:_RANDOM_SAMPLES]
-    # A sample above the reduced token cap is packed alone.
     bounds = cut_groups(np.minimum(sizes.take(drawn, axis=1), caps[:, None]), caps)
     pack = np.repeat(np.arange(len(bounds) - 1), np.diff(bounds))
     cells = np.bincount(pack * len(types) + type_of[drawn], minlength=(pack[-1] + 1) * len(types))
-    return cells.reshape(-1, len(types))
-
-
-def _without_excess(patterns: np.ndarray, tokens: np.ndarray, max_tokens: int) -> np.ndarray:
-    """Drop smallest samples, but not all, from patterns [patterns, types] above the token cap."""
-    patterns = patterns.copy()
-    for type_ in np.argsort(tokens, kind="stable"):
-        excess = patterns @ tokens - max_tokens
-        if (excess <= 0).all():
-            break
-        spared = patterns.sum(axis=1) == patterns[:, type_]
-        wanted = np.ceil(excess / tokens[type_]).astype(np.int64)
-        patterns[:, type_] -= np.clip(wanted, 0, patterns[:, type_] - spared)
-    return patterns
+    random = trim(cells.reshape(-1, len(types))).astype(np.float64)
+    return mixed_alike(mix, types.counts.astype(np.float64), random, kind)
 
 
 def _deal(types: SizeTypes, mix: Mix, rng: np.random.Generator) -> tuple[Packs, np.ndarray]:

@@ -52,7 +52,14 @@ def pack_best_fit(
             pack.append(chosen)
             items_left -= items[chosen]
             tokens_left -= tokens[chosen]
-            chosen = _most_valuable(shelves, items_left, tokens_left, fields.spare)
+            # The most valuable sample that the shelves offer, None if none fits.
+            most, chosen = 0.0, None
+            for offering in shelves:
+                if offering.first > items_left:
+                    break  # later shelves have more items of a feature than are left
+                rank = offering.best(items_left, tokens_left, fields.spare)
+                if rank and offering.values[rank - 1] > most:
+                    most, chosen = offering.values[rank - 1], offering.samples[rank - 1]
         packs.append(pack)
     return packs
 
@@ -156,20 +163,6 @@ class _Shelf:
                 return rank
             rank = self.last_of(rank - 1)
         return 0
-
-
-def _most_valuable(
-    shelves: list[_Shelf], items_left: int, tokens_left: int, spare: int
-) -> int | None:
-    """Most valuable sample offered by the shelves, None if none fits."""
-    most, chosen = 0.0, None
-    for shelf in shelves:
-        if shelf.first > items_left:
-            break  # later shelves have more items of a feature than are left
-        rank = shelf.best(items_left, tokens_left, spare)
-        if rank and shelf.values[rank - 1] > most:
-            most, chosen = shelf.values[rank - 1], shelf.samples[rank - 1]
-    return chosen
 
 
 def _shelves(sizes: np.ndarray, values: np.ndarray, fields: _Fields) -> list[_Shelf]:

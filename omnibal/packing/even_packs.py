@@ -49,36 +49,26 @@ def deal_level(
     pack_of = np.empty(samples, np.int64)
     heap: list[_Load] = [(0.0, 0.0, (0.0,) * len(caps), pack) for pack in range(packs)]
     for part, features in parts:
-        if len(part):
-            heap = _deal_longest_first(part, shares, features, heap, pack_of)
+        if not len(part):
+            continue
+        # Longest first, to the least loaded pack by its max share of these features.
+        own = shares.take(part, axis=1)
+        longest_first = np.lexsort((-own.sum(axis=0), -own[features].max(axis=0)))
+        load = _largest_of(features, len(shares))
+        heap = [(load(held), total, held, pack) for _, total, held, pack in heap]
+        heapq.heapify(heap)
+        taken_by = []
+        for size in zip(*own[:, longest_first].tolist(), strict=True):
+            _, _, held, pack = heap[0]
+            held = tuple(map(add, held, size))
+            heapq.heapreplace(heap, (load(held), sum(held), held, pack))
+            taken_by.append(pack)
+        pack_of[part[longest_first]] = taken_by
     by_pack = np.argsort(pack_of, kind="stable")
     counts = np.bincount(pack_of, minlength=packs)
     dealt = Packs.from_counts(by_pack, counts[counts > 0])
     # Only samples of equal items are exchanged, so items stay level.
     return even_out(dealt, size_keys(sizes[:-1]), sizes[-1], int(caps[-1]), rng)
-
-
-def _deal_longest_first(
-    samples: np.ndarray,
-    shares: np.ndarray,
-    features: list[int],
-    heap: list[_Load],
-    pack_of: np.ndarray,
-) -> list[_Load]:
-    """Add samples to the least loaded packs (max share of `features`) and return the loads."""
-    dealt = shares.take(samples, axis=1)
-    longest_first = np.lexsort((-dealt.sum(axis=0), -dealt[features].max(axis=0)))
-    load = _largest_of(features, len(shares))
-    heap = [(load(held), total, held, pack) for _, total, held, pack in heap]
-    heapq.heapify(heap)
-    taken_by = []
-    for size in zip(*dealt[:, longest_first].tolist(), strict=True):
-        _, _, held, pack = heap[0]
-        held = tuple(map(add, held, size))
-        heapq.heapreplace(heap, (load(held), sum(held), held, pack))
-        taken_by.append(pack)
-    pack_of[samples[longest_first]] = taken_by
-    return heap
 
 
 def _largest_of(features: list[int], of: int) -> Callable[[tuple[float, ...]], float]:

@@ -33,7 +33,7 @@ from omnibal.model.config import ModelConfig
 from omnibal.model.units import UnitKind, unit_kinds, unit_names
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB, MemoryTable, fits_cap, memory_tables
+from omnibal.pipeline.stage_memory import GIB, fits_cap, memory_tables
 from omnibal.pipeline.unit_runs import layer_kinds, stage_units, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 
@@ -110,11 +110,20 @@ def baseline_stages(
     every_cuts = [balanced_cuts(weights, _is_layer(model), pipeline_size)]
     if method == PartitionMethod.BMP:  # other candidates to run
         every_cuts += bmp_candidates(cost, model, mean, every_cuts[0])
-    splits = [
-        _recomputed_split(rule, model, cuts, tables, has_backward, memory_cap_bytes)
-        for cuts in dict.fromkeys(every_cuts)
-    ]
-    fitting = [stages for stages, peaks in splits if fits_cap(peaks.max(), memory_cap_bytes)]
+    splits: list[_Split] = []
+    for cuts in dict.fromkeys(every_cuts):
+        # The fewest recomputed layers of the rule that fit.
+        recomputed, peaks = [], []
+        for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
+            counts = unit_counts(table.kinds, stage)
+            options = _recompute_options(rule, table.kinds, stage, has_backward)
+            option_peaks = table.peak_bytes(counts, options)
+            fits = fits_cap(option_peaks, memory_cap_bytes)
+            chosen = int(fits.argmax() if fits.any() else option_peaks.argmin())
+            recomputed.append(options[chosen, layer_kinds(table.kinds)].tolist())
+            peaks.append(option_peaks[chosen])
+        splits.append((stages_from_cuts(model, cuts, recomputed), np.array(peaks)))
+    fitting = [stages for stages, held in splits if fits_cap(held.max(), memory_cap_bytes)]
     if not fitting:
         raise _does_not_fit(method, rule, model, splits, memory_cap_bytes)
     if len(fitting) == 1:
@@ -219,27 +228,6 @@ def _run_weights(weights: np.ndarray, is_layer: np.ndarray) -> np.ndarray:
     layers_before = np.concatenate([[0], np.cumsum(is_layer)])
     has_layer = layers_before > layers_before[:, None]
     return np.where(has_layer, before - before[:, None], np.inf)
-
-
-def _recomputed_split(
-    rule: RecomputeRule,
-    model: ModelConfig,
-    cuts: Cuts,
-    tables: Sequence[MemoryTable],
-    has_backward: np.ndarray,
-    memory_cap_bytes: float,
-) -> _Split:
-    """Return the stages of the cuts with the fewest recomputed layers of the rule that fit."""
-    recomputed, peaks = [], []
-    for stage, table in zip(stages_from_cuts(model, cuts), tables, strict=True):
-        counts = unit_counts(table.kinds, stage)
-        options = _recompute_options(rule, table.kinds, stage, has_backward)
-        option_peaks = table.peak_bytes(counts, options)
-        fits = fits_cap(option_peaks, memory_cap_bytes)
-        chosen = int(fits.argmax() if fits.any() else option_peaks.argmin())
-        recomputed.append(options[chosen, layer_kinds(table.kinds)].tolist())
-        peaks.append(option_peaks[chosen])
-    return stages_from_cuts(model, cuts, recomputed), np.array(peaks)
 
 
 def _recompute_options(

@@ -115,6 +115,7 @@ def search_stages(
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
     def least_peak(cap_bytes: float | None) -> float:
+        """Min peak of the fullest stage over all splits, or a value that decides fitting a cap."""
         if problem.levels > 1:
             return least_peak_of_tables(problem.structure.runs, problem.tables)
         return least_peak_of_splits(cost, model, workload, pipeline_size, rules, cap_bytes)
@@ -122,7 +123,9 @@ def search_stages(
     heavier: SearchProblem | None = problem
     while heavier is not None:
         problem = heavier
-        search = _descend(problem, effort, least_peak)
+        search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
+        if search.best_ms > limit_ms:
+            search = search.with_options_of_better()
         heavier = _heavier(problem, cost, workload, _stages_at(problem, search.best_options))
         if heavier is None:
             found = _found(problem, search, prove, effort)
@@ -260,19 +263,6 @@ def _problem(
         numbers=numbers,
         slowness=cost.slowness_of(pipeline_size) if cost.slowness else None,
     )
-
-
-def _descend(
-    problem: SearchProblem, effort: float, least_peak: Callable[[float | None], float]
-) -> Search:
-    """Return a search with a good split, over all options fast enough for a better one.
-
-    Args:
-        least_peak: min peak of the fullest stage over all splits; given a cap, a value that decides
-            whether any split fits.
-    """
-    search, limit_ms = _first_split(problem, _first_limit_ms(problem), effort, least_peak)
-    return search if search.best_ms <= limit_ms else search.with_options_of_better()
 
 
 def _first_split(

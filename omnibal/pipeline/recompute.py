@@ -228,8 +228,17 @@ def useful_recomputes(
     """
     fit = LevelFit.of(table, counts, memory_cap_bytes)
     nothing = fit.holds(np.arange(len(counts)), np.zeros_like(fit.held))
-    stage, layers = _with_all_but_last(fit.held, np.flatnonzero(~nothing))
-    held, without = fit.held[stage], np.flatnonzero(nothing)
+    # Every choice of recomputed layers of all groups except each stage's last.
+    stages, groups = np.flatnonzero(~nothing), fit.held.shape[1]
+    held = fit.held[stages]
+    numbers = np.where(np.arange(groups) < _last_held(held)[:, None], held + 1, 1)
+    choices = numbers.prod(axis=1)
+    row = np.repeat(np.arange(len(stages)), choices)
+    place = np.arange(len(row)) - np.repeat(np.cumsum(choices) - choices, choices)
+    layers = np.empty((len(row), groups), np.int64)
+    for group in reversed(range(groups)):
+        place, layers[:, group] = np.divmod(place, numbers[row, group])
+    stage, held, without = stages[row], held[row], np.flatnonzero(nothing)
     layers, fits = _with_fewest(fit, stage, layers, _last_held(held), held)
     stage = np.concatenate([without, stage[fits]])
     layers = np.concatenate([np.zeros_like(fit.held[without]), layers[fits]])
@@ -239,27 +248,6 @@ def useful_recomputes(
 def _last_held(layers: np.ndarray) -> np.ndarray:
     """Return the last group that each stage [stages, groups] holds. [stages]"""
     return layers.shape[1] - 1 - (layers[:, ::-1] > 0).argmax(axis=1)
-
-
-def _with_all_but_last(layers: np.ndarray, stages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return every choice of recomputed layers of all groups except each stage's last.
-
-    Args:
-        layers: [all stages, groups].
-        stages: [stages] to choose for.
-
-    Returns:
-        Stage [choices] and recomputed layers [choices, groups], 0 for the last group.
-    """
-    held, kinds = layers[stages], layers.shape[1]
-    numbers = np.where(np.arange(kinds) < _last_held(held)[:, None], held + 1, 1)
-    choices = numbers.prod(axis=1)
-    row = np.repeat(np.arange(len(stages)), choices)
-    place = np.arange(len(row)) - np.repeat(np.cumsum(choices) - choices, choices)
-    recomputed = np.empty((len(row), kinds), np.int64)
-    for kind in reversed(range(kinds)):
-        place, recomputed[:, kind] = np.divmod(place, numbers[row, kind])
-    return stages[row], recomputed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -297,7 +285,11 @@ def recomputes_of_levels(
     fit = LevelFit.of(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
     every = fit.holds(np.arange(len(counts)), fit.held)
     stage = np.flatnonzero(every)
-    low, high = _box(fit, stage)
+    # Min and max layers per column over all minimal sets: the min goes with all others recomputed,
+    # the max with the fewest others.
+    held = fit.held[stage]
+    low = _column_by_column(fit, stage, held, np.zeros_like(held), held)
+    high = _column_by_column(fit, stage, low, low, held)
     grids = [_Grid.of(*corners, most) for corners in zip(low, high, strict=True)]
     sizes = np.array([len(grid.near) for grid in grids], np.int64)
     row = np.repeat(np.arange(len(stage)), sizes)
@@ -356,16 +348,6 @@ def sets_near(fit: LevelFit, layers: np.ndarray) -> np.ndarray:
     sets[each, column] = np.minimum(sets[each, column] + more[number], fit.held[0, column])
     least = np.unique(least_below(fit, np.zeros_like(each), sets, first), axis=0)
     return fit.of_kinds(np.zeros(len(least), np.int64), least)
-
-
-def _box(fit: LevelFit, stage: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the min and max layers per column over all minimal sets. [stages, columns] each
-
-    The min of a column goes with all others recomputed, the max with the fewest others.
-    """
-    held = fit.held[stage]
-    low = _column_by_column(fit, stage, held, np.zeros_like(held), held)
-    return low, _column_by_column(fit, stage, low, low, held)
 
 
 def _column_by_column(

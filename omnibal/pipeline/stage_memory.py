@@ -272,7 +272,16 @@ class MemoryTable:
 
     def link_bytes(self, counts: np.ndarray) -> np.ndarray:
         """Return P2P tensors and shared buffers per pass. [..., passes]"""
-        links = self._first_link_bytes(counts) + self.last_bytes.T[_last_kind(counts)]
+        # Counts imply the stage's first unit, and so the tensors of the cut before it, except in
+        # stages of one kind, which take the larger size.
+        held = counts > 0
+        first = held.argmax(axis=-1)
+        outer, inner = self.first_bytes.T[first], self.inner_bytes.T[first]
+        of_kind = np.take_along_axis(counts, first[..., None], axis=-1)
+        has_all = of_kind >= np.array([len(kind.places) for kind in self.kinds])[first][..., None]
+        is_alone = held.sum(axis=-1, keepdims=True) == 1
+        before = np.where(has_all | is_alone & (outer > inner), outer, inner)
+        links = before + self.last_bytes.T[_last_kind(counts)]
         return links + self.room_bytes(counts)[..., None]
 
     def room_bytes(self, counts: np.ndarray) -> np.ndarray:
@@ -282,20 +291,6 @@ class MemoryTable:
         if len(self.buffer_bytes):
             shared = shared + ((counts > 0) @ self.has_buffer > 0) @ self.buffer_bytes
         return shared
-
-    def _first_link_bytes(self, counts: np.ndarray) -> np.ndarray:
-        """Return the tensors of the cut before a stage. [..., passes]
-
-        Counts imply the stage's first unit, except in stages of one kind, which take the larger
-        size.
-        """
-        held = counts > 0
-        first = held.argmax(axis=-1)
-        outer, inner = self.first_bytes.T[first], self.inner_bytes.T[first]
-        of_kind = np.take_along_axis(counts, first[..., None], axis=-1)
-        has_all = of_kind >= np.array([len(kind.places) for kind in self.kinds])[first][..., None]
-        is_alone = held.sum(axis=-1, keepdims=True) == 1
-        return np.where(has_all | is_alone & (outer > inner), outer, inner)
 
     def of_passes(self, chosen: np.ndarray) -> "MemoryTable":
         """Select passes."""

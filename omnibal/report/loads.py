@@ -53,21 +53,24 @@ class RankLoads:
         return float(self.step_ms.sum() / self.samples)
 
 
-def common_practice(
-    job: JobSpec, data: SampleData, samples_per_micro_batch: int
-) -> RankLoads | None:
-    """Return unbalanced loads of ranks and steps, or None if samples make no full step.
+def compare_loads(
+    job: JobSpec, data: SampleData, scheduled: ScheduledPacks
+) -> dict[str, RankLoads]:
+    """Return the schedule's loads (`after`) and common practice (`before`), if it has a full step.
 
-    Random order, a fixed number of samples per micro-batch, each padded with text tokens to the
-    longest (tiles need none). The incomplete last step is dropped. Caps are ignored, and padding
-    costs attention and head like text.
+    Common practice: random order, a fixed number of samples per micro-batch, each padded with text
+    tokens to the longest (tiles need none). The incomplete last step is dropped. Caps are ignored,
+    and padding costs attention and head like text.
     """
-    lengths, dp = data.lengths, job.parallel.data
-    micro_batches = data.packs_per_step // dp
+    dp, lengths = job.parallel.data, data.lengths
+    compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
+    # Packed samples share a row without padding.
+    after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
+    micro_batches, samples_per_micro_batch = data.packs_per_step // dp, _mean_samples(scheduled)
     samples_per_step = samples_per_micro_batch * dp * micro_batches
     complete = len(lengths) // samples_per_step * samples_per_step
     if not complete:
-        return None
+        return {"after": after}
     order = np.random.default_rng(data.settings.seed).permutation(len(lengths))
     micro_batch = order[:complete].reshape(-1, samples_per_micro_batch)
     tokens = lengths.tokens.copy()
@@ -77,23 +80,12 @@ def common_practice(
     )
     load_ms = job.load_ms(packs, replace(lengths, tokens=tokens))
     filled = lengths.tokens[micro_batch].sum(axis=1) / tokens[micro_batch].sum(axis=1)
-    return RankLoads(
+    before = RankLoads(
         compute_ms=load_ms.reshape(-1, dp, micro_batches).sum(axis=2),
         samples=complete,
         pad_ratio=float(1 - filled.mean()),
     )
-
-
-def compare_loads(
-    job: JobSpec, data: SampleData, scheduled: ScheduledPacks
-) -> dict[str, RankLoads]:
-    """Return the schedule's loads (`after`) and common practice (`before`), if it has a step."""
-    dp, lengths = job.parallel.data, data.lengths
-    compute_ms = rank_sums(scheduled, job.load_ms(scheduled.packs, lengths), dp)
-    # Packed samples share a row without padding.
-    after = RankLoads(compute_ms=compute_ms, samples=len(scheduled.packs.samples), pad_ratio=0.0)
-    before = common_practice(job, data, _mean_samples(scheduled))
-    return {"after": after} if before is None else {"before": before, "after": after}
+    return {"before": before, "after": after}
 
 
 def _mean_samples(scheduled: ScheduledPacks) -> int:

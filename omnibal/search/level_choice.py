@@ -217,6 +217,9 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
     features = pack_features(alone, lengths, job.cost.features)
     # Fixed costs are shared by the samples of a pack.
     features[:, 0] = 0
+    room = job.parallel.pipeline * job.memory_cap_gib * GIB - whole.state_bytes
+    saved, layers_ms = features @ whole.saved_bytes.T, features @ whole.recompute_ms.T
+    per_ms = np.divide(saved, layers_ms, out=np.zeros_like(saved), where=layers_ms > 0).max(axis=1)
     added_ms = np.full(len(lengths), np.inf)
     for context in possible_contexts(job):
         # Min time to exchange one token of a divided sample.
@@ -226,26 +229,13 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
             form = WholeModel.of(job, cost)
             each_ms.append(float(form.pass_ms[cost.features.index(EXCHANGED)]))
         exchange_ms = (min(each_ms) if context > 1 else 0.0) * lengths.tokens
-        again_ms = _least_recompute_ms(job, whole, features, context)
+        # All stages together hold a sample's activations at least once. Missing memory is freed by
+        # the layers with the best ratio of memory to time.
+        missing = features @ whole.kept_bytes / context - room
+        missing_ms = context * np.divide(
+            missing, per_ms, out=np.full(len(missing), np.inf), where=per_ms > 0
+        )
+        fits = missing <= saved.sum(axis=1) / context
+        again_ms = np.where(missing <= 0, 0.0, np.where(fits, missing_ms, np.inf))
         added_ms = np.minimum(added_ms, exchange_ms + again_ms)
     return features @ whole.pass_ms + added_ms
-
-
-def _least_recompute_ms(
-    job: JobSpec, whole: WholeModel, features: np.ndarray, context: int
-) -> np.ndarray:
-    """Min device time to recompute with this context size. Infinite if a sample does not fit.
-
-    All stages together hold a sample's activations at least once. Missing memory is freed by the
-    layers with the best ratio of memory to time.
-    """
-    stages = job.parallel.pipeline
-    room = stages * job.memory_cap_gib * GIB - whole.state_bytes
-    missing = features @ whole.kept_bytes / context - room
-    saved, again_ms = features @ whole.saved_bytes.T, features @ whole.recompute_ms.T
-    per_ms = np.divide(saved, again_ms, out=np.zeros_like(saved), where=again_ms > 0).max(axis=1)
-    needed_ms = context * np.divide(
-        missing, per_ms, out=np.full(len(missing), np.inf), where=per_ms > 0
-    )
-    fits = missing <= saved.sum(axis=1) / context
-    return np.where(missing <= 0, 0.0, np.where(fits, needed_ms, np.inf))

@@ -145,7 +145,11 @@ def is_one_level(request: LevelRequest) -> bool:
     job, data = request.job, request.data
     if request.exactly is not None or request.most_levels > 1:
         return False
-    recomputed = _recomputed_share(job, data)
+    # Share of layers to recompute for a full pack to fit one rank.
+    names = job.cost.features
+    full = np.array([[1, *(data.caps.get(name) or 0 for name in names[1:])]], np.float64)
+    whole = WholeModel.of(job, job.cost)
+    recomputed = whole.recomputed_share(full, job, data.micro_batches(job))
     is_best_alone = recomputed == 0 or not has_good_shares(Level(caps=data.caps, context=2))
     return bool(np.isfinite(recomputed)) and is_best_alone and _has_packs_for_all(job, data)
 
@@ -216,15 +220,6 @@ def notes(found: LevelSearch) -> list[str]:
 def max_trials() -> int:
     """Max number of simulated sets in a search."""
     return _MOST_SIMULATED + ROUNDS * _MOST_MOVES + _FINALISTS + 1
-
-
-def _recomputed_share(job: JobSpec, data: SampleData) -> float:
-    """Share of layers to recompute for a full pack to fit one rank. Infinite if it cannot fit."""
-    whole = WholeModel.of(job, job.cost)
-    counts = {name: data.caps.get(name) or 0 for name in job.cost.features}
-    full = np.array([[counts[name] for name in job.cost.features]], np.float64)
-    full[0, 0] = 1
-    return whole.recomputed_share(full, job, data.micro_batches(job))
 
 
 def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:

@@ -62,13 +62,15 @@ def match_rows(
     over = count - (steps - 1) * request.rows_per_step
     by_load = np.lexsort((rows.load, rows.full))
     step_of_row = np.empty(count, np.int64)
-    number, last = _step_numbers(steps, request, rng)
-    step_of_row[by_load[:over]] = last
+    # Numbers of regular steps, the curriculum's first, and last of the irregular step.
+    ordered = min(request.curriculum_steps, steps - 1)
+    number = np.append(np.arange(ordered), ordered + rng.permutation(steps - ordered))
+    step_of_row[by_load[:over]] = number[-1]
     usual = np.sort(by_load[over:])
     first = _curriculum_rows(usual[rows.level[usual] == 0], request, steps, rng)
     usual = rng.permutation(np.setdiff1d(usual, first))
     filled = np.concatenate([first, usual])
-    step_of_row[filled] = np.repeat(number, request.rows_per_step)
+    step_of_row[filled] = np.repeat(number[:-1], request.rows_per_step)
     return step_of_row[row]
 
 
@@ -102,15 +104,6 @@ def _rows(
     number = np.bincount(row, minlength=len(levels))
     mean = np.bincount(row, weights=load, minlength=len(levels)) / number
     return row, _Rows(np.array(levels), mean, np.array(full))
-
-
-def _step_numbers(
-    steps: int, request: RowRequest, rng: np.random.Generator
-) -> tuple[np.ndarray, int]:
-    """Step numbers of regular steps, curriculum first, and of the irregular step."""
-    first = min(request.curriculum_steps, steps - 1)
-    later = first + rng.permutation(steps - first)
-    return np.concatenate([np.arange(first), later[:-1]]), int(later[-1])
 
 
 def _steps_of_even_samples(

@@ -192,7 +192,13 @@ def blocks_of(
         copy: replica index among ranks with this range.
     """
     offset = 0
-    for part in _stored_parts(entry, key, values.dtype):
+    if isinstance(entry, ShardedTensor):
+        parts = [replace(entry, key=key, data=None, dtype=values.dtype)]
+    else:  # gate and up of a gated linear_fc1, along the first axis
+        shape_alone = torch.empty(entry.data.shape, dtype=values.dtype, device="meta")
+        built = replace(entry, key=key, data=shape_alone).build()
+        parts = [replace(part, data=None) for part in built]
+    for part in parts:
         size = math.prod(part.local_shape)
         low, high = max(first - offset, 0), min(end - offset, size)
         # The axis of a tower's layers becomes an ordinary axis: core takes it only from regular
@@ -247,16 +253,6 @@ def boxes(
 
 def _axes(replica_id: int | tuple[int, ...]) -> tuple[int, ...]:
     return replica_id if isinstance(replica_id, tuple) else (replica_id,)
-
-
-def _stored_parts(
-    entry: ShardedTensor | ShardedTensorFactory, key: str, dtype: torch.dtype
-) -> list[ShardedTensor]:
-    """Stored tensors of a parameter along its first axis: gate and up of a gated linear_fc1."""
-    if isinstance(entry, ShardedTensor):
-        return [replace(entry, key=key, data=None, dtype=dtype)]
-    shape_alone = torch.empty(entry.data.shape, dtype=dtype, device="meta")
-    return [replace(part, data=None) for part in replace(entry, key=key, data=shape_alone).build()]
 
 
 def _place(index: Sequence[int], strides: Sequence[int]) -> int:

@@ -86,7 +86,13 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
     name = model_name(directory)
     with naming(path):
         if given.get("model_type") in MODEL_TYPES:
-            return _qwen_vl_config(given, name, path, names)
+            model = read_config_table(given, name, path)
+            if len(set(model.language.kinds)) > 1:
+                raise ValueError(
+                    "has a decoder_sparse_step or mlp_only_layers that leave layers without "
+                    "experts; they must be 1 and []: experts in every layer"
+                )
+            return model, qwen_layout(given["model_type"], names)
         if not is_internvl(given):
             return _text_only_config(given, name, path, names)
         layout = _internvl_layout(given, names)
@@ -107,18 +113,6 @@ def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
         return Layout.TRANSFORMERS_STACKED
     prefixed = any(name.startswith(_PREFIXED) for name in names)
     return Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
-
-
-def _qwen_vl_config(
-    given: dict[str, Any], name: str, path: Path, names: Collection[str]
-) -> tuple[ModelConfig, Layout]:
-    model = read_config_table(given, name, path)
-    if len(set(model.language.kinds)) > 1:
-        raise ValueError(
-            "has a decoder_sparse_step or mlp_only_layers that leave layers without experts; they "
-            "must be 1 and []: experts in every layer"
-        )
-    return model, qwen_layout(given["model_type"], names)
 
 
 def _text_only_config(

@@ -379,9 +379,19 @@ class PackDataset(torch.utils.data.Dataset):
             texts[position] = replace(encoded, loss_mask=mask)
         fields = self._position_fields(drafts, texts, own.pieces)
         if self.stage.holds("language embed"):
-            fields |= self._embedding_fields(texts, own)
+            runs = [texts[sample].token_ids[i:j] for sample, i, j in _runs(own.pieces)]
+            token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *runs]))
+            fields["token_ids_S"] = token_ids_S
+            fields["image_positions_M"] = self.reader.image_positions(token_ids_S)
+            fields["audio_positions_N"] = self.reader.audio_positions(token_ids_S)
         if "image_positions_M" in fields and own.share is not None and sample_items.any():
-            fields |= self._route_fields(texts, own.share, sample_items)
+            # Image features are sent to the ranks with their tokens.
+            places = {at: _image_places(text.token_ids, self.reader) for at, text in texts.items()}
+            tower = self._native or self.reader.model.vision
+            per_item = tower.tokens_per_item
+            route = feature_route(own.share, tower.feature, sample_items, places, per_item)
+            fields["sent_features_F"] = torch.from_numpy(route.order_F)
+            fields["feature_counts"] = (route.sent, route.received)
         if self.stage.holds("head"):
             fields |= _loss_fields(texts, own.pieces, self.options.loss_weighting)
         return fields
@@ -405,31 +415,6 @@ class PackDataset(torch.utils.data.Dataset):
         if self._needs.rope:
             fields["rope_positions_3S"] = torch.from_numpy(np.concatenate(positions, axis=1))
         return fields
-
-    def _embedding_fields(
-        self, texts: Mapping[int, EncodedSample], own: _OwnPart
-    ) -> dict[str, Any]:
-        runs = [texts[sample].token_ids[first:stop] for sample, first, stop in _runs(own.pieces)]
-        token_ids_S = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *runs]))
-        return {
-            "token_ids_S": token_ids_S,
-            "image_positions_M": self.reader.image_positions(token_ids_S),
-            "audio_positions_N": self.reader.audio_positions(token_ids_S),
-        }
-
-    def _route_fields(
-        self, texts: Mapping[int, EncodedSample], share: Share, sample_items: np.ndarray
-    ) -> dict[str, Any]:
-        """Return the routing of image features to ranks with their tokens."""
-        positions = {
-            position: _image_places(text.token_ids, self.reader) for position, text in texts.items()
-        }
-        tower = self._native or self.reader.model.vision
-        route = feature_route(share, tower.feature, sample_items, positions, tower.tokens_per_item)
-        return {
-            "sent_features_F": torch.from_numpy(route.order_F),
-            "feature_counts": (route.sent, route.received),
-        }
 
     def _encode(self, draft: _Draft) -> EncodedSample:
         blank_cells, shown = draft.images.blank_cells, draft.images.shown

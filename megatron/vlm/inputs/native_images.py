@@ -95,7 +95,9 @@ def read_native_images(
         shown = tuple(reader.shown(sample))
     except UnreadableFile as error:
         return _blank(sum(planned), len(own), encoder, patches, str(error))
-    found = [cells for each in shown for cells in _cells_of_times(each, encoder)]
+    # Cells of an image, or of each time of a video.
+    segments = (segments_of(each.grid, encoder) for each in shown)
+    found = [one.tokens for one in segments for _ in range(one.number)]
     cells = sum(found)
     if cells != sum(planned) and any(video.file is None for video in sample.videos):
         fewer = (
@@ -128,12 +130,6 @@ def read_native_images(
         patches_YX=values,
         unreadable=unreadable,
     )
-
-
-def _cells_of_times(shown: Shown, encoder: ImagesEncoder) -> list[int]:
-    """Return the cells of an image, or of each time of a video."""
-    found = segments_of(shown.grid, encoder)
-    return [found.tokens] * found.number
 
 
 def _own_times(shown: Sequence[Shown], own: range, encoder: ImagesEncoder) -> list[range]:

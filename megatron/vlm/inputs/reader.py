@@ -93,7 +93,11 @@ class SampleReader:
         """Return clip counts of recordings, from their headers. 0 without an audio encoder."""
         if not self.model.takes_audio:
             return [0] * len(sample.recordings)
-        return [_clip_count(one, sample, self.model.audio.frames) for one in sample.recordings]
+        counts = []
+        for recording in sample.recordings:
+            with _heard(recording, sample):
+                counts.append(read_duration(recording).clips(self.model.audio.frames))
+        return counts
 
     def audio_positions(self, token_ids_S: torch.Tensor) -> torch.Tensor | None:
         """Return positions of audio tokens in a pack, int64 [N], or None without audio."""
@@ -382,11 +386,6 @@ def _heard(recording: AudioFile, sample: Sample) -> Iterator[None]:
             f"{recording}: this recording {error.wrong}; it is one of {sample.where}; restore the "
             "file, or take the sample out and plan anew"
         ) from error
-
-
-def _clip_count(recording: AudioFile, sample: Sample, frames: int) -> int:
-    with _heard(recording, sample):
-        return read_duration(recording).clips(frames)
 
 
 def _read_clips(recording: AudioFile, sample: Sample, wanted: range, frames: int) -> np.ndarray:

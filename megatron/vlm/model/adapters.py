@@ -14,6 +14,7 @@ r rank of an adapter, R total rank of the linear's adapters.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -101,11 +102,12 @@ class Adapters(MegatronModule):
             base: Any = owner.get_submodule(linear.module)
             self.tp_group = base.tp_group
             rows = OutputRows.of(linear, len(base.weight), groups)
-            for piece, outputs in zip(linear.adapted, rows.adapted_outputs, strict=True):
+            widths = compress(rows.widths, rows.adapted)
+            for piece, width in zip(linear.adapted, widths, strict=True):
                 adapter = Adapter(
                     adapters.rank,
                     base.weight.shape[1],
-                    outputs,
+                    rows.groups * width,
                     base.weight.dtype,
                     divides_inputs=linear.divides_inputs,
                     sequence_parallel=base.sequence_parallel,
@@ -154,12 +156,6 @@ class OutputRows:
         return cls(
             groups=groups, widths=widths, adapted=tuple(piece.is_adapted for piece in linear.pieces)
         )
-
-    @property
-    def adapted_outputs(self) -> list[int]:
-        """Return the outputs of every adapted piece."""
-        pairs = zip(self.widths, self.adapted, strict=True)
-        return [self.groups * width for width, is_adapted in pairs if is_adapted]
 
     def joined(self, matrices: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join all B's, [O, R], with zeros outside each piece's rows."""

@@ -24,26 +24,19 @@ def create_context_groups(parallel: Parallel, contexts: Iterable[int]) -> Contex
     order.
     """
     groups: ContextGroups = {}
+    tensor, data = parallel.tensor, parallel.data
     for context in sorted({*contexts} - {1}):
-        groups[context] = own = own_group(context_blocks(parallel, context))
+        # Aligned blocks of data-parallel ranks within a stage and tensor-parallel rank: Megatron
+        # numbers tensor-parallel ranks first, then data-parallel ranks, then stages.
+        blocks = [
+            [first + (start + place) * tensor + shard for place in range(context)]
+            for first in range(0, parallel.world_size, tensor * data)
+            for shard in range(tensor)
+            for start in range(0, data, context)
+        ]
+        groups[context] = own = own_group(blocks)
         dist.all_reduce(torch.zeros(1, device=current_device()), group=own)
     return groups
-
-
-def context_blocks(parallel: Parallel, context: int) -> list[list[int]]:
-    """Return global ranks of every aligned block of `context` data-parallel ranks.
-
-    A block is within one stage and tensor-parallel rank; Megatron numbers tensor-parallel ranks
-    first, then data-parallel ranks, then stages.
-    """
-    tensor, data = parallel.tensor, parallel.data
-    firsts = range(0, parallel.world_size, tensor * data)
-    return [
-        [first + (start + place) * tensor + shard for place in range(context)]
-        for first in firsts
-        for shard in range(tensor)
-        for start in range(0, data, context)
-    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

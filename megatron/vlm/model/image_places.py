@@ -8,7 +8,7 @@ positions.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,7 +97,14 @@ class ImagePlaces:
 
     def _patches(self) -> torch.Tensor:
         """Return row and column of every patch and rows and columns of its image, int32 [4, P]."""
-        found = [np.zeros((4, 0), np.int32), *_patches_of(self._grids, self._tower.merge_size)]
+        merge, found = self._tower.merge_size, [np.zeros((4, 0), np.int32)]
+        for times, rows, columns in self._grids:
+            # Cell after cell.
+            places = np.indices((rows, columns), np.int32)
+            cells = places.reshape(2, rows // merge, merge, columns // merge, merge)
+            own = np.tile(cells.swapaxes(2, 3).reshape(2, -1), times)
+            sizes = np.array([[rows], [columns]], np.int32)
+            found.append(np.concatenate([own, np.broadcast_to(sizes, own.shape)]))
         patches_4P = np.concatenate(found, 1)
         if self._cells_K is not None:
             patches_4P = patches_4P[:, self._positions(self._cells_K)]
@@ -138,16 +145,6 @@ def _either_side(
     index_P = before_P.long()
     indices_2P = torch.stack([index_P, (index_P + 1).clamp(max=side - 1)])
     return indices_2P, torch.stack([1 - share_P, share_P])
-
-
-def _patches_of(grids: Sequence[Grid], merge: int) -> Iterator[np.ndarray]:
-    """Return row and column of every patch, cell after cell, and its grid's sizes, [4, P]."""
-    for times, rows, columns in grids:
-        places = np.indices((rows, columns), np.int32)
-        cells = places.reshape(2, rows // merge, merge, columns // merge, merge)
-        own = np.tile(cells.swapaxes(2, 3).reshape(2, -1), times)
-        sizes = np.array([[rows], [columns]], np.int32)
-        yield np.concatenate([own, np.broadcast_to(sizes, own.shape)])
 
 
 def windows_of(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:

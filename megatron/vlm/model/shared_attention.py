@@ -254,19 +254,9 @@ class _DividedHeads(SharedAttention):
         self, query_TND: torch.Tensor, key_TGD: torch.Tensor, value_TGD: torch.Tensor, by: Attend
     ) -> torch.Tensor:
         qkv = (query_TND, key_TGD, value_TGD)
-        parts = [self._attend_divided(qkv, by)]
-        if self.whole_borders is not None:
-            query, key, value = (heads.index_select(0, self.whole_rows) for heads in qkv)
-            parts.append(by(query, key, value, self.whole_borders, True))
-        return torch.cat(parts).index_select(0, self.unordered_T)
-
-    def _attend_divided(
-        self, qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], by: Attend
-    ) -> torch.Tensor:
-        """Return attention of this rank's tokens of divided samples, [R, N, D]."""
+        # This rank's tokens of divided samples. Rank i gets part i of the heads of q, k and v.
         ranks, own = len(self.divided_tokens), len(self.rows_R)
         each_own, counts = [own] * ranks, self.divided_tokens
-        # Rank i gets part i of the heads of q, k and v.
         split = [
             heads.index_select(0, self.rows_R)
             .unflatten(1, (ranks, heads.shape[1] // ranks))
@@ -280,7 +270,11 @@ class _DividedHeads(SharedAttention):
         context_A = by(query, key, value, self.divided_borders, True)
         context_A = context_A.index_select(0, self.by_rank_A)
         back = exchange_rows(context_A, counts, each_own, self.group)
-        return back.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)
+        parts = [back.unflatten(0, (ranks, own)).transpose(0, 1).flatten(1, 2)]
+        if self.whole_borders is not None:
+            query, key, value = (heads.index_select(0, self.whole_rows) for heads in qkv)
+            parts.append(by(query, key, value, self.whole_borders, True))
+        return torch.cat(parts).index_select(0, self.unordered_T)
 
 
 def _divided_rows(layout: ShareLayout, device: torch.device) -> torch.Tensor:

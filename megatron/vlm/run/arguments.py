@@ -10,7 +10,6 @@ from typing import Any, get_args
 from megatron.vlm.inputs.data import DataOptions, LossWeighting, OnBadSample
 from megatron.vlm.model.providers import check_provider
 from megatron.vlm.step.train import OptimizationOptions
-from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.program import ArgumentParser
 from omnibal.base.remote_path import check_local, location
@@ -45,11 +44,6 @@ class StorageArguments:
     data_cache_gib: float = _CACHE_GIB
     data_root: Path | None = None
     """Folder or URL that all files of the data must be in. None for any."""
-
-    def opened_cache(self) -> BlockCache | None:
-        """Open the cache; raises UserError if the folder is unusable."""
-        path = self.data_cache
-        return None if path is None else BlockCache.open(path, self.data_cache_gib)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,6 +44,7 @@ from megatron.vlm.step.evaluate import evaluate
 from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import OptimizationOptions, Trainer, build_trainer
 from megatron.vlm.step.validation import Validation
+from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cost.analytic import model_flops
@@ -178,13 +179,20 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
     plan = planned.plan
     arguments = replace(arguments, optimization=with_rates(arguments.optimization, plan))
     launch.check_against(plan.parallel)
-    _check_options(arguments, plan)
+    check_provider_of(plan, arguments.provider)
+    if arguments.samples.drop_path and not plan.model.takes_images:
+        raise UserError(
+            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
+            "layers are dropped; leave the option out"
+        )
     tokenizer = open_tokenizer(arguments.tokenizer_model)
     assert plan.data is not None and plan.data.origin is not None
     origin = plan.data.origin
     check_same_data("the tokenizer", text_sha256(plan.model, tokenizer), origin.tokenizer_sha256)
     training_data = heldout_data = None
-    storage, cache = arguments.storage, arguments.storage.opened_cache()
+    storage, cache = arguments.storage, None
+    if storage.data_cache is not None:
+        cache = BlockCache.open(storage.data_cache, storage.data_cache_gib)
     below = storage.data_root
     if not arguments.skip_train:
         assert arguments.data is not None
@@ -192,7 +200,13 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
         training_data = Annotations.open(arguments.data, index, cache, below)
         check_same_data(str(arguments.data), training_data.sha256, origin.data_sha256)
         # Training from other weights is a new run.
-        _check_no_other_run(arguments.save, None if arguments.finetune else arguments.load)
+        save, load = arguments.save, None if arguments.finetune else arguments.load
+        step = latest_step(save)
+        if step is not None and (load is None or load.resolve() != save.resolve()):
+            raise UserError(
+                f"{save}: holds a run of {step} steps; resume it with --load {save}, or give "
+                "another --save"
+            )
     if arguments.evaluation is not None:
         heldout_data = Annotations.open(arguments.evaluation.eval_data, cache=cache, below=below)
     run = Run(
@@ -210,25 +224,6 @@ def load_run(arguments: RunArguments, planned: PlanFiles, launch: Launch) -> Run
             f"{run.last_step - 1}; steps count from 0"
         )
     return run
-
-
-def _check_options(arguments: RunArguments, plan: Plan) -> None:
-    """Raise UserError if options conflict with the plan."""
-    check_provider_of(plan, arguments.provider)
-    if arguments.samples.drop_path and not plan.model.takes_images:
-        raise UserError(
-            f"--drop-path-rate was given, but {plan.model.name} has no encoder of images, whose "
-            "layers are dropped; leave the option out"
-        )
-
-
-def _check_no_other_run(save: Path, load: Path | None) -> None:
-    step = latest_step(save)
-    if step is not None and (load is None or load.resolve() != save.resolve()):
-        raise UserError(
-            f"{save}: holds a run of {step} steps; resume it with --load {save}, or give another "
-            "--save"
-        )
 
 
 def with_rates(options: OptimizationOptions, plan: Plan) -> OptimizationOptions:
@@ -319,7 +314,7 @@ def planned_anew(run: Run, steps: int) -> Run | None:
     """Replan from measured times on rank 0; collective. None if the gain is too small."""
     told: list[tuple[str | None, str]] = [(None, "")]
     if run.launch.rank == 0:
-        told = [_told_of_planning(run, steps)]
+        told = [_replan(run, steps)]
     dist.broadcast_object_list(told, src=0)
     [(directory, line)] = told
     _log.info(line)
@@ -329,7 +324,7 @@ def planned_anew(run: Run, steps: int) -> Run | None:
     return replace(run, arguments=arguments, planned=open_trainable(Path(directory)))
 
 
-def _told_of_planning(run: Run, steps: int) -> tuple[str | None, str]:
+def _replan(run: Run, steps: int) -> tuple[str | None, str]:
     """Replan; return the directory of a better plan, if any, and a log line."""
     save = run.arguments.save
     try:
@@ -555,26 +550,21 @@ def _validation(run: Run, trainer: Trainer) -> Validation | None:
     )
 
 
-def _caps_of_questions(run: Run) -> Caps:
-    """Caps of questions answered at once: a rank's largest share of any pack."""
-    levels = run.plan.pack_levels
-    shares = {
-        name: [level.caps[name] // level.context for level in levels]
-        for name in run.data.caps.names
-    }
-    return Caps.of(**{name: max(1, *parts) for name, parts in shares.items()})
-
-
 def evaluate_heldout(run: Run, trainer: Trainer, step: int) -> None:
     """Answer held-out questions; write accuracy by kind to evaluation.json."""
-    given = run.arguments.evaluation
+    given, levels = run.arguments.evaluation, run.plan.pack_levels
     assert given is not None
+    # Questions answered at once: a rank's largest share of any pack.
+    caps = {
+        name: max(1, *(level.caps[name] // level.context for level in levels))
+        for name in run.data.caps.names
+    }
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), disable=run.launch.rank != 0) as progress:
         task = progress.add_task("answering held-out questions", total=None)
         evaluation = evaluate(
             trainer,
-            _caps_of_questions(run),
+            Caps.of(**caps),
             run.reader(run.heldout_data),
             step,
             lambda done, total: progress.update(task, completed=done, total=total),

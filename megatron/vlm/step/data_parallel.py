@@ -124,7 +124,11 @@ class Replicated(DataParallel):
         if self.overlap is None or not trains:
             yield None
             return
-        may_overlap = _may_overlap(batches, len(self.models))
+        # All ranks must order exchanges of shared packs and reductions alike. They do if no last
+        # backward has exchanges, or all have them at the same points. A stage with several chunks
+        # has backwards after a chunk's last.
+        last = batches.shapes if len(self.models) > 1 else batches.shapes[-1:]
+        may_overlap = batches.rows_are_full or all(shape.context == 1 for shape in last)
         with self.overlap.reducing():
             yield self.overlap.before_last_backward if may_overlap else None
 
@@ -241,14 +245,3 @@ def _state_tensors(states: Mapping[torch.Tensor, Mapping[str, Any]]) -> Iterator
     for weights, state in states.items():
         yield weights
         yield from (value for value in state.values() if torch.is_tensor(value))
-
-
-def _may_overlap(batches: MicroBatchStream, chunks: int) -> bool:
-    """Return whether gradients may be reduced during the last backwards.
-
-    All ranks must order exchanges of shared packs and reductions alike. They do if no last backward
-    has exchanges, or all have them at the same points. If only some last packs are shared, or a
-    stage has several chunks with backwards after a chunk's last, reduction comes afterwards.
-    """
-    last = batches.shapes if chunks > 1 else batches.shapes[-1:]
-    return batches.rows_are_full or all(shape.context == 1 for shape in last)

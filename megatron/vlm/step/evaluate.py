@@ -20,7 +20,6 @@ from megatron.vlm.backend import current_device
 from megatron.vlm.inputs.batch import MicroBatch, MicroBatchShape, MicroBatchStream
 from megatron.vlm.inputs.native_images import asked_fields, shown_cells
 from megatron.vlm.inputs.reader import Prompt, SampleReader
-from megatron.vlm.step.links import PipelineLinks
 from megatron.vlm.step.train import Trainer
 from omnibal.data.chat import expected_answer
 from omnibal.data.sample import Sample
@@ -126,7 +125,7 @@ def _answer(
     """Generate `answer_ids` of the wave's questions; finished questions leave the next round."""
     samples = {question.sample for group in wave for question in group}
     media = Media.of(reader, samples, trainer.forward_units)
-    active = wave
+    active, links = wave, trainer.links
     for _ in range(max_new_tokens):
         slots = trainer.most_in_lockstep(len(active))
         if not slots:
@@ -137,8 +136,13 @@ def _answer(
         )
         outputs = trainer.run_forward(trainer.joining(batches, slots, answers=True))
         asked = [question for group in active for question in group]
-        next_ids = _broadcast_from_last(trainer.links, outputs, len(asked))
-        for question, next_id in zip(asked, next_ids, strict=True):
+        # From the last stage, so that all stages continue alike.
+        next_ids = torch.zeros(len(asked), dtype=torch.int64, device=current_device())
+        if links.is_last:
+            next_ids = torch.cat(outputs)
+        last_rank = links.ranks[links.stage_of(links.last_part)]
+        dist.broadcast(next_ids, last_rank, group=links.activations)
+        for question, next_id in zip(asked, next_ids.tolist(), strict=True):
             question.answer_ids.append(next_id)
         end = reader.answer_end
         active = [[q for q in group if q.answer_ids[-1] != end] for group in active]
@@ -198,18 +202,6 @@ def micro_batch(group: list[Question], media: Media, reader: SampleReader) -> Mi
         answer_positions_A=torch.from_numpy(np.cumsum(segment_tokens) - 1),
         **asked_fields(reader, list(zip(prompts, answered, strict=True)), patches),
     ).to(current_device())
-
-
-def _broadcast_from_last(
-    links: PipelineLinks, outputs: list[torch.Tensor], answers: int
-) -> list[int]:
-    """Broadcast the next tokens from the last stage, so that all stages continue alike."""
-    next_ids = torch.zeros(answers, dtype=torch.int64, device=current_device())
-    if links.is_last:
-        next_ids = torch.cat(outputs)
-    last_rank = links.ranks[links.stage_of(links.last_part)]
-    dist.broadcast(next_ids, last_rank, group=links.activations)
-    return next_ids.tolist()
 
 
 def _compared(question: Question, reader: SampleReader) -> EvaluatedAnswer:

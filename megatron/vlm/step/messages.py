@@ -24,7 +24,7 @@ from functools import lru_cache
 from graphlib import CycleError, TopologicalSorter
 
 from omnibal.pipeline.operation_graph import OperationGraph
-from omnibal.pipeline.schedules import Pass, StageOperations
+from omnibal.pipeline.schedules import Pass
 
 _KEPT_STEPS = 8
 """Cached steps: a run's steps have few different numbers of micro-batches."""
@@ -124,10 +124,13 @@ class _Flows:
                 transfer = _Transfer(cut, micro_batch, sender, receiver)
                 self.channels.setdefault(channel, []).append(transfer)
         self._taken = {channel: _taken(sent) for channel, sent in self.channels.items()}
-        self._launches = [
-            _first_launches(operations, first)
-            for operations, first in zip(schedule.operations, self.first, strict=False)
-        ]
+        self._launches: list[list[int]] = []
+        """Every stage's first operations of each kind and chunk, in order."""
+        for operations, first in zip(schedule.operations, self.first, strict=False):
+            seen = dict[tuple[Pass, int], int]()
+            for number, one in enumerate(operations, start=first):
+                seen.setdefault((one.kind, one.chunk), number)
+            self._launches.append(list(seen.values()))
 
     def waits(self) -> list[tuple[int, int]]:
         """Return waits within the lists and for operations' inputs."""
@@ -196,11 +199,3 @@ def _taken(sent: Sequence[_Transfer]) -> list[int]:
     for number in reversed(range(len(taken) - 1)):
         taken[number] = min(taken[number : number + 2])
     return taken
-
-
-def _first_launches(operations: StageOperations, first: int) -> list[int]:
-    """Return a stage's first operations of each kind and chunk, in order."""
-    seen = dict[tuple[Pass, int], int]()
-    for number, one in enumerate(operations, start=first):
-        seen.setdefault((one.kind, one.chunk), number)
-    return list(seen.values())

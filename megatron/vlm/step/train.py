@@ -336,7 +336,13 @@ def _replicated(
     optimizer = get_megatron_optimizer(
         settings, models, overrides, use_gloo_process_groups=False, pg_collection=groups
     )
-    _update_in_one_kernel(optimizer)
+    # One kernel without temporary tensors: core's default takes 4 bytes a parameter on CUDA, and a
+    # dozen operations per tensor on the CPU.
+    for one in optimizer.chained_optimizers:
+        inner = None if one.is_stub_optimizer else one.optimizer
+        if isinstance(inner, torch.optim.AdamW):
+            for group in (inner.defaults, *inner.param_groups):
+                group.update(fused=True, foreach=False)
     return Replicated(
         models=models,
         optimizer=optimizer,
@@ -466,18 +472,6 @@ def _data_parallel_config(parallel: Parallel) -> DistributedDataParallelConfig:
         align_param_gather=overlaps,
         bucket_size=parallel.bucket_parameters,
     )
-
-
-def _update_in_one_kernel(optimizer: ChainedOptimizer) -> None:
-    """Make torch's AdamW use its fused kernel, without temporary tensors.
-
-    Core's default takes 4 bytes a parameter on CUDA, and a dozen operations per tensor on the CPU.
-    """
-    for one in optimizer.chained_optimizers:
-        inner = None if one.is_stub_optimizer else one.optimizer
-        if isinstance(inner, torch.optim.AdamW):
-            for settings in (inner.defaults, *inner.param_groups):
-                settings.update(fused=True, foreach=False)
 
 
 def _tied_copies(plan: Plan, links: PipelineLinks) -> TiedCopies | None:

@@ -80,7 +80,15 @@ def flops_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], results: An
         left, right = factors(args)
         return 2.0 * left.numel() * right.shape[-1]
     if operation in _ATTENTIONS:
-        return _attention_flops(_ATTENTIONS[operation], args)
+        # All pairs of positions within samples. torch's count may lack GQA.
+        kind = _ATTENTIONS[operation]
+        query = args[kind.query]
+        if kind.borders is None:
+            pairs = query.numel() * args[kind.query + 1].shape[2]
+        else:
+            pairs = query.numel() * len(query) / max(len(args[kind.borders]) - 1, 1)
+        is_causal = args[kind.is_causal : kind.is_causal + 1] == (True,)
+        return 2.0 * kind.products * pairs / (2 if is_causal else 1)
     rule = flop_registry.get(func._overloadpacket)
     return 0.0 if rule is None else float(rule(*args, **kwargs, out_val=results))
 
@@ -105,17 +113,6 @@ _ATTENTIONS = {
     "torch_attn::_varlen_attn": _Attention(2, 0, 7, borders=3),
     "torch_attn::_varlen_attn_backward": _Attention(5, 1, 10, borders=6),
 }
-
-
-def _attention_flops(kind: _Attention, args: Sequence[Any]) -> float:
-    """FLOPs over all pairs of positions within samples; torch's count may lack GQA."""
-    query = args[kind.query]
-    if kind.borders is None:
-        pairs = query.numel() * args[kind.query + 1].shape[2]
-    else:
-        pairs = query.numel() * len(query) / max(len(args[kind.borders]) - 1, 1)
-    is_causal = args[kind.is_causal : kind.is_causal + 1] == (True,)
-    return 2.0 * kind.products * pairs / (2 if is_causal else 1)
 
 
 class LaunchCounts:
