@@ -119,7 +119,20 @@ def _check_keys(record: dict[str, Any]) -> None:
     for key in record:
         if record[key] is None or key in _KEYS:
             continue
-        meant = _similar_key(key) or _medium_of(key, record)
+        meant = _similar_key(key)
+        if meant is None:
+            # The medium of the files or bytes that the key holds, by their names or its own. The
+            # URL that a named file came from is none.
+            names_files = any(record.get(known) for keys in _ITEM_KEYS.values() for known in keys)
+            texts = [
+                text
+                for text in _texts_in(record[key])
+                if not (names_files and text.startswith(("http:", "https:")))
+            ]
+            meant = next((medium for medium in map(_medium_of_file, texts) if medium), None)
+            named = _MEDIUM_KEY.fullmatch(key.lower()) if any(texts) else None
+            if named and not meant:
+                meant = next((m for m in MARK_OF if named[m]), "image")
         if meant is not None:
             raise InvalidRecordError(f'has "{key}"; did it mean "{meant}"? rename or remove it')
 
@@ -128,22 +141,6 @@ def _check_keys(record: dict[str, Any]) -> None:
 def _similar_key(key: str) -> str | None:
     """Known key that this key may misspell."""
     return next(iter(get_close_matches(key.lower(), _KEYS[:-1], n=1, cutoff=0.85)), None)
-
-
-def _medium_of(key: str, record: dict[str, Any]) -> Medium | None:
-    """Medium of the files or bytes that an unknown key holds, by their names or its own.
-
-    The URL that a named file came from is none.
-    """
-    names_files = any(record.get(known) for keys in _ITEM_KEYS.values() for known in keys)
-    texts = [
-        text
-        for text in _texts_in(record[key])
-        if not (names_files and text.startswith(("http:", "https:")))
-    ]
-    found = next((medium for medium in map(_medium_of_file, texts) if medium), None)
-    named = _MEDIUM_KEY.fullmatch(key.lower()) if any(texts) else None
-    return next((m for m in MARK_OF if named[m]), "image") if named and not found else found
 
 
 def _texts_in(value: Any) -> Iterator[str]:

@@ -302,26 +302,17 @@ def _price(items: Items, values: np.ndarray, max_patterns: int) -> tuple[float, 
     item_values = items.cover @ values
     table = knapsack_table(item_values, items.sizes, items.grid)
     left = items.grid.cells[:, None] - items.sizes
-    worth = item_values + table.ravel()[items.grid.places(left)]
+    best = table.ravel()
+    worth = item_values + best[items.grid.places(left)]
     by_row = np.lexsort((-worth, items.row))
     best_of_row = by_row[np.diff(items.row[by_row], prepend=-1) > 0]
     most_first = np.argsort(-worth[best_of_row], kind="stable")[:max_patterns]
     forced = best_of_row[most_first]
-    return float(table.flat[-1]), best_patterns(table, item_values, items, forced)
-
-
-def best_patterns(
-    table: np.ndarray, values: np.ndarray, items: Items, forced: np.ndarray
-) -> np.ndarray:
-    """Most valuable pattern that contains item forced[i], int64 [forced, items].
-
-    `table` is `knapsack_table` of the same values and items.
-    """
-    counts = np.zeros((len(forced), len(values)), np.int64)
+    # The most valuable pattern with each forced item.
+    counts = np.zeros((len(forced), len(item_values)), np.int64)
     counts[np.arange(len(forced)), forced] = 1
-    left = items.grid.cells[:, None] - items.sizes[:, forced]
-    useful = np.flatnonzero(values > 0)
-    best = table.ravel()
+    left = left[:, forced]
+    useful = np.flatnonzero(item_values > 0)
     sizes, places = items.sizes[:, useful], items.grid.places(items.sizes[:, useful])
     rows = np.flatnonzero(best[items.grid.places(left)] > _EMPTY)
     while len(rows):
@@ -330,13 +321,13 @@ def best_patterns(
         for has, needed in zip(room, sizes, strict=True):
             fits &= has[:, None] >= needed
         after = np.where(fits, items.grid.places(room)[:, None] - places, 0)
-        worth = np.where(fits, best[after] + values[useful], -1.0)
+        worth = np.where(fits, best[after] + item_values[useful], -1.0)
         item = useful[worth.argmax(axis=1)]
-        copies = _copies(best, values, items, item, room)
+        copies = _copies(best, item_values, items, item, room)
         counts[rows, item] += copies
         left[:, rows] -= copies * items.sizes[:, item]
         rows = rows[best[items.grid.places(left.take(rows, axis=1))] > _EMPTY]
-    return counts
+    return float(table.flat[-1]), counts
 
 
 def _copies(

@@ -80,14 +80,31 @@ class Structure:
         stages: int,
         rules: StageRules = FREE,
     ) -> "Structure":
-        """Compute the bounds for `stages` stages on these steps."""
-        layers = layer_kinds(cost.kinds)
+        """Compute the bounds for `stages` stages on these steps.
+
+        Paths are on the slowest ranks for each kind of layer, and for all kinds.
+        """
+        layers, layout = layer_kinds(cost.kinds), steps.layout
         recompute_ms = np.stack([unit.recompute_ms for unit in cost.units.values()])
+        layer_terms = _unit_terms(cost)[layers]
+        layer_ms = layer_terms[:, layout.forward] + layer_terms[:, layout.backward]
+        load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
+        slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
+        rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
+        others = others_in_flight(stages, steps.features.shape[1])
+        totals = np.insert(steps.features.cumsum(axis=1), 0, 0.0, axis=1)
+        paths = [
+            [
+                _paths_through(steps, totals[row], steps.counts[row], of_stage, stage, stages)
+                for stage, of_stage in enumerate(others)
+            ]
+            for row in rows
+        ]
         return cls(
-            layout=steps.layout,
+            layout=layout,
             recompute_ms=block_diag(*np.split(recompute_ms[layers], cost.levels, axis=1)),
             runs=possible_runs(cost, model, rules),
-            weights=_structural_paths(steps, _unit_terms(cost)[layers], stages),
+            weights=np.concatenate(paths, axis=1),
         )
 
     @property
@@ -293,29 +310,6 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
         terms[kind, layout.gather] = cost.of_parameters("weight_gather_ms", *trained)
         terms[kind, layout.optimizer] = cost.of_parameters("optimizer_ms", *trained)
     return terms
-
-
-def _structural_paths(steps: SampledSteps, layer_terms: np.ndarray, stages: int) -> np.ndarray:
-    """Return weights of paths through each stage, mean over steps. [p, paths, p, terms]
-
-    Paths are on the slowest ranks for each kind of layer (`layer_terms` [layer kinds, terms]), and
-    for all kinds.
-    """
-    layout = steps.layout
-    layer_ms = layer_terms[:, layout.forward] + layer_terms[:, layout.backward]
-    load = steps.features.sum(axis=1) @ np.stack([*layer_ms, layer_ms.sum(axis=0)]).T
-    slowest = load[steps.rows].argmax(axis=1)  # [steps, loads]
-    rows = np.unique(np.take_along_axis(steps.rows, slowest, axis=1).T, axis=0)
-    others = others_in_flight(stages, steps.features.shape[1])
-    totals = np.insert(steps.features.cumsum(axis=1), 0, 0.0, axis=1)
-    paths = [
-        [
-            _paths_through(steps, totals[row], steps.counts[row], of_stage, stage, stages)
-            for stage, of_stage in enumerate(others)
-        ]
-        for row in rows
-    ]
-    return np.concatenate(paths, axis=1)
 
 
 def _paths_through(

@@ -211,22 +211,7 @@ def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort:
     encoder_memory = EncoderMemory(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
     )
-    waits_ms = np.max([choice.waits_ms for choice in choices], axis=0)
-    search = search_stages(
-        problem.cost,
-        problem.model,
-        _with_waits(problem, encoder_memory, waits_ms),
-        problem.stages,
-        problem.memory_cap_bytes,
-        effort=effort,
-    )
-    return _Bound(encoder_memory=encoder_memory, waits_ms=waits_ms, step_ms=search.lower_bound_ms)
-
-
-def _with_waits(
-    problem: PlacementProblem, encoder_memory: EncoderMemory, waits_ms: np.ndarray
-) -> Workload:
-    """Return the workload with waits of sampled steps [S, ranks, 2] and encoder memory."""
+    waits_ms = np.max([choice.waits_ms for choice in choices], axis=0)  # [S, ranks, 2]
     workload = problem.workload
     is_first = workload.slot == 0
     is_last = np.append(is_first[1:], True)
@@ -241,9 +226,17 @@ def _with_waits(
         values[rows, index] = waits_ms[place[rows], rank[rows], column]
     encoding = problem.with_encoders(next(_smallest(problem))).encoding
     assert encoding is not None
-    return replace(
-        workload, features=values, encoding=replace(encoding, encoder_memory=encoder_memory)
+    search = search_stages(
+        problem.cost,
+        problem.model,
+        replace(
+            workload, features=values, encoding=replace(encoding, encoder_memory=encoder_memory)
+        ),
+        problem.stages,
+        problem.memory_cap_bytes,
+        effort=effort,
     )
+    return _Bound(encoder_memory=encoder_memory, waits_ms=waits_ms, step_ms=search.lower_bound_ms)
 
 
 def _too_large(problem: PlacementProblem) -> DoesNotFit:

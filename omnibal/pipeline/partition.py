@@ -286,7 +286,16 @@ def _first_split(
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:
-    limit_ms = _FIRST_LIMIT * _even_ms(problem)
+    # The step time with equal stages and no links: the longest chain of operations with equal
+    # forwards and backwards.
+    steps, stages = problem.simulator.steps, problem.stages
+    counts, row = np.unique(steps.counts, return_inverse=True)
+    chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
+    whole = problem.structure.runs.prefix[-1]
+    layout = steps.layout
+    work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
+    row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
+    limit_ms = _FIRST_LIMIT * float(row_ms[steps.rows].max(axis=1) @ steps.weight)
     # By rules stages cannot be even.
     return limit_ms if problem.rules.is_free else max(limit_ms, _slowest_limit_ms(problem))
 
@@ -302,19 +311,6 @@ def _search_within(problem: SearchProblem, limit_ms: float) -> Search:
         return SplitSearch(problem, choices_within(problem, limit_ms))
     choices = NumberChoices.of(freedom, problem.numbers.least)
     return NumberSearch(problem=problem, choices_of_numbers=choices, limit_ms=limit_ms)
-
-
-def _even_ms(problem: SearchProblem) -> float:
-    """Return the step time with equal stages and no links: the longest chain of operations with
-    equal forwards and backwards."""
-    steps, stages = problem.simulator.steps, problem.stages
-    counts, row = np.unique(steps.counts, return_inverse=True)
-    chain = np.array([planned_graph(stages, count).depths for count in counts.tolist()])[row]
-    whole = problem.structure.runs.prefix[-1]
-    layout = steps.layout
-    work_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
-    row_ms = work_ms * (chain / 2) / np.maximum(steps.counts, 1) / stages
-    return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
 
 
 def _infeasible(problem: SearchProblem, least_peak: float) -> DoesNotFit:

@@ -255,9 +255,15 @@ def predict_steps(
         ready_ms = rows.first_waits_ms(once)
         timeline = rows.simulated(ready_ms)
         exposed_ms = rows.exposed_ms(once, timeline)
-        reduced_ms = rows.encoded_ms(timeline.finish_ms) + exposed_ms
+        reduced_ms = timeline.finish_ms + exposed_ms
         used_ms = timeline.busy_ms + ready_ms + exposed_ms
         if rows.waits_ms is not None:
+            # Stage 0 waits for the encoders' backward, which begins after the last pass of all
+            # stages; with deferred weight gradients any stage may be last.
+            if stages > 1:
+                after_ms = timeline.finish_ms[:, 1:].max(axis=1) + rows.waits_ms[:, 1]
+                encoded_ms = np.maximum(timeline.finish_ms[:, 0], after_ms)
+                reduced_ms[:, 0] = encoded_ms + exposed_ms[:, 0]
             # All ranks of a pipeline encode. The first stage already includes it.
             used_ms[:, 1:] += rows.waits_ms.sum(axis=1, keepdims=True)
         finish_ms[chunk] = reduced_ms.reshape(-1, ranks, stages).max(axis=1)
@@ -399,18 +405,6 @@ class SimulatedRows:
             backward_link_ms=self.backward_link_ms[taken],
             counts=self.counts[chosen],
         )
-
-    def encoded_ms(self, finish_ms: np.ndarray) -> np.ndarray:
-        """Return stage end times; stage 0 waits for the encoders' backward. [rows, p]
-
-        It begins after the last pass of all stages; with deferred weight gradients any stage may be
-        last.
-        """
-        if self.waits_ms is None or finish_ms.shape[1] == 1:
-            return finish_ms
-        after_ms = finish_ms[:, 1:].max(axis=1) + self.waits_ms[:, 1]
-        first_ms = np.maximum(finish_ms[:, 0], after_ms)
-        return np.concatenate([first_ms[:, None], finish_ms[:, 1:]], axis=1)
 
     def first_waits_ms(self, once: PerStepCosts) -> np.ndarray:
         """Return every stage's wait for updated weights before its first forward. [rows, p]"""

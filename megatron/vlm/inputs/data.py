@@ -393,7 +393,23 @@ class PackDataset(torch.utils.data.Dataset):
             fields["sent_features_F"] = torch.from_numpy(route.order_F)
             fields["feature_counts"] = (route.sent, route.received)
         if self.stage.holds("head"):
-            fields |= _loss_fields(texts, own.pieces, self.options.loss_weighting)
+            # Weights are by whole sample. A piece's last label is the next piece's token.
+            counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
+            weights_of = sample_loss_weights(counts, self.options.loss_weighting)
+            weight_of = dict(zip(texts, weights_of, strict=True))
+            positions, labels = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
+            weights, start = [np.zeros(0, np.float32)], 0
+            for sample, first, stop in _runs(own.pieces):
+                # Position i predicts token i + 1. The mask is False at a sample's first token, so
+                # no prediction crosses samples.
+                learned = np.flatnonzero(texts[sample].loss_mask[first + 1 : stop + 1])
+                positions.append(start + learned)
+                labels.append(texts[sample].token_ids[first + 1 : stop + 1][learned])
+                weights.append(np.full(len(learned), weight_of[sample], np.float32))
+                start += stop - first
+            fields["loss_positions_L"] = torch.from_numpy(np.concatenate(positions))
+            fields["labels_L"] = torch.from_numpy(np.concatenate(labels))
+            fields["loss_weights_L"] = torch.from_numpy(np.concatenate(weights))
         return fields
 
     def _position_fields(
@@ -465,30 +481,6 @@ def _image_places(token_ids: np.ndarray, reader: SampleReader) -> np.ndarray:
     positions = reader.image_positions(torch.from_numpy(token_ids))
     assert positions is not None, "the model takes images"
     return positions.numpy()
-
-
-def _loss_fields(
-    texts: Mapping[int, EncodedSample], pieces: Pieces, weighting: LossWeighting
-) -> dict[str, torch.Tensor]:
-    """Return labels with weights by whole sample. A piece's last label is the next piece's
-    token."""
-    counts = np.array([text.loss_mask.sum() for text in texts.values()], np.int64)
-    weight_of = dict(zip(texts, sample_loss_weights(counts, weighting), strict=True))
-    places, labels, weights = [], [], []
-    start = 0
-    for sample, first, stop in _runs(pieces):
-        # Position i predicts token i + 1. The mask is False at a sample's first token, so no
-        # prediction crosses samples.
-        learned = np.flatnonzero(texts[sample].loss_mask[first + 1 : stop + 1])
-        places.append(start + learned)
-        labels.append(texts[sample].token_ids[first + 1 : stop + 1][learned])
-        weights.append(np.full(len(learned), weight_of[sample], np.float32))
-        start += stop - first
-    return {
-        "loss_positions_L": torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *places])),
-        "labels_L": torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *labels])),
-        "loss_weights_L": torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *weights])),
-    }
 
 
 def sample_loss_weights(loss_tokens: np.ndarray, weighting: LossWeighting) -> np.ndarray:

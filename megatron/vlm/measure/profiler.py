@@ -271,8 +271,22 @@ class Profiler:
         return samples_ms
 
     def result(self, rounds: Sequence[Round]) -> Profile:
-        """Average the rounds into a profile."""
-        typical, layer = _typical_rounds(rounds), self._job.model.language.kinds[0].name
+        """Average the rounds into a profile, without the fastest and the slowest tenth.
+
+        Whole rounds and plain means keep the sum of units equal to a step; trimming per unit would
+        drop the short stalls that nearly every step has. Not medians: a shared machine may
+        alternate between two speeds, and a long run sees both.
+        """
+        totals_ms = torch.tensor(
+            [sum(sum(samples) for samples in ms.values()) for ms in rounds],
+            dtype=torch.float64,
+            device=current_device(),
+        )
+        dist.all_reduce(totals_ms)
+        extremes = len(rounds) // 10
+        chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
+        typical = [rounds[index] for index in chosen.tolist()]
+        layer = self._job.model.language.kinds[0].name
         taken_ms = {key: mean_ms([one for ms in typical for one in ms[key]]) for key in rounds[0]}
         deep_optimizer = _optimizer_measurement(self._trainer, taken_ms["optimizer"])
         return Profile(
@@ -593,24 +607,6 @@ def _slowdown(own_ms: float) -> float:
     slowest_ms = torch.tensor(own_ms)
     dist.all_reduce(slowest_ms, op=dist.ReduceOp.MAX)
     return slowest_ms.item() / own_ms
-
-
-def _typical_rounds(rounds: Sequence[Round]) -> list[Round]:
-    """Drop the fastest and the slowest tenth of rounds, by total time over all processes.
-
-    Whole rounds and plain means keep the sum of units equal to a step; trimming per unit would drop
-    the short stalls that nearly every step has. Not medians: a shared machine may alternate between
-    two speeds, and a long run sees both.
-    """
-    totals_ms = torch.tensor(
-        [sum(sum(samples) for samples in ms.values()) for ms in rounds],
-        dtype=torch.float64,
-        device=current_device(),
-    )
-    dist.all_reduce(totals_ms)
-    extremes = len(rounds) // 10
-    chosen = totals_ms.argsort()[extremes : len(rounds) - extremes]
-    return [rounds[index] for index in chosen.tolist()]
 
 
 class KeptActivations:

@@ -124,7 +124,15 @@ class PackedAttention(SelfAttention):
         groups, ranks = self.num_query_groups_per_partition, self.tp_group.size()
         queries_per_group = self.config.num_attention_heads // ranks // groups
         if self.config.num_query_groups < ranks:
-            qkv_T1X = self._with_copied_heads(qkv_T1X, queries_per_group)
+            # Rows of a group of heads are on several ranks, as core divides the weight, so each
+            # copies its k and v. Backward sums gradients of copies.
+            all_T1X = all_gather_last_dim_from_tensor_parallel_region(qkv_T1X, group=self.tp_group)
+            own, part = divmod(self.tp_group.rank(), ranks // self.config.num_query_groups)
+            size = self.hidden_size_per_attention_head
+            all_T1GND = all_T1X.unflatten(-1, (self.config.num_query_groups, -1, size))
+            heads_T1ND = all_T1GND[:, :, own]
+            queries = slice(part * queries_per_group, (part + 1) * queries_per_group)
+            qkv_T1X = torch.cat([heads_T1ND[:, :, queries], heads_T1ND[:, :, -2:]], 2).flatten(2)
         qkv_TGX = qkv_T1X.squeeze(1).unflatten(-1, (groups, -1))
         if self.config.qk_layernorm:
             eps = self.config.layernorm_epsilon
@@ -143,20 +151,6 @@ class PackedAttention(SelfAttention):
             packed_seq_params=packed_seq_params,
         )
         return self.linear_proj(context_TW.reshape(len(query_TND), 1, -1))
-
-    def _with_copied_heads(self, qkv_T1X: torch.Tensor, queries: int) -> torch.Tensor:
-        """Return this rank's `queries` heads of q and their k and v, which other ranks have too.
-
-        Rows of a group of heads are on several ranks, as core divides the weight. Backward sums
-        gradients of copies.
-        """
-        group, ranks = self.config.num_query_groups, self.tp_group.size()
-        all_T1X = all_gather_last_dim_from_tensor_parallel_region(qkv_T1X, group=self.tp_group)
-        own, part = divmod(self.tp_group.rank(), ranks // group)
-        heads_T1ND = all_T1X.unflatten(-1, (group, -1, self.hidden_size_per_attention_head))
-        heads_T1ND = heads_T1ND[:, :, own]
-        query_T1ND = heads_T1ND[:, :, part * queries : (part + 1) * queries]
-        return torch.cat([query_T1ND, heads_T1ND[:, :, -2:]], 2).flatten(2)
 
 
 class ImageAttention(PackedAttention):

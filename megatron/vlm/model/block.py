@@ -113,7 +113,16 @@ class PlannedBlock(TransformerBlock):
         self._branch_scales_L2B = branch_scales_L2B
         self._routing = routing
         if not hidden_states.numel():
-            return self._empty_forward(hidden_states, beside or Beside())
+            # Core's attention cannot reshape empty hidden states. Parameters join the graph with
+            # no elements, so that they get zero gradients in layer order.
+            beside = beside or Beside()
+            for layer in self.layers:
+                nothing = sum(weight.flatten()[:0].sum() for weight in layer.parameters())
+                hidden_states = hidden_states + nothing
+                projector = beside.projectors.get(layer.layer_number - 1)
+                if projector is not None:
+                    beside.made.append(projector(hidden_states))
+            return hidden_states
         self._beside = beside or Beside()
         if self.training or beside is None:
             return super().forward(hidden_states, attention_mask, **arguments)
@@ -127,20 +136,6 @@ class PlannedBlock(TransformerBlock):
         return (
             hidden_states if self.final_layernorm is None else self.final_layernorm(hidden_states)
         )
-
-    def _empty_forward(self, hidden_SBH: torch.Tensor, beside: Beside) -> torch.Tensor:
-        """Return empty hidden states, which core's attention cannot reshape.
-
-        Parameters join the graph with no elements, so that they get zero gradients in layer order.
-        """
-        for layer in self.layers:
-            hidden_SBH = hidden_SBH + sum(
-                weight.flatten()[:0].sum() for weight in layer.parameters()
-            )
-            projector = beside.projectors.get(layer.layer_number - 1)
-            if projector is not None:
-                beside.made.append(projector(hidden_SBH))
-        return hidden_SBH
 
     def _checkpointed_forward(
         self,

@@ -73,10 +73,13 @@ class ImagePlaces:
         """
         side = math.isqrt(self._tower.learned_positions)
         places = self._patches().float()
-        (rows_2P, down_2P), (columns_2P, right_2P) = (
-            _either_side(place, size, side)
-            for place, size in zip(places[:2], places[2:], strict=True)
-        )
+        # Down and right.
+        stretched_2P = places[:2] * (side - 1) / (places[2:] - 1).clamp(min=1)
+        before_2P = stretched_2P.floor()
+        share_2P = stretched_2P - before_2P
+        index_2P = before_2P.long()
+        rows_2P, columns_2P = torch.stack([index_2P, (index_2P + 1).clamp(max=side - 1)], 1)
+        down_2P, right_2P = torch.stack([1 - share_2P, share_2P], 1)
         indices_22P = rows_2P[:, None] * side + columns_2P
         weights_22P = down_2P[:, None] * right_2P
         by_place = (one.flatten(0, 1).t().contiguous() for one in (indices_22P, weights_22P))
@@ -132,19 +135,6 @@ class _InOrder(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient_KE):
         return gradient_KE.index_select(0, *ctx.saved_tensors), None, None
-
-
-def _either_side(
-    place_P: torch.Tensor, size_P: torch.Tensor, side: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the learned positions (of `side`) before and after every patch, and their weights,
-    [2, P] each."""
-    stretched_P = place_P * (side - 1) / (size_P - 1).clamp(min=1)
-    before_P = stretched_P.floor()
-    share_P = stretched_P - before_P
-    index_P = before_P.long()
-    indices_2P = torch.stack([index_P, (index_P + 1).clamp(max=side - 1)])
-    return indices_2P, torch.stack([1 - share_P, share_P])
 
 
 def windows_of(grids: Sequence[Grid], merge: int, side: int) -> tuple[np.ndarray, list[int]]:
