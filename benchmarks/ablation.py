@@ -55,7 +55,8 @@ from omnibal.base.errors import EXIT_USER_ERROR, UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel, pack_features
-from omnibal.cost.profile import Measured, Profile, read_profile
+from omnibal.cost.profile import Profile, read_profile
+from omnibal.cost.source import CostSource
 from omnibal.data.annotations import Annotations
 from omnibal.data.lengths import Lengths
 from omnibal.data.scan import scan_lengths
@@ -321,7 +322,7 @@ def job_of(layout: Layout, lengths: Lengths, profile: Profile) -> AblationJob:
         caps=layout.caps,
         samples_per_step=layout.samples_per_step,
         lengths=lengths,
-        cost_source=Measured(profile),
+        cost_source=CostSource(profile),
         seed=0,
     )
 
@@ -620,7 +621,7 @@ def measure(
         profile = ask(workers.pair, "finished_profile")[0]
     finally:
         workers.end()
-    cost = replace(job.spec, cost_source=Measured(profile)).cost
+    cost = replace(job.spec, cost_source=CostSource(profile)).cost
     return LayoutResult(
         layout=layout.name,
         device=device_name(),

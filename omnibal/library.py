@@ -8,8 +8,8 @@ from typing import get_args
 from omnibal.base.errors import UserError
 from omnibal.base.files import check_new_folder
 from omnibal.base.outputs import check_files
-from omnibal.cost.profile import Measured, read_profile
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.profile import read_profile
+from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.data.lengths import read_lengths as _read_lengths
 from omnibal.export.directory import Export
@@ -84,7 +84,7 @@ def training_job(
     if trainer is not None:
         _check_known("trainer", trainer, list(TargetName))
     _check_known("precision", precision, get_args(Precision))
-    costs = ANALYTIC if profile is None else Measured(read_profile(Path(profile)))
+    costs = CostSource(None if profile is None else read_profile(Path(profile)))
     planned_for = trainer_of(None if trainer is None else TargetName(trainer))
     sizes = parallel or Parallel(tensor=costs.tensor or 1, pipeline=1)
     return JobSpec(

@@ -208,8 +208,8 @@ class JobOptions:
         trainer: TrainerConstraints = OWN,
     ) -> "JobSpec":
         """Make the job with parallel sizes, by default the smallest with costs."""
-        from omnibal.cost.profile import Measured, read_profile
-        from omnibal.cost.source import ANALYTIC
+        from omnibal.cost.profile import read_profile
+        from omnibal.cost.source import CostSource
         from omnibal.job.job import JobSpec
 
         model = named_model(self.model)
@@ -221,7 +221,7 @@ class JobOptions:
                 )
             model = with_imbalance(model, self.expert_imbalance)
         cluster = changed_cluster(self.cluster, self.memory_gib, self.network_gb_per_s)
-        source = ANALYTIC if self.profile is None else Measured(read_profile(self.profile))
+        source = CostSource(None if self.profile is None else read_profile(self.profile))
         if parallel is None:
             parallel = Parallel(tensor=source.tensor or 1, pipeline=1)
         return JobSpec(

@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.attention import AttentionWidths, attention_widths
+from omnibal.cost.attention import attention_widths
 from omnibal.cost.kernels import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
@@ -30,6 +30,7 @@ from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.parallel import Parallel
+from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import (
     EXCHANGED,
     LANGUAGE,
@@ -39,6 +40,9 @@ from omnibal.model.units import (
     unit_kinds,
 )
 
+_RING_KERNELS = 4
+"""Kernels per further part of a ring, including attention."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExchangeSource:
@@ -46,38 +50,31 @@ class ExchangeSource:
 
     costs: CostSource = ANALYTIC
     """Source of the job's costs, possibly with measured layers on shares."""
-    ring_tokens: int | None = None
-    """Tokens per sample overlapped by ring attention, or None if keys are gathered."""
+    runtime: RuntimeOptions = OWN_RUNTIME
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Pass:
-    """Exchange of a forward or a backward; vectors are [features]."""
+class _Exchange:
+    """Exchange of a unit in forward and in backward."""
 
     sent_bytes: np.ndarray
-    """Bytes that a rank sends."""
+    """Bytes that a rank sends, [2, features]."""
     copied_bytes: np.ndarray
-    """Bytes that copies read and write."""
-    collectives: int
-    kernels: int
-
-    def time_ms(self, line: Line, cluster: ClusterConfig) -> np.ndarray:
-        """Time with collectives of a latency and rate, [features]."""
-        time_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
-        time_ms[0] += self.collectives * line.fixed_ms + self.kernels * cluster.kernel_us / 1e3
-        return time_ms
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Added:
-    """Exchange of a unit."""
-
-    forward: _Pass
-    backward: _Pass
-    is_repeated: bool
+    """Bytes that copies read and write, [2, features]."""
+    collectives: np.ndarray
+    """[2]"""
+    kernels: np.ndarray
+    """[2]"""
+    is_repeated: bool = False
     """Whether a second forward exchanges again."""
     working_bytes: np.ndarray
     """Working memory during the exchange, [features]."""
+
+    def times_ms(self, line: Line, cluster: ClusterConfig) -> np.ndarray:
+        """Time with collectives of a latency and rate, [2, features]."""
+        times_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
+        times_ms[:, 0] += self.collectives * line.fixed_ms + self.kernels * cluster.kernel_us / 1e3
+        return times_ms
 
 
 def _bytes_per_ms(cluster: ClusterConfig) -> float:
@@ -90,7 +87,7 @@ def _ring_ms(
     sample_tokens: int,
     attended: int,
     output_bytes: np.ndarray,
-    added: _Added,
+    exchange: _Exchange,
     unit: UnitCost,
     line: Line,
     cluster: ClusterConfig,
@@ -106,31 +103,17 @@ def _ring_ms(
         output_bytes: attention's output of a rank, [features].
     """
     others, own_tokens = context - 1, sample_tokens / context
-
-    def pass_ms(sent_bytes: np.ndarray, without_ms: np.ndarray, summed: int = 1) -> np.ndarray:
-        attention_ms = without_ms[attended] * sample_tokens * own_tokens / context
-        sent_ms = line.each_ms * sent_bytes
-        step_ms = sent_ms.sum() * own_tokens / others + line.fixed_ms
-        waited = max(1 - attention_ms / step_ms, 0)
-        # Each further part reads the accumulated and its own output, and writes their sum.
-        moved_bytes = 3 * summed * others * output_bytes
-        time_ms = waited * sent_ms + moved_bytes / _bytes_per_ms(cluster)
-        time_ms[0] += others * (waited * line.fixed_ms + _RING_KERNELS * cluster.kernel_us / 1e3)
-        return time_ms
-
-    there, back = added.forward.sent_bytes, added.backward.sent_bytes
-    return np.stack(
-        [
-            pass_ms(there, unit.forward_ms),
-            # Partial gradients of keys and values are accumulated like query gradients.
-            pass_ms(back, unit.backward_ms, summed=2),
-            pass_ms(there, unit.recompute_ms),
-        ]
-    )
-
-
-_RING_KERNELS = 4
-"""Kernels per further part of a ring, including attention."""
+    without_ms = np.stack([unit.forward_ms, unit.backward_ms, unit.recompute_ms])
+    attention_ms = without_ms[:, attended] * sample_tokens * own_tokens / context
+    sent_ms = line.each_ms * exchange.sent_bytes[[0, 1, 0]]
+    step_ms = sent_ms.sum(axis=1) * own_tokens / others + line.fixed_ms
+    waited = np.maximum(1 - attention_ms / step_ms, 0)
+    # Each further part reads the accumulated and its own output, and writes their sum. Partial
+    # gradients of keys and values are accumulated like query gradients.
+    moved_bytes = 3 * others * np.outer([1, 2, 1], output_bytes)
+    times_ms = waited[:, None] * sent_ms + moved_bytes / _bytes_per_ms(cluster)
+    times_ms[:, 0] += others * (waited * line.fixed_ms + _RING_KERNELS * cluster.kernel_us / 1e3)
+    return times_ms
 
 
 def costs_at(
@@ -160,36 +143,48 @@ def costs_at(
             raise UserError(mistake)
         if level.context == 1:
             return cost
-        group = Group(level.context, parallel.tensor)
+        group, is_gather = Group(level.context, parallel.tensor), _is_gather(level)
         # Measurements are within one node.
         costs = source.costs if group.is_within(cluster) else ANALYTIC
-        line = of_features = all_to_all_line(cluster, group, precision)
-        ring_tokens = None
-        if level.exchange is ContextExchange.GATHER:
-            line, ring_tokens = pass_line(cluster, group, precision), source.ring_tokens
+        runtime = source.runtime
+        of_features = all_to_all_line(cluster, group, precision)
+        line = pass_line(cluster, group, precision) if is_gather else of_features
+        ring_tokens = runtime.ring_tokens if is_gather else None
         features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
         units = dict(cost.units)
         for kind in cost.kinds:
             unit = units[kind.name]
             if kind.layer is not None:
                 widths = attention_widths(model.language, kind.layer, parallel.tensor)
-                sizes = model.language.hidden_size, widths, parallel.tensor, level, features, size
-                added = _of_attention(*sizes, in_ring=ring_tokens is not None)
-                passes = added.forward, added.backward
-                measured = costs.exchange_ms(model, kind, level)
-                forward_ms, backward_ms = measured or (one.time_ms(line, cluster) for one in passes)
-                times_ms = np.stack([forward_ms, backward_ms, added.is_repeated * forward_ms])
+                output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
+                exchange = _of_attention(
+                    model.language.hidden_size * size,
+                    widths.query / parallel.tensor * size,
+                    (widths.key + widths.value) / parallel.tensor * size,
+                    output_bytes,
+                    level,
+                    features,
+                    in_ring=ring_tokens is not None,
+                )
+                measured_ms = costs.exchange_ms(model, kind, level)
+                times_ms = exchange.times_ms(line, cluster) if measured_ms is None else measured_ms
+                times_ms = np.vstack([times_ms, exchange.is_repeated * times_ms[:1]])
                 if ring_tokens is not None:
                     attended = cost.features.index(attended_feature(kind.layer))
-                    output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
                     sizes_of_ring = level.context, ring_tokens, attended, output_bytes
-                    times_ms = _ring_ms(*sizes_of_ring, added, unit, line, cluster)
-                units[kind.name] = _with_exchange(unit, added, times_ms, unit.has_backward)
+                    times_ms = _ring_ms(*sizes_of_ring, exchange, unit, line, cluster)
+                # Transformer Engine keeps the output from before the exchange back
+                # (`AttnFuncWithCPAndQKVOA2A` of `context_parallel.py`).
+                is_kept = runtime.accumulates_in_products and not is_gather
+                is_kept = is_kept and unit.trained_parameters > 0
+                kept_bytes = unit.activation_bytes + is_kept * output_bytes
+                unit = replace(unit, activation_bytes=kept_bytes)
+                units[kind.name] = _with_exchange(unit, exchange, times_ms, unit.has_backward)
             elif kind.name == LANGUAGE_EMBED and model.encoders:
-                added = _of_features(model, level, features, size)
-                once_ms = added.forward.time_ms(of_features, cluster)
-                times_ms = np.stack([once_ms, once_ms, 0 * once_ms])
-                units[kind.name] = _with_exchange(unit, added, times_ms, encoder_trained)
+                exchange = _of_features(model, level, features, size)
+                times_ms = exchange.times_ms(of_features, cluster)
+                times_ms = np.vstack([times_ms, 0 * times_ms[:1]])
+                units[kind.name] = _with_exchange(unit, exchange, times_ms, encoder_trained)
         return replace(cost, units=units)
 
     return tuple(map(at_level, levels))
@@ -214,8 +209,7 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
     language, is_latent = model.language, any(kind.latent for kind in model.language.kinds)
     all_heads = language.heads if is_latent else language.kv_heads
     heads, rest = divmod(all_heads, parallel.tensor)
-    is_gather = level.exchange is ContextExchange.GATHER
-    if is_gather or level.context == 1 or (not rest and heads % level.context == 0):
+    if _is_gather(level) or level.context == 1 or (not rest and heads % level.context == 0):
         return None
     return (
         f"context size {level.context} with exchange of heads needs a number of key-value heads "
@@ -224,71 +218,61 @@ def exchange_mistake(model: ModelConfig, parallel: Parallel, level: Level) -> st
     )
 
 
+def _is_gather(level: Level) -> bool:
+    return level.exchange is ContextExchange.GATHER
+
+
 def _of_attention(
-    hidden_size: int,
-    widths: AttentionWidths,
-    tensor: int,
+    hidden_bytes: float,
+    query_bytes: float,
+    key_value_bytes: float,
+    output_bytes: np.ndarray,
     level: Level,
     features: Features,
-    size: int,
     *,
     in_ring: bool,
-) -> _Added:
-    """Exchange of a language layer, with elements of `size` bytes.
+) -> _Exchange:
+    """Exchange of a language layer, given the bytes of a token on a rank.
 
     Args:
+        output_bytes: of attention's output, [features].
         in_ring: whether keys and values travel in a ring instead of an all-gather.
     """
-    query_bytes = widths.query / tensor * size
-    key_value_bytes = (widths.key + widths.value) / tensor * size
-    output_bytes = widths.output / tensor * size
+    context, tokens, exchanged = level.context, features.one("tokens"), features.one(EXCHANGED)
     # Gradients of the residual, of attention's output and of its query, key and value.
-    each_bytes = hidden_size * size + query_bytes + output_bytes + key_value_bytes
-    running_bytes = features.one("tokens") * each_bytes
-    context, exchanged = level.context, features.one(EXCHANGED)
-    if level.exchange is ContextExchange.GATHER:
-        own_bytes = features.one("tokens") * key_value_bytes
+    running_bytes = tokens * (hidden_bytes + query_bytes + key_value_bytes) + output_bytes
+    if _is_gather(level):
+        own_bytes = tokens * key_value_bytes
         gathered_bytes = exchanged * context * key_value_bytes
         all_bytes = own_bytes + gathered_bytes
-        sent_bytes = gathered_bytes * (context - 1) / context
         # Concatenate keys and values, gather, reorder to this rank's pieces; in backward, gradients
         # likewise, summed over ranks.
         copied_bytes, summed_bytes = 4 * own_bytes + 2 * all_bytes, 6 * all_bytes + 4 * own_bytes
-        return _Added(
-            forward=_Pass(
-                sent_bytes=sent_bytes, copied_bytes=copied_bytes, collectives=1, kernels=6
-            ),
-            backward=_Pass(
-                sent_bytes=2 * sent_bytes,
-                copied_bytes=copied_bytes + summed_bytes,
-                collectives=2,
-                kernels=12,
-            ),
-            is_repeated=False,
+        return _Exchange(
+            sent_bytes=np.outer([1, 2], gathered_bytes * (context - 1) / context),
+            copied_bytes=np.stack([copied_bytes, copied_bytes + summed_bytes]),
+            collectives=np.array([1, 2]),
+            kernels=np.array([6, 12]),
             # Keys and values of all ranks (ring: the current part and the next), their gradients,
             # and those concatenated.
             working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
         )
     turned_bytes = exchanged * (2 * query_bytes + key_value_bytes)
-    exchange = _Pass(
-        sent_bytes=turned_bytes * (context - 1) / context,
-        # Queries, keys and values are packed by rank, then by sample. The output is packed by rank
-        # and merged with undivided samples.
-        copied_bytes=exchanged * (10 * query_bytes + 6 * key_value_bytes)
-        + 4 * features.one("tokens") * query_bytes,
-        collectives=2,
-        kernels=12,
-    )
-    return _Added(
-        forward=exchange,
-        backward=exchange,
+    # Queries, keys and values are packed by rank, then by sample. The output is packed by rank
+    # and merged with undivided samples.
+    copied_bytes = exchanged * (10 * query_bytes + 6 * key_value_bytes) + 4 * tokens * query_bytes
+    return _Exchange(
+        sent_bytes=np.outer([1, 1], turned_bytes * (context - 1) / context),
+        copied_bytes=np.outer([1, 1], copied_bytes),
+        collectives=np.array([2, 2]),
+        kernels=np.array([12, 12]),
         is_repeated=True,
         # Buffers on both sides of both exchanges, and received gradients.
         working_bytes=running_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
     )
 
 
-def _of_features(model: ModelConfig, level: Level, features: Features, size: int) -> _Added:
+def _of_features(model: ModelConfig, level: Level, features: Features, size: int) -> _Exchange:
     """Exchange of all encoders' features, replicated on tensor-parallel ranks.
 
     Deepstack features are exchanged separately at the start of the stage that takes them, but
@@ -300,27 +284,25 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
     beside = [tower.deepstack_features for tower in towers]
     beside_bytes = np.sum([n * each for n, each in zip(beside, rows, strict=True)], axis=0)
     all_bytes = own_bytes + beside_bytes * width_bytes
-    exchange = _Pass(
-        sent_bytes=all_bytes * (level.context - 1) / level.context,
-        copied_bytes=2 * all_bytes,
-        collectives=1 + sum(beside),
-        kernels=2 * (1 + sum(beside)),
-    )
-    # Deepstack features stay until their layers.
-    working_bytes = own_bytes + all_bytes
-    return _Added(
-        forward=exchange, backward=exchange, is_repeated=False, working_bytes=working_bytes
+    collectives = np.full(2, 1 + sum(beside))
+    return _Exchange(
+        sent_bytes=np.outer([1, 1], all_bytes * (level.context - 1) / level.context),
+        copied_bytes=np.outer([1, 1], 2 * all_bytes),
+        collectives=collectives,
+        kernels=2 * collectives,
+        # Deepstack features stay until their layers.
+        working_bytes=own_bytes + all_bytes,
     )
 
 
 def _with_exchange(
-    unit: UnitCost, added: _Added, times_ms: np.ndarray, goes_back: bool
+    unit: UnitCost, exchange: _Exchange, times_ms: np.ndarray, goes_back: bool
 ) -> UnitCost:
     """Return the unit's costs with its exchange; `goes_back`: gradients are exchanged too."""
     # Without a backward nothing is recomputed, and working memory is forward's.
     runs_back = unit.has_backward
     times_ms = times_ms * np.array([[1], [goes_back], [runs_back]])
-    working_bytes = added.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
+    working_bytes = exchange.working_bytes + (0 if runs_back else unit.transient_bytes.max(axis=0))
     working_bytes[0] += unit.whole_bytes if runs_back else 0
     return replace(
         unit,

@@ -217,6 +217,7 @@ def encoders_cost(
     whole = source.costs(model, cluster, copies, precision, frozen, adapters=adapters)
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.with_rates(cluster).measured(precision)
+    link = None if source.profile is None else source.profile.link
     encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()
     cost = whole
     for name in model.encoders:
@@ -238,7 +239,7 @@ def encoders_cost(
         gather_ms=trained * cost.rates.weight_gather_ms,
         reduction_ms=trained * cost.rates.gradient_reduction_ms,
         update_ms=trained * cost.rates.optimizer_ms,
-        within_node=source.link or message_line(cluster, 1, precision),
+        within_node=link or message_line(cluster, 1, precision),
         between_nodes=message_line(cluster, cluster.gpus_per_node + 1, precision),
         measured=() if rates is None else rates.collectives,
         tensor=pass_line(cluster, Group(parallel.tensor), precision),

@@ -1,4 +1,4 @@
-"""Types of `profile.json` and the cost source that fits it.
+"""Types of `profile.json`, and costs that are fitted to it.
 
 Unit times are fitted by non-negative least squares over the features that the unit depends on. Rows
 are divided by their measured value to minimise the relative error.
@@ -22,7 +22,7 @@ from omnibal.cost.analytic import analytic_cost, unit_on_one
 from omnibal.cost.links import expert_state_group, state_group
 from omnibal.cost.model import CostModel, UnitCost
 from omnibal.cost.shaped_rates import Line, fitted_line, ring_line
-from omnibal.cost.source import MOST_MS, CostSource, ReadingMeasurement
+from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
     ModelConfig,
@@ -34,6 +34,7 @@ from omnibal.model.config import (
 from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Rates
+from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import (
     EXCHANGED,
     UnitKind,
@@ -48,9 +49,10 @@ _NOT_COST = (
     *("imbalance", "auxiliary_loss"),
 )
 """Config fields that no measured unit cost depends on."""
-_LEAST_MS = 1e-9
-"""Minimum measured time, which keeps fits finite; `MOST_MS` is the maximum."""
-_Time = Annotated[float, Field(ge=_LEAST_MS, le=MOST_MS)]
+_LEAST_MS, _MOST_MS = 1e-9, 1e12
+"""Range of measured times, which keeps fits finite."""
+_Time = Annotated[float, Field(ge=_LEAST_MS, le=_MOST_MS)]
+_TimeOrZero = Annotated[float, Field(ge=0, le=_MOST_MS)]
 _Bytes = Annotated[int, Field(ge=0, le=2**60)]
 
 
@@ -68,7 +70,7 @@ class UnitMeasurement(Frozen):
     forward_ms: _Time
     backward_ms: _Time
     """Backward time without recomputation."""
-    recompute_ms: Annotated[float, Field(ge=0, le=MOST_MS)] | None = None
+    recompute_ms: _TimeOrZero | None = None
     """Time that recomputation adds to forward and backward, or None if not measured."""
     activation_bytes: _Bytes | None
     """Activations kept for backward, with the unit's input if needed, or None if not measured."""
@@ -120,6 +122,21 @@ class LinkMeasurement(Frozen):
     ms: _Time
 
 
+class ReadingMeasurement(Frozen):
+    """CPU time to decode, tile, tokenize and hand over samples, without waiting for storage."""
+
+    samples: Count
+    """Number of samples read."""
+    item_ms: dict[str, _TimeOrZero]
+    """Time per item, by feature."""
+    token_ms: _TimeOrZero
+    """Time per token, including items' tokens."""
+    cores: Count
+    """CPU cores for reader processes."""
+    is_shared: bool
+    """Whether the model computes on these cores too."""
+
+
 class Profile(Frozen):
     """Content of `profile.json`."""
 
@@ -141,6 +158,12 @@ class Profile(Frozen):
     """Matrix products, collectives and a copy by shape, or None if absent."""
     reading: ReadingMeasurement | None = None
     """Time to read the data, or None if no data was given."""
+
+    @property
+    def link(self) -> Line | None:
+        """Latency and time per byte between devices of a node, None if not measured."""
+        links = [(m.bytes, m.ms) for m in self.links]
+        return _line(links) if links else None
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
@@ -178,112 +201,79 @@ def read_profile(path: Path) -> Profile:
     return read_json_model(Profile, path, f"measure one with `omnibal profile -o {path}`")
 
 
-@dataclass(frozen=True, slots=True)
-class Measured(CostSource):
-    """Measured times and bytes of devices of one kind."""
+def fitted_cost(
+    profile: Profile,
+    model: ModelConfig,
+    cluster: ClusterConfig,
+    parallel: Parallel,
+    precision: Precision,
+    frozen: Collection[str],
+    *,
+    adapters: AdapterConfig | None,
+    runtime: RuntimeOptions,
+) -> CostModel:
+    """Fit the profile's times to all units; quantities not measured are counted.
 
-    profile: Profile
-
-    def _unit_costs(
-        self,
-        model: ModelConfig,
-        cluster: ClusterConfig,
-        parallel: Parallel,
-        precision: Precision,
-        frozen: Collection[str],
-        **options: Any,
-    ) -> CostModel:
-        """Fit the profile's times to all units; quantities not measured are counted.
-
-        Links are measured on one machine, so jobs on several nodes use the cluster's rates.
-        Profiles hold trained units without expert parallelism: frozen units, adapters and
-        expert-parallel exchange are corrected by the difference of counted costs.
-        """
-        profile, cluster = self.profile, self.with_rates(cluster)
-        _check_match(profile, model, parallel, precision)
-        sizes = model, cluster, parallel, precision, frozen
-        cost = analytic_cost(*sizes, **options)
-        trained = analytic_cost(model, cluster, parallel, precision).units
-        plural = "es" if profile.processes > 1 else ""
-        cost = replace(
-            cost,
-            units={
-                kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
-                for kind in cost.kinds
-            },
-            source=f"profile:{profile.device}, {profile.processes} process{plural}, "
-            f"provider {profile.provider}",
+    Links are measured on one machine, so jobs on several nodes use the cluster's rates. Profiles
+    hold trained units without expert parallelism: frozen units, adapters and expert-parallel
+    exchange are corrected by the difference of counted costs.
+    """
+    _check_match(profile, model, parallel, precision)
+    cost = analytic_cost(
+        model, cluster, parallel, precision, frozen, adapters=adapters, runtime=runtime
+    )
+    trained = analytic_cost(model, cluster, parallel, precision).units
+    plural = "es" if profile.processes > 1 else ""
+    cost = replace(
+        cost,
+        units={
+            kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
+            for kind in cost.kinds
+        },
+        source=f"profile:{profile.device}, {profile.processes} process{plural}, "
+        f"provider {profile.provider}",
+    )
+    if parallel.expert > 1:
+        alone = parallel.model_copy(update={"expert": 1})
+        counted = (
+            analytic_cost(model, cluster, each, precision, frozen, adapters=adapters)
+            for each in (parallel, alone)
         )
-        if parallel.expert > 1:
-            alone = parallel.model_copy(update={"expert": 1})
-            counted = (
-                analytic_cost(model, cluster, each, precision, frozen, adapters=options["adapters"])
-                for each in (parallel, alone)
-            )
-            cost = _with_shared_out_experts(cost, *counted)
-        if profile.optimizer:
-            cost = _with_optimizer(cost, profile, parallel)
-        if (link := self.link) and parallel.world_size <= cluster.gpus_per_node:
-            rings = () if profile.rates is None else profile.rates.collectives
-            cost = _with_link(cost, link, rings_are_measured=ring_line(rings, 2) is not None)
-        return cost
+        cost = _with_shared_out_experts(cost, *counted)
+    if profile.optimizer:
+        cost = _with_optimizer(cost, profile, parallel)
+    if (link := profile.link) and parallel.world_size <= cluster.gpus_per_node:
+        rings = () if profile.rates is None else profile.rates.collectives
+        cost = _with_link(cost, link, rings_are_measured=ring_line(rings, 2) is not None)
+    return cost
 
-    @property
-    def tensor(self) -> int:
-        return self.profile.tensor
 
-    @property
-    def is_of_one_device(self) -> bool:
-        return True
+def fitted_exchange_ms(
+    profile: Profile, model: ModelConfig, unit: UnitKind, level: Level
+) -> np.ndarray | None:
+    """Fit the extra time of layers on shares, [2, features at levels].
 
-    @property
-    def reading(self) -> ReadingMeasurement | None:
-        return self.profile.reading
+    Coefficients of a constant, tokens and exchanged tokens have minimum relative error.
 
-    @property
-    def link(self) -> Line | None:
-        links = [(m.bytes, m.ms) for m in self.profile.links]
-        return _line(links) if links else None
-
-    def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
-        return cluster if self.profile.rates is None else with_measured_rates(cluster, self.profile)
-
-    def exchange_ms(
-        self, model: ModelConfig, unit: UnitKind, level: Level
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Fit the extra time of layers on shares, or None if the profile has no such shares.
-
-        Coefficients of a constant, tokens and exchanged tokens have minimum relative error.
-        """
-        shares = [
-            one
-            for one in self.profile.shares
-            if (one.unit, one.context, one.exchange)
-            == (unit.measured_name, level.context, level.exchange)
-        ]
-        if not shares:
-            return None
-        names = feature_names(model)
-        at_levels = (*names, EXCHANGED)
-        given = np.array(
-            [[one.features.get(name, 0) for name in at_levels] for one in shares], float
-        )
-        can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
-
-        def added_ms(quantity: Quantity, measured_ms: np.ndarray) -> np.ndarray:
-            features, alone_ms = _series(self.profile, unit.measured_name, quantity, names)
-            fitted = _relative_nnls(features * _depends_on(model, unit), alone_ms)
-            more_ms = measured_ms - given[:, :-1] @ fitted
-            return _weighted_nnls(given * can_cost, more_ms, 1 / measured_ms)
-
-        return (
-            added_ms("forward_ms", np.array([one.forward_ms for one in shares])),
-            added_ms("backward_ms", np.array([one.backward_ms for one in shares])),
-        )
-
-    def save(self, profile: Path, refit: Path) -> None:
-        write_profile(self.profile, profile)
-        CostSource.save(self, profile, refit)
+    Returns:
+        None if the profile has no such shares.
+    """
+    wanted = unit.measured_name, level.context, level.exchange
+    shares = [one for one in profile.shares if (one.unit, one.context, one.exchange) == wanted]
+    if not shares:
+        return None
+    names = feature_names(model)
+    at_levels = (*names, EXCHANGED)
+    given = np.array([[one.features.get(name, 0) for name in at_levels] for one in shares], float)
+    can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
+    added_ms = []
+    for quantity in _TIMES:
+        measured_ms = np.array([getattr(one, quantity) for one in shares])
+        features, alone_ms = _series(profile, unit.measured_name, quantity, names)
+        fitted = _relative_nnls(features * _depends_on(model, unit), alone_ms)
+        more_ms = measured_ms - given[:, :-1] @ fitted
+        added_ms.append(_weighted_nnls(given * can_cost, more_ms, 1 / measured_ms))
+    return np.stack(added_ms)
 
 
 def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:
@@ -347,7 +337,7 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
 
 
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
-    """Relative errors of every fit that `Measured.costs` makes for this model."""
+    """Relative errors of every fit that `fitted_cost` makes for this model."""
     residuals = []
     names = feature_names(model)
     for kind in {kind.measured_name: kind for kind in unit_kinds(model)}.values():

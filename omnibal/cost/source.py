@@ -3,17 +3,20 @@
 from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
 import numpy as np
-from pydantic import Field
 
 from omnibal.base.files import write_json_model
-from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
+from omnibal.cost.profile import (
+    Profile,
+    fitted_cost,
+    fitted_exchange_ms,
+    with_measured_rates,
+    write_profile,
+)
 from omnibal.cost.refitted import Refit
-from omnibal.cost.shaped_rates import Line
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.levels import Level
@@ -21,29 +24,15 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.units import UnitKind
 
-MOST_MS = 1e12
-"""Max measured time, which keeps fits finite."""
-
-
-class ReadingMeasurement(Frozen):
-    """CPU time to decode, tile, tokenize and hand over samples, without waiting for storage."""
-
-    samples: Count
-    """Number of samples read."""
-    item_ms: dict[str, Annotated[float, Field(ge=0, le=MOST_MS)]]
-    """Time per item, by feature."""
-    token_ms: Annotated[float, Field(ge=0, le=MOST_MS)]
-    """Time per token, including items' tokens."""
-    cores: Count
-    """CPU cores for reader processes."""
-    is_shared: bool
-    """Whether the model computes on these cores too."""
-
 
 @dataclass(frozen=True, slots=True)
 class CostSource:
-    """Counted operations and bytes at the cluster's rates; measured sources override parts."""
+    """Counted operations and bytes at the cluster's rates; a profile's measurements override parts.
 
+    A profile is of devices of one kind.
+    """
+
+    profile: Profile | None = None
     refit: Refit | None = field(default=None, kw_only=True)
     """Correction by a run, or None."""
 
@@ -59,45 +48,34 @@ class CostSource:
         runtime: RuntimeOptions = OWN_RUNTIME,
     ) -> CostModel:
         """Return costs of all units at context size 1."""
-        sizes = model, cluster, parallel, precision, frozen
-        cost = self._unit_costs(*sizes, adapters=adapters, runtime=runtime)
+        sizes = model, self.with_rates(cluster), parallel, precision, frozen
+        if self.profile is None:
+            cost = analytic_cost(*sizes, adapters=adapters, runtime=runtime)
+        else:
+            cost = fitted_cost(self.profile, *sizes, adapters=adapters, runtime=runtime)
         return cost if self.refit is None else self.refit.applied(cost, parallel.pipeline)
-
-    def _unit_costs(self, *sizes: Any, **options: Any) -> CostModel:
-        return analytic_cost(*sizes, **options)
 
     @property
     def tensor(self) -> int | None:
         """The only tensor-parallel size with costs, None for any."""
-        return None
-
-    @property
-    def is_of_one_device(self) -> bool:
-        """Whether costs hold only for the cluster's own devices."""
-        return False
-
-    @property
-    def reading(self) -> ReadingMeasurement | None:
-        """Time to read the data, or None if not measured."""
-        return None
-
-    @property
-    def link(self) -> Line | None:
-        """Latency and time per byte between devices of a node, None to count it."""
-        return None
+        return None if self.profile is None else self.profile.tensor
 
     def with_rates(self, cluster: ClusterConfig) -> ClusterConfig:
         """Return the cluster with the rates for exchange."""
-        return cluster
+        if self.profile is None or self.profile.rates is None:
+            return cluster
+        return with_measured_rates(cluster, self.profile)
 
-    def exchange_ms(
-        self, model: ModelConfig, unit: UnitKind, level: Level
-    ) -> tuple[np.ndarray, np.ndarray] | None:
-        """Extra time of shared packs, two of [features at levels], or None to count it."""
-        return None
+    def exchange_ms(self, model: ModelConfig, unit: UnitKind, level: Level) -> np.ndarray | None:
+        """Extra time of shared packs, [2, features at levels], or None to count it."""
+        if self.profile is None:
+            return None
+        return fitted_exchange_ms(self.profile, model, unit, level)
 
     def save(self, profile: Path, refit: Path) -> None:
         """Write measurements and the refit to a plan's directory, if any."""
+        if self.profile is not None:
+            write_profile(self.profile, profile)
         if self.refit is not None:
             write_json_model(self.refit, refit)
 

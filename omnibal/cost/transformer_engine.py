@@ -4,20 +4,13 @@ Products accumulate weight gradients in the fp32 buffer and return an empty grad
 per shape and dtype (`get_dummy_wgrad` of `transformer_engine/pytorch/module/base.py`, 2.11;
 Megatron-core 0.16.1 uses it for the head too, `tensor_parallel/layers.py`). Only the word
 embedding's gradient is temporary. The fused loss writes its gradient over the logits.
-
-Attention with head exchange keeps its output from before the exchange back
-(`AttnFuncWithCPAndQKVOA2A` of `context_parallel.py`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from omnibal.cost.attention import attention_widths
-from omnibal.cost.kernels import Features
-from omnibal.cost.model import CostModel, LibraryBuffer
+from omnibal.cost.model import LibraryBuffer
 from omnibal.cost.work import Unit, Working
-from omnibal.model.config import ModelConfig
-from omnibal.model.levels import ContextExchange, Level
 
 _WORKSPACE_BYTES = 32 * 2**20
 """cuBLAS workspace per stream from Hopper on (`get_cublas_workspace_size_bytes`), as in torch."""
@@ -65,19 +58,3 @@ def library_buffers(trained: Mapping[str, Unit], element_bytes: int) -> tuple[Li
         ),
     )
     return (*gradients, *workspaces)
-
-
-def with_exchanged_output(
-    cost: CostModel, model: ModelConfig, tensor: int, element_bytes: int, level: Level
-) -> CostModel:
-    """Return costs at a level with attention's output from before a head exchange."""
-    if level.context == 1 or level.exchange is not ContextExchange.HEADS:
-        return cost
-    tokens, units = Features(names=cost.features).one("tokens"), dict(cost.units)
-    for kind in cost.kinds:
-        unit = units[kind.name]
-        if kind.layer is not None and unit.trained_parameters:
-            width = attention_widths(model.language, kind.layer, tensor).output / tensor
-            kept_bytes = unit.activation_bytes + tokens * width * element_bytes
-            units[kind.name] = replace(unit, activation_bytes=kept_bytes)
-    return replace(cost, units=units)

@@ -12,12 +12,10 @@ from omnibal.cost.analytic import layer_products
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost, pipeline_cost
 from omnibal.cost.host_waits import host_waits, with_host_waits
-from omnibal.cost.kernels import ELEMENT_BYTES
 from omnibal.cost.model import CostModel, pack_features, trained_features
 from omnibal.cost.sharded import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
-from omnibal.cost.transformer_engine import with_exchanged_output
 from omnibal.data.lengths import Lengths
 from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
@@ -242,18 +240,11 @@ class JobSpec:
 
     def costs_at(self, levels: Sequence[Level]) -> tuple[CostModel, ...]:
         """Return unit costs per level, with exchanges at measured rates if any."""
-        cluster, runtime = self.cost_source.with_rates(self.cluster), self.trainer.runtime
+        cluster = self.cost_source.with_rates(self.cluster)
         trained = trained_kinds(self.model, self.frozen, self.adapters)
         sizes = self.model, cluster, self.parallel, self.precision, trained
-        source = ExchangeSource(costs=self.cost_source, ring_tokens=runtime.ring_tokens)
-        costs = costs_at(self.cost, *sizes, levels, source)
-        if not runtime.accumulates_in_products:
-            return costs
-        widths = self.model, self.parallel.tensor, ELEMENT_BYTES[self.precision]
-        return tuple(
-            with_exchanged_output(cost, *widths, level)
-            for cost, level in zip(costs, levels, strict=True)
-        )
+        source = ExchangeSource(costs=self.cost_source, runtime=self.trainer.runtime)
+        return costs_at(self.cost, *sizes, levels, source)
 
     def cost_of_all(self, levels: Sequence[Level]) -> CostModel:
         """Return unit costs of all levels side by side, for predictions and checks."""

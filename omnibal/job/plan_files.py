@@ -2,15 +2,15 @@
 
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.cost.profile import Measured, read_profile
+from omnibal.cost.profile import read_profile
 from omnibal.cost.refitted import read_refit
-from omnibal.cost.source import ANALYTIC, CostSource
+from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import (
@@ -96,9 +96,10 @@ def hash_steps(directory: Path, steps: int) -> str | None:
 def job_of_plan(plan: Plan, directory: Path) -> JobSpec:
     """Make a plan's job with its costs: profiled or counted, then refitted if made from a run."""
     profile, refit = directory / PROFILE_FILE, directory / REFIT_FILE
-    source: CostSource = Measured(read_profile(profile)) if profile.exists() else ANALYTIC
-    if refit.exists():
-        source = replace(source, refit=read_refit(refit))
+    source = CostSource(
+        read_profile(profile) if profile.exists() else None,
+        refit=read_refit(refit) if refit.exists() else None,
+    )
     return JobSpec.of_plan(plan, source)
 
 

@@ -296,11 +296,11 @@ def for_all_portions(prediction: Prediction, runs: float) -> Prediction:
 
 def _reading(plan: Plan, job: JobSpec) -> StageReading | None:
     """Return the ranks' reading, if the costs have its time."""
-    reading = job.cost_source.reading
-    if reading is None:
+    profile = job.cost_source.profile
+    if profile is None or profile.reading is None:
         return None
     return StageReading.of(
-        reading,
+        profile.reading,
         plan.model,
         plan.held(plan.stages),
         feature_names_at(job.cost.features, plan.pack_levels),

@@ -12,7 +12,7 @@ from typing import Self
 import numpy as np
 
 from omnibal.cost.model import CostModel
-from omnibal.cost.source import ReadingMeasurement
+from omnibal.cost.profile import ReadingMeasurement
 from omnibal.model.config import ModelConfig
 from omnibal.model.units import HEAD
 from omnibal.pipeline.level_costs import features_of

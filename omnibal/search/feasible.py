@@ -150,7 +150,7 @@ def smaller_caps(caps: Caps, least: Caps) -> list[Caps]:
 
 def roomier_devices(job: JobSpec) -> Iterator[tuple[str, JobSpec]]:
     """Yield presets with more memory by size, with options. Empty for a measured profile."""
-    if job.cost_source.is_of_one_device:
+    if job.cost_source.profile is not None:
         return
     own = job.cluster
     presets = [load_cluster(name) for name in preset_names("clusters")]

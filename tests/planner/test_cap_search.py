@@ -18,8 +18,8 @@ from plan_cases import (
 )
 
 from omnibal.base.errors import UserError
-from omnibal.cost.profile import Measured, Profile, model_sha256, write_profile
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.profile import Profile, model_sha256, write_profile
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths, draw_samples, write_lengths
 from omnibal.job.plan_data import least_caps
 from omnibal.job.planner import make_plan
@@ -57,7 +57,7 @@ def profile_with_fixed_costs(fixed_ms: float) -> Profile:
 
 def request_of(**changes) -> CapSearchRequest:
     defaults = {
-        "cost_source": Measured(profile_with_fixed_costs(2.0)),
+        "cost_source": CostSource(profile_with_fixed_costs(2.0)),
         "lengths": example_lengths(count=150),
         "samples_per_step": 50,
         "samples": 1000,
@@ -122,14 +122,16 @@ def test_few_candidates_come_close_to_all():
 
 def test_fixed_costs_ask_for_larger_packs():
     """Prevents a search that always ends where it starts, or never says that it was cut short."""
-    cheap, dear = (search(cost_source=Measured(profile_with_fixed_costs(ms))) for ms in (0.0, 50.0))
+    cheap, dear = (
+        search(cost_source=CostSource(profile_with_fixed_costs(ms))) for ms in (0.0, 50.0)
+    )
     assert cheap.best["tokens"] < dear.best["tokens"] == 640
     assert dear.is_largest and not cheap.is_largest
 
 
 def test_less_memory_excludes_large_caps():
     """Prevents caps that cannot be trained, and feasible ones that are called infeasible."""
-    costs = {"cost_source": Measured(profile_with_fixed_costs(50.0))}
+    costs = {"cost_source": CostSource(profile_with_fixed_costs(50.0))}
     roomy = search(**costs)
     gib = 0.255 * roomy.candidates[0].peak_gib / 0.9
     tight_cluster = CLUSTER.model_copy(update={"memory_gib": gib})
@@ -311,7 +313,7 @@ def test_command_prints_one_json_object(capsys, tmp_path):
     result = json.loads(printed(capsys, f"{CAPS} --memory-gib 0.011 --json", *files))
     found = search(
         cluster=CLUSTER.model_copy(update={"memory_gib": 0.011}),
-        cost_source=Measured(profile), samples_per_step=30, samples=100, seed=3,
+        cost_source=CostSource(profile), samples_per_step=30, samples=100, seed=3,
     )  # fmt: skip
     assert list(result) == "max_tiles max_tokens rule candidates infeasible seconds".split()
     assert Caps.of(tiles=result["max_tiles"], tokens=result["max_tokens"]) == found.best

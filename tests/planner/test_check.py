@@ -15,7 +15,8 @@ from plan_cases import ISF, MODEL, example_lengths, example_profile, job_spec, o
 from omnibal import training_job
 from omnibal.base.errors import UserError
 from omnibal.cli.simulate import simulate
-from omnibal.cost.profile import Measured, model_sha256
+from omnibal.cost.profile import model_sha256
+from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.check import check_plan, open_plan, training_obstacles
 from omnibal.job.plan import Plan, PlannedLevel, read_plan, write_plan
@@ -579,7 +580,7 @@ def test_profile_is_kept_with_the_plan(tmp_path, made):
     """Prevents memory checked by other costs than the plan was made with."""
     profile = example_profile(activation_bytes=7_000_000)
     profile = profile.model_copy(update={"model_sha256": model_sha256(MODEL)})
-    measured = make_plan(request(cost_source=Measured(profile)))
+    measured = make_plan(request(cost_source=CostSource(profile)))
     save_plan(measured, tmp_path / "plan")
     assert check_plan(tmp_path / "plan")
     (tmp_path / "plan/profile.json").unlink()

@@ -12,7 +12,8 @@ from plan_cases import MODEL, changed, counting, example_lengths, example_profil
 
 from omnibal import Free, Goal, Samples, plan, training_job
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.profile import Measured, model_sha256
+from omnibal.cost.profile import model_sha256
+from omnibal.cost.source import CostSource
 from omnibal.job.plan_data import MockData, least_caps
 from omnibal.job.planner import PlanRequest, make_plan
 from omnibal.model.config import load_cluster, load_model
@@ -275,7 +276,7 @@ def test_only_what_was_tried_is_called_not_enough(method):
     for changes, absent in (
         ({}, set()),
         ({"steps": steps_of(scheduled)}, {"--max-tokens"}),
-        ({"cost_source": Measured(profile)}, {"preset device", "--tp"}),
+        ({"cost_source": CostSource(profile)}, {"preset device", "--tp"}),
     ):
         tiny = with_memory(one_epoch(**changes, **method), 1e-6)
         if "cost_source" not in changes:

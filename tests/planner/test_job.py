@@ -11,8 +11,8 @@ from plan_cases import MODEL, changed, counting, example_lengths, example_profil
 from omnibal.base.errors import UserError
 from omnibal.cost import source as source_module
 from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.profile import Measured, model_sha256
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.profile import model_sha256
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.job import job as job_module
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_files import PlanFiles, data_of_plan, job_of_plan, save_plan
@@ -25,7 +25,7 @@ from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 pytestmark = pytest.mark.quick
 
 PROFILE = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-MEASURED = Measured(PROFILE)
+MEASURED = CostSource(PROFILE)
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ MEASURED = Measured(PROFILE)
     [
         ({"parallel": Parallel(pipeline=100)}, "every stage must hold a layer"),
         ({"parallel": Parallel(tensor=64, pipeline=1)}, "devices of a node"),
-        ({"cost_source": Measured(example_profile())}, "are not those of internvl-digits"),
+        ({"cost_source": CostSource(example_profile())}, "are not those of internvl-digits"),
         ({"cost_source": MEASURED, "precision": "bf16"}, "profile was measured in fp32"),
         (
             {"cost_source": MEASURED, "parallel": Parallel(tensor=2, pipeline=1)},

@@ -9,14 +9,8 @@ from profile_cases import CLUSTER, MODEL, PARALLEL, SHAPES, measured, measuremen
 from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import (
-    Measured,
-    Profile,
-    fit_residuals,
-    model_sha256,
-    read_profile,
-    write_profile,
-)
+from omnibal.cost.profile import Profile, fit_residuals, model_sha256, read_profile, write_profile
+from omnibal.cost.source import CostSource
 from omnibal.model.config import ModelConfig, RopeScaling
 from omnibal.model.layers import ExpertsConfig, LayerRun
 from omnibal.model.parallel import Parallel
@@ -41,7 +35,7 @@ def measured_on(model: ModelConfig, parallel: Parallel, **changed: object) -> Pr
 
 
 def costs(profile: Profile, parallel: Parallel = PARALLEL, model: ModelConfig = MODEL) -> CostModel:
-    return Measured(profile).costs(model, CLUSTER, parallel, "fp32")
+    return CostSource(profile).costs(model, CLUSTER, parallel, "fp32")
 
 
 def test_exact_measurements_give_back_the_true_costs():

@@ -6,8 +6,8 @@ from cli_cases import PLAN, run
 from plan_cases import MODEL, changed, request
 from profile_cases import measured
 
-from omnibal.cost.profile import Measured, write_profile
-from omnibal.cost.source import ReadingMeasurement
+from omnibal.cost.profile import ReadingMeasurement, write_profile
+from omnibal.cost.source import CostSource
 from omnibal.job.planner import make_plan
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
@@ -22,7 +22,7 @@ def reading(factor: float = 1.0, **changes) -> ReadingMeasurement:
 
 
 def planned(read: ReadingMeasurement | None, **changes):
-    cost_source = Measured(measured(reading=read))
+    cost_source = CostSource(measured(reading=read))
     return make_plan(changed(request(), cost_source=cost_source, **changes))
 
 

@@ -1,5 +1,7 @@
 """How a trainer runs a step: what of its exchanges is hidden, beside plain walks of the same."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 from cost_cases import assumed_h100
@@ -33,7 +35,7 @@ def cost_of(runtime: RuntimeOptions = OWN_RUNTIME, *, tensor: int = 4, data: int
     return analytic_cost(MODEL, CLUSTER, parallel, "bf16", runtime=runtime)
 
 
-def changed(**options: bool) -> RuntimeOptions:
+def changed(**options: Any) -> RuntimeOptions:
     return OWN_RUNTIME.model_copy(update=options)
 
 
@@ -85,7 +87,8 @@ def ring_ms(ring_tokens: int | None, tokens: int, context: int = 4) -> float:
     parallel = Parallel(pipeline=1, data=context)
     cost = analytic_cost(MODEL, CLUSTER, parallel, "bf16")
     sizes = MODEL, CLUSTER, parallel, "bf16", ()
-    (shared,) = costs_at(cost, *sizes, (level,), ExchangeSource(ring_tokens=ring_tokens))
+    source = ExchangeSource(runtime=changed(ring_tokens=ring_tokens))
+    (shared,) = costs_at(cost, *sizes, (level,), source)
     added = shared.units[LAYER].context_ms[0]
     values = {"fixed": 1.0, "tokens": tokens / context, "exchanged_tokens": tokens / context}
     return float(added @ [values.get(name, 0.0) for name in shared.features])

@@ -12,9 +12,9 @@ from omnibal.base.errors import UserError
 from omnibal.cost.analytic import model_flops
 from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.model import CostModel, UnitCost, pack_features
-from omnibal.cost.profile import Measured, Profile, ShareMeasurement, model_sha256
+from omnibal.cost.profile import Profile, ShareMeasurement, model_sha256
 from omnibal.cost.share_features import share_features
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.model.config import ClusterConfig, load_cluster, load_model
@@ -23,6 +23,7 @@ from omnibal.model.levels import ContextExchange, CutRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
+from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import feature_names, feature_names_at
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.cut import cut_pack, item_bounds
@@ -197,7 +198,7 @@ def test_frozen_encoders_get_no_gradient_of_their_features() -> None:
 
 def test_measured_units_keep_their_times() -> None:
     """Prevents an exchange that is lost where costs were measured."""
-    job = job_spec(parallel=TWO_RANKS, cost_source=Measured(profile_of_digits()))
+    job = job_spec(parallel=TWO_RANKS, cost_source=CostSource(profile_of_digits()))
     counted_job = replace(job, cost_source=ANALYTIC)
     (measured,), (by_counts,) = (each.costs_at([level(2)]) for each in (job, counted_job))
     for name, unit in measured.units.items():
@@ -238,9 +239,9 @@ def test_exchanges_take_what_was_measured_of_shares() -> None:
     measured = profile_of_digits(measurements=times, shares=shares)
     node = load_cluster("laptop-cpu").model_copy(update={"gpus_per_node": 4})
     job = job_spec(
-        cluster=node, parallel=Parallel(pipeline=1, data=4), cost_source=Measured(measured)
+        cluster=node, parallel=Parallel(pipeline=1, data=4), cost_source=CostSource(measured)
     )
-    counted = replace(job, cost_source=Measured(alone))
+    counted = replace(job, cost_source=CostSource(alone))
 
     def added(job: JobSpec, context: int, exchange: ContextExchange) -> np.ndarray:
         return layer_of(job, level(context, exchange=exchange)).context_ms
@@ -267,9 +268,9 @@ def test_exchanges_are_at_the_profiles_rates() -> None:
     )
     rates = Rates(device="test", collectives=collectives)
     guessed, found = (
-        layer_of(job_spec(cost_source=Measured(profile), parallel=TWO_RANKS), level(2)).context_ms[
-            0
-        ]
+        layer_of(
+            job_spec(cost_source=CostSource(profile), parallel=TWO_RANKS), level(2)
+        ).context_ms[0]
         for profile in (profile_of_digits(), profile_of_digits(rates=rates))
     )
     language, cluster = MODEL.language, load_cluster("laptop-cpu")
@@ -383,7 +384,7 @@ def test_a_ring_is_walked_step_by_step(sample_tokens: int) -> None:
     for nothing where it does not."""
     cluster = SLOW.model_copy(update={"link_latency_us": 20})
     job, context = text_job(2, cluster=cluster), 4
-    source = ExchangeSource(ring_tokens=sample_tokens)
+    source = ExchangeSource(runtime=RuntimeOptions(ring_tokens=sample_tokens))
     given = job.model, cluster, job.parallel, job.precision, job.frozen
     (cost,) = costs_at(job.cost, *given, [level(context)], source)
     unit, alone = cost.units["language_layer"], job.cost.units["language_layer"]

@@ -26,8 +26,8 @@ from rate_cases import tiled_rates
 from rich.console import Console
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.profile import Measured, model_sha256
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.profile import model_sha256
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.job.plan import read_plan
 from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import load_cluster, load_model
@@ -375,13 +375,13 @@ def test_impossible_sizes_are_refused(changes, words):
 def test_profile_decides_the_tensor_size():
     """Prevents measured costs from being used for another tensor size than was measured."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(MODEL)})
-    found = search(cost_source=Measured(profile))
+    found = search(cost_source=CostSource(profile))
     assert {each.tensor for each in listed(found)} == {1}
     with pytest.raises(UserError, match="--tp 2 was given with a profile of tensor size 1"):
-        search(cost_source=Measured(profile), tensor=2)
+        search(cost_source=CostSource(profile), tensor=2)
     of_two = profile.model_copy(update={"tensor": 2})
     with pytest.raises(UserError, match=r"the profile is of tensor size 2 alone.*another tensor"):
-        search(cost_source=Measured(of_two), gpus=3)
+        search(cost_source=CostSource(of_two), gpus=3)
 
 
 PLAN = (

@@ -7,8 +7,8 @@ from plan_cases import example_profile, job_spec
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import UnitCost
-from omnibal.cost.profile import Measured, model_sha256
-from omnibal.cost.source import ANALYTIC
+from omnibal.cost.profile import model_sha256
+from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
@@ -58,7 +58,7 @@ def test_a_profile_has_as_large_a_part_as_is_counted():
     """Prevents backwards that were measured whole from having no second part, or only that."""
     profile = example_profile().model_copy(update={"model_sha256": model_sha256(DIGITS)})
     counted, measured = (
-        job_spec(cost_source=source).cost.units for source in (ANALYTIC, Measured(profile))
+        job_spec(cost_source=source).cost.units for source in (ANALYTIC, CostSource(profile))
     )
     for name, unit in measured.items():
         part, whole = counted[name].weight_ms.sum(), counted[name].backward_ms.sum()

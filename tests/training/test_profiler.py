@@ -32,7 +32,8 @@ from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer, train_step
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.measured_sizes import MeasuredSizes
-from omnibal.cost.profile import Measured, fit_residuals
+from omnibal.cost.profile import fit_residuals
+from omnibal.cost.source import CostSource
 from omnibal.job.job import JobSpec
 from omnibal.model.levels import ContextExchange
 from omnibal.model.parallel import Parallel
@@ -147,7 +148,7 @@ def test_units_of_encoders_add_up_and_are_measured(model, batch, item, tolerance
     names = [kinds[name] for name in unit_names(model)]
     assert set(by_unit) == set(names) == {one.unit for one in fit_residuals(profile, model)}
     assert sum(by_unit[name] for name in names) == pytest.approx(whole, **tolerance)
-    cost = Measured(profile).costs(model, plan.cluster, plan.parallel, "fp32")
+    cost = CostSource(profile).costs(model, plan.cluster, plan.parallel, "fp32")
     counted = analytic_cost(model, plan.cluster, plan.parallel, "fp32")
     own, tile = (np.array([name == one for name in cost.features]) for one in (feature, "tiles"))
     for name, unit in cost.units.items():
@@ -193,7 +194,7 @@ def peaks_and_profiles(name):
 def test_predicted_peak_activations_are_those_of_a_step(name):
     """Prevents plans that do not fit, or recompute in vain, in a 1F1B step of unequal packs."""
     (plan, packs, _, rel), ranks = PEAKS[name], peaks_and_profiles(name)
-    cost = Measured(ranks[0][1]).costs(plan.model, plan.cluster, plan.parallel, "fp32")
+    cost = CostSource(ranks[0][1]).costs(plan.model, plan.cluster, plan.parallel, "fp32")
     batches = [toy_batch(plan.model, pack, seed=i) for i, pack in enumerate(packs)]
     slot = np.arange(len(packs))
     one_rank = {"step": 0 * slot, "dp_rank": 0 * slot, "slot": slot, "data_parallel_size": 1}

@@ -18,7 +18,7 @@ from megatron.vlm.inputs.read_ahead import read_ahead
 from megatron.vlm.inputs.reader import SampleReader, normalized
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import usable_cores
-from omnibal.cost.source import ReadingMeasurement
+from omnibal.cost.profile import ReadingMeasurement
 
 _ENDLESS = 1 << 40  # more items than any profile reads
 _COUNTED = ("tiles", "image_tokens", "clips", "tokens")
