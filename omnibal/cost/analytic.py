@@ -40,7 +40,7 @@ from omnibal.cost.links import (
 )
 from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
-from omnibal.cost.towers import clips_embed, encoder_projector, items_layer, tiles_embed
+from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.transformer_engine import library_buffers, without_gradients
 from omnibal.cost.work import Kept, Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears, has_adapters
@@ -55,8 +55,8 @@ OPTIMIZER_BYTES: dict[Precision, int] = {"fp32": 8, "bf16": 12, "fp8": 12}
 """Adam's two moments; with bf16 weights also the fp32 weights (ZeRO, arXiv 1910.02054, 3.1)."""
 
 ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., Unit], ...]] = {
-    TilesEncoder: (tiles_embed, items_layer, encoder_projector),
-    ClipsEncoder: (clips_embed, items_layer, encoder_projector),
+    TilesEncoder: (tiles_embed, encoder_layer, encoder_projector),
+    ClipsEncoder: (clips_embed, encoder_layer, encoder_projector),
     ImagesEncoder: (images_embed, images_layer, images_projector),
 }
 """Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,

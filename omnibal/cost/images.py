@@ -16,7 +16,6 @@ from omnibal.cost.device import Device
 from omnibal.cost.kernels import FP32_BYTES, element_wise, product
 from omnibal.cost.towers import (
     LAST_OUTPUT,
-    LayerForm,
     encoder_layer,
     moments_bytes,
     norm_parameters,
@@ -89,19 +88,11 @@ def images_layer(
     model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device, *, padded: bool = True
 ) -> Unit:
     """Return a layer, with its deepstack projector if any."""
-    cells = device.one(tower.feature)
-    rows = cells * tower.positions_per_item
-    # Attended pairs: image squared, or window squared; windows at an edge count as full.
-    pairs = device.one(tower.squares) * tower.positions_per_item**2
-    if kind.is_windowed:
-        assert tower.window_positions is not None
-        pairs = rows * tower.window_positions
-    form = LayerForm(head_width=tower.head_width, gated=tower.gated, bias=tower.bias, rotates=True)
-    layer = encoder_layer(tower, form, device, rows, pairs, padded=padded)
+    layer = encoder_layer(model, tower, kind, device, padded=padded)
     if not kind.has_deepstack:
         return layer
     # Its norm is over folded cells (Qwen3-VL).
-    norm = norm_parameters(tower) * tower.positions_per_item
+    norm, cells = norm_parameters(tower) * tower.positions_per_item, device.one(tower.feature)
     projector = _two_products(tower, model, device, cells, cells, norm=norm)
     gradient_bytes = layer.output_bytes
     projector = replace(  # its backward comes first

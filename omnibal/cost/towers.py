@@ -1,6 +1,7 @@
-"""Tile and clip encoders (h hidden, f feed-forward, t tensor size, a head width)."""
+"""Tile and clip encoders, and layers of all encoders.
 
-from dataclasses import dataclass
+Letters: h hidden, f feed-forward, t tensor size, a head width.
+"""
 
 import numpy as np
 
@@ -8,7 +9,13 @@ from omnibal.cost.device import Device
 from omnibal.cost.kernels import FP32_BYTES, attention, element_wise, product
 from omnibal.cost.work import FIRST_OUTPUT, SECOND_OUTPUT, Kept, Unit, Working
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ClipsEncoder, EncoderLayers, TilesEncoder
+from omnibal.model.encoders import (
+    ClipsEncoder,
+    Encoder,
+    EncoderLayers,
+    ImagesEncoder,
+    TilesEncoder,
+)
 from omnibal.model.units import UnitKind
 
 _SECOND_GELU = "into the second GELU"
@@ -90,43 +97,32 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LayerForm:
-    """Variations of layers between encoder kinds."""
-
-    head_width: int
-    gated: bool = False
-    """Whether the feed-forward has a gate."""
-    bias: bool = True
-    """Whether linears other than the qkv projection have biases."""
-    rotates: bool = False
-    """Whether q and k are rotated, after their norms if any."""
-
-
 def encoder_layer(
-    tower: EncoderLayers,
-    form: LayerForm,
-    device: Device,
-    rows: np.ndarray,
-    pairs: np.ndarray,
-    *,
-    padded: bool,
+    _model: ModelConfig, tower: Encoder, kind: UnitKind, device: Device, *, padded: bool = True
 ) -> Unit:
-    """Return a layer.
+    """Return a layer with attention within items, or within images or windows of them.
+
+    Images' q and k are rotated, after their norms if any; their feed-forward may have a gate.
 
     Args:
-        rows: positions, [features].
-        pairs: attended pairs of positions, [features].
         padded: whether heads are padded to a multiple of the tensor size (25 become 28 on 4).
     """
+    rows = device.one(tower.feature) * tower.positions_per_item
+    pairs, gated, bias, rotates = rows * tower.positions_per_item, False, True, False
+    if isinstance(tower, ImagesEncoder):
+        gated, bias, rotates = tower.gated, tower.bias, True
+        pairs = device.one(tower.squares) * tower.positions_per_item**2
+        if kind.is_windowed:  # windows at an edge count as full
+            assert tower.window_positions is not None
+            pairs = rows * tower.window_positions
     t, size = device.tensor, device.element_bytes
     h, f = tower.hidden_size, tower.ffn_hidden_size
-    a = (-(-tower.heads // t) * t if padded else tower.heads) * form.head_width
-    heads, into, norms = a / form.head_width / t, 1 + form.gated, int(tower.qk_norm)
+    a = (-(-tower.heads // t) * t if padded else tower.heads) * tower.head_width
+    heads, into, norms = a / tower.head_width / t, 1 + gated, int(tower.qk_norm)
     scaled, norm, by = tower.layer_scale_init is not None, "scaled_add_norm", "self_attention"
     # Norms, layer scales and biases of row-parallel linears are replicated, the rest is divided.
-    whole = 2 * norm_parameters(tower) + 2 * h * form.bias + 2 * h * scaled
-    divided = into * f * form.bias + 3 * a * tower.qkv_bias + 2 * a * norms
+    whole = 2 * norm_parameters(tower) + 2 * h * bias + 2 * h * scaled
+    divided = into * f * bias + 3 * a * tower.qkv_bias + 2 * a * norms
     hidden_bytes, inner_bytes, width_bytes = (rows * each * size for each in (h, f / t, a / t))
     core_bytes, norm_bytes = width_bytes + rows * FP32_BYTES * heads, moments_bytes(tower, rows)
     # Replicated between the blocks: the first norm; add and norm; add. Divided: q/k norms and
@@ -134,11 +130,11 @@ def encoder_layer(
     again = norms * (t > 1)
     of_heads, back_of_heads = 4 * norms + 2 * again, 6 + 2 * norms + 4 * again
     qkv, by_qkv, normed, by_norm = "q, k and v", "linear_qkv", "normed q and k", "head_norms"
-    if form.rotates:
+    if rotates:
         of_heads, back_of_heads = 4 + 4 * norms, 6 + 4 * norms
         qkv, by_qkv = "rotated q and k, and v", "split_and_rotate"
         normed, by_norm = "q and k before norms", "norms"
-    between = 4 + (0 if form.rotates else 1 + 2 * scaled)
+    between = 4 + (0 if rotates else 1 + 2 * scaled)
     moved_bytes = 9 * hidden_bytes + of_heads * width_bytes + (1 + into) * inner_bytes
     back_moved_bytes = 2 * between * hidden_bytes + back_of_heads * width_bytes
     back_moved_bytes = back_moved_bytes + (1 + 2 * into) * inner_bytes
@@ -152,7 +148,7 @@ def encoder_layer(
         Kept(SECOND_OUTPUT, norm, hidden_bytes, for_weights=True),
         Kept("second norm's moments", norm, norm_bytes),
         Kept(_INTO, "mlp.linear_fc1", into * inner_bytes),
-        Kept(_OUT_OF, "swiglu" if form.gated else "bias_gelu", inner_bytes, for_weights=True),
+        Kept(_OUT_OF, "swiglu" if gated else "bias_gelu", inner_bytes, for_weights=True),
     ]
     if norms:  # and the scales of q and k per position
         kept.append(Kept(normed, f"{by}.{by_norm}", 2 * width_bytes + 2 * rows * FP32_BYTES))
@@ -166,7 +162,7 @@ def encoder_layer(
     return Unit(
         kernels=(
             *product(rows, h, 3 * a / t, name="self_attention.linear_qkv", given=FIRST_OUTPUT),
-            *attention(pairs, rows, heads, 2 * form.head_width),
+            *attention(pairs, rows, heads, 2 * tower.head_width),
             *product(rows, a / t, h, name="self_attention.linear_proj"),
             *product(rows, h, into * f / t, name="mlp.linear_fc1", given=SECOND_OUTPUT),
             *product(rows, f / t, h, name="mlp.linear_fc2", given=_OUT_OF),
@@ -211,20 +207,6 @@ def norm_parameters(tower: EncoderLayers) -> int:
 def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
     """Bytes of a norm's saved moments, [features]."""
     return rows * FP32_BYTES * (1 if tower.normalization == "RMSNorm" else 2)
-
-
-def items_layer(
-    model: ModelConfig,
-    tower: TilesEncoder | ClipsEncoder,
-    kind: UnitKind,
-    device: Device,
-    *,
-    padded: bool,
-) -> Unit:
-    """Return a layer with attention within items, all of one length."""
-    rows = device.one(tower.feature) * tower.positions_per_item
-    form = LayerForm(head_width=tower.hidden_size // tower.heads)
-    return encoder_layer(tower, form, device, rows, rows * tower.positions_per_item, padded=padded)
 
 
 def encoder_projector(

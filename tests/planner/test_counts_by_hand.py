@@ -18,7 +18,7 @@ from omnibal.cost.kernels import EXCHANGES, Features, KernelPass
 from omnibal.cost.language import head, language_embed, language_layer
 from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.shaped_rates import Line
-from omnibal.cost.towers import clips_embed, encoder_projector, items_layer, tiles_embed
+from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
 from omnibal.cost.work import Unit
 from omnibal.model.adapters import AdapterConfig, adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig
@@ -347,7 +347,7 @@ def test_layer_of_an_encoder(
     }
     model, own, padded = model_with(vision=tower), device(t), width == A
     kind = next(kind for kind in unit_kinds(model) if kind.is_layer)
-    count = images_layer if images else items_layer
+    count = images_layer if images else encoder_layer
     check(counted(count(model, tower, kind, own, padded=padded)), expected)
 
 
