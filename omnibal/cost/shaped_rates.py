@@ -17,6 +17,7 @@ from itertools import product
 from typing import Self
 
 import numpy as np
+from scipy.interpolate import RegularGridInterpolator
 from scipy.optimize import nnls
 
 from omnibal.cost.scattered_rates import ScatteredTimes, Shapes, shapes_of
@@ -50,63 +51,39 @@ class Line:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Grid:
-    """Product times [rows, inner] by [inner, outer] on a full grid."""
-
-    sizes: tuple[np.ndarray, np.ndarray, np.ndarray]
-    """Measured rows, inner and outer sizes, ascending."""
-    ms_per_flop: np.ndarray
-    """[rows, inner, outer]"""
-
-    @classmethod
-    def of(cls, measured: Sequence[ProductTime], times_ms: np.ndarray) -> Self:
-        """Make a grid from measurements that satisfy `_are_grid`."""
-        points = np.array([(one.rows, one.inner, one.outer) for one in measured], np.float64)
-        order = np.lexsort(points.T[::-1])
-        rows, inner, outer = (np.unique(axis) for axis in points.T)
-        rates = (times_ms / _flops(*points.T))[order]
-        return cls(
-            sizes=(rows, inner, outer),
-            ms_per_flop=rates.reshape(len(rows), len(inner), len(outer)),
-        )
-
-    def ms(self, rows: _Size, inner: _Size, outer: _Size) -> np.ndarray:
-        """Interpolated product times, with broadcast sizes."""
-        sides = [
-            _sides(axis, np.asarray(size))
-            for axis, size in zip(self.sizes, (rows, inner, outer), strict=True)
-        ]
-        log_rates, log_rate = np.log(self.ms_per_flop), np.zeros(())
-        for (m, m_share), (k, k_share), (n, n_share) in product(*sides):
-            log_rate = log_rate + m_share * k_share * n_share * log_rates[m, k, n]
-        return np.exp(log_rate) * _flops(rows, inner, outer)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ProductTimes:
     """Matrix product times by rows, inner and outer sizes, and groups."""
 
-    table: _Grid | ScatteredTimes
+    table: RegularGridInterpolator | ScatteredTimes
+    """A grid has log time per operation by log rows, inner and outer sizes."""
 
     @property
     def accumulates(self) -> bool:
         """Whether measured weight-gradient products include accumulation."""
-        return not isinstance(self.table, _Grid)
+        return isinstance(self.table, ScatteredTimes)
 
     @classmethod
     def of(cls, measured: Sequence[ProductTime], tflops: float | None = None) -> Self:
         """Fit measurements with shares of `tflops`."""
         times_ms = np.array([one.time_ms(tflops) for one in measured])
         if _are_grid(measured):
-            return cls(table=_Grid.of(measured, times_ms))
+            points = np.array([(one.rows, one.inner, one.outer) for one in measured], np.float64)
+            axes = [np.unique(axis) for axis in points.T]
+            log_rates = np.log(times_ms / _flops(*points.T))[np.lexsort(points.T[::-1])]
+            log_rates = log_rates.reshape([len(axis) for axis in axes])
+            return cls(table=RegularGridInterpolator([*map(np.log, axes)], log_rates))
         return cls(table=ScatteredTimes.of(shapes_of(measured), times_ms))
 
     def ms(
         self, of: Pass, rows: _Size, inner: _Size, outer: _Size, *, groups: _Size = 1
     ) -> np.ndarray:
         """Product times with broadcast sizes; `rows` are per group."""
-        if isinstance(self.table, _Grid):
-            return self.table.ms(*_AS_FORWARD[of](rows, inner, outer)) * groups
+        if not isinstance(self.table, ScatteredTimes):
+            forward = _AS_FORWARD[of](rows, inner, outer)
+            ends = np.array([axis[[0, -1]] for axis in self.table.grid]).T
+            at = np.stack(np.broadcast_arrays(*map(np.log, forward)), axis=-1).clip(*ends)
+            log_rates = self.table(at).reshape(at.shape[:-1])
+            return np.exp(log_rates) * _flops(*forward) * groups
         sizes = [np.atleast_1d(size) for size in np.broadcast_arrays(rows, inner, outer, groups)]
         # Megatron accumulates weight gradients in fp32.
         shapes = Shapes.of([of], np.array([4.0]), *(size.ravel() for size in sizes))
@@ -121,12 +98,13 @@ class ProductTimes:
 def _line(times: ProductTimes, of: Pass, inner: float, outer: float, groups: int) -> Line:
     table = times.table
     rows = _ROWS if groups == 1 else groups * _ROWS / 16  # rows per group
-    if isinstance(table, _Grid):
-        rows = table.sizes[0]
+    if not isinstance(table, ScatteredTimes):
+        rows = np.exp(table.grid[0])
     times_ms = times.ms(of, rows / groups, inner, outer, groups=groups)
     # The slope is bounded by the fastest rate.
     flops = 2 * inner * outer
-    fastest = table.ms_per_flop if isinstance(table, _Grid) else times_ms / (rows * flops)
+    is_scattered = isinstance(table, ScatteredTimes)
+    fastest = times_ms / (rows * flops) if is_scattered else np.exp(table.values)
     return fitted_line(rows, times_ms, least_ms=float(fastest.min()) * flops)
 
 
@@ -224,12 +202,3 @@ def fitted_line(
 
 def _flops(rows: _Size, inner: _Size, outer: _Size) -> np.ndarray:
     return np.asarray(2.0 * rows * inner * outer)
-
-
-def _sides(axis: np.ndarray, size: np.ndarray) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-    """Indices of neighbouring measured sizes with logarithmic weights; clamped at the ends."""
-    last = len(axis) - 1
-    index = np.interp(np.log(size), np.log(axis), np.arange(len(axis)))
-    below = np.minimum(index.astype(int), max(last - 1, 0))
-    share = index - below
-    return (below, 1 - share), (np.minimum(below + 1, last), share)

@@ -10,7 +10,7 @@ from omnibal.model.encoders import SQUARED_FEATURES
 from omnibal.model.levels import ContextExchange, Level, are_plain
 from omnibal.model.units import EXCHANGED
 from omnibal.packing.packs import Packs, ScheduledPacks
-from omnibal.steps.cut import Pieces, cut_packs
+from omnibal.steps.cut import cut_packs
 from omnibal.steps.item_shares import bounds_of_items, squares_of_shares
 from omnibal.steps.shares import Shares, shares_of
 
@@ -49,51 +49,34 @@ def part_features(
         nothing = np.zeros((len(packs), len(features) - whole.shape[1]))
         return np.hstack([whole, nothing])[:, None]
     pieces = cut_packs(lengths.tokens[packs.samples], packs.offsets, level)
-    parts = _Parts(packs, pieces, level)
-    return np.stack([parts.of(lengths, name) for name in features], axis=-1).astype(np.float64)
+    shape, divided = (len(packs), level.context), pieces.divided
+    share = pieces.pack * level.context + pieces.rank
+    sample = packs.samples[packs.offsets[pieces.pack] + pieces.sample]
 
+    def sums(of_pieces: np.ndarray) -> np.ndarray:
+        return np.bincount(share, of_pieces, minlength=len(packs) * level.context).reshape(shape)
 
-class _Parts:
-    """Sums over every rank's pieces of packs of one level, [packs, context]."""
-
-    def __init__(self, packs: Packs, pieces: Pieces, level: Level) -> None:
-        self._packs = packs
-        self._pieces = pieces
-        self._level = level
-        self._shape = len(packs), level.context
-        self._divided = pieces.divided
-        self._share = pieces.pack * level.context + pieces.rank
-        self._sample = packs.samples[packs.offsets[pieces.pack] + pieces.sample]
-
-    def of(self, lengths: Lengths, feature: str) -> np.ndarray:
-        """Sum of one feature."""
-        pieces = self._pieces
+    def part_sums(feature: str) -> np.ndarray:
+        """Sums of a feature over every rank's pieces, [packs, context]."""
         if is_attended(feature):
-            return self._attended(feature)
+            each = attended(pieces.stop, feature) - attended(pieces.first, feature)
+            together = sums(each * divided).mean(axis=1, keepdims=True)
+            is_gather = level.exchange is ContextExchange.GATHER
+            return sums(each) if is_gather else sums(each * ~divided) + together
         if feature in SQUARED_FEATURES:
-            return squares_of_shares(self._packs, lengths, self._level)
+            return squares_of_shares(packs, lengths, level)
         match feature:
             case "fixed":
-                return np.ones(self._shape)
+                return np.ones(shape)
             case "tokens":
-                return self._sum(pieces.tokens)
+                return sums(pieces.tokens)
             case "loss_tokens":
-                first = (lengths.tokens - loss_tokens(lengths))[self._sample]
-                return self._sum(np.maximum(pieces.stop - np.maximum(pieces.first, first), 0))
+                first = (lengths.tokens - loss_tokens(lengths))[sample]
+                return sums(np.maximum(pieces.stop - np.maximum(pieces.first, first), 0))
             case "exchanged_tokens":
-                most = self._sum(pieces.tokens * self._divided).max(axis=1, keepdims=True)
-                return np.broadcast_to(most, self._shape)
+                most = sums(pieces.tokens * divided).max(axis=1, keepdims=True)
+                return np.broadcast_to(most, shape)
             case _:
-                return np.diff(bounds_of_items(self._packs, lengths, self._level, feature))
+                return np.diff(bounds_of_items(packs, lengths, level, feature))
 
-    def _attended(self, feature: str) -> np.ndarray:
-        pieces = self._pieces
-        each = attended(pieces.stop, feature) - attended(pieces.first, feature)
-        if self._level.exchange is ContextExchange.GATHER:
-            return self._sum(each)
-        together = self._sum(each * self._divided).mean(axis=1, keepdims=True)
-        return self._sum(each * ~self._divided) + together
-
-    def _sum(self, of_pieces: np.ndarray) -> np.ndarray:
-        size = self._shape[0] * self._shape[1]
-        return np.bincount(self._share, of_pieces, minlength=size).reshape(self._shape)
+    return np.stack([part_sums(name) for name in features], axis=-1).astype(np.float64)

@@ -287,72 +287,47 @@ def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, 
 
 
 def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
-    match tower:
-        case ClipsEncoder():
-            return _layer_linears(*_whisper_pieces(tower))
-        case ImagesEncoder():
-            return _layer_linears(*_images_pieces(tower))
-        case _:
-            return _layer_linears(*_tiles_pieces(tower))
-
-
-def _layer_linears(
-    qkv: Sequence[Piece], out: Piece, into: Sequence[Piece], back: Piece
-) -> tuple[Linear, ...]:
-    return (
-        _column("self_attention.linear_qkv", *qkv),
-        _row("self_attention.linear_proj", out),
-        _column("mlp.linear_fc1", *into),
-        _row("mlp.linear_fc2", back),
-    )
-
-
-_LayerPieces = tuple[Sequence[Piece], Piece, Sequence[Piece], Piece]
-"""Pieces of a layer: qkv, attention output, into the activation, out of it."""
-
-
-def _tiles_pieces(tower: TilesEncoder) -> _LayerPieces:
-    wide, inner = tower.hidden_size, tower.ffn_hidden_size
-    own, other = "vision_model.encoder.layers.*", "model.vision_tower.encoder.layer.*"
-    projection = f"{other}.attention.projection_layer"
-    return (
-        [_piece("qkv", wide, 3 * wide, f"{own}.attn.qkv")],
-        _piece("proj", wide, wide, f"{own}.attn.proj", projection),
-        [_piece("fc1", wide, inner, f"{own}.mlp.fc1", f"{other}.mlp.fc1")],
-        _piece("fc2", inner, wide, f"{own}.mlp.fc2", f"{other}.mlp.fc2"),
-    )
-
-
-def _images_pieces(tower: ImagesEncoder) -> _LayerPieces:
-    wide, inner = tower.hidden_size, tower.ffn_hidden_size
-    heads = tower.heads * tower.head_width
-    into, back = ["linear_fc1"], "linear_fc2"
-    if tower.gated:
-        into, back = ["gate_proj", "up_proj"], "down_proj"
-
-    def piece(name: str, inputs: int, outputs: int, block: str = "mlp") -> Piece:
-        # Qwen2-VL's names of feed-forwards are shorter.
-        names = dict.fromkeys((f"{block}.{name}", f"{block}.{name.replace('linear_fc', 'fc')}"))
+    wide, inner, heads = tower.hidden_size, tower.ffn_hidden_size, tower.heads * tower.head_width
+    qkv, out, into, back = {"qkv": 3 * heads}, "proj", ["fc1"], "fc2"
+    attention, mlp = ["vision_model.encoder.layers.*.attn"], ["vision_model.encoder.layers.*.mlp"]
+    if isinstance(tower, TilesEncoder):
+        mlp.append("model.vision_tower.encoder.layer.*.mlp")
+    elif isinstance(tower, ClipsEncoder):
+        qkv, out = dict.fromkeys(("q_proj", "k_proj", "v_proj"), heads), "out_proj"
+        attention, mlp = ["audio_tower.layers.*.self_attn"], ["audio_tower.layers.*"]
+    else:
+        into, back = ["linear_fc1"], "linear_fc2"
+        if tower.gated:
+            into, back = ["gate_proj", "up_proj"], "down_proj"
         places = ("model.visual.blocks.*", "visual.blocks.*")
-        paths = (f"{place}.{each}" for place in places for each in names)
-        return _piece(name, inputs, outputs, *paths)
+        attention, mlp = ([f"{place}.{block}" for place in places] for block in ("attn", "mlp"))
 
-    return (
-        [piece("qkv", wide, 3 * heads, "attn")],
-        piece("proj", heads, wide, "attn"),
+    def piece(name: str, inputs: int, outputs: int, blocks: Sequence[str] = mlp) -> Piece:
+        # Qwen2-VL's names of feed-forwards are shorter.
+        names = dict.fromkeys((name, name.replace("linear_fc", "fc")))
+        return _piece(name, inputs, outputs, *(f"{at}.{each}" for at in blocks for each in names))
+
+    proj = piece(out, heads, wide, attention)
+    if isinstance(tower, TilesEncoder):
+        projection = "model.vision_tower.encoder.layer.*.attention.projection_layer"
+        proj = replace(proj, paths=(*proj.paths, projection))
+    return _layer_linears(
+        [piece(name, wide, size, attention) for name, size in qkv.items()],
+        proj,
         [piece(name, wide, inner) for name in into],
         piece(back, inner, wide),
     )
 
 
-def _whisper_pieces(tower: ClipsEncoder) -> _LayerPieces:
-    wide, inner, at = tower.hidden_size, tower.ffn_hidden_size, "audio_tower.layers.*"
-    names = ("q_proj", "k_proj", "v_proj")
+def _layer_linears(
+    qkv: Sequence[Piece], out: Piece, into: Sequence[Piece], back: Piece
+) -> tuple[Linear, ...]:
+    """Return the linears of pieces: qkv, attention output, into the activation, out of it."""
     return (
-        [_piece(name, wide, wide, f"{at}.self_attn.{name}") for name in names],
-        _piece("out_proj", wide, wide, f"{at}.self_attn.out_proj"),
-        [_piece("fc1", wide, inner, f"{at}.fc1")],
-        _piece("fc2", inner, wide, f"{at}.fc2"),
+        _column("self_attention.linear_qkv", *qkv),
+        _row("self_attention.linear_proj", out),
+        _column("mlp.linear_fc1", *into),
+        _row("mlp.linear_fc2", back),
     )
 
 

@@ -30,7 +30,7 @@ from omnibal.model.encoders import (
     TilingConfig,
 )
 from omnibal.model.layers import LayerKind, LayerRun
-from omnibal.model.rates import Rates
+from omnibal.model.rates import Rates, ScaledRates
 
 Precision = Literal["fp32", "bf16", "fp8"]
 """Weight and activation type; "fp8" is bf16 with FP8 products in layers (`omnibal.model.fp8`)."""
@@ -367,17 +367,6 @@ _NCCL_PEER_MIB = 32 * 12.0
 """NCCL buffers per all-to-all peer: 23.6 GiB for 63 peers (NVIDIA/Megatron-LM#6378)."""
 
 
-class ScaledRates(Frozen):
-    """Rate tables of another cluster, with factors for the shares of peak reached."""
-
-    cluster: str
-    products: Rate = 1.0
-    grouped: Rate = 1.0
-    attention: Rate = 1.0
-    attention_most: tuple[Share, Share] = (1.0, 1.0)
-    """Largest shares of peak that attention reaches, forward and backward."""
-
-
 class Accuracy(Frozen):
     """Prediction error that plans of earlier versions hold (`omnibal.job.published_errors`)."""
 
@@ -562,14 +551,7 @@ def load_cluster(name_or_path: str) -> ClusterConfig:
             "of its own; name a cluster that has one, such as b200-180g, or leave rates_of out"
         )
     taken = {
-        precision: rates.of_peak(
-            other.tflops(precision),
-            cluster.tflops(precision),
-            products=scaled.products,
-            grouped=scaled.grouped,
-            attention=scaled.attention,
-            attention_most=scaled.attention_most,
-        )
+        precision: rates.of_peak(other.tflops(precision), cluster.tflops(precision), scaled)
         for precision, rates in other.rates.items()
         if precision in cluster.peak_tflops
     }

@@ -193,6 +193,17 @@ class CopyTime(_Moved):
         return self.gb_per_s * 1e6
 
 
+class ScaledRates(Frozen):
+    """Rate tables of another cluster, with factors for the shares of peak reached."""
+
+    cluster: str
+    products: Rate = 1.0
+    grouped: Rate = 1.0
+    attention: Rate = 1.0
+    attention_most: tuple[Share, Share] = (1.0, 1.0)
+    """Largest shares of peak that attention reaches, forward and backward."""
+
+
 class Rates(Frozen):
     """Measurements of one device in one precision, all optional."""
 
@@ -221,26 +232,17 @@ class Rates(Frozen):
         # Once, since fits are cached per object.
         return hash((self.device, self.products, self.grouped, self.attention))
 
-    def of_peak(
-        self,
-        own_tflops: float,
-        tflops: float,
-        *,
-        products: float,
-        grouped: float,
-        attention: float,
-        attention_most: tuple[float, float] = (1.0, 1.0),
-    ) -> Self:
+    def of_peak(self, own_tflops: float, tflops: float, scales: ScaledRates) -> Self:
         """Return rates with peak `tflops` and scaled shares, without copies and collectives."""
         peak = self.tflops or own_tflops
         return self.model_copy(
             update={
                 "device": f"{self.device}, scaled",
                 "tflops": tflops,
-                "products": tuple(one.scaled(peak, products) for one in self.products),
-                "grouped": tuple(one.scaled(peak, grouped) for one in self.grouped),
+                "products": tuple(one.scaled(peak, scales.products) for one in self.products),
+                "grouped": tuple(one.scaled(peak, scales.grouped) for one in self.grouped),
                 "attention": tuple(
-                    one.scaled(peak, attention, attention_most[one.of == "backward"])
+                    one.scaled(peak, scales.attention, scales.attention_most[one.of == "backward"])
                     for one in self.attention
                 ),
                 "collectives": (),

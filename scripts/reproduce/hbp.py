@@ -37,6 +37,7 @@ from omnibal.model.config import ClusterConfig, PlainPrecision, load_cluster, lo
 from omnibal.model.levels import ContextExchange, FillRule, Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.model.rates import ScaledRates
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
@@ -173,13 +174,11 @@ class System:
 def cluster_at(share: float = SHARE_OF_RATES) -> ClusterConfig:
     """The H100 as the published system uses it: this share of the B200's scaled rates, no host."""
     preset, measured = load_cluster(CLUSTER), load_cluster("b200-180g")
-    rates = measured.rates[PRECISION].of_peak(
-        measured.tflops(PRECISION),
-        preset.tflops(PRECISION),
-        products=1.33 * share,
-        grouped=1.33 * share,
-        attention=1.2 * share,
+    scales = ScaledRates(
+        cluster=measured.name, products=1.33 * share, grouped=1.33 * share, attention=1.2 * share
     )
+    peaks = measured.tflops(PRECISION), preset.tflops(PRECISION)
+    rates = measured.rates[PRECISION].of_peak(*peaks, scales)
     return preset.model_copy(update={"rates": {PRECISION: rates}, "host_us": 0.0})
 
 
