@@ -103,8 +103,8 @@ def _line(times: ProductTimes, of: Pass, inner: float, outer: float, groups: int
     times_ms = times.ms(of, rows / groups, inner, outer, groups=groups)
     # The slope is bounded by the fastest rate.
     flops = 2 * inner * outer
-    is_scattered = isinstance(table, ScatteredTimes)
-    fastest = times_ms / (rows * flops) if is_scattered else np.exp(table.values)
+    rates = times_ms / (rows * flops)
+    fastest = rates if isinstance(table, ScatteredTimes) else np.exp(table.values)
     return fitted_line(rows, times_ms, least_ms=float(fastest.min()) * flops)
 
 

@@ -119,7 +119,7 @@ def adapters_of(
         ) from error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A linear as stored in released checkpoints."""
 
@@ -132,14 +132,14 @@ class Piece:
     is_adapted: bool = False
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Linear:
     """A linear of this project, fused from one or more pieces."""
 
     module: str
     """Name within its layer or projector, such as `self_attention.linear_qkv`."""
     pieces: tuple[Piece, ...]
-    divides_inputs: bool
+    divides_inputs: bool = False
     """Whether it is row-parallel."""
 
     @property
@@ -273,7 +273,7 @@ def _language_layer(language: LanguageConfig, kind: LayerKind) -> tuple[Linear, 
     def piece(name: str, inputs: int, outputs: int, block: str = "mlp") -> Piece:
         prefixes = ("language_model.model", "model.language_model", "model")
         paths = (f"{prefix}.layers.*.{block}.{name}" for prefix in prefixes)
-        return _piece(name, inputs, outputs, *paths)
+        return Piece(name, inputs, outputs, tuple(paths))
 
     made = {"q_proj": query * (2 if language.output_gate else 1), "k_proj": key, "v_proj": key}
     linears = _layer_linears(
@@ -305,7 +305,8 @@ def _encoder_layer(tower: Encoder) -> tuple[Linear, ...]:
     def piece(name: str, inputs: int, outputs: int, blocks: Sequence[str] = mlp) -> Piece:
         # Qwen2-VL's names of feed-forwards are shorter.
         names = dict.fromkeys((name, name.replace("linear_fc", "fc")))
-        return _piece(name, inputs, outputs, *(f"{at}.{each}" for at in blocks for each in names))
+        paths = tuple(f"{at}.{each}" for at in blocks for each in names)
+        return Piece(name, inputs, outputs, paths)
 
     proj = piece(out, heads, wide, attention)
     if isinstance(tower, TilesEncoder):
@@ -324,10 +325,10 @@ def _layer_linears(
 ) -> tuple[Linear, ...]:
     """Return the linears of pieces: qkv, attention output, into the activation, out of it."""
     return (
-        _column("self_attention.linear_qkv", *qkv),
-        _row("self_attention.linear_proj", out),
-        _column("mlp.linear_fc1", *into),
-        _row("mlp.linear_fc2", back),
+        Linear("self_attention.linear_qkv", tuple(qkv)),
+        Linear("self_attention.linear_proj", (out,), divides_inputs=True),
+        Linear("mlp.linear_fc1", tuple(into)),
+        Linear("mlp.linear_fc2", (back,), divides_inputs=True),
     )
 
 
@@ -347,18 +348,8 @@ def _projector(model: ModelConfig, tower: Encoder) -> tuple[Linear, ...]:
     first += [f"{at}.{names['linear_1']}", "projector.linear_1"]
     second += [f"{at}.{names['linear_2']}", "projector.linear_2"]
     return (
-        _column("linear_fc1", _piece("linear_1", wide, inner, *first)),
-        _row("linear_fc2", _piece("linear_2", inner, width, *second)),
+        Linear("linear_fc1", (Piece("linear_1", wide, inner, tuple(first)),)),
+        Linear(
+            "linear_fc2", (Piece("linear_2", inner, width, tuple(second)),), divides_inputs=True
+        ),
     )
-
-
-def _piece(name: str, inputs: int, outputs: int, *paths: str) -> Piece:
-    return Piece(name=name, inputs=inputs, outputs=outputs, paths=paths)
-
-
-def _column(module: str, *pieces: Piece) -> Linear:
-    return Linear(module=module, pieces=pieces, divides_inputs=False)
-
-
-def _row(module: str, piece: Piece) -> Linear:
-    return Linear(module=module, pieces=(piece,), divides_inputs=True)
