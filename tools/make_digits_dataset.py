@@ -182,18 +182,6 @@ class Composer:
         return Image.fromarray(pixels.astype(np.uint8)).convert("RGB")
 
 
-def split_scans(seed: int) -> tuple[Scans, Scans]:
-    """Training and held-out scans: disjoint, with equal digit distributions."""
-    bunch = load_digits()
-    identities = np.arange(len(bunch.target))
-    parts = train_test_split(
-        identities, test_size=HELDOUT_SCANS, stratify=bunch.target, random_state=seed
-    )
-    ink = (bunch.images / 16).astype(np.float32)
-    train, heldout = (Scans(ink[part], bunch.target[part], part) for part in parts)
-    return train, heldout
-
-
 Sources = Mapping[str, tuple[float, Callable[[Any], Composition]]]
 """Share of the samples, and the method of the composer that draws one, by source."""
 SOURCES: Sources = {
@@ -307,7 +295,14 @@ def splits(
     samples: int, heldout_samples: int, seed: int
 ) -> Iterator[tuple[str, Scans, int, np.random.Generator]]:
     """Yield name, scans, number of samples and random generator of each split."""
-    train, heldout = split_scans(seed)
+    bunch = load_digits()
+    identities = np.arange(len(bunch.target))
+    # Disjoint, with equal digit distributions.
+    parts = train_test_split(
+        identities, test_size=HELDOUT_SCANS, stratify=bunch.target, random_state=seed
+    )
+    ink = (bunch.images / 16).astype(np.float32)
+    train, heldout = (Scans(ink[part], bunch.target[part], part) for part in parts)
     yield "train", train, samples, np.random.default_rng([seed, 0])
     yield "heldout", heldout, heldout_samples, np.random.default_rng([seed, 1])
 

@@ -64,7 +64,10 @@ def prepare_megatron_core() -> None:
     provide_weight_gradients()
     _repair_distributed_optimizer_load()
     _repair_checkpoint_results_queue()
-    _repair_router()
+    # Without Transformer Engine, core 0.16.1's router uses an undefined name.
+    from megatron.core.transformer.moe import moe_utils
+
+    vars(moe_utils).setdefault("te_general_gemm", None)
 
 
 def is_core_on_cpu() -> bool:
@@ -267,11 +270,3 @@ def _repair_checkpoint_results_queue() -> None:
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     filesystem_async._results_queue = queue.Queue()
-
-
-def _repair_router() -> None:
-    """Let the router work without Transformer Engine, which core 0.16.1 uses an undefined name
-    for."""
-    from megatron.core.transformer.moe import moe_utils
-
-    vars(moe_utils).setdefault("te_general_gemm", None)

@@ -72,12 +72,23 @@ class ScanJournal:
         records, discarded = log.read(_NAMED)
         numbers = {key: number for number, key in enumerate(data.keys)}
         parts = [_read(record, numbers, data) for record in records]
-        read = Counted.joined(parts)
+        read = finished = Counted.joined(parts)
         log.begin(records if len(read) else [])
+        if len(read):
+            # `_places` index each sample once, and the journal all its repeats.
+            places = _places(data, data.file, data.number)
+            order = np.argsort(places, kind="stable")
+            wanted = read.rows["index"]
+            first, stop = (np.searchsorted(places[order], wanted, end) for end in ("left", "right"))
+            row = np.repeat(np.arange(len(read)), stop - first)
+            rows = read.rows[row]
+            rows["index"] = order[numbers_of_runs(first, stop - first)]
+            repeated = Counted(rows=rows, image_sizes=read.image_sizes.take(row))
+            finished = Counted.joined([repeated])
         return cls(
             log=log,
             data=data,
-            finished=_every_repeat(read, data) if len(read) else read,
+            finished=finished,
             discarded=discarded or bool(records and not len(read)),
             changed=sum(_NUMBERS.unpack_from(record)[1] for record in records)
             - sum(map(len, parts))
@@ -128,19 +139,6 @@ def _read(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> C
     read["index"] = _places(data, file[kept], rows["number"][kept])
     read[_SUMS] = rows[_SUMS][kept]
     return Counted(rows=read, image_sizes=sizes.take(kept))
-
-
-def _every_repeat(read: Counted, data: Annotations) -> Counted:
-    """Expand samples indexed by `_places` to all repeats."""
-    places = _places(data, data.file, data.number)
-    order = np.argsort(places, kind="stable")
-    wanted = read.rows["index"]
-    first, stop = (np.searchsorted(places[order], wanted, side) for side in ("left", "right"))
-    repeats = stop - first
-    row = np.repeat(np.arange(len(read)), repeats)
-    rows = read.rows[row]
-    rows["index"] = order[numbers_of_runs(first, repeats)]
-    return Counted.joined([Counted(rows=rows, image_sizes=read.image_sizes.take(row))])
 
 
 def _places(data: Annotations, file: np.ndarray, number: np.ndarray) -> np.ndarray:

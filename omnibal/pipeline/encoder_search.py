@@ -289,20 +289,17 @@ def _choices(problem: PlacementProblem, effort: float) -> list[_Choice]:
     are_few = effort < 1 and any(
         one.is_of_samples for one in problem.any_encoders.encoders.values()
     )
-    choices = list(_choices_within(problem, _least_beside(problem), are_few=are_few))
-    if not choices:
-        raise _too_large(problem)
-    return choices
-
-
-def _least_beside(problem: PlacementProblem) -> float:
-    """Return the min bytes of the fullest stage without encoders, over all splits."""
     workload = problem.with_encoders(next(_smallest(problem)))
     assert workload.encoding is not None
     # Pipeline features do not depend on the encoding ranks.
     features = EncoderMemory(features=_taken(workload).features)
     alone = replace(workload, encoding=replace(workload.encoding, encoder_memory=features))
-    return least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+    # The fullest stage without encoders, over all splits.
+    least = least_peak_of_splits(problem.cost, problem.model, alone, problem.stages)
+    choices = list(_choices_within(problem, least, are_few=are_few))
+    if not choices:
+        raise _too_large(problem)
+    return choices
 
 
 def _choices_within(

@@ -149,7 +149,16 @@ def search_caps(
             return _CapTrials(work=work, processes=processes, on_done=advance, lengths=lengths)
 
         if request.rule is CapRule.PAPER:
-            search = _search_by_paper(request, trials(1), space.least)
+            # Candidates in the order of the rule; predicted times are informative only.
+            all_data = trials(1)
+            ranked = paper_caps(all_data.lengths, space.least, request.settings.seed)
+            all_data.run(ranked[:_PAPER_CANDIDATES])
+            found = (all_data.found.get(caps) for caps in ranked[:_PAPER_CANDIDATES])
+            search = CapSearch(
+                candidates=tuple(each for each in found if each is not None),
+                infeasible=all_data.infeasible,
+                is_largest=False,
+            )
         else:
             search = _search_by_time(trials(_COARSE_SHARE), trials(1), space)
     if not search.candidates:
@@ -483,11 +492,3 @@ def _smallest_tie_first(ranked: list[Candidate], least: Caps) -> list[Candidate]
     ties = [each for each in ranked if each.ms_per_sample <= (1 + _TIE) * ranked[0].ms_per_sample]
     chosen = min(ties, key=size)
     return [chosen, *(each for each in ranked if each is not chosen)]
-
-
-def _search_by_paper(request: CapSearchRequest, trials: _CapTrials, least: Caps) -> CapSearch:
-    """Candidates in the order of the paper's rule; predicted times are informative only."""
-    ranked = paper_caps(trials.lengths, least, request.settings.seed)[:_PAPER_CANDIDATES]
-    trials.run(ranked)
-    candidates = tuple(trials.found[caps] for caps in ranked if caps in trials.found)
-    return CapSearch(candidates=candidates, infeasible=trials.infeasible, is_largest=False)

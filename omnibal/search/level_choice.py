@@ -87,18 +87,6 @@ class WholeModel:
         return most if most <= 1 else np.inf
 
 
-def attention_weights(job: JobSpec) -> dict[str, float]:
-    """Times of squared text and image tokens relative to a token, keyed by fields of `Level`."""
-    whole = WholeModel.of(job, job.cost)
-    each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
-    attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))
-    weights = {"attention_weight": attention_ms / each_ms["tokens"]}
-    images = job.model.images
-    if images is not None and each_ms[images.feature]:  # 0 if encoders are data-parallel
-        weights["image_weight"] = each_ms[images.squares] / each_ms[images.feature]
-    return weights
-
-
 def possible_contexts(job: JobSpec, caps: Caps | None = None) -> list[int]:
     """Return the powers of two that divide the data-parallel size, if `caps` leave large shares."""
     ranks, most = job.parallel.data, MAX_CONTEXT
@@ -115,7 +103,14 @@ def has_good_shares(level: Level) -> bool:
 
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
     """Yield a level of these caps with every context size, cut and exchange to try."""
-    weights = attention_weights(job)
+    # Times of squared text and image tokens relative to a token.
+    whole = WholeModel.of(job, job.cost)
+    each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
+    attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))
+    weights = {"attention_weight": attention_ms / each_ms["tokens"]}
+    images = job.model.images
+    if images is not None and each_ms[images.feature]:  # 0 if encoders are data-parallel
+        weights["image_weight"] = each_ms[images.squares] / each_ms[images.feature]
     for context in possible_contexts(job, caps) if contexts is None else contexts:
         if context == 1:
             yield Level(caps=caps)

@@ -93,10 +93,23 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
                     "experts; they must be 1 and []: experts in every layer"
                 )
             return model, qwen_layout(given["model_type"], names)
-        if not is_internvl(given):
-            return _text_only_config(given, name, path, names)
-        layout = _internvl_layout(given, names)
-        return internvl_model(given, name, path, has_head=head_name(layout) in names), layout
+        if is_internvl(given):
+            layout = _internvl_layout(given, names)
+            return internvl_model(given, name, path, has_head=head_name(layout) in names), layout
+        stated = given.get("model_type")
+        known = [kind for kind in _TEXT_ONLY if kind == stated]
+        if not known:
+            raise ValueError(
+                f"is of a model of type {stated!r}, which is not converted; it must be one of "
+                f"{words(list(TRAINED_TYPES), 'or')}"
+            )
+        kind = language_type(given, known)
+        table = as_table(LANGUAGES[kind], given, str(path), lenient=True)
+        table.check_trained()
+        layout = Layout.QWEN3_MOE_STACKED if has_stacked_experts(names) else _TEXT_ONLY[kind]
+        has_head = head_name(layout) in names
+        tied = is_tied(table.tie_word_embeddings, None, original=False, has_head=has_head)
+        return table.alone(name, tied_head=tied), layout
 
 
 def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
@@ -113,25 +126,6 @@ def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:
         return Layout.TRANSFORMERS_STACKED
     prefixed = any(name.startswith(_PREFIXED) for name in names)
     return Layout.TRANSFORMERS_PREFIXED if prefixed else Layout.TRANSFORMERS
-
-
-def _text_only_config(
-    given: dict[str, Any], name: str, path: Path, names: Collection[str]
-) -> tuple[ModelConfig, Layout]:
-    stated = given.get("model_type")
-    known = [kind for kind in _TEXT_ONLY if kind == stated]
-    if not known:
-        raise ValueError(
-            f"is of a model of type {stated!r}, which is not converted; it must be one of "
-            f"{words(list(TRAINED_TYPES), 'or')}"
-        )
-    kind = language_type(given, known)
-    table = as_table(LANGUAGES[kind], given, str(path), lenient=True)
-    table.check_trained()
-    layout = Layout.QWEN3_MOE_STACKED if has_stacked_experts(names) else _TEXT_ONLY[kind]
-    has_head = head_name(layout) in names
-    tied = is_tied(table.tie_word_embeddings, None, original=False, has_head=has_head)
-    return table.alone(name, tied_head=tied), layout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

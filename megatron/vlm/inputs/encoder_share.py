@@ -323,8 +323,14 @@ class EncoderShares:
         held, found = self._held, {}
         for name, encoder in self.model.encoders.items():
             if name in self.beside.square_ms:
+                # Images before each share within its pack, whose shares are consecutive.
                 count = self._samples[encoder.feature].of_rows
-                found[name] = _before_in_pack(count, held), count
+                order = np.lexsort((held.part, held.pack))
+                in_order, pack = count[order], held.pack[order]
+                before = np.cumsum(in_order) - in_order
+                first = np.empty_like(before)
+                first[order] = before - before[np.searchsorted(pack, pack)]
+                found[name] = first, count
                 continue
             items = self.packs.column(encoder.feature).astype(np.int64)[held.pack]
             first = first_item(items, held.part, held.context)
@@ -443,17 +449,6 @@ def _runs_of_samples(samples: SampleItems, dealt: DealtSamples) -> ItemRuns:
     return ItemRuns(
         pack=row[dealt.place], first=first[dealt.place], count=dealt.items, rank=dealt.rank
     )
-
-
-def _before_in_pack(items: np.ndarray, held: Shares) -> np.ndarray:
-    """Return the items before each share within its pack, int64 [shares]."""
-    order = np.lexsort((held.part, held.pack))
-    in_order, pack = items[order], held.pack[order]
-    before = np.cumsum(in_order) - in_order
-    found = np.empty_like(before)
-    # Shares of a pack are consecutive, first part first.
-    found[order] = before - before[np.searchsorted(pack, pack)]
-    return found
 
 
 def pass_bounds(items: int, items_per_pass: int, kept: int) -> list[tuple[int, int, bool]]:

@@ -21,7 +21,11 @@ def patches_of(frames_FHWC: np.ndarray, grid: Grid, encoder: ImagesEncoder) -> t
     frame is repeated to fill patches.
     """
     frames = torch.from_numpy(np.ascontiguousarray(frames_FHWC)).permute(0, 3, 1, 2).contiguous()
-    values = normalized_colours(_resized(frames, grid, encoder.patch_size), encoder)
+    # 8-bit pixels are normalized in one step, as Transformers rounds.
+    whole = 1 / encoder.pixel_scale
+    mean_C, std_C = (torch.tensor(each) * whole for each in (encoder.pixel_mean, encoder.pixel_std))
+    values = _resized(frames, grid, encoder.patch_size).to(torch.float32)
+    values = values.sub_(mean_C[:, None, None]).div_(std_C[:, None, None])
     missing = grid.times * encoder.frames_per_patch - len(values)
     values = torch.cat([values, values[-1:].expand(missing, -1, -1, -1)])
     return rearrange(
@@ -40,11 +44,3 @@ def _resized(frames_FCHW: torch.Tensor, grid: Grid, patch: int) -> torch.Tensor:
     if frames_FCHW.shape[-2:] == size:
         return frames_FCHW
     return torch.nn.functional.interpolate(frames_FCHW, size, mode="bicubic", antialias=True)
-
-
-def normalized_colours(frames_FCHW: torch.Tensor, encoder: ImagesEncoder) -> torch.Tensor:
-    """Normalize 8-bit pixels in one step, as Transformers rounds, float32."""
-    whole = 1 / encoder.pixel_scale
-    mean_C, std_C = (torch.tensor(each) * whole for each in (encoder.pixel_mean, encoder.pixel_std))
-    values = frames_FCHW.to(torch.float32)
-    return values.sub_(mean_C[:, None, None]).div_(std_C[:, None, None])

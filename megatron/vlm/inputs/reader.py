@@ -32,7 +32,7 @@ from omnibal.data.tiling import tile_count, tile_grid
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.data.video_files import BadVideo, read_video_frames
 from omnibal.model.config import ModelConfig
-from omnibal.model.encoders import ImageRule, TilingConfig
+from omnibal.model.encoders import ImageRule
 
 # ImageNet statistics, as in InternVL.
 PIXEL_MEAN, PIXEL_STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -272,8 +272,16 @@ class SampleReader:
         return found
 
     def _tiles_of(self, image: ImageFile, sample: Sample) -> list[np.ndarray]:
+        """Tile as InternVL: uint8 [P, P, C] tiles row by row, then the thumbnail."""
         tiling, size = sample.tiling(self.model.vision.tiling), self.model.vision.image_size
-        return _image_tiles(_read_image(image, sample), tiling, size)
+        whole = _read_image(image, sample)
+        columns, rows = tile_grid(*whole.size, tiling, size)
+        resized = np.asarray(whole.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
+        order = "(row p1) (col p2) c -> (row col) p1 p2 c"
+        tiles = list(rearrange(resized, order, p1=size, p2=size))
+        if tiling.use_thumbnail and len(tiles) > 1:
+            tiles.append(np.asarray(whole.resize((size, size), Image.Resampling.BICUBIC)))
+        return tiles
 
     def pixels(self, samples: Sequence[Sample]) -> torch.Tensor:
         """Return all tiles of the samples in order, float32 [T, C, P, P]; T may be 0."""
@@ -401,16 +409,6 @@ def check_frames(sample: Sample, planned: int) -> None:
             f"{planned}; they are frames of {sample.where}; restore them, or take the sample out "
             "and plan anew"
         )
-
-
-def _image_tiles(image: Image.Image, tiling: TilingConfig, size: int) -> list[np.ndarray]:
-    """Tile as InternVL: uint8 [P, P, C] tiles row by row, then the thumbnail."""
-    columns, rows = tile_grid(*image.size, tiling, size)
-    resized = np.asarray(image.resize((columns * size, rows * size), Image.Resampling.BICUBIC))
-    tiles = list(rearrange(resized, "(row p1) (col p2) c -> (row col) p1 p2 c", p1=size, p2=size))
-    if tiling.use_thumbnail and len(tiles) > 1:
-        tiles.append(np.asarray(image.resize((size, size), Image.Resampling.BICUBIC)))
-    return tiles
 
 
 def check_count(found: int, planned: int, what: str, sample: Sample) -> None:

@@ -31,15 +31,12 @@ def branch_scales(
     numbers_L = np.asarray(layers, np.uint64)
     rates_L = rate * numbers_L / max(total_layers - 1, 1)
     places_L2 = numbers_L[:, None] * _BRANCHES + np.arange(1, _BRANCHES + 1, dtype=np.uint64)
-    draws_L2T = _uniform(keys_T.numpy().view(np.uint64) + places_L2[:, :, None] * _INCREMENT)
+    # SplitMix64's output for each state, as float64 in [0, 1).
+    state_L2T = keys_T.numpy().view(np.uint64) + places_L2[:, :, None] * _INCREMENT
+    state_L2T = (state_L2T ^ (state_L2T >> np.uint64(30))) * _FIRST_FACTOR
+    state_L2T = (state_L2T ^ (state_L2T >> np.uint64(27))) * _SECOND_FACTOR
+    state_L2T = state_L2T ^ (state_L2T >> np.uint64(31))
+    draws_L2T = (state_L2T >> np.uint64(11)) * 2.0**-53
     rates_L11 = rates_L[:, None, None]
     scales_L2T = np.where(draws_L2T < rates_L11, 0.0, 1 / (1 - rates_L11))
     return torch.from_numpy(scales_L2T.astype(np.float32))
-
-
-def _uniform(state: np.ndarray) -> np.ndarray:
-    """Return SplitMix64's output for each state, as float64 in [0, 1)."""
-    state = (state ^ (state >> np.uint64(30))) * _FIRST_FACTOR
-    state = (state ^ (state >> np.uint64(27))) * _SECOND_FACTOR
-    state = state ^ (state >> np.uint64(31))
-    return (state >> np.uint64(11)) * 2.0**-53

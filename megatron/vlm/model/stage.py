@@ -42,7 +42,7 @@ from megatron.vlm.model.sharded_weights import ShardedWeights
 from megatron.vlm.model.shared_attention import shared_attention
 from megatron.vlm.model.tensor_parallel import describe_partitions, unpadded_size
 from omnibal.job.plan import Plan
-from omnibal.model.adapters import AdapterConfig, adapted_linears
+from omnibal.model.adapters import adapted_linears
 from omnibal.model.config import LanguageConfig, ModelConfig, Precision, Provider, RopeSections
 from omnibal.model.encoders import Encoder, ImagesEncoder
 from omnibal.model.fp8 import FP8_MULTIPLE
@@ -508,7 +508,8 @@ def _holds_tied_copy(model: ModelConfig, stage: Stage) -> bool:
 
 
 def _freeze(stage: VLMStage, plan: Plan) -> None:
-    """Freeze the plan's frozen parts, and the base weights of parts with adapters."""
+    """Freeze the plan's frozen parts, and the base weights of parts with adapters, which are added
+    to the linears of their layers and projectors."""
     modules: dict[str, tuple[torch.nn.Module | None, ...]] = {
         LANGUAGE: (stage.embedding, stage.language, stage.head)
     }
@@ -520,20 +521,15 @@ def _freeze(stage: VLMStage, plan: Plan) -> None:
         for module in modules.get(part, ()):  # empty for data-parallel encoders
             if module is not None:
                 module.requires_grad_(False)
-    if plan.adapters is not None:
-        _add_adapters(stage, plan.adapters)
-
-
-def _add_adapters(stage: VLMStage, adapters: AdapterConfig) -> None:
-    """Add adapters to the linears of layers and projectors."""
-    model = stage.model_config
-    for kind in unit_kinds(model):
-        linears = adapted_linears(model, kind, adapters)
+    if plan.adapters is None:
+        return
+    for kind in unit_kinds(stage.model_config):
+        linears = adapted_linears(stage.model_config, kind, plan.adapters)
         for owner in _modules_of(stage, kind) if linears else ():
             groups = 1
             if kind.is_layer:
                 groups = owner.self_attention.num_query_groups_per_partition
-            owner.adapters = Adapters(owner, owner.config, linears, adapters, groups)
+            owner.adapters = Adapters(owner, owner.config, linears, plan.adapters, groups)
 
 
 def _defer_weight_gradients(stage: VLMStage) -> None:

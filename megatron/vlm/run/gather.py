@@ -31,23 +31,19 @@ def gather_stage_records(
     everyone = torch.empty(dist.get_world_size() * len(own), device=current_device())
     dist.all_gather_into_tensor(everyone, torch.tensor(own, device=current_device()))
     # Megatron numbers ranks stage by stage.
-    by_stage = everyone.view(links.size, -1, len(own)).cpu()
-    return tuple(
-        _stage_record(ranks[:, : len(Phase)], ranks[:, len(Phase) :]) for ranks in by_stage
-    )
-
-
-def _stage_record(phases_ms: torch.Tensor, memory: torch.Tensor) -> StageRecord:
-    """Record of one stage; both arguments are [ranks, kinds]."""
-    times = dict(zip(Phase, phases_ms.mean(0).tolist(), strict=True))
-    times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)
-    peak_gib, reserved_gib, retries = memory.amax(0).tolist()
-    return StageRecord(
-        **{f"{phase}_ms": ms for phase, ms in times.items()},
-        peak_gib=peak_gib,
-        reserved_gib=reserved_gib,
-        allocation_retries=round(retries),
-    )
+    records = []
+    for ranks in everyone.view(links.size, -1, len(own)).cpu():
+        times = dict(zip(Phase, ranks[:, : len(Phase)].mean(0).tolist(), strict=True))
+        times[Phase.BACKWARD] += times.pop(Phase.BACKWARD_WEIGHT)
+        peak_gib, reserved_gib, retries = ranks[:, len(Phase) :].amax(0).tolist()
+        record = StageRecord(
+            **{f"{phase}_ms": ms for phase, ms in times.items()},
+            peak_gib=peak_gib,
+            reserved_gib=reserved_gib,
+            allocation_retries=round(retries),
+        )
+        records.append(record)
+    return tuple(records)
 
 
 def _take_memory_use() -> tuple[float, float, int]:
