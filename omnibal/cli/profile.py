@@ -152,9 +152,8 @@ def profile(
     from omnibal.cost.profile import fit_residuals, read_profile, with_measured_rates
     from omnibal.job.check import model_obstacle
 
-    for module in ("torch", "megatron", "megatron.core"):
-        if importlib.util.find_spec(module) is None:
-            package = "torch" if module == "torch" else "megatron-core"
+    for module, package in (("torch", "torch"), ("megatron.core", "megatron-core")):
+        if not _is_installed(module):
             raise UserError(
                 f"{package} is not installed, and `omnibal profile` runs the model's layers; "
                 'install it with: pip install ".[train]" in its repository'
@@ -212,3 +211,10 @@ def profile(
         },
         command_tables.residuals_table(residuals, result.provider),
     )
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the parent package
+        return False
