@@ -183,7 +183,8 @@ def _parameter_rates(
 
     Gradients are zeroed and, if Megatron averages, scaled. The norm and the update read and write
     gradient, weight and state of the rank's shard. Weights not gathered during the next forward are
-    gathered within the update.
+    gathered within the update. Gradients of replicated state are all-reduced, and no weights
+    gathered.
 
     Args:
         divides_gradients: whether these ranks shard gradients too, and not the optimizer alone.
@@ -191,8 +192,9 @@ def _parameter_rates(
     runtime, size = device.runtime, ELEMENT_BYTES[precision]
     gradient_bytes = runtime.gradient_bytes
     state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
-    shards = group.ranks
-    averages = runtime.averages_gradients and shards > 1
+    replicates = runtime.replicates_optimizer and not divides_gradients
+    shards = 1 if replicates else group.ranks
+    averages = runtime.averages_gradients and group.ranks > 1
     zeroed_bytes = gradient_bytes / (shards if divides_gradients else 1)
     moved_bytes = (3 if averages else 1) * zeroed_bytes + 2 * state_bytes / shards
     update_ms = moved_bytes / device.bytes_per_ms["accumulation"]
@@ -203,13 +205,14 @@ def _parameter_rates(
     )
     # If weights are in FP8 only, embedding and head count like the rest.
     in_fp8 = precision == "fp8" and not runtime.fp8.keeps_bf16_weights
-    gather_ms = byte_ms("all_gather") * (1 if in_fp8 else size)
+    gather_ms = 0.0 if replicates else byte_ms("all_gather") * (1 if in_fp8 else size)
+    reduce_ms = byte_ms("reduce_scatter") + (byte_ms("all_gather") if replicates else 0.0)
     return ParameterRates(
         weight_bytes=size,
         gradient_bytes=gradient_bytes + (size if runtime.keeps_gradients else 0),
         optimizer_bytes=OPTIMIZER_BYTES[precision] / shards,
         optimizer_ms=update_ms + (0.0 if runtime.overlap_weights else gather_ms),
-        gradient_reduction_ms=byte_ms("reduce_scatter") * gradient_bytes,
+        gradient_reduction_ms=reduce_ms * gradient_bytes,
         weight_gather_ms=gather_ms if runtime.overlap_weights else 0.0,
     )
 

@@ -134,6 +134,11 @@ def launched(
         levels = (Level(caps=of_pack, context=context, cut=CutRule.ZIGZAG, exchange=exchange),)
     packs, lengths = _micro_batches(line, job, samples, caps, levels, per_micro_batch)
     layers = layers_by_chunk(line)
+    if (held := sum(map(sum, layers))) != model.language.layers:
+        raise UserError(
+            f"the line's stages hold {held} of {model.language.layers} layers: give sizes that "
+            "divide them, or a layout"
+        )
     parts, schedule = _parts(line, job.model, layers)
     return Launched(
         line=line,
@@ -192,7 +197,7 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     """
     if line.launch.launcher in TRAINERS:
         runtime = TRAINERS[line.launch.launcher].runtime
-        return runtime.model_copy(update={"keeps_weights": zero_stage(line) is ZeroStage.GRADIENTS})
+        return runtime.model_copy(update=_sharding(line))
     is_bridge = line.launch.launcher is Launcher.MEGATRON_BRIDGE
     averages = line.launch.launcher in ARGPARSE and not line.on("calculate-per-token-loss")
     plain = line.on("no-bias-swiglu-fusion")
@@ -204,7 +209,7 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
         ring_tokens=line.launch.sequence_length if line.is_ring else None,
         bf16_gradients=line.on("grad-reduce-in-bf16") or not in_fp32,
-        keeps_weights=zero_stage(line) is ZeroStage.GRADIENTS,
+        **_sharding(line),
         averages_gradients=averages and not line.on("ddp-average-in-collective"),
         fused_loss=fused_loss,
         kept_logits=1 if fused_loss else 2,
@@ -220,6 +225,14 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
         recomputed=recomputed_modules(line),
         fp8=fp8,
     )
+
+
+def _sharding(line: Line) -> dict[str, bool]:
+    stage = zero_stage(line)
+    return {
+        "keeps_weights": stage is ZeroStage.GRADIENTS,
+        "replicates_optimizer": stage is ZeroStage.NOTHING,
+    }
 
 
 def _has_graphs(line: Line) -> bool:
@@ -258,11 +271,21 @@ def _check_predictable(line: Line) -> None:
             f"the line builds a model with {name} {built:,}, and the model has {known:,}; leave "
             "the flag out, or name the model that it builds"
         )
+    if launch.gpus and line.data is None:
+        raise UserError(
+            f"{launch.gpus} GPUs are no multiple of tensor x pipeline x context size, {line.grid}: "
+            "correct one of these"
+        )
+    at_once = (launch.micro_batch or 1) * (line.data or 1)
+    if line.data and launch.global_batch and line.micro_batches is None and launch.micro_batch:
+        raise UserError(
+            f"global batch size {launch.global_batch} is no multiple of the {at_once} samples that "
+            f"{line.data} data-parallel ranks compute at once: correct it"
+        )
     routes_alone = launch.tensor > 1 and not launch.sequence_parallel and line.sizes.experts
     needed = {
         "seq-length": launch.sequence_length,
         "micro-batch-size": launch.micro_batch,
-        "global-batch-size": line.micro_batches or not launch.micro_batch or not launch.gpus,
         "sequence-parallel": not routes_alone,
     }
     missing = [flag_of(launch, name) for name, value in needed.items() if not value]

@@ -19,7 +19,7 @@ from omnibal.lint.flags import (
     whole_number,
     words_of,
 )
-from omnibal.lint.launch import Launch, Launcher
+from omnibal.lint.launch import MEGATRON, Launch, Launcher
 from omnibal.model.config import ModelConfig
 from omnibal.model.layers import LinearAttention
 from omnibal.model.levels import ContextExchange
@@ -136,7 +136,8 @@ class Line:
     @property
     def expert_tensor(self) -> int:
         """Expert tensor size, by default the trainer's."""
-        default = 1 if self.launch.launcher is Launcher.MS_SWIFT else self.launch.tensor
+        inherits = MEGATRON - {Launcher.MS_SWIFT}
+        default = self.launch.tensor if self.launch.launcher in inherits else 1
         return self.launch.expert_tensor or default
 
     @property

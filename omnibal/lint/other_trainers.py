@@ -24,6 +24,7 @@ NAMES: Mapping[str, str] = {
     "parallelism.pipeline_parallel_degree": "pipeline-model-parallel-size",
     "parallelism.context_parallel_degree": "context-parallel-size",
     "parallelism.expert_parallel_degree": "expert-model-parallel-size",
+    "parallelism.expert_tensor_parallel_degree": "expert-tensor-parallel-size",
     "training.local_batch_size": "micro-batch-size",
     "training.batch_size": "micro-batch-size",
     "training.global_batch_size": "global-batch-size",

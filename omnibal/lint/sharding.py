@@ -4,7 +4,7 @@ from enum import IntEnum
 
 from omnibal.base.errors import UserError
 from omnibal.lint.launch import MEGATRON, Launcher
-from omnibal.lint.line import Line
+from omnibal.lint.line import ARGPARSE, Line
 
 
 class ZeroStage(IntEnum):
@@ -43,9 +43,11 @@ def zero_stage(line: Line) -> ZeroStage:
             return ZeroStage.WEIGHTS
         if line.on("use-megatron-fsdp"):
             return _named(line, "data-parallel-sharding-strategy", "no_shard", _MEGATRON_STAGES)
-        return ZeroStage.OPTIMIZER
+        is_default = launcher not in ARGPARSE
+        return ZeroStage(line.on("use-distributed-optimizer", default=is_default))
     if launcher is Launcher.NANOTRON:
-        return ZeroStage(line.number("zero-stage") or 0)
+        stages = {str(stage.value): stage for stage in (ZeroStage.NOTHING, ZeroStage.OPTIMIZER)}
+        return _named(line, "zero-stage", "0", stages)
     if launcher is Launcher.LLM_FOUNDRY:
         return _named(line, "fsdp-config.sharding-strategy", "FULL_SHARD", _FSDP_STAGES)
     return ZeroStage.WEIGHTS

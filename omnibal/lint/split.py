@@ -3,7 +3,7 @@
 from itertools import accumulate
 
 from omnibal.export.layout import DECODER, Layout
-from omnibal.lint.launch import Launcher
+from omnibal.lint.launch import MEGATRON, Launcher
 from omnibal.lint.line import Line
 
 
@@ -61,7 +61,10 @@ def _stages(line: Line) -> list[int]:
     given = {stage: count for stage, count in ends.items() if count is not None}
     between = stages - len(given)
     rest = line.layers_to_split - sum(given.values())
-    return [given.get(stage, rest // between if between else 0) for stage in range(stages)]
+    each, more = divmod(rest, between) if between else (0, 0)
+    if launch.launcher in MEGATRON:  # which refuses what does not divide
+        more = 0
+    return [given.get(stage, each + (stage < more)) for stage in range(stages)]
 
 
 def even_ends(layers: int, stages: int, chunks: int) -> tuple[int, int, int] | None:

@@ -138,9 +138,3 @@ def _on_state(line: Line) -> Iterator[str]:
     moved = [name for name in ("optimizer-cpu-offload", "cpu-offloading") if line.on(name)]
     if moved:
         yield f"--{moved[0]} is not counted: state and activations are predicted on the device"
-    is_default = line.launch.launcher not in ARGPARSE
-    if not line.on("use-distributed-optimizer", default=is_default):
-        yield (
-            "without --use-distributed-optimizer every rank holds all optimizer state; the "
-            "prediction divides it over data-parallel ranks"
-        )

@@ -27,6 +27,8 @@ class RuntimeOptions(Frozen):
     """Tokens per sample if equal (synthetic data of a launch line), None for any length."""
     bf16_gradients: bool = False
     """Whether gradients are summed and reduced in bf16 (`--grad-reduce-in-bf16`)."""
+    replicates_optimizer: bool = False
+    """Whether every rank holds all optimizer state (ZeRO-0), if weights are not sharded."""
     keeps_weights: bool = False
     """Whether gathered weights stay from forward to backward (ZeRO-2, `SHARD_GRAD_OP`)."""
     scatters_weights_precision: bool = False

@@ -7,18 +7,19 @@ says so; all others were only predicted.
 
 import argparse
 import json
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from measured_rows import Measured, measured_row
+from measured_rows import TUNED, Measured, measured_row
 from paper import print_table
 
 from omnibal.base.errors import UserError
@@ -92,24 +93,25 @@ class Compared:
 
 def compared(path: Path, place: int) -> Compared:
     """The row of a file at a place, predicted through its launch line."""
-    row = json.loads(path.read_text())["rows"][place]
-    kind = LAYOUTS if "zero" in row or "kernel" in row else ""
+    row, measured = json.loads(path.read_text())["rows"][place], None
     at = partial(Compared, file=path.stem, place=place)
     try:
         measured = measured_row(row)
-    except (KeyError, TypeError, ValueError, UserError) as error:
-        return at(kind=kind, refused=f"no job that can be said: {error}")
-    try:
-        line = line_of(
-            read_launch(measured.line, {}, measured.launcher, measured.gpus), measured.model
-        )
+        launch = read_launch(measured.line, {}, measured.launcher, measured.gpus)
+        line = line_of(launch, measured.model)
         samples = None, measured.image_share, measured.sample_tokens
         costed = predicted_line(job := launched(line, measured.model, measured.cluster, *samples))
-    except UserError as error:
-        return at(kind=kind or _kind_by_name(measured), measured=measured, refused=str(error))
+    except (UserError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        return at(kind=_kind_by_name(row), measured=measured, refused=reason)
     tokens = (line.launch.micro_batch or 1) * (line.launch.sequence_length or 0)
+    if measured.step_ms is None and measured.rate is not None:
+        samples_of_step = (line.micro_batches or 0) * (line.data or 0)
+        taken_ms = 1e3 * samples_of_step * tokens / measured.rate / (launch.gpus or 1)
+        measured = replace(measured, step_ms=taken_ms)
+    is_layout = "zero" in row or "kernel" in row
     return at(
-        kind=kind or str(JobKind.ADAPTERS if measured.sample_tokens else job.kind),
+        kind=LAYOUTS if is_layout else str(JobKind.ADAPTERS if measured.is_tuned else job.kind),
         measured=measured,
         predicted_ms=costed.step_ms,
         peak_gib=_peak_gib(costed, measured),
@@ -122,9 +124,20 @@ def _peak_gib(costed: Costed, measured: Measured) -> float:
     return float(np.mean(costed.peaks_gib) if measured.is_mean_memory else max(costed.peaks_gib))
 
 
-def _kind_by_name(measured: Measured) -> str:
-    kinds = {"long context": JobKind.LONG_CONTEXT, "FSDP": JobKind.SHARDED, "MoE": JobKind.EXPERTS}
-    return next((str(kind) for word, kind in kinds.items() if word in measured.name), "")
+def _kind_by_name(row: object) -> str:
+    """Kind of a row that is not predicted."""
+    given = row if isinstance(row, dict) else {}
+    if "zero" in given or "kernel" in given:
+        return LAYOUTS
+    text = f"{given.get('group')} {given.get('name')}".lower()
+    kinds = {
+        TUNED: JobKind.ADAPTERS,
+        "fsdp": JobKind.SHARDED,
+        "long context": JobKind.LONG_CONTEXT,
+        r"\bmoe\b|-a\d+b": JobKind.EXPERTS,
+    }
+    usual = JobKind.VISION_LANGUAGE if "measured" in given else JobKind.DENSE
+    return next((str(kind) for word, kind in kinds.items() if re.search(word, text)), str(usual))
 
 
 def all_compared(paths: Iterable[Path]) -> list[Compared]:

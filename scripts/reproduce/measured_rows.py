@@ -1,28 +1,40 @@
 """Training jobs that others measured, as launch lines that `omnibal lint` reads.
 
 Five forms of rows are read: dense steps, steps of many trainers, vision-language steps with their
-own lines, and sweeps of layouts by nanotron on H100 and by Aleph Alpha's trainer on A100.
+own lines, and sweeps of layouts by nanotron on H100 and by Aleph Alpha's trainer on A100. A row
+that does not say a job, or says one of which lines have no setting, raises UserError.
 """
 
-import json
 import re
-from collections.abc import Iterator, Mapping
+import shlex
+import tomllib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+from omnibal.base.errors import UserError
 from omnibal.families.named import named_model
 from omnibal.lint.launch import Launcher
-from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster
+from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, preset_names
+from omnibal.model.limits import words
+from omnibal.model.parallel import expert_counts
+from omnibal.model.runtime import RecomputedModule
 
 Row = Mapping[str, Any]
 _CLUSTERS = {
+    "a100.*40": "a100-40g",
     "a100": "a100-80g",
+    "a800": "a800-80g",
     "h100": "h100-80g",
+    "h200": "h200-141g",
     "h800": "h800-80g",
+    "gb200": "gb200-186g",
     "b200": "b200-180g",
-    "gb200": "b200-180g",
+    "gb300": "gb300-288g",
+    "b300": "b300-288g",
 }
+"""Preset of a device by what its name has, first match."""
 _MODELS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b", "deepseekv2": "deepseek-v2"}
 _OVERLAPS = (
     "--ddp-average-in-collective --overlap-grad-reduce --overlap-param-gather "
@@ -31,6 +43,20 @@ _OVERLAPS = (
 _SQUAD_TOKENS = 256
 """Mean of a SQuAD sample with its prompt."""
 _FUSED_LOSS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
+TUNED = r"\b(?:lora|sft|packed)\b"
+"""Words of groups of fine-tuning."""
+_LINES = tomllib.loads(Path(__file__).with_name("measured").joinpath("lines.toml").read_text())
+_FP8 = {
+    "fp8": "delayed",
+    "fp8_ds": "delayed",
+    "fp8_cs": "tensorwise",
+    "fp8_mx": "mxfp8",
+    "mxfp8": "mxfp8",
+    "fp8_sc": "blockwise",
+}
+"""Recipe of FP8 by a row's precision, of Megatron-LM."""
+_BRIDGE_FP8 = {"fp8": "fp8_cs", "mxfp8": "fp8_mx"}
+_FULL = {"granularity": "full", "method": "uniform", "num_layers": "1"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,12 +74,16 @@ class Measured:
     image_share: float = 0.0
     step_ms: float | None = None
     """None if it ran out of memory or was not given."""
+    rate: float | None = None
+    """Tokens per second and GPU, if given instead."""
     allocated_gib: float | None = None
     is_mean_memory: bool = False
     """Whether memory is a mean over ranks, and not the fullest's."""
     out_of_memory: bool = False
     sample_tokens: int | None = None
     """Of samples in a pack, if there are several."""
+    is_tuned: bool = False
+    """Whether the row names itself fine-tuning."""
     calibrates: str = ""
 
     @property
@@ -71,17 +101,10 @@ class Measured:
         return [word for pair in pairs for word in pair]
 
 
-def measured_rows(path: Path) -> Iterator[Measured | str]:
-    """Jobs of a file, or why a row is no job that can be said."""
-    for row in json.loads(path.read_text())["rows"]:
-        try:
-            yield measured_row(row)
-        except (KeyError, ValueError) as error:
-            yield f"{row.get('name') or row.get('model')}: {error}"
-
-
 def measured_row(row: Row) -> Measured:
     """The job of a row of any form."""
+    if not isinstance(row, dict):
+        raise UserError(f"{row!r} is no row: give an object with a job's fields")
     if "zero" in row:
         return _nanotron(row)
     if "kernel" in row:
@@ -91,235 +114,344 @@ def measured_row(row: Row) -> Measured:
     return _published(row)
 
 
+def _positive(row: Row, *names: str) -> float | None:
+    """The first of these fields that is given, a positive number, or None."""
+    for name in names:
+        value = row.get(name)
+        if value is None:
+            continue
+        try:
+            number = 0.0 if isinstance(value, bool) else float(value)
+        except (TypeError, ValueError):
+            number = 0.0
+        if not 0 < number < 1e15:
+            raise UserError(f"{name} {value!r}: must be a positive number; correct it")
+        return number
+    return None
+
+
+def _count(row: Row, *names: str, usual: int | None = None) -> int:
+    """The first of these fields that is given, a whole number from 1 on, or the usual."""
+    number = _positive(row, *names)
+    if number is None:
+        if usual is None:
+            raise UserError(f"the row has no {words(names, 'or')}: give it")
+        return usual
+    if number % 1:
+        raise UserError(f"{names[0]} {number:g}: must be a whole number; correct it")
+    return int(number)
+
+
+def _text(row: Row, name: str) -> str:
+    """A field of text, empty if absent; words of a list are joined."""
+    value = row.get(name)
+    return " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
+
+
+def _sizes(row: Row, *names: str) -> dict[str, int]:
+    """Parallel sizes and GPUs by name, which must agree with the row's data-parallel ranks."""
+    sizes, gpus = {name: _count(row, name, usual=1) for name in names}, _count(row, "gpus")
+    ranks = sizes["tp"] * sizes["pp"] * sizes.get("cp", 1)
+    if ranks * _count(row, "dp", usual=max(gpus // ranks, 1)) != gpus:
+        raise UserError(f"TP x PP x CP x DP of the row are not its {gpus} GPUs; correct one")
+    nodes = max(gpus // 8, 1)
+    return sizes | {"gpus": gpus, "dp": gpus // ranks, "nodes": nodes, "per_node": gpus // nodes}
+
+
 def _model_of(row: Row) -> ModelConfig:
-    name = str(row["model"])
+    name = _text(row, "model")
+    if not name:
+        raise UserError("the row has no model: give it")
     model = named_model(_MODELS.get(name, name))
-    return model.with_layers(language=row["layers"]) if row.get("layers") else model
+    layers = row.get("layers")
+    return model if layers is None else model.with_layers(language=_count(row, "layers"))
 
 
 def _sizes_model(row: Row, *, tied: bool) -> ModelConfig:
     """A model of Llama's shape, by its sizes."""
+    names = {"hidden": "hidden_size", "ffn": "ffn_hidden_size", "vocab": "vocab_size"}
+    names |= {"layers": "layers", "heads": "heads", "sequence": "max_positions"}
+    language = {field: _count(row, name) for name, field in names.items()}
+    if language["hidden_size"] % language["heads"]:
+        raise UserError("hidden is not a multiple of heads in the row: correct one")
     return ModelConfig.model_validate(
         {
-            "name": f"llama-{row['model'].lower()}",
+            "name": f"llama-{_text(row, 'model').lower()}",
             "chat_template": "llama3",
-            "language": {
-                "layers": row["layers"],
-                "hidden_size": row["hidden"],
-                "heads": row["heads"],
-                "kv_heads": row["heads"],
-                "ffn_hidden_size": row["ffn"],
-                "vocab_size": row["vocab"],
-                "max_positions": row["sequence"],
-                "tied_head": tied,
-            },
+            "language": {**language, "kv_heads": language["heads"], "tied_head": tied},
         }
     )
 
 
 def _cluster(device: str) -> ClusterConfig:
-    return load_cluster(_CLUSTERS.get(device, device))
+    if not device:
+        raise UserError("the row names no device or cluster: give it")
+    found = (preset for name, preset in _CLUSTERS.items() if re.search(name, device.lower()))
+    return load_cluster(device if device in preset_names("clusters") else next(found, device))
 
 
-def _torchrun(gpus: int, program: str) -> str:
-    nodes = max(gpus // 8, 1)
-    return f"torchrun --nnodes {nodes} --nproc-per-node {gpus // nodes} {program}"
+def _layout(layers: int, chunks: int) -> str:
+    """Layout of chunks of which the first hold a layer more."""
+    counts = [layers // chunks + (chunk < layers % chunks) for chunk in range(chunks)]
+    return f"E{'|'.join(f't*{count}' for count in counts)}L"
+
+
+def _recomputation(row: Row) -> dict[str, str]:
+    """Megatron's settings of recomputation that the row's words mean."""
+    given = row.get("recompute")
+    text = str(given or "none").strip().lower().replace("-", "_")
+    number = re.search(r"\d+", text)
+    if text in ("none", "false", "no", "off", "disabled", "null"):
+        return {}
+    if "block" in text:
+        layers = number[0] if number else str(_count(row, "recompute_num_layers"))
+        return {"granularity": "full", "method": "block", "num_layers": layers}
+    if number is None and re.search(r"true|full|uniform|every|all", text):
+        return _FULL
+    modules = set(re.findall(r"[a-z_]+", text)) - {"selective"}
+    if not modules <= {"core_attn", *get_args(RecomputedModule)}:
+        raise UserError(
+            f"recompute {given!r}: must be none, selective, modules, full, or block with a number "
+            "of layers; correct it"
+        )
+    settings = {"granularity": "selective"}
+    return settings | {"modules": " ".join(sorted(modules))} if modules else settings
+
+
+_EXPERTS = (
+    "--expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-expert-capacity-factor 1 "
+    "--moe-pad-expert-input-to-capacity"
+)
 
 
 def _published(row: Row) -> Measured:
     """A step with sizes as columns, in the trainer that its source names."""
-    model = _model_of(row)
-    batch = row.get("mbs") or row["micro_batch"]
-    gbs = row.get("gbs") or row.get("global_batch") or row["micro_batches"] * batch * row["dp"]
-    length = row.get("seq") or row["sequence"]
-    group = row.get("group", "")
-    source = f"{group} {row.get('source', '')}".lower()
-    recompute, device = row.get("recompute") or "none", row["device"]
-    gpus = row["gpus"]
-    memory = row.get("mem_gib") or row.get("peak_allocated_gib") or row.get("allocated_gib")
-    if "40gb" in group:
-        device = "a100-40g"
-    if "llm-foundry" in source:
-        strategy = "SHARD_GRAD_OP" if "SHARD_GRAD_OP" in row["note"] else "FULL_SHARD"
-        line = (
-            f"composer train.py max_seq_len={length} device_train_microbatch_size={batch} "
-            f"global_train_batch_size={gbs} fsdp_config.sharding_strategy={strategy} "
-            f"fsdp_config.activation_checkpointing={recompute == 'full'}"
-        )
-    elif "torchtitan" in source:
-        mode = "full" if recompute == "full" else "selective"
-        line = (
-            f"{_torchrun(gpus, '-m torchtitan.train')} --training.local_batch_size {batch} "
-            f"--training.global_batch_size {gbs} --training.seq_len {length} "
-            f"--parallelism.tensor_parallel_degree {row['tp']} "
-            f"--parallelism.context_parallel_degree {row['cp']} --activation_checkpoint.mode {mode}"
-        )
-    elif "automodel" in source:
-        line = (
-            f"{_torchrun(gpus, 'automodel/train_ft.py')} --step_scheduler.local_batch_size {batch} "
-            f"--step_scheduler.global_batch_size {gbs} --dataset.seq_len {length} "
-            f"--distributed.tp_size {row['tp']} --distributed.cp_size {row['cp']} "
-            f"--distributed.pp_size {row['pp']} --distributed.ep_size {row['ep']} "
-            f"--distributed.activation_checkpointing {recompute == 'full'} {row['extra']}"
-        )
-    elif "megatron-bridge" in source:
-        line = _bridge(row, batch, gbs, length)
+    model, batch, group = _model_of(row), _count(row, "mbs", "micro_batch"), _text(row, "group")
+    gbs = None if "micro_batches" in row else _count(row, "gbs", "global_batch")
+    job: dict[str, Any] = _sizes(row, "tp", "pp", "cp", "ep", "etp") | {
+        "chunks": _count(row, "vp", "chunks", usual=1),
+        "batch": batch,
+        "gbs": gbs or _count(row, "micro_batches") * batch * _count(row, "dp"),
+        "length": _count(row, "seq", "sequence"),
+    }
+    precision = _text(row, "precision").lower().replace("-", "_") or "bf16"
+    if precision not in ("bf16", *_FP8):
+        raise UserError(f"precision {precision}: must be bf16 or one of {', '.join(_FP8)}")
+    extra, device = _text(row, "extra"), _text(row, "device").lower()
+    if "lora" in group.lower() and "peft" not in extra:
+        raise UserError("the row's group has LoRA, and its extra no --peft: give the adapters")
+    source = f"{group} {_text(row, 'source')}".lower()
+    name = next((name for name in _LINES if name in source), "megatron-lm")
+    if "recompute" in _LINES[name]:
+        line = _of_torch(row, name, job, precision)
     else:
-        line = _megatron(row, batch, gbs, length, recompute)
+        line = _of_megatron(row, name == "megatron-bridge", job, precision, model)
     return Measured(
-        name=f"{group or device} {row['model']}",
-        line=line,
+        name=f"{group or device} {_text(row, 'model')}",
+        line=f"{line} {extra}".strip(),
         model=model,
-        cluster=_cluster(device),
-        gpus=gpus,
-        step_ms=row["step_ms"] if "step_ms" in row else 1e3 * row["step_s"],
-        allocated_gib=memory,
-        sample_tokens=_SQUAD_TOKENS if "SQuAD" in group else None,
-        calibrates=row.get("calibrates", ""),
+        cluster=_cluster(f"{device} 40gb" if "40gb" in group else device),
+        gpus=job["gpus"],
+        step_ms=_positive(row, "step_ms") or 1e3 * (_positive(row, "step_s") or 0) or None,
+        rate=_positive(row, "tokens_s_gpu", "tokens_per_s_gpu"),
+        allocated_gib=_positive(row, "mem_gib", "peak_allocated_gib", "allocated_gib"),
+        out_of_memory=bool(row.get("oom")),
+        sample_tokens=_SQUAD_TOKENS if "squad" in group.lower() else None,
+        is_tuned=re.search(TUNED, group.lower()) is not None,
+        calibrates=_text(row, "calibrates"),
     )
 
 
-def _megatron(row: Row, batch: int, gbs: int, length: int, recompute: str) -> str:
-    """Line of Megatron-LM; NeMo's recipes overlap and fuse the most, SimuMax nothing."""
-    line = (
-        f"{_torchrun(row['gpus'], 'pretrain_gpt.py')} --use-distributed-optimizer --bf16 "
-        f"--seq-length {length} --micro-batch-size {batch} --global-batch-size {gbs} "
-        f"--tensor-model-parallel-size {row['tp']} --pipeline-model-parallel-size {row['pp']} "
-        f"--context-parallel-size {row['cp']} "
+def _of_torch(row: Row, name: str, job: Mapping[str, Any], precision: str) -> str:
+    """Line of a trainer with FSDP; raises for what it cannot set."""
+    trainer, again = _LINES[name], _recomputation(row)
+    given = [size for size in trainer["without"] if job[size] > 1]
+    mode = again.get("granularity", "none")
+    if mode not in trainer["recompute"] or again.get("method") == "block" or "modules" in again:
+        given.append(f"recompute {row['recompute']}")
+    if given := given + ([] if precision == "bf16" else [precision]):
+        raise UserError(f"{words(given)} cannot be set in a line of {name}: leave it out")
+    strategy = re.search(r"SHARD_GRAD_OP|HYBRID_SHARD|NO_SHARD", _text(row, "note"))
+    return trainer["line"].format(
+        **job,
+        strategy=strategy[0] if strategy else "FULL_SHARD",
+        copies=_copies(row, job),
+        recompute=mode,
+        recomputes=mode == "full",
     )
-    overlaps = row.get("ovl", row["device"] != "b200")
-    line += _OVERLAPS if overlaps else _FUSED_LOSS
-    if row["tp"] > 1:
-        line += " --sequence-parallel" + (" --tp-comm-overlap" if overlaps else "")
-    if row["ep"] > 1:
-        line += (
-            f" --expert-model-parallel-size {row['ep']} --expert-tensor-parallel-size "
-            f"{row.get('etp', 1)} --moe-grouped-gemm --moe-token-dispatcher-type alltoall "
-            "--moe-permute-fusion --moe-expert-capacity-factor 1 --moe-pad-expert-input-to-capacity"
-        )
-    chunks = row.get("vp") or row.get("chunks") or 1
-    if chunks > 1:
-        line += f" --num-virtual-stages-per-pipeline-rank {chunks}"
-    if recompute == "full":
-        line += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    if (row.get("sharded") or 1) > 1:
-        line += " --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params"
-    if row["precision"] == "fp8":
-        line += " --fp8-format hybrid"
-    return f"{line} {row.get('extra', '')}"
 
 
-def _bridge(row: Row, batch: int, gbs: int, length: int) -> str:
-    """Line of a Megatron-Bridge performance recipe."""
-    line = (
-        f"run_recipe.py -tp {row['tp']} -pp {row['pp']} -cp {row['cp']} -ep {row['ep']} "
-        f"-et {row.get('etp', 1)} -mb {batch} -gb {gbs} -sl {length} -ng {row['gpus']}"
-    )
-    if (row.get("vp") or 1) > 1:
-        line += f" -vp {row['vp']}"
-    if row["tp"] > 1:
-        line += " model.sequence_parallel=true"
-    return line + (" --compute_dtype fp8_cs" if row["precision"] == "fp8" else "")
+def _copies(row: Row, job: Mapping[str, int]) -> int:
+    """Replicas of sharded weights."""
+    ranks, shards = job["gpus"] // (job["tp"] * job["pp"]), _count(row, "sharded", usual=1)
+    if ranks % shards:
+        raise UserError(f"sharded {shards} does not divide {ranks} data-parallel ranks; correct it")
+    return ranks // shards if shards > 1 else 1
 
 
-_WORDS = re.compile(r"\b(TP|PP|CP|EP|MBS|GBS)\s?(\d+)", re.IGNORECASE)
+def _of_megatron(
+    row: Row, is_bridge: bool, job: Mapping[str, Any], precision: str, model: ModelConfig
+) -> str:
+    """Line of Megatron-LM or a Bridge recipe; NeMo's overlap and fuse the most, SimuMax nothing."""
+    line = _LINES["megatron-bridge" if is_bridge else "megatron-lm"]["line"].format(**job)
+    overlaps = row.get("ovl", _text(row, "device") != "b200")
+    if not is_bridge:
+        line += " " + (_OVERLAPS if overlaps else _FUSED_LOSS)
+        line += f" {_EXPERTS.format(**job)}" if expert_counts(model) else ""
+        line += " --tp-comm-overlap" if overlaps and job["tp"] > 1 else ""
+    settings = {"model.sequence_parallel": "true"} if job["tp"] > 1 else {}
+    chunks, layers = job["chunks"], model.language.layers
+    if layers % (job["pp"] * chunks):
+        settings["model.pipeline_model_parallel_layout"] = _layout(layers, job["pp"] * chunks)
+    elif chunks > 1:
+        line += f" {'-vp' if is_bridge else '--num-virtual-stages-per-pipeline-rank'} {chunks}"
+    settings |= {f"model.recompute_{name}": of for name, of in _recomputation(row).items()}
+    if _copies(row, job) > 1:
+        raise UserError("weights sharded over a part of the ranks cannot be set for Megatron")
+    if _count(row, "sharded", usual=1) > 1:
+        settings["ddp.use_megatron_fsdp"] = "true"
+        settings["ddp.data_parallel_sharding_strategy"] = "optim_grads_params"
+    if precision != "bf16" and is_bridge:
+        line += f" --compute_dtype {_BRIDGE_FP8.get(precision, precision)}"
+    elif precision != "bf16":
+        line += f" --fp8-format hybrid --fp8-recipe {_FP8[precision]}"
+    return line + "".join(_setting(name, value, is_bridge) for name, value in settings.items())
+
+
+def _setting(name: str, value: str, is_bridge: bool) -> str:
+    """An override, or a flag of Megatron-LM."""
+    if is_bridge:
+        return f" {name}={shlex.quote(value)}"
+    flag = name.partition(".")[2].replace("_", "-")
+    return f" --{flag}" + ("" if value == "true" else f" {shlex.quote(value)}")
+
+
+_WORDS = re.compile(r"\b(TP|PP|CP|EP|ETP|VPP|DP|MBS|GBS)\s?[=:]?\s?(\d+)\b", re.IGNORECASE)
+_LENGTH = re.compile(r"\b(\d{3,7}|\d+(?=k\b))(k?)\b", re.IGNORECASE)
 
 
 def _with_line(row: Row) -> Measured:
     """A row with its own line, or with its sizes in words."""
-    measured, extra = row["measured"], row.get("extra", [])
-    given = dict(zip(extra[::2], extra[1::2], strict=True))
-    line = row.get("line") or _in_words(row)
-    if "verl" in row["name"]:  # trains without the recipe's multi-token prediction
+    measured, name = row["measured"], _text(row, "name")
+    if not isinstance(measured, dict):
+        raise UserError(f"measured {measured!r}: must be an object; correct it")
+    given, line = _options(row), _text(row, "line")
+    if line and "verl" in name:  # trains without the recipe's multi-token prediction
         line += " model.mtp_num_layers=0"
-    seconds, launcher = measured.get("step_s"), given.get("--launcher")
+    step_ms = _positive(measured, "step_ms") or 1e3 * (_positive(measured, "step_s") or 0)
+    tokens, memory_gib = _positive(given, "--sample-tokens"), _positive(given, "--memory-gib")
+    cluster = _cluster(_text(row, "cluster") or _text(row, "device"))
     return Measured(
-        name=row["name"],
-        line=line,
+        name=name,
+        line=line or _in_words(row, name),
         model=_model_of(row),
-        cluster=_cluster(row["cluster"]),
-        gpus=row["gpus"],
-        launcher=None if launcher is None else Launcher(launcher),
-        image_share=float(given.get("--image-share", 0.5)),
-        step_ms=None if seconds is None else 1e3 * seconds,
-        allocated_gib=measured.get("max_alloc_avg_gib", measured.get("max_alloc_gib"))
-        or measured.get("peak_gb"),
+        cluster=cluster.model_copy(update={"memory_gib": memory_gib or cluster.memory_gib}),
+        gpus=_count(row, "gpus"),
+        launcher=Launcher(given["--launcher"]) if "--launcher" in given else None,
+        image_share=float(given["--image-share"]),
+        step_ms=step_ms or None,
+        rate=_positive(measured, "tokens_s_gpu", "tokens_per_s_gpu"),
+        sample_tokens=None if tokens is None else int(tokens),
+        allocated_gib=_positive(measured, "max_alloc_avg_gib", "max_alloc_gib", "peak_gb"),
         is_mean_memory="max_alloc_avg_gib" in measured,
         out_of_memory=bool(measured.get("oom")),
-        calibrates=row.get("calibrates", ""),
+        calibrates=_text(row, "calibrates"),
     )
 
 
-def _in_words(row: Row) -> str:
-    text = row["config"]
+def _options(row: Row) -> dict[str, Any]:
+    """Options of `omnibal lint` in a row, by name."""
+    given = shlex.split(_text(row, "extra"))
+    options: dict[str, Any] = dict(zip(given[::2], given[1::2], strict=False))
+    known = ("--launcher", "--image-share", "--sample-tokens", "--memory-gib")
+    share = float(options.setdefault("--image-share", "0.5"))
+    if len(given) % 2 or not set(options) <= set(known) or not 0 <= share <= 1:
+        raise UserError(f"extra {' '.join(given)}: must be pairs of {words(known)}; correct it")
+    return options
+
+
+_PHRASES = {
+    "full rec": "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1",
+    "fsdp|zero-?3": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params",
+    "zero-?2": "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads",
+    "fp8": "--fp8-format hybrid",
+    "vit frozen": "--freeze-vit",
+    r"\btp\s?[=:]?\s?(?!1\b)\d": "--sequence-parallel",
+    r"\bep\s?[=:]?\s?(?!1\b)\d": "--moe-grouped-gemm --moe-token-dispatcher-type alltoall",
+}
+"""Flags of a phrase in a row's words."""
+
+
+def _in_words(row: Row, name: str) -> str:
+    """Line of Megatron-LM with the sizes that words have."""
+    text, gpus = _text(row, "config"), _count(row, "gpus")
     sizes = {name.lower(): int(number) for name, number in _WORDS.findall(text)}
-    length = next(int(each) for each in re.findall(r"\b\d{4,7}\b", text))
-    line = (
-        f"{_torchrun(row['gpus'], 'pretrain_gpt.py')} --use-distributed-optimizer --bf16 "
-        f"--seq-length {length} --micro-batch-size {sizes.get('mbs', 1)} "
-        f"--global-batch-size {sizes['gbs']}"
+    lengths = [int(n) * (1024 if k else 1) for n, k in _LENGTH.findall(_WORDS.sub("", text))]
+    if not lengths or "gbs" not in sizes:
+        raise UserError(f"config {text!r} must have a length and GBS: give these, or a line")
+    job = _sizes({"gpus": gpus, **sizes}, "tp", "pp", "cp", "ep", "etp")
+    job |= {"batch": sizes.get("mbs", 1), "gbs": sizes["gbs"], "length": lengths[0]}
+    line = _LINES["megatron-lm"]["line"].format(**job) + (
+        f" --expert-model-parallel-size {job['ep']} --expert-tensor-parallel-size {job['etp']}"
+        f" --num-virtual-stages-per-pipeline-rank {sizes.get('vpp', 1)}"
     )
-    for name, flag in (("tp", "tensor"), ("pp", "pipeline"), ("ep", "expert")):
-        line += f" --{flag}-model-parallel-size {sizes.get(name, 1)}"
-    if sizes.get("ep", 1) > 1:
-        line += " --expert-tensor-parallel-size 1 --moe-grouped-gemm"
-        line += " --moe-token-dispatcher-type alltoall"
-    if sizes.get("tp", 1) > 1:
-        line += " --sequence-parallel"
-    if "full recompute" in text:
-        line += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
-    if "LoRA" in row["name"] or "lora" in text.lower():
-        rank = re.search(r"\br(\d+)", text)
-        line += f" --peft lora --lora-dim {rank[1] if rank else 8}"
-    if "vit frozen" in text:
-        line += " --freeze-vit"
-    return line
+    found = [flags for phrase, flags in _PHRASES.items() if re.search(phrase, text.lower())]
+    if "lora" in f"{name} {text}".lower():
+        rank = re.search(r"\br(?:ank)?\s?(\d+)", text)
+        found.append(f"--peft lora --lora-dim {rank[1] if rank else 8}")
+    return " ".join([line, *found])
 
 
 def _nanotron(row: Row) -> Measured:
-    accumulated = row["global_batch"] // (row["micro_batch"] * row["dp"])
-    line = (
-        f"{_torchrun(row['gpus'], 'run_train.py')} --parallelism.dp {row['dp']} "
-        f"--parallelism.tp {row['tp']} --parallelism.pp {row['pp']} "
-        f"--parallelism.tp_mode REDUCE_SCATTER --tokens.sequence_length {row['sequence']} "
-        f"--tokens.micro_batch_size {row['micro_batch']} "
-        f"--tokens.batch_accumulation_per_replica {accumulated} "
-        f"--optimizer.zero_stage {row['zero']}"
+    job, batch, gbs = (
+        _sizes(row, "tp", "pp"),
+        _count(row, "micro_batch"),
+        _count(row, "global_batch"),
     )
-    rate = row["tokens_per_s_gpu"]
-    tokens = row["global_batch"] * row["sequence"]
+    if row["zero"] is None:
+        raise UserError("the row has no zero: give it")
+    if gbs % (batch * job["dp"]):
+        raise UserError(f"global_batch {gbs} is no multiple of micro_batch x dp; correct one")
+    rate = _positive(row, "tokens_per_s_gpu")
     return Measured(
-        name=f"nanotron {row['model']}",
-        group=f"nanotron {row['model']} on {row['gpus']}",
-        line=line,
-        model=_sizes_model(row, tied=row["tied"]),
+        name=f"nanotron {_text(row, 'model')}",
+        group=f"nanotron {_text(row, 'model')} on {job['gpus']}",
+        line=_LINES["nanotron"]["line"].format(
+            **job,
+            batch=batch,
+            length=_count(row, "sequence"),
+            accumulated=gbs // (batch * job["dp"]),
+            zero=row["zero"],
+        ),
+        model=_sizes_model(row, tied=bool(row.get("tied"))),
         cluster=load_cluster("h100-80g-efa"),
-        gpus=row["gpus"],
-        step_ms=None if rate is None else 1e3 * tokens / rate / row["gpus"],
-        calibrates=row.get("calibrates", ""),
+        gpus=job["gpus"],
+        rate=rate,
+        calibrates=_text(row, "calibrates"),
         out_of_memory=rate is None,
     )
 
 
 def _aleph_alpha(row: Row) -> Measured:
-    line = (
-        f"{_torchrun(row['gpus'], 'pretrain_gpt.py')} --use-distributed-optimizer --bf16 "
-        "--transformer-impl local --no-bias-swiglu-fusion --grad-reduce-in-bf16 "
-        f"--seq-length {row['sequence']} --micro-batch-size {row['micro_batch']} "
-        f"--global-batch-size {row['global_batch']} --tensor-model-parallel-size {row['tp']} "
-        f"--pipeline-model-parallel-size {row['pp']}"
-    )
-    if row["sequence_parallel"] and row["tp"] > 1:
+    job, layers = _sizes(row, "tp", "pp", "cp"), _count(row, "layers")
+    job |= {"batch": _count(row, "micro_batch"), "gbs": _count(row, "global_batch")}
+    line = _LINES["megatron-lm"]["line"].format(**job, length=_count(row, "sequence"))
+    line += " --transformer-impl local --no-bias-swiglu-fusion --grad-reduce-in-bf16"
+    if row.get("sequence_parallel") and job["tp"] > 1:
         line += " --sequence-parallel"
-    if row["recompute"] not in ("none", None, False, "disabled"):
-        line += " --recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    if layers % job["pp"]:
+        line += f" --pipeline-model-parallel-layout '{_layout(layers, job['pp'])}'"
+    for name, value in _recomputation(row).items():
+        line += _setting(f"model.recompute_{name}", value, is_bridge=False)
+    step_ms = _positive(row, "step_ms")
     return Measured(
-        name=f"{row['model']} {row['table']}",
-        group=row["table"],
+        name=f"{_text(row, 'model')} {_text(row, 'table')}",
+        group=_text(row, "table"),
         line=line,
         model=_sizes_model(row, tied=False),
         cluster=_cluster("a100"),
-        gpus=row["gpus"],
-        step_ms=row["step_ms"],
-        out_of_memory=row["step_ms"] is None,
+        gpus=job["gpus"],
+        step_ms=step_ms,
+        out_of_memory=step_ms is None,
     )

@@ -218,10 +218,9 @@ def test_a_larger_device_needs_its_own_memory():
     )  # fmt: skip
     for planned, also in ((whole, ""), (with_memory(whole, 20.0), " and no --memory-gib")):
         named = [text for text, _ in roomier_devices(planned.job)]
-        assert named[-2:] == [
-            f"--cluster {name}{also} instead of a100-80g" for name in ("h200-141g", "b200-180g")
-        ]
-        assert also or len(named) == 2
+        larger = ("h200-141g", "b200-180g", "gb200-186g", "b300-288g", "gb300-288g")
+        assert named[-5:] == [f"--cluster {name}{also} instead of a100-80g" for name in larger]
+        assert also or len(named) == 5
 
 
 def test_steps_that_are_given_stay():

@@ -78,7 +78,13 @@ def job_of(text: str, model=MODEL, gpus: int = 8, cluster=CLUSTER, **more: int) 
             Parallel(pipeline=1, data=8, sharded=8),
             ZeroStage.WEIGHTS,
         ),
-        (LM, Launcher.MEGATRON_LM, Parallel(pipeline=1, data=8), ZeroStage.OPTIMIZER),
+        (LM, Launcher.MEGATRON_LM, Parallel(pipeline=1, data=8), ZeroStage.NOTHING),
+        (
+            f"{LM} --use-distributed-optimizer",
+            Launcher.MEGATRON_LM,
+            Parallel(pipeline=1, data=8),
+            ZeroStage.OPTIMIZER,
+        ),
         (
             f"{BRIDGE} ddp.data_parallel_sharding_strategy=optim_grads_params",
             Launcher.MEGATRON_BRIDGE,
@@ -116,6 +122,69 @@ def test_weights_kept_to_backward_cost_memory_and_save_a_gather():
     weights_gib = 2 * 8.03e9 / 2**30
     assert kept.step_ms < full.step_ms
     assert 0.8 * weights_gib < kept.peaks_gib[0] - full.peaks_gib[0] < 1.1 * weights_gib
+
+
+def test_every_stage_of_sharding_needs_less_memory():
+    """Prevents optimizer state that every rank holds, predicted as if ranks shared it out, and a
+    stage of sharding that is taken for another."""
+    fsdp = "--use-megatron-fsdp --data-parallel-sharding-strategy"
+    options = (
+        "",
+        "--use-distributed-optimizer",
+        f"{fsdp} optim_grads",
+        f"{fsdp} optim_grads_params",
+    )
+    gib = [predicted_line(job_of(f"{LM} {option}")).peaks_gib[0] for option in options]
+    assert gib == sorted(gib, reverse=True)
+    state_gib = 12 * 8.03e9 / 2**30
+    assert gib[0] - gib[1] == pytest.approx(state_gib * 7 / 8, rel=0.02)
+    (none,) = predicted_line(job_of(f"{LM} {fsdp} no_shard")).peaks_gib
+    assert none == gib[0]
+
+
+def test_replicated_state_is_updated_whole_and_reduced_twice_around():
+    """Prevents a step without a distributed optimizer that is as fast as one with."""
+    bare, shared = (
+        predicted_line(job_of(f"{LM} {option}")).step_ms
+        for option in ("", "--use-distributed-optimizer")
+    )
+    assert bare > shared * 1.02
+
+
+@pytest.mark.parametrize("stages", [3, 5, 8])
+def test_torchs_stages_hold_all_layers(stages):
+    """Prevents layers beyond a multiple of the stages left to the last stage in silence."""
+    text = f"{TITAN} --training.local_batch_size 2 --parallelism.pipeline_parallel_degree {stages}"
+    job = job_of(text, gpus=stages)
+    counts = [part.layer_count for part in job.parts]
+    assert sum(counts) == 32 and max(counts) - min(counts) <= 1
+
+
+@pytest.mark.parametrize(
+    ("text", "gpus", "words"),
+    [
+        (f"{LM} --tensor-model-parallel-size 3", 8, "8 GPUs are no multiple"),
+        (
+            LM.replace("batch-size 8", "batch-size 12"),
+            8,
+            "12 is no multiple of the 8 samples",
+        ),
+        (f"{LM} --pipeline-model-parallel-size 5", 5, "hold 30 of 32 layers"),
+        (f"{NANO} {ONE_SAMPLE} --optimizer.zero_stage 4", 8, "zero-stage 4: must be one of 0, 1"),
+    ],
+)
+def test_lines_that_are_no_whole_job_say_why(text, gpus, words):
+    """Prevents a size that does not divide predicted as another job, or refused as one not said."""
+    text = text.replace("global-batch-size 8", "global-batch-size 1") if gpus == 5 else text
+    with pytest.raises(UserError, match=words):
+        job_of(text, gpus=gpus)
+
+
+def test_experts_of_torch_are_not_divided_by_tensor_size():
+    """Prevents Megatron's default of expert tensor parallelism in trainers that have another."""
+    text = f"{AUTO} --step_scheduler.local_batch_size 1 --distributed.tp_size 2"
+    job = job_of(f"{text} --distributed.ep_size 4", load_model("qwen3-30b-a3b"))
+    assert job.job.parallel.expert == 4
 
 
 @pytest.mark.parametrize("stages", [1, 2, 4, 5, 8, 16])

@@ -40,6 +40,97 @@ def test_the_share_of_the_published_system_is_the_calibrated_one():
     assert off[0] < 0.002 and off.max() < 0.012
 
 
+DENSE = json.loads(
+    '{"device": "h100", "gpus": 16, "model": "llama3-8b", "layers": 12, "tp": 1, "pp": 2, '
+    '"cp": 1, "ep": 1, "mbs": 1, "gbs": 32, "seq": 4096, "precision": "bf16", "step_ms": 900}'
+)
+LAYOUT = json.loads(
+    '{"model": "1B", "layers": 16, "hidden": 2048, "ffn": 8192, "heads": 32, "vocab": 32000, '
+    '"gpus": 8, "tp": 1, "pp": 1, "dp": 8, "micro_batch": 1, "global_batch": 16, '
+    '"sequence": 2048, "zero": 1, "tokens_per_s_gpu": 20000}'
+)
+SAID = {"name": "x", "model": "qwen3-8b", "gpus": 8, "cluster": "h100", "measured": {"step_s": 3}}
+BRIDGE = {"source": "Megatron-Bridge"}
+
+
+@pytest.mark.parametrize(
+    ("row", "in_line"),
+    [
+        (DENSE | {"recompute": True}, "--recompute-method uniform"),
+        (DENSE | {"recompute": "block 3"}, "--recompute-method block --recompute-num-layers 3"),
+        (DENSE | {"recompute": "moe_act"}, "--recompute-modules moe_act"),
+        (DENSE | BRIDGE | {"recompute": "full"}, "model.recompute_granularity=full"),
+        (DENSE | BRIDGE | {"sharded": 8}, "ddp.use_megatron_fsdp=true"),
+        (DENSE | BRIDGE | {"extra": ["--peft", "lora"]}, "--peft lora"),
+        (DENSE | {"precision": "MXFP8", "gpus": "16"}, "--fp8-recipe mxfp8"),
+        (DENSE | {"layers": 13}, "--pipeline-model-parallel-layout 'Et*7|t*6L'"),
+        (DENSE | {"group": "FSDP torchtitan h100"}, "pipeline_parallel_degree 2"),
+        (DENSE | {"group": "FSDP Automodel", "sharded": 4}, "dp_replicate_size 2"),
+        (LAYOUT | {"global_batch": 32}, "batch_accumulation_per_replica 4"),
+        (SAID | {"config": "TP2 CP2 VPP 1 GBS 1024 32K fp8"}, "--context-parallel-size 2"),
+        (SAID | {"config": "TP2 CP2 GBS 1024 32K fp8"}, "--seq-length 32768"),
+    ],
+)
+def test_lines_say_what_rows_say(tmp_path, row, in_line):
+    """Prevents a row predicted as another job: fields in other words that are dropped."""
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
+    record = measured_gpus.compared(tmp_path / "rows.json", 0).record()
+    assert in_line in record["line"] and record["predicted_ms"] > 0
+    assert record["measured_ms"] > 0 and record["kind"]
+
+
+@pytest.mark.parametrize(
+    ("row", "why"),
+    [
+        ([], "give an object"),
+        ({name: of for name, of in DENSE.items() if name != "gpus"}, "has no gpus"),
+        (DENSE | {"tp": 3}, "are not its 16 GPUs"),
+        (DENSE | {"layers": True}, "must be a positive number"),
+        (DENSE | {"precision": "nvfp4"}, "precision nvfp4"),
+        (DENSE | {"recompute": "some"}, "must be none, selective"),
+        (DENSE | {"group": "LoRA packed SQuAD h100"}, "give the adapters"),
+        (DENSE | {"group": "FSDP torchtitan", "precision": "fp8"}, "fp8 cannot be set"),
+        (DENSE | {"group": "FSDP llm-foundry"}, "pp cannot be set"),
+        (DENSE | {"gbs": 12}, "12 is no multiple of the 8 samples"),
+        (LAYOUT | {"global_batch": 12}, "no multiple of micro_batch x dp"),
+        (LAYOUT | {"heads": 7}, "not a multiple of heads"),
+        (LAYOUT | {"zero": None}, "has no zero"),
+        (SAID | {"config": "no recompute"}, "must have a length and GBS"),
+        (SAID | {"measured": 3, "line": "x"}, "must be an object"),
+        (SAID | {"extra": ["--image-share"], "line": "x"}, "must be pairs"),
+    ],
+)
+def test_rows_that_say_no_job_are_refused(tmp_path, row, why):
+    """Prevents a traceback for a file of rows, or a row predicted as a job that it is not."""
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
+    record = measured_gpus.compared(tmp_path / "rows.json", 0).record()
+    assert why in record["refused"] and "\n" not in record["refused"] and record["kind"]
+
+
+def test_a_step_follows_from_tokens_a_second(tmp_path):
+    """Prevents a rate that is all a row gives being left out of errors."""
+    line = "run_recipe.py -tp 1 -pp 1 -mb 1 -gb 64 -sl 4096 -ng 8"
+    row = SAID | {"line": line, "measured": {"tokens_s_gpu": 8192}}
+    (tmp_path / "rows.json").write_text(json.dumps({"rows": [row]}))
+    assert measured_gpus.compared(tmp_path / "rows.json", 0).record()["measured_ms"] == 4000
+
+
+@pytest.mark.parametrize(
+    ("device", "preset"),
+    [
+        ("a100_40gb", "a100-40g"),
+        ("A800", "a800-80g"),
+        ("h200", "h200-141g"),
+        ("gb200", "gb200-186g"),
+        ("b300", "b300-288g"),
+        ("gb300", "gb300-288g"),
+    ],
+)
+def test_devices_have_presets(device, preset):
+    """Prevents a device's rows predicted on another's rates, or refused."""
+    assert measured_gpus.measured_row(DENSE | {"device": device}).cluster.name == preset
+
+
 @pytest.fixture(scope="module")
 def measured() -> list[measured_gpus.Compared]:
     """Published steps and two sets of layouts, predicted."""
