@@ -46,7 +46,7 @@ class Compared:
     measured: Measured | None = None
     predicted_ms: float | None = None
     peak_gib: float | None = None
-    """Allocated by the fullest device; the mean over stages where the row has the mean."""
+    """Memory as the row has it."""
     fits: bool | None = None
     micro_batch_tokens: int = 0
     refused: str | None = None
@@ -121,7 +121,8 @@ def compared(path: Path, place: int) -> Compared:
 
 
 def _peak_gib(costed: Costed, measured: Measured) -> float:
-    return float(np.mean(costed.peaks_gib) if measured.is_mean_memory else max(costed.peaks_gib))
+    peaks = {"mean": np.mean(costed.peaks_gib), "device": costed.most_gib}
+    return float(peaks.get(measured.memory, max(costed.peaks_gib)))
 
 
 def _kind_by_name(row: object) -> str:

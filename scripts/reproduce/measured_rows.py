@@ -11,7 +11,7 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from omnibal.base.errors import UserError
 from omnibal.families.named import named_model
@@ -77,8 +77,9 @@ class Measured:
     rate: float | None = None
     """Tokens per second and GPU, if given instead."""
     allocated_gib: float | None = None
-    is_mean_memory: bool = False
-    """Whether memory is a mean over ranks, and not the fullest's."""
+    memory: Literal["fullest", "mean", "device"] = "fullest"
+    """Whose memory is given: allocated by the fullest rank, by ranks on average, or all of a
+    device."""
     out_of_memory: bool = False
     sample_tokens: int | None = None
     """Of samples in a pack, if there are several."""
@@ -331,6 +332,9 @@ _WORDS = re.compile(r"\b(TP|PP|CP|EP|ETP|VPP|DP|MBS|GBS)\s?[=:]?\s?(\d+)\b", re.
 _LENGTH = re.compile(r"\b(\d{3,7}|\d+(?=k\b))(k?)\b", re.IGNORECASE)
 
 
+_MEMORIES = ("max_alloc_avg_gib", "max_alloc_gib", "peak_gb", "device_gib")
+
+
 def _with_line(row: Row) -> Measured:
     """A row with its own line, or with its sizes in words."""
     measured, name = row["measured"], _text(row, "name")
@@ -342,6 +346,7 @@ def _with_line(row: Row) -> Measured:
     step_ms = _positive(measured, "step_ms") or 1e3 * (_positive(measured, "step_s") or 0)
     tokens, memory_gib = _positive(given, "--sample-tokens"), _positive(given, "--memory-gib")
     cluster = _cluster(_text(row, "cluster") or _text(row, "device"))
+    on_device = "device_gib" in measured
     return Measured(
         name=name,
         line=line or _in_words(row, name),
@@ -353,8 +358,10 @@ def _with_line(row: Row) -> Measured:
         step_ms=step_ms or None,
         rate=_positive(measured, "tokens_s_gpu", "tokens_per_s_gpu"),
         sample_tokens=None if tokens is None else int(tokens),
-        allocated_gib=_positive(measured, "max_alloc_avg_gib", "max_alloc_gib", "peak_gb"),
-        is_mean_memory="max_alloc_avg_gib" in measured,
+        allocated_gib=_positive(
+            measured, "max_alloc_avg_gib", "max_alloc_gib", "peak_gb", "device_gib"
+        ),
+        memory="mean" if "max_alloc_avg_gib" in measured else "device" if on_device else "fullest",
         out_of_memory=bool(measured.get("oom")),
         calibrates=_text(row, "calibrates"),
     )

@@ -10,7 +10,6 @@ import pytest
 REPRODUCE = Path(__file__).parents[2] / "scripts" / "reproduce"
 sys.path.insert(0, str(REPRODUCE))
 import hbp  # noqa: E402
-import launch_lines  # noqa: E402
 import measured_gpus  # noqa: E402
 import orch_plan  # noqa: E402
 import paper  # noqa: E402
@@ -19,7 +18,6 @@ from cli_cases import result  # noqa: E402
 from omnibal.base.errors import DoesNotFit  # noqa: E402
 from omnibal.base.files import read_toml_model  # noqa: E402
 from omnibal.job.published_errors import FILE, JobKind, PublishedErrors  # noqa: E402
-from omnibal.lint.predicted import predicted  # noqa: E402
 from omnibal.model.config import load_cluster  # noqa: E402
 from omnibal.model.parallel import WeightSharding  # noqa: E402
 from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule  # noqa: E402
@@ -134,7 +132,10 @@ def test_devices_have_presets(device, preset):
 @pytest.fixture(scope="module")
 def measured() -> list[measured_gpus.Compared]:
     """Published steps and two sets of layouts, predicted."""
-    files = [measured_gpus.FOLDER / f"{name}.json" for name in ("steps", "more_steps", "vlm_steps")]
+    files = [
+        measured_gpus.FOLDER / f"{name}.json"
+        for name in ("steps", "more_steps", "vlm_steps", "ms_swift")
+    ]
     rows = measured_gpus.all_compared(files)
     layouts = measured_gpus.FOLDER / "layouts_h100.json"
     for place, row in enumerate(json.loads(layouts.read_text())["rows"]):
@@ -287,8 +288,7 @@ def test_orchmllms_encoders_are_too_large_to_be_data_parallel():
         orch_plan.planned(lengths, "h100-80g", (WeightSharding.REPLICATED,))
 
 
-@pytest.mark.parametrize("example", launch_lines.EXAMPLES, ids=lambda one: one.name)
-def test_memory_of_launch_lines_is_near_what_they_note(example):
-    """Prevents: a prediction of memory that is far from what ran, or from docs/results.md."""
-    job = launch_lines.of_example(example, "h100-80g")
-    assert 0.775 < predicted(job, job.parts, job.schedule).most_gib / example.noted_gib < 1
+def test_memory_of_launch_lines_is_near_what_they_note(measured):
+    """Prevents: jobs of others' examples that are called fitting, or not, by a quarter."""
+    errors = [one.memory_error for one in measured if one.file == "ms_swift"]
+    assert len(errors) == 5 and -0.23 < min(errors) and max(errors) < 0.02

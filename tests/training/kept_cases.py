@@ -30,7 +30,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import feature_names, layer_names, model_parts, unit_kinds, unit_names
 from omnibal.pipeline.unit_runs import stages_from_cuts
 
-CLUSTER = load_cluster("h100-80g")
+CLUSTER = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
 SEGMENTS, TILES, CLIPS, LOSS_TOKENS = (2048, 1024, 1024), 3, 2, 1000
 IMAGES = (1024, 512, 512)
 """Tokens of images at their native resolution."""
