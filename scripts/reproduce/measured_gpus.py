@@ -121,8 +121,8 @@ def compared(path: Path, place: int) -> Compared:
 
 
 def _peak_gib(costed: Costed, measured: Measured) -> float:
-    peaks = {"mean": np.mean(costed.peaks_gib), "device": costed.most_gib}
-    return float(peaks.get(measured.memory, max(costed.peaks_gib)))
+    peaks = {"mean": float(np.mean(costed.peaks_gib)), "device": costed.most_gib}
+    return peaks.get(measured.memory, max(costed.peaks_gib))
 
 
 def _kind_by_name(row: object) -> str:
