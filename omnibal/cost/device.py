@@ -130,7 +130,7 @@ class Device:
                 ),
                 "accumulation": streamed,
             },
-            ring=pass_line(cluster, Group(parallel.tensor), precision),
+            ring=pass_line(cluster, Group(parallel.tensor), precision, blocking=True),
             all_to_all=Line(
                 fixed_ms=waited * experts.fixed_ms, each_ms=waited * experts.each_ms * to_others
             ),

@@ -36,7 +36,12 @@ class Group:
 
 
 def pass_line(
-    cluster: ClusterConfig, group: Group, precision: Precision, kind: RingKind | None = None
+    cluster: ClusterConfig,
+    group: Group,
+    precision: Precision,
+    kind: RingKind | None = None,
+    *,
+    blocking: bool = False,
 ) -> Line:
     """Latency of a ring pass, and time per byte that a rank sends.
 
@@ -46,6 +51,8 @@ def pass_line(
 
     Args:
         kind: of the collective, None for any.
+        blocking: whether the next kernel waits for it, so that chunks are not pipelined and every
+            hop between nodes has a message's latency.
     """
     if group.ranks == 1:
         return Line(fixed_ms=0, each_ms=0)
@@ -56,7 +63,10 @@ def pass_line(
     if not group.is_within(cluster):
         adapters = max(cluster.gpus_per_node // group.stride, 1)
         gb_per_s = min(gb_per_s, adapters * _adapter_gb_per_s(cluster))
-    fixed_ms = max(cluster.link_latency_us / 1e3, hops_ms(cluster, group))
+    latency_ms = cluster.link_latency_us / 1e3
+    fixed_ms = max(latency_ms, hops_ms(cluster, group))
+    if blocking and place == "network":
+        fixed_ms = latency_ms * (group.ranks - 1)
     return measured or Line(fixed_ms=fixed_ms, each_ms=1 / (gb_per_s * 1e6))
 
 

@@ -203,10 +203,12 @@ def runtime_of(line: Line, fp8: Fp8 = TRAINED_FP8) -> RuntimeOptions:
     plain = line.on("no-bias-swiglu-fusion")
     fused_loss = line.on("cross-entropy-loss-fusion", default=is_bridge)
     in_fp32 = line.on("grad-reduce-in-fp32", default=True)
+    # User buffers have one shape.
+    overlap_tensor = line.on("tp-comm-overlap") and not line.on("variable-seq-lengths")
     return RuntimeOptions(
         overlap_gradients=line.on("overlap-grad-reduce", default=is_bridge),
         overlap_weights=line.on("overlap-param-gather", default=is_bridge),
-        overlap_tensor=line.on("tp-comm-overlap") and line.launch.tensor > 1,
+        overlap_tensor=overlap_tensor and line.launch.tensor > 1,
         ring_tokens=line.launch.sequence_length if line.is_ring else None,
         bf16_gradients=line.on("grad-reduce-in-bf16") or not in_fp32,
         **_sharding(line),

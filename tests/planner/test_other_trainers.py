@@ -260,7 +260,9 @@ def test_latency_grows_with_the_ranks_of_a_ring():
     bare = ring_ms_per_byte(CLUSTER, Group(512), "bf16")
     assert many > 2 * few and many > bare
     assert pass_line(CLUSTER, Group(512), "bf16").fixed_ms > 1
-    assert pass_line(CLUSTER, Group(8), "bf16").fixed_ms < 0.02
+    assert pass_line(CLUSTER, Group(8), "bf16", blocking=True).fixed_ms < 0.02
+    waited = pass_line(CLUSTER, Group(32), "bf16", blocking=True)
+    assert waited.fixed_ms == pytest.approx(31 * CLUSTER.link_latency_us / 1e3)
 
 
 def test_short_samples_in_packs_attend_to_less():

@@ -151,6 +151,7 @@ def test_chunks_are_exchanged_one_after_another(chunks: int, overlaps: bool):
         (HIDDEN, {}),
         ("--calculate-per-token-loss", {"averages_gradients": False}),
         ("--tp-comm-overlap --sequence-parallel", {"overlap_tensor": True}),
+        ("--tp-comm-overlap --sequence-parallel --variable-seq-lengths", {"overlap_tensor": False}),
         ("--cp-comm-type all_gather", {"ring_tokens": None}),
         ("--grad-reduce-in-bf16", {"bf16_gradients": True}),
         ("--recompute-granularity selective --recompute-modules core_attn mlp layernorm",
@@ -169,6 +170,7 @@ def test_switches_of_a_line_are_read(flags: str, expected: dict[str, bool]):
         assert getattr(found, name) == value, name
     if flags.startswith("--overlap"):
         engine = {"transformer_engine": True, "accumulates_in_products": True}
+        engine["replicates_optimizer"] = True  # without --use-distributed-optimizer
         assert found == OWN_RUNTIME.model_copy(update={"ring_tokens": 4096} | engine)
 
 
