@@ -129,14 +129,18 @@ class BoundedTrials:
         return some + [choice for choice in near if choice not in some][: most - len(some)]
 
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
-        """Drop choices of kinds clearly slower than the best kind."""
+        """Drop choices of kinds clearly slower than the best kind.
+
+        Choices of sizes whose first choice did not fit stay: others of them may.
+        """
         best_ms: dict[Hashable, float] = {}
         for choice, ms in self.estimated_ms.items():
             kind = _kind(choice)
             best_ms[kind] = min(best_ms.get(kind, math.inf), ms)
         limit_ms = _KIND_SLACK * min(best_ms.values(), default=math.inf)
         slow = {kind for kind, ms in best_ms.items() if ms > limit_ms}
-        fast = [choice for choice in choices if _kind(choice) not in slow]
+        seen = set(map(_group, self.estimated_ms))
+        fast = [c for c in choices if _kind(c) not in slow or _group(c) not in seen]
         self.advance(
             sum(choice not in self.estimated_ms for choice in choices if choice not in fast)
         )

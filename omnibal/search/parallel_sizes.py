@@ -173,13 +173,14 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
         jobs = [request.job.sized(parallel) for parallel in possible]
         check_may_run(jobs, request.schedule)
         return [job.parallel for job in jobs if may_run(job, request.schedule)]
-    if not found:
+    allowed = list(filter(request.job.allows, found))
+    if not allowed and WeightSharding.REPLICATED not in ways:
         raise UserError(
             f"{gpus} GPUs were given with --sharding {' or '.join(ways)}, and no "
-            "data-parallel ranks of theirs can divide weights so: hybrid needs several nodes, full "
-            "two ranks; use more GPUs, or give --sharding auto"
+            "data-parallel ranks of theirs can divide weights so: hybrid needs several whole nodes, "
+            "full two ranks; use another number of GPUs, or give --sharding auto"
         )
-    raise UserError(_impossible(request, list(filter(request.job.allows, found))))
+    raise UserError(_impossible(request, allowed))
 
 
 def layouts_of(
