@@ -177,8 +177,8 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
     if not allowed and WeightSharding.REPLICATED not in ways:
         raise UserError(
             f"{gpus} GPUs were given with --sharding {' or '.join(ways)}, and no "
-            "data-parallel ranks of theirs can divide weights so: hybrid needs several whole nodes, "
-            "full two ranks; use another number of GPUs, or give --sharding auto"
+            "data-parallel ranks of theirs can divide weights so: hybrid needs several whole "
+            "nodes, full two ranks; use another number of GPUs, or give --sharding auto"
         )
     raise UserError(_impossible(request, allowed))
 

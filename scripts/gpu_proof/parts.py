@@ -4,6 +4,7 @@ import importlib.util
 import json
 import re
 import shutil
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -21,6 +22,7 @@ from omnibal.job.plan_files import PlanFiles
 from omnibal.job.replay import REPLAY_FILES, StageReplay
 from omnibal.job.runlog import RUN_FILE, StepRecord, latest_step, read_run
 from omnibal.model.config import load_cluster, load_model
+from omnibal.model.units import feature_names
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import unit_counts
 from scripts.gpu_proof.running import Context, Part, PartEndedError, Until
@@ -139,7 +141,8 @@ def _compare_stage(context: Context, files: PlanFiles, stage: int) -> None:
         return
     [measured] = [one for one in REPLAY_FILES.read(folder, len(plan.stages)) if one.stage == stage]
     own_ms = computed_ms(measured)
-    flops = stage_flops(files, stage, _features(files, measured)) / plan.parallel.tensor
+    features = _features(files, measured, feature_names(plan.model))
+    flops = stage_flops(files, stage, features) / plan.parallel.tensor
     predicted_gib = measured.predicted_gib(plan.predicted.stages[stage].memory)
     context.compare(name, "ms", predicted_ms(files, files.job, measured), own_ms)
     context.compare(name, "GiB", predicted_gib, measured.peak_gib)
@@ -161,14 +164,14 @@ def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float
         for precision, table in job.cluster.rates.items()
     }
     alone = replace(job, cluster=job.cluster.model_copy(update=fast | {"rates": rates}))
-    features = _features(files, measured)
+    features = _features(files, measured, alone.cost.features)
     times = stage_times(alone.cost, files.plan.stages, features)
     both = times.forward_ms + times.backward_ms
     return float(both[:, measured.stage].sum())
 
 
 def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
-    """FLOPs of a stage's packs over all tensor-parallel ranks."""
+    """FLOPs of a stage's packs over all tensor-parallel ranks, from the model's features."""
     job = files.job
     each = unit_flops(job.model, job.cluster, job.frozen, job.adapters)
     counts = unit_counts(job.cost.kinds, files.plan.stages[stage])
@@ -178,10 +181,10 @@ def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
     return float((features @ per_feature).sum())
 
 
-def _features(files: PlanFiles, measured: StageReplay) -> np.ndarray:
-    """Features of the replayed packs, [packs, features]."""
+def _features(files: PlanFiles, measured: StageReplay, names: Sequence[str]) -> np.ndarray:
+    """Features of the replayed packs by name, [packs, features]."""
     packs, lengths = files.steps
-    return pack_features(packs.packs, lengths, files.job.cost.features)[list(measured.rows)]
+    return pack_features(packs.packs, lengths, names)[list(measured.rows)]
 
 
 def train(context: Context) -> None:

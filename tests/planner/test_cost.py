@@ -35,7 +35,11 @@ def cost_of(
 def only(**rates: float) -> ClusterConfig:
     """The cluster with every rate but those given so high that its work takes no time."""
     links = ("memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s")
-    free = dict.fromkeys(links, 1e15) | {"kernel_us": 1e-15, "link_latency_us": 1e-15}
+    free = dict.fromkeys(links, 1e15) | {
+        "kernel_us": 1e-15,
+        "link_latency_us": 1e-15,
+        "host_us": 0.0,
+    }
     free["peak_tflops"] = {"bf16": 1e15, "fp32": 1e15}
     return CLUSTER.model_copy(update=free | rates)
 

@@ -185,7 +185,7 @@ def test_models_with_alibi_are_not_for_megatron(capsys, tmp_path):
 @pytest.mark.parametrize("name", ["ms-swift", "megatron-bridge"])
 def test_chunks_are_planned_for_trainers_that_take_them(capsys, tmp_path, name):
     """Prevents: 1F1B where chunks are faster, and chunks that a trainer refuses."""
-    base = "plan --model internvl3-2b --cluster h100-80g --pp 2 --dp 2 --max-tokens 4096"
+    base = "plan --model internvl3-2b --cluster h100-80g --pp 2 --dp 2 --max-tokens 16384"
     options = "--for", name, "--schedule", "auto", "-o", tmp_path / "plan", "--micro-batches"
     even, odd = (run(capsys, base, *options, count)[0] for count in (4, 5))
     assert odd["schedule"]["name"] == "1f1b" and "multiples of the 2" in odd["schedule_reason"]

@@ -358,7 +358,14 @@ def test_ranks_without_a_pack_are_refused():
         ),
         *(
             ({"gpus": gpus, "shardings": (way,)}, f"{gpus} GPUs were given with --sharding {way}")
-            for gpus, way in ((1, WeightSharding.FULL), (4, WeightSharding.HYBRID))
+            for gpus, way in (
+                (1, WeightSharding.FULL),
+                *((n, WeightSharding.HYBRID) for n in (4, 6)),
+            )
+        ),
+        (
+            {"cluster": assumed_h100(), "gpus": 12, "shardings": (WeightSharding.HYBRID,)},
+            "12 GPUs were given with --sharding hybrid",
         ),
         (
             {"cluster": CLUSTER.model_copy(update={"memory_gib": 0.001})},
