@@ -33,7 +33,6 @@ from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
 from omnibal.cost.language import head, language_embed, language_layer
 from omnibal.cost.links import (
     Group,
-    expert_state_group,
     message_line,
     ring_ms_per_byte,
     state_group,
@@ -60,7 +59,7 @@ ENCODER_UNITS: dict[type[EncoderLayers], tuple[Callable[..., Unit], ...]] = {
     ImagesEncoder: (images_embed, images_layer, images_projector),
 }
 """Functions of an encoder's embedding (encoder, device), of a layer (model, encoder, unit kind,
-device, padded=...) and of the projector (encoder, model, device)."""
+device) and of the projector (encoder, model, device)."""
 _COMPUTED = ("product", "attention", "other_attention")
 """Kernels whose operations count in model FLOPs."""
 
@@ -164,7 +163,7 @@ def analytic_cost(
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
         bucket_parameters=parallel.bucket_parameters if runtime.overlap_gradients else math.inf,
-        expert_rates=rates_of(expert_state_group(parallel)),
+        expert_rates=rates_of(state_group(parallel, of_experts=True)),
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
@@ -258,7 +257,7 @@ def layer_products(
     """Forward matrix products on one device of every unit kind except the head."""
     device = Device.of(model, cluster, parallel, precision)
     kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
-    return [one for kind in kinds for one in _units_of_kind(model, kind, device)[0].products]
+    return [one for kind in kinds for one in _unit_of_kind(model, kind, device).products]
 
 
 @cache
@@ -270,7 +269,7 @@ def _any_cluster() -> ClusterConfig:
 def unit_on_one(model: ModelConfig, kind: UnitKind) -> Unit:
     """Return a unit on one device, in bf16."""
     device = Device.of(model, _any_cluster(), Parallel(pipeline=1), "bf16")
-    return _units_of_kind(model, kind, device)[0]
+    return _unit_of_kind(model, kind, device)
 
 
 def kept_lines(
@@ -311,7 +310,9 @@ def _place_units(
         is_adapted = has_adapters(model, kind, adapters)
         is_whole = adapters is None or kind.part not in adapters.parts
         trained = kind.part not in frozen and is_whole
-        unit, unpadded = _units_of_kind(model, kind, device)
+        unit = unpadded = _unit_of_kind(model, kind, device)
+        if kind.name == HEAD or (kind.is_layer and not is_language):
+            unpadded = _unit_of_kind(model, kind, replace(device, pads=False))
         if is_adapted and adapters is not None:
             named = {one.module: one for one in adapted_linears(model, kind, adapters)}
             part = device.whole if is_language else 1.0
@@ -339,31 +340,25 @@ def _place_units(
             carried_gradient = carried_gradient + before_trained * unit.output_bytes
 
 
-def _units_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> tuple[Unit, Unit]:
-    """Return a unit of a kind with and without padded attention heads and vocabulary."""
-    language = model.language
+def _unit_of_kind(model: ModelConfig, kind: UnitKind, device: Device) -> Unit:
+    """Return a unit of a kind."""
     if kind.layer is not None:
-        unit = language_layer(language, kind.layer, device)
-    elif kind.name == HEAD:
-        return head(language, device), head(language, device, padded=False)
-    elif kind.tower == LANGUAGE:
-        unit = language_embed(model, device)
-    else:
-        tower = model.encoders[kind.tower]
-        if type(tower) not in ENCODER_UNITS:
-            known = words([one.__name__ for one in ENCODER_UNITS], "or")
-            raise UserError(
-                f"encoders of {type(tower).__name__} have no costs, and are not planned; it must "
-                f"be {known}, or have a line in omnibal/cost/analytic.py"
-            )
-        embed, layer, projector = ENCODER_UNITS[type(tower)]
-        if kind.is_layer:
-            padded, unpadded = (
-                layer(model, tower, kind, device, padded=is_padded) for is_padded in (True, False)
-            )
-            return padded, unpadded
-        unit = embed(tower, device) if kind.is_embed else projector(tower, model, device)
-    return unit, unit
+        return language_layer(model.language, kind.layer, device)
+    if kind.name == HEAD:
+        return head(model.language, device)
+    if kind.tower == LANGUAGE:
+        return language_embed(model, device)
+    tower = model.encoders[kind.tower]
+    if type(tower) not in ENCODER_UNITS:
+        known = words([one.__name__ for one in ENCODER_UNITS], "or")
+        raise UserError(
+            f"encoders of {type(tower).__name__} have no costs, and are not planned; it must "
+            f"be {known}, or have a line in omnibal/cost/analytic.py"
+        )
+    embed, layer, projector = ENCODER_UNITS[type(tower)]
+    if kind.is_layer:
+        return layer(model, tower, kind, device)
+    return embed(tower, device) if kind.is_embed else projector(tower, model, device)
 
 
 def _unit_cost(device: Device, one: _Placed) -> UnitCost:

@@ -10,6 +10,7 @@ that length, interpolated by logarithm. Unmeasured head sizes use the nearest me
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, Self
 
 import numpy as np
@@ -28,45 +29,15 @@ _Kernel = tuple[AttentionPass, bool, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Fit:
-    """Kernel time by operations, with its error at each measured length."""
-
-    line: Line
-    log_tokens: np.ndarray
-    """Logarithms of measured lengths, ascending."""
-    log_errors: np.ndarray
-    """Mean logarithms of measured over fitted time per length."""
-
-    @classmethod
-    def of(cls, points: Sequence[tuple[float, float, int]]) -> Self:
-        """Fit to (operations, time, length) measurements."""
-        flops, times_ms, tokens = np.array(points).T
-        lengths, index, counts = np.unique(tokens, return_inverse=True, return_counts=True)
-        # With equal sizes, a fit may find operations free.
-        least_ms = float((times_ms / flops).min()) / 2
-        line = fitted_line(flops, times_ms, least_ms=least_ms)
-        errors = np.log(times_ms / (line.fixed_ms + line.each_ms * flops))
-        log_errors = np.bincount(index, errors) / counts
-        return cls(line=line, log_tokens=np.log(lengths), log_errors=log_errors)
-
-    def at(self, tokens: int | None) -> Line:
-        """Return the line, scaled for samples of `tokens` if given."""
-        if tokens is None:
-            return self.line
-        off = math.exp(np.interp(math.log(tokens), self.log_tokens, self.log_errors))
-        return Line(fixed_ms=self.line.fixed_ms * off, each_ms=self.line.each_ms * off)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class AttentionTimes:
     """Times of attention kernels."""
 
-    fits: dict[_Kernel, _Fit]
-    """Time by operations in full tiles."""
+    points: dict[_Kernel, np.ndarray]
+    """Operations in full tiles, time and length of every measurement, [measured, 3]."""
 
     @classmethod
     def of(cls, measured: Sequence[AttentionTime], tflops: float | None = None) -> Self:
-        """Fit measurements with shares of `tflops`."""
+        """Take measurements with shares of `tflops`."""
         kernels: dict[_Kernel, list[tuple[float, float, int]]] = {}
         for one in measured:
             kernel = one.of, one.causal, one.head_size + one.value_size
@@ -74,7 +45,7 @@ class AttentionTimes:
             pairs = (one.tokens / 2 if one.causal else one.tokens) + TILE / 2
             point = (one.flops * pairs / one.tokens, one.time_ms(tflops), one.tokens)
             kernels.setdefault(kernel, []).append(point)
-        return cls(fits={kernel: _Fit.of(points) for kernel, points in kernels.items()})
+        return cls(points={kernel: np.array(points) for kernel, points in kernels.items()})
 
     def line(
         self, of: AttentionPass, elements: float, *, causal: bool, tokens: int | None = None
@@ -86,7 +57,21 @@ class AttentionTimes:
             tokens: of every sample if all are equal, else None.
         """
         nearest = min(
-            self.fits,
+            self.points,
             key=lambda one: (one[0] != of, one[1] != causal, abs(math.log(one[2] / elements))),
         )
-        return self.fits[nearest].at(tokens)
+        return _line(self, nearest, tokens)
+
+
+@lru_cache(maxsize=4096)
+def _line(times: AttentionTimes, kernel: _Kernel, tokens: int | None) -> Line:
+    flops, times_ms, measured_tokens = times.points[kernel].T
+    # With equal sizes, a fit may find operations free.
+    line = fitted_line(flops, times_ms, least_ms=float((times_ms / flops).min()) / 2)
+    if tokens is None:
+        return line
+    lengths, index, counts = np.unique(measured_tokens, return_inverse=True, return_counts=True)
+    errors = np.log(times_ms / (line.fixed_ms + line.each_ms * flops))
+    mean_errors = np.bincount(index, errors) / counts
+    off = math.exp(np.interp(math.log(tokens), np.log(lengths), mean_errors))
+    return Line(fixed_ms=line.fixed_ms * off, each_ms=line.each_ms * off)

@@ -61,19 +61,15 @@ class _Exchange:
     """Bytes that a rank sends, [2, features]."""
     copied_bytes: np.ndarray
     """Bytes that copies read and write, [2, features]."""
-    collectives: np.ndarray
-    """[2]"""
-    kernels: np.ndarray
-    """[2]"""
-    is_repeated: bool = False
-    """Whether a second forward exchanges again."""
+    launches: tuple[tuple[int, int], tuple[int, int]]
+    """Collectives and kernels, of forward and of backward."""
     working_bytes: np.ndarray
     """Working memory during the exchange, [features]."""
 
     def times_ms(self, line: Line, cluster: ClusterConfig) -> np.ndarray:
         """Time with collectives of a latency and rate, [2, features]."""
         times_ms = line.each_ms * self.sent_bytes + self.copied_bytes / _bytes_per_ms(cluster)
-        times_ms[:, 0] += self.collectives * line.fixed_ms + self.kernels * cluster.kernel_us / 1e3
+        times_ms[:, 0] += np.array(self.launches) @ (line.fixed_ms, cluster.kernel_us / 1e3)
         return times_ms
 
 
@@ -134,8 +130,9 @@ def costs_at(
     if len(names) > len(cost.features):
         units = {name: replace(unit, **with_features(unit, 1)) for name, unit in cost.units.items()}
         cost = replace(cost, features=names, units=units)
-    kinds = unit_kinds(model)
+    kinds, runtime = unit_kinds(model), source.runtime
     encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
+    features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
 
     def at_level(level: Level) -> CostModel:
         mistake = exchange_mistake(model, parallel, level)
@@ -144,31 +141,32 @@ def costs_at(
         if level.context == 1:
             return cost
         group, is_gather = Group(level.context, parallel.tensor), _is_gather(level)
-        # Measurements are within one node.
-        costs = source.costs if group.is_within(cluster) else ANALYTIC
-        runtime = source.runtime
         of_features = all_to_all_line(cluster, group, precision)
         line = pass_line(cluster, group, precision) if is_gather else of_features
         ring_tokens = runtime.ring_tokens if is_gather else None
-        features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
         units = dict(cost.units)
         for kind in cost.kinds:
             unit = units[kind.name]
             if kind.layer is not None:
                 widths = attention_widths(model.language, kind.layer, parallel.tensor)
-                output_bytes = features.one("tokens") * widths.output / parallel.tensor * size
-                exchange = _of_attention(
-                    model.language.hidden_size * size,
-                    widths.query / parallel.tensor * size,
-                    (widths.key + widths.value) / parallel.tensor * size,
-                    output_bytes,
-                    level,
-                    features,
-                    in_ring=ring_tokens is not None,
+                of_token = (
+                    model.language.hidden_size,
+                    *(
+                        width / parallel.tensor
+                        for width in (widths.query, widths.key + widths.value, widths.output)
+                    ),
                 )
-                measured_ms = costs.exchange_ms(model, kind, level)
-                times_ms = exchange.times_ms(line, cluster) if measured_ms is None else measured_ms
-                times_ms = np.vstack([times_ms, exchange.is_repeated * times_ms[:1]])
+                exchange = _of_attention(
+                    np.array(of_token) * size, level, features, in_ring=ring_tokens is not None
+                )
+                times_ms = exchange.times_ms(line, cluster)
+                # Measurements are within one node.
+                if group.is_within(cluster):
+                    measured_ms = source.costs.exchange_ms(model, kind, level)
+                    times_ms = times_ms if measured_ms is None else measured_ms
+                # Exchange of heads is repeated in a second forward.
+                times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]
+                output_bytes = features.one("tokens") * of_token[-1] * size
                 if ring_tokens is not None:
                     attended = cost.features.index(attended_feature(kind.layer))
                     sizes_of_ring = level.context, ring_tokens, attended, output_bytes
@@ -182,8 +180,7 @@ def costs_at(
                 units[kind.name] = _with_exchange(unit, exchange, times_ms, unit.has_backward)
             elif kind.name == LANGUAGE_EMBED and model.encoders:
                 exchange = _of_features(model, level, features, size)
-                times_ms = exchange.times_ms(of_features, cluster)
-                times_ms = np.vstack([times_ms, 0 * times_ms[:1]])
+                times_ms = exchange.times_ms(of_features, cluster)[[0, 1, 0]] * [[1], [1], [0]]
                 units[kind.name] = _with_exchange(unit, exchange, times_ms, encoder_trained)
         return replace(cost, units=units)
 
@@ -223,24 +220,18 @@ def _is_gather(level: Level) -> bool:
 
 
 def _of_attention(
-    hidden_bytes: float,
-    query_bytes: float,
-    key_value_bytes: float,
-    output_bytes: np.ndarray,
-    level: Level,
-    features: Features,
-    *,
-    in_ring: bool,
+    of_token: np.ndarray, level: Level, features: Features, *, in_ring: bool
 ) -> _Exchange:
-    """Exchange of a language layer, given the bytes of a token on a rank.
+    """Exchange of a language layer.
 
     Args:
-        output_bytes: of attention's output, [features].
+        of_token: bytes of a token on a rank: hidden, query, key with value, attention's output.
         in_ring: whether keys and values travel in a ring instead of an all-gather.
     """
     context, tokens, exchanged = level.context, features.one("tokens"), features.one(EXCHANGED)
+    _, query_bytes, key_value_bytes, _ = of_token
     # Gradients of the residual, of attention's output and of its query, key and value.
-    running_bytes = tokens * (hidden_bytes + query_bytes + key_value_bytes) + output_bytes
+    running_bytes = tokens * of_token.sum()
     if _is_gather(level):
         own_bytes = tokens * key_value_bytes
         gathered_bytes = exchanged * context * key_value_bytes
@@ -251,8 +242,7 @@ def _of_attention(
         return _Exchange(
             sent_bytes=np.outer([1, 2], gathered_bytes * (context - 1) / context),
             copied_bytes=np.stack([copied_bytes, copied_bytes + summed_bytes]),
-            collectives=np.array([1, 2]),
-            kernels=np.array([6, 12]),
+            launches=((1, 6), (2, 12)),
             # Keys and values of all ranks (ring: the current part and the next), their gradients,
             # and those concatenated.
             working_bytes=running_bytes + 3 * (2 * own_bytes if in_ring else all_bytes),
@@ -264,9 +254,7 @@ def _of_attention(
     return _Exchange(
         sent_bytes=np.outer([1, 1], turned_bytes * (context - 1) / context),
         copied_bytes=np.outer([1, 1], copied_bytes),
-        collectives=np.array([2, 2]),
-        kernels=np.array([12, 12]),
-        is_repeated=True,
+        launches=((2, 12),) * 2,
         # Buffers on both sides of both exchanges, and received gradients.
         working_bytes=running_bytes + exchanged * (6 * query_bytes + 4 * key_value_bytes),
     )
@@ -278,18 +266,17 @@ def _of_features(model: ModelConfig, level: Level, features: Features, size: int
     Deepstack features are exchanged separately at the start of the stage that takes them, but
     counted here.
     """
-    towers, width_bytes = model.encoders.values(), model.language.hidden_size * size
-    rows = [features.one(tower.feature) * tower.tokens_per_item for tower in towers]
-    own_bytes = np.sum(rows, axis=0) * width_bytes
-    beside = [tower.deepstack_features for tower in towers]
-    beside_bytes = np.sum([n * each for n, each in zip(beside, rows, strict=True)], axis=0)
-    all_bytes = own_bytes + beside_bytes * width_bytes
-    collectives = np.full(2, 1 + sum(beside))
+    number, own_bytes, all_bytes = 1, features.none, features.none
+    for tower in model.encoders.values():
+        rows = features.one(tower.feature) * tower.tokens_per_item
+        tower_bytes = rows * model.language.hidden_size * size
+        own_bytes = own_bytes + tower_bytes
+        all_bytes = all_bytes + (1 + tower.deepstack_features) * tower_bytes
+        number += tower.deepstack_features
     return _Exchange(
         sent_bytes=np.outer([1, 1], all_bytes * (level.context - 1) / level.context),
         copied_bytes=np.outer([1, 1], 2 * all_bytes),
-        collectives=collectives,
-        kernels=2 * collectives,
+        launches=((number, 2 * number),) * 2,
         # Deepstack features stay until their layers.
         working_bytes=own_bytes + all_bytes,
     )

@@ -63,6 +63,8 @@ class Device:
     tensor: int
     sequence_parallel: bool
     """Whether the language model uses Megatron's sequence parallelism."""
+    pads: bool = True
+    """Whether encoders' heads and the vocabulary are padded to multiples of the tensor size."""
     element_bytes: int
     runtime: RuntimeOptions = OWN_RUNTIME
     expert: int = 1

@@ -14,8 +14,7 @@ forward, both exposed. Sharded encoders gather and reduce per unit in every pass
 follows. Replicas of a shard sum gradients once a step.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -23,45 +22,19 @@ import numpy as np
 from omnibal.cost.kernels import ELEMENT_BYTES, FP32_BYTES
 from omnibal.cost.links import Group, message_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.cost.shaped_rates import Line, exchanged_line
+from omnibal.cost.shaped_rates import Line, collective_line
 from omnibal.cost.sharded import ShardedExchange, sharded_cost
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
-from omnibal.model.rates import CollectiveTime
+from omnibal.model.rates import CollectiveTime, Place
 from omnibal.model.runtime import OWN_RUNTIME
 from omnibal.model.units import ENCODER_WAITS_MS, LANGUAGE, LANGUAGE_EMBED, unit_kinds, unit_names
 
 ITEM, SQUARE = 1, 2
 """Indices of the costs per item and per square; index 0 is per pass."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class PassExchange:
-    """Exchange of an encoder's sharded weights and gradients in every pass."""
-
-    of_pass: ShardedExchange
-    """In forward, and in backward of kept items."""
-    of_second: ShardedExchange
-    """In a second forward."""
-    columns: tuple[int, ...]
-    """Indices of the pass, items and squares among the cost features."""
-
-    def exposed_ms(self, work: np.ndarray) -> np.ndarray:
-        """Exposed time in forward, kept backward, and second forward with backward, [passes, 3].
-
-        Args:
-            work: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
-        """
-        features = np.zeros((len(work), self.of_pass.forward_ms.shape[1]))
-        features[:, self.columns] = work
-        ahead, behind = self.of_pass.exposed_ms(features).T
-        ahead_again = self.of_second.exposed_ms(features)[:, 0]
-        # The last unit's weights are still gathered.
-        again = ahead_again + behind - self.of_pass.gather_back_ms[self.of_pass.sequence[-1]]
-        return np.stack([ahead, behind, again], axis=-1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -85,8 +58,8 @@ class EncoderCost:
     """Feature bytes per item, including deepstack."""
     is_trained: bool
     """Whether any part is trained, so that gradients return."""
-    exchange: PassExchange | None = None
-    """None if weights are replicated."""
+    exchange: ShardedExchange | None = None
+    """Exchange of sharded weights and gradients in every pass, None if replicated."""
 
     @property
     def is_of_samples(self) -> bool:
@@ -171,7 +144,8 @@ class EncodersCost:
         """
         is_within = not np.ptp(self.nodes(pipelines), axis=1).any()
         ranks = pipelines * self.ranks_of_pipeline
-        whole = exchanged_line(self.measured, ranks, "node" if is_within else "network")
+        place: Place = "node" if is_within else "network"
+        whole = collective_line(self.measured, ranks, place, "all_to_all")
         if whole is not None:
             return whole.fixed_ms + whole.each_ms * (within_bytes + across_bytes)
         line = self.within_node if is_within else self.between_nodes
@@ -218,18 +192,17 @@ def encoders_cost(
     shards = source.with_rates(cluster), copies, precision, OWN_RUNTIME
     rates = source.with_rates(cluster).measured(precision)
     link = None if source.profile is None else source.profile.link
-    encoders, held = dict[str, EncoderCost](), list[tuple[int, UnitCost]]()
-    cost = whole
+    encoders, held, cost = dict[str, EncoderCost](), list[UnitCost](), whole
+    towers = {kind.name: kind.tower for kind in unit_kinds(model)}
     for name in model.encoders:
-        exchange = None
+        names, exchange = [unit for unit in unit_names(model) if towers[unit] == name], None
         if sharded > 1:
-            names = _unit_names(model, name)
-            cost = sharded_cost(whole, names, *shards)
-            exchange = ShardedExchange.of(whole, names, *shards)
-        encoders[name] = _encoder_cost(model, cost, name, precision, exchange)
-        held += _held(model, cost, name)
-    parameters = sum(number * unit.parameters for number, unit in held)
-    trained = sum(number * unit.trained_parameters for number, unit in held)
+            cost, exchange = sharded_cost(whole, names, *shards)
+        own = [cost.units[unit] for unit in names]
+        encoders[name] = _encoder_cost(model, cost, name, own, precision, exchange)
+        held += own
+    parameters = sum(unit.parameters for unit in held)
+    trained = sum(unit.trained_parameters for unit in held)
     whole_bytes = parameters * whole.rates.weight_bytes
     return EncodersCost(
         encoders=encoders,
@@ -251,62 +224,49 @@ def encoders_cost(
     )
 
 
-def _unit_names(model: ModelConfig, name: str) -> list[str]:
-    """Unit kinds of an encoder, in execution order."""
-    own = {kind.name for kind in unit_kinds(model) if kind.tower == name}
-    return [unit for unit in unit_names(model) if unit in own]
-
-
-def _held(model: ModelConfig, cost: CostModel, name: str) -> list[tuple[int, UnitCost]]:
-    """Number and cost of every unit kind of an encoder."""
-    numbers = Counter(_unit_names(model, name))
-    return [(number, cost.units[kind]) for kind, number in numbers.items()]
-
-
 def _encoder_cost(
     model: ModelConfig,
     cost: CostModel,
     name: str,
+    units: Sequence[UnitCost],
     precision: Precision,
     exchange: ShardedExchange | None,
 ) -> EncoderCost:
-    """Total cost of one encoder: embedding, layers and projector."""
+    """Total cost of the `units` of one encoder: embedding, layers and projector."""
     tower = model.encoders[name]
     # Fixed feature, items and, if counted, squares.
     squares = [] if tower.squares is None else [tower.squares]
     columns = [0, *(cost.features.index(each) for each in (tower.feature, *squares))]
-    held = _held(model, cost, name)
-    is_trained = any(unit.has_backward for _, unit in held)
+    is_trained = any(unit.has_backward for unit in units)
 
-    def total(value: Callable[[UnitCost], np.ndarray]) -> np.ndarray:
-        return np.sum([number * value(unit)[columns] for number, unit in held], axis=0)
+    def again_ms(unit: UnitCost) -> np.ndarray:
+        return (unit.recompute_ms if unit.has_backward else unit.forward_ms)[columns]
 
     rows = tower.tokens_per_item * (1 + tower.deepstack_features)
-    feature_bytes = rows * model.language.hidden_size * ELEMENT_BYTES[precision]
-    of_passes = None
     if exchange is not None:
-        width = exchange.forward_ms.shape[1]
-        again_ms = np.stack([_again_ms(cost.units[kind.name])[:width] for kind in cost.kinds])
-        again = replace(exchange, forward_ms=again_ms)
-        of_passes = PassExchange(of_pass=exchange, of_second=again, columns=tuple(columns))
+        exchange = replace(
+            exchange,
+            forward_ms=exchange.forward_ms[:, columns],
+            backward_ms=exchange.backward_ms[:, columns],
+            again_ms=np.stack([again_ms(unit) for unit in cost.units.values()]),
+        )
     return EncoderCost(
         feature=tower.feature,
-        forward_ms=total(lambda unit: unit.forward_ms),
-        backward_ms=total(lambda unit: unit.backward_ms),
-        again_ms=is_trained * total(_again_ms),
-        kept_bytes=total(lambda unit: unit.activation_bytes),
+        forward_ms=sum(unit.forward_ms[columns] for unit in units),
+        backward_ms=sum(unit.backward_ms[columns] for unit in units),
+        again_ms=is_trained * sum(map(again_ms, units)),
+        kept_bytes=sum(unit.activation_bytes[columns] for unit in units),
         working_bytes=np.concatenate(
-            [unit.transient_bytes[:, columns] + unit.shared_bytes[columns] for _, unit in held]
+            [
+                unit.transient_bytes[:, columns] + unit.shared_bytes[columns]
+                for unit in dict.fromkeys(units)
+            ]
         ),
         input_bytes=FP32_BYTES * tower.values_per_item,
-        feature_bytes=float(feature_bytes),
+        feature_bytes=float(rows * model.language.hidden_size * ELEMENT_BYTES[precision]),
         is_trained=is_trained,
-        exchange=of_passes,
+        exchange=exchange,
     )
-
-
-def _again_ms(unit: UnitCost) -> np.ndarray:
-    return unit.recompute_ms if unit.has_backward else unit.forward_ms
 
 
 def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:

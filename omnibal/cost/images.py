@@ -84,11 +84,9 @@ def images_embed(tower: ImagesEncoder, device: Device) -> Unit:
     )
 
 
-def images_layer(
-    model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device, *, padded: bool = True
-) -> Unit:
+def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, device: Device) -> Unit:
     """Return a layer, with its deepstack projector if any."""
-    layer = encoder_layer(model, tower, kind, device, padded=padded)
+    layer = encoder_layer(model, tower, kind, device)
     if not kind.has_deepstack:
         return layer
     # Its norm is over folded cells (Qwen3-VL).

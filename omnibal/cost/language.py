@@ -140,7 +140,7 @@ def _in_fp8(kind: LayerKind, device: Device, attention: Work, layer: Unit) -> Un
     return in_fp8(device, layer, whole=whole, copied=copied)
 
 
-def head(language: LanguageConfig, device: Device, *, padded: bool = True) -> Unit:
+def head(language: LanguageConfig, device: Device) -> Unit:
     """Return final norm, logits and loss, and multi-token prediction layers.
 
     A prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2; Megatron-core
@@ -148,7 +148,7 @@ def head(language: LanguageConfig, device: Device, *, padded: bool = True) -> Un
     and loss. The last stage holds a copy of the embedding and exchanges its gradient with the
     first.
     """
-    last = _logits(language, device, padded=padded)
+    last = _logits(language, device)
     if not language.prediction_layers:
         return last
     h, number = language.hidden_size, language.prediction_layers
@@ -204,12 +204,12 @@ def _joined(language: LanguageConfig, device: Device) -> Unit:
     return in_fp8(device, joined)
 
 
-def _logits(language: LanguageConfig, device: Device, *, padded: bool) -> Unit:
+def _logits(language: LanguageConfig, device: Device) -> Unit:
     """Final norm over all tokens; logits and loss only for tokens with loss."""
     h, size = language.hidden_size, device.element_bytes
     tokens, loss_tokens = device.one("tokens"), device.one("loss_tokens")
     vocabulary = -(-language.vocab_size // device.tensor)
-    if padded:
+    if device.pads:
         vocabulary = language.words_of_rank(device.tensor)
     hidden_bytes = tokens * h * size * device.whole
     gathered_bytes = tokens * h * size

@@ -7,7 +7,7 @@ node. A message between two ranks uses one adapter.
 
 from dataclasses import dataclass
 
-from omnibal.cost.shaped_rates import Line, exchanged_line, ring_line, send_line
+from omnibal.cost.shaped_rates import Line, collective_line
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Place, RingKind
@@ -58,7 +58,7 @@ def pass_line(
         return Line(fixed_ms=0, each_ms=0)
     rates = cluster.measured(precision)
     place = group.place(cluster)
-    measured = ring_line(rates.collectives, group.ranks, place, kind) if rates else None
+    measured = collective_line(rates.collectives, group.ranks, place, kind) if rates else None
     gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     if not group.is_within(cluster):
         adapters = max(cluster.gpus_per_node // group.stride, 1)
@@ -74,7 +74,7 @@ def message_line(cluster: ClusterConfig, consecutive_ranks: int, precision: Prec
     """Latency and time per byte of a message within `consecutive_ranks`."""
     rates = cluster.measured(precision)
     place = Group(consecutive_ranks).place(cluster)
-    measured = send_line(rates.collectives, place) if rates else None
+    measured = collective_line(rates.collectives, 2, place, "send") if rates else None
     within_gb_per_s = cluster.intra_node_gb_per_s * cluster.link_efficiency
     gb_per_s = within_gb_per_s if place == "node" else _adapter_gb_per_s(cluster)
     return measured or Line(fixed_ms=cluster.link_latency_us / 1e3, each_ms=1 / (gb_per_s * 1e6))
@@ -105,7 +105,9 @@ def all_to_all_line(
         return Line(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
     rates = cluster.measured(precision)
     place = group.place(cluster)
-    measured = exchanged_line(rates.collectives, group.ranks, place) if rates else None
+    measured = None
+    if rates:
+        measured = collective_line(rates.collectives, group.ranks, place, "all_to_all")
     if measured is not None:
         return measured
 
@@ -149,34 +151,29 @@ def hops_ms(cluster: ClusterConfig, group: Group) -> float:
     return 0.0 if group.is_within(cluster) else (group.ranks - 1) * cluster.hop_us / 1e3
 
 
-def state_group(parallel: Parallel) -> Group:
-    """Data-parallel ranks of a stage that shard the optimizer state of non-expert parameters."""
-    if parallel.sharded > 1:
-        return shard_group(parallel)
-    return Group(parallel.data, stride=parallel.tensor)
+def state_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
+    """Ranks of a stage that shard the optimizer state, and if sharded the weights, of parameters.
+
+    Args:
+        of_experts: whether of experts, which fewer ranks hold, or of all other parameters.
+    """
+    ranks = {
+        (False, False): parallel.data,
+        (False, True): parallel.expert_data,
+        (True, False): parallel.sharded,
+        (True, True): parallel.expert_shards,
+    }
+    stride = parallel.expert if of_experts else parallel.tensor
+    return Group(ranks[parallel.sharded > 1, of_experts], stride=stride)
 
 
-def expert_state_group(parallel: Parallel) -> Group:
-    """Ranks of a stage that hold the same experts and shard their optimizer state."""
-    ranks = parallel.expert_shards if parallel.sharded > 1 else parallel.expert_data
-    return Group(ranks, stride=parallel.expert)
-
-
-def shard_group(parallel: Parallel) -> Group:
-    """Data-parallel ranks of a stage that shard its weights."""
-    return Group(parallel.sharded, stride=parallel.tensor)
-
-
-def shard_copies(parallel: Parallel) -> Group:
+def copies_group(parallel: Parallel, *, of_experts: bool = False) -> Group:
     """Ranks of a stage that hold the same weight shard."""
     stride = parallel.tensor * parallel.sharded
+    if of_experts:
+        ranks = parallel.expert_data // parallel.expert_shards
+        return Group(ranks, stride=max(stride, parallel.expert))
     return Group(parallel.data // parallel.sharded, stride=stride)
-
-
-def expert_shard_copies(parallel: Parallel) -> Group:
-    """Ranks of a stage that hold the same shard of experts."""
-    stride = max(parallel.tensor * parallel.sharded, parallel.expert)
-    return Group(parallel.expert_data // parallel.expert_shards, stride=stride)
 
 
 def _adapter_gb_per_s(cluster: ClusterConfig) -> float:

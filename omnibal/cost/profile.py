@@ -6,22 +6,21 @@ are divided by their measured value to minimise the relative error.
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, NamedTuple, get_args
 
 import numpy as np
 from pydantic import ConfigDict, Field
-from scipy.optimize import nnls
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import read_json_model, write_json_model
 from omnibal.base.frozen import Count, Frozen
 from omnibal.cost.analytic import analytic_cost, unit_on_one
-from omnibal.cost.links import expert_state_group, state_group
+from omnibal.cost.links import state_group
 from omnibal.cost.model import CostModel, UnitCost
-from omnibal.cost.shaped_rates import Line, fitted_line, ring_line
+from omnibal.cost.shaped_rates import Line, collective_line, fitted_line, weighted_nnls
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import (
     ClusterConfig,
@@ -163,7 +162,7 @@ class Profile(Frozen):
     def link(self) -> Line | None:
         """Latency and time per byte between devices of a node, None if not measured."""
         links = [(m.bytes, m.ms) for m in self.links]
-        return _line(links) if links else None
+        return fitted_line(*np.array(links, float).T) if links else None
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
@@ -215,36 +214,32 @@ def fitted_cost(
     """Fit the profile's times to all units; quantities not measured are counted.
 
     Links are measured on one machine, so jobs on several nodes use the cluster's rates. Profiles
-    hold trained units without expert parallelism: frozen units, adapters and expert-parallel
-    exchange are corrected by the difference of counted costs.
+    hold trained units without expert parallelism: frozen units and adapters are corrected by the
+    counted share of a trained unit, and expert parallelism by the difference of counted costs.
     """
     _check_match(profile, model, parallel, precision)
     cost = analytic_cost(
         model, cluster, parallel, precision, frozen, adapters=adapters, runtime=runtime
     )
     trained = analytic_cost(model, cluster, parallel, precision).units
-    plural = "es" if profile.processes > 1 else ""
-    cost = replace(
-        cost,
-        units={
-            kind.name: _fitted_unit(profile, model, cost, kind, trained[kind.name])
-            for kind in cost.kinds
-        },
-        source=f"profile:{profile.device}, {profile.processes} process{plural}, "
-        f"provider {profile.provider}",
-    )
+    shared_out = alone = cost.units
     if parallel.expert > 1:
-        alone = parallel.model_copy(update={"expert": 1})
-        counted = (
-            analytic_cost(model, cluster, each, precision, frozen, adapters=adapters)
-            for each in (parallel, alone)
+        shared_out, alone = (
+            analytic_cost(model, cluster, sizes, precision, frozen, adapters=adapters).units
+            for sizes in (parallel, parallel.model_copy(update={"expert": 1}))
         )
-        cost = _with_shared_out_experts(cost, *counted)
+    units = dict[str, UnitCost]()
+    for kind in cost.kinds:
+        counted = (each[kind.name] for each in (cost.units, trained, shared_out, alone))
+        units[kind.name] = _fitted_unit(_fits(profile, model, kind), *counted)
+    plural = "es" if profile.processes > 1 else ""
+    source = f"profile:{profile.device}, {profile.processes} process{plural}"
+    cost = replace(cost, units=units, source=f"{source}, provider {profile.provider}")
     if profile.optimizer:
         cost = _with_optimizer(cost, profile, parallel)
     if (link := profile.link) and parallel.world_size <= cluster.gpus_per_node:
         rings = () if profile.rates is None else profile.rates.collectives
-        cost = _with_link(cost, link, rings_are_measured=ring_line(rings, 2) is not None)
+        cost = _with_link(cost, link, rings_are_measured=collective_line(rings, 2) is not None)
     return cost
 
 
@@ -262,31 +257,26 @@ def fitted_exchange_ms(
     shares = [one for one in profile.shares if (one.unit, one.context, one.exchange) == wanted]
     if not shares:
         return None
-    names = feature_names(model)
-    at_levels = (*names, EXCHANGED)
+    at_levels, fits = (*feature_names(model), EXCHANGED), _fits(profile, model, unit)
     given = np.array([[one.features.get(name, 0) for name in at_levels] for one in shares], float)
     can_cost = np.array([name in ("fixed", "tokens", EXCHANGED) for name in at_levels])
     added_ms = []
     for quantity in _TIMES:
         measured_ms = np.array([getattr(one, quantity) for one in shares])
-        features, alone_ms = _series(profile, unit.measured_name, quantity, names)
-        fitted = _relative_nnls(features * _depends_on(model, unit), alone_ms)
-        more_ms = measured_ms - given[:, :-1] @ fitted
-        added_ms.append(_weighted_nnls(given * can_cost, more_ms, 1 / measured_ms))
+        more_ms = measured_ms - given[:, :-1] @ fits[quantity].coefficients
+        added_ms.append(weighted_nnls(given * can_cost, more_ms, 1 / measured_ms))
     return np.stack(added_ms)
 
 
 def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:
     """Return costs with the measured update time, divided over data-parallel ranks."""
-    line = _line([(m.parameters, m.optimizer_ms) for m in profile.optimizer])
-    return replace(
-        cost,
-        optimizer_ms_fixed=line.fixed_ms,
-        rates=replace(cost.rates, optimizer_ms=line.each_ms / state_group(parallel).ranks),
-        expert_rates=replace(
-            cost.expert_rates, optimizer_ms=line.each_ms / expert_state_group(parallel).ranks
-        ),
+    points = [(m.parameters, m.optimizer_ms) for m in profile.optimizer]
+    line = fitted_line(*np.array(points, float).T)
+    rates, expert_rates = (
+        replace(of, optimizer_ms=line.each_ms / state_group(parallel, of_experts=are).ranks)
+        for of, are in ((cost.rates, False), (cost.expert_rates, True))
     )
+    return replace(cost, optimizer_ms_fixed=line.fixed_ms, rates=rates, expert_rates=expert_rates)
 
 
 def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> CostModel:
@@ -299,30 +289,6 @@ def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> Cost
         rates=cost.rates.slowed(exchange=slower),
         expert_rates=cost.expert_rates.slowed(exchange=slower),
     )
-
-
-def _with_shared_out_experts(cost: CostModel, counted: CostModel, alone: CostModel) -> CostModel:
-    """Return measured costs corrected for expert parallelism.
-
-    Args:
-        counted: counted costs with expert parallelism.
-        alone: counted costs with all experts on one device.
-    """
-
-    def shared_out(name: str, unit: UnitCost) -> UnitCost:
-        after, before = counted.units[name], alone.units[name]
-        names = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms", "activation_bytes")
-        changed: dict[str, Any] = {
-            each: np.maximum(getattr(unit, each) + getattr(after, each) - getattr(before, each), 0)
-            for each in names
-        }
-        return replace(unit, **changed, collective_ms=after.collective_ms - before.collective_ms)
-
-    units = {
-        name: shared_out(name, unit) if unit.expert_parameters else unit
-        for name, unit in cost.units.items()
-    }
-    return replace(cost, units=units)
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
@@ -339,15 +305,13 @@ def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConf
 def fit_residuals(profile: Profile, model: ModelConfig) -> tuple[FitResidual, ...]:
     """Relative errors of every fit that `fitted_cost` makes for this model."""
     residuals = []
-    names = feature_names(model)
     for kind in {kind.measured_name: kind for kind in unit_kinds(model)}.values():
-        for quantity in QUANTITIES:
-            features, measured = _series(profile, kind.measured_name, quantity, names)
-            positive = measured > 0
+        for quantity, fit in _fits(profile, model, kind).items():
+            positive = fit.measured > 0
             if not positive.any():
                 continue
-            fitted = features @ _relative_nnls(features * _depends_on(model, kind), measured)
-            errors = np.abs(fitted - measured)[positive] / measured[positive]
+            errors = np.abs(fit.features @ fit.coefficients - fit.measured)[positive]
+            errors /= fit.measured[positive]
             residuals.append(
                 FitResidual(
                     unit=kind.measured_name,
@@ -387,97 +351,91 @@ def _check_match(
         )
 
 
-def _fitted_unit(
-    profile: Profile, model: ModelConfig, cost: CostModel, kind: UnitKind, trained: UnitCost
-) -> UnitCost:
-    """Return the measured cost of a unit, or its counted cost if not measured."""
-    counted, allowed = cost.units[kind.name], _depends_on(model, kind)
-    fitted: dict[Quantity, np.ndarray] = {}
+class _Fit(NamedTuple):
+    """A quantity of a unit at n measured micro-batches."""
+
+    features: np.ndarray
+    """[n, features]"""
+    measured: np.ndarray
+    """[n]"""
+    coefficients: np.ndarray
+    """Non-negative, with minimum relative error, [features]."""
+
+    def share(self, part: np.ndarray, whole: np.ndarray) -> float:
+        """Share of `part` in `whole`, [features] each, over the micro-batches; 1 if that is 0."""
+        total = float((self.features @ whole).sum())
+        return float((self.features @ part).sum()) / total if total else 1.0
+
+
+def _fits(profile: Profile, model: ModelConfig, kind: UnitKind) -> dict[Quantity, _Fit]:
+    """Fits of a unit's measured quantities over the features that its kernels depend on."""
+    unit, names = kind.measured_name, feature_names(model)
+    sizes = [one.rows + one.pairs + one.bytes for one in unit_on_one(model, kind).kernels]
+    allowed = np.array([name == "fixed" for name in names]) | np.any(sizes, axis=0)
+    rows = [one for one in profile.measurements if one.unit == unit]
+    if not rows:
+        raise UserError(
+            f"the profile of {profile.model} on {profile.device} has no measurement of {unit}; it "
+            "must have every kind of unit: run `omnibal profile` again"
+        )
+    if other := [one for one in rows if one.features.keys() != set(names)]:
+        raise UserError(
+            f"the profile of {profile.model} measured {unit} at {', '.join(other[0].features)}; it "
+            f"must be at {', '.join(names)}: run `omnibal profile` again"
+        )
+    fits: dict[Quantity, _Fit] = {}
     for quantity in QUANTITIES:
-        features, measured = _series(profile, kind.measured_name, quantity, cost.features)
-        if len(measured):
-            fitted[quantity] = _relative_nnls(features * allowed, measured)
-        elif quantity in _TIMES:
-            raise UserError(
-                f"the profile of {profile.model} on {profile.device} has no measurement of "
-                f"{kind.measured_name}; it must have every kind of unit: run `omnibal profile` "
-                "again"
-            )
-    features, _ = _series(profile, kind.measured_name, "forward_ms", cost.features)
-    forward_share = _share(features, counted.forward_ms, trained.forward_ms)
-    backward_share = _share(features, counted.backward_ms, trained.backward_ms)
-    backward_ms = backward_share * fitted["backward_ms"]
-    # Not measured separately: use the counted share.
-    weight_share = _share(features, counted.weight_ms, counted.backward_ms)
-    recompute_ms = forward_share * fitted.get("recompute_ms", fitted["forward_ms"])
-    activation_bytes = counted.activation_bytes
-    if "activation_bytes" in fitted:
-        features, _ = _series(profile, kind.measured_name, "activation_bytes", cost.features)
-        kept_share = _share(features, counted.activation_bytes, trained.activation_bytes)
+        points = [
+            ([one.features[name] for name in names], value)
+            for one in rows
+            if (value := getattr(one, quantity)) is not None
+        ]
+        if points:
+            features, measured = (np.array(each, np.float64) for each in zip(*points, strict=True))
+            weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
+            coefficients = weighted_nnls(features * allowed, measured, weights)
+            fits[quantity] = _Fit(features, measured, coefficients)
+    return fits
+
+
+def _fitted_unit(
+    fits: dict[Quantity, _Fit],
+    counted: UnitCost,
+    trained: UnitCost,
+    shared_out: UnitCost,
+    alone: UnitCost,
+) -> UnitCost:
+    """Return the measured cost of a unit, counted if not measured.
+
+    Args:
+        fits: of the trained unit, with all experts on one device.
+        trained: counted, without frozen parts and adapters.
+        shared_out: counted with expert parallelism.
+        alone: counted with all experts on one device.
+    """
+    forward, backward = (fits[quantity] for quantity in _TIMES)
+    forward_share = forward.share(counted.forward_ms, trained.forward_ms)
+    backward_ms = backward.share(counted.backward_ms, trained.backward_ms) * backward.coefficients
+    recompute_ms = forward_share * fits.get("recompute_ms", forward).coefficients
+    changed = {
+        "forward_ms": forward_share * forward.coefficients,
+        "backward_ms": backward_ms,
+        # Not measured separately: use the counted share.
+        "weight_ms": forward.share(counted.weight_ms, counted.backward_ms) * backward_ms,
+        "recompute_ms": counted.has_backward * recompute_ms,
+        "activation_bytes": counted.activation_bytes,
+    }
+    if kept := fits.get("activation_bytes"):
+        kept_share = kept.share(counted.activation_bytes, trained.activation_bytes)
         # Kept bytes include the input, so recomputation never costs memory.
-        kept_bytes = kept_share * fitted["activation_bytes"]
-        activation_bytes = np.maximum(kept_bytes, counted.boundary_bytes)
+        kept_bytes = kept_share * kept.coefficients
+        changed["activation_bytes"] = np.maximum(kept_bytes, counted.boundary_bytes)
+    for name, value in changed.items():
+        more = getattr(shared_out, name) - getattr(alone, name)
+        changed[name] = np.maximum(value + more, 0)
     return replace(
         counted,
-        forward_ms=forward_share * fitted["forward_ms"],
-        backward_ms=backward_ms,
-        weight_ms=weight_share * backward_ms,
-        recompute_ms=recompute_ms if backward_share else 0 * recompute_ms,
-        collective_ms=np.zeros((2, len(cost.features))),
-        padding_ms=np.zeros((2, len(cost.features))),
-        activation_bytes=activation_bytes,
+        **changed,
+        collective_ms=shared_out.collective_ms - alone.collective_ms,
+        padding_ms=0 * counted.padding_ms,
     )
-
-
-def _depends_on(model: ModelConfig, kind: UnitKind) -> np.ndarray:
-    """Features that the unit's kernels depend on, bool [features]."""
-    sizes = [
-        kernel.rows + kernel.pairs + kernel.bytes for kernel in unit_on_one(model, kind).kernels
-    ]
-    return np.array([name == "fixed" for name in feature_names(model)]) | np.any(sizes, axis=0)
-
-
-def _share(features: np.ndarray, part: np.ndarray, whole: np.ndarray) -> float:
-    """Share of `part` in `whole`, both [features], summed over micro-batches, or 1 if that is 0."""
-    total = float((features @ whole).sum())
-    return float((features @ part).sum()) / total if total else 1.0
-
-
-def _series(
-    profile: Profile, unit: str, quantity: Quantity, features: Sequence[str]
-) -> tuple[np.ndarray, np.ndarray]:
-    """Features [n, features] and values [n] of one unit's measurements."""
-    rows, measured = [], []
-    for m in profile.measurements:
-        value: float | None = getattr(m, quantity)
-        if m.unit == unit and value is not None:
-            if m.features.keys() != set(features):
-                raise UserError(
-                    f"the profile of {profile.model} measured {unit} at "
-                    f"{', '.join(m.features)}; it must be at {', '.join(features)}: run "
-                    "`omnibal profile` again"
-                )
-            rows.append([m.features[name] for name in features])
-            measured.append(value)
-    return np.array(rows, np.float64).reshape(-1, len(features)), np.array(measured, np.float64)
-
-
-def _line(points: Sequence[tuple[float, float]]) -> Line:
-    """Non-negative line with minimum relative error through (x, y) points."""
-    sizes, times_ms = np.array(points, np.float64).T
-    return fitted_line(sizes, times_ms, least_ms=0.0)
-
-
-def _relative_nnls(features: np.ndarray, measured: np.ndarray) -> np.ndarray:
-    """Coefficients [features] >= 0 with minimum relative error."""
-    weights = 1 / np.where(measured > _LEAST_MS, measured, max(measured.mean(), 1.0))
-    return _weighted_nnls(features, measured, weights)
-
-
-def _weighted_nnls(features: np.ndarray, measured: np.ndarray, weights: np.ndarray) -> np.ndarray:
-    rows = features * weights[:, None]
-    # Column scales differ by many orders of magnitude (1, squared tokens).
-    scale = np.linalg.norm(rows, axis=0)
-    scale[scale == 0] = 1.0
-    coefficients, _ = nnls(rows / scale, measured * weights)
-    return coefficients / scale

@@ -28,7 +28,6 @@ from omnibal.model.rates import (
     Pass,
     Place,
     ProductTime,
-    RingKind,
 )
 
 _PASSES: dict[CollectiveKind, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
@@ -125,46 +124,27 @@ _AS_FORWARD = {
 """Sizes of the forward product equivalent to a pass."""
 
 
-def ring_line(
+def collective_line(
     measured: Sequence[CollectiveTime],
     ranks: int,
     place: Place = "node",
-    kind: RingKind | None = None,
+    kind: CollectiveKind | None = None,
 ) -> Line | None:
-    """Latency of a ring pass of `ranks`, and time per byte sent, or None if not measured.
+    """Latency of a ring pass, an all-to-all or a send, and time per byte sent, None if unmeasured.
 
-    Uses the nearest measured group size.
+    Uses the nearest measured group size. The slope is at least half the fastest time per byte.
 
     Args:
-        kind: of the collective, preferred if measured (a CPU's reduction is slower than a gather).
+        kind: of the collective, None for any ring. A ring of this kind is preferred to others if
+            measured (a CPU's reduction is slower than a gather).
     """
-    rings = [one for one in measured if one.kind in _PASSES and one.place == place]
-    return _nearest_line([one for one in rings if one.kind == kind] or rings, ranks)
-
-
-def exchanged_line(
-    measured: Sequence[CollectiveTime], ranks: int, place: Place = "node"
-) -> Line | None:
-    """Latency and time per byte of an all-to-all of the nearest size, or None if not measured."""
-    exchanges = [one for one in measured if one.kind == "all_to_all" and one.place == place]
-    return _nearest_line(exchanges, ranks)
-
-
-def send_line(measured: Sequence[CollectiveTime], place: Place = "node") -> Line | None:
-    """Latency and time per byte of a send between two ranks, or None if not measured."""
-    sends = [one for one in measured if one.kind == "send" and one.place == place]
-    return _nearest_line(sends, ranks=2)
-
-
-def _nearest_line(measured: Sequence[CollectiveTime], ranks: int) -> Line | None:
-    """Line through message times of the nearest group size, or None if not measured.
-
-    Its slope is at least half the fastest time per byte.
-    """
-    if not measured or ranks < 2:
+    wanted = (*_PASSES, None) if kind in (*_PASSES, None) else (kind,)
+    found = [one for one in measured if one.kind in wanted and one.place == place]
+    found = [one for one in found if one.kind == kind] or found
+    if not found or ranks < 2:
         return None
-    nearest = min({one.ranks for one in measured}, key=lambda size: abs(math.log(size / ranks)))
-    points = [point for one in measured if one.ranks == nearest for point in _points(one)]
+    nearest = min({one.ranks for one in found}, key=lambda size: abs(math.log(size / ranks)))
+    points = [point for one in found if one.ranks == nearest for point in _points(one)]
     passes, sent_bytes, times_ms = np.array(points).T
     least_ms = float((times_ms / sent_bytes).min()) / 2
     return fitted_line(sent_bytes, times_ms, least_ms=least_ms, passes=passes)
@@ -185,19 +165,30 @@ def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
 
 
 def fitted_line(
-    x: np.ndarray, times_ms: np.ndarray, *, least_ms: float, passes: np.ndarray | float = 1.0
+    x: np.ndarray,
+    times_ms: np.ndarray,
+    *,
+    least_ms: float = 0.0,
+    passes: np.ndarray | float = 1.0,
 ) -> Line:
     """Non-negative line of least relative error through times at `x`, with slope >= `least_ms`.
 
     Args:
         passes: how often each time has the constant.
     """
-    weights = 1 / times_ms
-    columns = np.stack([weights * passes, x * weights], axis=1)
-    scale = np.linalg.norm(columns, axis=0)  # rows and bytes are much larger than 1
-    coefficients, _ = nnls(columns / scale, (times_ms - least_ms * x) * weights)
-    fixed_ms, each_ms = (coefficients / scale).tolist()
-    return Line(fixed_ms=fixed_ms, each_ms=each_ms + least_ms)
+    columns = np.stack(np.broadcast_arrays(passes, x), axis=1)
+    found = weighted_nnls(columns, times_ms - least_ms * x, 1 / times_ms)
+    return Line(fixed_ms=float(found[0]), each_ms=float(found[1]) + least_ms)
+
+
+def weighted_nnls(features: np.ndarray, values: np.ndarray, weights: np.ndarray) -> np.ndarray:
+    """Coefficients >= 0, [features], of least weighted squared error over [n] values."""
+    rows = features * weights[:, None]
+    # Column scales differ by many orders of magnitude (1, squared tokens).
+    scale = np.linalg.norm(rows, axis=0)
+    scale[scale == 0] = 1.0
+    coefficients, _ = nnls(rows / scale, values * weights)
+    return np.asarray(coefficients / scale)
 
 
 def _flops(rows: _Size, inner: _Size, outer: _Size) -> np.ndarray:

@@ -30,13 +30,11 @@ import numpy as np
 from omnibal.cost.device import streamed_bytes_per_ms
 from omnibal.cost.links import (
     Group,
-    expert_shard_copies,
-    expert_state_group,
+    copies_group,
     hops_ms,
     pass_line,
     ring_ms_per_byte,
-    shard_copies,
-    shard_group,
+    state_group,
 )
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost, with_features
 from omnibal.model.config import ClusterConfig, Precision
@@ -80,16 +78,16 @@ class _Alike:
         )
 
 
-def _alike(parallel: Parallel) -> tuple[_Alike, _Alike]:
+def _alike(parallel: Parallel) -> list[_Alike]:
     """Parameters without experts, and expert parameters."""
-    return (
-        _Alike(are_experts=False, group=shard_group(parallel), copies=shard_copies(parallel)),
+    return [
         _Alike(
-            are_experts=True,
-            group=expert_state_group(parallel),
-            copies=expert_shard_copies(parallel),
-        ),
-    )
+            are_experts=of_experts,
+            group=state_group(parallel, of_experts=of_experts),
+            copies=copies_group(parallel, of_experts=of_experts),
+        )
+        for of_experts in (False, True)
+    ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,6 +106,8 @@ class ShardedExchange:
     """Gather time before backward, or 0 if backward reads no weights."""
     reduce_ms: np.ndarray
     """Reduce-scatter time of gradients, or 0 if frozen."""
+    again_ms: np.ndarray | None = None
+    """Time of a second forward, of an encoder's passes, [K, F]."""
     sequence: tuple[int, ...]
     """Kind index of every unit, in model order."""
     hops_ms: float = 0.0
@@ -116,53 +116,6 @@ class ShardedExchange:
     """Hidden share of the shorter of exchange and overlapped computation."""
     stages: int = 1
     """Number of pipeline stages."""
-
-    @classmethod
-    def of(
-        cls,
-        cost: CostModel,
-        names: Sequence[str],
-        cluster: ClusterConfig,
-        parallel: Parallel,
-        precision: Precision,
-        runtime: RuntimeOptions,
-    ) -> "ShardedExchange":
-        """Count the exchange of the data-parallel ranks that divide weights."""
-        cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
-        units = [cost.units[kind.name] for kind in cost.kinds]
-        kinds, size = [kind.name for kind in cost.kinds], cost.rates.weight_bytes
-        reduced_size, rates = _scattered_bytes(cost, runtime), cluster.measured(precision)
-
-        def exchange_ms(
-            kind: RingKind, size: float, parameters: Callable[[_Alike, UnitCost], int]
-        ) -> np.ndarray:
-            # Both kinds of parameters take the same links.
-            all_ms = np.zeros(len(units))
-            for alike in _alike(parallel):
-                line = pass_line(cluster, alike.group, precision, kind)
-                bytes_ = size * np.array([parameters(alike, unit) for unit in units], np.float64)
-                if (ranks := alike.group.ranks) > 1:
-                    ring_ms = line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks
-                    all_ms += np.where(bytes_ > 0, ring_ms, 0.0)
-            return all_ms
-
-        gather_ms = exchange_ms("all_gather", size, _Alike.of)
-        # The head's weights stay gathered from its forward. An embedding's backward reads none.
-        is_back = [
-            unit.has_backward and not kind.is_embed and kind.name != HEAD
-            for unit, kind in zip(units, cost.kinds, strict=True)
-        ]
-        return cls(
-            forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
-            backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
-            gather_ms=gather_ms,
-            gather_back_ms=gather_ms * is_back * (not runtime.keeps_weights),
-            hops_ms=hops_ms(cluster, shard_group(parallel)),
-            reduce_ms=exchange_ms("reduce_scatter", reduced_size, _Alike.trained_of),
-            hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
-            sequence=tuple(kinds.index(name) for name in names),
-            stages=parallel.pipeline,
-        )
 
     def exposed_ms(self, features: np.ndarray) -> np.ndarray:
         """Exposed exchange before forward and after backward, summed over stages, [packs, 2].
@@ -198,9 +151,27 @@ class ShardedExchange:
         behind += self.hops_ms * np.count_nonzero(self.reduce_ms[kinds])
         return np.stack([ahead, behind], axis=1)
 
+    def passes_ms(self, work: np.ndarray) -> np.ndarray:
+        """Exposed time in forward, kept backward, and second forward with backward, [passes, 3].
+
+        Args:
+            work: 1, items and, if counted, squares of every pass, [passes, 2 or 3].
+        """
+        assert self.again_ms is not None
+        ahead, behind = self.exposed_ms(work).T
+        ahead_again = replace(self, forward_ms=self.again_ms).exposed_ms(work)[:, 0]
+        # The last unit's weights are still gathered.
+        again = ahead_again + behind - self.gather_back_ms[self.sequence[-1]]
+        return np.stack([ahead, behind, again], axis=-1)
+
     def shares(self) -> np.ndarray:
-        """Share of exposed forward and backward time per unit kind, by exchanged bytes, [2, K]."""
+        """Share of exposed forward and backward time per unit kind, [2, K].
+
+        By exchanged bytes in a pipeline, else all to the head, which always has a backward.
+        """
         exchanged = np.stack([self.gather_ms, self.gather_back_ms + self.reduce_ms])
+        if self.stages == 1:
+            return np.eye(len(self.gather_ms))[[-1, -1]]
         sums = exchanged[:, list(self.sequence)].sum(axis=1, keepdims=True)
         return exchanged / np.maximum(sums, 1e-300)
 
@@ -209,32 +180,50 @@ class ShardedExchange:
         return np.asarray(exchange_ms - self.hidden * np.minimum(exchange_ms, beside_ms))
 
 
-def _with_added_sums(
+def _exchange(
     cost: CostModel,
+    names: Sequence[str],
+    sent: float,
     cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
-    runtime: RuntimeOptions,
-) -> CostModel:
-    """Return costs with zeroing of full gradients and accumulation of gradient shards."""
-    sent, summed = _scattered_bytes(cost, runtime), 2 * cost.rates.gradient_bytes
-    bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
+    *,
+    keeps_weights: bool,
+) -> ShardedExchange:
+    """Count the exchange of the data-parallel ranks that divide weights, as `_whole_bytes`."""
+    units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
+    rates = cluster.measured(precision)
 
-    def with_sums(unit: UnitCost) -> UnitCost:
-        backward_ms = unit.backward_ms.copy()
+    def exchange_ms(
+        kind: RingKind, size: float, parameters: Callable[[_Alike, UnitCost], int]
+    ) -> np.ndarray:
+        # Both kinds of parameters take the same links.
+        all_ms = np.zeros(len(units))
         for alike in _alike(parallel):
-            moved = sent + (sent + summed) / alike.group.ranks
-            backward_ms[0] += moved * alike.trained_of(unit) / bytes_per_ms
-        return replace(unit, backward_ms=backward_ms)
+            line = pass_line(cluster, alike.group, precision, kind)
+            bytes_ = size * np.array([parameters(alike, unit) for unit in units], np.float64)
+            if (ranks := alike.group.ranks) > 1:
+                ring_ms = line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks
+                all_ms += np.where(bytes_ > 0, ring_ms, 0.0)
+        return all_ms
 
-    return replace(cost, units={name: with_sums(unit) for name, unit in cost.units.items()})
-
-
-def _scattered_bytes(cost: CostModel, runtime: RuntimeOptions) -> float:
-    """Bytes per gradient element in the reduce-scatter."""
-    if runtime.scatters_weights_precision:
-        return cost.rates.weight_bytes
-    return cost.rates.gradient_bytes
+    gather_ms = exchange_ms("all_gather", cost.rates.weight_bytes, _Alike.of)
+    # The head's weights stay gathered from its forward. An embedding's backward reads none.
+    is_back = [
+        unit.has_backward and not kind.is_embed and kind.name != HEAD
+        for unit, kind in zip(units, cost.kinds, strict=True)
+    ]
+    return ShardedExchange(
+        forward_ms=np.stack([unit.forward_ms - unit.collective_ms[0] for unit in units]),
+        backward_ms=np.stack([unit.backward_ms - unit.collective_ms[1] for unit in units]),
+        gather_ms=gather_ms,
+        gather_back_ms=gather_ms * is_back * (not keeps_weights),
+        hops_ms=hops_ms(cluster, state_group(parallel)),
+        reduce_ms=exchange_ms("reduce_scatter", sent, _Alike.trained_of),
+        hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
+        sequence=tuple(kinds.index(name) for name in names),
+        stages=parallel.pipeline,
+    )
 
 
 def sharded_cost(
@@ -246,40 +235,47 @@ def sharded_cost(
     runtime: RuntimeOptions,
     *,
     has_one_loss: bool = True,
-    shares: np.ndarray | None = None,
-) -> CostModel:
-    """Return costs with sharded weights and gradients.
+) -> tuple[CostModel, ShardedExchange]:
+    """Return costs with sharded weights and gradients, and their exchange.
 
     Adds two features that are times: exposed exchange before a forward and after a backward
-    (`ShardedExchange.exposed_ms`).
+    (`ShardedExchange.exposed_ms`). Gradients are zeroed whole, and their shards accumulated.
 
     Args:
         cost: of ranks with replicated weights and an equally sharded optimizer.
         names: sharded unit kinds, in execution order.
         has_one_loss: whether the head's backward begins with its only loss, false with multi-token
             prediction.
-        shares: exposed share per unit kind in a pipeline (`ShardedExchange.shares`), None: all to
-            the head, which always has a backward.
     """
-    cost = _with_added_sums(cost, cluster, parallel, precision, runtime)
     others, experts = _alike(parallel)
     ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
-    sent = _scattered_bytes(cost, runtime)
-    whole = _whole_bytes(cost, names, sent, parallel, keeps_weights=runtime.keeps_weights)
-    if shares is None:
-        shares = np.tile([float(name == HEAD) for name in cost.units], (2, 1))
+    in_weights = runtime.scatters_weights_precision
+    sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
+    bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
+
+    def with_sums(unit: UnitCost) -> UnitCost:
+        backward_ms = unit.backward_ms.copy()
+        for alike in (others, experts):
+            moved = sent + (sent + 2 * cost.rates.gradient_bytes) / alike.group.ranks
+            backward_ms[0] += moved * alike.trained_of(unit) / bytes_per_ms
+        return replace(unit, backward_ms=backward_ms)
+
+    whole = replace(cost, units={name: with_sums(unit) for name, unit in cost.units.items()})
+    keeps = runtime.keeps_weights
+    exchange = _exchange(whole, names, sent, cluster, parallel, precision, keeps_weights=keeps)
+    whole_bytes = _whole_bytes(whole, names, sent, parallel, keeps_weights=keeps)
     units = {
         name: _sharded_unit(
-            unit, whole[name], exposed, begins_with_loss=name == HEAD and has_one_loss
+            unit, whole_bytes[name], exposed, begins_with_loss=name == HEAD and has_one_loss
         )
-        for (name, unit), exposed in zip(cost.units.items(), shares.T, strict=True)
+        for (name, unit), exposed in zip(whole.units.items(), exchange.shares().T, strict=True)
     }
     size = {"weight_bytes": cost.rates.weight_bytes, "gradient_bytes": cost.rates.gradient_bytes}
     of_experts_whole = replace(cost.expert_rates, **size)
     is_hidden = copies.ranks > 1 and others.group.is_within(cluster)
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
-    return replace(
+    shared = replace(
         cost,
         features=(*cost.features, *EXPOSED_MS),
         units=units,
@@ -291,6 +287,7 @@ def sharded_cost(
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}"
         f"{of_experts}",
     )
+    return shared, exchange
 
 
 def _whole_bytes(

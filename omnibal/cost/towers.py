@@ -97,15 +97,11 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
     )
 
 
-def encoder_layer(
-    _model: ModelConfig, tower: Encoder, kind: UnitKind, device: Device, *, padded: bool = True
-) -> Unit:
+def encoder_layer(_model: ModelConfig, tower: Encoder, kind: UnitKind, device: Device) -> Unit:
     """Return a layer with attention within items, or within images or windows of them.
 
-    Images' q and k are rotated, after their norms if any; their feed-forward may have a gate.
-
-    Args:
-        padded: whether heads are padded to a multiple of the tensor size (25 become 28 on 4).
+    Images' q and k are rotated, after their norms if any; their feed-forward may have a gate. Heads
+    are padded to a multiple of the tensor size (25 become 28 on 4).
     """
     rows = device.one(tower.feature) * tower.positions_per_item
     pairs, gated, bias, rotates = rows * tower.positions_per_item, False, True, False
@@ -117,7 +113,7 @@ def encoder_layer(
             pairs = rows * tower.window_positions
     t, size = device.tensor, device.element_bytes
     h, f = tower.hidden_size, tower.ffn_hidden_size
-    a = (-(-tower.heads // t) * t if padded else tower.heads) * tower.head_width
+    a = (-(-tower.heads // t) * t if device.pads else tower.heads) * tower.head_width
     heads, into, norms = a / tower.head_width / t, 1 + gated, int(tower.qk_norm)
     scaled, norm, by = tower.layer_scale_init is not None, "scaled_add_norm", "self_attention"
     # Norms, layer scales and biases of row-parallel linears are replicated, the rest is divided.

@@ -85,10 +85,8 @@ class JobSpec:
             cluster = self.cost_source.with_rates(self.cluster)
             shards = cluster, self.parallel, self.precision, self.trainer.runtime
             names = unit_names(self.pipeline_model)
-            exchange = ShardedExchange.of(cost, names, *shards)
             has_one_loss = not self.model.language.prediction_layers
-            shares = exchange.shares() if self.parallel.pipeline > 1 else None
-            cost = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss, shares=shares)
+            cost, exchange = sharded_cost(cost, names, *shards, has_one_loss=has_one_loss)
         encoders: dict[int, EncodersCost] = {}
         if self.has_data_parallel_encoders:
             sizes = self.model, self.cluster, self.parallel, self.precision, self.frozen

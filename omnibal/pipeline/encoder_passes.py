@@ -51,7 +51,7 @@ class EqualPasses:
             return np.zeros((*self.items.shape, 2))
         # By the items of a pass, without empty passes.
         sizes = np.arange(1 + min(self.items_per_pass, self.items.max(initial=0)))
-        of_pass = cost.exchange.exposed_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
+        of_pass = cost.exchange.passes_ms(np.stack([np.ones_like(sizes), sizes], axis=-1))
         of_pass[0] = 0
         full, a_pass = of_pass[-1], self.items_per_pass
         kept_ms, again_ms = (
@@ -100,7 +100,7 @@ class WholePasses:
         if exchange is None:
             return np.zeros((*self.place.shape, 2))
         kept_ms, again_ms = (
-            self._sums(self._chosen(is_kept), exchange.exposed_ms(self._work(is_kept)))
+            self._sums(self._chosen(is_kept), exchange.passes_ms(self._work(is_kept)))
             for is_kept in (True, False)
         )
         return _forward_and_backward(cost, kept_ms, again_ms)
@@ -154,8 +154,8 @@ def encoding_ms(cost: EncoderCost, passes: Passes) -> np.ndarray:
 def _forward_and_backward(
     cost: EncoderCost, kept_ms: np.ndarray, again_ms: np.ndarray
 ) -> np.ndarray:
-    """Return exposed exchange of forward and backward, [..., 2], from `PassExchange.exposed_ms` of
-    kept and recomputed passes, [..., 3] each."""
+    """Return exposed exchange of forward and backward, [..., 2], from `ShardedExchange.passes_ms`
+    of kept and recomputed passes, [..., 3] each."""
     forward_ms = kept_ms[..., 0] + again_ms[..., 0]
     backward_ms = kept_ms[..., 1] + cost.is_trained * again_ms[..., 2]
     return np.stack([forward_ms, backward_ms], axis=-1)

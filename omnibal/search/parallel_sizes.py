@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
-from omnibal.cost.links import shard_group
+from omnibal.cost.links import state_group
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import limited_features
 from omnibal.model.config import ClusterConfig
@@ -220,7 +220,7 @@ def _is_worth_a_try(parallel: Parallel, cluster: ClusterConfig) -> bool:
         return True
     if parallel.expert_shards == 1 < parallel.expert_data:
         return False
-    is_within = parallel.tensor == 1 and shard_group(parallel).is_within(cluster)
+    is_within = parallel.tensor == 1 and state_group(parallel).is_within(cluster)
     return parallel.pipeline == 1 or is_within
 
 

@@ -138,17 +138,15 @@ def pass_ms(cost: EncoderCost, work: tuple[int, ...], *, is_kept: bool) -> tuple
     one, again = np.array([1, *work]), 0.0 if is_kept else 1.0
     if cost.exchange is None:
         return float(one @ cost.forward_ms), float(one @ (cost.backward_ms + again * cost.again_ms))
-    units, second = cost.exchange.of_pass, cost.exchange.of_second
-    row = np.zeros(units.forward_ms.shape[1])
-    row[list(cost.exchange.columns)] = one
+    units = cost.exchange
     order = list(units.sequence)
     turned, nothing = order[::-1], [0.0] * len(order)
-    forward_ms = simulated_ms((units.forward_ms @ row)[order], units.gather_ms[order], nothing)
+    forward_ms = simulated_ms((units.forward_ms @ one)[order], units.gather_ms[order], nothing)
     if not cost.is_trained:
         return forward_ms, 0.0
     gathers, again_ms = units.gather_back_ms[turned].copy(), 0.0
     if not is_kept:
         gathers[0] = 0
-        again_ms = simulated_ms((second.forward_ms @ row)[order], units.gather_ms[order], nothing)
-    backward_ms = simulated_ms((units.backward_ms @ row)[turned], gathers, units.reduce_ms[turned])
+        again_ms = simulated_ms((units.again_ms @ one)[order], units.gather_ms[order], nothing)
+    backward_ms = simulated_ms((units.backward_ms @ one)[turned], gathers, units.reduce_ms[turned])
     return forward_ms, again_ms + backward_ms

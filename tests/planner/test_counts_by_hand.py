@@ -345,10 +345,10 @@ def test_layer_of_an_encoder(
         + (2 * H if has_bias else 0)
         + round_up(weights, t),
     }
-    model, own, padded = model_with(vision=tower), device(t), width == A
+    model, own = model_with(vision=tower), device(t, pads=width == A)
     kind = next(kind for kind in unit_kinds(model) if kind.is_layer)
     count = images_layer if images else encoder_layer
-    check(counted(count(model, tower, kind, own, padded=padded)), expected)
+    check(counted(count(model, tower, kind, own)), expected)
 
 
 def two_products(
@@ -927,7 +927,7 @@ def test_head(sequence_parallel: bool, fused: bool) -> None:
     else:
         expected |= {"back sent": 2 * 2 / 3 * 2 * loss, "passes": (0, 2, 0)}
     check(counted(head(language(), own_device), own_device), expected)
-    unpadded = counted(head(language(), own_device, padded=False))
+    unpadded = counted(head(language(), replace(own_device, pads=False)))
     assert unpadded["products"] == [(LOSS, WIDTH, 334)]
 
 

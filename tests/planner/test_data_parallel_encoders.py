@@ -23,7 +23,6 @@ from schedule_cases import event_loop, lost_time, needed_ms, workload_of
 from omnibal.cost.encoder_phase import (
     EncoderCost,
     EncodersCost,
-    PassExchange,
     encoders_cost,
     pipeline_cost,
 )
@@ -49,33 +48,31 @@ FEATURES = {"vision": "tiles", "audio": "clips"}
 FEW = dict.fromkeys(FEATURES, (5, 5))
 
 
-def random_encoder(rng, feature: str, cost_features: tuple[str, ...], is_trained: bool):
+def random_encoder(rng, feature: str, is_trained: bool):
     """Five units of three kinds, the first maybe frozen; some exchanges are slower than passes."""
-    columns = [0, cost_features.index(feature)]
-    of_kinds = np.zeros((3, 3, len(cost_features)))
-    of_kinds[..., columns] = rng.uniform(0, 1, (3, 3, 2))
-    forward_ms, backward_ms, again_ms = of_kinds
+    forward_ms, backward_ms, again_ms = rng.uniform(0, 1, (3, 3, 2))
     trained = np.arange(3) >= (rng.integers(3) if is_trained else 3)
     units = ShardedExchange(
         forward_ms=forward_ms,
         backward_ms=2 * backward_ms * trained[:, None],
+        again_ms=again_ms,
         gather_ms=rng.uniform(0, 3, 3),
         gather_back_ms=rng.uniform(0, 3, 3) * trained,
         reduce_ms=rng.uniform(0, 3, 3) * trained,
         sequence=(0, 1, 1, 1, 2),
     )
-    second, held = replace(units, forward_ms=again_ms), list(units.sequence)
+    held = list(units.sequence)
     return EncoderCost(
         feature=feature,
-        forward_ms=forward_ms[held].sum(axis=0)[columns],
-        backward_ms=units.backward_ms[held].sum(axis=0)[columns],
-        again_ms=is_trained * again_ms[held].sum(axis=0)[columns],
+        forward_ms=forward_ms[held].sum(axis=0),
+        backward_ms=units.backward_ms[held].sum(axis=0),
+        again_ms=is_trained * again_ms[held].sum(axis=0),
         kept_bytes=is_trained * rng.uniform(0, 4e6, 2),
         working_bytes=rng.uniform(0, 3e6, (2, 2)),
         input_bytes=float(rng.uniform(0, 1e5)),
         feature_bytes=float(rng.integers(1, 9) * 1_000),
         is_trained=is_trained,
-        exchange=PassExchange(of_pass=units, of_second=second, columns=tuple(columns)),
+        exchange=units,
     )
 
 
@@ -84,7 +81,6 @@ def random_encoders(
     names: tuple[str, ...],
     parallel: Parallel,
     ways: tuple[int, ...] = (1,),
-    cost_features: tuple[str, ...] = ("fixed", "tiles", "clips"),
 ) -> dict[int, EncodersCost]:
     """Costs of unlike encoders, some maybe frozen, by the ranks that divide their weights."""
 
@@ -95,7 +91,7 @@ def random_encoders(
     encoders = {}
     for name in names:
         is_trained = name == names[0] or bool(rng.integers(2))
-        encoders[name] = random_encoder(rng, FEATURES[name], cost_features, is_trained)
+        encoders[name] = random_encoder(rng, FEATURES[name], is_trained)
     whole = EncodersCost(
         encoders=encoders,
         weights_bytes=1e6,
@@ -143,7 +139,7 @@ def random_problem(
     # What data-parallel ranks exchange is hidden behind computation, which plain loops know not.
     whole = random_cost(rng, model)
     whole = replace(whole, rates=replace(whole.rates, gradient_reduction_ms=0.0))
-    encoders = random_encoders(rng, names[:-1], parallel, ways, whole.features)
+    encoders = random_encoders(rng, names[:-1], parallel, ways)
     cost = pipeline_cost(whole, min(each.update_ms for each in encoders.values()))
     counts = rng.integers(1, most + 1, (steps, parallel.data))
     features = rng.uniform(0, 4, (counts.sum(), len(cost.features)))

@@ -11,7 +11,7 @@ from rate_cases import tiled_rates
 from omnibal.base.errors import UserError
 from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
-from omnibal.cost.shaped_rates import ProductTimes, exchanged_line, ring_line, send_line
+from omnibal.cost.shaped_rates import ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, config_toml, load_cluster
 from omnibal.model.rates import CollectiveTime
 
@@ -160,14 +160,18 @@ def test_attention_of_one_length_is_no_line_of_tokens():
 def test_collectives_that_are_lines_cost_what_the_lines_say():
     """Prevents: latencies a pass and not a collective, and bytes of the tensor for bytes sent."""
     reduce = CollectiveTime(kind="all_reduce", ranks=8, latency_us=20, gb_per_s=700)
-    line = ring_line([reduce], 8)
+    line = collective_line([reduce], 8)
     assert 2 * line.fixed_ms == pytest.approx(0.02)
     assert line.each_ms == pytest.approx(1 / 700e6)
     exchange = CollectiveTime(kind="all_to_all", ranks=8, latency_us=10, gb_per_s=500)
     send = CollectiveTime(kind="send", ranks=2, place="network", latency_us=30, gb_per_s=40)
-    assert exchanged_line([reduce, exchange], 8).each_ms == pytest.approx(1 / 500e6)
-    assert ring_line([exchange], 8) is None and send_line([send]) is None
-    assert send_line([send], "network").fixed_ms == pytest.approx(0.03)
+    assert collective_line([reduce, exchange], 8, kind="all_to_all").each_ms == pytest.approx(
+        1 / 500e6
+    )
+    assert (
+        collective_line([exchange], 8) is None and collective_line([send], 2, kind="send") is None
+    )
+    assert collective_line([send], 2, "network", "send").fixed_ms == pytest.approx(0.03)
 
 
 def test_rates_of_another_device_are_scaled_shares(tmp_path: Path):

@@ -12,7 +12,7 @@ from rate_cases import ring_ms, tiled_ms, tiled_rates
 
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.cost.shaped_rates import ProductTimes, ring_line, send_line
+from omnibal.cost.shaped_rates import ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, load_model
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Pass, ProductTime, Rates
@@ -98,23 +98,23 @@ def test_lines_through_rows_are_near_a_device_of_tiles():
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_collectives_are_of_their_group_size(ranks):
     """Prevents: a ring of other ranks, and a pass that is counted once for an all-reduce."""
-    line = ring_line(tiled_rates().collectives, ranks)
+    line = collective_line(tiled_rates().collectives, ranks)
     for kind, passes in (("all_reduce", 2), ("all_gather", 1)):
         for size in (2**17, 2**23):
             sent = passes * size * (ranks - 1) / ranks
             expected = ring_ms(kind, ranks, size)
             assert passes * line.fixed_ms + sent * line.each_ms == pytest.approx(expected)
-    send = send_line(tiled_rates().collectives)
+    send = collective_line(tiled_rates().collectives, 2, kind="send")
     assert send.fixed_ms + 5e6 * send.each_ms == pytest.approx(ring_ms("send", 2, 5e6))
 
 
 def test_group_sizes_that_were_not_measured_take_the_nearest():
     """Prevents: no rate at all, or that of a single device, for six ranks of a measured eight."""
     collectives = tiled_rates().collectives
-    assert ring_line(collectives, 6) == ring_line(collectives, 8)
-    assert ring_line(collectives, 64) == ring_line(collectives, 8)
-    assert ring_line(collectives, 1) is None
-    assert ring_line((), 8) is None and send_line(()) is None
+    assert collective_line(collectives, 6) == collective_line(collectives, 8)
+    assert collective_line(collectives, 64) == collective_line(collectives, 8)
+    assert collective_line(collectives, 1) is None
+    assert collective_line((), 8) is None and collective_line((), 2, kind="send") is None
 
 
 def test_costs_are_of_the_table_that_the_cluster_has():
@@ -185,7 +185,7 @@ def test_bytes_without_a_slope_have_a_price():
     flat = tuple(
         CollectiveTime(kind="all_reduce", ranks=8, bytes=size, ms=0.05) for size in (2**10, 2**12)
     )
-    rates, line = Rates(device="x", collectives=flat), ring_line(flat, 8)
+    rates, line = Rates(device="x", collectives=flat), collective_line(flat, 8)
     sent_bytes = 2 * 2**12 * 7 / 8
     assert line.each_ms >= 0.05 / sent_bytes / 2 * (1 - 1e-9)
     assert 2 * line.fixed_ms + sent_bytes * line.each_ms == pytest.approx(0.05, rel=0.2)

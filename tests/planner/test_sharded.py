@@ -15,7 +15,7 @@ from omnibal.base.errors import UserError
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.links import Group, pass_line
 from omnibal.cost.model import CostModel, UnitCost, trained_features
-from omnibal.cost.sharded import ShardedExchange, sharded_cost
+from omnibal.cost.sharded import sharded_cost
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import SampleData
@@ -76,7 +76,7 @@ def measured_cluster(hidden: float | None) -> ClusterConfig:
 @pytest.mark.parametrize(("hidden", "is_serial"), [(None, False), (1.0, False), (0.0, True)])
 def test_exchanges_have_the_times_and_the_overlap_that_were_measured(hidden, is_serial):
     """Prevents: one rate for gathers and reductions where both were measured."""
-    exchange = ShardedExchange.of(
+    _, exchange = sharded_cost(
         analytic_cost(MODEL, load_cluster("h100-80g"), over(8), "bf16"),
         *(unit_names(MODEL), measured_cluster(hidden), over(8), "bf16", OWN_RUNTIME),
     )
@@ -98,7 +98,7 @@ def test_exposed_exchange_is_that_of_events_one_by_one(gb_per_s: float, frozen: 
     """Prevents: exchange counted as hidden that no computation hides, or twice."""
     cluster = slow_cluster(gb_per_s)
     cost = analytic_cost(MODEL, cluster, over(8), "bf16", frozen)
-    exchange = ShardedExchange.of(cost, unit_names(MODEL), cluster, over(8), "bf16", IN_BF16)
+    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, over(8), "bf16", IN_BF16)
     draw = np.random.default_rng(0)
     scale = np.where(np.array(cost.features) == "fixed", 1, 4_000)
     features = np.abs(draw.normal(size=(5, len(cost.features)))) * scale
@@ -129,7 +129,7 @@ def test_weights_go_round_a_ring(ranks: int, runtime: RuntimeOptions) -> None:
     cluster = slow_cluster(5.0).model_copy(update={"link_latency_us": 30, "link_efficiency": 0.5})
     frozen = ("vision", "projector")
     cost = analytic_cost(MODEL, cluster, over(ranks), "bf16", frozen)
-    exchange = ShardedExchange.of(cost, unit_names(MODEL), cluster, over(ranks), "bf16", runtime)
+    _, exchange = sharded_cost(cost, unit_names(MODEL), cluster, over(ranks), "bf16", runtime)
     gradient_bytes = 2 if runtime is IN_BF16 else 4
     for place, kind in enumerate(cost.kinds):
         # All shares but a rank's own come to it.
@@ -200,7 +200,7 @@ def test_whole_weights_are_there_for_a_while(frozen, tied, runtime):
     cluster = load_cluster("h100-80g").model_copy(update={"host_us": 0.0})
     model = MODEL.with_tower("language", tied_head=tied)
     whole = analytic_cost(model, cluster, over(8), "bf16", frozen)
-    shared = sharded_cost(whole, unit_names(model), cluster, over(8), "bf16", runtime)
+    shared, _ = sharded_cost(whole, unit_names(model), cluster, over(8), "bf16", runtime)
     assert (whole.tied_trained_parameters > 0) == tied
     assert shared.features == (*whole.features, "exposed_forward_ms", "exposed_backward_ms")
     names, gradient_bytes = unit_names(model), 2 if runtime is IN_BF16 else 4
@@ -240,7 +240,7 @@ def test_experts_are_whole_for_a_while(expert: int, expert_ranks: int) -> None:
     model, cluster, sizes = expert_model(), load_cluster("h100-80g"), over(8, expert=expert)
     whole = analytic_cost(model, cluster, sizes, "bf16")
     names = unit_names(model)
-    shared = sharded_cost(whole, names, cluster, sizes, "bf16", OWN_RUNTIME)
+    shared, _ = sharded_cost(whole, names, cluster, sizes, "bf16", OWN_RUNTIME)
     forward = walked_forward(whole, names, expert_ranks)
     backward = walked_backward(whole, names, 4, expert_ranks)
     for name in names:

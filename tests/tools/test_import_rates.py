@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from omnibal.cost.shaped_rates import ring_line
+from omnibal.cost.shaped_rates import collective_line
 from omnibal.model.config import load_cluster
 from tools import import_rates
 
@@ -82,7 +82,7 @@ def test_fields_mean_what_their_source_computes(tmp_path: Path, capsys):
     [attention] = rates.attention
     flops = 64 * 4096**2 * (2 * 128 + 2 * 128)
     assert attention.time_ms(100) == pytest.approx(flops / 120e12 * 1e3)
-    line = ring_line(rates.collectives, 2)
+    line = collective_line(rates.collectives, 2)
     # An all-reduce of two sends all bytes once, at half of 400 GiB/s, after 6 and 14 us.
     assert 2 * line.fixed_ms == pytest.approx(0.02)
     assert line.each_ms == pytest.approx(1 / (200 * 2**30) * 1e3, rel=1e-3)

@@ -25,7 +25,7 @@ from megatron.vlm.model.groups import create_shard_groups
 from megatron.vlm.model.initialize import first_values, initialize_parameters
 from megatron.vlm.model.stage import build_stage
 from megatron.vlm.step.train import build_trainer
-from omnibal.cost.links import expert_shard_copies, expert_state_group, shard_copies, state_group
+from omnibal.cost.links import copies_group, state_group
 
 IN_PARTS = {"tensor": 2, "sequence_parallel": True}
 plan_of = partial(cut_plan, MODELS["300M-like"])
@@ -136,8 +136,9 @@ def test_ranks_divide_what_they_are_planned_to(plan):
     other links."""
     parallel = plan.parallel
     planned = [
-        group_of(parallel)
-        for group_of in (state_group, shard_copies, expert_state_group, expert_shard_copies)
+        group_of(parallel, of_experts=of_experts)
+        for of_experts in (False, True)
+        for group_of in (state_group, copies_group)
     ]
     for rank, found in enumerate(run_ranks(parallel, groups_of, plan)):
         for ranks, group in zip(found, planned, strict=True):
