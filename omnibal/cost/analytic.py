@@ -110,7 +110,7 @@ class _Placed:
             added: float = unit.adapter_parameters
             if self.trained:  # measured products include the accumulation
                 added = max(unit.parameters - device.accumulates * unit.product_weights, 0)
-            backward.append(_accumulation(device, added, 0 * unit.boundary_bytes))
+            backward.append(_accumulation(device, added))
         return list(unit.forward), backward
 
     @property
@@ -137,13 +137,6 @@ def analytic_cost(
     device = Device.of(model, cluster, parallel, precision, runtime)
     send = message_line(cluster, parallel.world_size, precision)
     placed = list(_place_units(model, device, frozen, adapters))
-    if engine:
-        placed = [
-            replace(one, unit=replace(one.unit, working=without_gradients(one.unit.working)))
-            if one.is_language
-            else one
-            for one in placed
-        ]
     units = {one.kind.name: _unit_cost(device, one) for one in placed}
     trained = {one.kind.name: one.unit for one in placed if one.trained and one.is_language}
     language = model.language
@@ -223,11 +216,8 @@ def model_flops(
     adapters: AdapterConfig | None = None,
 ) -> np.ndarray:
     """Training operations of all units per feature, forward and backward, [features]."""
-    names = unit_names(model)
-    flops = np.zeros(len(feature_names(model)))
-    for name, once in unit_flops(model, cluster, frozen, adapters).items():
-        flops += names.count(name) * once
-    return flops
+    flops = unit_flops(model, cluster, frozen, adapters)
+    return np.sum([flops[name] for name in unit_names(model)], axis=0)
 
 
 def unit_flops(
@@ -365,23 +355,23 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     """Cost of a unit; it has a backward if it or anything before it is trained."""
     unit, nothing, has_backward = one.unit, 0 * one.unit.boundary_bytes, one.has_backward
     passes = one.passes(unit, device)
-    times_ms = _sum_ms(device, passes, nothing)
+    times_ms = _sum_ms(device, passes)
     unpadded_ms = times_ms
     if one.unpadded.kernels is not unit.kernels:
-        unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device), nothing)
+        unpadded_ms = _sum_ms(device, one.passes(one.unpadded, device))
     exchanges = [[kernel for kernel in kernels if kernel.kind in EXCHANGES] for kernels in passes]
     late = late_products(one.kind, unit, trained=one.trained)
     # Measured products include the accumulation.
     added = 0.0 if device.accumulates else min(sum(each.weights for each in late), unit.parameters)
     own_gradient_bytes = unit.output_bytes if has_backward else nothing
-    weight_bytes = one.trained * device.element_bytes
+    weight_bytes = one.trained * device.element_bytes * device.one("fixed")
     # Gradients of earlier encoders' features wait while this unit runs backward.
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
     moments = unit.working if has_backward else unit.forward_working
+    if device.runtime.accumulates_in_products and one.is_language:
+        moments = without_gradients(moments)
     transient_bytes = [
-        unit.working_bytes(each, trained=one.trained)
-        + _fixed(weight_bytes * each.weight, nothing)
-        + waiting_bytes
+        unit.working_bytes(each, trained=one.trained) + weight_bytes * each.weight + waiting_bytes
         for each in moments
     ]
     in_two_bytes = transient_bytes
@@ -390,17 +380,17 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
             two_part_bytes(device, one.kind, unit, late, each) + waiting_bytes
             for each in (*moments, *unit.late_working)
         ]
-    kept_bytes = unit.kept_bytes(trained=one.trained)
+    launch_ms, waits_for_host = device.launch_ms, one.kind.is_layer and device.host_ms
     return UnitCost(
         forward_ms=times_ms[0],
         backward_ms=times_ms[1],
-        weight_ms=_sum_ms(device, [[*late, _accumulation(device, added, nothing)]], nothing)[0],
+        weight_ms=_sum_ms(device, [[*late, _accumulation(device, added)]])[0],
         recompute_ms=times_ms[0] if has_backward else nothing,
-        collective_ms=_sum_ms(device, exchanges, nothing),
+        collective_ms=_sum_ms(device, exchanges),
         # Measured times can be longer for smaller products.
         padding_ms=np.maximum(times_ms - unpadded_ms, 0),
         context_ms=np.zeros((3, len(nothing))),
-        activation_bytes=kept_bytes if has_backward else nothing,
+        activation_bytes=unit.kept_bytes(trained=one.trained) if has_backward else nothing,
         boundary_bytes=unit.boundary_bytes if has_backward else nothing,
         output_bytes=unit.output_bytes + one.carried_bytes,
         output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
@@ -413,29 +403,17 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
         trained_parameters=unit.parameters if one.trained else unit.adapter_parameters,
         expert_parameters=unit.expert_parameters,
         weight_copy_bytes=weight_copy_bytes(device, unit.products),
-        host_ms=_host_ms(device, passes) if one.kind.is_layer and device.host_ms else None,
+        host_ms=(launch_ms(passes[0]), launch_ms(passes[1])) if waits_for_host else None,
     )
 
 
-def _host_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> tuple[float, float]:
-    """Time of the host to launch forward and backward."""
-    forward, backward = map(device.launch_ms, passes)
-    return forward, backward
-
-
-def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]], nothing: np.ndarray) -> np.ndarray:
+def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> np.ndarray:
     """Time of the kernels of every pass, [passes, features]."""
+    nothing = device.features.none
     return np.stack([np.sum([nothing, *map(device.ms, kernels)], axis=0) for kernels in passes])
 
 
-def _accumulation(device: Device, parameters: float, nothing: np.ndarray) -> Kernel:
+def _accumulation(device: Device, parameters: float) -> Kernel:
     """Kernel that adds gradients of parameters to those of the step."""
-    added_bytes = _fixed(parameters * 2 * device.runtime.gradient_bytes, nothing)
+    added_bytes = parameters * 2 * device.runtime.gradient_bytes * device.one("fixed")
     return Kernel(kind="accumulation", of="weight_gradient", bytes=added_bytes, launches=0)
-
-
-def _fixed(value: float, like: np.ndarray) -> np.ndarray:
-    """Vector with `value` for the fixed feature and 0 for other features, [features]."""
-    vector = np.zeros(len(like))
-    vector[0] = value
-    return vector

@@ -126,10 +126,9 @@ def costs_at(
 
     All use the same features, with one more than the model's if packs are shared.
     """
-    names = feature_names_at(cost.features, levels)
-    if len(names) > len(cost.features):
-        units = {name: replace(unit, **with_features(unit, 1)) for name, unit in cost.units.items()}
-        cost = replace(cost, features=names, units=units)
+    more = feature_names_at(cost.features, levels)[len(cost.features) :]
+    if more:
+        cost = with_features(cost, more)
     kinds, runtime = unit_kinds(model), source.runtime
     encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
     features, size = Features(names=cost.features), ELEMENT_BYTES[precision]

@@ -239,6 +239,9 @@ def _encoder_cost(
     columns = [0, *(cost.features.index(each) for each in (tower.feature, *squares))]
     is_trained = any(unit.has_backward for unit in units)
 
+    def total(name: str) -> np.ndarray:
+        return np.sum([getattr(unit, name)[columns] for unit in units], axis=0)
+
     def again_ms(unit: UnitCost) -> np.ndarray:
         return (unit.recompute_ms if unit.has_backward else unit.forward_ms)[columns]
 
@@ -252,10 +255,10 @@ def _encoder_cost(
         )
     return EncoderCost(
         feature=tower.feature,
-        forward_ms=sum(unit.forward_ms[columns] for unit in units),
-        backward_ms=sum(unit.backward_ms[columns] for unit in units),
-        again_ms=is_trained * sum(map(again_ms, units)),
-        kept_bytes=sum(unit.activation_bytes[columns] for unit in units),
+        forward_ms=total("forward_ms"),
+        backward_ms=total("backward_ms"),
+        again_ms=is_trained * np.sum([*map(again_ms, units)], axis=0),
+        kept_bytes=total("activation_bytes"),
         working_bytes=np.concatenate(
             [
                 unit.transient_bytes[:, columns] + unit.shared_bytes[columns]
@@ -280,16 +283,13 @@ def pipeline_cost(cost: CostModel, update_ms: float) -> CostModel:
         cost: of the full model.
         update_ms: weight update of the encoders, added to every stage's.
     """
-    kinds, units = tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE), {}
-    for kind in kinds:
-        padded = with_features(cost.units[kind.name], len(ENCODER_WAITS_MS))
-        if kind.name == LANGUAGE_EMBED:
-            padded["forward_ms"][-2] = padded["backward_ms"][-1] = 1.0
-        units[kind.name] = replace(cost.units[kind.name], **padded)
+    kinds = tuple(kind for kind in cost.kinds if kind.tower == LANGUAGE)
+    cost = with_features(cost, ENCODER_WAITS_MS)
+    embed = cost.units[LANGUAGE_EMBED]
+    embed.forward_ms[-2] = embed.backward_ms[-1] = 1.0
     return replace(
         cost,
-        features=(*cost.features, *ENCODER_WAITS_MS),
         kinds=kinds,
-        units=units,
+        units={kind.name: cost.units[kind.name] for kind in kinds},
         optimizer_ms_fixed=cost.optimizer_ms_fixed + update_ms,
     )

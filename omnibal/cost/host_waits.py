@@ -5,12 +5,10 @@ time minus the device's, if positive: a feature of the micro-batch, as it is not
 Embeddings, projectors and the head launch little and run behind layers, so theirs is not counted.
 """
 
-from dataclasses import replace
-
 import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.model.units import UnitKind, host_features
+from omnibal.model.units import host_features
 
 
 def with_host_waits(cost: CostModel) -> CostModel:
@@ -19,20 +17,14 @@ def with_host_waits(cost: CostModel) -> CostModel:
     if not layers:
         return cost
     first, places = len(cost.features), {name: place for place, name in enumerate(layers)}
-
-    def waiting(kind: UnitKind, unit: UnitCost) -> UnitCost:
-        changed = with_features(unit, 2 * len(layers))
-        place = places.get(kind.without_carried or kind.name)
+    cost = with_features(cost, [name for layer in layers for name in host_features(layer)])
+    for kind in cost.kinds:
+        place, unit = places.get(kind.measured_name), cost.units[kind.name]
         if place is not None:
             forward, backward = first + 2 * place, first + 2 * place + 1
-            changed["forward_ms"][forward] = 1.0
-            changed["backward_ms"][backward] = float(unit.has_backward)
-            changed["recompute_ms"][forward] = float(unit.has_backward)
-        return replace(unit, **changed)
-
-    names = tuple(name for layer in layers for name in host_features(layer))
-    units = {kind.name: waiting(kind, cost.units[kind.name]) for kind in cost.kinds}
-    return replace(cost, features=(*cost.features, *names), units=units)
+            unit.forward_ms[forward] = 1.0
+            unit.backward_ms[backward] = unit.recompute_ms[forward] = float(unit.has_backward)
+    return cost
 
 
 def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
@@ -54,4 +46,4 @@ def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
 def _layers(cost: CostModel) -> dict[str, UnitCost]:
     """Units of layers that wait, by the name of their kind without deepstack."""
     units = ((kind, cost.units[kind.name]) for kind in cost.kinds if kind.is_layer)
-    return {kind.without_carried or kind.name: unit for kind, unit in units if unit.host_ms}
+    return {kind.measured_name: unit for kind, unit in units if unit.host_ms}

@@ -17,9 +17,9 @@ from omnibal.cost.kernels import FP32_BYTES, element_wise, product
 from omnibal.cost.towers import (
     LAST_OUTPUT,
     encoder_layer,
+    encoder_projector,
     moments_bytes,
     norm_parameters,
-    two_products,
 )
 from omnibal.cost.work import Kept, Unit, Working, one_after_another
 from omnibal.model.config import ModelConfig
@@ -89,9 +89,7 @@ def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, devic
     layer = encoder_layer(model, tower, kind, device)
     if not kind.has_deepstack:
         return layer
-    # Its norm is over folded cells (Qwen3-VL).
-    norm, cells = norm_parameters(tower) * tower.positions_per_item, device.one(tower.feature)
-    projector = _two_products(tower, model, device, cells, cells, norm=norm)
+    projector = encoder_projector(tower, model, device, is_deepstack=True)
     gradient_bytes = layer.output_bytes
     projector = replace(  # its backward comes first
         projector,
@@ -117,11 +115,10 @@ def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, devic
 
 def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
     """Return the tower's optional last norm, and its projector."""
-    cells = device.one(tower.feature)
-    unit = _PROJECTORS[tower.projector](tower, model, device, cells)
+    unit = _PROJECTORS[tower.projector](tower, model, device)
     if not tower.final_norm:
         return unit
-    rows = cells * tower.positions_per_item
+    rows = device.one(tower.feature) * tower.positions_per_item
     input_bytes = rows * tower.hidden_size * device.element_bytes
     return replace(
         unit,
@@ -135,17 +132,14 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
     )
 
 
-def _mlp_projector(
-    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
-) -> Unit:
+def _mlp_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
     """Norm, pixel shuffle, and two products with GELU between them (Qwen2-VL)."""
-    rows, norm = cells * tower.positions_per_item, norm_parameters(tower)
-    unit = _two_products(tower, model, device, cells, rows, norm=norm)
+    unit = encoder_projector(tower, model, device)
     if tower.window_pixels is None:
         return unit
     # Cells are in window order and are permuted back.
     moved_bytes = 2 * unit.output_bytes
-    order = Kept("order of cells", "aten._to_copy", cells * _INDEX_BYTES)
+    order = Kept("order of cells", "aten._to_copy", device.one(tower.feature) * _INDEX_BYTES)
     return replace(
         unit,
         kernels=(*unit.kernels, *element_wise(moved_bytes, moved_bytes)),
@@ -154,32 +148,10 @@ def _mlp_projector(
     )
 
 
-def _two_products(
-    tower: ImagesEncoder,
-    model: ModelConfig,
-    device: Device,
-    cells: np.ndarray,
-    norm_rows: np.ndarray,
-    *,
-    norm: int,
-) -> Unit:
-    """Return a norm of `norm_rows` rows and `norm` parameters, and two products of folded cells."""
-    wide, h = tower.projector_input_size, model.language.hidden_size
-    input_bytes = cells * wide * device.element_bytes
-    folded = (
-        Kept(LAST_OUTPUT, "", input_bytes),
-        Kept("norm's output", "norm.norm", input_bytes, for_weights=True),
-        Kept("norm's moments", "norm.norm", moments_bytes(tower, norm_rows)),
-    )
-    sizes = wide, tower.projector_hidden_size or wide, h
-    return two_products(device, cells, sizes, input_bytes, folded, norm=norm)
-
-
-def _pooled_projector(
-    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
-) -> Unit:
+def _pooled_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
     """Average-pooled cells, an RMSNorm, and one replicated product without bias (Gemma 3)."""
     size, width, h = device.element_bytes, tower.hidden_size, model.language.hidden_size
+    cells = device.one(tower.feature)
     input_bytes = cells * tower.projector_input_size * size
     pooled_bytes, output_bytes = cells * width * size, cells * h * size
     return Unit(
@@ -202,11 +174,9 @@ def _pooled_projector(
     )
 
 
-def _gated_projector(
-    tower: ImagesEncoder, model: ModelConfig, device: Device, cells: np.ndarray
-) -> Unit:
+def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
     """Two replicated products (one folds cells), LayerNorm, GELU; gated MLP (GLM-4.5V)."""
-    t, size = device.tensor, device.element_bytes
+    t, size, cells = device.tensor, device.element_bytes, device.one(tower.feature)
     wide, h = tower.projector_input_size, model.language.hidden_size
     inner = tower.projector_hidden_size or wide
     input_bytes, output_bytes, inner_bytes = (
@@ -251,7 +221,7 @@ def _gated_projector(
     )
 
 
-_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device, np.ndarray], Unit]] = {
+_PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], Unit]] = {
     "mlp": _mlp_projector,
     "pooled": _pooled_projector,
     "gated": _gated_projector,

@@ -215,13 +215,19 @@ class CostModel:
         return 2 * self.link_latency_ms + self.link_ms_per_byte * gradient_bytes
 
 
-def with_features(unit: UnitCost, more: int) -> dict[str, Any]:
-    """Coefficients of a unit's costs with `more` zero features, by field."""
-    return {
-        each.name: np.concatenate([value, np.zeros((*value.shape[:-1], more))], axis=-1)
-        for each in fields(unit)
-        if isinstance(value := getattr(unit, each.name), np.ndarray)
-    }
+def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
+    """Return costs with more features, which cost nothing, in arrays of their own."""
+
+    def padded(unit: UnitCost) -> UnitCost:
+        arrays: dict[str, Any] = {
+            each.name: np.concatenate([value, np.zeros((*value.shape[:-1], len(names)))], axis=-1)
+            for each in fields(unit)
+            if isinstance(value := getattr(unit, each.name), np.ndarray)
+        }
+        return replace(unit, **arrays)
+
+    units = {name: padded(unit) for name, unit in cost.units.items()}
+    return replace(cost, features=(*cost.features, *names), units=units)
 
 
 def pack_features(packs: Packs, lengths: Lengths, features: Sequence[str]) -> np.ndarray:

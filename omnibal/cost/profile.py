@@ -9,7 +9,7 @@ import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 
 import numpy as np
 from pydantic import ConfigDict, Field
@@ -417,7 +417,7 @@ def _fitted_unit(
     forward_share = forward.share(counted.forward_ms, trained.forward_ms)
     backward_ms = backward.share(counted.backward_ms, trained.backward_ms) * backward.coefficients
     recompute_ms = forward_share * fits.get("recompute_ms", forward).coefficients
-    changed = {
+    changed: dict[str, Any] = {
         "forward_ms": forward_share * forward.coefficients,
         "backward_ms": backward_ms,
         # Not measured separately: use the counted share.

@@ -26,7 +26,6 @@ from omnibal.model.rates import GroupedTime, Pass, ProductTime
 _NEIGHBOURS = 8  # nearest measured shapes used for interpolation
 _ELEMENT_BYTES = 2  # bf16 gradients, used in others' measurements
 
-
 # Variances of the components of the log time per operation.
 _LEVEL, _SIZES, _SUMS, _OPERATIONS, _WIDTHS = 7e-3, 2e-3, 8e-4, 1.5e-3, 2e-3
 _TILES = (0.3, 0.4, 0.06)  # of the slopes of `Shapes.tiles`
@@ -34,42 +33,46 @@ _PRODUCT = 4e-3  # shared by the passes of one product
 _CHANCE = 6.5e-3
 
 
+_SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
+    "forward": (0, 2, 1, 3),
+    "input_gradient": (0, 1, 2, 3),
+    "weight_gradient": (2, 1, 0, 3),
+}
+"""Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups."""
+_PASSES = list(_SEEN_AS)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
     """Shapes of products, each as the kernel and as the layer sees it."""
 
-    seen: np.ndarray
-    """[shapes, 4]: log rows and columns of the output, reduction length, groups."""
     layer: np.ndarray
     """[shapes, 4]: log rows, inner, outer, groups."""
-    output_bytes: np.ndarray
-    """[shapes]: bytes read and written per output element."""
     passes: np.ndarray
     """[shapes]: pass numbers."""
+    gradient_bytes: np.ndarray
+    """[shapes]: bytes of an element of the weight gradient."""
 
     @classmethod
-    def of(
-        cls,
-        of: Sequence[Pass],
-        gradient_bytes: np.ndarray,
-        rows: np.ndarray,
-        inner: np.ndarray,
-        outer: np.ndarray,
-        groups: np.ndarray,
-    ) -> Self:
-        """Make shapes of layer passes; arguments have equal length or length one."""
-        layer = np.stack(np.broadcast_arrays(rows, inner, outer, groups), axis=-1)
-        orders = np.array([_SEEN_AS[one] for one in of])
-        seen = np.take_along_axis(layer, np.broadcast_to(orders, layer.shape), axis=-1)
-        is_weights = np.array([one == "weight_gradient" for one in of])
+    def of(cls, passes: Sequence[Pass], gradient_bytes: Sequence[float], sizes: np.ndarray) -> Self:
+        """Make shapes of layer passes; `sizes` are rows, inner, outer, groups, [shapes, 4]."""
         return cls(
-            seen=np.log(seen),
-            layer=np.log(layer),
-            output_bytes=np.broadcast_to(
-                np.where(is_weights, 2 * gradient_bytes, _ELEMENT_BYTES), len(layer)
-            ),
-            passes=np.broadcast_to([list(_SEEN_AS).index(one) for one in of], len(layer)),
+            layer=np.log(sizes),
+            passes=np.array([_PASSES.index(one) for one in passes]),
+            gradient_bytes=np.array(gradient_bytes),
         )
+
+    @cached_property
+    def seen(self) -> np.ndarray:
+        """[shapes, 4]: log rows and columns of the output, reduction length, groups."""
+        orders = np.array(list(_SEEN_AS.values()))[self.passes]
+        return np.take_along_axis(self.layer, orders, axis=-1)
+
+    @cached_property
+    def output_bytes(self) -> np.ndarray:
+        """[shapes]: bytes read and written per output element."""
+        is_weights = self.passes == _PASSES.index("weight_gradient")
+        return np.where(is_weights, 2 * self.gradient_bytes, _ELEMENT_BYTES)
 
     @cached_property
     def flops(self) -> np.ndarray:
@@ -92,26 +95,18 @@ class Shapes:
         )
 
 
-_SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
-    "forward": (0, 2, 1, 3),
-    "input_gradient": (0, 1, 2, 3),
-    "weight_gradient": (2, 1, 0, 3),
-}
-"""Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups."""
-
-
 def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
     """Shapes of measurements."""
     return Shapes.of(
         [one.of for one in measured],
-        np.array([4.0 if one.gradient == "fp32" else 2.0 for one in measured]),
-        *np.array(
+        [4.0 if one.gradient == "fp32" else 2.0 for one in measured],
+        np.array(
             [
                 (one.rows, one.inner, one.outer, one.groups if isinstance(one, GroupedTime) else 1)
                 for one in measured
             ],
             np.float64,
-        ).T,
+        ),
     )
 
 
@@ -138,7 +133,10 @@ class ScatteredTimes:
 
     def ms(self, shapes: Shapes) -> np.ndarray:
         """Times of products, [shapes]."""
-        same = _are_same(shapes, self.shapes)
+        layers, others = shapes.layer[:, None], self.shapes.layer[None]
+        same = (np.abs(layers - others) < 1e-9).all(axis=2)
+        for name in ("passes", "output_bytes"):
+            same &= getattr(shapes, name)[:, None] == getattr(self.shapes, name)[None]
         shared = covariance(shapes, self.shapes) + _CHANCE * same
         found = self.typical + shared @ self.weights
         apart = _apart(shapes.seen, self.shapes.seen)
@@ -160,13 +158,6 @@ def covariance(some: Shapes, others: Shapes) -> np.ndarray:
         + _WIDTHS * np.exp(-layers.sum(axis=2))
         + _PRODUCT * (layers < 1e-9).all(axis=2)
     )
-
-
-def _are_same(some: Shapes, others: Shapes) -> np.ndarray:
-    """Whether pairs have equal shape and pass, [some, others]."""
-    layers = (np.abs(some.layer[:, None] - others.layer[None]) < 1e-9).all(axis=2)
-    passes = some.passes[:, None] == others.passes[None]
-    return layers & passes & (some.output_bytes[:, None] == others.output_bytes[None])
 
 
 def _apart(some: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -83,10 +83,11 @@ class ProductTimes:
             at = np.stack(np.broadcast_arrays(*map(np.log, forward)), axis=-1).clip(*ends)
             log_rates = self.table(at).reshape(at.shape[:-1])
             return np.exp(log_rates) * _flops(*forward) * groups
-        sizes = [np.atleast_1d(size) for size in np.broadcast_arrays(rows, inner, outer, groups)]
+        sizes = np.stack(np.broadcast_arrays(rows, inner, outer, groups), axis=-1)
+        number = sizes.size // 4
         # Megatron accumulates weight gradients in fp32.
-        shapes = Shapes.of([of], np.array([4.0]), *(size.ravel() for size in sizes))
-        return self.table.ms(shapes).reshape(np.shape(sizes[0]))
+        shapes = Shapes.of([of] * number, [4.0] * number, sizes.reshape(-1, 4))
+        return self.table.ms(shapes).reshape(sizes.shape[:-1])
 
     def line(self, of: Pass, inner: float, outer: float, groups: int = 1) -> Line:
         """Time of a layer's pass by input rows, shared evenly by `groups`."""

@@ -253,22 +253,20 @@ def sharded_cost(
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
 
-    def with_sums(unit: UnitCost) -> UnitCost:
-        backward_ms = unit.backward_ms.copy()
+    shared = with_features(cost, ())
+    for unit in shared.units.values():
         for alike in (others, experts):
             moved = sent + (sent + 2 * cost.rates.gradient_bytes) / alike.group.ranks
-            backward_ms[0] += moved * alike.trained_of(unit) / bytes_per_ms
-        return replace(unit, backward_ms=backward_ms)
-
-    whole = replace(cost, units={name: with_sums(unit) for name, unit in cost.units.items()})
+            unit.backward_ms[0] += moved * alike.trained_of(unit) / bytes_per_ms
     keeps = runtime.keeps_weights
-    exchange = _exchange(whole, names, sent, cluster, parallel, precision, keeps_weights=keeps)
-    whole_bytes = _whole_bytes(whole, names, sent, parallel, keeps_weights=keeps)
+    exchange = _exchange(shared, names, sent, cluster, parallel, precision, keeps_weights=keeps)
+    whole_bytes = _whole_bytes(shared, names, sent, parallel, keeps_weights=keeps)
+    shared = with_features(shared, EXPOSED_MS)
     units = {
         name: _sharded_unit(
             unit, whole_bytes[name], exposed, begins_with_loss=name == HEAD and has_one_loss
         )
-        for (name, unit), exposed in zip(whole.units.items(), exchange.shares().T, strict=True)
+        for (name, unit), exposed in zip(shared.units.items(), exchange.shares().T, strict=True)
     }
     size = {"weight_bytes": cost.rates.weight_bytes, "gradient_bytes": cost.rates.gradient_bytes}
     of_experts_whole = replace(cost.expert_rates, **size)
@@ -276,8 +274,7 @@ def sharded_cost(
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
     shared = replace(
-        cost,
-        features=(*cost.features, *EXPOSED_MS),
+        shared,
         units=units,
         rates=others.divided(cost.rates, cluster, precision),
         bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
@@ -354,22 +351,20 @@ def _whole_bytes(
 def _sharded_unit(
     unit: UnitCost, whole: np.ndarray, exposed: np.ndarray, *, begins_with_loss: bool
 ) -> UnitCost:
-    """Return a unit's costs with the two features and memory for gathered weights and gradients.
+    """Return a unit's costs with its exposed exchange and gathered weights and gradients.
 
     Args:
-        unit: costs with replicated weights.
+        unit: costs with replicated weights and the two features, written in place.
         exposed: its share of all units' exposed exchange, forward and backward.
         begins_with_loss: whether backward begins with the loss, before any gather.
     """
-    changed = with_features(unit, len(EXPOSED_MS))
     # The moment without working memory is forward's.
-    backward = 1 + begins_with_loss if unit.has_backward else None
-    changed["transient_bytes"][:backward, 0] += whole[0]
-    if backward is not None:
-        changed["transient_bytes"][backward:, 0] += whole[1]
-    changed["forward_ms"][-2], changed["backward_ms"][-1] = exposed
-    changed["collective_ms"][0, -2], changed["collective_ms"][1, -1] = exposed
-    return replace(unit, **changed, whole_bytes=float(whole[1]))
+    backward = 1 + begins_with_loss if unit.has_backward else len(unit.transient_bytes)
+    unit.transient_bytes[:backward, 0] += whole[0]
+    unit.transient_bytes[backward:, 0] += whole[1]
+    unit.forward_ms[-2], unit.backward_ms[-1] = exposed
+    unit.collective_ms[0, -2], unit.collective_ms[1, -1] = exposed
+    return replace(unit, whole_bytes=float(whole[1]))
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:

@@ -206,56 +206,28 @@ def moments_bytes(tower: EncoderLayers, rows: np.ndarray) -> np.ndarray:
 
 
 def encoder_projector(
-    tower: TilesEncoder | ClipsEncoder, model: ModelConfig, device: Device
-) -> Unit:
-    """Return pixel shuffle, a norm, and an MLP of two products.
-
-    The norm is of folded tokens for tiles, and of positions before folding for clips.
-    """
-    items, wide, size = device.one(tower.feature), tower.projector_input_size, device.element_bytes
-    rows, positions = items * tower.tokens_per_item, items * tower.positions_per_item
-    folded_bytes, norm = rows * wide * size, norm_parameters(tower)
-    folded = (
-        Kept(LAST_OUTPUT, "", folded_bytes),
-        Kept("stacked positions", "", folded_bytes, for_weights=True),
-        Kept("norm's moments", "norm.norm", moments_bytes(tower, positions)),
-    )
-    if isinstance(tower, TilesEncoder):
-        norm = 2 * wide
-        folded = (
-            Kept("shuffled input", "", folded_bytes),
-            Kept("norm's output", "norm", folded_bytes, for_weights=True),
-            Kept("norm's moments", "norm", rows * 2 * FP32_BYTES),
-        )
-    input_bytes, h = positions * tower.hidden_size * size, model.language.hidden_size
-    return two_products(
-        device, rows, (wide, h, h), input_bytes, folded, norm=norm, is_reordered=True
-    )
-
-
-def two_products(
-    device: Device,
-    rows: np.ndarray,
-    sizes: tuple[int, int, int],
-    input_bytes: np.ndarray,
-    folded: tuple[Kept, Kept, Kept],
-    *,
-    norm: int,
-    is_reordered: bool = False,
+    tower: Encoder, model: ModelConfig, device: Device, *, is_deepstack: bool = False
 ) -> Unit:
     """Return a norm and the two products of folded positions, with GELU between them.
 
-    Args:
-        rows: output tokens, [features].
-        sizes: widths into the first product, between both and out.
-        input_bytes: output of the tower, [features].
-        folded: activations kept before the first product. The second line is its input.
-        norm: parameters of the norm.
-        is_reordered: whether positions are permuted for folding.
+    The norm is of positions before folding, or of folded tokens for tiles and deepstack (Qwen3-VL).
+    Tiles and clips permute positions for folding.
     """
-    t, size, (wide, inner, h) = device.tensor, device.element_bytes, sizes
+    t, size, items = device.tensor, device.element_bytes, device.one(tower.feature)
+    wide, h, is_reordered = tower.projector_input_size, model.language.hidden_size, True
+    rows, positions = items * tower.tokens_per_item, items * tower.positions_per_item
+    inner, input_bytes = h, positions * tower.hidden_size * size
+    norm = norm_parameters(tower) * (tower.positions_per_item if is_deepstack else 1)
+    norm_bytes = moments_bytes(tower, rows if is_deepstack else positions)
+    first, given, made_by, norm_by = LAST_OUTPUT, "stacked positions", "", "norm.norm"
+    if isinstance(tower, TilesEncoder):
+        norm, norm_bytes = 2 * wide, rows * 2 * FP32_BYTES
+        first, given, made_by, norm_by = "shuffled input", "norm's output", "norm", "norm"
+    if isinstance(tower, ImagesEncoder):
+        inner, is_reordered = tower.projector_hidden_size or wide, False
+        given, made_by = "norm's output", norm_by
     output_bytes, inner_bytes, wide_bytes = (rows * each * size for each in (h, inner / t, wide))
-    in_gelu, given = ("into GELU", "out of GELU"), folded[1].what
+    in_gelu = ("into GELU", "out of GELU")
     return Unit(
         kernels=(
             *product(rows, wide, inner / t, name="linear_fc1", given=given),
@@ -270,7 +242,9 @@ def two_products(
             *device.all_reduced(output_bytes, wide_bytes),
         ),
         kept=(
-            *folded,
+            Kept(first, "", wide_bytes),
+            Kept(given, made_by, wide_bytes, for_weights=True),
+            Kept("norm's moments", norm_by, norm_bytes),
             Kept("into GELU", "linear_fc1", inner_bytes),
             Kept("out of GELU", "bias_gelu", inner_bytes, for_weights=True),
         ),

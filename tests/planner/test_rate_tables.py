@@ -103,7 +103,7 @@ def test_no_product_is_faster_than_its_neighbours():
     what is known."""
     for one in RATES.products[::7]:
         if one.gradient == "fp32":
-            [found_ms] = PRODUCT_TIMES.ms(one.of, one.rows, one.inner, one.outer)
+            found_ms = PRODUCT_TIMES.ms(one.of, one.rows, one.inner, one.outer)
             assert found_ms == pytest.approx(one.time_ms(2250))
     best = max(one.share for one in RATES.products if one.share)
     shapes = np.exp(np.random.default_rng(0).uniform(np.log(16), np.log(2e5), (300, 3)))
