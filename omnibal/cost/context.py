@@ -148,16 +148,10 @@ def costs_at(
             unit = units[kind.name]
             if kind.layer is not None:
                 widths = attention_widths(model.language, kind.layer, parallel.tensor)
-                of_token = (
-                    model.language.hidden_size,
-                    *(
-                        width / parallel.tensor
-                        for width in (widths.query, widths.key + widths.value, widths.output)
-                    ),
-                )
-                exchange = _of_attention(
-                    np.array(of_token) * size, level, features, in_ring=ring_tokens is not None
-                )
+                divided = np.array([widths.query, widths.key + widths.value, widths.output])
+                of_token = np.append(model.language.hidden_size, divided / parallel.tensor) * size
+                in_ring = ring_tokens is not None
+                exchange = _of_attention(of_token, level, features, in_ring=in_ring)
                 times_ms = exchange.times_ms(line, cluster)
                 # Measurements are within one node.
                 if group.is_within(cluster):
@@ -165,7 +159,7 @@ def costs_at(
                     times_ms = times_ms if measured_ms is None else measured_ms
                 # Exchange of heads is repeated in a second forward.
                 times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]
-                output_bytes = features.one("tokens") * of_token[-1] * size
+                output_bytes = features.one("tokens") * of_token[-1]
                 if ring_tokens is not None:
                     attended = cost.features.index(attended_feature(kind.layer))
                     sizes_of_ring = level.context, ring_tokens, attended, output_bytes

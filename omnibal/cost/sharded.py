@@ -21,7 +21,7 @@ step, hidden by the last backward if a group is within a node.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -44,24 +44,18 @@ from omnibal.model.runtime import RuntimeOptions
 from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Alike:
-    """Parameters sharded by the same ranks: experts, or all others."""
+    """Parameters sharded by the same ranks, of every unit kind on one device before sharding."""
 
-    are_experts: bool
     group: Group
     """Ranks that shard them."""
     copies: Group
     """Ranks that hold the same shard."""
-
-    def of(self, unit: UnitCost) -> int:
-        """Parameters of a unit on one device before sharding."""
-        experts = unit.expert_parameters
-        return experts if self.are_experts else unit.parameters - experts
-
-    def trained_of(self, unit: UnitCost) -> int:
-        """Trained parameters of a unit on one device before sharding."""
-        return self.of(unit) if unit.trained_parameters else 0
+    parameters: np.ndarray
+    """[K]"""
+    trained: np.ndarray
+    """[K]"""
 
     def divided(
         self, rates: ParameterRates, cluster: ClusterConfig, precision: Precision
@@ -78,15 +72,20 @@ class _Alike:
         )
 
 
-def _alike(parallel: Parallel) -> list[_Alike]:
+def _alike(cost: CostModel, parallel: Parallel) -> list[_Alike]:
     """Parameters without experts, and expert parameters."""
+    units = cost.units.values()
+    is_trained = np.array([unit.trained_parameters > 0 for unit in units])
+    of_experts = np.array([unit.expert_parameters for unit in units], np.float64)
+    of_units = np.array([unit.parameters for unit in units], np.float64)
     return [
         _Alike(
-            are_experts=of_experts,
-            group=state_group(parallel, of_experts=of_experts),
-            copies=copies_group(parallel, of_experts=of_experts),
+            group=state_group(parallel, of_experts=are_experts),
+            copies=copies_group(parallel, of_experts=are_experts),
+            parameters=parameters,
+            trained=parameters * is_trained,
         )
-        for of_experts in (False, True)
+        for are_experts, parameters in ((False, of_units - of_experts), (True, of_experts))
     ]
 
 
@@ -194,20 +193,16 @@ def _exchange(
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
     rates = cluster.measured(precision)
 
-    def exchange_ms(
-        kind: RingKind, size: float, parameters: Callable[[_Alike, UnitCost], int]
-    ) -> np.ndarray:
-        # Both kinds of parameters take the same links.
-        all_ms = np.zeros(len(units))
-        for alike in _alike(parallel):
-            line = pass_line(cluster, alike.group, precision, kind)
-            bytes_ = size * np.array([parameters(alike, unit) for unit in units], np.float64)
-            if (ranks := alike.group.ranks) > 1:
-                ring_ms = line.fixed_ms + line.each_ms * bytes_ * (ranks - 1) / ranks
-                all_ms += np.where(bytes_ > 0, ring_ms, 0.0)
-        return all_ms
+    def ring_ms(kind: RingKind, alike: _Alike, sent_bytes: np.ndarray) -> np.ndarray:
+        line, ranks = pass_line(cluster, alike.group, precision, kind), alike.group.ranks
+        fixed_ms = line.fixed_ms * (sent_bytes > 0) * (ranks > 1)
+        return fixed_ms + line.each_ms * sent_bytes * (ranks - 1) / ranks
 
-    gather_ms = exchange_ms("all_gather", cost.rates.weight_bytes, _Alike.of)
+    # Both kinds of parameters take the same links.
+    gather_ms, reduce_ms = np.zeros((2, len(units)))
+    for alike in _alike(cost, parallel):
+        gather_ms += ring_ms("all_gather", alike, cost.rates.weight_bytes * alike.parameters)
+        reduce_ms += ring_ms("reduce_scatter", alike, sent * alike.trained)
     # The head's weights stay gathered from its forward. An embedding's backward reads none.
     is_back = [
         unit.has_backward and not kind.is_embed and kind.name != HEAD
@@ -219,7 +214,7 @@ def _exchange(
         gather_ms=gather_ms,
         gather_back_ms=gather_ms * is_back * (not keeps_weights),
         hops_ms=hops_ms(cluster, state_group(parallel)),
-        reduce_ms=exchange_ms("reduce_scatter", sent, _Alike.trained_of),
+        reduce_ms=reduce_ms,
         hidden=1.0 if rates is None or rates.hidden is None else rates.hidden,
         sequence=tuple(kinds.index(name) for name in names),
         stages=parallel.pipeline,
@@ -247,26 +242,28 @@ def sharded_cost(
         has_one_loss: whether the head's backward begins with its only loss, false with multi-token
             prediction.
     """
-    others, experts = _alike(parallel)
+    others, experts = _alike(cost, parallel)
     ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
     in_weights = runtime.scatters_weights_precision
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
 
     shared = with_features(cost, ())
-    for unit in shared.units.values():
-        for alike in (others, experts):
-            moved = sent + (sent + 2 * cost.rates.gradient_bytes) / alike.group.ranks
-            unit.backward_ms[0] += moved * alike.trained_of(unit) / bytes_per_ms
+    for alike in (others, experts):
+        moved = sent + (sent + 2 * cost.rates.gradient_bytes) / alike.group.ranks
+        for unit, trained in zip(shared.units.values(), alike.trained, strict=True):
+            unit.backward_ms[0] += moved * trained / bytes_per_ms
     keeps = runtime.keeps_weights
     exchange = _exchange(shared, names, sent, cluster, parallel, precision, keeps_weights=keeps)
-    whole_bytes = _whole_bytes(shared, names, sent, parallel, keeps_weights=keeps)
+    whole = _whole_bytes(shared, exchange.sequence, sent, parallel, keeps_weights=keeps)
     shared = with_features(shared, EXPOSED_MS)
     units = {
         name: _sharded_unit(
-            unit, whole_bytes[name], exposed, begins_with_loss=name == HEAD and has_one_loss
+            unit, whole[place], exposed, begins_with_loss=name == HEAD and has_one_loss
         )
-        for (name, unit), exposed in zip(shared.units.items(), exchange.shares().T, strict=True)
+        for place, ((name, unit), exposed) in enumerate(
+            zip(shared.units.items(), exchange.shares().T, strict=True)
+        )
     }
     size = {"weight_bytes": cost.rates.weight_bytes, "gradient_bytes": cost.rates.gradient_bytes}
     of_experts_whole = replace(cost.expert_rates, **size)
@@ -289,62 +286,51 @@ def sharded_cost(
 
 def _whole_bytes(
     cost: CostModel,
-    names: Sequence[str],
+    sequence: Sequence[int],
     sent: float,
     parallel: Parallel,
     *,
     keeps_weights: bool,
-) -> dict[str, np.ndarray]:
-    """Peak bytes of gathered weights and gradients per unit kind, in forward and backward, [2].
+) -> np.ndarray:
+    """Peak bytes of gathered weights and gradients per unit kind, in forward and backward, [K, 2].
 
     In forward the next unit's weights are there too; in backward the previous unit's weights, and
     the next unit's gradients with their shard. A tied matrix has gradients from the head's backward
     to the embedding's. The maximum over all positions in the model counts.
 
     Args:
+        sequence: kind index of every sharded unit, in execution order.
         sent: bytes of a gradient element in the reduce-scatter.
         keeps_weights: whether all weights stay from forward to backward.
     """
-    units, kinds = cost.units, {kind.name: kind for kind in cost.kinds}
-    tied_bytes, in_stages = sent * cost.tied_trained_parameters, parallel.pipeline > 1
-    divided = [alike for alike in _alike(parallel) if alike.group.ranks > 1]
-    weights = {
-        name: cost.rates.weight_bytes * sum(alike.of(unit) for alike in divided)
-        for name, unit in units.items()
-    }
-    # No embedding's backward reads a weight.
-    read_back = {
-        name: weights[name] * (units[name].has_backward and not kinds[name].is_embed)
-        for name in units
-    }
-    gradients = {name: sent * units[name].trained_parameters for name in units}
+    units, kinds, in_stages = cost.units.values(), cost.kinds, parallel.pipeline > 1
+    divided = [alike for alike in _alike(cost, parallel) if alike.group.ranks > 1]
+    is_layer, no_unit = np.array([kind.is_layer for kind in kinds]), len(kinds)
+    # No embedding's backward reads a weight. Of no unit, the last row: nothing.
+    reads = [unit.has_backward and not kinds[place].is_embed for place, unit in enumerate(units)]
+    weights, read_back, gradients, summed = np.zeros((4, no_unit + 1))
+    weights[:-1] = cost.rates.weight_bytes * sum(alike.parameters for alike in divided)
+    read_back[:-1] = weights[:-1] * reads
+    gradients[:-1] = [sent * unit.trained_parameters for unit in units]
     # Gradients of the next unit during the reduction, with their shard.
-    summed = {
-        name: gradients[name]
-        + sent * sum(alike.trained_of(unit) / alike.group.ranks for alike in divided)
-        for name, unit in units.items()
-    }
-    summed[HEAD] -= tied_bytes * (1 + 1 / parallel.sharded)
-    most = {name: np.zeros(2) for name in units}
-    for before, name, after in set(zip(("", *names), names, (*names[1:], ""), strict=False)):
-        waiting = tied_bytes * (kinds[name].is_layer and kinds[name].tower == LANGUAGE)
-        waiting += summed.get(after, 0)
-        backward = read_back[name] + read_back.get(before, 0) + gradients[name] + waiting
-        here = [weights[name] + weights.get(after, 0), backward]
+    shards = sum(alike.trained / alike.group.ranks for alike in divided)
+    summed[:-1] = gradients[:-1] + sent * shards
+    tied_bytes = sent * cost.tied_trained_parameters
+    summed[-2] -= tied_bytes * (1 + 1 / parallel.sharded)  # the head's
+    most, around = np.zeros((no_unit, 2)), (no_unit, *sequence, no_unit)
+    for before, here, after in set(zip(around[:-2], sequence, around[2:], strict=True)):
+        waiting = tied_bytes * (is_layer[here] and kinds[here].tower == LANGUAGE) + summed[after]
+        backward = read_back[here] + read_back[before] + gradients[here] + waiting
+        whole = [weights[here] + weights[after], backward]
         if keeps_weights:
-            all_weights = sum(weights[each] for each in names)
-            here = [all_weights, all_weights + gradients[name] + waiting]
-        counts_for = [name]
-        if in_stages and kinds[name].is_layer:
-            ends = [each for each in (before, after) if each and not kinds[each].is_layer]
-            counts_for = ends or [name]
-        for each in counts_for:
-            most[each] = np.maximum(most[each], here)
+            all_weights = weights[list(sequence)].sum()
+            whole = [all_weights, all_weights + gradients[here] + waiting]
+        ends = [end for end in (before, after) if end < no_unit and not is_layer[end]]
+        counts_for = ends if in_stages and is_layer[here] and ends else [here]
+        most[counts_for] = np.maximum(most[counts_for], whole)
     if in_stages:
-        for name in units:
-            if kinds[name].is_layer:
-                backward = 2 * read_back[name] + gradients[name] + summed[name]
-                most[name] = np.maximum(most[name], [2 * weights[name], backward])
+        alone = np.stack([2 * weights, 2 * read_back + gradients + summed], axis=1)[:-1]
+        most = np.where(is_layer[:, None], np.maximum(most, alone), most)
     return most
 
 
