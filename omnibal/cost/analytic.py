@@ -210,21 +210,15 @@ def _parameter_rates(
 
 
 def model_flops(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    frozen: Collection[str],
-    adapters: AdapterConfig | None = None,
+    model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None = None
 ) -> np.ndarray:
     """Training operations of all units per feature, forward and backward, [features]."""
-    flops = unit_flops(model, cluster, frozen, adapters)
+    flops = unit_flops(model, frozen, adapters)
     return np.sum([flops[name] for name in unit_names(model)], axis=0)
 
 
 def unit_flops(
-    model: ModelConfig,
-    cluster: ClusterConfig,
-    frozen: Collection[str],
-    adapters: AdapterConfig | None = None,
+    model: ModelConfig, frozen: Collection[str], adapters: AdapterConfig | None = None
 ) -> dict[str, np.ndarray]:
     """Training operations per unit kind and feature, forward and backward, each [features].
 
@@ -232,9 +226,8 @@ def unit_flops(
     appendix B): neither recomputation nor padding counts, and each product has up to two in
     backward, for input and weight gradients. Adapter products are negligible.
     """
-    device = Device.of(model, cluster, Parallel(pipeline=1), "bf16")
     flops: dict[str, np.ndarray] = {}
-    for one in _place_units(model, device, frozen, adapters):
+    for one in _place_units(model, _counting_device(model), frozen, adapters):
         kernels = [*one.unpadded.forward, *one.backward(one.unpadded)]
         computed = [kernel.flops for kernel in kernels if kernel.kind in _COMPUTED]
         flops[one.kind.name] = np.sum([0 * one.unit.boundary_bytes, *computed], axis=0)
@@ -242,40 +235,40 @@ def unit_flops(
 
 
 def layer_products(
-    model: ModelConfig, cluster: ClusterConfig, parallel: Parallel, precision: Precision = "bf16"
+    model: ModelConfig, parallel: Parallel, precision: Precision = "bf16"
 ) -> list[Kernel]:
     """Forward matrix products on one device of every unit kind except the head."""
-    device = Device.of(model, cluster, parallel, precision)
+    device = _counting_device(model, parallel, precision)
     kinds = [kind for kind in unit_kinds(model) if kind.name != HEAD]
     return [one for kind in kinds for one in _unit_of_kind(model, kind, device).products]
 
 
-@cache
-def _any_cluster() -> ClusterConfig:
-    """Cluster of counts that do not depend on it."""
-    return load_cluster("h100-80g")
-
-
 def unit_on_one(model: ModelConfig, kind: UnitKind) -> Unit:
     """Return a unit on one device, in bf16."""
-    device = Device.of(model, _any_cluster(), Parallel(pipeline=1), "bf16")
-    return _unit_of_kind(model, kind, device)
+    return _unit_of_kind(model, kind, _counting_device(model))
 
 
 def kept_lines(
     model: ModelConfig,
-    cluster: ClusterConfig,
     parallel: Parallel,
     precision: Precision,
     frozen: Collection[str] = (),
     adapters: AdapterConfig | None = None,
 ) -> dict[str, tuple[Kept, ...]]:
     """Activations that every unit kind keeps from forward to backward, line by line."""
-    device = Device.of(model, cluster, parallel, precision)
-    return {
-        one.kind.name: one.unit.kept_lines(trained=one.trained)
-        for one in _place_units(model, device, frozen, adapters)
-    }
+    placed = _place_units(model, _counting_device(model, parallel, precision), frozen, adapters)
+    return {one.kind.name: one.unit.kept_lines(trained=one.trained) for one in placed}
+
+
+_any_cluster = cache(load_cluster)
+
+
+def _counting_device(
+    model: ModelConfig, parallel: Parallel | None = None, precision: Precision = "bf16"
+) -> Device:
+    """Return a device for counts, which depend on no rates; of one rank by default."""
+    cluster = _any_cluster("h100-80g")
+    return Device.of(model, cluster, parallel or Parallel(pipeline=1), precision)
 
 
 def _rates_described(cluster: ClusterConfig, precision: Precision) -> str:

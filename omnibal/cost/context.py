@@ -25,6 +25,7 @@ from omnibal.cost.attention import attention_widths
 from omnibal.cost.kernels import ELEMENT_BYTES, Features
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
+from omnibal.cost.profile import fitted_exchange_ms
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -154,8 +155,8 @@ def costs_at(
                 exchange = _of_attention(of_token, level, features, in_ring=in_ring)
                 times_ms = exchange.times_ms(line, cluster)
                 # Measurements are within one node.
-                if group.is_within(cluster):
-                    measured_ms = source.costs.exchange_ms(model, kind, level)
+                if group.is_within(cluster) and source.costs.profile is not None:
+                    measured_ms = fitted_exchange_ms(source.costs.profile, model, kind, level)
                     times_ms = times_ms if measured_ms is None else measured_ms
                 # Exchange of heads is repeated in a second forward.
                 times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]

@@ -67,7 +67,7 @@ def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Kerne
             check_parallel(model, parallel, wide)
         except UserError:
             continue
-        yield layer_products(model, cluster, parallel)
+        yield layer_products(model, parallel)
 
 
 def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:

@@ -4,25 +4,20 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import numpy as np
-
 from omnibal.base.files import write_json_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
 from omnibal.cost.profile import (
     Profile,
     fitted_cost,
-    fitted_exchange_ms,
     with_measured_rates,
     write_profile,
 )
 from omnibal.cost.refitted import Refit
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
-from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
-from omnibal.model.units import UnitKind
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +60,6 @@ class CostSource:
         if self.profile is None or self.profile.rates is None:
             return cluster
         return with_measured_rates(cluster, self.profile)
-
-    def exchange_ms(self, model: ModelConfig, unit: UnitKind, level: Level) -> np.ndarray | None:
-        """Extra time of shared packs, [2, features at levels], or None to count it."""
-        if self.profile is None:
-            return None
-        return fitted_exchange_ms(self.profile, model, unit, level)
 
     def save(self, profile: Path, refit: Path) -> None:
         """Write measurements and the refit to a plan's directory, if any."""

@@ -179,7 +179,7 @@ class JobSpec:
                 "is planned without: leave it out, or give --sharding replicated"
             )
         if self.precision == "fp8":
-            layer_products(self.model, self.cluster, parallel, self.precision)
+            layer_products(self.model, parallel, self.precision)
 
     def split_obstacle(self, schedule: PipelineSchedule) -> str | None:
         """Return why this trainer cannot split a schedule's backwards, or None."""

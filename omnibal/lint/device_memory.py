@@ -94,7 +94,7 @@ def _routed_bytes(job: JobSpec, workload: Workload) -> dict[str, float]:
     if job.parallel.expert == 1:
         return {}
     largest = workload.features.max(axis=0)
-    lines = kept_lines(job.pipeline_model, job.cluster, job.parallel, job.precision)
+    lines = kept_lines(job.pipeline_model, job.parallel, job.precision)
     return {
         name: float(line.bytes @ largest[: len(line.bytes)])
         for name, of_kind in lines.items()

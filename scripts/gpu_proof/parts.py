@@ -173,7 +173,7 @@ def predicted_ms(files: PlanFiles, job: JobSpec, measured: StageReplay) -> float
 def stage_flops(files: PlanFiles, stage: int, features: np.ndarray) -> float:
     """FLOPs of a stage's packs over all tensor-parallel ranks, from the model's features."""
     job = files.job
-    each = unit_flops(job.model, job.cluster, job.frozen, job.adapters)
+    each = unit_flops(job.model, job.frozen, job.adapters)
     counts = unit_counts(job.cost.kinds, files.plan.stages[stage])
     per_feature = sum(
         int(count) * each[kind.name] for kind, count in zip(job.cost.kinds, counts, strict=True)

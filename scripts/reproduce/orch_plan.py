@@ -165,7 +165,7 @@ def planned(
     assert result.data is not None
     packs, _ = result.data
     flops = pack_features(packs.packs, lengths, feature_names(job.model)) @ model_flops(
-        job.model, job.cluster, ()
+        job.model, ()
     )
     run_ms = prediction.step_ms * packs.steps
     peak = 1e9 * job.cluster.tflops("bf16") * parallel.world_size

@@ -125,7 +125,7 @@ def test_tied_head_is_held_once_by_a_stage_and_once_each_by_two():
     for unit in one.units:
         assert np.array_equal(one.units[unit].forward_ms, plain.units[unit].forward_ms)
         assert np.array_equal(one.units[unit].backward_ms, plain.units[unit].backward_ms)
-    assert np.array_equal(model_flops(TIED, CLUSTER, ()), model_flops(MODEL, CLUSTER, ()))
+    assert np.array_equal(model_flops(TIED, ()), model_flops(MODEL, ()))
 
 
 def test_tied_gradient_crosses_between_two_stages_only():
@@ -162,7 +162,7 @@ def test_links_leave_the_node_only_when_the_job_does():
 def test_model_operations_are_six_per_parameter_and_token():
     """Prevents a utilization that counts recomputation, padding, or a tower twice, and one above 1
     for a run that trains little. Against 6 N D (Kaplan et al. 2020) of each tower's matrices."""
-    flops = model_flops(MODEL, CLUSTER, ())
+    flops = model_flops(MODEL, ())
     _, tiles, tokens, squared, loss_tokens = flops
     language_layers = 48 * (2 * 6144**2 + 2 * 6144 * 1024 + 3 * 6144 * 16384)
     assert tokens == pytest.approx(6 * language_layers, rel=1e-9)
@@ -176,7 +176,7 @@ def test_model_operations_are_six_per_parameter_and_token():
     assert tiles == pytest.approx(expected, rel=1e-9)
     assert flops[0] == 0
     # Nothing before the projector is trained, but its norm is: it still needs both gradients.
-    frozen = model_flops(MODEL, CLUSTER, ("vision",))
+    frozen = model_flops(MODEL, ("vision",))
     expected = 2 * vision_layers + 6 * projector + 2 * patches + attention / 3
     assert frozen[1] == pytest.approx(expected, rel=1e-9)
     np.testing.assert_array_equal(frozen[2:], flops[2:])

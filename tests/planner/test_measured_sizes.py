@@ -27,7 +27,7 @@ def test_few_sizes_span_what_models_compute(name):
     for axis in (sizes.rows, sizes.inner, sizes.outer):
         assert (np.diff(np.log(axis)) <= np.log(4.6)).all()
     for tensor in (1, 2):
-        for one in layer_products(model, CLUSTER, Parallel(tensor=tensor, pipeline=1)):
+        for one in layer_products(model, Parallel(tensor=tensor, pipeline=1)):
             if one.dtype == "fp32" or one.outer == 1:  # routers and gates
                 continue
             for size, axis in ((one.inner, sizes.inner), (one.outer, sizes.outer)):

@@ -292,7 +292,7 @@ def test_operations_of_a_pack_count_once() -> None:
     """Prevents utilization that grows with the ranks that share a pack."""
     packs, lengths = random_schedule(np.random.default_rng(2), [1, 2, 4])
     model = MODEL.with_tower("language", layers=2, runs=(LayerRun(layers=1, window=6),) * 2)
-    flops, names = model_flops(model, load_cluster("laptop-cpu"), ()), feature_names(model)
+    flops, names = model_flops(model, ()), feature_names(model)
     levels = [level(1), level(2, CutRule.ZIGZAG), level(4, CutRule.WHOLE)]
     of_packs = pack_features(packs.packs, lengths, names)
     of_shares = share_features(packs, lengths, levels, names)

@@ -207,7 +207,7 @@ def test_a_replayed_stage_stands_beside_its_prediction(tmp_path, forked):
     # All stages together need what the whole model needs.
     features, plan = np.array([[1, 8, 256, 256**2, 100]]), files.plan
     each = [parts.stage_flops(files, number, features) for number in range(len(plan.stages))]
-    whole = model_flops(plan.model, plan.cluster, ())
+    whole = model_flops(plan.model, ())
     assert sum(each) == pytest.approx(float((features @ whole).sum())) and min(each) > 0
     assert 0 < result.figures["stage 0 MFU"] < 1
     computed_ms = sum(measured.forward_ms) + sum(measured.backward_ms)

@@ -163,9 +163,7 @@ def check(fake_device: FakeCuda, name: str, *layout: object) -> None:
         "image_tokens": sum(IMAGES), "squared_image_tokens": sum(size**2 for size in IMAGES),
     }  # fmt: skip
     features = np.array([sizes[feature] for feature in feature_names(plan.model)], np.float64)
-    lines = kept_lines(
-        plan.model, CLUSTER, plan.parallel, plan.precision, plan.frozen, plan.adapters
-    )
+    lines = kept_lines(plan.model, plan.parallel, plan.precision, plan.frozen, plan.adapters)
     measured = {kind.name: kind.measured_name for kind in unit_kinds(plan.model)}
     lines = {measured[name]: each for name, each in lines.items()}
     for unit, prefix in UNITS.items():

@@ -165,7 +165,7 @@ def test_parameters_and_operations_are_those_of_transformers(family):
     with torch.no_grad(), counter:
         module(input_ids=torch.zeros((1, T), dtype=torch.int64), use_cache=False)
     # Forward is a third of what training takes. Eager attention does both halves of the square.
-    flops = unit_flops(family.model, CLUSTER, ())
+    flops = unit_flops(family.model, ())
     linear, squares = at_tokens(family.model)
     found = sum(flops[name] @ (linear + 2 * squares) for name in names) / 3
     assert counter.get_total_flops() == pytest.approx(found, rel=0.01)
@@ -250,6 +250,6 @@ def test_kept_bytes_are_between_what_must_be_kept_and_what_no_fused_operation_ke
     language = family.model.language.model_copy(update={"runs": (run,)})
     model = ModelConfig(name=name, language=language)
     linear, squares = at_tokens(model)
-    lines = kept_lines(model, CLUSTER, ONE, "bf16")[run.kind.name]
+    lines = kept_lines(model, ONE, "bf16")[run.kind.name]
     counted = sum(float((linear + squares) @ line.bytes) for line in lines)
     assert at_least < counted < at_most

@@ -525,7 +525,7 @@ def _write_info(run: Run, first_step: int) -> None:
 
 def pack_flops(job: JobSpec, packs: Packs, lengths: Lengths) -> np.ndarray:
     """FLOPs of training each pack, wherever encoders run. [packs]"""
-    flops = model_flops(job.model, job.cluster, job.frozen, job.adapters)
+    flops = model_flops(job.model, job.frozen, job.adapters)
     return pack_features(packs, lengths, feature_names(job.model)) @ flops
 
 
