@@ -24,8 +24,7 @@ from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedule_memory import schedule_memories
-from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.steps.seen import seen_by_step
 from omnibal.steps.shares import shares_of
@@ -389,7 +388,7 @@ def _check_costs(
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
         cost = job.cost_of_all(plan.pack_levels)
-        memories = schedule_memories(cost, plan.stages_at_levels, workload, plan.schedule)
+        memories = stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
     else:
         anew = prediction_of(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]

@@ -19,9 +19,8 @@ from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
-from omnibal.pipeline.schedule_memory import PassBytes, bytes_of_passes
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.stage_memory import GIB, fits_cap
+from omnibal.pipeline.stage_memory import GIB, PassBytes, bytes_of_passes, fits_cap
 from omnibal.pipeline.workload import Workload
 
 COMPUTING = ("forward", "backward", "backward_weight")

@@ -23,11 +23,10 @@ from omnibal.pipeline.partition import SearchResult, search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.reading import StageReading
-from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.slot_order import in_slots, ordered_slots
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB, fits_cap
+from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.workload import Workload
 
 Dealt = tuple[ScheduledPacks, Lengths]
@@ -265,7 +264,7 @@ def check_memory(
 ) -> None:
     """Raise if packs exceed the stages' memory."""
     levels = plan.pack_levels
-    memories = schedule_memories(
+    memories = stage_memories(
         job.cost_of_all(levels),
         plan.stages_at_levels,
         job.workload(packs, lengths, levels),

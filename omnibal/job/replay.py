@@ -20,10 +20,10 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.lost_time import CauseTimes, causes_of, lost_time_of
 from omnibal.pipeline.prediction import LostTime, StageMemory
-from omnibal.pipeline.schedule_memory import bytes_of_passes
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import per_step_costs
+from omnibal.pipeline.stage_memory import bytes_of_passes
 from omnibal.pipeline.workload import Workload
 
 INFO_FILE = "replay.json"

@@ -16,10 +16,9 @@ from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, TRIED_CHUNKS, PipelineSchedule
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_memory import GIB
+from omnibal.pipeline.stage_memory import GIB, stage_memories
 
 _WORTH_TELLING = 0.005
 """Min share of a step saved to suggest other flags."""
@@ -218,7 +217,7 @@ def _fit(launched: Launched, parts: Sequence[Stage]) -> np.ndarray:
     """Whether each stage fits its devices. bool [stages]"""
     job, schedule = launched.job, launched.schedule
     cost = job.cost_of_all(launched.levels)
-    tensors = schedule_memories(cost, (parts,), launched.workload, schedule)
+    tensors = stage_memories(cost, (parts,), launched.workload, schedule)
     stages = launched.plan_of(parts, schedule).held(parts)
     memories = device_memories(job, launched.levels, stages, launched.workload, tensors)
     return np.array([each.device_gib for each in memories]) <= job.cluster.memory_gib

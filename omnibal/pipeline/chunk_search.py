@@ -27,7 +27,6 @@ from omnibal.pipeline.part_memory import PartMemory
 from omnibal.pipeline.part_recompute import Contents, LayerNumbers
 from omnibal.pipeline.part_steps import PartSimulator, PartTerms
 from omnibal.pipeline.partition import SearchResult, sampled_steps
-from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import Pass, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
@@ -37,7 +36,7 @@ from omnibal.pipeline.stage_cost import (
     per_step_costs_of_units,
     workload_times,
 )
-from omnibal.pipeline.stage_memory import GIB, fits_cap, unit_bytes
+from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories, unit_bytes
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -175,7 +174,7 @@ def search_parts(
         if best is None:
             raise _does_not_fit(problem, memory_cap_bytes)
         stages_at = (stages_of(problem, best),) * cost.levels
-        memories = schedule_memories(cost, stages_at, workload, schedule)
+        memories = stage_memories(cost, stages_at, workload, schedule)
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
         if fits_cap(peaks, memory_cap_bytes).all():
             break

@@ -28,17 +28,21 @@ from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.pipeline.bounds import Structure, least_slowest_ms
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tables
+from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import planned_graph
+from omnibal.pipeline.passes import all_passes
 from omnibal.pipeline.recompute_numbers import LOOKED_FOR, LeastNumbers, StageNumbers
 from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, TOLERANCE, SplitSearch
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
+    contents_of,
     fits_cap,
     heaviest_passes,
     often_heaviest_tables,
-    units_of_stages,
+    stage_runs,
+    tables_of,
 )
 from omnibal.pipeline.stage_options import (
     Choices,
@@ -212,14 +216,18 @@ def _heavier(
     stages_at: Sequence[Sequence[Stage]],
 ) -> SearchProblem | None:
     """Add the passes that exceed the cap with `stages_at`, or return None if they all fit."""
-    _, counts, recomputed = units_of_stages(cost.kinds, stages_at)
-    heaviest = heaviest_passes(cost, workload, counts, recomputed)
+    kinds, runs_of = len(cost.kinds), stage_runs(cost, stages_at)
+    counts, recomputed = map(np.stack, zip(*(contents_of(kinds, r) for r in runs_of), strict=True))
+    features, stages = features_of(workload, cost), len(counts)
+    heaviest = enumerate(heaviest_passes(cost, workload, counts, recomputed))
+    passes = [all_passes(features, workload, stages, s, np.array([one])) for s, one in heaviest]
+    tables = tables_of(cost, workload, passes)
     peaks = [
-        table.peak_bytes(*each) for table, *each in zip(heaviest, counts, recomputed, strict=True)
+        table.peak_bytes(*each) for table, *each in zip(tables, counts, recomputed, strict=True)
     ]
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
-    tables = [few.joined(more) for few, more in zip(problem.tables, heaviest, strict=True)]
+    tables = [few.joined(more) for few, more in zip(problem.tables, tables, strict=True)]
     numbers = problem.numbers
     if numbers is not None:
         numbers = replace(numbers, least=numbers.least.on(tables))

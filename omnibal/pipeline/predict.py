@@ -10,11 +10,11 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.lost_time import causes_of, lost_time_of
 from omnibal.pipeline.prediction import DataParallelExchange, Prediction, StagePrediction
 from omnibal.pipeline.reading import StageReading
-from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, StageTimes, per_step_costs
+from omnibal.pipeline.stage_memory import stage_memories
 from omnibal.pipeline.unit_runs import check_stages
 from omnibal.pipeline.workload import Workload
 
@@ -35,7 +35,7 @@ def predict(
     """Simulate the plan on its own packs, on at most 2,000 evenly spread steps."""
     for stages in stages_at:
         check_stages(model, stages)
-    memories = schedule_memories(cost, stages_at, all_steps, schedule)
+    memories = stage_memories(cost, stages_at, all_steps, schedule)
     workload = all_steps.some_steps(MAX_SIMULATED_STEPS)
     causes = causes_of(cost, stages_at, workload)
     times = causes.all

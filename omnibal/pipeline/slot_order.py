@@ -15,12 +15,11 @@ import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.simulate import SimulatedRows
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
-from omnibal.pipeline.stage_memory import GIB, fits_cap
+from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories
 from omnibal.pipeline.workload import Workload
 
 _MOST_WORK = 6e8
@@ -62,7 +61,7 @@ def ordered_slots(
         """Return the steps with a stage above the cap."""
         chosen = np.isin(workload.step, steps)
         changed = _placed(workload.rows(chosen), slot[chosen])
-        peaks = schedule_memories(cost, stages_at, changed, schedule)
+        peaks = stage_memories(cost, stages_at, changed, schedule)
         if fits_cap(max(peak.peak_gib for peak in peaks) * GIB, memory_cap_bytes):
             return []
         if len(steps) == 1:

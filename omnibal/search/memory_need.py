@@ -8,7 +8,7 @@ from omnibal.model.levels import are_plain
 from omnibal.model.units import unit_names
 from omnibal.pipeline.encoder_search import least_peak_with_encoders
 from omnibal.pipeline.least_peak import least_peak_of_splits
-from omnibal.pipeline.stage_memory import GIB, tied_state_bytes, unit_bytes
+from omnibal.pipeline.stage_memory import GIB, unit_bytes
 
 _DIGITS = 3  # significant digits of GiB
 
@@ -32,7 +32,7 @@ def least_state_gib(job: JobSpec) -> float:
     """Return min weights, gradients and optimizer state of a device: the state of equal stages."""
     units = [job.cost.units[name] for name in unit_names(job.pipeline_model)]
     state_bytes = sum(unit_bytes(job.cost, unit) for unit in units)
-    return (state_bytes - tied_state_bytes(job.cost)) / job.parallel.pipeline / GIB
+    return (state_bytes - unit_bytes(job.cost, None)) / job.parallel.pipeline / GIB
 
 
 def gib_text(gib: float) -> str:

@@ -10,6 +10,7 @@ from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, loa
 from omnibal.model.encoders import ClipsEncoder, TilesEncoder
 from omnibal.model.layers import LayerRun
 from omnibal.model.units import feature_names, unit_kinds
+from omnibal.pipeline.passes import Passes
 from omnibal.pipeline.schedules import Pass
 from omnibal.pipeline.workload import Workload
 
@@ -118,11 +119,22 @@ def random_features(rng: np.random.Generator, packs: int, count: int = 5) -> np.
     return features
 
 
+def passes_of(
+    own: np.ndarray, others: np.ndarray, links: float | np.ndarray = 0, kind: Any = Pass.FORWARD
+) -> Passes:
+    """Passes of 1F1B of one kind each, with these tensors on their links."""
+    return Passes(
+        chunk=0, chunks=1, link_buffers=tuple(((tensor, 0),) for tensor in range(4)),
+        largest=own.max(axis=0), row=np.arange(len(own)), kind=np.zeros(len(own), int) + kind,
+        own=own, others=others[:, None], links=np.zeros((len(own), 4)) + links,
+    )  # fmt: skip
+
+
 @dataclass
 class LinksInTime:
     """A stage's links as its operations follow one another: receives ahead, sends until the next.
 
-    In order `omnibal.pipeline.stage_memory.LINKS`, but for the last.
+    In order `omnibal.pipeline.passes.CUT_TENSORS`.
     """
 
     micro_batches: int

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from cli_cases import run
+from cost_cases import passes_of
 from PIL import Image
 from tokenizer_cases import byte_level_bpe
 from torch.utils.flop_counter import FlopCounterMode
@@ -30,7 +32,7 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.units import unit_kinds, unit_names
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.recompute import Alike
-from omnibal.pipeline.stage_memory import LINKS, RunningPasses, memory_table
+from omnibal.pipeline.stage_memory import memory_table
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_counts, unit_runs
 
 CLUSTER = load_cluster("h100-80g")
@@ -219,13 +221,13 @@ def test_a_stage_has_room_for_what_comes_over_its_own_cut() -> None:
     names, kinds, one = unit_names(model), cost.kinds, np.ones(len(cost.features))
     none = 0 * one[None]
     tables = [
-        memory_table(cost, RunningPasses(own=none, others=none, links=links, largest=one))
-        for links in (np.zeros((1, len(LINKS))), np.array([[1.0, 1, 0, 0, 0]]))
+        memory_table(cost, replace(passes_of(none, none, np.array(links)), largest=one))
+        for links in (0, (1, 1, 0, 0))
     ]
     for cut in range(names.index("language_embed") + 1, len(names) - 1):
         for stage in stages_from_cuts(model, (cut, len(names) - 1))[1:2]:
             runs, none = unit_runs(kinds, [stage]), np.zeros(len(kinds), np.int64)
-            without, checked = (float(table.stage_bytes(runs)[0]) for table in tables)
+            without, checked = (float(table.stage_bytes([runs])[0]) for table in tables)
             before = cost.units[names[cut - 1]]
             came = one @ (before.output_bytes + before.output_gradient_bytes)
             assert checked - without == pytest.approx(came), cut
@@ -238,9 +240,7 @@ def test_all_layers_of_one_kind_that_recompute_bring_back_what_they_dropped() ->
     cost = cost_of(model)
     kinds, (whole,) = cost.kinds, stages_from_cuts(model, ())
     cells = np.array([float(name == "image_tokens") for name in cost.features])
-    passes = RunningPasses(
-        own=cells[None], others=0 * cells[None], links=np.zeros((1, len(LINKS))), largest=cells
-    )
+    passes = passes_of(cells[None], 0 * cells[None])
     table, held = memory_table(cost, passes), unit_counts(kinds, whole)
     layers = [at for at, kind in enumerate(kinds) if kind.is_layer and kind.tower == "vision"]
     plain = [at for at in layers if "deepstack" not in kinds[at].name]

@@ -35,7 +35,6 @@ from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import sampled_steps, search_stages
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.schedule_memory import schedule_memories
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps, simulate_levels
 from omnibal.pipeline.stage import Stage
@@ -547,7 +546,7 @@ def test_the_parts_of_one_chunk_are_the_stages_of_the_exact_search() -> None:
 
 def peak_bytes(cost: CostModel, parts: tuple[Stage, ...], packs: Workload) -> float:
     """Peak of the fullest stage, as plans are checked by it."""
-    memories = schedule_memories(cost, [parts], packs, TWO_CHUNKS)
+    memories = stage_memories(cost, [parts], packs, TWO_CHUNKS)
     return max(memory.peak_gib for memory in memories) * GIB
 
 

@@ -5,7 +5,7 @@ from itertools import product
 
 import numpy as np
 import pytest
-from cost_cases import model_of, random_cost, random_features, small_model
+from cost_cases import model_of, passes_of, random_cost, random_features, small_model
 
 from omnibal.cost.model import UnitCost
 from omnibal.pipeline import recompute
@@ -15,14 +15,13 @@ from omnibal.pipeline.stage import joined
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import (
     GIB,
-    LINKS,
-    RunningPasses,
     fits_cap,
     memory_table,
     stage_memory,
     undominated,
 )
 from omnibal.pipeline.unit_runs import (
+    counts_of_runs,
     layer_kinds,
     recomputed_counts,
     stage_units,
@@ -37,11 +36,6 @@ pytestmark = pytest.mark.quick
 LAYER = "language_layer"
 
 
-def passes_of(own: np.ndarray, others: np.ndarray, links: int | np.ndarray = 0) -> RunningPasses:
-    links = np.zeros((len(own), len(LINKS))) + links
-    return RunningPasses(own=own, others=others, links=links, largest=own.max(axis=0))
-
-
 @pytest.mark.parametrize(
     ("towers", "most"),
     [("vision language", 4), ("language", 9), ("runs", 4), ("vision audio language", 3)],
@@ -54,8 +48,8 @@ def test_a_best_fitting_set_is_always_among_the_useful_ones(towers: str, most: i
     for _ in range(60):
         cost = random_cost(rng, model)
         features = random_features(rng, 5, len(cost.features))
-        links = rng.integers(0, 2, (len(features), len(LINKS)))
-        passes = passes_of(features, features[::-1], links)
+        links, kind = rng.integers(0, 2, (len(features), 4)), rng.integers(0, 2, len(features))
+        passes = passes_of(features, features[::-1], links, kind)
         table = memory_table(cost, passes)
         layers = layer_kinds(cost.kinds)
         extreme_ms = rng.uniform(0.1, 1, (len(layers), len(layers)))
@@ -133,7 +127,10 @@ def test_stage_memory_and_time_by_hand():
     *_, stage = stages_from_cuts(small_model(2, 4), (7,), [(0, 0), (0, 1)])
     features = np.array([[1.0, 0, 2, 0, 0], [1.0, 0, 3, 0, 0]])
     others = passes_of(features, features[::-1])
-    memory = stage_memory(cost, unit_runs(cost.kinds, [stage]), memory_table(cost, others))
+    table, runs = memory_table(cost, others), unit_runs(cost.kinds, [stage])
+    held = table.activation_bytes(*counts_of_runs(len(cost.kinds), runs)).max()
+    counts, needed = unit_counts(cost.kinds, stage), table.stage_bytes([runs]).max()
+    memory = stage_memory(cost, counts, table, needed, held)
     assert len(stage.layers("language")) == 2
     assert stage.recomputed("language") == (2,)
     expected = {"weights": 2500 * 2, "gradients": 2500 * 4, "optimizer": 2500 * 12}
@@ -154,7 +151,7 @@ def test_undominated_rows_are_exactly_the_front():
         rows = rng.integers(0, 4, (25, 3)).astype(float)
         distinct = np.unique(rows, axis=0)
         below = (distinct[:, None] <= distinct).all(axis=2).sum(axis=1) > 1  # another than itself
-        assert sorted(undominated(rows).tolist()) == distinct[~below].tolist()
+        assert sorted(rows[undominated(rows)].tolist()) == distinct[~below].tolist()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -169,8 +166,8 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
     model, cut = small_model(int(vision), int(language)), (int(vision + language) + 3,)
     plain, _ = stages_from_cuts(model, cut)
     features = random_features(rng, 4)
-    links = rng.integers(0, 2, (4, len(LINKS)))
-    table = memory_table(cost, passes_of(features, features[::-1], links))
+    links, kind = rng.integers(0, 2, (4, 4)), rng.integers(0, 2, 4)
+    table = memory_table(cost, passes_of(features, features[::-1], links, kind))
     in_order = [unit for span in plain.units for unit in span.units]
     layers = [unit for span in plain.units if span.layers for unit in span.units]
     counts, names = unit_counts(cost.kinds, plain), [kind.name for kind in cost.kinds]
@@ -180,7 +177,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
         chosen = rng.integers(0, 2, len(layers)).astype(bool)
         again = [layer for layer, is_chosen in zip(layers, chosen, strict=True) if is_chosen]
         stage = plain.model_copy(update={"recompute": joined(again)})
-        found = table.stage_bytes(unit_runs(cost.kinds, [stage]))
+        found = table.stage_bytes([unit_runs(cost.kinds, [stage])])
         own, others, most = np.zeros((3, 4))
         for unit, kind in zip(in_order, kinds, strict=True):
             kept, left = table.own_kept_bytes[:, kind], table.own_input_bytes[:, kind]
@@ -191,7 +188,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
             gradient = 0 if unit is in_order[-1] else table.own_gradient_bytes[:, last]
             most = np.maximum(most, running + gradient)
             own = own + (left if unit in again else kept)
-        links_bytes = table.first_bytes[:, 0] + table.last_bytes[:, last]
+        links_bytes = links @ np.append(table.cut_bytes[:2, 0], table.cut_bytes[2:, last])
         links_bytes += max(table.shared_bytes[: last + 1])
         np.testing.assert_allclose(found, others + most + links_bytes)
         earliest = table.pass_bytes(counts, recomputed_counts(cost.kinds, stage))
@@ -199,7 +196,7 @@ def test_a_stage_may_recompute_any_of_its_layers(seed: int):
         more += (found > earliest * 1.001).any()
         numbers = [sum(layer.name == tower for layer in again) for tower in ("vision", "language")]
         first, _ = stages_from_cuts(model, cut, [numbers, (0, 0)])
-        np.testing.assert_allclose(table.stage_bytes(unit_runs(cost.kinds, [first])), earliest)
+        np.testing.assert_allclose(table.stage_bytes([unit_runs(cost.kinds, [first])]), earliest)
     assert more >= 5
 
 
@@ -219,7 +216,8 @@ def test_drawn_stages_keep_each_unit_once():
     flat = {"activation_bytes": fours, "boundary_bytes": fours, "transient_bytes": 0 * fours[None]}
     units = {name: replace(unit, **flat) for name, unit in cost.units.items()}
     plain = replace(cost, units=units)
-    others, own, _, links = stage_memory_module._drawn_stages(plain, fours)
+    drawn = stage_memory_module._drawn_stages(plain, fours)
+    others, own, _, links = np.split(drawn, len(fours) * np.arange(1, 4), axis=1)
     # A unit keeps four bytes of each feature, recomputed or not, besides an input.
     numbers = (others - others.min()) / 4
     np.testing.assert_allclose(numbers, np.rint(numbers), atol=1e-9)

@@ -26,12 +26,11 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.level_costs import features_of, side_by_side
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedule_memory import bytes_of_passes, schedule_memories
-from omnibal.pipeline.schedules import PipelineSchedule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage_cost import per_step_costs, workload_times
-from omnibal.pipeline.stage_memory import GIB, memory_table, running_passes, stage_memories
-from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts, unit_runs
+from omnibal.pipeline.stage_memory import GIB, bytes_of_passes, stage_memories
+from omnibal.pipeline.unit_runs import recomputed_counts, stages_from_cuts, unit_counts
 from omnibal.pipeline.workload import Workload
 from omnibal.steps.shares import shares_of
 
@@ -182,8 +181,13 @@ def test_slower_stage_is_in_every_pass(tmp_path: Path, name: str) -> None:
 def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
     """Prevents micro-batches that need most among others of their step, and less by themselves."""
     job = job_named(name)
-    plan, cost, workload = job.plan, job.cost, job.workload
-    memories = schedule_memories(cost, plan.stages_at_levels, workload, plan.schedule)
+    plan, workload = job.plan, job.workload
+    # Links and shared buffers are as large as the whole run's largest micro-batch needs.
+    names = "output_bytes", "output_gradient_bytes", "shared_bytes"
+    nothing = dict.fromkeys(names, np.zeros(len(job.cost.features)))
+    units = {name: replace(unit, **nothing) for name, unit in job.cost.units.items()}
+    cost = replace(job.cost, units=units)
+    memories = stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
 
     def most_gib(rows: Workload, stage: int) -> float:
         arguments = cost, plan.stages_at_levels, rows, plan.schedule, stage, rows.features
@@ -192,11 +196,10 @@ def test_heaviest_windows_are_steps_that_need_as_much(name: str) -> None:
     sizes = set()
     for stage, memory in enumerate(memories):
         windows = heaviest_windows(cost, plan, stage, workload)
-        beside_links_gib = most_gib(workload, stage)
-        assert windows[0].predicted_gib == pytest.approx(beside_links_gib)
-        assert beside_links_gib < memory.activations_gib + memory.transient_gib
+        assert most_gib(workload, stage) == pytest.approx(memory.passes_gib)
+        assert windows[0].predicted_gib == pytest.approx(memory.passes_gib)
         heaviest = map(workload.rows, heaviest_rows(cost, plan, stage, workload))
-        assert max(most_gib(own, stage) for own in heaviest) == pytest.approx(beside_links_gib)
+        assert max(most_gib(own, stage) for own in heaviest) == pytest.approx(memory.passes_gib)
         for window in windows:
             rows = workload.rows(window.rows)
             assert (np.diff(window.rows) == 1).all() and len({*rows.step}) == 1
@@ -325,9 +328,9 @@ def test_heaviest_rows_are_where_the_prediction_peaks(small: Job, seed: int) -> 
         heaviest = max(peaks[rows] for rows in chosen)
         assert heaviest == pytest.approx(max(peaks.values())) and heaviest > min(peaks.values())
         assert heaviest / GIB == pytest.approx(memories[index].activations_gib)
-        passes = running_passes(features, packs.slot, len(stages), index)
-        in_passes = memory_table(cost, passes).stage_bytes(unit_runs(cost.kinds, [stage]))
-        needed = in_passes.reshape(2, -1)[:, [row for rows in chosen for row in rows]].max()
+        arguments = cost, [stages], small.workload, ONE_FORWARD_ONE_BACKWARD, index, features
+        in_passes = bytes_of_passes(*arguments).needed.reshape(2, -1)
+        needed = in_passes[:, [row for rows in chosen for row in rows]].max()
         memory = memories[index]
         assert needed / GIB == pytest.approx(memory.activations_gib + memory.transient_gib)
         assert len(set(chosen)) == len(chosen) <= 2
@@ -341,10 +344,8 @@ def test_heaviest_packs_are_found_at_their_own_levels(small: Job) -> None:
     for stage, memory in enumerate(stage_memories(cost, plan.stages_at_levels, workload)):
         most_gib = memory.activations_gib + memory.transient_gib
         features = features_of(workload, cost)
-        passes = running_passes(features, workload.slot, len(plan.stages), stage)
-        at_levels = [stages[stage] for stages in plan.stages_at_levels]
-        table = memory_table(cost, passes)
-        needed = table.stage_bytes(unit_runs(cost.kinds, at_levels)).reshape(2, -1) / GIB
+        arguments = cost, plan.stages_at_levels, workload, plan.schedule, stage, features
+        needed = bytes_of_passes(*arguments).needed.reshape(2, -1) / GIB
         chosen = np.concatenate(heaviest_rows(cost, plan, stage, workload))
         assert needed[:, chosen].max() == pytest.approx(most_gib)
         windows = heaviest_windows(cost, plan, stage, workload)
