@@ -282,7 +282,7 @@ def _place_units(
     model: ModelConfig, device: Device, frozen: Collection[str], adapters: AdapterConfig | None
 ) -> Iterator[_Placed]:
     """Iterate over the counts of every unit kind, in model order."""
-    nothing = device.features.none
+    nothing = 0 * device.one("fixed")
     carried, carried_gradient, before_trained = nothing, nothing, False
     any_encoder_trained = deepstack_returns = False
     for kind in unit_kinds(model):
@@ -402,7 +402,7 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
 
 def _sum_ms(device: Device, passes: Sequence[Sequence[Kernel]]) -> np.ndarray:
     """Time of the kernels of every pass, [passes, features]."""
-    nothing = device.features.none
+    nothing = 0 * device.one("fixed")
     return np.stack([np.sum([nothing, *map(device.ms, kernels)], axis=0) for kernels in passes])
 
 

@@ -15,14 +15,14 @@ All run at the block's slowest link, are not overlapped, and are padded to the l
 shares replace these counts if the profile has the same context size and exchange.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.cost.attention import attention_widths
-from omnibal.cost.kernels import ELEMENT_BYTES, Features
+from omnibal.cost.kernels import ELEMENT_BYTES, unit_vectors
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.model import CostModel, UnitCost, with_features
 from omnibal.cost.profile import fitted_exchange_ms
@@ -132,7 +132,7 @@ def costs_at(
         cost = with_features(cost, more)
     kinds, runtime = unit_kinds(model), source.runtime
     encoder_trained = any(kind.tower != LANGUAGE and kind.name in trained for kind in kinds)
-    features, size = Features(names=cost.features), ELEMENT_BYTES[precision]
+    features, size = unit_vectors(cost.features), ELEMENT_BYTES[precision]
 
     def at_level(level: Level) -> CostModel:
         mistake = exchange_mistake(model, parallel, level)
@@ -160,7 +160,7 @@ def costs_at(
                     times_ms = times_ms if measured_ms is None else measured_ms
                 # Exchange of heads is repeated in a second forward.
                 times_ms = times_ms[[0, 1, 0]] * [[1], [1], [not is_gather]]
-                output_bytes = features.one("tokens") * of_token[-1]
+                output_bytes = features["tokens"] * of_token[-1]
                 if ring_tokens is not None:
                     attended = cost.features.index(attended_feature(kind.layer))
                     sizes_of_ring = level.context, ring_tokens, attended, output_bytes
@@ -214,7 +214,7 @@ def _is_gather(level: Level) -> bool:
 
 
 def _of_attention(
-    of_token: np.ndarray, level: Level, features: Features, *, in_ring: bool
+    of_token: np.ndarray, level: Level, features: Mapping[str, np.ndarray], *, in_ring: bool
 ) -> _Exchange:
     """Exchange of a language layer.
 
@@ -222,7 +222,7 @@ def _of_attention(
         of_token: bytes of a token on a rank: hidden, query, key with value, attention's output.
         in_ring: whether keys and values travel in a ring instead of an all-gather.
     """
-    context, tokens, exchanged = level.context, features.one("tokens"), features.one(EXCHANGED)
+    context, tokens, exchanged = level.context, features["tokens"], features[EXCHANGED]
     _, query_bytes, key_value_bytes, _ = of_token
     # Gradients of the residual, of attention's output and of its query, key and value.
     running_bytes = tokens * of_token.sum()
@@ -254,15 +254,17 @@ def _of_attention(
     )
 
 
-def _of_features(model: ModelConfig, level: Level, features: Features, size: int) -> _Exchange:
+def _of_features(
+    model: ModelConfig, level: Level, features: Mapping[str, np.ndarray], size: int
+) -> _Exchange:
     """Exchange of all encoders' features, replicated on tensor-parallel ranks.
 
     Deepstack features are exchanged separately at the start of the stage that takes them, but
     counted here.
     """
-    number, own_bytes, all_bytes = 1, features.none, features.none
+    number, own_bytes, all_bytes = 1, *np.zeros((2, len(features)))
     for tower in model.encoders.values():
-        rows = features.one(tower.feature) * tower.tokens_per_item
+        rows = features[tower.feature] * tower.tokens_per_item
         tower_bytes = rows * model.language.hidden_size * size
         own_bytes = own_bytes + tower_bytes
         all_bytes = all_bytes + (1 + tower.deepstack_features) * tower_bytes

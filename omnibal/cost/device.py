@@ -14,11 +14,11 @@ from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
 from omnibal.cost.kernels import (
     ELEMENT_BYTES,
     GATHERED,
-    Features,
     Kernel,
     KernelPass,
     Kernels,
     MovingKind,
+    unit_vectors,
 )
 from omnibal.cost.links import Group, all_to_all_line, pass_line
 from omnibal.cost.shaped_rates import Line, ProductTimes
@@ -42,7 +42,8 @@ _TILE_ROWS = 128
 class Device:
     """Rates of one device, its share of the model, and features that its work is linear in."""
 
-    features: Features
+    features: Mapping[str, np.ndarray]
+    """Unit vector of every feature, [features] each."""
     flops_per_ms: Mapping[str | None, float]
     """Rate of products by dtype. None: of attention, and of products without measured times."""
     fp8: Fp8 | None = None
@@ -117,7 +118,7 @@ class Device:
         across = parallel.pipeline > 1 and parallel.world_size > cluster.gpus_per_node
         products, grouped, attention = _times_of(rates) if rates else (None, None, None)
         return cls(
-            features=Features(names=feature_names(model)),
+            features=unit_vectors(feature_names(model)),
             flops_per_ms=flops_per_ms,
             fp8=fp8,
             product_times=products,
@@ -148,7 +149,7 @@ class Device:
 
     def one(self, feature: str) -> np.ndarray:
         """Unit vector of a feature, [features]."""
-        return self.features.one(feature)
+        return self.features[feature]
 
     @property
     def whole(self) -> float:

@@ -236,7 +236,7 @@ def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.nd
     """
     towers = [tower for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)]
     if not kind.carried or not towers:
-        return device.features.none
+        return 0 * device.one("fixed")
     # Features of the first encoder come first, and all have one size.
     cells = np.sum([device.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

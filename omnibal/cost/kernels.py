@@ -3,7 +3,7 @@
 A unit's cost is a list of kernels: `omnibal.cost.device.Device.ms` is the time of each.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -31,22 +31,9 @@ def _nothing() -> np.ndarray:
     return np.zeros(())
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Features:
-    """Names of the features that counts are linear in."""
-
-    names: tuple[str, ...]
-
-    def one(self, name: str) -> np.ndarray:
-        """Unit vector of a feature, [features]."""
-        vector = np.zeros(len(self.names))
-        vector[self.names.index(name)] = 1.0
-        return vector
-
-    @property
-    def none(self) -> np.ndarray:
-        """Vector of zeros, [features]."""
-        return np.zeros(len(self.names))
+def unit_vectors(features: Sequence[str]) -> dict[str, np.ndarray]:
+    """Unit vector of every feature that counts are linear in, [features] each."""
+    return dict(zip(features, np.eye(len(features)), strict=True))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,11 +69,6 @@ class Kernel:
     """Name of the `Kept` line that is its input."""
     modules: tuple[str, ...] = ()
     """Modules that it is part of (`omnibal.model.runtime.RecomputedModule`)."""
-
-    @property
-    def nothing(self) -> np.ndarray:
-        """Vector of zeros, [features]."""
-        return 0 * (self.rows + self.bytes)
 
     @property
     def weights(self) -> float:

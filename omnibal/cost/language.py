@@ -34,7 +34,7 @@ def language_embed(model: ModelConfig, device: Device) -> Unit:
     item_tokens = [
         device.one(tower.feature) * tower.tokens_per_item for tower in model.encoders.values()
     ]
-    encoded_bytes = np.sum([device.features.none, *item_tokens], axis=0) * h * size
+    encoded_bytes = np.sum([0 * tokens, *item_tokens], axis=0) * h * size
     text_bytes = tokens * h * size
     ids_bytes = tokens * _TOKEN_ID_BYTES
     both_bytes = encoded_bytes + text_bytes

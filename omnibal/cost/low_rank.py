@@ -55,7 +55,7 @@ def with_adapters(
         elif product.name and not (adapters.experts and product.name in EXPERT_PRODUCTS):
             continue
         if number > 1:
-            nothing = product.nothing
+            nothing = 0 * product.rows
             kernels += element_wise(nothing, nothing, _KERNELS_OF_A_PIECE * number)
         rank = adapters.rank * number
         kernels += _products(product, rank, device, rows_in, rows_out)

@@ -14,7 +14,7 @@ import pytest
 
 from omnibal.cost.device import Device
 from omnibal.cost.images import images_embed, images_layer, images_projector
-from omnibal.cost.kernels import EXCHANGES, Features, KernelPass
+from omnibal.cost.kernels import EXCHANGES, KernelPass, unit_vectors
 from omnibal.cost.language import head, language_embed, language_layer
 from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.shaped_rates import Line
@@ -31,7 +31,7 @@ from omnibal.model.units import unit_kinds
 pytestmark = pytest.mark.quick
 
 IMAGES = ("tiles", "clips", "image_tokens", "squared_image_tokens")
-FEATURES = Features(names=("fixed", *IMAGES, "tokens", "squared_tokens", "loss_tokens"))
+FEATURES = unit_vectors(("fixed", *IMAGES, "tokens", "squared_tokens", "loss_tokens"))
 SIZES = np.array([1.0, 3, 5, 7, 29, 11, 61, 6])
 """Of a micro-batch."""
 TILES, CLIPS, CELLS, TOKENS, LOSS = 3, 5, 7, 11, 6
