@@ -31,12 +31,7 @@ from omnibal.cost.device import Device
 from omnibal.cost.images import deepstack_bytes, images_embed, images_layer, images_projector
 from omnibal.cost.kernels import ELEMENT_BYTES, EXCHANGES, Kernel
 from omnibal.cost.language import head, language_embed, language_layer
-from omnibal.cost.links import (
-    Group,
-    message_line,
-    ring_ms_per_byte,
-    state_group,
-)
+from omnibal.cost.links import message_line, ring_ms_per_byte, state_group
 from omnibal.cost.low_rank import with_adapters
 from omnibal.cost.model import CostModel, ParameterRates, UnitCost
 from omnibal.cost.towers import clips_embed, encoder_layer, encoder_projector, tiles_embed
@@ -90,8 +85,7 @@ class _Placed:
     @property
     def wants_input_gradient(self) -> bool:
         """Whether backward computes the gradient of the input."""
-        own = (self.trained or self.adapted) and not self.unit.begins_with_weights
-        return self.before_trained or own
+        return self.before_trained or (self.has_backward and not self.kind.is_embed)
 
     def backward(self, unit: Unit) -> list[Kernel]:
         """Kernels of the unit, padded or not, that backward runs."""
@@ -142,8 +136,9 @@ def analytic_cost(
     language = model.language
     has_copy = language.tied_head or language.prediction_layers > 0
     word_parameters = language.words_of_rank(parallel.tensor) * language.hidden_size
-    rates_of = partial(
-        _parameter_rates, cluster, precision, device, divides_gradients=parallel.sharded > 1
+    rates, expert_rates = (
+        _parameter_rates(cluster, precision, device, parallel, of_experts=are_experts)
+        for are_experts in (False, True)
     )
     return CostModel(
         features=feature_names(model),
@@ -151,12 +146,12 @@ def analytic_cost(
         units=units,
         # Multi-token prediction also embeds words on the last stage.
         tied_parameters=word_parameters if has_copy else 0,
-        rates=rates_of(state_group(parallel)),
+        rates=rates,
         optimizer_ms_fixed=0.0,
         link_latency_ms=send.fixed_ms,
         link_ms_per_byte=send.each_ms,
         bucket_parameters=parallel.bucket_parameters if runtime.overlap_gradients else math.inf,
-        expert_rates=rates_of(state_group(parallel, of_experts=True)),
+        expert_rates=expert_rates,
         expert_peer_bytes=(parallel.expert - 1) * cluster.peer_bytes,
         source=f"analytic:{cluster.name}, {_rates_described(cluster, precision)}",
         library_buffers=library_buffers(trained, element_bytes) if engine else (),
@@ -167,21 +162,19 @@ def _parameter_rates(
     cluster: ClusterConfig,
     precision: Precision,
     device: Device,
-    group: Group,
+    parallel: Parallel,
     *,
-    divides_gradients: bool,
+    of_experts: bool,
 ) -> ParameterRates:
-    """Return memory and time per parameter held by the ranks of a group.
+    """Return memory and time per parameter of experts, or of all others.
 
     Gradients are zeroed and, if Megatron averages, scaled. The norm and the update read and write
     gradient, weight and state of the rank's shard. Weights not gathered during the next forward are
     gathered within the update. Gradients of replicated state are all-reduced, and no weights
     gathered.
-
-    Args:
-        divides_gradients: whether these ranks shard gradients too, and not the optimizer alone.
     """
     runtime, size = device.runtime, ELEMENT_BYTES[precision]
+    group, divides_gradients = state_group(parallel, of_experts=of_experts), parallel.sharded > 1
     gradient_bytes = runtime.gradient_bytes
     state_bytes = size + gradient_bytes + OPTIMIZER_BYTES[precision]
     replicates = runtime.replicates_optimizer and not divides_gradients

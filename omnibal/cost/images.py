@@ -80,7 +80,6 @@ def images_embed(tower: ImagesEncoder, device: Device) -> Unit:
         other_parameters=h * (tower.patch_bias + tower.learned_positions)
         + norm * tower.embed_norm
         + (h + tower.head_width // 2) * tower.class_token,
-        begins_with_weights=True,
     )
 
 

@@ -34,12 +34,7 @@ from omnibal.model.levels import MAX_CONTEXT, ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import Rates
 from omnibal.model.runtime import RuntimeOptions
-from omnibal.model.units import (
-    EXCHANGED,
-    UnitKind,
-    feature_names,
-    unit_kinds,
-)
+from omnibal.model.units import EXCHANGED, UnitKind, feature_names, unit_kinds
 
 _NOT_COST = (
     *("layers", "norm_eps", "layer_scale_init"),
@@ -239,7 +234,15 @@ def fitted_cost(
         cost = _with_optimizer(cost, profile, parallel)
     if (link := profile.link) and parallel.world_size <= cluster.gpus_per_node:
         rings = () if profile.rates is None else profile.rates.collectives
-        cost = _with_link(cost, link, rings_are_measured=collective_line(rings, 2) is not None)
+        # Data-parallel exchange has the measured rate of sends if it is not measured.
+        slower = 1.0 if collective_line(rings, 2) else link.each_ms / cost.link_ms_per_byte
+        cost = replace(
+            cost,
+            link_latency_ms=link.fixed_ms,
+            link_ms_per_byte=link.each_ms,
+            rates=cost.rates.slowed(exchange=slower),
+            expert_rates=cost.expert_rates.slowed(exchange=slower),
+        )
     return cost
 
 
@@ -277,18 +280,6 @@ def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> Co
         for of, are in ((cost.rates, False), (cost.expert_rates, True))
     )
     return replace(cost, optimizer_ms_fixed=line.fixed_ms, rates=rates, expert_rates=expert_rates)
-
-
-def _with_link(cost: CostModel, line: Line, *, rings_are_measured: bool) -> CostModel:
-    """Return costs with the measured send rate, also for data-parallel exchange if not measured."""
-    slower = 1.0 if rings_are_measured else line.each_ms / cost.link_ms_per_byte
-    return replace(
-        cost,
-        link_latency_ms=line.fixed_ms,
-        link_ms_per_byte=line.each_ms,
-        rates=cost.rates.slowed(exchange=slower),
-        expert_rates=cost.expert_rates.slowed(exchange=slower),
-    )
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:

@@ -265,8 +265,6 @@ def sharded_cost(
             zip(shared.units.items(), exchange.shares().T, strict=True)
         )
     }
-    size = {"weight_bytes": cost.rates.weight_bytes, "gradient_bytes": cost.rates.gradient_bytes}
-    of_experts_whole = replace(cost.expert_rates, **size)
     is_hidden = copies.ranks > 1 and others.group.is_within(cluster)
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
@@ -275,7 +273,7 @@ def sharded_cost(
         units=units,
         rates=others.divided(cost.rates, cluster, precision),
         bucket_parameters=parallel.bucket_parameters if is_hidden else np.inf,
-        expert_rates=experts.divided(of_experts_whole, cluster, precision),
+        expert_rates=experts.divided(cost.expert_rates, cluster, precision),
         runs_in_lockstep=True,
         weight_parts=ranks,
         source=f"{cost.source}, weights and gradients divided over {ranks} ranks{in_copies}"

@@ -7,12 +7,7 @@ from pathlib import Path
 from omnibal.base.files import write_json_model
 from omnibal.cost.analytic import analytic_cost
 from omnibal.cost.model import CostModel
-from omnibal.cost.profile import (
-    Profile,
-    fitted_cost,
-    with_measured_rates,
-    write_profile,
-)
+from omnibal.cost.profile import Profile, fitted_cost, with_measured_rates, write_profile
 from omnibal.cost.refitted import Refit
 from omnibal.model.adapters import AdapterConfig
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision

@@ -52,7 +52,6 @@ def tiles_embed(tower: TilesEncoder, device: Device) -> Unit:
         passing_bytes=items * patches * patch_values * FP32_BYTES,
         # The convolution's bias, class token, positions.
         other_parameters=tower.hidden_size * (2 + tower.positions_per_item),
-        begins_with_weights=True,
     )
 
 
@@ -93,7 +92,6 @@ def clips_embed(tower: ClipsEncoder, device: Device) -> Unit:
         # Frames as read.
         passing_bytes=read_bytes,
         other_parameters=2 * h,  # biases
-        begins_with_weights=True,
     )
 
 

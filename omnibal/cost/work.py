@@ -116,8 +116,6 @@ class Unit(Work):
     """Memory held during the forward of the micro-batch and not kept."""
     adapter_parameters: int = 0
     """Adapter parameters, part of `other_parameters`: all trained parameters of the unit."""
-    begins_with_weights: bool = False
-    """Whether the unit needs no input gradient unless an earlier unit is trained."""
 
     def kept_lines(self, *, trained: bool) -> tuple[Kept, ...]:
         """Kept activations; frozen units drop inputs of weight gradients."""
