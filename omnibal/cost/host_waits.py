@@ -8,20 +8,17 @@ Embeddings, projectors and the head launch little and run behind layers, so thei
 import numpy as np
 
 from omnibal.cost.model import CostModel, UnitCost, with_features
-from omnibal.model.units import host_features
+from omnibal.model.units import host_features, is_time
 
 
 def with_host_waits(cost: CostModel) -> CostModel:
     """Return costs with two features for every kind of layer: waits in forward and backward."""
     layers = _layers(cost)
-    if not layers:
-        return cost
-    first, places = len(cost.features), {name: place for place, name in enumerate(layers)}
     cost = with_features(cost, [name for layer in layers for name in host_features(layer)])
     for kind in cost.kinds:
-        place, unit = places.get(kind.measured_name), cost.units[kind.name]
-        if place is not None:
-            forward, backward = first + 2 * place, first + 2 * place + 1
+        if kind.measured_name in layers:
+            unit = cost.units[kind.name]
+            forward, backward = map(cost.features.index, host_features(kind.measured_name))
             unit.forward_ms[forward] = 1.0
             unit.backward_ms[backward] = unit.recompute_ms[forward] = float(unit.has_backward)
     return cost
@@ -29,17 +26,12 @@ def with_host_waits(cost: CostModel) -> CostModel:
 
 def host_waits(cost: CostModel, features: np.ndarray) -> np.ndarray:
     """Features [..., F] with the waits of every micro-batch for the host."""
-    layers = _layers(cost)
-    if not layers:
-        return features
-    features, names = features.copy(), list(cost.features)
-    first = names.index(host_features(next(iter(layers)))[0])
-    for place, unit in enumerate(layers.values()):
-        for of_pass, (times_ms, host_ms) in enumerate(
-            zip((unit.forward_ms, unit.backward_ms), unit.host_ms or (0, 0), strict=True)
-        ):
+    features, first = features.copy(), [*map(is_time, cost.features), True].index(True)
+    for name, unit in _layers(cost).items():
+        passes = zip((unit.forward_ms, unit.backward_ms), unit.host_ms or (0, 0), strict=True)
+        for column, (times_ms, host_ms) in zip(host_features(name), passes, strict=True):
             device_ms = features[..., :first] @ times_ms[:first]
-            features[..., first + 2 * place + of_pass] = np.maximum(host_ms - device_ms, 0)
+            features[..., cost.features.index(column)] = np.maximum(host_ms - device_ms, 0)
     return features
 
 

@@ -233,9 +233,7 @@ def deepstack_bytes(model: ModelConfig, kind: UnitKind, device: Device) -> np.nd
     Replicated on tensor-parallel ranks. Their gradients within a stage are not counted: they are
     below a hundredth of the encoder's activations.
     """
-    towers = [tower for tower in model.encoders.values() if isinstance(tower, ImagesEncoder)]
-    if not kind.carried or not towers:
-        return 0 * device.one("fixed")
     # Features of the first encoder come first, and all have one size.
-    cells = np.sum([device.one(tower.feature) for tower in towers if tower.deepstack_layers], 0)
+    towers = [tower for tower in model.encoders.values() if tower.deepstack_features]
+    cells = np.sum([0 * device.one("fixed"), *(device.one(one.feature) for one in towers)], axis=0)
     return kind.carried * cells * model.language.hidden_size * device.element_bytes

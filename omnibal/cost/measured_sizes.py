@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 
@@ -41,7 +40,7 @@ def measured_sizes(
 
     Without the head's vocabulary (largest, few), fp32 routers, and memory-bound gates.
     """
-    every = chain.from_iterable(_on_ranks(model, cluster))
+    every = _on_ranks(model, cluster)
     products = [one for one in every if one.dtype != "fp32" and one.outer > 1]
     names = feature_names(model)
     at_caps = np.array([float(caps.get(name) or caps["tokens"]) for name in names])
@@ -56,7 +55,7 @@ def measured_sizes(
     )
 
 
-def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Kernel]]:
+def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[Kernel]:
     """Products of one rank, for every tensor-parallel size the model allows."""
     for tensor in _TENSOR_SIZES:
         # Tensor parallelism of experts requires sequence parallelism.
@@ -67,7 +66,7 @@ def _on_ranks(model: ModelConfig, cluster: ClusterConfig) -> Iterable[list[Kerne
             check_parallel(model, parallel, wide)
         except UserError:
             continue
-        yield layer_products(model, parallel)
+        yield from layer_products(model, parallel)
 
 
 def _spanning(values: Iterable[float], smallest_share: float = 1.0) -> tuple[int, ...]:

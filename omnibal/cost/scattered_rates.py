@@ -39,7 +39,7 @@ _SEEN_AS: dict[Pass, tuple[int, int, int, int]] = {
     "weight_gradient": (2, 1, 0, 3),
 }
 """Indices in (rows, inner, outer, groups) of output rows, columns, reduction length, groups."""
-_PASSES = list(_SEEN_AS)
+PASSES = list(_SEEN_AS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,18 +49,9 @@ class Shapes:
     layer: np.ndarray
     """[shapes, 4]: log rows, inner, outer, groups."""
     passes: np.ndarray
-    """[shapes]: pass numbers."""
+    """[shapes]: indices in `PASSES`."""
     gradient_bytes: np.ndarray
     """[shapes]: bytes of an element of the weight gradient."""
-
-    @classmethod
-    def of(cls, passes: Sequence[Pass], gradient_bytes: Sequence[float], sizes: np.ndarray) -> Self:
-        """Make shapes of layer passes; `sizes` are rows, inner, outer, groups, [shapes, 4]."""
-        return cls(
-            layer=np.log(sizes),
-            passes=np.array([_PASSES.index(one) for one in passes]),
-            gradient_bytes=np.array(gradient_bytes),
-        )
 
     @cached_property
     def seen(self) -> np.ndarray:
@@ -71,7 +62,7 @@ class Shapes:
     @cached_property
     def output_bytes(self) -> np.ndarray:
         """[shapes]: bytes read and written per output element."""
-        is_weights = self.passes == _PASSES.index("weight_gradient")
+        is_weights = self.passes == PASSES.index("weight_gradient")
         return np.where(is_weights, 2 * self.gradient_bytes, _ELEMENT_BYTES)
 
     @cached_property
@@ -97,16 +88,14 @@ class Shapes:
 
 def shapes_of(measured: Sequence[ProductTime]) -> Shapes:
     """Shapes of measurements."""
-    return Shapes.of(
-        [one.of for one in measured],
-        [4.0 if one.gradient == "fp32" else 2.0 for one in measured],
-        np.array(
-            [
-                (one.rows, one.inner, one.outer, one.groups if isinstance(one, GroupedTime) else 1)
-                for one in measured
-            ],
-            np.float64,
-        ),
+    sizes = [
+        (one.rows, one.inner, one.outer, one.groups if isinstance(one, GroupedTime) else 1)
+        for one in measured
+    ]
+    return Shapes(
+        layer=np.log(np.array(sizes, np.float64)),
+        passes=np.array([PASSES.index(one.of) for one in measured]),
+        gradient_bytes=np.array([4.0 if one.gradient == "fp32" else 2.0 for one in measured]),
     )
 
 

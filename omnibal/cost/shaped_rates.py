@@ -20,7 +20,7 @@ import numpy as np
 from scipy.interpolate import RegularGridInterpolator
 from scipy.optimize import nnls
 
-from omnibal.cost.scattered_rates import ScatteredTimes, Shapes, shapes_of
+from omnibal.cost.scattered_rates import PASSES, ScatteredTimes, Shapes, shapes_of
 from omnibal.model.rates import (
     CollectiveKind,
     CollectiveTime,
@@ -84,9 +84,11 @@ class ProductTimes:
             log_rates = self.table(at).reshape(at.shape[:-1])
             return np.exp(log_rates) * _flops(*forward) * groups
         sizes = np.stack(np.broadcast_arrays(rows, inner, outer, groups), axis=-1)
-        number = sizes.size // 4
-        # Megatron accumulates weight gradients in fp32.
-        shapes = Shapes.of([of] * number, [4.0] * number, sizes.reshape(-1, 4))
+        shapes = Shapes(
+            layer=np.log(sizes.reshape(-1, 4)),
+            passes=np.full(sizes.size // 4, PASSES.index(of)),
+            gradient_bytes=np.array(4.0),  # Megatron accumulates weight gradients in fp32
+        )
         return self.table.ms(shapes).reshape(sizes.shape[:-1])
 
     def line(self, of: Pass, inner: float, outer: float, groups: int = 1) -> Line:
