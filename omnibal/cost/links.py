@@ -104,10 +104,8 @@ def all_to_all_line(
         line = pass_line(cluster, group, precision, "all_gather")
         return Line(fixed_ms=line.fixed_ms, each_ms=line.each_ms * group.ranks / copies)
     rates = cluster.measured(precision)
-    place = group.place(cluster)
-    measured = None
-    if rates:
-        measured = collective_line(rates.collectives, group.ranks, place, "all_to_all")
+    places = group.ranks, group.place(cluster)
+    measured = collective_line(rates.collectives, *places, "all_to_all") if rates else None
     if measured is not None:
         return measured
 

@@ -266,11 +266,7 @@ def _of_sample(lengths: Lengths, feature: str) -> np.ndarray:
         return attended(lengths.tokens.astype(np.int64), feature)
     if is_time(feature):  # a feature of a step or a pack, not of its samples
         return np.zeros(len(lengths), np.int64)
-    match feature:
-        case "loss_tokens":
-            return loss_tokens(lengths)
-        case _:
-            return lengths.column(feature)
+    return loss_tokens(lengths) if feature == "loss_tokens" else lengths.column(feature)
 
 
 def is_attended(feature: str) -> bool:

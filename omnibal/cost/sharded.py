@@ -247,7 +247,6 @@ def sharded_cost(
     in_weights = runtime.scatters_weights_precision
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
     bytes_per_ms = streamed_bytes_per_ms(cluster, precision)
-
     shared = with_features(cost, ())
     for alike in (others, experts):
         moved = sent + (sent + 2 * cost.rates.gradient_bytes) / alike.group.ranks
@@ -257,14 +256,15 @@ def sharded_cost(
     exchange = _exchange(shared, names, sent, cluster, parallel, precision, keeps_weights=keeps)
     whole = _whole_bytes(shared, exchange.sequence, sent, parallel, keeps_weights=keeps)
     shared = with_features(shared, EXPOSED_MS)
-    units = {
-        name: _sharded_unit(
-            unit, whole[place], exposed, begins_with_loss=name == HEAD and has_one_loss
-        )
-        for place, ((name, unit), exposed) in enumerate(
-            zip(shared.units.items(), exchange.shares().T, strict=True)
-        )
-    }
+    units, shares = dict[str, UnitCost](), exchange.shares()
+    for place, (name, unit) in enumerate(shared.units.items()):
+        # The moment without working memory is forward's, and so is that of the only loss.
+        backward = 2 if name == HEAD and has_one_loss else 1
+        unit.transient_bytes[:backward, 0] += whole[place, 0]
+        unit.transient_bytes[backward:, 0] += whole[place, int(unit.has_backward)]
+        unit.forward_ms[-2], unit.backward_ms[-1] = shares[:, place]
+        unit.collective_ms[[0, 1], [-2, -1]] = shares[:, place]
+        units[name] = replace(unit, whole_bytes=float(whole[place, 1]))
     is_hidden = copies.ranks > 1 and others.group.is_within(cluster)
     in_copies = f" in {copies.ranks} copies" if copies.ranks > 1 else ""
     of_experts = f", experts over {expert_ranks}" if cost.of_experts.any() else ""
@@ -330,25 +330,6 @@ def _whole_bytes(
         alone = np.stack([2 * weights, 2 * read_back + gradients + summed], axis=1)[:-1]
         most = np.where(is_layer[:, None], np.maximum(most, alone), most)
     return most
-
-
-def _sharded_unit(
-    unit: UnitCost, whole: np.ndarray, exposed: np.ndarray, *, begins_with_loss: bool
-) -> UnitCost:
-    """Return a unit's costs with its exposed exchange and gathered weights and gradients.
-
-    Args:
-        unit: costs with replicated weights and the two features, written in place.
-        exposed: its share of all units' exposed exchange, forward and backward.
-        begins_with_loss: whether backward begins with the loss, before any gather.
-    """
-    # The moment without working memory is forward's.
-    backward = 1 + begins_with_loss if unit.has_backward else len(unit.transient_bytes)
-    unit.transient_bytes[:backward, 0] += whole[0]
-    unit.transient_bytes[backward:, 0] += whole[1]
-    unit.forward_ms[-2], unit.backward_ms[-1] = exposed
-    unit.collective_ms[0, -2], unit.collective_ms[1, -1] = exposed
-    return replace(unit, whole_bytes=float(whole[1]))
 
 
 def exposed_columns(features: Collection[str]) -> list[int]:
