@@ -283,6 +283,8 @@ def _place_units(
         if kind.is_embed:
             # Nothing precedes an encoder. All encoders precede the language model.
             before_trained = is_language and any_encoder_trained
+        if kind.is_embed and is_language:  # which takes the encoders' features
+            carried = carried_gradient = nothing
         is_adapted = has_adapters(model, kind, adapters)
         is_whole = adapters is None or kind.part not in adapters.parts
         trained = kind.part not in frozen and is_whole
@@ -304,10 +306,8 @@ def _place_units(
             trained=trained,
             adapted=is_adapted,
             before_trained=before_trained,
-            carried_bytes=deepstack + (nothing if is_language else carried),
-            carried_gradient_bytes=(
-                deepstack_returns * deepstack + (nothing if is_language else carried_gradient)
-            ),
+            carried_bytes=deepstack + carried,
+            carried_gradient_bytes=deepstack_returns * deepstack + carried_gradient,
         )
         before_trained = before_trained or trained or is_adapted
         any_encoder_trained = any_encoder_trained or trained or is_adapted
@@ -349,7 +349,6 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
     late = late_products(one.kind, unit, trained=one.trained)
     # Measured products include the accumulation.
     added = 0.0 if device.accumulates else min(sum(each.weights for each in late), unit.parameters)
-    own_gradient_bytes = unit.output_bytes if has_backward else nothing
     weight_bytes = one.trained * device.element_bytes * device.one("fixed")
     # Gradients of earlier encoders' features wait while this unit runs backward.
     waiting_bytes = one.carried_gradient_bytes if has_backward else nothing
@@ -379,7 +378,7 @@ def _unit_cost(device: Device, one: _Placed) -> UnitCost:
         activation_bytes=unit.kept_bytes(trained=one.trained) if has_backward else nothing,
         boundary_bytes=unit.boundary_bytes if has_backward else nothing,
         output_bytes=unit.output_bytes + one.carried_bytes,
-        output_gradient_bytes=own_gradient_bytes + one.carried_gradient_bytes,
+        output_gradient_bytes=has_backward * unit.output_bytes + one.carried_gradient_bytes,
         transient_bytes=np.stack([nothing, *transient_bytes]),
         two_part_bytes=np.stack([nothing, *in_two_bytes]),
         late_bytes=late_bytes(device, one.kind, unit, late),

@@ -231,7 +231,14 @@ def fitted_cost(
     source = f"profile:{profile.device}, {profile.processes} process{plural}"
     cost = replace(cost, units=units, source=f"{source}, provider {profile.provider}")
     if profile.optimizer:
-        cost = _with_optimizer(cost, profile, parallel)
+        points = [(m.parameters, m.optimizer_ms) for m in profile.optimizer]
+        line = fitted_line(*np.array(points, float).T)
+        rates, expert_rates = (
+            replace(of, optimizer_ms=line.each_ms / state_group(parallel, of_experts=are).ranks)
+            for of, are in ((cost.rates, False), (cost.expert_rates, True))
+        )
+        fixed_ms = line.fixed_ms
+        cost = replace(cost, optimizer_ms_fixed=fixed_ms, rates=rates, expert_rates=expert_rates)
     if (link := profile.link) and parallel.world_size <= cluster.gpus_per_node:
         rings = () if profile.rates is None else profile.rates.collectives
         # Data-parallel exchange has the measured rate of sends if it is not measured.
@@ -269,17 +276,6 @@ def fitted_exchange_ms(
         more_ms = measured_ms - given[:, :-1] @ fits[quantity].coefficients
         added_ms.append(weighted_nnls(given * can_cost, more_ms, 1 / measured_ms))
     return np.stack(added_ms)
-
-
-def _with_optimizer(cost: CostModel, profile: Profile, parallel: Parallel) -> CostModel:
-    """Return costs with the measured update time, divided over data-parallel ranks."""
-    points = [(m.parameters, m.optimizer_ms) for m in profile.optimizer]
-    line = fitted_line(*np.array(points, float).T)
-    rates, expert_rates = (
-        replace(of, optimizer_ms=line.each_ms / state_group(parallel, of_experts=are).ranks)
-        for of, are in ((cost.rates, False), (cost.expert_rates, True))
-    )
-    return replace(cost, optimizer_ms_fixed=line.fixed_ms, rates=rates, expert_rates=expert_rates)
 
 
 def with_measured_rates(cluster: ClusterConfig, profile: Profile) -> ClusterConfig:
