@@ -218,7 +218,7 @@ class CostModel:
 def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
     """Return costs with more features, which cost nothing, in arrays of their own."""
 
-    def padded(unit: UnitCost) -> UnitCost:
+    def pad_unit(unit: UnitCost) -> UnitCost:
         arrays: dict[str, Any] = {
             each.name: np.concatenate([value, np.zeros((*value.shape[:-1], len(names)))], axis=-1)
             for each in fields(unit)
@@ -226,7 +226,7 @@ def with_features(cost: CostModel, names: Sequence[str]) -> CostModel:
         }
         return replace(unit, **arrays)
 
-    units = {name: padded(unit) for name, unit in cost.units.items()}
+    units = {name: pad_unit(unit) for name, unit in cost.units.items()}
     return replace(cost, features=(*cost.features, *names), units=units)
 
 

@@ -54,7 +54,7 @@ class Shapes:
     """[shapes]: bytes of an element of the weight gradient."""
 
     @cached_property
-    def seen(self) -> np.ndarray:
+    def kernel_sizes(self) -> np.ndarray:
         """[shapes, 4]: log rows and columns of the output, reduction length, groups."""
         orders = np.array(list(_SEEN_AS.values()))[self.passes]
         return np.take_along_axis(self.layer, orders, axis=-1)
@@ -68,12 +68,12 @@ class Shapes:
     @cached_property
     def flops(self) -> np.ndarray:
         """Operations, [shapes]."""
-        return 2 * np.exp(self.seen.sum(axis=1))
+        return 2 * np.exp(self.kernel_sizes.sum(axis=1))
 
     @cached_property
     def tiles(self) -> np.ndarray:
         """Log cost of tile padding, bytes and thin sides, [shapes, 3]."""
-        m, n, k, _ = np.exp(self.seen).T
+        m, n, k, _ = np.exp(self.kernel_sizes).T
         padded = np.prod([np.ceil(side / 256 - 1e-9) * 256 / side for side in (m, n)], axis=0)
         moved = _ELEMENT_BYTES * k * (m + n) + self.output_bytes * m * n
         return np.stack(
@@ -128,7 +128,7 @@ class ScatteredTimes:
             same &= getattr(shapes, name)[:, None] == getattr(self.shapes, name)[None]
         shared = covariance(shapes, self.shapes) + _CHANCE * same
         found = self.typical + shared @ self.weights
-        apart = _apart(shapes.seen, self.shapes.seen)
+        apart = _apart(shapes.kernel_sizes, self.shapes.kernel_sizes)
         near = np.argsort(apart, axis=1, kind="stable")[:, :_NEIGHBOURS]
         return np.exp(np.maximum(found, self.log_rates[near].min(axis=1))) * shapes.flops
 
@@ -136,12 +136,12 @@ class ScatteredTimes:
 def covariance(some: Shapes, others: Shapes) -> np.ndarray:
     """Covariances of log times per operation, without noise, [some, others]."""
     layers = np.abs(some.layer[:, None] - others.layer[None])
-    sums = np.abs(some.seen[:, None, 2] - others.seen[None, :, 2])
+    sums = np.abs(some.kernel_sizes[:, None, 2] - others.kernel_sizes[None, :, 2])
     flops = np.abs(np.log(some.flops)[:, None] - np.log(others.flops)[None])
     return (
         _LEVEL
         + (some.tiles * _TILES) @ others.tiles.T
-        + _SIZES * _matern(_apart(some.seen, others.seen) / 2.5)
+        + _SIZES * _matern(_apart(some.kernel_sizes, others.kernel_sizes) / 2.5)
         + _SUMS * _matern(sums / 0.7)
         + _OPERATIONS * _matern(flops / 0.7)
         + _WIDTHS * np.exp(-layers.sum(axis=2))

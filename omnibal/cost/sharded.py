@@ -45,7 +45,7 @@ from omnibal.model.units import EXPOSED_MS, HEAD, LANGUAGE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Alike:
+class _ShardedParameters:
     """Parameters sharded by the same ranks, of every unit kind on one device before sharding."""
 
     group: Group
@@ -72,14 +72,14 @@ class _Alike:
         )
 
 
-def _alike(cost: CostModel, parallel: Parallel) -> list[_Alike]:
+def _sharded_parameters(cost: CostModel, parallel: Parallel) -> list[_ShardedParameters]:
     """Parameters without experts, and expert parameters."""
     units = cost.units.values()
     is_trained = np.array([unit.trained_parameters > 0 for unit in units])
     of_experts = np.array([unit.expert_parameters for unit in units], np.float64)
     of_units = np.array([unit.parameters for unit in units], np.float64)
     return [
-        _Alike(
+        _ShardedParameters(
             group=state_group(parallel, of_experts=are_experts),
             copies=copies_group(parallel, of_experts=are_experts),
             parameters=parameters,
@@ -193,14 +193,14 @@ def _exchange(
     units, kinds = list(cost.units.values()), [kind.name for kind in cost.kinds]
     rates = cluster.measured(precision)
 
-    def ring_ms(kind: RingKind, alike: _Alike, sent_bytes: np.ndarray) -> np.ndarray:
+    def ring_ms(kind: RingKind, alike: _ShardedParameters, sent_bytes: np.ndarray) -> np.ndarray:
         line, ranks = pass_line(cluster, alike.group, precision, kind), alike.group.ranks
         fixed_ms = line.fixed_ms * (sent_bytes > 0) * (ranks > 1)
         return fixed_ms + line.each_ms * sent_bytes * (ranks - 1) / ranks
 
     # Both kinds of parameters take the same links.
     gather_ms, reduce_ms = np.zeros((2, len(units)))
-    for alike in _alike(cost, parallel):
+    for alike in _sharded_parameters(cost, parallel):
         gather_ms += ring_ms("all_gather", alike, cost.rates.weight_bytes * alike.parameters)
         reduce_ms += ring_ms("reduce_scatter", alike, sent * alike.trained)
     # The head's weights stay gathered from its forward. An embedding's backward reads none.
@@ -242,7 +242,7 @@ def sharded_cost(
         has_one_loss: whether the head's backward begins with its only loss, false with multi-token
             prediction.
     """
-    others, experts = _alike(cost, parallel)
+    others, experts = _sharded_parameters(cost, parallel)
     ranks, copies, expert_ranks = others.group.ranks, others.copies, experts.group.ranks
     in_weights = runtime.scatters_weights_precision
     sent = cost.rates.weight_bytes if in_weights else cost.rates.gradient_bytes
@@ -302,7 +302,7 @@ def _whole_bytes(
         keeps_weights: whether all weights stay from forward to backward.
     """
     units, kinds, in_stages = cost.units.values(), cost.kinds, parallel.pipeline > 1
-    divided = [alike for alike in _alike(cost, parallel) if alike.group.ranks > 1]
+    divided = [alike for alike in _sharded_parameters(cost, parallel) if alike.group.ranks > 1]
     is_layer, no_unit = np.array([kind.is_layer for kind in kinds]), len(kinds)
     # No embedding's backward reads a weight. Of no unit, the last row: nothing.
     reads = [unit.has_backward and not kinds[place].is_embed for place, unit in enumerate(units)]
