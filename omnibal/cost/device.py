@@ -10,7 +10,6 @@ from typing import Self
 
 import numpy as np
 
-from omnibal.cost.attention_rates import TILE, AttentionPass, AttentionTimes
 from omnibal.cost.kernels import (
     ELEMENT_BYTES,
     GATHERED,
@@ -21,7 +20,7 @@ from omnibal.cost.kernels import (
     unit_vectors,
 )
 from omnibal.cost.links import Group, all_to_all_line, pass_line
-from omnibal.cost.shaped_rates import Line, ProductTimes
+from omnibal.cost.shaped_rates import TILE, AttentionPass, AttentionTimes, Line, ProductTimes
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel

@@ -9,7 +9,6 @@ from omnibal.cost.casts import in_fp8
 from omnibal.cost.device import Device
 from omnibal.cost.feed_forward import feed_forward
 from omnibal.cost.kernels import FP32_BYTES, KernelPass, element_wise, in_module, product
-from omnibal.cost.recomputed import recomputed
 from omnibal.cost.work import (
     FIRST_OUTPUT,
     SECOND_OUTPUT,
@@ -18,6 +17,7 @@ from omnibal.cost.work import (
     Work,
     Working,
     one_after_another,
+    recomputed,
 )
 from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.layers import LayerKind

@@ -157,7 +157,7 @@ class Profile(Frozen):
     def link(self) -> Line | None:
         """Latency and time per byte between devices of a node, None if not measured."""
         links = [(m.bytes, m.ms) for m in self.links]
-        return fitted_line(*np.array(links, float).T) if links else None
+        return fitted_line(*np.array(links, float).T, least_ms=0.0) if links else None
 
 
 Quantity = Literal["forward_ms", "backward_ms", "recompute_ms", "activation_bytes"]
@@ -232,7 +232,7 @@ def fitted_cost(
     cost = replace(cost, units=units, source=f"{source}, provider {profile.provider}")
     if profile.optimizer:
         points = [(m.parameters, m.optimizer_ms) for m in profile.optimizer]
-        line = fitted_line(*np.array(points, float).T)
+        line = fitted_line(*np.array(points, float).T, least_ms=0.0)
         rates, expert_rates = (
             replace(of, optimizer_ms=line.each_ms / state_group(parallel, of_experts=are).ranks)
             for of, are in ((cost.rates, False), (cost.expert_rates, True))

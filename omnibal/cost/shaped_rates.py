@@ -1,4 +1,4 @@
-"""Times of matrix products and collectives of any size, from measurements.
+"""Times of matrix products, attention and collectives of any size, from measurements.
 
 If forward products were measured on a full grid of rows, inner and outer sizes (`omnibal profile`),
 time per operation is interpolated linearly in logarithms, constant beyond the grid; gradients use
@@ -7,6 +7,12 @@ the forward of their sizes. Other tables use `omnibal.cost.scattered_rates`.
 Costs are linear in features, so a product's time is fitted as a constant and a time per row, with
 minimum relative error over the grid's rows or `_ROWS`; `tests/planner/test_shaped_rates.py` bounds
 the error.
+
+Attention's time, per pass and head size, is a constant plus a rate of operations in full tiles of
+`TILE` keys (half a tile per query is padding), i.e. s^2 + 128 s for a causal sample of s tokens. (A
+free linear term fitted to the B200's backward with heads of 192 gives 127.) The fit is over all
+lengths and head counts. If all samples have one length, it is scaled to the measurement at that
+length, interpolated by logarithm. Unmeasured head sizes use the nearest measured size.
 """
 
 import math
@@ -14,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
-from typing import Self
+from typing import Literal, Self
 
 import numpy as np
 from scipy.interpolate import RegularGridInterpolator
@@ -22,6 +28,7 @@ from scipy.optimize import nnls
 
 from omnibal.cost.scattered_rates import PASSES, ScatteredTimes, Shapes, shapes_of
 from omnibal.model.rates import (
+    AttentionTime,
     CollectiveKind,
     CollectiveTime,
     GroupedTime,
@@ -36,7 +43,11 @@ _LINE_BYTES = (2.0**20, 2.0**23, 2.0**26, 2.0**29)
 """Sizes to sample a collective that is given as a line."""
 _ROWS = np.geomspace(512, 131_072, 9)
 """Micro-batch rows that a line is fitted over."""
-
+TILE = 128
+"""Keys of a tile (FlashAttention-2, arXiv 2307.08691, section 3.3, has blocks of 64 or 128)."""
+AttentionPass = Literal["forward", "backward"]
+_Attention = tuple[AttentionPass, bool, int]
+"""Kernel of attention: pass, whether causal, elements of q and k per head, and of v."""
 
 _Size = float | np.ndarray
 
@@ -127,6 +138,54 @@ _AS_FORWARD = {
 """Sizes of the forward product equivalent to a pass."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class AttentionTimes:
+    """Times of attention kernels."""
+
+    points: dict[_Attention, np.ndarray]
+    """Operations in full tiles, time and length of every measurement, [measured, 3]."""
+
+    @classmethod
+    def of(cls, measured: Sequence[AttentionTime], tflops: float | None = None) -> Self:
+        """Take measurements with shares of `tflops`."""
+        kernels: dict[_Attention, list[tuple[float, float, int]]] = {}
+        for one in measured:
+            kernel = one.of, one.causal, one.head_size + one.value_size
+            # A causal kernel does half of the counted square.
+            pairs = (one.tokens / 2 if one.causal else one.tokens) + TILE / 2
+            point = (one.flops * pairs / one.tokens, one.time_ms(tflops), one.tokens)
+            kernels.setdefault(kernel, []).append(point)
+        return cls(points={kernel: np.array(points) for kernel, points in kernels.items()})
+
+    def line(
+        self, of: AttentionPass, elements: float, *, causal: bool, tokens: int | None = None
+    ) -> Line:
+        """Kernel time by operations in full tiles; backward has 2.5 times forward's.
+
+        Args:
+            elements: of q and k per head, and of v.
+            tokens: of every sample if all are equal, else None.
+        """
+        nearest = min(
+            self.points,
+            key=lambda one: (one[0] != of, one[1] != causal, abs(math.log(one[2] / elements))),
+        )
+        return _attention_line(self, nearest, tokens)
+
+
+@lru_cache(maxsize=4096)
+def _attention_line(times: AttentionTimes, kernel: _Attention, tokens: int | None) -> Line:
+    flops, times_ms, measured_tokens = times.points[kernel].T
+    line = fitted_line(flops, times_ms)
+    if tokens is None:
+        return line
+    lengths, index, counts = np.unique(measured_tokens, return_inverse=True, return_counts=True)
+    errors = np.log(times_ms / (line.fixed_ms + line.each_ms * flops))
+    mean_errors = np.bincount(index, errors) / counts
+    off = math.exp(np.interp(math.log(tokens), np.log(lengths), mean_errors))
+    return Line(fixed_ms=line.fixed_ms * off, each_ms=line.each_ms * off)
+
+
 def collective_line(
     measured: Sequence[CollectiveTime],
     ranks: int,
@@ -149,8 +208,7 @@ def collective_line(
     nearest = min({one.ranks for one in found}, key=lambda size: abs(math.log(size / ranks)))
     points = [point for one in found if one.ranks == nearest for point in _points(one)]
     passes, sent_bytes, times_ms = np.array(points).T
-    least_ms = float((times_ms / sent_bytes).min()) / 2
-    return fitted_line(sent_bytes, times_ms, least_ms=least_ms, passes=passes)
+    return fitted_line(sent_bytes, times_ms, passes=passes)
 
 
 def _points(one: CollectiveTime) -> list[tuple[float, float, float]]:
@@ -171,14 +229,17 @@ def fitted_line(
     x: np.ndarray,
     times_ms: np.ndarray,
     *,
-    least_ms: float = 0.0,
+    least_ms: float | None = None,
     passes: np.ndarray | float = 1.0,
 ) -> Line:
     """Non-negative line of least relative error through times at `x`, with slope >= `least_ms`.
 
     Args:
+        least_ms: None for half of the fastest rate, as with equal sizes a fit may find them free.
         passes: how often each time has the constant.
     """
+    if least_ms is None:
+        least_ms = float((times_ms / x).min()) / 2
     columns = np.stack(np.broadcast_arrays(passes, x), axis=1)
     found = weighted_nnls(columns, times_ms - least_ms * x, 1 / times_ms)
     return Line(fixed_ms=float(found[0]), each_ms=float(found[1]) + least_ms)

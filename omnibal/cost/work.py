@@ -1,7 +1,7 @@
 """Kernels and memory of one unit on one device; vectors have one entry per feature."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -165,4 +165,30 @@ def one_after_another(units: Sequence[tuple[str, Unit]]) -> Unit:
         gathered_bytes=np.max(gathered_bytes, axis=0),
         other_parameters=sum(unit.other_parameters for unit in parts),
         expert_biases=sum(unit.expert_biases for unit in parts),
+    )
+
+
+def recomputed(layer: Unit, modules: Collection[str]) -> Unit:
+    """Return a layer that repeats modules' forward instead of keeping their activations.
+
+    As `--recompute-modules` of Megatron-core. A block's activations are made again before its
+    backward, and freed as those that are kept.
+    """
+    wanted = {*modules}
+    lost = {line.what: line.bytes for line in layer.kept if wanted & {*line.modules}}
+    again = [one for one in layer.forward if wanted & {*one.modules}]
+    names = [line.what for line in layer.kept]
+    of_second = set(names[names.index(SECOND_OUTPUT) :])
+
+    def with_lost(moment: Working) -> Working:
+        in_second = SECOND_OUTPUT not in moment.gone
+        here = [what for what in lost if (what in of_second) == in_second]
+        made = [lost[what] for what in here if what not in moment.gone]
+        return replace(moment, bytes=sum(made, moment.bytes))
+
+    return replace(
+        layer,
+        kernels=(*layer.kernels, *(replace(one, of="repeated") for one in again)),
+        kept=tuple(line for line in layer.kept if line.what not in lost),
+        working=tuple(map(with_lost, layer.working)),
     )

@@ -1,7 +1,7 @@
 """Measured rates of a device by shape: the table `rates` of a profile or a cluster.
 
 Times are of one device with busy neighbours. A share of the peak `tflops` may replace a time.
-Tables may hold any shapes. Read by `shaped_rates`, `scattered_rates` and `attention_rates`.
+Tables may hold any shapes. Read by `shaped_rates` and `scattered_rates`.
 """
 
 from collections import Counter

@@ -9,9 +9,8 @@ from cost_cases import assumed_h100
 from rate_cases import tiled_rates
 
 from omnibal.base.errors import UserError
-from omnibal.cost.attention_rates import AttentionTimes
 from omnibal.cost.scattered_rates import ScatteredTimes, shapes_of
-from omnibal.cost.shaped_rates import ProductTimes, collective_line
+from omnibal.cost.shaped_rates import AttentionTimes, ProductTimes, collective_line
 from omnibal.model.config import ClusterConfig, config_toml, load_cluster
 from omnibal.model.rates import CollectiveTime
 
