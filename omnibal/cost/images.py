@@ -115,6 +115,16 @@ def images_layer(model: ModelConfig, tower: ImagesEncoder, kind: UnitKind, devic
 def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
     """Return the tower's optional last norm, and its projector."""
     unit = _PROJECTORS[tower.projector](tower, model, device)
+    if tower.projector == "mlp" and tower.window_pixels is not None:
+        # Cells are in window order and are permuted back.
+        moved_bytes = 2 * unit.output_bytes
+        order = Kept("order of cells", "aten._to_copy", device.one(tower.feature) * _INDEX_BYTES)
+        unit = replace(
+            unit,
+            kernels=(*unit.kernels, *element_wise(moved_bytes, moved_bytes)),
+            kept=(*unit.kept, order),
+            working=(Working(moved_bytes), *unit.working),
+        )
     if not tower.final_norm:
         return unit
     rows = device.one(tower.feature) * tower.positions_per_item
@@ -128,22 +138,6 @@ def images_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
             *unit.kept,
         ),
         other_parameters=unit.other_parameters + norm_parameters(tower),
-    )
-
-
-def _mlp_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -> Unit:
-    """Norm, pixel shuffle, and two products with GELU between them (Qwen2-VL)."""
-    unit = encoder_projector(tower, model, device)
-    if tower.window_pixels is None:
-        return unit
-    # Cells are in window order and are permuted back.
-    moved_bytes = 2 * unit.output_bytes
-    order = Kept("order of cells", "aten._to_copy", device.one(tower.feature) * _INDEX_BYTES)
-    return replace(
-        unit,
-        kernels=(*unit.kernels, *element_wise(moved_bytes, moved_bytes)),
-        kept=(*unit.kept, order),
-        working=(Working(moved_bytes), *unit.working),
     )
 
 
@@ -221,7 +215,7 @@ def _gated_projector(tower: ImagesEncoder, model: ModelConfig, device: Device) -
 
 
 _PROJECTORS: dict[str, Callable[[ImagesEncoder, ModelConfig, Device], Unit]] = {
-    "mlp": _mlp_projector,
+    "mlp": encoder_projector,  # norm, pixel shuffle, two products with GELU between (Qwen2-VL)
     "pooled": _pooled_projector,
     "gated": _gated_projector,
 }
