@@ -6,16 +6,21 @@
 Free sizes are searched together with caps, levels and encoder placement.
 """
 
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from itertools import product
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.base.worker_pool import map_unordered, usable_cores
-from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan
-from omnibal.job.plan_data import MockData, PlanData, SampleData, StreamData, limited_features
+from omnibal.job.plan_data import (
+    MockData,
+    PlanData,
+    SampleData,
+    StreamData,
+    least_caps,
+    limited_features,
+)
 from omnibal.job.plan_portions import EarlierPortions, read_portion
 from omnibal.job.planner import (
     PlanRequest,
@@ -36,12 +41,18 @@ from omnibal.model.limits import (
 )
 from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import OWN, PackRules
+from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search import caps as cap_search
 from omnibal.search import level_sets as level_search
-from omnibal.search.encoder_placement import PlacementChoice, PredictedStep, neither, relative_ms
+from omnibal.search.encoder_placement import (
+    PlacementChoice,
+    PredictedStep,
+    neither,
+    relative_ms,
+)
 from omnibal.search.feasible import find_changes, find_changes_of_goal
 from omnibal.search.goal import (
     Earlier,
@@ -53,8 +64,9 @@ from omnibal.search.goal import (
     Silence,
     Stream,
 )
-from omnibal.search.level_estimates import LevelRule, most_shared, top_caps
-from omnibal.search.level_trial import LevelTrial, levels_in_use
+from omnibal.search.level_estimates import LevelEstimates, LevelRule, most_shared, top_caps
+from omnibal.search.level_sets import levels_total, need_levels, search_with_levels
+from omnibal.search.level_trial import levels_in_use
 from omnibal.search.limit_costs import samples_per_step as mean_samples_per_step
 from omnibal.search.parallel_sizes import (
     StrategySearch,
@@ -63,11 +75,9 @@ from omnibal.search.parallel_sizes import (
 )
 from omnibal.search.schedule_choice import (
     ScheduleChoice,
-    check_may_run,
     in_best_schedule,
     in_order,
 )
-from omnibal.search.sizes_with_levels import levels_total, need_levels, search_with_levels
 from omnibal.search.step_size import (
     COMPARED_SIZES,
     StepRate,
@@ -78,7 +88,6 @@ from omnibal.search.step_size import (
     with_enough_samples,
 )
 from omnibal.search.strategy import FreeSizes, Strategy, StrategyRequest
-from omnibal.search.trial import micro_batches_at
 from omnibal.search.weight_sharding import ShardingChoice
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import FIRST_PORTION, PortionedSamples
@@ -153,7 +162,7 @@ def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[Ste
     found, sizes = planned.strategies, goal.free.sizes
     if found is None or sizes is None or not isinstance(goal.data, Samples):
         return []
-    request = _Search(goal=goal, listener=Silence()).strategy_request(sizes)
+    request = _request_of_sizes(goal)
     with listener.progress("trying other step sizes", COMPARED_SIZES) as advance:
         rates = step_rates(request, found, advance)
     own = planned.prediction.samples_per_second_per_gpu
@@ -166,15 +175,11 @@ def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[Ste
 
 def _planned(goal: Goal, listener: Listener | None) -> Planned:
     """Plan data that is not split into portions."""
-    goal, source = _with_default_step(_with_encoder_shardings(goal))
+    goal = _with_encoder_shardings(goal)
     search = _Search(goal=goal, listener=listener or Silence())
     search.note_uncounted()
-    sizes = goal.free.sizes
     try:
-        if sizes is None:
-            planned = replace(search.at_given_sizes(), step_source=source)
-        else:
-            planned = search.at_free_sizes(sizes)
+        planned = search.run()
     except DoesNotFit as error:
         raise search.with_advice(error) from error
     search.note_undivided(planned.result.plan)
@@ -231,18 +236,6 @@ def _planned_of_earlier(
     if portions is not None:
         result = in_portions(result, portions, data.runs_of_first)
     return replace(planned, result=result)
-
-
-def _with_default_step(goal: Goal) -> tuple[Goal, str]:
-    """Set the samples per step of given sizes unless asked for. Also return their origin."""
-    data, sizes = goal.data, goal.job.parallel
-    if not isinstance(data, Samples) or data.micro_batches is not None:
-        return goal, ""
-    if data.samples_per_step is not None or goal.free.sizes is not None:
-        return goal, "as given"
-    samples = default_samples_per_step(data.lengths, data.caps, sizes.world_size, sizes.data)
-    chosen = replace(goal, data=replace(data, samples_per_step=samples))
-    return chosen, default_source(samples, sizes.world_size)
 
 
 def _with_encoder_shardings(goal: Goal) -> Goal:
@@ -342,60 +335,81 @@ class _Search:
                 "encodes all of a sample's; scan them with `omnibal lengths` to divide these"
             )
 
-    # Given sizes: plan every encoder placement and weight sharding separately.
+    def run(self) -> Planned:
+        """Search sizes, sharding, encoder placement, caps and levels together, then schedules.
 
-    def at_given_sizes(self) -> Planned:
-        """Plan at the job's sizes with the fastest weight sharding and encoder placement."""
-        jobs = self._sharded_jobs()
-        self._check_schedule(jobs)
-        made = dict[tuple[Parallel, EncoderPlacement], tuple[PlanResult, PlanRequest]]()
-        refused: dict[Parallel, dict[EncoderPlacement, UserError]] = {}
-        for given, placement in product(jobs, self.goal.free.placements):
-            try:
-                job = replace(given, placement=placement)
-                request = self._request(job, self._data(job))
-                made[given.parallel, placement] = self._in_use(self._make_plan(request), request)
-            except UserError as error:
-                refused.setdefault(given.parallel, {})[placement] = error
-        if not made:
-            raise _neither(refused[jobs[0].parallel])
-        predicted = {choice: result.plan.predicted for choice, (result, _) in made.items()}
-        best, chosen = min(predicted, key=lambda choice: relative_ms(predicted[choice]))
-        of_shardings: dict[Parallel, Prediction] = {}
-        for (parallel, _), prediction in predicted.items():
-            fastest = min(of_shardings.get(parallel, prediction), prediction, key=relative_ms)
-            of_shardings[parallel] = fastest
-        reasons = {
-            parallel: _cause(_neither(errors))
-            for parallel, errors in refused.items()
-            if parallel not in of_shardings
-        }
-        choice = PlacementChoice(
-            chosen=chosen,
-            predicted={each: p for (parallel, each), p in predicted.items() if parallel == best},
-            refused={each: _cause(error) for each, error in refused.get(best, {}).items()},
-        )
-        result, request = made[best, chosen]
-        result, schedule = self._scheduled(result, request, is_ordered=not self._is_ordered_last)
+        Given sizes are a search over the shardings and placements of one layout.
+        """
+        request, source = self._with_step(self.strategy_request())
+        self._check_curriculum(request)
+        try:
+            found = self._found_strategies(request)
+        except UserError:
+            if not request.layouts:
+                raise
+            planned = self._first_layout(request)  # raises what does not fit, in most cases
+            if not isinstance(self.goal.data, Earlier):
+                raise
+            return planned
+        result, found, schedule, predicted = self._plan_of_strategies(request, found)
+        if request.layouts and request.caps is None:
+            options = found.best.caps.options[-1 if self.rules.tokens_alone else 0 :]
+            self.listener.note(f"found {' '.join(options)}")
         return Planned(
             result=result,
-            placement=choice,
-            sharding=ShardingChoice.of_plans(best, of_shardings, reasons),
+            placement=_placement_of(request, found, predicted),
+            sharding=ShardingChoice.of_strategies(found),
             schedule=schedule,
+            strategies=None if request.layouts else found,
+            step_source=source,
         )
 
-    def _sharded_jobs(self) -> list[JobSpec]:
-        """One job per allowed sharding."""
+    def _first_layout(self, request: StrategyRequest) -> Planned:
+        """Plan the first of given layouts, or raise an error of its memory by stages.
+
+        An earlier plan may fit after all, if ranks share its packs.
+        """
+        refused = dict[EncoderPlacement, UserError]()
+        for sizing in {
+            each.placement: each for each in reversed(possible_sizings(request))
+        }.values():
+            placement = sizing.placement
+            job = replace(self.goal.job, parallel=sizing.parallel, placement=placement)
+            try:
+                result = self._make_plan(self._request(job, self._most_shared(request, job)))
+            except UserError as error:
+                refused[placement] = error
+                continue
+            predicted = {placement: result.plan.predicted}
+            return Planned(
+                result=result,
+                placement=PlacementChoice(chosen=placement, predicted=predicted, refused={}),
+                sharding=ShardingChoice(parallel=sizing.parallel, others={}),
+            )
+        raise _neither({each: refused[each] for each in request.placements if each in refused})
+
+    def _most_shared(self, request: StrategyRequest, job: JobSpec) -> PlanData:
+        """All data for a job in packs that as many ranks share as may."""
+        caps = request.caps or least_caps(request.lengths, limited_features(job.model))
+        data = self._data_of(request, job, caps)
+        if isinstance(self.goal.data, Samples) and self._may_have_levels(request):
+            assert isinstance(data, SampleData)
+            data = replace(data, levels=most_shared(job, data.caps))
+            self._check_levels(data.levels)
+        return data
+
+    def _layouts(self) -> tuple[Parallel, ...]:
+        """The given sizes in every allowed sharding. Empty if sizes are free."""
         job = self.goal.job
+        if self.goal.free.sizes is not None:
+            return ()
         if self.goal.free.shardings is None:
-            return [job]
+            return (job.parallel,)
         held = (job.parallel.held(way, job.cluster) for way in self.goal.shardings)
-        every = dict.fromkeys(each for each in held if each is not None)
-        allowed = [each for each in every if job.allows(each)]
-        if len(self.goal.shardings) > 1 and allowed:
-            return [job.sized(each) for each in allowed]
+        every = tuple(dict.fromkeys(each for each in held if each is not None))
+        allowed = tuple(each for each in every if job.allows(each))
         if every:
-            return [job.sized(next(iter(every)))]
+            return allowed or every[:1]
         node, sharing = job.cluster.gpus_per_node // job.parallel.tensor, job.parallel.routing_ranks
         of_experts = f", and a divisor or a multiple of the {sharing} that share out experts"
         raise UserError(
@@ -405,17 +419,8 @@ class _Search:
             f"{of_experts if sharing > 1 else ''}: give --sharding full, or another --dp"
         )
 
-    def _check_schedule(self, jobs: list[JobSpec]) -> None:
-        """Raise if no encoder placement lets the jobs run the schedule."""
-        name, placed = self.goal.free.schedule, list[JobSpec]()
-        for job, placement in product(jobs, self.goal.free.placements):
-            with suppress(UserError):  # raised again when the placement is planned
-                placed.append(replace(job, placement=placement))
-        if name is not None and placed:
-            check_may_run(placed, name)
-
     def _scheduled(
-        self, result: PlanResult, request: PlanRequest, *, is_ordered: bool = True
+        self, result: PlanResult, request: PlanRequest, *, is_ordered: bool
     ) -> tuple[PlanResult, ScheduleChoice]:
         """Plan in the requested schedule, or in the fastest schedule of the trainer."""
         name, names = self.goal.free.schedule, self._schedules
@@ -434,13 +439,6 @@ class _Search:
             return (result, choice) if is_ordered else in_order(request, result, choice)
 
     @property
-    def _is_ordered_last(self) -> bool:
-        """Whether micro-batches are ordered only after the schedule is chosen."""
-        free = self.goal.free
-        is_alone = free.placements == (EncoderPlacement.PIPELINE,) and len(self.goal.shardings) == 1
-        return bool(self._schedules) and is_alone and free.sizes is None
-
-    @property
     def _schedules(self) -> frozenset[str]:
         """Schedules to consider in addition to 1F1B."""
         name = self.goal.free.schedule
@@ -450,53 +448,53 @@ class _Search:
     def _request(self, job: JobSpec, data: PlanData) -> PlanRequest:
         return PlanRequest(job=job, data=data, split=self.goal.free.split)
 
-    def _data(self, job: JobSpec) -> PlanData:
-        """Data of the plan, with caps and levels searched if free."""
+    def _check_curriculum(self, request: StrategyRequest) -> None:
+        """Raise if the curriculum is longer than an epoch."""
+        wanted, steps = request.settings.curriculum_steps, len(request.lengths)
+        steps = round(steps / request.samples_per_step)
+        if wanted > steps:
+            raise UserError(
+                f"a curriculum of {wanted:,} steps was asked for, and an epoch has about "
+                f"{steps:,}; give fewer --curriculum-steps"
+            )
+
+    def _check_levels(self, levels: tuple[Level, ...]) -> None:
+        """Raise if the curriculum has no shorter packs to start with."""
         data = self.goal.data
-        if isinstance(data, Earlier):
-            stream = StreamData.of_plan(data.plan, data.data)
-            if stream is not None:
-                return stream
-            earlier = SampleData.of_plan(data.plan, data.data)
-            # Unshared packs stay unshared while they fit.
-            plain = are_plain(earlier.levels)
-            return earlier if plain else level_search.shared_anew(job, earlier)
+        if isinstance(data, Samples) and data.curriculum_steps and len(levels) < 2:
+            raise UserError(
+                f"--curriculum-steps {data.curriculum_steps} was given, and packs are of one "
+                "level, which none is shorter than: leave it out, or give --packing-levels 2"
+            )
+
+    def _data_of(self, request: StrategyRequest, job: JobSpec, caps: Caps) -> PlanData:
+        """All data for a job, with packs of one level at these caps."""
+        data = self.goal.data
+        if isinstance(data, Samples):
+            return self._packed(data, caps, job.parallel.data * (data.micro_batches or 1))
         if isinstance(data, ShapesAlone):
-            packs = data.packs_per_step
-            usual = data.micro_batches or DEFAULT_MICRO_BATCHES
-            return _shapes(job, data.caps, max(packs // job.parallel.data, 1) if packs else usual)
-        if isinstance(data, Stream):
-            return _streamed(data, self._caps_of_stream(job, data))
-        return self._sample_data(job, data)
+            return _shapes(job, data.caps, self._micro_batches(data, job.parallel.data))
+        assert request.given is not None
+        given = self._earlier(job) if isinstance(data, Earlier) else request.given
+        return given.for_ranks(request.job, job)
 
-    def _sample_data(self, job: JobSpec, data: Samples) -> SampleData:
-        caps = data.caps
-        if job.trainer.name is None:
-            top = caps or top_caps(data.lengths, limited_features(job.model))
-            whole = self._at_step(job, data, top)
-            try:
-                leveled = self._leveled(job, data, whole)
-            except DoesNotFit as error:
-                shared = replace(whole, levels=most_shared(job, top))
-                raise _RequestDoesNotFit(self._request(job, shared), error) from error
-            if leveled is not None:
-                return leveled
-        if caps is None:
-            usual = cap_search.usual_samples_per_step(job.parallel.data, data.micro_batches or 1)
-            samples = data.samples_per_step or usual
-            caps = self._find_caps(job, data.lengths, samples, data.settings)
-        return self._at_step(job, data, caps)
+    def _earlier(self, job: JobSpec) -> StreamData | SampleData:
+        """Steps of an earlier plan, with packs shared anew for the job's ranks if they were."""
+        data = self.goal.data
+        assert isinstance(data, Earlier)
+        stream = StreamData.of_plan(data.plan, data.data)
+        if stream is not None:
+            return stream
+        earlier = SampleData.of_plan(data.plan, data.data)
+        # Unshared packs stay unshared while they fit.
+        plain = are_plain(earlier.levels)
+        return earlier if plain else level_search.shared_anew(job, earlier)
 
-    def _at_step(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
-        """Samples at these caps, in steps of the requested packs or samples."""
-        ranks = job.parallel.data
-        packed = self._packed(data, caps, ranks * (data.micro_batches or 1))
-        if data.samples_per_step is None:
-            return packed
-        some = packed.sampled(SEARCH_SAMPLES)
-        (packs, *_) = replace(some, settings=replace(some.settings, epochs=1)).packed(job)
-        exact = micro_batches_at(data.samples_per_step, len(some.lengths), len(packs), ranks)
-        return replace(packed, packs_per_step=ranks * max(round(exact), 1))
+    @staticmethod
+    def _micro_batches(data: ShapesAlone, ranks: int) -> int:
+        if data.packs_per_step:
+            return max(data.packs_per_step // ranks, 1)
+        return data.micro_batches or DEFAULT_MICRO_BATCHES
 
     def _packed(self, data: Samples, caps: Caps, packs_per_step: int) -> SampleData:
         return SampleData(
@@ -513,17 +511,13 @@ class _Search:
         return replace(settings, fill=FillRule.GREEDY) if is_hbp else settings
 
     def _caps_of_stream(self, job: JobSpec, data: Stream) -> Caps:
-        return data.caps or self._find_caps(job, data.lengths, data.window, PackSettings())
-
-    def _find_caps(
-        self, job: JobSpec, lengths: Lengths, samples_per_step: int, settings: PackSettings
-    ) -> Caps:
         """Caps with minimal predicted time per sample, as `omnibal caps` finds them."""
+        if data.caps is not None:
+            return data.caps
         request = cap_search.CapSearchRequest(
             job=job,
-            lengths=lengths,
-            settings=self._settings(settings),
-            samples_per_step=samples_per_step,
+            lengths=data.lengths,
+            samples_per_step=data.window,
             samples=SEARCH_SAMPLES,
             rules=self.rules,
             rule=cap_search.CapRule.TIME,
@@ -531,109 +525,68 @@ class _Search:
         total = cap_search.max_candidates(request)
         with self.listener.progress("trying caps", total) as advance:
             found = cap_search.search_caps(request, advance, usable_cores())
-        options = found.best.options[-1:] if self.rules.tokens_alone else found.best.options
-        self.listener.note(f"found {' '.join(options)}")
+        self.listener.note(f"found {' '.join(found.best.options)}")
         for note in cap_search.notes(request, found):
             self.listener.note(note)
         return found.best
 
-    def _leveled(self, job: JobSpec, data: Samples, whole: SampleData) -> SampleData | None:
-        """Samples at the best levels. None if packs are unshared and caps unknown."""
-        rule, is_joint = self.goal.free.levels, self.goal.free.split.is_joint
-        is_searched = rule.is_forced or (rule.count is None and is_joint)
-        found = self._found_levels(job, data, whole) if is_searched else None
-        if data.curriculum_steps and (found is None or len(found.levels) < 2):
-            raise UserError(
-                f"--curriculum-steps {data.curriculum_steps} was given, and packs are of one "
-                "level, which none is shorter than: leave it out, or give --packing-levels 2"
-            )
-        if found is None:
-            return None
-        if are_plain(found.levels):
-            return None if data.caps is None else replace(whole, levels=found.levels)
-        packs_per_step = found.micro_batches * job.parallel.data
-        return replace(whole, levels=found.levels, packs_per_step=packs_per_step)
-
-    def _found_levels(self, job: JobSpec, data: Samples, whole: SampleData) -> LevelTrial | None:
-        """Levels to plan with. None if one level is best without a search."""
-        rule = self.goal.free.levels
-        tokens_per_step = None
-        if data.samples_per_step is not None:
-            mean_tokens = float(data.lengths.tokens.mean())
-            tokens_per_step = data.samples_per_step * mean_tokens / job.parallel.data
-        request = level_search.LevelRequest(
-            job=job,
-            data=whole,
-            may_lower=data.caps is None,
-            exactly=rule.count,
-            tokens_per_step=tokens_per_step,
+    def _samples_of_packs(self, job: JobSpec, data: Samples, micro_batches: int) -> int:
+        """Mean samples of a step of `micro_batches` full packs on every rank."""
+        ranks = job.parallel.data
+        rule, names = self.goal.free.levels, limited_features(job.model)
+        whole = self._packed(
+            data, data.caps or top_caps(data.lengths, names), ranks * micro_batches
         )
-        if rule.is_hbp:
-            with self.listener.status("estimating packs of every length"):
-                return level_search.hbp_trial(request)
-        if level_search.is_one_level(request):
-            return None
-        with self.listener.progress("trying levels", level_search.max_trials()) as advance:
-            found = level_search.search_levels(request, advance, usable_cores())
-        for note in level_search.notes(found):
-            self.listener.note(note)
-        return found.ranking[0]
+        if rule.is_forced or (rule.count is None and LevelEstimates.most_levels(whole) > 1):
+            tokens = LevelEstimates.of(job, whole).tokens_per_step
+            return max(round(tokens * ranks / float(data.lengths.tokens.mean())), 1)
+        if data.caps is None:
+            return cap_search.usual_samples_per_step(ranks, micro_batches)
+        some = whole.sampled(SEARCH_SAMPLES).lengths
+        packs = pack_samples(some, data.caps, PackingMethod.ISF, data.seed)
+        return max(round(ranks * micro_batches * len(some) / len(packs)), 1)
 
-    # Free sizes: one search over sizes, placements, caps and levels.
-
-    def at_free_sizes(self, sizes: FreeSizes) -> Planned:
-        request, source, data = self.strategy_request(sizes), "as given", self.goal.data
-        is_free = False
-        if isinstance(data, Samples) and data.samples_per_step is None:
-            is_free = True
+    def _with_step(self, request: StrategyRequest) -> tuple[StrategyRequest, str]:
+        """Choose the samples per step unless they or packs are given. Also return their origin."""
+        data, gpus, samples = self.goal.data, request.sizes.gpus, len(request.lengths)
+        if not isinstance(data, Samples) or data.micro_batches is not None:
+            return request, ""
+        if data.samples_per_step is None:
             fewest = min(sizing.parallel.data for sizing in possible_sizings(request))
-            samples = default_samples_per_step(data.lengths, data.caps, sizes.gpus, fewest)
-            request = replace(request, samples_per_step=samples)
-        if self._is_little_data(request):
-            source = "all that there are"
-        elif is_free:
+            default = default_samples_per_step(data.lengths, data.caps, gpus, fewest)
+            request = replace(request, samples_per_step=default)
+        if not request.layouts and samples < request.samples_per_step:
+            note = f"the data has {samples:,} sample(s), less than the {request.samples_per_step:,}"
+            note += " of a step, so that an epoch is one step"
+            if samples < gpus:
+                note += f"; {gpus:,} GPUs cannot all be data-parallel: add data or use fewer GPUs"
+            self.listener.note(note)
+            return request, "all that there are"
+        if data.samples_per_step is not None:
+            return request, "as given"
+        if not request.layouts:
             with self.listener.status("choosing the samples per step"):
                 request = with_enough_samples(request, usable_cores())
-            source = default_source(request.samples_per_step, sizes.gpus)
-        found = self._found_strategies(request)
-        result, found, schedule = self._plan_of_strategies(request, found)
-        placement = _placement_of(request, found, result.plan.predicted)
-        sharding = ShardingChoice.of_strategies(found)
-        return Planned(
-            result=result,
-            placement=placement,
-            sharding=sharding,
-            schedule=schedule,
-            strategies=found,
-            step_source=source,
-        )
-
-    def _is_little_data(self, request: StrategyRequest) -> bool:
-        """Whether an epoch is less than a step. Notes it at once."""
-        samples, gpus = len(request.lengths), request.sizes.gpus
-        if not isinstance(self.goal.data, Samples) or samples >= request.samples_per_step:
-            return False
-        note = f"the data has {samples:,} sample(s), less than the {request.samples_per_step:,} "
-        note += "of a step, so that an epoch is one step"
-        if samples < gpus:
-            note += f"; {gpus:,} GPUs cannot all be data-parallel: add data or use fewer GPUs"
-        self.listener.note(note)
-        return True
+        return request, default_source(request.samples_per_step, gpus)
 
     def _found_strategies(self, request: StrategyRequest) -> StrategySearch:
-        rule = self.goal.free.levels
-        may_have_levels = self.goal.job.trainer.name is None and need_levels(request, rule)
-        total = progress_total(request) + (levels_total(request) if may_have_levels else 0)
+        rule, has_levels = self.goal.free.levels, self._may_have_levels(request)
+        total = progress_total(request) + (levels_total(request) if has_levels else 0)
         with self.listener.progress("trying strategies", total) as advance:
             return search_with_levels(
-                request, rule if may_have_levels else LevelRule(count=1), advance, usable_cores()
+                request, rule if has_levels else LevelRule(count=1), advance, usable_cores()
             )
 
-    def strategy_request(self, sizes: FreeSizes) -> StrategyRequest:
-        """Return the strategy request of the goal on these devices."""
+    def _may_have_levels(self, request: StrategyRequest) -> bool:
+        """Whether packs that ranks share may be faster, and the trainer runs them."""
+        return self.goal.job.trainer.name is None and need_levels(request, self.goal.free.levels)
+
+    def strategy_request(self) -> StrategyRequest:
+        """Return the strategy request of the goal, with one layout if sizes are given."""
         goal, data, job = self.goal, self.goal.data, self.goal.job
+        sizes = goal.free.sizes or FreeSizes(gpus=job.parallel.world_size)
         given: StreamData | SampleData | None = None
-        settings = data.settings if isinstance(data, Samples) else PackSettings()
+        settings = self._settings(data.settings if isinstance(data, Samples) else PackSettings())
         caps: Caps | None
         # Only the joint search shares memory between stages and data-parallel encoders.
         is_ours = job.trainer.name is None and goal.free.split.is_joint
@@ -643,23 +596,27 @@ class _Search:
             given, samples_per_step = _streamed(data, caps), data.window
             lengths = data.lengths
         elif isinstance(data, Earlier):
-            earlier = self._data(job)
-            assert isinstance(earlier, StreamData | SampleData)
-            given, caps = earlier, earlier.caps
-            samples_per_step = _samples_of_step(earlier)
-            lengths = earlier.lengths
+            given = self._earlier(job)
+            caps, lengths = given.caps, given.lengths
+            samples_per_step = _samples_of_step(given)
         elif isinstance(data, ShapesAlone):
             packs = data.packs_per_step or max(sizes.gpus, DEFAULT_MICRO_BATCHES)
+            if goal.free.sizes is None:
+                ranks = job.parallel.data
+                packs = ranks * self._micro_batches(data, ranks)
             single = job.sized(Parallel(pipeline=1, tensor=job.parallel.tensor))
             _, lengths = _shapes(single, data.caps, packs).schedule(single)
             caps, samples_per_step = data.caps, packs
         else:
             lengths, caps = data.lengths, data.caps
             samples_per_step = data.samples_per_step or recipe_samples(sizes.gpus)
+            if data.micro_batches is not None:
+                samples_per_step = self._samples_of_packs(job, data, data.micro_batches)
         return StrategyRequest(
             job=job,
             sizes=sizes,
-            placements=goal.free.placements if has_choice else (EncoderPlacement.PIPELINE,),
+            layouts=self._layouts(),
+            placements=goal.free.placements if has_choice else goal.free.placements[:1],
             shardings=goal.shardings,
             lengths=lengths,
             settings=settings,
@@ -674,28 +631,37 @@ class _Search:
 
     def _plan_of_strategies(
         self, request: StrategyRequest, found: StrategySearch
-    ) -> tuple[PlanResult, StrategySearch, ScheduleChoice]:
+    ) -> tuple[PlanResult, StrategySearch, ScheduleChoice, dict[EncoderPlacement, Prediction]]:
         """Return the fastest plan on all data of near-best strategies in their best schedules.
+
+        Also returns the fastest 1F1B plan's prediction with every placement of encoders.
 
         Strategies were compared on sampled data. All data may need slightly more memory.
         """
         left, first_error, first = found, None, None
         while True:
-            finalists = _finalists(left, other_schedules=bool(self._schedules))
+            finalists = _finalists(request, left, other_schedules=bool(self._schedules))
             requests = [self._request_of(request, strategy) for strategy in finalists]
             first = first or requests[0]
-            results = _planned_each(requests)
+            # Micro-batches of a single finalist are ordered after its schedule is chosen.
+            is_ordered = len(finalists) > 1 or not self._schedules
+            results = _planned_each(requests, is_ordered)
             fitting = [
                 (strategy, planned, result)
                 for strategy, planned, result in zip(finalists, requests, results, strict=True)
                 if isinstance(result, PlanResult)
             ]
             if fitting:
+                predicted = dict[EncoderPlacement, Prediction]()
+                for strategy, _, result in fitting:
+                    own = result.plan.predicted
+                    fastest = min(predicted.get(strategy.placement, own), own, key=relative_ms)
+                    predicted[strategy.placement] = fastest
                 if not self._schedules:  # no other schedule to try
                     fitting = [min(fitting, key=lambda each: _final_ms(each[2]))]
-                scheduled = self._scheduled_each(fitting)
+                scheduled = self._scheduled_each(fitting, is_ordered)
                 best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
-                return result, left.led_by(best), schedule
+                return result, left.led_by(best), schedule, predicted
             first_error = first_error or results[0]
             for _ in finalists:
                 if len(left.ranking) == 1:
@@ -708,14 +674,16 @@ class _Search:
                 )
 
     def _scheduled_each(
-        self, fitting: list[_Finalist]
+        self, fitting: list[_Finalist], is_ordered: bool
     ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
         """Plans in their best schedules, without plans that cannot run in it."""
         scheduled = list[tuple[Strategy, PlanResult, ScheduleChoice]]()
         refused = list[UserError]()
         for strategy, planned, result in fitting:
             try:
-                scheduled.append((strategy, *self._scheduled(*self._in_use(result, planned))))
+                result, planned = self._in_use(result, planned, is_ordered)
+                chosen = self._scheduled(result, planned, is_ordered=is_ordered)
+                scheduled.append((strategy, *chosen))
             except UserError as error:
                 refused.append(error)
         if not scheduled:
@@ -723,28 +691,28 @@ class _Search:
         return scheduled
 
     def _request_of(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
+        """Request of a strategy on all data."""
         data = self.goal.data
         job = replace(self.goal.job, parallel=best.parallel, placement=best.placement)
-        planned: PlanData
-        if isinstance(data, ShapesAlone):
-            planned = _shapes(job, data.caps, best.micro_batches)
-        elif isinstance(data, Samples):
-            packs_per_step = best.micro_batches * best.parallel.data
-            data = replace(data, samples_per_step=request.samples_per_step)
-            packed = self._packed(data, best.caps, packs_per_step)
-            planned = replace(packed, levels=best.levels)
-        else:
-            assert request.given is not None
-            given = self._data(job) if isinstance(data, Earlier) else request.given
-            planned = given.for_ranks(request.job, job)
+        planned = self._data_of(request, job, best.caps)
+        if isinstance(planned, SampleData) and isinstance(data, Samples):
+            self._check_levels(best.levels)
+            if data.micro_batches is None:
+                settings = replace(planned.settings, samples_per_step=request.samples_per_step)
+                planned = replace(planned, settings=settings)
+            if data.micro_batches is None or not are_plain(best.levels):
+                packs_per_step = best.micro_batches * best.parallel.data
+                planned = replace(planned, levels=best.levels, packs_per_step=packs_per_step)
+        elif isinstance(planned, MockData) and self.goal.free.sizes is not None:
+            planned = _shapes(job, planned.caps, best.micro_batches)
         return self._request(job, planned)
 
     # Plans, and advice if they do not fit.
 
-    def _make_plan(self, request: PlanRequest) -> PlanResult:
+    def _make_plan(self, request: PlanRequest, is_ordered: bool = True) -> PlanResult:
         """Make the plan, with an earlier plan's packs shared by ranks if they do not fit one."""
         try:
-            return make_plan(request) if self._is_ordered_last else make_ordered_plan(request)
+            return make_ordered_plan(request) if is_ordered else make_plan(request)
         except DoesNotFit as error:
             shared = _shared(request)
             if shared is None:
@@ -753,9 +721,11 @@ class _Search:
         self.listener.note(
             f"packs of the earlier plan do not fit one rank: {context} ranks share each"
         )
-        return self._make_plan(shared)
+        return self._make_plan(shared, is_ordered)
 
-    def _in_use(self, result: PlanResult, request: PlanRequest) -> tuple[PlanResult, PlanRequest]:
+    def _in_use(
+        self, result: PlanResult, request: PlanRequest, is_ordered: bool
+    ) -> tuple[PlanResult, PlanRequest]:
         """Replan without levels that got no packs.
 
         Levels were chosen on other packs. The steps of an earlier plan keep their levels.
@@ -780,7 +750,7 @@ class _Search:
                     "one level: leave it out, or give other --packing-levels"
                 )
             request = replace(request, data=replace(data, levels=used))
-            result = self._make_plan(request)
+            result = self._make_plan(request, is_ordered)
 
     def with_advice(self, error: DoesNotFit) -> UserError:
         """Append changes that would fit to an error."""
@@ -793,31 +763,37 @@ class _Search:
 
 
 def _request_of_sizes(goal: Goal) -> StrategyRequest:
-    assert goal.free.sizes is not None
-    return _Search(goal=goal, listener=Silence()).strategy_request(goal.free.sizes)
+    return _Search(goal=goal, listener=Silence()).strategy_request()
 
 
-def _cause(error: UserError) -> str:
-    """Message of an error, without advice."""
-    return error.need if isinstance(error, DoesNotFit) else str(error)
+def _neither(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
+    """Error of all placements, of the first one's request if that does not fit memory."""
+    first, *others = refused.values()
+    if not others:
+        return first
+    causes = {
+        placement: UserError(error.need) if isinstance(error, DoesNotFit) else error
+        for placement, error in refused.items()
+    }
+    both = neither(causes)
+    if not isinstance(first, _RequestDoesNotFit):
+        return both
+    return _RequestDoesNotFit(first.request, DoesNotFit(str(both), first.advice))
 
 
-def _neither(refused: dict[EncoderPlacement, UserError]) -> UserError:
-    """Error if no placement can be planned. Keeps the first request if none fits memory."""
-    if len(refused) == 1:
-        return next(iter(refused.values()))
-    causes = {placement: UserError(_cause(error)) for placement, error in refused.items()}
-    short = [each for each in refused.values() if isinstance(each, _RequestDoesNotFit)]
-    if len(short) < len(refused):
-        return neither(causes)
-    return _RequestDoesNotFit(short[0].request, DoesNotFit(str(neither(causes)), short[0].advice))
+def _finalists(
+    request: StrategyRequest, found: StrategySearch, *, other_schedules: bool
+) -> list[Strategy]:
+    """Return near-best strategies, and pipelines that another schedule may make the best.
 
-
-def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy]:
-    """Return near-best strategies, and pipelines that another schedule may make the best."""
+    Of given layouts, also the best with every placement of encoders.
+    """
     best_ms = found.best.ms_per_sample
     near = [each for each in found.ranking if each.ms_per_sample <= _ABOUT_AS_FAST * best_ms]
     near = near[:_FINALISTS]
+    if request.layouts:
+        firsts = {each.placement: each for each in reversed(found.ranking)}
+        near += [each for each in firsts.values() if each not in near]
     pipelines = [
         each
         for each in found.ranking
@@ -829,16 +805,16 @@ def _finalists(found: StrategySearch, *, other_schedules: bool) -> list[Strategy
     return near + pipelines[:_PIPELINES]
 
 
-def _planned_each(requests: list[PlanRequest]) -> list[PlanResult | DoesNotFit]:
-    tasks = list(enumerate(requests))
+def _planned_each(requests: list[PlanRequest], is_ordered: bool) -> list[PlanResult | DoesNotFit]:
+    tasks = [(number, request, is_ordered) for number, request in enumerate(requests)]
     found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
-    return [found[number] for number, _ in tasks]
+    return [found[number] for number, *_ in tasks]
 
 
-def _planned_or_not(task: tuple[int, PlanRequest]) -> tuple[int, PlanResult | DoesNotFit]:
-    number, request = task
+def _planned_or_not(task: tuple[int, PlanRequest, bool]) -> tuple[int, PlanResult | DoesNotFit]:
+    number, request, is_ordered = task
     try:
-        return number, make_ordered_plan(request)
+        return number, make_ordered_plan(request) if is_ordered else make_plan(request)
     except DoesNotFit as error:
         return number, error
 
@@ -850,24 +826,37 @@ def _final_ms(result: PlanResult) -> float:
 
 
 def _placement_of(
-    request: StrategyRequest, found: StrategySearch, planned: Prediction
+    request: StrategyRequest,
+    found: StrategySearch,
+    predicted: Mapping[EncoderPlacement, Prediction],
 ) -> PlacementChoice:
-    """Placement of the fastest strategy, compared with the alternative on sampled data."""
+    """Placement of the fastest strategy, and the other: as planned, or both on sampled data."""
     best: dict[EncoderPlacement, Prediction | PredictedStep] = {}
     for strategy in found.ranking:
         step = PredictedStep.of(strategy, request.samples_per_step)
         best.setdefault(strategy.placement, step)
-    if len(best) == 1:
-        best = {found.best.placement: planned}
     return PlacementChoice(
         chosen=found.best.placement,
-        predicted=best,
+        predicted=predicted if predicted.keys() >= best.keys() else best,
         refused={
-            placement: "no parallel sizes were found with it that are as fast and fit"
+            placement: _why_not(request, found, placement)
             for placement in request.placements
             if placement not in best
         },
     )
+
+
+def _why_not(request: StrategyRequest, found: StrategySearch, placement: EncoderPlacement) -> str:
+    """Return why no strategy has a placement of encoders."""
+    try:
+        possible_sizings(replace(request, placements=(placement,)))
+    except UserError as error:
+        return str(error)
+    if request.layouts:
+        for out in found.ruled_out:
+            if out.sizing.placement is placement:
+                return out.why
+    return "no parallel sizes were found with it that are as fast and fit"
 
 
 def _shapes(job: JobSpec, caps: Caps, micro_batches: int) -> MockData:

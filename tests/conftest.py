@@ -160,4 +160,4 @@ def lengths(digits, tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def single(lengths, tmp_path_factory) -> Path:
     """Plan of one process for whole packs of the digits."""
-    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single", "--packing-levels", "1")
+    return plan_of(lengths, tmp_path_factory.mktemp("plans") / "single")

@@ -108,7 +108,8 @@ def refuse(*command: object, processes: int | None = None) -> str:
 
 
 def plan_of(lengths: Path, output: Path, *options: object) -> Path:
-    options = ("--lengths", lengths, "--micro-batches", "4", *options)
+    """Plan whole packs, of which all parallel sizes have the same."""
+    options = ("--lengths", lengths, "--micro-batches", "4", "--packing-levels", "1", *options)
     succeed(*PLAN, *CAPS, *options, "-o", output)
     return output
 

@@ -36,8 +36,6 @@ _SAMPLES_PER_PACK = 4.5
 _MAX_CAPS = 7  # halved caps to consider
 _ESTIMATED_SAMPLES = 3_000
 """Max samples for estimating a level."""
-_NEAR = 1.15
-"""Max ratio to the minimal estimate for a set to be tried."""
 _FORM_SLACK = 1.5
 """Max ratio to a level's fastest form: context parallelism is slower but makes more rows."""
 _FORMS_OF_SET = 3
@@ -200,17 +198,6 @@ class LevelEstimates:
             found += sorted(of_set, key=lambda pair: pair[0])[:_FORMS_OF_SET]
         samples = len(self.data.lengths)
         return sorted(((ms / samples, levels) for ms, levels in found), key=lambda pair: pair[0])
-
-    def near(self, exactly: int | None, most: int) -> list[tuple[Level, ...]]:
-        """Return sets with near-minimal estimates, and one unshared level. Empty if none fits."""
-        estimated = self.estimated(exactly)
-        if not estimated:
-            return []
-        limit = _NEAR * estimated[0][0]
-        near = [levels for ms, levels in some_of_each(estimated) if ms <= limit][: most - 1]
-        if exactly in (None, 1):
-            near.append((Level(caps=self.caps[-1]),))
-        return near
 
     def tops(self, *, may_lower: bool) -> list[tuple[Level, ...]]:
         """Return one level at every context size, for data with few packs or little free memory.

@@ -1,157 +1,339 @@
-"""Search for levels of packs: their number, caps and context sizes, by simulated time.
+"""Search for sets of levels of packs: their number, caps and context sizes, at all parallel sizes.
 
-Sets of up to four levels are built from the top caps and their halves. Estimates of single levels
-(`omnibal.search.level_choice`) add up to estimates of sets. Near-minimal sets, and then changes to
-the best set, are simulated on a subset with a quick joint split, and the best few on more samples.
-`least_ms_per_sample` bounds all sets from below. HBP's rule is in `omnibal.search.level_estimates`.
+The best levels depend on the sizes: ranks that share long packs need fewer stages. Sets of up to
+four levels are built from the top caps and their halves. Estimates of single levels
+(`omnibal.search.level_choice`) add up to estimates of sets. Near-minimal sets, HBP's set and then
+changes to the best set are simulated on a subset with a quick joint split, and the best few are
+planned and ranked with strategies of one level. `least_ms_per_sample` bounds all sets from below.
+HBP's rule is in `omnibal.search.level_estimates`.
 """
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import SampleData
+from omnibal.job.plan_data import SampleData, least_caps, limited_features
 from omnibal.model.levels import Level, are_plain
-from omnibal.model.limits import check_packs_per_step
+from omnibal.model.limits import Caps
 from omnibal.packing.by_level import levels_of_packs
-from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.pipeline.stage_memory import GIB
-from omnibal.search.engine import Trials, whole_progress
+from omnibal.pipeline.stage_memory import fits_cap
+from omnibal.search.engine import Trials, try_all
 from omnibal.search.level_choice import WholeModel, good_forms, has_good_shares, least_ms_per_sample
-from omnibal.search.level_estimates import MAX_SEARCHED, LevelEstimates, most_shared
-from omnibal.search.level_trial import LevelTrial, LevelTrials, shorter_first
+from omnibal.search.level_estimates import (
+    MAX_SEARCHED,
+    LevelEstimates,
+    LevelRule,
+    Packed,
+    some_of_each,
+    top_caps,
+)
+from omnibal.search.level_trial import LevelTrial, LevelTrials
+from omnibal.search.memory_need import least_state_gib
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
+from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
+from omnibal.search.trial import encoders_ms_per_sample
 
-SIMULATED_SAMPLES, _FINAL_SAMPLES = 12_000, 60_000
-"""Samples of a trial, and of the finalists': more samples change packs by about 1 %."""
-_FINALISTS = 3  # simulated again on more samples
-_MOST_SIMULATED = 16  # a set takes 0.1 to 0.3 s
-ROUNDS = 2
+_SIMULATED_SAMPLES = 12_000
+"""Samples of a simulation: more change packs by about 1 %."""
+_ROUNDS = 2
 """Rounds of moves around the best set."""
-_MOST_MOVES = 4 * MAX_SEARCHED - 2
-"""Two context sizes and two caps per level, without caps for the top."""
+LEAST_GAIN = 0.01
+"""Share of time that a set of levels must save over one level."""
 _SHARED_PACKS = 2_000
 """Max packs of a level of given steps for choosing its form."""
-LEAST_GAIN = 0.01
-"""Share of time that a set must save over a set of fewer levels."""
+_MOST_OF_SIZING = 4
+"""Max sets of levels to simulate per choice of sizes, before moves. Given sizes have as many as
+all sizes together."""
+_MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
+"""Max sets to simulate, in moves per round, and to plan: at most half a minute in total."""
+_NEAR = 1.2
+"""Max ratio to the minimal estimate for simulation, as estimates assume even stages."""
+_LEAST_ROWS = 1.04
+"""Min rows of packs in a step of a trial: plans make a few percent fewer packs than its ISF."""
+_SIZINGS_OF_BEST = 4
+"""Further sizes to try the best set of levels at."""
 
-_Levels = tuple[Level, ...]
+LevelChoice = tuple[Sizing, tuple[Level, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LevelRequest:
-    """Job and samples to find levels for."""
+class LevelSetting:
+    """Picklable samples for trials of levels at all sizes."""
 
-    job: JobSpec
+    setting: Setting
     data: SampleData
-    """Samples, at one level of the longest packs."""
-    may_lower: bool = False
-    """Whether the longest packs may be smaller than the data's caps."""
-    exactly: int | None = None
-    """Number of levels. None for any up to `MAX_SEARCHED`."""
-    tokens_per_step: float | None = None
-    """Tokens per rank and step. None for the data's micro-batches as full packs."""
+    """Samples with the caps of the longest packs."""
+    rule: LevelRule
+    longest: Caps
+    """Min caps that fit every sample of the plan."""
+    packed: Packed = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        check_packs_per_step(self.job.parallel.data, self.data.micro_batches(self.job))
-        check_samples_fit(self.data.lengths, self.data.caps)
-        most = min(self.most_levels, MAX_SEARCHED)
-        if self.exactly is not None and self.exactly > most:
+    @classmethod
+    def of(cls, setting: Setting, request: StrategyRequest, rule: LevelRule) -> "LevelSetting":
+        """Take the setting's samples and the request's longest packs."""
+        names = limited_features(request.job.model)
+        data = setting.request.sample_data((Level(caps=_top(request)),))
+        return cls(
+            setting=setting, data=data, rule=rule, longest=least_caps(request.lengths, names)
+        )
+
+    @property
+    def needs_rows(self) -> bool:
+        """Whether a step must have a pack for every rank: given layouts may be too large."""
+        return not self.setting.request.layouts
+
+    def tokens_per_step(self, sizing: Sizing) -> float:
+        """Tokens per rank in a step of the requested samples."""
+        samples = min(self.setting.request.samples_per_step, len(self.data.lengths))
+        return samples * float(self.data.lengths.tokens.mean()) / sizing.parallel.data
+
+    def estimates(self, sizing: Sizing) -> LevelEstimates:
+        """Return estimates of sets of levels at these sizes."""
+        return LevelEstimates.of(
+            self.setting.job(sizing),
+            self.data,
+            self.tokens_per_step(sizing),
+            self.packed,
+            needs_rows=self.needs_rows,
+        )
+
+    def trials(self, sizing: Sizing) -> LevelTrials:
+        """Return trials of sets of levels at these sizes, on some samples."""
+        data, request = self.data, self.setting.request
+        part = len(data.lengths) / (request.all_samples or len(data.lengths))
+        trials = LevelTrials(
+            job=self.setting.job(sizing),
+            data=data,
+            tokens_per_step=self.tokens_per_step(sizing),
+            longest=self.longest,
+            least_rows=_LEAST_ROWS if self.needs_rows else 0.0,
+            curriculum_steps=part * request.settings.curriculum_steps,
+        )
+        return trials.drawn(_SIMULATED_SAMPLES)
+
+
+def _top(request: StrategyRequest) -> Caps:
+    """Caps of the longest packs."""
+    return request.caps or top_caps(request.lengths, limited_features(request.job.model))
+
+
+def _estimate_sets(
+    levels: LevelSetting, most: int, sizing: Sizing
+) -> tuple[Sizing, tuple[list[tuple[float, tuple[Level, ...]]], float]]:
+    """Sets with minimal estimated ms per sample at these sizes, and a lower bound on all sets."""
+    setting = levels.setting
+    job, request = setting.job(sizing), setting.request
+    if not fits_cap(least_state_gib(job), job.memory_cap_gib):
+        return sizing, ([], np.inf)
+    lengths = levels.data.lengths
+    before_ms, encoders_ms = encoders_ms_per_sample(job, lengths, request.samples_per_step)
+    bound_ms = least_ms_per_sample(job, lengths) + before_ms
+    sets = some_of_each(levels.estimates(sizing).by_rule(levels.rule))[:most]
+    return sizing, ([(ms + encoders_ms, of_set) for ms, of_set in sets], bound_ms)
+
+
+def _simulate_set(
+    levels: LevelSetting, choice: LevelChoice
+) -> tuple[LevelChoice, LevelTrial | UserError]:
+    return choice, levels.trials(choice[0])(choice[1])[1]
+
+
+def plan_levels(setting: Setting, choice: LevelChoice) -> tuple[LevelChoice, Strategy | UserError]:
+    """Plan sizes with levels of packs on the setting's samples, or return why that fails."""
+    sizing, of_set = choice
+    request = setting.request
+    try:
+        trial = setting.trial_of_levels(sizing, of_set)
+        if trial.micro_batches(request.samples_per_step) < 1 and not request.layouts:
             raise UserError(
-                f"{self.exactly} levels were asked for, and packs of these samples may have {most}:"
-                f" tokens are halved from {self.data.caps['tokens']:,} while several samples of "
-                "median length fit, and each level needs samples of its own; give fewer "
-                "--packing-levels, or auto"
+                f"a step of {request.samples_per_step:,} samples has fewer packs than "
+                f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
             )
-
-    @property
-    def most_levels(self) -> int:
-        """Max number of levels that all have samples."""
-        return LevelEstimates.most_levels(self.data)
+        return choice, planned_strategy(setting, sizing, trial)
+    except UserError as error:
+        return choice, error
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class LevelSearch:
-    """Result of a search for levels."""
-
-    ranking: tuple[LevelTrial, ...]
-    """Simulated sets, the chosen one first."""
-    least_ms_per_sample: float
-    """Lower bound over all sets, context sizes, cuts and recomputed layers."""
-    sets: int
-
-    @property
-    def best(self) -> tuple[Level, ...]:
-        return self.ranking[0].levels
-
-    @property
-    def gap(self) -> float:
-        """Max share of the chosen set's time that another set may save."""
-        return max(1 - self.least_ms_per_sample / self.ranking[0].ms_per_sample, 0.0)
-
-
-def search_levels(
-    request: LevelRequest, on_progress: Callable[[int], None], processes: int = 1
-) -> LevelSearch:
-    """Find the levels with minimal simulated time per sample.
-
-    Among sets within 1 % the set with fewest levels wins, unless HBP's is faster.
-    """
-    estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
-    near = estimates.near(request.exactly, _MOST_SIMULATED - 1)
-    rival = estimates.by_hbp() if near and request.exactly is None else None
-    also = [] if rival is None else [rival]
-    whole = _trials_of(request, estimates.tokens_per_step)
-    some = whole.drawn(SIMULATED_SAMPLES)
-    with whole_progress(max_trials(), on_progress) as advance:
-
-        def trials_on(drawn: LevelTrials) -> Trials[_Levels, LevelTrial]:
-            work = partial(_tried, drawn, request.exactly)
-            return Trials(work=work, processes=processes, on_done=advance)
-
-        trials = final = trials_on(some)
-        trials.run([*near, *also])
-        # One level in all forms, if nothing else fits or packs are too few for all ranks.
-        may_be_one = request.exactly in (None, 1)
-        if may_be_one and not (trials.found and _has_packs_for_all(request.job, request.data)):
-            trials.run(estimates.tops(may_lower=request.may_lower))
-        if not trials.found and (may_be_one or not trials.failed):
-            trials.run([most_shared(request.job, request.data.caps)])
-        if not trials.found:
-            raise _nothing_fits(request, trials.failed)
-        for _ in range(ROUNDS):
-            trials.run(estimates.moves(_rank_trials(trials, rival)[0].levels))
-        if len(some.data.lengths) < len(whole.data.lengths):
-            some = whole.drawn(_FINAL_SAMPLES)
-            final = trials_on(some)
-        final.run([*(each.levels for each in _rank_trials(trials, rival)[:_FINALISTS]), *also])
-    return LevelSearch(
-        ranking=tuple(_rank_trials(final if final.found else trials, rival)),
-        least_ms_per_sample=least_ms_per_sample(request.job, some.data.lengths),
-        sets=len(estimates.sets(request.exactly)),
+def search_with_levels(
+    request: StrategyRequest, rule: LevelRule, on_progress: Callable[[int], None], processes: int
+) -> StrategySearch:
+    """Rank strategies of one level, and of several levels unless the rule's count is 1."""
+    if rule.count == 1:
+        return search_strategies(request, on_progress, processes)
+    plain: StrategySearch | None = None
+    failed: UserError | None = None
+    if not rule.is_forced:
+        try:
+            plain = search_strategies(request, on_progress, processes)
+        except UserError as error:
+            failed = error
+    sizings = possible_sizings(request)
+    setting = Setting(request=request.drawn(), packs={})
+    levels = LevelSetting.of(setting, request, rule)
+    found, sets, least_ms, refused = _search_sets(levels, sizings, on_progress, processes)
+    if plain is None and not found:
+        raise (
+            failed
+            or refused
+            or UserError(
+                f"no levels of packs can be trained on {request.sizes.gpus} GPUs: give "
+                "--packing-levels auto, or more GPUs"
+            )
+        )
+    others = () if plain is None else plain.ranking
+    ranking = sorted([*others, *found], key=lambda each: each.ms_per_sample)
+    if others and not are_plain(ranking[0].levels):
+        # Several levels must be clearly faster than one level.
+        limit_ms = (1 - LEAST_GAIN) * others[0].ms_per_sample
+        if ranking[0].ms_per_sample > limit_ms:
+            ranking.remove(others[0])
+            ranking.insert(0, others[0])
+    result = StrategySearch(
+        gpus=request.sizes.gpus,
+        samples_per_step=request.samples_per_step,
+        choices=sets + (0 if plain is None else plain.choices),
+        planned=len(found) + (0 if plain is None else plain.planned),
+        gap=max(1 - least_ms / ranking[0].ms_per_sample, 0.0),
     )
+    return result.with_ranking(ranking, () if plain is None else plain.ruled_out)
 
 
-def is_one_level(request: LevelRequest) -> bool:
-    """Whether one unshared level is best without a search.
+def levels_total(request: StrategyRequest) -> int:
+    """Max progress that `search_with_levels` reports for levels."""
+    return len(possible_sizings(request)) + _MOST_SIMULATED + _ROUNDS * _MOST_MOVES + 2 * _FINALISTS
 
-    True if samples have similar lengths and make packs for all ranks, and a full pack fits one rank
-    without recomputation or its halves would be small.
+
+def _search_sets(
+    levels: LevelSetting, sizings: Sequence[Sizing], advance: Callable[[int], None], processes: int
+) -> tuple[list[Strategy], int, float, UserError | None]:
+    """Strategies of the fastest levels, number of near-minimal sets, a bound on all sets, and why
+    none could be planned."""
+    # Packs of every possible level are the same at all sizes.
+    levels.estimates(Sizing(levels.setting.request.job.parallel)).pack_all(levels.rule)
+    most = _MOST_SIMULATED if levels.setting.request.layouts else _MOST_OF_SIZING
+    found = try_all(partial(_estimate_sets, levels, most), sizings, processes, advance)
+    of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
+    estimated = sorted(of_sizings, key=lambda each: each[0])
+    bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
+    trials: Trials[LevelChoice, LevelTrial] = Trials(
+        work=partial(_simulate_set, levels), processes=processes, on_done=advance
+    )
+    limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
+    near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
+    trials.run(near)
+    if not levels.rule.is_forced:
+        if trials.found:
+            trials.run(_by_hbp(levels, _ranked(levels, trials)[0][0]))
+        else:
+            trials.run(_tops(levels, sizings)[:_MOST_SIMULATED])
+    for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
+        if fastest := _ranked(levels, trials)[:1]:
+            trials.run(_moves(levels, fastest[0], [each for _, each in estimated]))
+    finalists = [choice for choice in _ranked(levels, trials) if not are_plain(choice[1])]
+    planned: Trials[LevelChoice, Strategy] = Trials(
+        work=partial(plan_levels, levels.setting), processes=processes, on_done=advance
+    )
+    planned.run(finalists[:_FINALISTS])
+    if not planned.found:
+        # All samples may need more memory and make fewer packs than the subset.
+        planned.run(finalists[_FINALISTS : 2 * _FINALISTS])
+    refused = next(iter([*planned.failed.values(), *trials.failed.values()]), None)
+    return list(planned.found.values()), len(near), bound_ms, refused
+
+
+def _ranked(levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]) -> list[LevelChoice]:
+    """Simulated sets of levels with packs, fastest first."""
+    best: dict[LevelChoice, float] = {}
+    for (sizing, _), trial in trials.found.items():
+        if levels.rule.allows(trial.levels):
+            best.setdefault((sizing, trial.levels), trial.ms_per_sample)
+    return sorted(best, key=lambda choice: best[choice])
+
+
+def _by_hbp(levels: LevelSetting, sizing: Sizing) -> list[LevelChoice]:
+    """HBP's set of levels at these sizes, so that none slower is chosen."""
+    with suppress(UserError):  # no length fits
+        return [(sizing, levels.estimates(sizing).by_hbp())]
+    return []
+
+
+def _tops(levels: LevelSetting, sizings: Sequence[Sizing]) -> list[LevelChoice]:
+    """One level shared by all numbers of ranks, for data with few packs or little free memory."""
+    may_lower = levels.setting.request.caps is None
+    return [
+        (sizing, top)
+        for sizing in sizings
+        for top in levels.estimates(sizing).tops(may_lower=may_lower)
+    ]
+
+
+def _moves(
+    levels: LevelSetting, simulated: LevelChoice, estimated: Sequence[LevelChoice]
+) -> list[LevelChoice]:
+    """The best simulated set with one level changed, and at further fast sizes."""
+    sizing, best = simulated
+    moved = [(sizing, each) for each in levels.estimates(sizing).moves(best)]
+    others = [other for other in dict.fromkeys(other for other, _ in estimated) if other != sizing]
+    contexts = max(level.context for level in best)
+    at_others = [
+        (other, best) for other in others[:_SIZINGS_OF_BEST] if other.parallel.data % contexts == 0
+    ]
+    return [*moved, *at_others][:_MOST_MOVES]
+
+
+def need_levels(request: StrategyRequest, rule: LevelRule) -> bool:
+    """Whether to search sets of levels: if requested, or if one unshared level may not be best.
+
+    Raises:
+        UserError: more levels are requested than have samples.
     """
-    job, data = request.job, request.data
-    if request.exactly is not None or request.most_levels > 1:
+    if rule.count == 1 or request.given is not None or not request.split.is_joint:
         return False
+    data = request.sample_data((Level(caps=_top(request)),))
+    most = min(LevelEstimates.most_levels(data), MAX_SEARCHED)
+    if rule.count is not None and rule.count > most:
+        raise UserError(
+            f"{rule.count} levels were asked for, and packs of these samples may have {most}: "
+            f"tokens are halved from {data.caps['tokens']:,} while several samples of median "
+            "length fit, and each level needs samples of its own; give fewer --packing-levels, or "
+            "auto"
+        )
+    if rule.is_forced or most > 1:
+        return True
+    setting = Setting(request=request, packs={})
+    jobs = (setting.job(sizing) for sizing in possible_sizings(request))
+    return not any(_is_one_best(job, data, request.samples_per_step) for job in jobs)
+
+
+def _is_one_best(job: JobSpec, data: SampleData, samples_per_step: int) -> bool:
+    """Whether packs that ranks do not share are best for samples of similar lengths.
+
+    True if they make packs for all ranks, and a full pack fits one rank without recomputation or
+    its halves would be small.
+    """
     # Share of layers to recompute for a full pack to fit one rank.
     names = job.cost.features
     full = np.array([[1, *(data.caps.get(name) or 0 for name in names[1:])]], np.float64)
-    whole = WholeModel.of(job, job.cost)
-    recomputed = whole.recomputed_share(full, job, data.micro_batches(job))
+    tokens = samples_per_step * float(data.lengths.tokens.mean()) / job.parallel.data
+    micro_batches = max(tokens / data.caps["tokens"], 1.0)
+    recomputed = WholeModel.of(job, job.cost).recomputed_share(full, job, micro_batches)
     is_best_alone = recomputed == 0 or not has_good_shares(Level(caps=data.caps, context=2))
     return bool(np.isfinite(recomputed)) and is_best_alone and _has_packs_for_all(job, data)
+
+
+def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
+    """Whether packs at the caps are enough for every rank."""
+    ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
+    if tokens >= ranks * data.caps["tokens"]:
+        return True
+    packs = pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.settings.seed)
+    return len(packs) >= ranks
 
 
 def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
@@ -182,115 +364,3 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     most = int(np.bincount(data.steps.step, weights=context).max())
     slots = -(-most // job.parallel.data)
     return replace(data, levels=tuple(levels), packs_per_step=slots * job.parallel.data)
-
-
-def hbp_trial(request: LevelRequest) -> LevelTrial:
-    """Choose levels by HBP's rule, with estimates in place of measured times."""
-    estimates = LevelEstimates.of(request.job, request.data, request.tokens_per_step)
-    some = _trials_of(request, estimates.tokens_per_step).drawn(SIMULATED_SAMPLES)
-    levels, found = _tried(some, request.exactly, estimates.by_hbp())
-    if isinstance(found, UserError):
-        raise _nothing_fits(request, {levels: found})
-    return found
-
-
-def notes(found: LevelSearch) -> list[str]:
-    """Describe a search's result, one sentence each."""
-    best = found.ranking[0]
-    words = " and ".join(
-        f"{level.caps['tokens']:,} tokens on {level.context} rank(s)" for level in found.best
-    )
-    said = [
-        f"packs of {words}, {best.micro_batches} a rank and step"
-        if not are_plain(found.best)
-        else "packs of one level are best"
-    ]
-    others = [trial for trial in found.ranking[1:] if len(trial.levels) != len(best.levels)]
-    if others:
-        slower = others[0].ms_per_sample / best.ms_per_sample - 1
-        words = "faster, too little to be taken" if slower < 0 else "slower"
-        said.append(f"the best of another number of levels is {abs(slower):.1%} {words}")
-    said.append(
-        f"of {found.sets} sets of sizes none can be more than {found.gap:.1%} faster, by a bound "
-        "which leaves out all that packs, steps and the pipeline take besides their samples"
-    )
-    return said
-
-
-def max_trials() -> int:
-    """Max number of simulated sets in a search."""
-    return _MOST_SIMULATED + ROUNDS * _MOST_MOVES + _FINALISTS + 1
-
-
-def _has_packs_for_all(job: JobSpec, data: SampleData) -> bool:
-    """Whether packs at the caps are enough for every rank."""
-    ranks, tokens = job.parallel.data, data.lengths.tokens.sum(dtype=np.int64)
-    if tokens >= ranks * data.caps["tokens"]:
-        return True
-    packs = pack_samples(data.lengths, data.caps, PackingMethod.ISF, data.settings.seed)
-    return len(packs) >= ranks
-
-
-def _nothing_fits(request: LevelRequest, failed: dict[_Levels, UserError]) -> UserError:
-    """Error if no set of levels can be trained."""
-    parallel = request.job.parallel
-    other = [error for error in failed.values() if not isinstance(error, DoesNotFit)]
-    if other:
-        return UserError(f"no levels of packs can be trained on {parallel}: {other[-1]}")
-    # The last set tried has the most ranks.
-    levels, error = list(failed.items())[-1]
-    assert isinstance(error, DoesNotFit)
-    level = levels[-1]
-    job, cap_gib = request.job, request.job.memory_cap_gib
-    state_gib = WholeModel.of(job, job.cost).state_bytes / parallel.pipeline / GIB
-    advice = "raise --tp or --pp, which divide weights"
-    if state_gib < cap_gib:
-        advice = (
-            "raise --tp, --pp, or --dp for more ranks to share it, or shorten the longest samples"
-        )
-    return DoesNotFit(
-        f"no levels of packs can be trained on {parallel}: with packs of up to "
-        f"{level.caps['tokens']:,} tokens, each shared by {level.context} rank(s), {error.need}; "
-        f"weights, gradients and optimizer state alone are {state_gib:.2f} GiB on average",
-        advice,
-    )
-
-
-def _tried(
-    trials: LevelTrials, count: int | None, levels: _Levels
-) -> tuple[_Levels, LevelTrial | UserError]:
-    """Try a set of levels. An error if other than `count` levels have packs."""
-    found = trials(levels)
-    if isinstance(found[1], LevelTrial) and count not in (None, len(found[1].levels)):
-        return levels, UserError(
-            f"packs of these samples are of fewer than {count} levels; give fewer "
-            "--packing-levels, or auto"
-        )
-    return found
-
-
-def _trials_of(request: LevelRequest, tokens_per_step: float) -> LevelTrials:
-    """Trials with all samples. Raises if the curriculum is longer than an epoch."""
-    data, wanted = request.data, request.data.settings.curriculum_steps
-    tokens = float(data.lengths.tokens.sum(dtype=np.int64))
-    steps = tokens / (tokens_per_step * request.job.parallel.data)
-    if wanted > steps:
-        raise UserError(
-            f"a curriculum of {wanted:,} steps was asked for, and an epoch has about {steps:,.0f}; "
-            "give fewer --curriculum-steps"
-        )
-    return LevelTrials(
-        job=request.job,
-        data=data,
-        tokens_per_step=tokens_per_step,
-        longest=data.least_caps(),
-        curriculum_steps=wanted,
-    )
-
-
-def _rank_trials(found: Trials[_Levels, LevelTrial], rival: _Levels | None) -> list[LevelTrial]:
-    """Distinct trials in the order of choice, none slower than HBP's levels as the first."""
-    # Sets may become equal when levels without packs are dropped.
-    distinct = {trial.levels: trial for trial in found.found.values()}
-    by_hbp = None if rival is None else found.found.get(rival)
-    return shorter_first(list(distinct.values()), LEAST_GAIN, by_hbp)

@@ -1,7 +1,6 @@
 """Trial of a set of levels: pack, draw steps and simulate."""
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -174,16 +173,3 @@ def levels_in_use(
 def holds(caps: Caps, other: Caps) -> bool:
     """Whether caps are at least `other` for every feature."""
     return all(caps[name] >= other[name] for name in other.names)
-
-
-def shorter_first(
-    trials: Sequence[LevelTrial], least_gain: float, rival: LevelTrial | None = None
-) -> list[LevelTrial]:
-    """Sort trials by time, but start with the fewest levels near the best, within the rival."""
-    ranked = sorted(trials, key=lambda trial: trial.ms_per_sample)
-    limit_ms = ranked[0].ms_per_sample * (1 + least_gain)
-    if rival is not None:
-        limit_ms = min(limit_ms, rival.ms_per_sample)
-    near = [t for t in ranked if t.ms_per_sample <= limit_ms]
-    chosen = min(near, key=lambda trial: len(trial.levels))
-    return [chosen, *(trial for trial in ranked if trial is not chosen)]

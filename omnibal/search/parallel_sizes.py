@@ -162,6 +162,8 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
 
 
 def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
+    if request.layouts:
+        return _able(request, request.layouts)
     _check_given(request)
     ways, gpus = request.shardings, request.sizes.gpus
     divides = request.sizes.sequence_parallel is not False
@@ -170,9 +172,7 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
         found = [each for each in found if _is_worth_a_try(each, request.job.cluster)]
     possible = [p for p in found if request.sizes.are(p) and request.job.allows(p)]
     if possible:
-        jobs = [request.job.sized(parallel) for parallel in possible]
-        check_may_run(jobs, request.schedule)
-        return [job.parallel for job in jobs if may_run(job, request.schedule)]
+        return _able(request, possible)
     allowed = list(filter(request.job.allows, found))
     if not allowed and WeightSharding.REPLICATED not in ways:
         raise UserError(
@@ -181,6 +181,13 @@ def _possible_parallels(request: StrategyRequest) -> list[Parallel]:
             "nodes, full two ranks; use another number of GPUs, or give --sharding auto"
         )
     raise UserError(_impossible(request, allowed))
+
+
+def _able(request: StrategyRequest, layouts: Sequence[Parallel]) -> list[Parallel]:
+    """Return the layouts that can run the schedule. Raises if none can."""
+    jobs = [request.job.sized(parallel) for parallel in layouts]
+    check_may_run(jobs, request.schedule)
+    return [job.parallel for job in jobs if may_run(job, request.schedule)]
 
 
 def layouts_of(

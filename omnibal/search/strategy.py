@@ -36,8 +36,8 @@ from omnibal.search.trial import (
 )
 from omnibal.steps.steps import pack_epochs
 
-_TRIAL_EFFORT = 0.1
-"""Effort of the stage search in trials. The fastest strategies are searched again in full."""
+_TRIAL_EFFORT = 0.4
+"""Effort of the stage search in trials. Less misjudges data-parallel encoders by 5 to 18 %."""
 _TRIAL_TYPES = 64
 """Number of distinct sample sizes when packing for trials."""
 
@@ -73,6 +73,8 @@ class StrategyRequest(Comparison):
     placements: tuple[EncoderPlacement, ...] = (EncoderPlacement.PIPELINE,)
     shardings: tuple[WeightSharding, ...] = (WeightSharding.REPLICATED,)
     """Weight shardings of the trainer to choose from."""
+    layouts: tuple[Parallel, ...] = ()
+    """Given layouts, in every sharding to choose from. Empty for all layouts of `sizes`."""
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
     given: StreamData | SampleData | None = None
@@ -203,11 +205,12 @@ class Setting:
 
 
 def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int) -> list[Choice]:
-    """Return choices with a pack for every rank. Makes missing packs."""
+    """Return choices with a pack for every rank, or for any in given layouts. Makes packs."""
     if setting.request.given is None:
         caps = list(dict.fromkeys(caps for _, caps in choices if caps not in setting.packs))
         setting.packs.update(try_all(partial(pack_at, setting), caps, processes))
-    return [choice for choice in choices if setting.micro_batches(choice) >= 1]
+    least = 1e-9 if setting.request.layouts else 1
+    return [choice for choice in choices if setting.micro_batches(choice) >= least]
 
 
 def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:

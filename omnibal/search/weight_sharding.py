@@ -5,8 +5,6 @@ from dataclasses import dataclass
 from typing import Self
 
 from omnibal.model.parallel import Parallel, WeightSharding
-from omnibal.pipeline.prediction import Prediction
-from omnibal.search.encoder_placement import relative_ms
 from omnibal.search.parallel_sizes import StrategySearch
 
 
@@ -39,23 +37,6 @@ class ShardingChoice:
             others.setdefault(out.parallel.sharding, f"{out.parallel.text}, {out.why}")
         others.pop(best.parallel.sharding)
         return cls(parallel=best.parallel, others=others)
-
-    @classmethod
-    def of_plans(
-        cls,
-        parallel: Parallel,
-        predicted: Mapping[Parallel, Prediction],
-        refused: Mapping[Parallel, str],
-    ) -> Self:
-        """Compare plans of the same sizes."""
-        best_ms = relative_ms(predicted[parallel])
-        others = {
-            each.sharding: f"{relative_ms(prediction) / best_ms - 1:+.1%} per sample"
-            for each, prediction in predicted.items()
-        }
-        others |= {each.sharding: why for each, why in refused.items()}
-        others.pop(parallel.sharding)
-        return cls(parallel=parallel, others=others)
 
     def as_dict(self) -> dict[str, object]:
         others = {way.value: why for way, why in self.others.items()}

@@ -32,7 +32,6 @@ from scipy.optimize import brentq
 from omnibal.cost.model import CostModel
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import SampleData
 from omnibal.model.config import ClusterConfig, PlainPrecision, load_cluster, load_model
 from omnibal.model.levels import ContextExchange, FillRule, Level
 from omnibal.model.limits import Caps
@@ -43,9 +42,10 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.unit_runs import stages_from_cuts
-from omnibal.search.level_estimates import LevelEstimates, ProfiledLength, hbp_levels
-from omnibal.search.level_sets import LevelRequest, LevelSearch, search_levels
-from omnibal.search.level_trial import LevelTrial, LevelTrials
+from omnibal.search.level_choice import least_ms_per_sample
+from omnibal.search.level_estimates import ANY_LEVELS, ProfiledLength, hbp_levels
+from omnibal.search.level_sets import plan_levels, search_with_levels
+from omnibal.search.strategy import FreeSizes, Setting, Sizing, Strategy, StrategyRequest
 from omnibal.steps.metrics import dist_ratio
 from omnibal.steps.pack_settings import PackSettings
 
@@ -308,36 +308,39 @@ def print_ways(
     print_table(title, columns, rows)
 
 
-MICRO_BATCHES = 16
-_SIMULATED_SAMPLES = 60_000
+_STEP_TOKENS = RANKS * 16 * 128 * K
+_PLANNED_SAMPLES = 60_000
 
 
-def level_search(lengths: Lengths, seed: int) -> tuple[LevelTrial, LevelSearch]:
-    """Search for levels of Llama3.1-8B on 32 H100, and simulate HBP's on the same samples."""
+def level_search(lengths: Lengths, seed: int) -> tuple[Strategy, Strategy, float]:
+    """Plan Llama3.1-8B on 32 H100 with HBP's levels and with those that the search finds.
+
+    Also returns a lower bound on the ms per sample of any levels.
+    """
     job = JobSpec(
         model=load_model("llama3.1-8b"),
         cluster=cluster_at(),
         parallel=Parallel(pipeline=1, data=RANKS),
         precision="bf16",
     )
-    data = SampleData(
-        settings=PackSettings(seed=seed),
-        lengths=lengths,
-        levels=(Level(caps=Caps.of(tokens=128 * K)),),
-        packs_per_step=RANKS * MICRO_BATCHES,
-    )
-    found = search_levels(LevelRequest(job=job, data=data), lambda done: None)
-    greedy = LevelTrials(
+    request = StrategyRequest(
         job=job,
-        data=replace(data, settings=replace(data.settings, fill=FillRule.GREEDY)),
-        tokens_per_step=LevelEstimates.of(job, data).tokens_per_step,
-        longest=data.least_caps(),
+        sizes=FreeSizes(gpus=RANKS),
+        layouts=(job.parallel,),
+        lengths=lengths,
+        settings=PackSettings(seed=seed),
+        samples_per_step=min(round(_STEP_TOKENS / lengths.tokens.mean()), len(lengths)),
+        samples=_PLANNED_SAMPLES,
+        caps=Caps.of(tokens=128 * K),
     )
-    _, hbp = greedy.drawn(_SIMULATED_SAMPLES)(
-        tuple(Group(length, context, 0).level for length, context in chosen_from_table_19())
-    )
-    assert isinstance(hbp, LevelTrial), hbp
-    return hbp, found
+    found = search_with_levels(request, ANY_LEVELS, lambda done: None, 1).best
+    drawn = request.drawn()
+    greedy = replace(drawn, settings=replace(drawn.settings, fill=FillRule.GREEDY))
+    levels = tuple(Group(length, context, 0).level for length, context in chosen_from_table_19())
+    sizing = Sizing(job.parallel)
+    _, of_rule = plan_levels(Setting(request=greedy, packs={}), (sizing, levels))
+    assert isinstance(of_rule, Strategy), of_rule
+    return of_rule, found, least_ms_per_sample(job, drawn.lengths)
 
 
 def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
@@ -350,19 +353,18 @@ def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
     )
 
 
-def print_search(hbp: LevelTrial, found: LevelSearch) -> None:
+def print_search(of_rule: Strategy, found: Strategy, least_ms: float) -> None:
     words = " + ".join(f"{length}K/{context}" for length, context in chosen_from_table_19())
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
     rows = []
-    for name, trial in (("HBP's", hbp), ("search's", found.ranking[0])):
-        described = " + ".join(f"{one.caps['tokens'] / K:g}K/{one.context}" for one in trial.levels)
-        ratio = trial.ms_per_sample / hbp.ms_per_sample
-        again = " + ".join(map(str, trial.recomputed_layers))
-        rows.append([name, described, again, f"{trial.ms_per_sample:.3f}", f"{ratio - 1:+.1%}"])
-    least_ms = found.least_ms_per_sample
-    change = least_ms / hbp.ms_per_sample - 1
+    for name, one in (("HBP's", of_rule), ("search's", found)):
+        each = [f"{level.caps['tokens'] / K:g}K/{level.context}" for level in one.levels]
+        ratio = one.ms_per_sample / of_rule.ms_per_sample
+        again, ms = str(one.recomputed_layers), f"{one.ms_per_sample:.3f}"
+        rows.append([name, " + ".join(each), again, ms, f"{ratio - 1:+.1%}"])
+    change = least_ms / of_rule.ms_per_sample - 1
     rows.append(["lower bound", "", "", f"{least_ms:.3f}", f"{change:+.1%}"])
-    columns = ("levels", "lengths/ranks", "recomputed layers", "ms a sample", "difference")
+    columns = ("levels", "lengths/ranks", "recomputed, longest", "ms a sample", "difference")
     print_table("Search beside HBP, Llama3.1-8B on 32 H100, simulated", columns, rows)
 
 

@@ -417,4 +417,4 @@ def test_reasons_of_what_was_not_chosen_are_no_advice():
     free = Free(shardings=ALL, placements=(EncoderPlacement.PIPELINE,))
     sharding = plan(four_ranks(data=SHAPES, free=free)).sharding
     assert sharding.chosen is WeightSharding.FULL
-    assert "memory cap" in sharding.reason and "what would fit" not in sharding.reason
+    assert " GiB" in sharding.reason and "what would fit" not in sharding.reason

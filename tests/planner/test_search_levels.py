@@ -1,6 +1,7 @@
 """Levels: a search as good as trying all, silent on short data, and `omnibal plan` with levels."""
 
 import json
+import re
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -11,12 +12,13 @@ from cli_cases import failure, printed, run
 from length_cases import long_tailed, texts
 from plan_cases import ISF
 
-from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, write_lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan
 from omnibal.job.plan_data import SampleData
 from omnibal.job.plan_files import data_of_plan
+from omnibal.job.planner import PlanRequest
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.levels import MAX_CONTEXT, Level, are_plain
 from omnibal.model.limits import Caps
@@ -31,14 +33,24 @@ from omnibal.search.level_choice import (
     possible_contexts,
 )
 from omnibal.search.level_estimates import (
+    ANY_LEVELS,
     LevelEstimates,
+    LevelRule,
     ProfiledLength,
     candidate_caps,
     hbp_levels,
     top_caps,
 )
-from omnibal.search.level_sets import LEAST_GAIN, LevelRequest, is_one_level, search_levels
-from omnibal.search.level_trial import LevelTrial, LevelTrials, levels_in_use, shorter_first
+from omnibal.search.level_sets import (
+    LEAST_GAIN,
+    LevelSetting,
+    need_levels,
+    plan_levels,
+    search_with_levels,
+)
+from omnibal.search.level_trial import LevelTrials, levels_in_use
+from omnibal.search.parallel_sizes import StrategySearch
+from omnibal.search.strategy import FreeSizes, Setting, Sizing, Strategy, StrategyRequest
 
 MODEL = load_model("llama3.1-8b")
 
@@ -48,9 +60,21 @@ def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
     return JobSpec(model=MODEL, cluster=cluster, parallel=parallel, precision="bf16")
 
 
-def level_request(lengths, tokens: int, ranks: int, pipeline: int = 1, **changes) -> LevelRequest:
-    data = data_of(lengths, ranks, tokens)
-    return LevelRequest(**({"job": job_of(ranks, pipeline), "data": data} | changes))
+def level_request(lengths, tokens: int, ranks: int, pipeline: int = 1, **changes):
+    """Two full packs of every rank a step, as samples of the mean length, at given sizes."""
+    job = changes.pop("job", job_of(ranks, pipeline))
+    tokens_per_step = LevelEstimates.of(job, data_of(lengths, ranks, tokens)).tokens_per_step
+    given = {
+        "job": job,
+        "sizes": FreeSizes(gpus=job.parallel.world_size),
+        "layouts": (job.parallel,),
+        "lengths": lengths,
+        "settings": ISF,
+        "samples_per_step": max(round(tokens_per_step * ranks / lengths.tokens.mean()), 1),
+        "samples": len(lengths),
+        "caps": Caps.of(tokens=tokens),
+    }
+    return StrategyRequest(**(given | changes))
 
 
 def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
@@ -58,8 +82,8 @@ def data_of(lengths: Lengths, ranks: int, tokens: int) -> SampleData:
     return SampleData(settings=ISF, lengths=lengths, levels=levels, packs_per_step=2 * ranks)
 
 
-def found_of(request: LevelRequest, processes: int = 1):
-    return search_levels(request, lambda done: None, processes)
+def found_of(request: StrategyRequest, processes: int = 1) -> StrategySearch:
+    return search_with_levels(request, ANY_LEVELS, lambda done: None, processes)
 
 
 TABLE_19 = [(8, 2, 2.69), (16, 1, 2.65), (32, 8, 2.83), (64, 4, 3.01), (128, 8, 3.05)]
@@ -104,7 +128,7 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     """
     lengths = long_tailed(800, 65_536)
     request = level_request(lengths, 65_536, 4, pipeline)
-    job, data, found = request.job, request.data, found_of(request)
+    job, data, best = request.job, data_of(lengths, 4, 65_536), found_of(request).best
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
     trials = LevelTrials(
         job=job,
@@ -120,19 +144,19 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
             if not isinstance(trial, UserError):
                 assert bound <= trial.ms_per_sample
                 all_ms.append(trial.ms_per_sample)
-    best = found.ranking[0]
-    assert best.ms_per_sample <= (1 + slack) * min(all_ms)
-    assert found.gap == pytest.approx(1 - bound / best.ms_per_sample)
-    assert bound > 0.5 * best.ms_per_sample
+    best_ms = trials(best.levels)[1].ms_per_sample
+    assert best_ms <= (1 + slack) * min(all_ms)
+    assert 0.5 * best_ms < bound <= best.ms_per_sample
 
 
 def test_short_data_needs_one_level():
     """Prevents levels, or time spent on them, where all samples are short."""
     rng = np.random.default_rng(0)
     lengths = texts(np.clip(rng.lognormal(np.log(1_200), 0.6, 2_000), 40, 4_096))
-    assert is_one_level(level_request(lengths, 4_096, 4))
+    request = level_request(lengths, 4_096, 4)
+    assert not need_levels(request, ANY_LEVELS)
     with pytest.raises(UserError, match="packs of these samples may have 1"):
-        level_request(lengths, 4_096, 4, exactly=2)
+        need_levels(request, LevelRule(count=2))
 
 
 def test_no_context_size_is_looked_at_in_vain():
@@ -157,31 +181,31 @@ def test_like_samples_are_shared_where_that_saves_recomputation():
     parallel = Parallel(tensor=4, pipeline=1, data=8)
     job = replace(job_of(8), cluster=load_cluster("h100-80g"), parallel=parallel)
     request = level_request(lengths, 131_072, 8, job=job)
-    assert request.most_levels == 1 and not is_one_level(request)
+    assert need_levels(request, ANY_LEVELS)
     found = found_of(request)
-    alone = next(trial for trial in found.ranking if are_plain(trial.levels))
-    assert found.best[0].context > 1 and alone.recomputed_layers[0] > 0
-    assert found.ranking[0].ms_per_sample < 0.95 * alone.ms_per_sample
+    alone = next(each for each in found.ranking if are_plain(each.levels))
+    assert len(found.best.levels) == 1 and found.best.levels[0].context > 1
+    assert alone.recomputed_layers > 0
+    assert found.best.ms_per_sample < 0.95 * alone.ms_per_sample
 
 
 @pytest.mark.parametrize(
-    ("tokens", "ranks", "pipeline", "may_lower"),
+    ("tokens", "ranks", "pipeline"),
     [
-        ([100] * 9 + [60_000], 8, 1, False),
-        ([100, 90_000], 2, 1, False),
-        ([200] * 45 + [22_000, 25_000, 30_000, 35_000, 38_000], 6, 4, True),
+        ([100] * 9 + [60_000], 8, 1),
+        ([100, 90_000], 2, 1),
+        ([200] * 45 + [22_000, 25_000, 30_000, 35_000, 38_000], 6, 4),
     ],
 )
-def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline, may_lower):
+def test_few_packs_are_shared_by_all_ranks(tokens, ranks, pipeline):
     """Prevents jobs that are refused for too few packs, which more ranks could share."""
     top = int(top_caps(texts(tokens), ["tokens"])["tokens"])
-    request = level_request(texts(tokens), top, ranks, pipeline, may_lower=may_lower)
-    assert not is_one_level(request)
-    best = found_of(request).best
-    packs, _ = replace(request.data, levels=best).schedule(request.job)
+    request = replace(level_request(texts(tokens), top, ranks, pipeline), caps=None)
+    assert need_levels(request, ANY_LEVELS)
+    best = found_of(request).best.levels
+    packs, _ = replace(data_of(texts(tokens), ranks, top), levels=best).schedule(request.job)
     assert len(packs.packs.samples) == len(tokens)
     assert best[-1].context > 1
-    assert may_lower == (best[-1].caps["tokens"] < top)
 
 
 def test_levels_without_packs_are_left_out():
@@ -201,50 +225,39 @@ def test_levels_without_packs_are_left_out():
     assert min(trial.packs) > 0
 
 
-@pytest.mark.quick
 def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
-    """Prevents few levels that are taken although HBP's own are faster."""
-    level = Level(caps=Caps.of(tokens=8))
-    trials = [
-        LevelTrial(
-            levels=(level,) * count, packs=(1,) * count, recomputed_layers=(0,) * count,
-            ms_per_sample=ms, micro_batches=1,
-        )
-        for count, ms in ((1, 1.008), (2, 1.004), (3, 1.0))
-    ]  # fmt: skip
-    assert shorter_first(trials, LEAST_GAIN)[0].ms_per_sample == 1.008
-    assert shorter_first(trials, LEAST_GAIN, trials[1])[0].ms_per_sample == 1.004
+    """Prevents levels that are taken although HBP's own are faster."""
+    request = level_request(long_tailed(1_200, 65_536), 65_536, 8)
+    sizing = Sizing(request.job.parallel)
+    by_hbp = LevelEstimates.of(request.job, data_of(request.lengths, 8, 65_536)).by_hbp()
+    _, of_hbp = plan_levels(Setting(request=request.drawn(), packs={}), (sizing, by_hbp))
+    assert isinstance(of_hbp, Strategy)
+    assert found_of(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
 
 
-def test_what_memory_is_missing_is_said():
+def test_what_memory_is_missing_is_said(capsys, tmp_path):
     """Prevents a refusal that does not say how much is missing, or advises what does not help."""
-    large = replace(job_of(8), model=load_model("llama3.1-70b"))
-    missing = r"shared by 8 rank.*needs [\d.]+ GiB .*raise --tp or --pp,"
-    with pytest.raises(DoesNotFit, match=missing):
-        found_of(level_request(texts(np.full(20, 60_000)), 65_536, 8, job=large))
-    with pytest.raises(DoesNotFit, match=r"state alone are 89.*--dp for more ranks"):
-        found_of(level_request(texts(np.full(8, 1_000_000)), 1_000_000, 2))
+    write_lengths(texts(np.full(20, 60_000)), tmp_path / "texts.parquet")
+    command = "plan --model llama3.1-70b --cluster h200-141g --dp 8 --max-tokens 65536 --lengths"
+    message = failure(capsys, command, tmp_path / "texts.parquet", "-o", tmp_path / "plan")
+    assert re.search(r"needs [\d.]+ GiB.*what would fit: .*--tp", message)
 
 
-def test_a_curriculum_that_is_too_long_is_refused_first():
-    """Prevents a search of minutes that ends with the refusal of what was known before it."""
-    request, done = level_request(long_tailed(400, 32_768), 32_768, 2), []
-    short, long = (
-        replace(request, data=replace(request.data, settings=replace(ISF, curriculum_steps=steps)))
-        for steps in (2, 10_000)
-    )
-    with pytest.raises(UserError, match="an epoch has about"):
-        search_levels(long, done.append)
-    assert not done
-    assert all(len(trial.levels) > 1 for trial in found_of(short).ranking)
+def test_a_curriculum_starts_with_short_packs():
+    """Prevents a curriculum in packs of one level."""
+    request = level_request(long_tailed(400, 32_768), 32_768, 2)
+    short = replace(request, settings=replace(ISF, curriculum_steps=2))
+    setting = LevelSetting.of(Setting(request=short.drawn(), packs={}), short, ANY_LEVELS)
+    sizing = Sizing(short.job.parallel)
+    _, refused = setting.trials(sizing)((Level(caps=short.caps),))
+    assert "there is one level" in str(refused)
 
 
 def test_searches_are_deterministic_on_any_number_of_processes():
     """Prevents plans that differ from run to run."""
     request = level_request(long_tailed(800, 32_768), 32_768, 2)
     one, two = (found_of(request, processes) for processes in (1, 2))
-    assert one.best == two.best
-    assert [t.ms_per_sample for t in one.ranking] == [t.ms_per_sample for t in two.ranking]
+    assert one == two and not are_plain(one.best.levels)
 
 
 def test_the_recomputed_share_is_the_least_that_fits():
@@ -361,10 +374,10 @@ def test_a_curriculum_is_planned(capsys, tmp_path, texts_file):
 
 def test_a_curriculum_needs_two_levels(capsys, tmp_path):
     """Prevents a curriculum of all packs, where one level is shared by ranks."""
-    write_lengths(texts(np.full(60, 250_000)), tmp_path / "long.parquet")
+    write_lengths(texts(np.full(60, 120_000)), tmp_path / "long.parquet")
     options = f"{LLAMA} --dp 8 --micro-batches 2 --curriculum-steps 1 --lengths"
     message = failure(capsys, options, tmp_path / "long.parquet", "-o", tmp_path / "x")
-    assert "there is one level; leave --curriculum-steps out" in message
+    assert "packs are of one level, which none is shorter than" in message
 
 
 def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch):
@@ -373,7 +386,10 @@ def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch)
     write_lengths(lengths, tmp_path / "texts.parquet")
     levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (4_096, 16_384, 32_768))
     data = SampleData(settings=ISF, lengths=lengths, packs_per_step=4, levels=levels)
-    monkeypatch.setattr("omnibal.planning._Search._data", lambda *_: data)
+    monkeypatch.setattr(
+        "omnibal.planning._Search._request_of",
+        lambda search, *_: PlanRequest(job=search.goal.job, data=data),
+    )
     run(f"{LLAMA} --dp 2 --lengths", tmp_path / "texts.parquet", "-o", tmp_path / "plan")
     assert "the level of 16,384 tokens: it is left out" in capsys.readouterr().err
     plan = read_plan(tmp_path / "plan")
@@ -406,7 +422,7 @@ def test_steps_of_one_level_are_shared_where_a_rank_cannot_hold_a_pack(capsys, t
         (f"{CAPPED} --packing-levels 4 --lengths FILE", "may have"),
         (f"{CAPPED} --packing-levels 2", "levels are of samples"),
         (f"{CAPPED} --curriculum-steps 2", "levels are of samples"),
-        (f"{DIGITS} --gpus 4 --packing-levels 2 --lengths FILE", "can be trained on 4 GPUs"),
+        (f"{DIGITS} --gpus 4 --packing-levels 2 --lengths FILE", "may have 1"),
         (f"{CAPPED} --packing-levels 2 --method layer --lengths FILE", "only the joint search"),
     ],
 )
