@@ -72,10 +72,8 @@ from omnibal.job.replay import (
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
-from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.prediction import LostTime
-from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import simulate_schedule
+from omnibal.pipeline.simulate import SimulatedRows
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.report.drawing import svg_file
@@ -813,16 +811,17 @@ def picture(result: LayoutResult) -> str:
 
 
 def _shown(result: LayoutResult, one: VariantResult) -> ShownStep:
-    times = {name: np.array([value]) for name, value in one.shown if name.endswith("_ms")}
-    passes = {Pass.FORWARD: times["forward_ms"], Pass.BACKWARD: times["backward_ms"]}
-    _, micro_batches, stages = times["forward_ms"].shape
-    links = times["forward_link_ms"], times["backward_link_ms"]
-    graph, counts = planned_graph(stages, micro_batches), np.array([micro_batches])
+    times = {name: np.array(value)[..., None] for name, value in one.shown if name.endswith("_ms")}
+    rows = SimulatedRows(
+        pass_ms=np.stack([times["forward_ms"], times["backward_ms"]]),
+        link_ms=np.stack([times["forward_link_ms"], times["backward_link_ms"]]),
+        counts=np.array([len(times["forward_ms"])]),
+    )
     return ShownStep(
         title=one.variant if one.variant is not Variant.MEMORY else "this project",
         note=f"{PRACTICE[one.variant]}; vision+language layers of the stages: {one.stages}",
-        timeline=simulate_schedule(graph, passes, *links, counts).of_step(0),
-        recompute_ms=times["recompute_ms"][0],
+        timeline=rows.simulated().of_step(0),
+        recompute_ms=times["recompute_ms"][..., 0],
         samples=one.shown.samples,
     )
 

@@ -44,11 +44,8 @@ class Runs:
     counts: np.ndarray
     """Units of each kind, [runs, kinds]."""
     terms: np.ndarray
-    """Cost terms without recomputation and bucket terms, [runs, terms]."""
-    buckets: np.ndarray
-    """Gradient buckets if the run is the first stage, [runs]."""
-    tied_ms: np.ndarray
-    """Reduction time of the tied matrix, after all buckets, [runs]."""
+    """Cost terms without recomputation and bucket terms, with the first stage's number of buckets,
+    [runs, terms]."""
     prefix: np.ndarray
     """Summed terms of the units before each position, [units + 1, terms]."""
     cut: np.ndarray
@@ -118,21 +115,22 @@ class Structure:
         of_everything = self.weights[0, ::_PATHS, 0, compute]
         return (self.runs.terms[:, compute] @ of_everything.T).max(axis=1)
 
-    def with_buckets(self, terms: np.ndarray, run: np.ndarray, stage: int) -> np.ndarray:
-        """Add bucket terms to `terms` [options, terms] of runs [options] as a stage."""
+    def with_buckets(self, terms: np.ndarray, stage: int) -> np.ndarray:
+        """Add bucket terms to `terms` of runs as a stage. [options, terms]"""
         layout, terms = self.layout, terms.copy()
-        share = 1 / (self.runs.buckets[run] if stage == 0 else np.ones(len(run)))
+        if stage > 0:
+            terms[:, layout.buckets] = 1
+        share = 1 / terms[:, layout.buckets]
         terms[:, layout.forward_share] = terms[:, layout.forward] * share[:, None]
         terms[:, layout.backward_share] = terms[:, layout.backward] * share[:, None]
         terms[:, layout.first_gather] = terms[:, layout.gather] * share
-        tied_ms = self.runs.tied_ms[run]
-        terms[:, layout.last_reduction] = (terms[:, layout.reduction] - tied_ms) * share + tied_ms
+        terms[:, layout.last_reduction] = terms[:, layout.reduction] * share
         return terms
 
     def longest_of_runs_ms(self, stage: int, chosen: np.ndarray) -> np.ndarray:
         """Return `longest_ms` of chosen runs, without recomputation. [chosen]"""
         runs = self.runs
-        terms = self.with_buckets(runs.terms[chosen], chosen, stage)
+        terms = self.with_buckets(runs.terms[chosen], stage)
         return self.longest_ms(stage, runs.start[chosen], runs.end[chosen], terms)
 
     def longest_ms(
@@ -274,8 +272,7 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
     once = cost.tied_trained_parameters * holds_both_ends(kinds, counts)
     terms[:, layout.reduction] -= cost.rates.gradient_reduction_ms * once
     terms[:, layout.gather] -= cost.rates.weight_gather_ms * once
-    tied_ms = cost.tied_exchange_ms * holds_one_end(kinds, counts)
-    terms[:, layout.reduction] += tied_ms
+    terms[:, layout.tied] = cost.tied_exchange_ms * holds_one_end(kinds, counts)
     terms[:, layout.optimizer] -= cost.rates.optimizer_ms * once
     if layout.has_experts:
         terms[:, layout.without_experts] = counts @ cost.in_lockstep == 0
@@ -283,11 +280,8 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[sequence[:-1]]
     per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
-    return Runs(
-        start=start, end=end, counts=counts, terms=terms,
-        buckets=bucket_counts(cost, counts @ per_unit - once),
-        tied_ms=np.broadcast_to(tied_ms, start.shape), prefix=prefix, cut=cut,
-    )  # fmt: skip
+    terms[:, layout.buckets] = bucket_counts(cost, counts @ per_unit - once)
+    return Runs(start=start, end=end, counts=counts, terms=terms, prefix=prefix, cut=cut)
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
@@ -358,7 +352,8 @@ def _paths_through(
         way[:, stage, layout.forward] = weight @ own_forward
         way[:, stage, layout.backward] = weight @ own_backward
     # The exchange that no compute can hide: the last bucket's reduction, the first's gather.
-    weights[0, :, 0, layout.last_reduction] = weights[1, :, stage, layout.last_reduction] = 1
+    for reduction in (layout.last_reduction, layout.tied):
+        weights[0, :, 0, reduction] = weights[1, :, stage, reduction] = 1
     weights[:, :, 0, layout.first_gather] = 1
     weights[:, :, stage, layout.optimizer] = 1
     return weights.reshape(-1, stages, len(layout))

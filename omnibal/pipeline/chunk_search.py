@@ -4,8 +4,8 @@ Objective: mean simulated step time over sampled steps. There are too many ways 
 of `omnibal.pipeline.partition`, so local search improves a few good starts by moving layers, by
 combined moves, and by random moves from the best. A stage over the memory cap recomputes as needed
 (`omnibal.pipeline.part_memory`). Candidates of a round are simulated as one batch
-(`omnibal.pipeline.part_steps`). The proven bound is weak: evenly spread work plus pipeline fill and
-drain.
+(`omnibal.pipeline.critical_path`). The proven bound is weak: evenly spread work plus pipeline fill
+and drain.
 """
 
 import math
@@ -15,6 +15,7 @@ from itertools import combinations
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.base.errors import DoesNotFit
 from omnibal.cost.model import CostModel
 from omnibal.model.config import ModelConfig
@@ -22,16 +23,16 @@ from omnibal.model.targets import FREE, RecomputeFreedom, StageRules
 from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import balanced_cuts
 from omnibal.pipeline.bounds import Runs, possible_runs
-from omnibal.pipeline.critical_path import SampledSteps
+from omnibal.pipeline.critical_path import PartTerms, PipelineSimulator, SampledSteps
 from omnibal.pipeline.part_memory import PartMemory
 from omnibal.pipeline.part_recompute import Contents, LayerNumbers
-from omnibal.pipeline.part_steps import PartSimulator, PartTerms
 from omnibal.pipeline.partition import SearchResult, sampled_steps
-from omnibal.pipeline.schedules import Pass, PipelineSchedule
+from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
+    of_pass,
     per_step_costs,
     per_step_costs_of_units,
     workload_times,
@@ -88,7 +89,7 @@ class PartProblem:
     runs: Runs
     run_at: np.ndarray
     """Index of the run between two positions, or -1 if not allowed, [units + 1, units + 1]."""
-    simulator: PartSimulator
+    simulator: PipelineSimulator
     memories: Sequence[PartMemory]
     known: Sequence[dict[bytes, int]]
     """Cached min recompute numbers of every stage, by its content."""
@@ -119,7 +120,7 @@ class PartProblem:
             stages=stages,
             runs=runs,
             run_at=run_at,
-            simulator=PartSimulator.of(steps, schedule, stages),
+            simulator=PipelineSimulator.of(steps, stages, schedule),
             memories=PartMemory.of_stages(
                 cost, workload, schedule, stages, memory_cap_bytes, numbers
             ),
@@ -212,16 +213,13 @@ def least_work_ms(problem: PartProblem) -> float:
     while len(reach) < problem.stages:
         reach.append(int(runs.end[runs.start >= reach[-1]].min()))
     before, whole = runs.prefix[reach], runs.prefix[-1]
-    row_ms = np.zeros(len(steps.counts))
-    for group in simulator.groups:
-        graph = group.graph
-        drains = graph.kind[graph.last_of_stages()] == Pass.BACKWARD
-        total = group.features.sum(axis=0)
-        work = (whole[layout.forward] + whole[layout.backward]) @ total
-        fill = before[:, layout.forward].sum(axis=0) @ group.features[0]
-        drain = (before[:, layout.backward] * drains[:, None]).sum(axis=0) @ group.features[-1]
-        row_ms[group.rows] = (work + fill + drain) / problem.stages
-    return float(row_ms[steps.rows].max(axis=1) @ steps.weight)
+    fill = before[:, layout.forward].sum(axis=0)
+    drain = before[:, layout.backward].sum(axis=0)
+    if problem.schedule.in_two:
+        drain[:] = 0
+    row_ms = steps.features.sum(axis=1) @ (whole[layout.forward] + whole[layout.backward])
+    row_ms += steps.first_features @ fill + steps.last_features @ drain
+    return float(row_ms[steps.rows].max(axis=1) @ steps.weight) / problem.stages
 
 
 def _fitted(
@@ -389,7 +387,7 @@ class _Search:
         if not may_win.any():
             return
         picked = np.flatnonzero(may_win)
-        step_ms = problem.simulator.step_ms(terms.some(picked), once.at(picked))
+        step_ms = problem.simulator.step_ms(rows_of(terms, picked), once.at(picked))
         self.simulated += len(picked)
         self.work_left -= problem.simulator.operations * len(picked)
         for index, ms in zip(chosen[picked].tolist(), step_ms.tolist(), strict=True):
@@ -408,14 +406,13 @@ def _terms(
     weight = np.stack([unit.weight_ms for unit in problem.cost.units.values()])
     counts = table.counts[runs][:, problem.held].sum(axis=2)
     slowness = problem.cost.slowness_of(problem.parts)[:, None]
+    forward = terms[..., layout.forward] * slowness
+    backward = (terms[..., layout.backward] + recomputed @ again) * slowness
+    weight_part = table.counts[runs] @ weight * slowness
+    passes = [of_pass(kind, forward, backward, weight_part) for kind in problem.schedule.passes]
+    links = [terms[:, :-1, layout.send], terms[:, :-1, layout.receive]]
     return (
-        PartTerms(
-            forward=terms[..., layout.forward] * slowness,
-            backward=(terms[..., layout.backward] + recomputed @ again) * slowness,
-            weight=table.counts[runs] @ weight * slowness,
-            send=terms[..., layout.send],
-            receive=terms[..., layout.receive],
-        ),
+        PartTerms(passes=np.stack(passes, axis=1), links=np.stack(links, axis=1)),
         per_step_costs_of_units(problem.cost, counts),
     )
 
@@ -423,21 +420,16 @@ def _terms(
 def _stage_bound_ms(problem: PartProblem, terms: PartTerms) -> np.ndarray:
     """Return a lower bound on the mean step: the slowest stage's work plus fill and drain. [C]"""
     steps = problem.simulator.steps
-    whole = terms.forward + terms.backward
-    of_stages = whole[:, problem.held].sum(axis=2)  # [C, p, f]
-    first = slice(0, problem.stages)
+    forward, backward = terms.passes[:, 0], terms.passes[:, 1:].sum(axis=1)
+    of_stages = (forward + backward)[:, problem.held].sum(axis=2)  # [C, p, f]
     # Part s is the first of stage s.
     fill, drain = (
-        (each.cumsum(axis=1) - each)[:, first] for each in (terms.forward, terms.backward)
+        (each.cumsum(axis=1) - each)[:, : problem.stages] for each in (forward, backward)
     )
-    row_ms = np.zeros((len(terms), len(steps.counts)))
-    for group in problem.simulator.groups:
-        graph = group.graph
-        drains = graph.kind[graph.last_of_stages()] == Pass.BACKWARD
-        length = of_stages @ group.features.sum(axis=0) + fill @ group.features[0]
-        length += (drain * drains[:, None]) @ group.features[-1]
-        row_ms[:, group.rows] = length.max(axis=1)
-    return row_ms[:, steps.rows].max(axis=2) @ steps.weight
+    length = of_stages @ steps.features.sum(axis=1).T + fill @ steps.first_features.T
+    if not problem.schedule.in_two:
+        length += drain @ steps.last_features.T
+    return length.max(axis=1)[:, steps.rows].max(axis=2) @ steps.weight
 
 
 def _together(at: Candidate, moves: Sequence[Candidate]) -> list[Candidate]:

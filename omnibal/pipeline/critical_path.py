@@ -13,24 +13,24 @@ path for candidates without them. Costs and features are concatenated over level
 (`omnibal.pipeline.level_costs`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import numpy as np
 
+from omnibal.base.arrays import rows_of
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.level_costs import features_of
-from omnibal.pipeline.operation_graph import OperationGraph, planned_graph
-from omnibal.pipeline.schedules import Pass
+from omnibal.pipeline.operation_graph import schedule_graph
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
+from omnibal.pipeline.simulate import Joins, SimulatedRows, Turn, block_sizes, run, turns_of
+from omnibal.pipeline.stage_cost import PerStepCosts
 from omnibal.pipeline.workload import Workload
 
 _CHUNK_ENTRIES = 1_000_000
-"""Entries of [operations, candidates, rows] per chunk: limits memory."""
+"""Entries of [operations, candidates, rows] per chunk: limits memory to about 50 MB."""
 _NO_PATH_MS = -1e12
 """Length of a path a candidate lacks: far below any, exact in sums with other times."""
-_NEVER_MS = -1e30
-"""Arrival at a missing micro-batch, which waits for nothing."""
 
 
 def _by_feature(first: int, blocks: int = 1) -> property:
@@ -59,7 +59,7 @@ class TermLayout:
         return cls(len(cost.features), bool(cost.in_lockstep.any()))
 
     def __len__(self) -> int:
-        return 6 * self.features + 5 + self.has_experts
+        return 6 * self.features + 7 + self.has_experts
 
     forward = _by_feature(0)
     """Forward time; this and the next five are per feature."""
@@ -75,20 +75,35 @@ class TermLayout:
     by_feature = _by_feature(0, 6)
     """All per-feature terms."""
     reduction = _of_stage(0)
-    """Gradient reduction time, including the tied matrix."""
+    """Gradient reduction time."""
     last_reduction = _of_stage(1)
     """Reduction time of the last bucket."""
-    gather = _of_stage(2)
+    tied = _of_stage(2)
+    """Reduction time of the tied matrix, after all buckets."""
+    gather = _of_stage(3)
     """Weight all-gather time."""
-    first_gather = _of_stage(3)
+    first_gather = _of_stage(4)
     """All-gather time of the first bucket."""
-    optimizer = _of_stage(4)
-    without_experts = _of_stage(5)
+    optimizer = _of_stage(5)
+    buckets = _of_stage(6)
+    """Number of buckets; on no path."""
+    without_experts = _of_stage(7)
     """1 if the stage has no experts, else 0; absent for dense models."""
 
-
-_FORWARD, _BACKWARD, _SEND, _FORWARD_SHARE, _BACKWARD_SHARE = 0, 1, 2, 4, 5
-"""Blocks of the layout."""
+    def split(self, terms: np.ndarray) -> tuple["PartTerms", PerStepCosts]:
+        """Return the costs of candidates [n, p, terms] in 1F1B."""
+        by_feature = terms[..., self.by_feature].reshape(*terms.shape[:2], 6, -1).swapaxes(1, 2)
+        return PartTerms(
+            passes=by_feature[:, :2],
+            links=by_feature[:, 2:4, :-1],
+            has_experts=terms[..., self.without_experts] == 0 if self.has_experts else None,
+        ), PerStepCosts(
+            reduction_ms=terms[..., self.reduction],
+            gather_ms=terms[..., self.gather],
+            buckets=terms[..., self.buckets],
+            tied_ms=terms[..., self.tied],
+            update_ms=terms[..., self.optimizer],
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -108,6 +123,16 @@ class SampledSteps:
     lockstep_ranks: int
     """Size of the row blocks that run stages with experts in lockstep."""
     layout: TermLayout
+
+    @property
+    def first_features(self) -> np.ndarray:
+        """Features of every row's first micro-batch. [rows, features]"""
+        return self.features[:, 0]
+
+    @property
+    def last_features(self) -> np.ndarray:
+        """Features of every row's last micro-batch. [rows, features]"""
+        return self.features[np.arange(len(self.counts)), np.maximum(self.counts - 1, 0)]
 
     @classmethod
     def of(cls, workload: Workload, cost: CostModel) -> "SampledSteps":
@@ -146,324 +171,216 @@ class SampledSteps:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PartTerms:
+    """Per-feature coefficients of every part of C candidates."""
+
+    passes: np.ndarray
+    """By the kinds of the schedule, [C, kinds, k, f]."""
+    links: np.ndarray
+    """P2P links to the next part and back, [C, 2, k - 1, f]."""
+    has_experts: np.ndarray | None = None
+    """Whether each part has experts, [C, k], or None if the model has none."""
+
+    def __len__(self) -> int:
+        return len(self.passes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PipelineSimulator:
-    """1F1B on p stages over sampled steps."""
+    """A schedule over sampled steps, for C candidates at once."""
 
     steps: SampledSteps
-    graph: OperationGraph
-    """Operations sorted by depth; equal depths are independent."""
+    schedule: PipelineSchedule
+    stages: int
     features: np.ndarray
-    """Features of the operations' micro-batches, [operations, features, rows]."""
+    """Features of every micro-batch, [m, f, rows]."""
     delay_ms: np.ndarray
-    """Delay in addition to the link, [operations, 1, rows]: 0, or `_NEVER_MS` if missing."""
-    passes: np.ndarray
-    """Operation indices of forwards (0) and backwards (1), [2, m, p]."""
-    last: np.ndarray
-    """Last operation of every stage, [p]."""
-    before: np.ndarray
-    """The stage's previous operation, [operations]; operations + 1 + s for stage s's first."""
-    shared: Mapping[int, np.ndarray]
-    """Whether a block of rows runs the operation together, [operations, rows], by block size."""
-    lockstep: Mapping[int, np.ndarray]
-    """`shared` in stages with experts."""
+    """Delay of links: 0, or -inf for missing micro-batches, which wait for nothing, [m, rows]."""
 
     @classmethod
-    def of(cls, steps: SampledSteps, stages: int) -> "PipelineSimulator":
+    def of(
+        cls,
+        steps: SampledSteps,
+        stages: int,
+        schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD,
+    ) -> "PipelineSimulator":
         """Return the simulator for `stages` stages."""
-        graph = planned_graph(stages, steps.features.shape[1])
-        missing = graph.micro_batch[:, None] >= steps.counts
-        firsts = graph.before == len(graph)
-        context = steps.context.T[graph.micro_batch]
-        grouped = np.maximum(context, steps.lockstep_ranks if steps.layout.has_experts else 1)
+        missing = np.arange(steps.features.shape[1])[:, None] >= steps.counts
         return cls(
             steps=steps,
-            graph=graph,
-            features=np.ascontiguousarray(steps.features.transpose(1, 2, 0)[graph.micro_batch]),
-            delay_ms=np.where(missing, _NEVER_MS, 0.0)[:, None],
-            passes=_passes(graph),
-            last=graph.last_of_stages(),
-            before=np.where(firsts, len(graph) + 1 + graph.stage, graph.before),
-            shared=_by_size(context),
-            lockstep=_by_size(grouped),
+            schedule=schedule,
+            stages=stages,
+            features=np.ascontiguousarray(steps.features.transpose(1, 2, 0)),
+            delay_ms=np.where(missing, -np.inf, 0.0),
         )
 
     @property
-    def stages(self) -> int:
-        return self.graph.schedule.stages
-
-    @property
     def operations(self) -> int:
-        """Number of operations over all rows."""
-        return len(self.graph) * len(self.steps.counts)
+        """Operations per candidate, over all rows."""
+        per_micro_batch = len(self.schedule.passes) * self.stages * self.schedule.chunks
+        return per_micro_batch * int(self.steps.counts.sum())
 
-    def step_ms(self, terms: np.ndarray) -> np.ndarray:
-        """Return the mean step time of candidates [n, p, terms]. [n]"""
-        return np.concatenate([self._step_ms(chunk) for chunk in self._chunks(terms)])
+    def step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
+        """Return the mean step time of every candidate, given its costs [C, p]. [C]"""
+        found = [self._step_ms(rows_of(terms, c), once.at(c)) for c in self._chunks(len(terms))]
+        return np.concatenate(found)
+
+    def _chunks(self, candidates: int) -> list[slice]:
+        at_once = max(_CHUNK_ENTRIES // self.operations, 1)
+        return [slice(first, first + at_once) for first in range(0, candidates, at_once)]
+
+    def _step_ms(self, terms: PartTerms, once: PerStepCosts) -> np.ndarray:
+        rows = self._rows(terms)
+        of_rows = once.at(np.repeat(np.arange(len(terms)), len(self.steps.counts)))
+        timeline = rows.simulated(rows.first_waits_ms(of_rows))
+        reduced_ms = timeline.finish_ms + rows.exposed_ms(of_rows, timeline)
+        row_ms = reduced_ms.max(axis=1).reshape(len(terms), -1)
+        step_ms = row_ms[:, self.steps.rows].max(axis=2) + once.update_ms.max(axis=1)[:, None]
+        return step_ms @ self.steps.weight
+
+    def _rows(self, terms: PartTerms) -> SimulatedRows:
+        """Return the rows of every candidate, [C * rows]."""
+        n, counts = len(terms), self.steps.counts
+        context = np.tile(self.steps.context.T[:, None], n)
+        has_experts = terms.has_experts
+        if has_experts is not None:
+            has_experts = np.repeat(has_experts.T, len(counts), axis=1)
+        return SimulatedRows(
+            schedule=self.schedule,
+            pass_ms=self._ms(terms.passes),
+            link_ms=self._ms(terms.links) + np.tile(self.delay_ms[:, None], n),
+            counts=np.tile(counts, n),
+            together=block_sizes(context, self.steps.lockstep_ranks, has_experts),
+        )
+
+    def _ms(self, terms: np.ndarray) -> np.ndarray:
+        """Return the times of `terms` [C, kinds, k, f] in every row. [kinds, m, k, C * rows]"""
+        ms = terms.transpose(1, 2, 0, 3)[:, None] @ self.features[:, None]
+        return ms.reshape(*ms.shape[:3], len(terms) * len(self.steps.counts))
 
     def critical_paths(self, terms: np.ndarray) -> np.ndarray:
-        """Return term weights of the critical path, mean over steps. [n, p, terms]
+        """Return term weights of the critical path in 1F1B, mean over steps. [n, p, terms]
 
         Their dot product with the candidate's terms [n, p, terms] is its mean step time; with other
         candidates' terms it is a lower bound.
         """
-        return np.concatenate([self._critical_paths(chunk) for chunk in self._chunks(terms)])
-
-    def _chunks(self, terms: np.ndarray) -> list[np.ndarray]:
-        at_once = max(_CHUNK_ENTRIES // self.operations, 1)
-        return [terms[first : first + at_once] for first in range(0, len(terms), at_once)]
-
-    def _step_ms(self, terms: np.ndarray) -> np.ndarray:
-        end, _ = self._run(terms)
-        finish_ms = self._finish_ms(end, terms).max(axis=(2, 3))
-        return finish_ms @ self.steps.weight + terms[:, :, self.steps.layout.optimizer].max(axis=1)
+        found = [self._critical_paths(terms[chunk]) for chunk in self._chunks(len(terms))]
+        return np.concatenate(found)
 
     def _critical_paths(self, terms: np.ndarray) -> np.ndarray:
         """Return term weights of the longest path of every step, traced back from its end."""
-        end, link = self._run(terms)
-        alone_ms = ready_ms = np.empty((0, 0, 0))
-        if self.lockstep:  # rows share passes
-            ready_ms = np.maximum(end[self.graph.source] + link, end[self.before])
-            alone_ms = self._alone_ms(terms)
-        layout, finish_ms = self.steps.layout, self._finish_ms(end, terms)
-        n, steps = finish_ms.shape[:2]
-        last = finish_ms.reshape(n, -1, self.stages * finish_ms.shape[2]).argmax(axis=2)
-        candidate, step = (axis.ravel() for axis in np.indices((n, steps)))
-        rank, stage = np.divmod(last.ravel(), self.stages)
-        weights = np.zeros((n, steps, self.stages, len(layout)))
-        slowest_update = terms[:, :, layout.optimizer].argmax(axis=1)
-        weights[np.arange(n), :, slowest_update, layout.optimizer] = 1
-        of_kind = weights[..., layout.by_feature].reshape(n, steps, self.stages, 6, -1)
-        row, operation = self.steps.rows[step, rank], self.last[stage]
-        graph, backwards = self.graph, _backwards(self.graph)
-        is_in_lockstep = self._is_in_lockstep(terms)
-        gather, reduction = self._exposed(terms)
-
-        def take(exposed: _Exposed, at: tuple[np.ndarray, ...]) -> None:
-            """Add exposed time at the ends of paths, at (candidate, step, stage, row)."""
-            candidate, step, stage, row = at
-            whole = exposed.whole[candidate, stage, row]
-            term = np.where(whole, exposed.whole_term, exposed.one_term)
-            weights[candidate, step, stage, term] += 1
-            candidate, step, stage, row = (values[whole] for values in at)
-            operation, together = exposed.operation[stage, row], is_in_lockstep[stage, candidate]
-            slowest = self._leading(alone_ms, (operation, candidate, row), together)
-            left = np.flatnonzero(together & (slowest != row))
-            if len(left):
-                weights[candidate[left], step[left], stage[left], layout.without_experts] = (
-                    _NO_PATH_MS
-                )
-            features = self.steps.features[slowest, graph.micro_batch[operation]]
-            of_kind[candidate, step, stage, exposed.block] -= features
-            of_kind[candidate, step, stage, exposed.share_block] += features
-
-        take(reduction, (candidate, step, stage, row))
-        while len(operation):
-            backward, stage = backwards[operation], graph.stage[operation]
-            place = operation, candidate, row
-            together = is_in_lockstep[stage, candidate]
-            slowest, last = (self._leading(of, place, together) for of in (alone_ms, ready_ms))
-            left = np.flatnonzero(together & ((slowest != row) | (last != row)))
-            if len(left):
-                gone = candidate[left], step[left], stage[left], layout.without_experts
-                weights[gone] = _NO_PATH_MS
-            row = last
-            features = self.steps.features[slowest, graph.micro_batch[operation]]
-            of_kind[candidate, step, stage, backward] += features
-            before, sender = self.before[operation], graph.source[operation]
-            arrival = end[sender, candidate, row] + link[operation, candidate, row]
-            waits = arrival > end[before, candidate, row]
-            cut = np.where(backward, stage, stage - 1)
-            sent = candidate[waits], step[waits], cut[waits], _SEND + backward[waits]
-            of_kind[sent] += self.steps.features[row[waits], graph.micro_batch[operation[waits]]]
-            operation = np.where(waits, sender, before)
-            begun = operation > len(graph)
-            take(gather, (candidate[begun], step[begun], stage[begun], row[begun]))
-            going = operation < len(graph)
-            operation, candidate, step, row = (
-                values[going] for values in (operation, candidate, step, row)
-            )
-        weights[..., layout.by_feature] = of_kind.reshape(n, steps, self.stages, -1)
-        return np.einsum("s,nspt->npt", self.steps.weight, weights)
-
-    def _is_in_lockstep(self, terms: np.ndarray) -> np.ndarray:
-        """Return whether expert-parallel rows run each stage in lockstep. [p, n]"""
-        layout = self.steps.layout
-        if self.steps.lockstep_ranks == 1 or not layout.has_experts:
-            return np.zeros((self.stages, len(terms)), bool)
-        return terms[:, :, layout.without_experts].T == 0
-
-    def _leading(
-        self,
-        values_ms: np.ndarray,
-        at: tuple[np.ndarray, np.ndarray, np.ndarray],
-        together: np.ndarray,
-    ) -> np.ndarray:
-        """Return the row of each block with the largest value. [paths]
-
-        Args:
-            values_ms: [operations, n, rows].
-            at: operation, candidate and row of each path.
-            together: whether rows run the stage in lockstep, [paths].
-        """
-        operation, candidate, row = at
-        found = row
-        for blocks, of_these in ((self.shared, ~together), (self.lockstep, together)):
-            for size, shared in blocks.items():
-                here = np.flatnonzero(shared[operation, row] & of_these)
-                members = (row[here] // size * size)[:, None] + np.arange(size)
-                values = values_ms[operation[here, None], candidate[here, None], members]
-                found = found.copy()
-                found[here] = members[np.arange(len(here)), values.argmax(axis=1)]
-        return found
-
-    def _run(self, terms: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return operation ends [operations + 1 + p, n, rows] and link times.
-
-        A 0 and each stage's earliest start follow the operations.
-        """
-        n, rows = len(terms), len(self.steps.counts)
-        graph, backwards = self.graph, _backwards(self.graph)
-        of_kind = terms[:, :, self.steps.layout.by_feature]
-        of_kind = of_kind.reshape(n, self.stages, 6, -1).transpose(1, 2, 0, 3)
-        together = self._is_in_lockstep(terms)[graph.stage]
-        duration = self._of_block(self._alone_ms(terms), slice(None), together)
-        cut = np.where(backwards, graph.stage, graph.stage - 1)
-        sent = of_kind[cut, _SEND + backwards]
-        sent[graph.source == len(graph)] = 0
-        link = np.matmul(sent, self.features)
-        if self.delay_ms.any():
-            link += self.delay_ms
-        end = np.empty((len(graph) + 1 + self.stages, n, rows))
-        end[len(graph)] = 0.0
-        end[len(graph) + 1 :] = self._exposed(terms)[0].ms.transpose(1, 0, 2)
-        for first, stop in pairwise(graph.levels):
-            level = slice(first, stop)
-            start = end[graph.source[level]]
-            start += link[level]
-            np.maximum(start, end[self.before[level]], out=start)
-            np.add(self._of_block(start, level, together[level]), duration[level], out=end[level])
-        return end, link
-
-    def _alone_ms(self, terms: np.ndarray) -> np.ndarray:
-        """Return operation times on each row without waits for others. [operations, n, rows]"""
-        of_kind = terms[:, :, self.steps.layout.by_feature]
-        of_kind = of_kind.reshape(len(terms), self.stages, 6, -1).transpose(1, 2, 0, 3)
-        return np.matmul(of_kind[self.graph.stage, _backwards(self.graph)], self.features)
-
-    def _of_block(
-        self, values_ms: np.ndarray, chosen: slice | np.ndarray, together: np.ndarray
-    ) -> np.ndarray:
-        """Return the maximum over rows that run an operation together. [operations, n, rows]
-
-        Args:
-            values_ms: [chosen operations, n, rows].
-            chosen: operations.
-            together: whether rows run them in lockstep, [operations, n].
-        """
-        if not together.any():
-            return _most_of_blocks(values_ms, self.shared, chosen)
-        lockstep_ms = _most_of_blocks(values_ms, self.lockstep, chosen)
-        if together.all():
-            return lockstep_ms
-        shared_ms = _most_of_blocks(values_ms, self.shared, chosen)
-        return np.where(together[..., None], lockstep_ms, shared_ms)
-
-    def _exposed(self, terms: np.ndarray) -> tuple["_Exposed", "_Exposed"]:
-        """Return the exposed all-gather of first forwards and reduction of last backwards."""
-        layout, counts = self.steps.layout, self.steps.counts
-        gather = layout.gather, layout.first_gather
-        reduction = layout.reduction, layout.last_reduction
-        return (
-            self._exposed_beside(terms, _FORWARD, gather, np.zeros_like(counts)),
-            self._exposed_beside(terms, _BACKWARD, reduction, np.maximum(counts - 1, 0)),
+        layout, steps, n = self.steps.layout, self.steps, len(terms)
+        of_parts, once = layout.split(terms)
+        rows = self._rows(of_parts)
+        candidate = np.repeat(np.arange(n), len(steps.counts))
+        of_rows = once.at(candidate)
+        ready_ms = rows.first_waits_ms(of_rows).T
+        turns = turns_of(schedule_graph(self.schedule, self.stages, len(self.features)))
+        end_ms, finish_ms = run(turns, rows.took_ms, rows.link_ms, ready_ms, rows.joins)
+        exposed_ms = of_rows.exposed_ms(rows.last_ms).T
+        reduced_ms = (finish_ms + exposed_ms).reshape(self.stages, n, -1)[:, :, steps.rows]
+        # Of the slowest rank's slowest stage.
+        last = np.moveaxis(reduced_ms, 0, -1).reshape(n, len(steps.rows), -1).argmax(axis=2)
+        rank, stage = np.divmod(last, self.stages)
+        row = steps.rows[np.arange(len(last[0])), rank] + len(steps.counts) * np.arange(n)[:, None]
+        share = np.zeros((self.stages, len(candidate)))
+        np.add.at(share, (stage, row), steps.weight)
+        # Only rows that end a path, and rows of their blocks, can be on one.
+        size = max(int(steps.context.max()), steps.lockstep_ranks)
+        blocks = np.unique(np.flatnonzero(share.any(axis=0)) // size)
+        on_path = (blocks[:, None] * size + np.arange(size)).ravel()
+        joins = Joins.of(None if rows.together is None else rows.together[..., on_path])
+        ready_ms, exposed_ms, share = (each[:, on_path] for each in (ready_ms, exposed_ms, share))
+        alone_ms, of_rows = rows.pass_ms[..., on_path], of_rows.at(on_path)
+        of_passes, of_links, of_ready, crossed = _trace_back(
+            turns,
+            alone_ms,
+            rows.link_ms[..., on_path],
+            ready_ms,
+            end_ms[..., on_path],
+            joins,
+            share,
         )
-
-    def _exposed_beside(
-        self, terms: np.ndarray, block: int, exchange: tuple[int, int], micro_batch: np.ndarray
-    ) -> "_Exposed":
-        """Return the exposed time of an exchange overlapped by one pass of each row.
-
-        Rows that run the pass together overlap like the slowest row.
-
-        Args:
-            block: index of the pass's time term.
-            exchange: terms of the whole exchange and of one bucket's.
-            micro_batch: of the pass, [rows].
-        """
-        share_block = {_FORWARD: _FORWARD_SHARE, _BACKWARD: _BACKWARD_SHARE}[block]
-        of_kind = terms[:, :, self.steps.layout.by_feature].reshape(*terms.shape[:2], 6, -1)
-        hiding = (of_kind[:, :, block] - of_kind[:, :, share_block]).transpose(1, 0, 2)
-        rows = np.arange(len(micro_batch))
-        hidden_ms = hiding @ self.steps.features[rows, micro_batch].T
-        if self.lockstep:
-            together = self._is_in_lockstep(terms)
-            for number in np.unique(micro_batch).tolist():
-                of_rows, passes = micro_batch == number, self.passes[block, number]
-                alone_ms = np.matmul(hiding, self.features[passes])
-                hidden_ms[..., of_rows] = self._of_block(alone_ms, passes, together)[..., of_rows]
-        whole_ms = terms[:, :, exchange[0], None] - hidden_ms.transpose(1, 0, 2)
-        one_ms = terms[:, :, exchange[1], None]
-        return _Exposed(
-            ms=np.maximum(whole_ms, one_ms),
-            whole=whole_ms > one_ms,
-            operation=self.passes[block, micro_batch].T,
-            block=block,
-            share_block=share_block,
-            whole_term=exchange[0],
-            one_term=exchange[1],
+        # Whole exchanges are hidden by a pass except its share of one bucket.
+        one_gather = of_rows.gather_ms / of_rows.buckets
+        one_reduction = of_rows.reduction_ms / of_rows.buckets + of_rows.tied_ms
+        of_gather, of_reduction = (
+            of_ready * (ready_ms > one_gather.T),
+            share * (exposed_ms > one_reduction.T),
         )
-
-    def _finish_ms(self, end: np.ndarray, terms: np.ndarray) -> np.ndarray:
-        """Return every stage's reduction end, counting this rank only. [n, steps, ranks, p]"""
-        reduced_ms = end[self.last].transpose(1, 0, 2) + self._exposed(terms)[1].ms
-        return reduced_ms[:, :, self.steps.rows].transpose(0, 2, 3, 1)
-
-
-def _backwards(graph: OperationGraph) -> np.ndarray:
-    """Return 1 for backwards, 0 for forwards. [operations]"""
-    return (graph.kind == Pass.BACKWARD).astype(np.int64)
-
-
-def _passes(graph: OperationGraph) -> np.ndarray:
-    """Return operation indices by kind, micro-batch and stage. [2, m, p]"""
-    passes = np.empty((2, graph.schedule.micro_batches, graph.schedule.stages), np.int64)
-    passes[_backwards(graph), graph.micro_batch, graph.stage] = np.arange(len(graph))
-    return passes
-
-
-def _by_size(sizes: np.ndarray) -> dict[int, np.ndarray]:
-    """Return masks of block sizes above 1. [operations, rows] each"""
-    return {size: sizes == size for size in np.unique(sizes[sizes > 1]).tolist()}
-
-
-def _most_of_blocks(
-    values_ms: np.ndarray, blocks: Mapping[int, np.ndarray], chosen: slice | np.ndarray
-) -> np.ndarray:
-    """Return the block maximum of `values_ms` [chosen operations, n, rows] on each row; `blocks`
-    has masks by block size, [operations, rows]."""
-    for size, of_size in blocks.items():
-        is_block = of_size[chosen]
-        if is_block.any():
-            left = values_ms.reshape(*values_ms.shape[:2], -1, size)
-            while (half := left.shape[3] // 2) > 0:
-                # For odd sizes the middle row is in both halves.
-                left = np.maximum(left[..., : left.shape[3] - half], left[..., half:])
-            largest = np.repeat(left[..., 0], size, axis=2)
-            values_ms = np.where(is_block[:, None], largest, values_ms)
-    return values_ms
+        hiding = np.zeros_like(of_passes)
+        final = np.maximum(rows.counts[on_path] - 1, 0)
+        for kind, of_row, hidden in ((0, 0 * final, of_gather), (1, final, of_reduction)):
+            for micro_batch in np.unique(of_row).tolist():
+                for stage, of_stage in enumerate(np.where(of_row == micro_batch, hidden, 0)):
+                    place = kind, micro_batch, stage
+                    block = joins.at(place)
+                    if block is not None:
+                        slowest = block.leader(alone_ms[place])
+                        crossed[stage] += of_stage * (slowest != np.arange(len(slowest)))
+                        of_stage = np.bincount(slowest, of_stage, len(slowest))
+                    hiding[place] += of_stage
+        of_links = np.pad(of_links, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        by_feature = np.concatenate([of_passes - hiding, of_links, hiding]).transpose(3, 2, 0, 1)
+        by_feature = by_feature.reshape(len(on_path), -1, len(self.features))
+        by_feature = by_feature @ self.features[..., on_path % len(steps.counts)].transpose(2, 0, 1)
+        begins = np.searchsorted(candidate[on_path], np.arange(n))
+        weights = np.zeros(terms.shape)
+        weights[..., layout.by_feature] = np.add.reduceat(by_feature, begins).reshape(
+            n, self.stages, -1
+        )
+        of_stages = {
+            layout.reduction: of_reduction,
+            layout.last_reduction: share - of_reduction,
+            layout.tied: share,
+            layout.gather: of_gather,
+            layout.first_gather: of_ready - of_gather,
+        }
+        if of_parts.has_experts is not None:
+            has_experts = of_parts.has_experts[candidate[on_path]].T
+            of_stages[layout.without_experts] = _NO_PATH_MS * crossed * has_experts
+        for term, of_stage in of_stages.items():
+            weights[..., term] = np.add.reduceat(of_stage, begins, axis=1).T
+        weights[np.arange(n), once.update_ms.argmax(axis=1), layout.optimizer] = 1
+        return weights
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Exposed:
-    """Exposed time of an exchange overlapped by a pass."""
+def _trace_back(
+    turns: Sequence[Turn],
+    alone_ms: np.ndarray,
+    link_ms: np.ndarray,
+    ready_ms: np.ndarray,
+    end_ms: np.ndarray,
+    joins: Joins,
+    share: np.ndarray,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Return the share of longest paths on every pass, link and stage's begin, and the share that
+    switches rows at the stage.
 
-    ms: np.ndarray
-    """Exposed time, [n, p, rows]."""
-    whole: np.ndarray
-    """Whether it is the whole exchange minus overlap, not the last bucket alone, [n, p, rows]."""
-    operation: np.ndarray
-    """Overlapping pass, [p, rows]."""
-    block: int
-    share_block: int
-    whole_term: int
-    one_term: int
+    Args:
+        alone_ms: pass times of rows without waits for joined rows, [kinds, m, k, rows].
+        end_ms: from `omnibal.pipeline.simulate.run`, as are the shapes of other arguments.
+        share: share of paths at the end of every stage, [p, rows].
+    """
+    of_passes, of_links, crossed = np.zeros_like(end_ms), np.zeros_like(link_ms), 0 * share
+    of_stages, sent = share.copy(), dict[tuple[int, int, int], np.ndarray]()
+    rows = np.arange(share.shape[1])
+    for stage, place, before, source, link in reversed(turns):
+        own = of_stages[stage] + sent.pop(place, 0)
+        begun = ready_ms[stage] if before is None else end_ms[before]
+        arrival = begun if source is None else end_ms[source] + link_ms[link]
+        block = joins.at(place)
+        if block is None:
+            of_passes[place] = own
+        else:
+            slowest = block.leader(alone_ms[place])
+            latest = block.leader(np.maximum(begun, arrival))
+            crossed[stage] += own * ((slowest != rows) | (latest != rows))
+            of_passes[place] = np.bincount(slowest, own, len(rows))
+            own = np.bincount(latest, own, len(rows))
+        if source is not None:
+            waits = arrival > begun
+            sent[source] = of_links[link] = own * waits
+            own = own * ~waits
+        of_stages[stage] = own
+    return of_passes, of_links, of_stages, crossed

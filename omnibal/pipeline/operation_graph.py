@@ -5,7 +5,7 @@ a backward for the next part's gradient (parts: `omnibal.pipeline.schedules`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -27,7 +27,7 @@ class OperationGraph:
 
     schedule: Schedule
     kind: np.ndarray
-    """Kind of every operation (`Pass`). All arrays except `levels` are [operations]."""
+    """Kind of every operation (`Pass`). All arrays are [operations]."""
     stage: np.ndarray
     part: np.ndarray
     """Part of the model."""
@@ -36,8 +36,8 @@ class OperationGraph:
     """The stage's previous operation, or the number of operations if none."""
     source: np.ndarray
     """Producer of the operation's input, or the number of operations if none."""
-    levels: np.ndarray
-    """First operation of every depth, then the number of operations, [depths + 1]."""
+    depths: int
+    """Length of the longest dependency chain."""
     in_turn: np.ndarray
     """A topological order with long runs of one stage, for cache locality."""
 
@@ -61,7 +61,7 @@ class OperationGraph:
             micro_batch=table.micro_batch[order],
             before=rank[table.before[order]],
             source=rank[source[order]],
-            levels=np.searchsorted(depth[order], np.arange(depth.max(initial=-1) + 2)),
+            depths=int(depth.max(initial=-1)) + 1,
             in_turn=rank[in_turn],
         )
 
@@ -69,27 +69,8 @@ class OperationGraph:
         return len(self.kind)
 
     @property
-    def depths(self) -> int:
-        """Length of the longest dependency chain."""
-        return len(self.levels) - 1
-
-    @property
     def kinds(self) -> tuple[Pass, ...]:
         return tuple(Pass(kind) for kind in np.unique(self.kind).tolist())
-
-    def last_of_stages(self) -> np.ndarray:
-        """Last operation of every stage. [stages]"""
-        last = np.empty(self.schedule.stages, np.int64)
-        last[self.stage] = np.arange(len(self))  # numpy keeps the last of equal indices
-        return last
-
-    def until_first_forwards(self) -> "OperationGraph":
-        """Return the graph whose order ends with the forwards of the first micro-batch."""
-        needed = np.append((self.kind == Pass.FORWARD) & (self.micro_batch == 0), False)
-        for index in self.in_turn[::-1].tolist():
-            if needed[index]:
-                needed[self.before[index]] = needed[self.source[index]] = True
-        return replace(self, in_turn=self.in_turn[needed[self.in_turn]])
 
     def of_stage(self, stage: int) -> np.ndarray:
         """Return a stage's operations in execution order."""

@@ -10,7 +10,9 @@ All steps and data-parallel ranks are simulated as one batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -58,77 +60,52 @@ class Timeline:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Lockstep:
-    """Expert-parallel ranks that run in lockstep."""
-
-    ranks: int
-    """Size of their aligned blocks, a divisor or multiple of every context-parallel size."""
-    parts: np.ndarray
-    """Parts of the model with experts, bool [k]."""
+_Place = tuple[int, int, int]
+"""Pass: (row of its kind, micro-batch, part)."""
 
 
-def simulate_schedule(
-    graph: OperationGraph,
-    duration_ms: Mapping[Pass, np.ndarray],
-    forward_link_ms: np.ndarray,
-    backward_link_ms: np.ndarray,
-    counts: np.ndarray,
-    ready_ms: np.ndarray | None = None,
-    context: np.ndarray | None = None,
-    lockstep: Lockstep | None = None,
-) -> Timeline:
-    """Simulate a batch of steps in any schedule.
+class Turn(NamedTuple):
+    """One operation of a stage."""
+
+    stage: int
+    place: _Place
+    before: _Place | None
+    """The stage's previous pass, or None if it is the first."""
+    source: _Place | None
+    """Producer of the input, or None if no other stage has it."""
+    link: _Place
+    """Link from the producer: (0 forward or 1 backward, micro-batch, first part)."""
+
+
+@lru_cache(maxsize=64)
+def turns_of(graph: OperationGraph, *, to_first_forwards: bool = False) -> tuple[Turn, ...]:
+    """Return a topological order of the operations with long runs of one stage, for cache locality.
 
     Args:
-        duration_ms: [steps, m, k] per kind of pass.
-        forward_link_ms: [steps, m, k - 1]; entry i is from part i to i + 1.
-        backward_link_ms: [steps, m, k - 1]; entry i is from part i + 1 to i.
-        counts: [steps]; micro-batches from `counts` on are skipped, which equals the schedule of
-            fewer micro-batches only if it is prefix-closed.
-        ready_ms: earliest start of each stage, [steps, p], or None for 0.
-        context: context-parallel size of every micro-batch, [steps, m], equal within an aligned
-            block of rows, or None for 1.
-        lockstep: rows with equal counts that run some parts in lockstep, or None if absent.
+        to_first_forwards: only operations that the first micro-batch's forwards wait for.
     """
-    schedule, kinds = graph.schedule, graph.kinds
-    steps, micro_batches = len(counts), schedule.micro_batches
-    real = np.arange(micro_batches)[:, None] < counts  # [m, steps]
-    padded = not real.all()
-    # Steps last, so that every operation below runs on contiguous vectors.
-    duration = np.stack([_steps_last(duration_ms[kind], real) for kind in kinds])
-    link = np.stack([_steps_last(forward_link_ms, real), _steps_last(backward_link_ms, real)])
-    blocks = _blocks_of_parts(context, lockstep, duration.shape[1:])
-    took = _taken(duration, blocks)
-    end = np.zeros_like(duration)  # [kinds, m, k, steps]
-    free = np.zeros((schedule.stages, steps)) if ready_ms is None else ready_ms.T.copy()
-    for stage, place, sender, over in _orders(graph):
-        start = free[stage]
-        if sender is not None:
-            arrival = end[sender] + link[over]
-            start = np.maximum(start, arrival * real[place[1]] if padded else arrival)
-        if place[1:] in blocks:
-            start = blocks[place[1:]].most(start)
-        free[stage] = start + took[place]
-        end[place] = free[stage]
-    begin = end - took
-    busy = np.zeros((schedule.stages, steps))
-    np.add.at(
-        busy, [schedule.stage_of(part) for part in range(schedule.parts)], duration.sum((0, 1))
-    )
-    return Timeline(
-        schedule=schedule,
-        start_ms={kind: np.moveaxis(begin[row], -1, 0) for row, kind in enumerate(kinds)},
-        end_ms={kind: np.moveaxis(end[row], -1, 0) for row, kind in enumerate(kinds)},
-        finish_ms=free.T,
-        busy_ms=busy.T,
-        step_ms=free.max(axis=0),
-    )
+    needed = np.full(len(graph) + 1, not to_first_forwards)
+    if to_first_forwards:
+        needed[:-1] = (graph.kind == Pass.FORWARD) & (graph.micro_batch == 0)
+        for index in graph.in_turn[::-1].tolist():
+            if needed[index]:
+                needed[graph.before[index]] = needed[graph.source[index]] = True
+    columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
+    places = [*zip(*(column.tolist() for column in columns), strict=True), None]
+    backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
+    stages, before, sources = graph.stage.tolist(), graph.before.tolist(), graph.source.tolist()
+    turns = []
+    for index in graph.in_turn[needed[graph.in_turn]].tolist():
+        place, source = places[index], places[sources[index]]
+        cut = place[2] if source is None else min(place[2], source[2])
+        link = backward[index], place[1], cut
+        turns.append(Turn(stages[index], place, places[before[index]], source, link))
+    return tuple(turns)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Blocks:
-    """Rows that compute a micro-batch together."""
+class Block:
+    """Rows that begin and end a pass together."""
 
     first: np.ndarray
     size: np.ndarray
@@ -137,65 +114,75 @@ class _Blocks:
         """Return the block maximum in all of its rows. [..., rows]"""
         return np.repeat(np.maximum.reduceat(values, self.first, axis=-1), self.size, axis=-1)
 
-
-def _taken(duration: np.ndarray, blocks: Mapping[tuple[int, int], _Blocks]) -> np.ndarray:
-    """Return pass times with blocks at their slowest row. [..., m, k, rows]"""
-    if not blocks:
-        return duration
-    took = duration.copy()
-    for (micro_batch, part), block in blocks.items():
-        took[..., micro_batch, part, :] = block.most(duration[..., micro_batch, part, :])
-    return took
+    def leader(self, values: np.ndarray) -> np.ndarray:
+        """Return each row's first row of its block with the largest of `values` [rows]. [rows]"""
+        rows = np.arange(len(values))
+        leading = np.where(values == self.most(values), rows, len(rows))
+        return np.repeat(np.minimum.reduceat(leading, self.first), self.size)
 
 
-def _blocks_of_parts(
-    context: np.ndarray | None, lockstep: Lockstep | None, shape: tuple[int, int, int]
-) -> dict[tuple[int, int], _Blocks]:
-    """Return row blocks of every micro-batch and part; `shape` is (micro-batches, parts, rows)."""
-    micro_batches, parts, rows = shape
-    plain = grouped = _blocks(context)
-    if lockstep is not None:
-        alone = np.ones((rows, micro_batches), np.int64) if context is None else context
-        grouped = _blocks(np.maximum(alone, lockstep.ranks))
-    return {
-        (micro_batch, part): block
-        for part in range(parts)
-        for micro_batch, block in (
-            grouped if lockstep is not None and lockstep.parts[part] else plain
-        ).items()
-    }
+@dataclass(frozen=True, slots=True, eq=False)
+class Joins:
+    """Blocks of rows that run passes together."""
+
+    blocks: Mapping[tuple[int, int], Block]
+    """Blocks by micro-batch and part."""
+    parts: int
+    """Number of parts that differ, 1 if all have the same blocks."""
+
+    @classmethod
+    def of(cls, together: np.ndarray | None) -> "Joins":
+        """Return the blocks of aligned rows, given their sizes [m, 1 or k, rows] or None."""
+        if together is None:
+            return cls({}, 1)
+        blocks, rows = {}, np.arange(together.shape[2])
+        for micro_batch, part in np.argwhere((together > 1).any(axis=2)).tolist():
+            size = together[micro_batch, part]
+            first = np.flatnonzero(rows % size == 0)
+            blocks[micro_batch, part] = Block(first, size[first])
+        return cls(blocks, together.shape[1])
+
+    def at(self, place: _Place) -> Block | None:
+        """Return the blocks of a pass, or None if every row runs it alone."""
+        return self.blocks.get((place[1], place[2] % self.parts))
+
+    def slowest(self, pass_ms: np.ndarray) -> np.ndarray:
+        """Return pass times with blocks at their slowest row. [kinds, m, k, rows]"""
+        if not self.blocks:
+            return pass_ms
+        took_ms = pass_ms.copy()
+        for micro_batch, part in np.ndindex(pass_ms.shape[1:3]):
+            block = self.at((0, micro_batch, part))
+            if block is not None:
+                took_ms[:, micro_batch, part] = block.most(pass_ms[:, micro_batch, part])
+        return took_ms
 
 
-def _blocks(context: np.ndarray | None) -> dict[int, _Blocks]:
-    """Return row blocks of every shared micro-batch, from context sizes [rows, m]."""
-    if context is None:
-        return {}
-    rows = np.arange(len(context))
-    blocks = {}
-    for micro_batch in np.flatnonzero((context > 1).any(axis=0)).tolist():
-        first = np.flatnonzero(rows % context[:, micro_batch] == 0)
-        blocks[micro_batch] = _Blocks(first, context[first, micro_batch])
-    return blocks
+def run(
+    turns: Sequence[Turn],
+    took_ms: np.ndarray,
+    link_ms: np.ndarray,
+    ready_ms: np.ndarray,
+    joins: Joins,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the end of every pass, [kinds, m, k, rows], and of every stage, [p, rows].
 
-
-_Place = tuple[int, int, int]
-"""Operation: (kind's row, micro-batch, part)."""
-
-
-def _orders(graph: OperationGraph) -> Iterator[tuple[int, _Place, _Place | None, _Place]]:
-    """Yield stage, operation, source and link of every operation. A link is (0 forward or 1
-    backward, micro-batch, first part)."""
-    columns = np.searchsorted(graph.kinds, graph.kind), graph.micro_batch, graph.part
-    places = list(zip(*(column.tolist() for column in columns), strict=True))
-    backward = (graph.kind != Pass.FORWARD).astype(np.int64).tolist()
-    stages, sources = graph.stage.tolist(), graph.source.tolist()
-    for index in graph.in_turn.tolist():
-        place, source = places[index], sources[index]
-        if source == len(places):
-            yield stages[index], place, None, place
-        else:
-            cut = min(place[2], places[source][2])
-            yield stages[index], place, places[source], (backward[index], place[1], cut)
+    Args:
+        took_ms: pass times, equal in joined rows, [kinds, m, k, rows].
+        link_ms: P2P times, -inf if the receiver waits for nothing, [2, m, k - 1, rows]; entry i is
+            from part i to i + 1 forward, and from part i + 1 to i backward.
+        ready_ms: earliest start of every stage, [p, rows].
+    """
+    end, free = np.zeros_like(took_ms), [*ready_ms]
+    for stage, place, _, source, link in turns:
+        start = free[stage]
+        if source is not None:
+            start = np.maximum(start, end[source] + link_ms[link])
+        block = joins.at(place)
+        if block is not None:
+            start = block.most(start)
+        free[stage] = np.add(start, took_ms[place], out=end[place])
+    return end, np.stack(free)
 
 
 def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
@@ -210,11 +197,6 @@ def waits_before(timeline: Timeline) -> dict[Pass, np.ndarray]:
             waits[operation.kind][place] = max(timeline.start_ms[operation.kind][place] - ended, 0)
             ended = timeline.end_ms[operation.kind][place]
     return waits
-
-
-def _steps_last(values: np.ndarray, real: np.ndarray) -> np.ndarray:
-    """Move the steps axis last, [steps, m, k] to [m, k, steps]; 0 for missing micro-batches."""
-    return np.where(real[:, None], np.moveaxis(values, 0, -1), 0.0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -328,27 +310,37 @@ def encoder_blocks(
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SimulatedRows:
-    """Rows of a batch: every rank of a step, then the next step's ranks."""
+    """Rows of a batch: every rank of a step, then the next step's ranks.
 
-    schedule: PipelineSchedule
-    pass_ms: Mapping[Pass, np.ndarray]
-    """Time per kind of pass, [rows, m, k]."""
-    forward_link_ms: np.ndarray
-    """P2P times; this and the next are [rows, m, k - 1]."""
-    backward_link_ms: np.ndarray
+    Rows are the last axis, so that every operation runs on contiguous vectors. Missing
+    micro-batches take no time, and have links of -inf.
+    """
+
+    schedule: PipelineSchedule = ONE_FORWARD_ONE_BACKWARD
+    pass_ms: np.ndarray
+    """Time of every pass, [kinds, m, k, rows], by the kinds of the schedule."""
+    link_ms: np.ndarray
+    """P2P times forward and backward, [2, m, k - 1, rows], as in `run`."""
     counts: np.ndarray
     """Micro-batches per row."""
     ranks: int = 1
     """Rows per step."""
-    together: bool = False
+    by_one_list: bool = False
     """Whether all rows of a step use one operation list."""
-    context: np.ndarray | None = None
-    """Context-parallel size of each micro-batch, [rows, m], or None if all are 1."""
-    lockstep: Lockstep | None = None
-    """Rows in lockstep, or None if absent."""
+    together: np.ndarray | None = None
+    """Size of the aligned block of rows that run a pass together, [m, 1 or k, rows], or None if no
+    rows do."""
     waits_ms: np.ndarray | None = None
     """Wait for data-parallel encoders in the first stage's forwards and backwards, [rows, 2], or
     None without such encoders."""
+    joins: Joins = field(init=False)
+    took_ms: np.ndarray = field(init=False)
+    """`pass_ms` with joined rows at their slowest."""
+
+    def __post_init__(self) -> None:
+        joins = Joins.of(self.together)
+        object.__setattr__(self, "joins", joins)
+        object.__setattr__(self, "took_ms", joins.slowest(self.pass_ms))
 
     @classmethod
     def of(
@@ -362,81 +354,81 @@ class SimulatedRows:
         """Arrange `chosen` micro-batches, to the end of a step, in rows; `step` is from 0."""
         ranks, slot = workload.data_parallel_size, workload.slot[chosen]
         row = step * ranks + workload.dp_rank[chosen]
-        shape = (int(step[-1]) + 1) * ranks, int(workload.slot.max()) + 1
+        shape = int(workload.slot.max()) + 1, (int(step[-1]) + 1) * ranks
+
+        def placed(values: np.ndarray, missing: float = 0) -> np.ndarray:
+            """Arrange values [packs, k] as [m, k, rows]."""
+            table = np.full((shape[0], values.shape[1], shape[1]), missing, values.dtype)
+            table[slot, :, row] = values
+            return table
+
         pass_ms = {kind: times.pass_ms(kind)[chosen] for kind in schedule.passes}
         waits_ms = None
         if times.waits_ms is not None:
             before_ms, after_ms = times.waits_ms[chosen].T
             waits_ms = np.stack(
-                [np.bincount(row, each, shape[0]) for each in (before_ms, after_ms)], axis=1
+                [np.bincount(row, each, shape[1]) for each in (before_ms, after_ms)], axis=1
             )
             first = np.arange(times.forward_ms.shape[1]) == 0
             pass_ms[Pass.FORWARD] = pass_ms[Pass.FORWARD] + before_ms[:, None] * first
             last = schedule.last_pass
             pass_ms[last] = pass_ms[last] + after_ms[:, None] * first
-        context = np.maximum(_padded(workload.context[chosen], row, slot, shape), 1)
-        lockstep = None
-        if workload.lockstep_ranks > 1 and times.has_experts is not None:
-            lockstep = Lockstep(ranks=workload.lockstep_ranks, parts=times.has_experts)
+        links_ms = times.forward_link_ms[chosen], times.backward_link_ms[chosen]
+        context = np.maximum(placed(workload.context[chosen, None]), 1)
         return cls(
             schedule=schedule,
-            pass_ms={kind: _padded(ms, row, slot, shape) for kind, ms in pass_ms.items()},
-            forward_link_ms=_padded(times.forward_link_ms[chosen], row, slot, shape),
-            backward_link_ms=_padded(times.backward_link_ms[chosen], row, slot, shape),
-            counts=np.bincount(row, minlength=shape[0]),
+            pass_ms=np.stack([placed(ms) for ms in pass_ms.values()]),
+            link_ms=np.stack([placed(ms, -np.inf) for ms in links_ms]),
+            counts=np.bincount(row, minlength=shape[1]),
             ranks=ranks,
-            together=workload.runs_together,
-            context=context if (context > 1).any() else None,
-            lockstep=lockstep,
+            by_one_list=workload.runs_together,
+            together=block_sizes(context, workload.lockstep_ranks, times.has_experts),
             waits_ms=waits_ms,
         )
 
     @property
     def stages(self) -> int:
-        return self.pass_ms[Pass.FORWARD].shape[2] // self.schedule.chunks
+        return self.pass_ms.shape[2] // self.schedule.chunks
+
+    @property
+    def parts_of_stages(self) -> np.ndarray:
+        """Part of the model in each chunk of each stage, [p, chunks]."""
+        return np.array(self.schedule.parts_of(self.pass_ms.shape[2]))
 
     def reordered(self, chosen: np.ndarray, order: np.ndarray) -> "SimulatedRows":
         """Return rows `chosen` as independent steps with micro-batches in `order`, [chosen, m]."""
-        taken = chosen[:, None], order
+        place = order.T[None, :, None]
         return SimulatedRows(
             schedule=self.schedule,
-            pass_ms={kind: ms[taken] for kind, ms in self.pass_ms.items()},
-            forward_link_ms=self.forward_link_ms[taken],
-            backward_link_ms=self.backward_link_ms[taken],
+            pass_ms=np.take_along_axis(self.pass_ms[..., chosen], place, axis=1),
+            link_ms=np.take_along_axis(self.link_ms[..., chosen], place, axis=1),
             counts=self.counts[chosen],
         )
 
     def first_waits_ms(self, once: PerStepCosts) -> np.ndarray:
         """Return every stage's wait for updated weights before its first forward. [rows, p]"""
         if self.schedule.chunks == 1:
-            return once.first_wait_ms(self._taken(Pass.FORWARD)[:, 0])
-        first_ms = np.zeros((len(self.counts), self.stages * self.schedule.chunks))
+            return once.first_wait_ms(self.took_ms[0, 0].T)
+        first_ms = np.zeros((len(self.counts), self.pass_ms.shape[2]))
         if once.overlaps and once.gather_ms.any():
             first_ms = self.simulated(to_first_forwards=True).start_ms[Pass.FORWARD][:, 0]
             first_ms = first_ms * (self.counts[:, None] > 0)
-        return once.first_waits_ms(first_ms[:, self._chunks])
+        return once.first_waits_ms(first_ms[:, self.parts_of_stages.T])
 
     def exposed_ms(self, once: PerStepCosts, timeline: Timeline) -> np.ndarray:
         """Return exposed gradient-reduction time of every stage. [rows, p]"""
-        last = self.schedule.last_pass
         if self.schedule.chunks == 1:
-            slot = np.maximum(self.counts - 1, 0)
-            return once.exposed_ms(self._taken(last)[np.arange(len(slot)), slot])
+            return once.exposed_ms(self.last_ms)
         # Missing micro-batches may have the times of ranks that run together with theirs.
-        is_real = np.arange(self.forward_link_ms.shape[1]) < self.counts[:, None]
-        end_ms = np.where(is_real[..., None], timeline.end_ms[last], 0).max(axis=1)
-        return once.chunks_exposed_ms(end_ms[:, self._chunks])
+        is_real = np.arange(self.pass_ms.shape[1]) < self.counts[:, None]
+        last_ms = timeline.end_ms[self.schedule.last_pass]
+        end_ms = np.where(is_real[..., None], last_ms, 0).max(axis=1)
+        return once.chunks_exposed_ms(end_ms[:, self.parts_of_stages.T])
 
     @property
-    def _chunks(self) -> np.ndarray:
-        """Part of the model in each chunk of each stage, [chunks, p]."""
-        return np.array(self.schedule.parts_of(self.stages * self.schedule.chunks)).T
-
-    def _taken(self, kind: Pass) -> np.ndarray:
-        """Return pass times including ranks that run them together. [rows, m, k]"""
-        duration = np.moveaxis(self.pass_ms[kind], 0, -1)
-        blocks = _blocks_of_parts(self.context, self.lockstep, duration.shape)
-        return np.moveaxis(_taken(duration, blocks), -1, 0)
+    def last_ms(self) -> np.ndarray:
+        """Time of every part's last backward. [rows, k]"""
+        return self.took_ms[-1, np.maximum(self.counts - 1, 0), :, np.arange(len(self.counts))]
 
     def simulated(
         self, ready_ms: np.ndarray | None = None, *, to_first_forwards: bool = False
@@ -450,56 +442,64 @@ class SimulatedRows:
             to_first_forwards: whether only times of the first micro-batch's forwards are needed;
                 the others are then 0 or too early.
         """
-        most = self.forward_link_ms.shape[1]
-        graph = schedule_graph(self.schedule, self.stages, most)
-        step = np.arange(len(self.counts)) // self.ranks
-        listed = listed_micro_batches(graph, self.counts, step, together=self.together)
-        if (listed == most).all():
-            return self._by_list(graph, np.arange(len(listed)), ready_ms, to_first_forwards)
-        kinds, shape = self.schedule.passes, (len(listed), most, graph.schedule.parts)
-        whole = Timeline(
-            schedule=graph.schedule,
-            start_ms={kind: np.zeros(shape) for kind in kinds},
-            end_ms={kind: np.zeros(shape) for kind in kinds},
-            finish_ms=np.zeros((len(listed), self.stages)),
-            busy_ms=np.zeros((len(listed), self.stages)),
-            step_ms=np.zeros(len(listed)),
+        most, rows = self.pass_ms.shape[1], len(self.counts)
+        whole = schedule_graph(self.schedule, self.stages, most)
+        listed = listed_micro_batches(
+            whole, self.counts, np.arange(rows) // self.ranks, together=self.by_one_list
         )
+        ready_ms = np.zeros((rows, self.stages)) if ready_ms is None else ready_ms
+        end_ms, finish_ms = np.zeros(self.took_ms.shape), np.zeros((self.stages, rows))
         for count in np.unique(listed).tolist():
-            rows = np.flatnonzero(listed == count)
-            shorter = schedule_graph(self.schedule, self.stages, count)
-            timeline = self._by_list(shorter, rows, ready_ms, to_first_forwards)
-            for kind in timeline.start_ms:
-                whole.start_ms[kind][rows, :count] = timeline.start_ms[kind]
-                whole.end_ms[kind][rows, :count] = timeline.end_ms[kind]
-            whole.finish_ms[rows], whole.busy_ms[rows] = timeline.finish_ms, timeline.busy_ms
-            whole.step_ms[rows] = timeline.step_ms
-        return whole
+            of_list = np.flatnonzero(listed == count)
+            own = self if len(of_list) == rows and count == most else self._some(of_list, count)
+            graph = schedule_graph(self.schedule, self.stages, count)
+            turns = turns_of(graph, to_first_forwards=to_first_forwards)
+            ended = run(turns, own.took_ms, own.link_ms, ready_ms[of_list].T, own.joins)
+            if own is self:
+                end_ms, finish_ms = ended
+            else:
+                end_ms[:, :count, :, of_list], finish_ms[:, of_list] = ended
+        start_ms = end_ms - self.took_ms
+        kinds = self.schedule.passes
+        return Timeline(
+            schedule=whole.schedule,
+            start_ms={kind: np.moveaxis(start_ms[row], -1, 0) for row, kind in enumerate(kinds)},
+            end_ms={kind: np.moveaxis(end_ms[row], -1, 0) for row, kind in enumerate(kinds)},
+            finish_ms=finish_ms.T,
+            busy_ms=self.pass_ms.sum(axis=(0, 1))[self.parts_of_stages].sum(axis=1).T,
+            step_ms=finish_ms.max(axis=0),
+        )
 
-    def _by_list(
-        self, graph: OperationGraph, rows: np.ndarray, ready_ms: np.ndarray | None, to_first: bool
-    ) -> Timeline:
-        """Simulate rows with an operation list of exactly their micro-batches."""
-        listed = np.s_[rows, : graph.schedule.micro_batches]
-        return simulate_schedule(
-            graph.until_first_forwards() if to_first else graph,
-            {kind: ms[listed] for kind, ms in self.pass_ms.items()},
-            self.forward_link_ms[listed],
-            self.backward_link_ms[listed],
-            self.counts[rows],
-            None if ready_ms is None else ready_ms[rows],
-            None if self.context is None else self.context[listed],
-            self.lockstep,
+    def _some(self, rows: np.ndarray, count: int) -> "SimulatedRows":
+        """Return whole steps' rows [n] with their first `count` micro-batches."""
+        return SimulatedRows(
+            schedule=self.schedule,
+            pass_ms=self.pass_ms[:, :count, :, rows],
+            link_ms=self.link_ms[:, :count, :, rows],
+            counts=self.counts[rows],
+            together=None if self.together is None else self.together[:count, :, rows],
         )
 
 
-def _padded(
-    values: np.ndarray, row: np.ndarray, slot: np.ndarray, shape: tuple[int, int]
-) -> np.ndarray:
-    """Arrange values [packs, ...] as [rows, m, ...], zeros if missing."""
-    table = np.zeros((*shape, *values.shape[1:]), values.dtype)
-    table[row, slot] = values
-    return table
+def block_sizes(
+    context: np.ndarray, lockstep_ranks: int, has_experts: np.ndarray | None
+) -> np.ndarray | None:
+    """Return the size of the block of rows that run each pass together, [m, 1 or k, rows].
+
+    Args:
+        context: context-parallel size of every micro-batch, equal within an aligned block of rows,
+            [m, 1, rows].
+        lockstep_ranks: size of aligned blocks that run parts with experts in lockstep, a divisor or
+            multiple of every context-parallel size.
+        has_experts: bool [k] or [k, rows], or None if no part has experts.
+
+    Returns:
+        None if every row runs alone.
+    """
+    if lockstep_ranks > 1 and has_experts is not None:
+        has_experts = has_experts.reshape(len(has_experts), -1)
+        return np.where(has_experts, np.maximum(context, lockstep_ranks), context)
+    return context if (context > 1).any() else None
 
 
 def simulate_levels(

@@ -15,7 +15,7 @@ import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.simulate import SimulatedRows
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import StageTimes, workload_times
@@ -112,25 +112,25 @@ def searched_slots(
 def _bound_ms(rows: SimulatedRows) -> np.ndarray:
     """Return a lower bound over orders: every stage's work, plus min fill and, if it ends with a
     backward that other stages need, min drain. [r]"""
-    exists = np.arange(rows.forward_link_ms.shape[1]) < rows.counts[:, None]
+    exists = np.arange(rows.pass_ms.shape[1])[:, None, None] < rows.counts  # [m, 1, r]
 
-    def quickest(through_ms: np.ndarray, link_ms: np.ndarray) -> np.ndarray:
-        to_part = np.cumsum(through_ms[..., :-1] + link_ms, axis=2)
-        least = np.where(exists[..., None], to_part, np.inf).min(axis=1)
-        return np.concatenate([np.zeros((len(least), 1)), least], axis=1)
+    def quickest(direction: int) -> np.ndarray:
+        """Return the min time to every part. [k, r]"""
+        to_part = np.cumsum(rows.pass_ms[direction, :, :-1] + rows.link_ms[direction], axis=1)
+        least = np.where(exists, to_part, np.inf).min(axis=0)
+        return np.concatenate([np.zeros((1, least.shape[1])), least])
 
-    parts = np.array(rows.schedule.parts_of(rows.stages * rows.schedule.chunks))
-    work = sum(ms.sum(axis=1) for ms in rows.pass_ms.values())[:, parts].sum(axis=2)
-    work += quickest(rows.pass_ms[Pass.FORWARD], rows.forward_link_ms)[:, parts.min(axis=1)]
-    if rows.schedule.last_pass is Pass.BACKWARD:
-        back = quickest(rows.pass_ms[Pass.BACKWARD], rows.backward_link_ms)
-        work += back[:, parts.min(axis=1)]
-    return np.where(rows.counts > 0, work.max(axis=1), 0.0)
+    parts = rows.parts_of_stages
+    work = rows.pass_ms.sum(axis=(0, 1))[parts].sum(axis=1)
+    work += quickest(0)[parts.min(axis=1)]
+    if not rows.schedule.in_two:
+        work += quickest(1)[parts.min(axis=1)]
+    return np.where(rows.counts > 0, work.max(axis=0), 0.0)
 
 
 def _search(rows: SimulatedRows, changes: int) -> np.ndarray:
     """Return the best order found for every row, with at most `changes` tried per row. [r, m]"""
-    r, m = rows.forward_link_ms.shape[:2]
+    r, m = len(rows.counts), rows.pass_ms.shape[1]
     best = np.arange(m)[None].repeat(r, axis=0)
     best_ms = rows.simulated().step_ms
     order, order_ms = best.copy(), best_ms.copy()

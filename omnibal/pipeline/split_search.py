@@ -198,7 +198,9 @@ class SplitSearch:
         self.seen.update(splits[i].tobytes() for i in chosen)
         self.simulated += len(chosen)
         self.work += _SIMULATED_WORK * len(chosen) * self.problem.simulator.operations
-        step_ms = self.problem.simulator.step_ms(terms[chosen])
+        step_ms = self.problem.simulator.step_ms(
+            *self.problem.structure.layout.split(terms[chosen])
+        )
         if step_ms.min() < self._target_ms:
             self.best, self.best_ms = splits[chosen[step_ms.argmin()]], float(step_ms.min())
 

@@ -202,7 +202,7 @@ def recomputing(
     terms[:, layout.backward] += recomputed @ structure.recompute_ms
     if problem.slowness is not None:
         terms[:, layout.forward.start : layout.backward.stop] *= problem.slowness[stage]
-    terms = structure.with_buckets(terms, run, stage)
+    terms = structure.with_buckets(terms, stage)
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
     options = StageOptions(

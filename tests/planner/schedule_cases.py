@@ -1,15 +1,15 @@
 """Schedules run by an event loop that is not the simulator's."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from omnibal.cost.model import CostModel
 from omnibal.pipeline.lost_time import causes_of, lost_time_of
-from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.prediction import LostTime
 from omnibal.pipeline.schedules import Operation, Pass, PipelineSchedule, Schedule
-from omnibal.pipeline.simulate import Timeline, simulate_schedule
+from omnibal.pipeline.simulate import SimulatedRows, Timeline, block_sizes
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import PerStepCosts, per_step_costs, stage_times
 from omnibal.pipeline.unit_runs import stage_units
@@ -46,14 +46,36 @@ def nothing_once(stages: int, **changes: np.ndarray) -> PerStepCosts:
     return PerStepCosts(**(usual | {"buckets": np.ones(stages)} | changes))
 
 
-def simulate_1f1b(forward_ms: np.ndarray, backward_ms: np.ndarray, *others) -> Timeline:
-    """Steps [steps, m, p] of 1F1B, or one step [m, p]; `others` are as of `simulate_schedule`."""
+def simulate_1f1b(
+    forward_ms: np.ndarray,
+    backward_ms: np.ndarray,
+    *links_ms: np.ndarray,
+    counts: np.ndarray | None = None,
+    **blocks: Any,
+) -> Timeline:
+    """Steps [steps, m, p] of 1F1B, or one step [m, p]; `blocks` are as of `block_sizes`, with the
+    context [steps, m]."""
     if forward_ms.ndim == 2:
-        given = (each[None] for each in (forward_ms, backward_ms, *others))
-        return simulate_1f1b(*given, np.array([len(forward_ms)])).of_step(0)
-    _, micro_batches, stages = forward_ms.shape
-    passes = {F: forward_ms, B: backward_ms}
-    return simulate_schedule(planned_graph(stages, micro_batches), passes, *others)
+        given = (each[None] for each in (forward_ms, backward_ms, *links_ms))
+        return simulate_1f1b(*given).of_step(0)
+    steps, micro_batches, _ = forward_ms.shape
+    counts = np.full(steps, micro_batches) if counts is None else counts
+    real = np.arange(micro_batches)[:, None, None] < counts
+
+    def rows_last(values: tuple[np.ndarray, ...], missing: float) -> np.ndarray:
+        return np.stack([np.where(real, np.moveaxis(each, 0, -1), missing) for each in values])
+
+    together = None
+    if blocks:
+        context = blocks.pop("context").T[:, None]
+        together = block_sizes(context, **({"lockstep_ranks": 1, "has_experts": None} | blocks))
+    rows = SimulatedRows(
+        pass_ms=rows_last((forward_ms, backward_ms), 0),
+        link_ms=rows_last(links_ms, -np.inf),
+        counts=counts,
+        together=together,
+    )
+    return rows.simulated()
 
 
 def needed_ms(cost: CostModel, stages: Sequence[Stage], features: np.ndarray) -> float:

@@ -17,7 +17,7 @@ from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.level_costs import side_by_side
 from omnibal.pipeline.partition import least_peak_of_splits, search_stages
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import Lockstep, simulate_levels
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -44,8 +44,8 @@ def test_ranks_in_lockstep_match_an_event_loop(stages: int) -> None:
         counts -= np.repeat(rng.integers(0, 2, len(steps)), ranks)
         context = np.where(np.arange(slots) < counts[:, None], context, 1)
         parts = rng.random(stages) < 0.6
-        lockstep = Lockstep(ranks=lockstep_ranks, parts=parts)
-        found = simulate_1f1b(forward, backward, *links, counts, None, context, lockstep)
+        lockstep = {"lockstep_ranks": lockstep_ranks, "has_experts": parts}
+        found = simulate_1f1b(forward, backward, *links, counts=counts, context=context, **lockstep)
         blocks = np.where(parts, np.maximum(context, lockstep_ranks)[..., None], context[..., None])
         for index in range(len(steps)):
             rows = slice(index * ranks, (index + 1) * ranks)
@@ -125,9 +125,9 @@ def test_a_path_bounds_every_split():
         first, ends = np.flatnonzero(runs.start == 0), runs.end == runs.units
         second = [np.flatnonzero((runs.start == end) & ends) for end in runs.end[first]]
         splits = np.array([(a, b[0]) for a, b in zip(first, second, strict=True) if len(b)])
-        ways = (structure.with_buckets(runs.terms[run], run, s) for s, run in enumerate(splits.T))
+        ways = (structure.with_buckets(runs.terms[run], s) for s, run in enumerate(splits.T))
         terms = np.stack([*ways], axis=1)
-        step_ms = simulator.step_ms(terms)
+        step_ms = simulator.step_ms(*structure.layout.split(terms))
         paths = simulator.critical_paths(terms)
         length = np.tensordot(terms, paths, axes=((1, 2), (1, 2)))
         np.testing.assert_allclose(np.diag(length), step_ms)

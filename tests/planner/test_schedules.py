@@ -24,7 +24,7 @@ from omnibal.pipeline.schedules import (
     zero_bubble_h1,
     zero_bubble_v,
 )
-from omnibal.pipeline.simulate import simulate_schedule
+from omnibal.pipeline.simulate import Joins, run, turns_of
 
 pytestmark = pytest.mark.quick
 
@@ -51,15 +51,16 @@ def bubble_ms(
     rule: Callable, stages: int, chunks: int, micro_batches: int, durations: Mapping[Pass, float]
 ) -> tuple[float, float]:
     """Idle time of equal stages in a step, and the most between a stage's first and last pass."""
-    graph, rows = operation_graph(rule, stages, chunks, micro_batches), (1, micro_batches)
-    values = {kind: np.full((*rows, stages * chunks), durations[kind]) for kind in graph.kinds}
-    links = np.zeros((*rows, stages * chunks - 1))
-    timeline = simulate_schedule(graph, values, links, links, np.array([micro_batches]))
+    graph, parts = operation_graph(rule, stages, chunks, micro_batches), stages * chunks
+    took_ms = np.empty((len(graph.kinds), micro_batches, parts, 1))
+    took_ms[:] = np.array([durations[kind] for kind in graph.kinds])[:, None, None, None]
+    links_ms = np.zeros((2, micro_batches, parts - 1, 1))
+    ready_ms = np.zeros((stages, 1))
+    end_ms, finish_ms = run(turns_of(graph), took_ms, links_ms, ready_ms, Joins.of(None))
     work_ms = micro_batches * chunks * sum(durations[kind] for kind in graph.kinds)
     first = [graph.schedule.part(stage, 0) for stage in range(stages)]
-    begun_ms = timeline.start_ms[F][0, 0, first]
-    spans_ms = timeline.finish_ms[0] - begun_ms
-    return float(timeline.step_ms[0] - work_ms), float(spans_ms.max() - work_ms)
+    begun_ms = (end_ms - took_ms)[0, 0, first]
+    return float(finish_ms.max() - work_ms), float((finish_ms - begun_ms).max() - work_ms)
 
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(2, 4), (4, 8), (4, 12), (6, 24), (8, 16)])

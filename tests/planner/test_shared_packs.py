@@ -32,7 +32,7 @@ def test_joint_passes_match_an_event_loop(stages: int) -> None:
         links = rng.exponential(0.3, (2, *shape[:2], stages - 1))
         placed = [contexts_of(step, ranks, slots) for step in steps]
         context, counts = (np.concatenate(each) for each in zip(*placed, strict=True))
-        found = simulate_1f1b(*passes, *links, counts, None, context)
+        found = simulate_1f1b(*passes, *links, counts=counts, context=context)
         for index, step in enumerate(steps):
             rows = slice(index * ranks, (index + 1) * ranks)
             times = [each[rows] for each in (*passes, *links)]

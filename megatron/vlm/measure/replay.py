@@ -45,9 +45,8 @@ from omnibal.model.config import Provider
 from omnibal.model.limits import memory_cap_gib
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
-from omnibal.pipeline.operation_graph import schedule_graph
 from omnibal.pipeline.schedules import Pass
-from omnibal.pipeline.simulate import simulate_schedule, waits_before
+from omnibal.pipeline.simulate import simulate_ranks, waits_before
 from omnibal.pipeline.stage_cost import workload_times
 from omnibal.pipeline.workload import Workload
 
@@ -127,15 +126,9 @@ class MicroBatchTimes:
 def predicted_waits(plan: Plan, stage: int, cost: CostModel, own: Workload) -> tuple[float, ...]:
     """Predicted wait in ms before each operation of a stage, in a step of one rank."""
     times = workload_times(cost, plan.stages_at_levels, own)
-    graph = schedule_graph(plan.schedule, plan.parallel.pipeline, len(own))
-    batched = simulate_schedule(
-        graph,
-        {kind: times.pass_ms(kind)[None] for kind in plan.schedule.passes},
-        times.forward_link_ms[None],
-        times.backward_link_ms[None],
-        np.array([len(own)]),
-    )
-    waits_ms, schedule = waits_before(batched.of_step(0)), graph.schedule
+    alone = replace(times, waits_ms=None)
+    timeline = simulate_ranks(alone, own.each_rank_alone(), plan.schedule).of_step(0)
+    waits_ms, schedule = waits_before(timeline), timeline.schedule
     return tuple(
         float(waits_ms[one.kind][one.micro_batch, schedule.part(stage, one.chunk)])
         for one in schedule.operations[stage]
