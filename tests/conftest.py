@@ -56,8 +56,8 @@ if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 CPU_SECONDS = pytest.StashKey[float]()
-BUDGET_SLACK = 1.5
-"""Of the CPU seconds: other work on the same cores and caches makes the same tests take more."""
+BUDGET_SLACK = 2.5
+"""Of the CPU seconds, which other work on the same cores and caches doubles."""
 REFERENCE_LOOP_S = 0.109
 
 NEVER_FORKED = {"ray", "s3fs", "aiobotocore", "moto"}
@@ -131,7 +131,7 @@ def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
     line = f"{config.stash[CPU_SECONDS]:,.0f} CPU seconds; "
     line += f"budget of the whole suite: {suite_budget(config):,}"
     if over_budget(config):
-        line += f", exceeded by more than {BUDGET_SLACK - 1:.0%}: see --durations, and share set-up"
+        line += f", exceeded {BUDGET_SLACK} times: see --durations, and share set-up"
     terminalreporter.write_line(line)
 
 

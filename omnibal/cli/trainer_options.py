@@ -91,6 +91,7 @@ def cost_of_limits(
         rates_lifted,
         requests_lifted,
         samples_per_step,
+        without_trainer,
     )
 
     trainer, result = options.target, planned.result
@@ -99,7 +100,7 @@ def cost_of_limits(
         return summary
     print_notes(["planning without the trainer's limits, to compare"])
     try:
-        free = planning.plan(planning.without_trainer(goal, result), ConsoleListener())
+        free = planning.plan(without_trainer(goal, result), ConsoleListener())
     except UserError as error:
         print_notes([f"not compared: without limits there is no plan of this job: {error}"])
         return summary

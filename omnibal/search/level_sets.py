@@ -33,7 +33,6 @@ from omnibal.search.level_estimates import (
     some_of_each,
     top_caps,
 )
-from omnibal.search.level_trial import LevelTrial, LevelTrials
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings, search_strategies
 from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest, planned_strategy
@@ -67,6 +66,8 @@ class LevelSetting:
     """Picklable samples for trials of levels at all sizes."""
 
     setting: Setting
+    some: Setting
+    """Fewer samples, which are packed by ISF, for simulations."""
     data: SampleData
     """Samples with the caps of the longest packs."""
     rule: LevelRule
@@ -77,16 +78,16 @@ class LevelSetting:
     @classmethod
     def of(cls, setting: Setting, request: StrategyRequest, rule: LevelRule) -> "LevelSetting":
         """Take the setting's samples and the request's longest packs."""
-        names = limited_features(request.job.model)
-        data = setting.request.sample_data((Level(caps=_top(request)),))
+        drawn = setting.request
+        fewer = replace(drawn, samples=_SIMULATED_SAMPLES).drawn()
+        fast = replace(drawn.settings, packing=PackingMethod.ISF)
         return cls(
-            setting=setting, data=data, rule=rule, longest=least_caps(request.lengths, names)
+            setting=setting,
+            some=Setting(request=replace(fewer, settings=fast), packs={}),
+            data=drawn.sample_data((Level(caps=_top(request)),)),
+            rule=rule,
+            longest=least_caps(request.lengths, limited_features(request.job.model)),
         )
-
-    @property
-    def needs_rows(self) -> bool:
-        """Whether a step must have a pack for every rank: given layouts may be too large."""
-        return not self.setting.request.layouts
 
     def tokens_per_step(self, sizing: Sizing) -> float:
         """Tokens per rank in a step of the requested samples."""
@@ -100,22 +101,8 @@ class LevelSetting:
             self.data,
             self.tokens_per_step(sizing),
             self.packed,
-            needs_rows=self.needs_rows,
+            needs_rows=not self.setting.request.layouts,
         )
-
-    def trials(self, sizing: Sizing) -> LevelTrials:
-        """Return trials of sets of levels at these sizes, on some samples."""
-        data, request = self.data, self.setting.request
-        part = len(data.lengths) / (request.all_samples or len(data.lengths))
-        trials = LevelTrials(
-            job=self.setting.job(sizing),
-            data=data,
-            tokens_per_step=self.tokens_per_step(sizing),
-            longest=self.longest,
-            least_rows=_LEAST_ROWS if self.needs_rows else 0.0,
-            curriculum_steps=part * request.settings.curriculum_steps,
-        )
-        return trials.drawn(_SIMULATED_SAMPLES)
 
 
 def _top(request: StrategyRequest) -> Caps:
@@ -138,26 +125,52 @@ def _estimate_sets(
     return sizing, ([(ms + encoders_ms, of_set) for ms, of_set in sets], bound_ms)
 
 
-def _simulate_set(
-    levels: LevelSetting, choice: LevelChoice
-) -> tuple[LevelChoice, LevelTrial | UserError]:
-    return choice, levels.trials(choice[0])(choice[1])[1]
+def plan_levels(
+    setting: Setting, longest: Caps, choice: LevelChoice
+) -> tuple[LevelChoice, Strategy | UserError]:
+    """Plan sizes with those levels that get packs of the setting's samples, or say what fails.
 
-
-def plan_levels(setting: Setting, choice: LevelChoice) -> tuple[LevelChoice, Strategy | UserError]:
-    """Plan sizes with levels of packs on the setting's samples, or return why that fails."""
-    sizing, of_set = choice
+    Args:
+        longest: min caps that fit every sample, of the setting or not.
+    """
+    sizing, levels = choice
     request = setting.request
     try:
-        trial = setting.trial_of_levels(sizing, of_set)
-        if trial.micro_batches(request.samples_per_step) < 1 and not request.layouts:
+        while True:
+            trial = setting.trial_of_levels(sizing, levels)
+            of_packs = levels_of_packs(trial.packed[0], request.lengths, levels)
+            used = levels_in_use(levels, of_packs, longest)
+            if used == levels:
+                break
+            levels = used
+        micro_batches = trial.micro_batches(request.samples_per_step)
+        if micro_batches < _LEAST_ROWS and not request.layouts:
             raise UserError(
                 f"a step of {request.samples_per_step:,} samples has fewer packs than "
                 f"{sizing.parallel.data:,} data-parallel ranks: give a larger --samples-per-step"
             )
+        if request.settings.curriculum_steps:
+            short = int((of_packs == 0).sum()) * levels[0].context
+            _check_curriculum(request, len(levels), short / sizing.parallel.data / micro_batches)
         return choice, planned_strategy(setting, sizing, trial)
     except UserError as error:
         return choice, error
+
+
+def _check_curriculum(request: StrategyRequest, levels: int, short_steps: float) -> None:
+    """Raise unless short packs of the drawn samples, in steps, are enough for the curriculum."""
+    if levels < 2:
+        raise UserError(
+            "a curriculum begins with packs of the shortest level, and there is one level; leave "
+            "--curriculum-steps out"
+        )
+    part = len(request.lengths) / (request.all_samples or len(request.lengths))
+    share = short_steps / (part * request.settings.curriculum_steps)
+    if share < 1:
+        raise UserError(
+            f"packs of the shortest level are enough for about {share:.0%} of the curriculum; give "
+            "fewer --curriculum-steps"
+        )
 
 
 def search_with_levels(
@@ -221,9 +234,12 @@ def _search_sets(
     of_sizings = [(ms, (sizing, each)) for sizing, (sets, _) in found.items() for ms, each in sets]
     estimated = sorted(of_sizings, key=lambda each: each[0])
     bound_ms = min((least_ms for _, least_ms in found.values()), default=np.inf)
-    trials: Trials[LevelChoice, LevelTrial] = Trials(
-        work=partial(_simulate_set, levels), processes=processes, on_done=advance
-    )
+
+    def trials_on(setting: Setting) -> Trials[LevelChoice, Strategy]:
+        work = partial(plan_levels, setting, levels.longest)
+        return Trials(work=work, processes=processes, on_done=advance)
+
+    trials = trials_on(levels.some)
     limit_ms = _NEAR * estimated[0][0] if estimated else 0.0
     near = [choice for ms, choice in estimated if ms <= limit_ms][:_MOST_SIMULATED]
     trials.run(near)
@@ -236,9 +252,7 @@ def _search_sets(
         if fastest := _ranked(levels, trials)[:1]:
             trials.run(_moves(levels, fastest[0], [each for _, each in estimated]))
     finalists = [choice for choice in _ranked(levels, trials) if not are_plain(choice[1])]
-    planned: Trials[LevelChoice, Strategy] = Trials(
-        work=partial(plan_levels, levels.setting), processes=processes, on_done=advance
-    )
+    planned = trials_on(levels.setting)
     planned.run(finalists[:_FINALISTS])
     if not planned.found:
         # All samples may need more memory and make fewer packs than the subset.
@@ -247,7 +261,7 @@ def _search_sets(
     return list(planned.found.values()), len(near), bound_ms, refused
 
 
-def _ranked(levels: LevelSetting, trials: Trials[LevelChoice, LevelTrial]) -> list[LevelChoice]:
+def _ranked(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> list[LevelChoice]:
     """Simulated sets of levels with packs, fastest first."""
     best: dict[LevelChoice, float] = {}
     for (sizing, _), trial in trials.found.items():
@@ -364,3 +378,20 @@ def shared_anew(job: JobSpec, data: SampleData) -> SampleData:
     most = int(np.bincount(data.steps.step, weights=context).max())
     slots = -(-most // job.parallel.data)
     return replace(data, levels=tuple(levels), packs_per_step=slots * job.parallel.data)
+
+
+def levels_in_use(
+    levels: tuple[Level, ...], of_packs: np.ndarray, longest: Caps
+) -> tuple[Level, ...]:
+    """Return levels with packs. The last level fits every sample."""
+    counts = np.bincount(of_packs, minlength=len(levels)).tolist()
+    used = [level for level, packs in zip(levels, counts, strict=True) if packs]
+    if len(levels) == 1 or (used and _holds(used[-1].caps, longest)):
+        return tuple(used)
+    last = next(level for level in levels if _holds(level.caps, longest))
+    return (*(level for level in used if level is not last), last)
+
+
+def _holds(caps: Caps, other: Caps) -> bool:
+    """Whether caps are at least `other` for every feature."""
+    return all(caps[name] >= other[name] for name in other.names)

@@ -15,7 +15,7 @@ from omnibal.job.planner import PlanRequest, PlanResult, make_plan
 from omnibal.model.config import ModelConfig
 from omnibal.model.levels import Level
 from omnibal.model.limits import words
-from omnibal.model.parallel import Parallel
+from omnibal.model.parallel import Parallel, WeightSharding
 from omnibal.model.targets import (
     FREE,
     OWN,
@@ -26,6 +26,9 @@ from omnibal.model.targets import (
 )
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs
+from omnibal.search.goal import Goal, GoalData, Samples, ShapesAlone
+from omnibal.search.level_estimates import LevelRule
+from omnibal.search.strategy import FreeSizes
 from omnibal.steps.pack_settings import PackSettings
 
 NAMED_COST = 0.002
@@ -220,6 +223,29 @@ def samples_per_step(result: PlanResult) -> int:
     shapes = result.plan.shapes
     assert shapes is not None
     return shapes.micro_batches_per_step * result.plan.parallel.data
+
+
+def without_trainer(goal: Goal, result: PlanResult) -> Goal:
+    """Return the goal without another trainer's limits, for comparison.
+
+    A trainer that always shards weights allows few sizes, so sizes on the same GPUs become free, at
+    the same samples per step.
+    """
+    job = replace(goal.job, trainer=OWN)
+    always_shards = goal.job.trainer.always_shards
+    # Limits are compared separately, and replicating weights is not among them.
+    ways = tuple(WeightSharding) if always_shards else (WeightSharding.REPLICATED,)
+    if not always_shards or goal.free.sizes is not None:
+        return replace(goal, job=job, free=replace(goal.free, shardings=ways))
+    data: GoalData = goal.data
+    if isinstance(data, Samples):
+        data = replace(data, micro_batches=None, samples_per_step=samples_per_step(result))
+    elif isinstance(data, ShapesAlone):
+        data = replace(data, micro_batches=None, packs_per_step=samples_per_step(result))
+    sizes = FreeSizes(gpus=result.plan.parallel.world_size)
+    tensor = job.cost_source.tensor or 1
+    free = replace(goal.free, sizes=sizes, shardings=ways, levels=LevelRule(count=1))
+    return Goal(job=job.sized(Parallel(pipeline=1, tensor=tensor)), data=data, free=free)
 
 
 def requests_lifted(

@@ -338,7 +338,7 @@ def level_search(lengths: Lengths, seed: int) -> tuple[Strategy, Strategy, float
     greedy = replace(drawn, settings=replace(drawn.settings, fill=FillRule.GREEDY))
     levels = tuple(Group(length, context, 0).level for length, context in chosen_from_table_19())
     sizing = Sizing(job.parallel)
-    _, of_rule = plan_levels(Setting(request=greedy, packs={}), (sizing, levels))
+    _, of_rule = plan_levels(Setting(request=greedy, packs={}), levels[-1].caps, (sizing, levels))
     assert isinstance(of_rule, Strategy), of_rule
     return of_rule, found, least_ms_per_sample(job, drawn.lengths)
 

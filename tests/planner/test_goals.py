@@ -29,7 +29,7 @@ from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.schedules import ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.running import write_launch
-from omnibal.search import schedule_choice
+from omnibal.search import finalists, schedule_choice
 from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, check_together
 from omnibal.search.goal import ShapesAlone, Silence, Stream
 from omnibal.search.level_estimates import LevelRule
@@ -307,8 +307,8 @@ def test_sizes_are_searched_among_those_with_room_for_the_schedule() -> None:
 )
 def test_a_schedule_that_cannot_be_is_refused(monkeypatch, changes, schedule, free, message):
     """Prevents: minutes of a search before a refusal, and plans that the trainer refuses."""
-    for search in ("make_ordered_plan", "search_with_levels"):
-        monkeypatch.setattr(planning, search, Mock(side_effect=AssertionError))
+    for module, search in ((finalists, "make_ordered_plan"), (planning, "search_with_levels")):
+        monkeypatch.setattr(module, search, Mock(side_effect=AssertionError))
     with pytest.raises(UserError, match=message):
         plan_of(job(**changes), schedule, **free)
 

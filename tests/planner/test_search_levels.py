@@ -43,12 +43,11 @@ from omnibal.search.level_estimates import (
 )
 from omnibal.search.level_sets import (
     LEAST_GAIN,
-    LevelSetting,
+    levels_in_use,
     need_levels,
     plan_levels,
     search_with_levels,
 )
-from omnibal.search.level_trial import LevelTrials, levels_in_use
 from omnibal.search.parallel_sizes import StrategySearch
 from omnibal.search.strategy import FreeSizes, Setting, Sizing, Strategy, StrategyRequest
 
@@ -128,25 +127,19 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     """
     lengths = long_tailed(800, 65_536)
     request = level_request(lengths, 65_536, 4, pipeline)
-    job, data, best = request.job, data_of(lengths, 4, 65_536), found_of(request).best
+    job, best = request.job, found_of(request).best
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
-    trials = LevelTrials(
-        job=job,
-        data=data,
-        tokens_per_step=LevelEstimates.of(job, data).tokens_per_step,
-        longest=data.least_caps(),
-    )
+    setting, sizing = Setting(request=request.drawn(), packs={}), Sizing(job.parallel)
     bound = least_ms_per_sample(job, lengths)
     all_ms = []
     for count in (1, 2):
         for levels in product(*(list(level_forms(job, each)) for each in caps[-count:])):
-            _, trial = trials(levels)
-            if not isinstance(trial, UserError):
-                assert bound <= trial.ms_per_sample
-                all_ms.append(trial.ms_per_sample)
-    best_ms = trials(best.levels)[1].ms_per_sample
-    assert best_ms <= (1 + slack) * min(all_ms)
-    assert 0.5 * best_ms < bound <= best.ms_per_sample
+            _, found = plan_levels(setting, request.caps, (sizing, levels))
+            if isinstance(found, Strategy):
+                assert bound <= found.ms_per_sample
+                all_ms.append(found.ms_per_sample)
+    assert best.ms_per_sample <= (1 + slack) * min(all_ms)
+    assert 0.5 * best.ms_per_sample < bound <= best.ms_per_sample
 
 
 def test_short_data_needs_one_level():
@@ -216,13 +209,12 @@ def test_levels_without_packs_are_left_out():
     assert levels_in_use(levels, np.array([0, 2, 2]), longest) == (one, three)
     assert levels_in_use(levels, np.array([0, 1]), longest) == (one, two, three)
     assert levels_in_use((one,), np.array([0, 0]), longest) == (one,)
-    data = data_of(texts([3_000] * 64 + [20_000]), 2, 65_536)
-    trials = LevelTrials(job=job_of(2), data=data, tokens_per_step=1e5, longest=data.least_caps())
+    request = level_request(texts([3_000] * 64 + [20_000]), 65_536, 2)
     caps = [Caps.of(tokens=tokens) for tokens in (4_096, 16_384, 32_768, 65_536)]
-    _, trial = trials(tuple(Level(caps=each) for each in caps))
-    assert not isinstance(trial, UserError)
-    assert [level.caps for level in trial.levels] == [caps[0], caps[2]]
-    assert min(trial.packs) > 0
+    setting, tried = Setting(request=request, packs={}), tuple(Level(caps=each) for each in caps)
+    _, found = plan_levels(setting, longest, (Sizing(request.job.parallel), tried))
+    assert isinstance(found, Strategy)
+    assert [level.caps for level in found.levels] == [caps[0], caps[2]]
 
 
 def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
@@ -230,7 +222,8 @@ def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
     request = level_request(long_tailed(1_200, 65_536), 65_536, 8)
     sizing = Sizing(request.job.parallel)
     by_hbp = LevelEstimates.of(request.job, data_of(request.lengths, 8, 65_536)).by_hbp()
-    _, of_hbp = plan_levels(Setting(request=request.drawn(), packs={}), (sizing, by_hbp))
+    setting = Setting(request=request.drawn(), packs={})
+    _, of_hbp = plan_levels(setting, request.caps, (sizing, by_hbp))
     assert isinstance(of_hbp, Strategy)
     assert found_of(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
 
@@ -247,9 +240,8 @@ def test_a_curriculum_starts_with_short_packs():
     """Prevents a curriculum in packs of one level."""
     request = level_request(long_tailed(400, 32_768), 32_768, 2)
     short = replace(request, settings=replace(ISF, curriculum_steps=2))
-    setting = LevelSetting.of(Setting(request=short.drawn(), packs={}), short, ANY_LEVELS)
-    sizing = Sizing(short.job.parallel)
-    _, refused = setting.trials(sizing)((Level(caps=short.caps),))
+    setting, sizing = Setting(request=short.drawn(), packs={}), Sizing(short.job.parallel)
+    _, refused = plan_levels(setting, short.caps, (sizing, (Level(caps=short.caps),)))
     assert "there is one level" in str(refused)
 
 
@@ -387,8 +379,8 @@ def test_levels_of_no_packs_do_not_get_into_plans(capsys, tmp_path, monkeypatch)
     levels = tuple(Level(caps=Caps.of(tokens=tokens)) for tokens in (4_096, 16_384, 32_768))
     data = SampleData(settings=ISF, lengths=lengths, packs_per_step=4, levels=levels)
     monkeypatch.setattr(
-        "omnibal.planning._Search._request_of",
-        lambda search, *_: PlanRequest(job=search.goal.job, data=data),
+        "omnibal.search.goal_requests.GoalRequests.plan_request",
+        lambda requests, *_: PlanRequest(job=requests.goal.job, data=data),
     )
     run(f"{LLAMA} --dp 2 --lengths", tmp_path / "texts.parquet", "-o", tmp_path / "plan")
     assert "the level of 16,384 tokens: it is left out" in capsys.readouterr().err

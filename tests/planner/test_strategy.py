@@ -408,9 +408,9 @@ def run_plan(monkeypatch, lengths: Path, directory: Path, unfit: int) -> tuple[i
             raise DoesNotFit(f"needs too much on {stages} stages", "buy memory")
         return make_plan(planned)
 
-    monkeypatch.setattr("omnibal.planning.make_ordered_plan", scarcely)
+    monkeypatch.setattr("omnibal.search.finalists.make_ordered_plan", scarcely)
     # The best alone is planned at a time, here and not in other processes.
-    monkeypatch.setattr("omnibal.planning._FINALISTS", 1)
+    monkeypatch.setattr("omnibal.search.finalists._FINALISTS", 1)
     return status(PLAN, lengths, "-o", directory / "plan"), tried
 
 

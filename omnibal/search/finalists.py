@@ -1,0 +1,267 @@
+"""Plans on all data of the strategies that may be the fastest, in their best schedules.
+
+Strategies were compared on sampled data. All data may need slightly more memory.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from omnibal.base.errors import DoesNotFit, UserError
+from omnibal.base.worker_pool import map_unordered, usable_cores
+from omnibal.job.plan_data import SampleData
+from omnibal.job.planner import (
+    PlanRequest,
+    PlanResult,
+    make_ordered_plan,
+    make_plan,
+    ordered_plan,
+)
+from omnibal.model.data_parallel_encoders import EncoderPlacement
+from omnibal.model.levels import are_plain
+from omnibal.pipeline.prediction import Prediction
+from omnibal.search.encoder_placement import neither, relative_ms
+from omnibal.search.goal_requests import GoalRequests
+from omnibal.search.level_sets import LEAST_GAIN, levels_in_use, shared_anew
+from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
+from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
+from omnibal.search.strategy import Sizing, Strategy, StrategyRequest
+
+_ABOUT_AS_FAST, _FINALISTS = 1.02, 3
+"""Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
+_SCHEDULE_GAINS, _PIPELINES = 1.1, 2
+"""Max slowdown and max count of further pipelines that are planned in other schedules."""
+
+
+class RequestDoesNotFit(DoesNotFit):
+    def __init__(self, request: PlanRequest, error: DoesNotFit) -> None:
+        super().__init__(error.need, error.advice)
+        self.request = request
+
+
+_Finalist = tuple[Strategy, PlanRequest, PlanResult]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PlannedFinalists:
+    """Fastest of the planned strategies."""
+
+    result: PlanResult
+    strategies: StrategySearch
+    """The search, with the fastest first."""
+    schedule: ScheduleChoice
+    predicted: Mapping[EncoderPlacement, Prediction]
+    """Predictions of the fastest 1F1B plans, by placement of encoders."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Finalists:
+    """Planning of a goal's strategies on all data."""
+
+    requests: GoalRequests
+
+    def plan(self, request: StrategyRequest, found: StrategySearch) -> PlannedFinalists:
+        """Plan the near-best strategies in their best schedules, and return the fastest."""
+        left, first_error, first = found, None, None
+        while True:
+            finalists = _finalists(request, left, other_schedules=bool(self.requests.schedules))
+            requests = [self.requests.plan_request(request, strategy) for strategy in finalists]
+            first = first or requests[0]
+            # Micro-batches of a single finalist are ordered after its schedule is chosen.
+            is_ordered = len(finalists) > 1 or not self.requests.schedules
+            results = _planned_each(requests, is_ordered)
+            fitting = [
+                (strategy, planned, result)
+                for strategy, planned, result in zip(finalists, requests, results, strict=True)
+                if isinstance(result, PlanResult)
+            ]
+            if fitting:
+                predicted = dict[EncoderPlacement, Prediction]()
+                for strategy, _, result in fitting:
+                    own = result.plan.predicted
+                    fastest = min(predicted.get(strategy.placement, own), own, key=relative_ms)
+                    predicted[strategy.placement] = fastest
+                if not self.requests.schedules:  # no other schedule to try
+                    fitting = [min(fitting, key=lambda each: _final_ms(each[2]))]
+                scheduled = self._scheduled_each(fitting, is_ordered)
+                best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
+                return PlannedFinalists(
+                    result=result,
+                    strategies=left.led_by(best),
+                    schedule=schedule,
+                    predicted=predicted,
+                )
+            first_error = first_error or results[0]
+            for _ in finalists:
+                if len(left.ranking) == 1:
+                    assert isinstance(first_error, DoesNotFit)
+                    raise RequestDoesNotFit(first, first_error) from first_error
+                old, left = left.best, left.without_best("does not fit all data")
+                self.requests.listener.note(
+                    f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
+                    f"{left.best.sizing.options}"
+                )
+
+    def _scheduled_each(
+        self, fitting: list[_Finalist], is_ordered: bool
+    ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
+        """Plans in their best schedules, without plans that cannot run in it."""
+        scheduled = list[tuple[Strategy, PlanResult, ScheduleChoice]]()
+        refused = list[UserError]()
+        for strategy, planned, result in fitting:
+            try:
+                result, planned = self._in_use(result, planned, is_ordered)
+                chosen = self._scheduled(result, planned, is_ordered=is_ordered)
+                scheduled.append((strategy, *chosen))
+            except UserError as error:
+                refused.append(error)
+        if not scheduled:
+            raise refused[0]
+        return scheduled
+
+    def _scheduled(
+        self, result: PlanResult, request: PlanRequest, *, is_ordered: bool
+    ) -> tuple[PlanResult, ScheduleChoice]:
+        """Plan in the requested schedule, or in the fastest schedule of the trainer."""
+        name, names = self.requests.goal.free.schedule, self.requests.schedules
+        if request.data.levels != result.plan.pack_levels:
+            # Packs of an earlier plan that had to be shared.
+            return result if is_ordered else ordered_plan(request, result), ScheduleChoice()
+        if not names:
+            return result, ScheduleChoice()
+        what = (
+            "trying other schedules" if name is None else f"cutting the model for schedule {name}"
+        )
+        with self.requests.listener.status(what):
+            request, result, choice = in_best_schedule(
+                request, result, names, is_forced=name is not None, is_ordered=is_ordered
+            )
+            return (result, choice) if is_ordered else in_order(request, result, choice)
+
+    def plan_first(self, request: StrategyRequest) -> tuple[PlanResult, Sizing]:
+        """Plan the first of given layouts, or raise an error of its memory by stages.
+
+        An earlier plan may fit although no strategy did, if ranks share its packs.
+        """
+        refused = dict[EncoderPlacement, UserError]()
+        for sizing in possible_sizings(request):
+            if sizing.placement in refused:
+                continue
+            try:
+                asked = self.requests.most_shared_request(request, sizing)
+                return self._make_plan(asked), sizing
+            except UserError as error:
+                refused[sizing.placement] = error
+        raise _neither(refused)
+
+    def _make_plan(self, request: PlanRequest, is_ordered: bool = True) -> PlanResult:
+        """Make the plan, with an earlier plan's packs shared by ranks if they do not fit one."""
+        try:
+            return make_ordered_plan(request) if is_ordered else make_plan(request)
+        except DoesNotFit as error:
+            shared = _shared(request)
+            if shared is None:
+                raise RequestDoesNotFit(request, error) from error
+        context = shared.data.levels[0].context
+        self.requests.listener.note(
+            f"packs of the earlier plan do not fit one rank: {context} ranks share each"
+        )
+        return self._make_plan(shared, is_ordered)
+
+    def _in_use(
+        self, result: PlanResult, request: PlanRequest, is_ordered: bool
+    ) -> tuple[PlanResult, PlanRequest]:
+        """Replan without levels that got no packs.
+
+        Levels were chosen on other packs. The steps of an earlier plan keep their levels.
+        """
+        while True:
+            data = request.data
+            if result.data is None or not isinstance(data, SampleData) or data.steps is not None:
+                return result, request
+            used = levels_in_use(data.levels, result.data[0].level, data.least_caps())
+            if used == data.levels:
+                return result, request
+            for level in data.levels:
+                if level not in used:
+                    self.requests.listener.note(
+                        f"no pack is of the level of {level.caps['tokens']:,} tokens: it is left "
+                        "out"
+                    )
+            self.requests.check_levels(used)
+            request = replace(request, data=replace(data, levels=used))
+            result = self._make_plan(request, is_ordered)
+
+
+def _neither(refused: Mapping[EncoderPlacement, UserError]) -> UserError:
+    """Error of all placements, of the first one's request if that does not fit memory."""
+    first, *others = refused.values()
+    if not others:
+        return first
+    causes = {
+        placement: UserError(error.need) if isinstance(error, DoesNotFit) else error
+        for placement, error in refused.items()
+    }
+    both = neither(causes)
+    if not isinstance(first, RequestDoesNotFit):
+        return both
+    return RequestDoesNotFit(first.request, DoesNotFit(str(both), first.advice))
+
+
+def _finalists(
+    request: StrategyRequest, found: StrategySearch, *, other_schedules: bool
+) -> list[Strategy]:
+    """Return near-best strategies, and pipelines that another schedule may make the best.
+
+    Of given layouts, also the best with every placement of encoders.
+    """
+    best_ms = found.best.ms_per_sample
+    near = [each for each in found.ranking if each.ms_per_sample <= _ABOUT_AS_FAST * best_ms]
+    near = near[:_FINALISTS]
+    if request.layouts:
+        firsts = {each.placement: each for each in reversed(found.ranking)}
+        near += [each for each in firsts.values() if each not in near]
+    pipelines = [
+        each
+        for each in found.ranking
+        if other_schedules
+        and each not in near
+        and each.parallel.pipeline > 1
+        and each.ms_per_sample <= _SCHEDULE_GAINS * best_ms
+    ]
+    return near + pipelines[:_PIPELINES]
+
+
+def _planned_each(requests: list[PlanRequest], is_ordered: bool) -> list[PlanResult | DoesNotFit]:
+    tasks = [(number, request, is_ordered) for number, request in enumerate(requests)]
+    found = dict(map_unordered(_planned_or_not, tasks, min(usable_cores(), len(tasks))))
+    return [found[number] for number, *_ in tasks]
+
+
+def _planned_or_not(task: tuple[int, PlanRequest, bool]) -> tuple[int, PlanResult | DoesNotFit]:
+    number, request, is_ordered = task
+    try:
+        return number, make_ordered_plan(request) if is_ordered else make_plan(request)
+    except DoesNotFit as error:
+        return number, error
+
+
+def _final_ms(result: PlanResult) -> float:
+    """Time per sample, plus the required gain if the plan has several levels."""
+    must_gain = 0.0 if are_plain(result.plan.pack_levels) else LEAST_GAIN
+    return relative_ms(result.plan.predicted) * (1 + must_gain)
+
+
+def _shared(request: PlanRequest) -> PlanRequest | None:
+    """Let ranks share an earlier plan's packs of one level. None if that cannot help."""
+    data = request.data
+    if not isinstance(data, SampleData) or data.steps is None:
+        return None
+    if not are_plain(data.levels):
+        return None
+    if request.job.has_data_parallel_encoders or not request.split.is_joint:
+        return None
+    try:
+        shared = shared_anew(request.job, data)
+    except DoesNotFit:
+        return None
+    return replace(request, data=shared) if shared.levels[0].context > 1 else None
