@@ -22,6 +22,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.search.encoder_placement import neither, relative_ms
 from omnibal.search.goal_requests import GoalRequests
 from omnibal.search.level_sets import LEAST_GAIN, levels_in_use, shared_anew
+from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
 from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
 from omnibal.search.strategy import Sizing, Strategy, StrategyRequest
@@ -91,13 +92,13 @@ class Finalists:
                     predicted=predicted,
                 )
             first_error = first_error or results[0]
-            for _ in finalists:
+            for lost in finalists:
                 if len(left.ranking) == 1:
                     assert isinstance(first_error, DoesNotFit)
                     raise RequestDoesNotFit(first, first_error) from first_error
-                old, left = left.best, left.without_best("does not fit all data")
+                left = left.without(lost, "does not fit all data")
                 self.requests.listener.note(
-                    f"{old.sizing.options} fits the samples it was tried on, and not all: taking "
+                    f"{lost.sizing.options} fits the samples it was tried on, and not all: taking "
                     f"{left.best.sizing.options}"
                 )
 
@@ -143,14 +144,21 @@ class Finalists:
         An earlier plan may fit although no strategy did, if ranks share its packs.
         """
         refused = dict[EncoderPlacement, UserError]()
-        for sizing in possible_sizings(request):
-            if sizing.placement in refused:
-                continue
+        job = request.job
+        sizings = possible_sizings(request)
+        # Of every placement the sharding with the least state, which no other one can make fit.
+        states = {
+            each: least_state_gib(replace(job, parallel=each.parallel, placement=each.placement))
+            for each in sizings
+        }
+        for placement in dict.fromkeys(each.placement for each in sizings):
+            of_placement = [each for each in sizings if each.placement is placement]
+            sizing = min(of_placement, key=lambda each: states[each])
             try:
                 asked = self.requests.most_shared_request(request, sizing)
                 return self._make_plan(asked), sizing
             except UserError as error:
-                refused[sizing.placement] = error
+                refused[placement] = error
         raise _neither(refused)
 
     def _make_plan(self, request: PlanRequest, is_ordered: bool = True) -> PlanResult:

@@ -107,9 +107,10 @@ class StrategySearch:
         others = [each for each in self.ranking if each != strategy]
         return self.with_ranking([strategy, *others], self.ruled_out)
 
-    def without_best(self, why: str) -> Self:
-        """Return the result without its best strategy, which must not be the only one."""
-        lost, *others = self.ranking
+    def without(self, lost: Strategy, why: str) -> Self:
+        """Return the result without a strategy, which must not be the only one."""
+        # Reasons of the same strategy differ by the best that it is compared with.
+        others = [each for each in self.ranking if each.choice != lost.choice]
         return self.with_ranking(others, [RuledOut(sizing=lost.sizing, why=why), *self.ruled_out])
 
 

@@ -134,6 +134,11 @@ class Strategy:
     def sizing(self) -> Sizing:
         return Sizing(self.parallel, self.placement)
 
+    @property
+    def choice(self) -> tuple[Sizing, tuple[Level, ...]]:
+        """Sizes, placement and levels, which no other strategy of a ranking has."""
+        return self.sizing, self.levels
+
 
 Choice = tuple[Sizing, Caps]
 

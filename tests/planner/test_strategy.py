@@ -230,7 +230,7 @@ def test_strategies_of_least_estimates_are_planned(monkeypatch, samples_per_step
     for parallel, per_second in estimated.items():
         planned_ms = planned_ms_per_sample(searched, CAPS, parallel)
         assert 1e3 / per_second == pytest.approx(planned_ms, rel=0.15)
-    left = few.without_best("no")
+    left = few.without(few.best, "no")
     for each in left.ruled_out[1:]:
         if each.estimated_samples_per_second is not None:
             more = left.best.samples_per_second / each.estimated_samples_per_second - 1
@@ -442,10 +442,31 @@ def test_no_strategy_fits_all_data(monkeypatch, lengths_file, tmp_path, capsys):
     assert not (tmp_path / "plan").exists()
 
 
-def test_without_best_compares_with_the_next():
+def test_given_layouts_are_planned_once_each(monkeypatch, lengths_file, tmp_path, capsys):
+    """Prevents: a sharding that is given up unplanned because another one did not fit all data."""
+    tried = []
+
+    def unfit(planned: PlanRequest) -> PlanResult:
+        tried.append((planned.job.parallel, planned.job.placement))
+        raise DoesNotFit("needs too much", "buy memory")
+
+    for name in ("make_ordered_plan", "make_plan"):
+        monkeypatch.setattr(f"omnibal.search.finalists.{name}", unfit)
+    monkeypatch.setattr("omnibal.search.finalists.usable_cores", lambda: 1)
+    given = "--pp 1 --dp 4 --encoder auto --sharding auto --lengths"
+    command = (
+        f"plan --model internvl-digits --cluster laptop-cpu --max-tiles 8 --max-tokens 512 {given}"
+    )
+    assert status(command, lengths_file, "-o", tmp_path / "plan") == 2
+    assert "needs too much" in capsys.readouterr().err
+    of_strategies = tried[: len(set(tried))]
+    assert len(set(of_strategies)) == len(of_strategies) > 2
+
+
+def test_without_the_best_the_next_is_compared_with():
     """Prevents reasons that are relative to a strategy that cannot be used."""
     found = search(gpus=8, samples_per_step=24)
-    left = found.without_best("no")
+    left = found.without(found.best, "no")
     assert [each.parallel for each in left.ranking] == [e.parallel for e in found.ranking[1:]]
     assert left.best.why == "best"
     assert {*listed(left)} == {*listed(found)}
