@@ -131,7 +131,7 @@ class BoundedTrials:
     def _of_fast_kinds(self, choices: Sequence[Choice]) -> list[Choice]:
         """Drop choices of kinds clearly slower than the best kind.
 
-        Choices of sizes whose first choice did not fit stay: others of them may.
+        Choices of sizes without an estimate stay: the first did not fit, but another may.
         """
         best_ms: dict[Hashable, float] = {}
         for choice, ms in self.estimated_ms.items():

@@ -25,7 +25,7 @@ from omnibal.search.level_sets import LEAST_GAIN, levels_in_use, shared_anew
 from omnibal.search.memory_need import least_state_gib
 from omnibal.search.parallel_sizes import StrategySearch, possible_sizings
 from omnibal.search.schedule_choice import ScheduleChoice, in_best_schedule, in_order
-from omnibal.search.strategy import Sizing, Strategy, StrategyRequest
+from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _ABOUT_AS_FAST, _FINALISTS = 1.02, 3
 """Max slowdown and count of strategies to plan on all data: samples err by about 1 %."""
@@ -83,7 +83,7 @@ class Finalists:
                     predicted[strategy.placement] = fastest
                 if not self.requests.schedules:  # no other schedule to try
                     fitting = [min(fitting, key=lambda each: _final_ms(each[2]))]
-                scheduled = self._scheduled_each(fitting, is_ordered)
+                scheduled = self._choose_schedules(fitting, is_ordered)
                 best, result, schedule = min(scheduled, key=lambda each: _final_ms(each[1]))
                 return PlannedFinalists(
                     result=result,
@@ -102,7 +102,7 @@ class Finalists:
                     f"{left.best.sizing.options}"
                 )
 
-    def _scheduled_each(
+    def _choose_schedules(
         self, fitting: list[_Finalist], is_ordered: bool
     ) -> list[tuple[Strategy, PlanResult, ScheduleChoice]]:
         """Plans in their best schedules, without plans that cannot run in it."""
@@ -111,7 +111,7 @@ class Finalists:
         for strategy, planned, result in fitting:
             try:
                 result, planned = self._in_use(result, planned, is_ordered)
-                chosen = self._scheduled(result, planned, is_ordered=is_ordered)
+                chosen = self._choose_schedule(result, planned, is_ordered=is_ordered)
                 scheduled.append((strategy, *chosen))
             except UserError as error:
                 refused.append(error)
@@ -119,7 +119,7 @@ class Finalists:
             raise refused[0]
         return scheduled
 
-    def _scheduled(
+    def _choose_schedule(
         self, result: PlanResult, request: PlanRequest, *, is_ordered: bool
     ) -> tuple[PlanResult, ScheduleChoice]:
         """Plan in the requested schedule, or in the fastest schedule of the trainer."""
@@ -144,16 +144,11 @@ class Finalists:
         An earlier plan may fit although no strategy did, if ranks share its packs.
         """
         refused = dict[EncoderPlacement, UserError]()
-        job = request.job
-        sizings = possible_sizings(request)
-        # Of every placement the sharding with the least state, which no other one can make fit.
-        states = {
-            each: least_state_gib(replace(job, parallel=each.parallel, placement=each.placement))
-            for each in sizings
-        }
+        setting, sizings = Setting(request=request, packs={}), possible_sizings(request)
         for placement in dict.fromkeys(each.placement for each in sizings):
             of_placement = [each for each in sizings if each.placement is placement]
-            sizing = min(of_placement, key=lambda each: states[each])
+            # If the sharding with the least state does not fit, no other one does.
+            sizing = min(of_placement, key=lambda each: least_state_gib(setting.job(each)))
             try:
                 asked = self.requests.most_shared_request(request, sizing)
                 return self._make_plan(asked), sizing
@@ -164,9 +159,9 @@ class Finalists:
     def _make_plan(self, request: PlanRequest, is_ordered: bool = True) -> PlanResult:
         """Make the plan, with an earlier plan's packs shared by ranks if they do not fit one."""
         try:
-            return make_ordered_plan(request) if is_ordered else make_plan(request)
+            return _plan(request, is_ordered)
         except DoesNotFit as error:
-            shared = _shared(request)
+            shared = _share_packs(request)
             if shared is None:
                 raise RequestDoesNotFit(request, error) from error
         context = shared.data.levels[0].context
@@ -248,9 +243,14 @@ def _planned_each(requests: list[PlanRequest], is_ordered: bool) -> list[PlanRes
 def _planned_or_not(task: tuple[int, PlanRequest, bool]) -> tuple[int, PlanResult | DoesNotFit]:
     number, request, is_ordered = task
     try:
-        return number, make_ordered_plan(request) if is_ordered else make_plan(request)
+        return number, _plan(request, is_ordered)
     except DoesNotFit as error:
         return number, error
+
+
+def _plan(request: PlanRequest, is_ordered: bool) -> PlanResult:
+    """Make a plan, with its micro-batches in order or as dealt."""
+    return make_ordered_plan(request) if is_ordered else make_plan(request)
 
 
 def _final_ms(result: PlanResult) -> float:
@@ -259,7 +259,7 @@ def _final_ms(result: PlanResult) -> float:
     return relative_ms(result.plan.predicted) * (1 + must_gain)
 
 
-def _shared(request: PlanRequest) -> PlanRequest | None:
+def _share_packs(request: PlanRequest) -> PlanRequest | None:
     """Let ranks share an earlier plan's packs of one level. None if that cannot help."""
     data = request.data
     if not isinstance(data, SampleData) or data.steps is None:

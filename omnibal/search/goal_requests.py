@@ -1,4 +1,4 @@
-"""What a goal asks of the search: a strategy request, and the data of a strategy's plan.
+"""Strategy request of a goal, and the plan requests of its strategies.
 
 Given sizes ask for a search over the shardings and encoder placements of one layout.
 """
@@ -72,7 +72,7 @@ class GoalRequests:
         has_choice = bool(job.model.encoders) and is_ours
         if isinstance(data, Stream):
             caps = self._caps_of_stream(job, data)
-            given, samples_per_step = _streamed(data, caps), data.window
+            given, samples_per_step = _stream_data(data, caps), data.window
             lengths = data.lengths
         elif isinstance(data, Earlier):
             given = self._earlier(job)
@@ -205,7 +205,7 @@ class GoalRequests:
         """All data for a job, with packs of one level at these caps."""
         data = self.goal.data
         if isinstance(data, Samples):
-            return self._packed(data, caps, job.parallel.data * (data.micro_batches or 1))
+            return self._packed(job, data, caps)
         if isinstance(data, ShapesAlone):
             return _shapes(job, data.caps, _micro_batches(data, job.parallel.data))
         assert request.given is not None
@@ -213,7 +213,7 @@ class GoalRequests:
         return given.for_ranks(request.job, job)
 
     def _earlier(self, job: JobSpec) -> StreamData | SampleData:
-        """Steps of an earlier plan, with packs shared anew for the job's ranks if they were."""
+        """Return an earlier plan's steps, with context-parallel sizes for this job's ranks."""
         data = self.goal.data
         assert isinstance(data, Earlier)
         stream = StreamData.of_plan(data.plan, data.data)
@@ -224,12 +224,13 @@ class GoalRequests:
         plain = are_plain(earlier.levels)
         return earlier if plain else shared_anew(job, earlier)
 
-    def _packed(self, data: Samples, caps: Caps, packs_per_step: int) -> SampleData:
+    def _packed(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
+        """All samples in packs of one level, in steps of the given micro-batches or of one."""
         return SampleData(
             lengths=data.lengths,
             settings=self._settings(data.settings),
             levels=(Level(caps=caps),),
-            packs_per_step=packs_per_step,
+            packs_per_step=job.parallel.data * (data.micro_batches or 1),
             rules=self.rules,
         )
 
@@ -262,9 +263,7 @@ class GoalRequests:
         """Mean samples of a step of `micro_batches` full packs on every rank."""
         ranks = job.parallel.data
         rule, names = self.goal.free.levels, limited_features(job.model)
-        whole = self._packed(
-            data, data.caps or top_caps(data.lengths, names), ranks * micro_batches
-        )
+        whole = self._packed(job, data, data.caps or top_caps(data.lengths, names))
         if rule.is_forced or (rule.count is None and LevelEstimates.most_levels(whole) > 1):
             tokens = LevelEstimates.of(job, whole).tokens_per_step
             return max(round(tokens * ranks / float(data.lengths.tokens.mean())), 1)
@@ -328,7 +327,7 @@ def _micro_batches(data: ShapesAlone, ranks: int) -> int:
     return data.micro_batches or DEFAULT_MICRO_BATCHES
 
 
-def _streamed(data: Stream, caps: Caps) -> StreamData:
+def _stream_data(data: Stream, caps: Caps) -> StreamData:
     return StreamData(
         lengths=data.lengths,
         caps=caps,

@@ -47,8 +47,8 @@ LEAST_GAIN = 0.01
 _SHARED_PACKS = 2_000
 """Max packs of a level of given steps for choosing its form."""
 _MOST_OF_SIZING = 4
-"""Max sets of levels to simulate per choice of sizes, before moves. Given sizes have as many as
-all sizes together."""
+"""Max sets of levels to simulate per choice of sizes, before moves. `_MOST_SIMULATED` if sizes are
+given."""
 _MOST_SIMULATED, _MOST_MOVES, _FINALISTS = 24, 24, 4
 """Max sets to simulate, in moves per round, and to plan: at most half a minute in total."""
 _NEAR = 1.2
