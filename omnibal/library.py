@@ -12,8 +12,6 @@ from omnibal.cost.profile import read_profile
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.data.lengths import read_lengths as _read_lengths
-from omnibal.export.directory import Export
-from omnibal.export.trainers import export_of
 from omnibal.families.named import named_model
 from omnibal.job.check import check_plan
 from omnibal.job.check import open_plan as _open_plan
@@ -22,10 +20,6 @@ from omnibal.job.plan import plan_files
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.plan_files import save_plan as _save_plan
 from omnibal.job.planner import PlanResult
-from omnibal.lint.all_rules import can_start, findings_of
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launch import Finding, Launch
-from omnibal.lint.line import line_of
 from omnibal.model.adapters import AdapterConfig, adapters_of
 from omnibal.model.config import Precision, load_cluster
 from omnibal.model.encoders import ITEM_FEATURES
@@ -35,8 +29,14 @@ from omnibal.model.targets import TargetName, trainer_of
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.simulate import StepTimes, simulate_levels
-from omnibal.planning import Planned, plan
 from omnibal.search.goal import Free, Goal, Samples
+from omnibal.search.planning import Planned, plan
+from omnibal.trainers.export.directory import Export
+from omnibal.trainers.export.trainers import export_of
+from omnibal.trainers.lint.all_rules import can_start, findings_of
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launch import Finding, Launch
+from omnibal.trainers.lint.line import line_of
 
 
 def read_lengths(*paths: Path | str) -> Lengths:

@@ -49,8 +49,8 @@ def export(
 ) -> None:
     """Write a plan as the files, flags and command of another trainer."""
     from omnibal.data.external_lengths import cached_folder
-    from omnibal.export.trainers import export_of
     from omnibal.job.check import open_plan
+    from omnibal.trainers.export.trainers import export_of
 
     check_new_folder(to)
     inputs = [directory, *plan_files(directory), *([] if data is None else [data])]

@@ -12,7 +12,7 @@ from omnibal.cli.console import print_notes, print_result
 from omnibal.cli.lint_cost import NO_COST, CostOptions
 from omnibal.cli.options import PRESET, JsonOption, count_option, size_option
 from omnibal.families.named import model_notes, model_of_line, named_model
-from omnibal.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.launch import Launch, Launcher
 
 _MOST_BYTES = 2**20
 """Max size of a script; larger files are data."""
@@ -60,10 +60,10 @@ def lint(
 
     The exit status is 2 if it cannot. The line is not executed.
     """
-    from omnibal.lint.all_rules import can_start, findings_of
-    from omnibal.lint.command_line import read_launch
-    from omnibal.lint.line import line_of
-    from omnibal.lint.split import layers_by_chunk
+    from omnibal.trainers.lint.all_rules import can_start, findings_of
+    from omnibal.trainers.lint.command_line import read_launch
+    from omnibal.trainers.lint.line import line_of
+    from omnibal.trainers.lint.split import layers_by_chunk
 
     launch = read_launch(_text_of(line), _given(variables or ()), launcher, gpus, line_number)
     name = model or _model_of(launch)
@@ -116,7 +116,7 @@ def lint(
 
 def _model_of(launch: Launch) -> str:
     """Return the model that the line names itself."""
-    from omnibal.lint.line import named_models
+    from omnibal.trainers.lint.line import named_models
 
     names = named_models(launch)
     found = next(filter(None, map(model_of_line, names)), None)

@@ -11,14 +11,14 @@ from omnibal.base.errors import UserError
 from omnibal.cli.options import ClusterOption, MemoryOption, changed_cluster, count_option
 from omnibal.cli.plan import DEFAULT_IMAGE_SHARE
 from omnibal.data.lengths import read_lengths
-from omnibal.lint.launch import MEGATRON, Finding, Launcher
 from omnibal.model.config import ModelConfig
 from omnibal.report.table import Facts, Table
+from omnibal.trainers.lint.launch import MEGATRON, Finding, Launcher
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.published_errors import PublishedErrors
-    from omnibal.lint.line import Line
-    from omnibal.lint.predicted import Costed, Verdict
+    from omnibal.trainers.lint.line import Line
+    from omnibal.trainers.lint.predicted import Costed, Verdict
 
 DEFAULT_CLUSTER = "h100-80g"
 
@@ -68,8 +68,8 @@ class CostOptions:
 
     def line_cost(self, line: "Line", model: ModelConfig) -> LineCost:
         """Predict a line that starts, or explain why not."""
-        from omnibal.lint.launched import launched
-        from omnibal.lint.predicted import Verdict
+        from omnibal.trainers.lint.launched import launched
+        from omnibal.trainers.lint.predicted import Verdict
 
         if not self.cost:
             return NO_COST

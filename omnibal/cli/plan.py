@@ -51,9 +51,9 @@ from omnibal.search.conflicts import Feature, check_complete, check_together
 from omnibal.steps.pack_settings import PORTION_SAMPLES
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.planning import Planned
     from omnibal.search.goal import Goal, GoalData
     from omnibal.search.level_estimates import LevelRule
+    from omnibal.search.planning import Planned
     from omnibal.search.step_size import StepRate
 
 DEFAULT_IMAGE_SHARE = 0.5
@@ -313,9 +313,9 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Plan packs, parallel sizes, stages and recomputed layers, and predict the step."""
-    from omnibal import planning
     from omnibal.job.plan_files import check_replaceable, save_plan
     from omnibal.pipeline.reading import slow_reading
+    from omnibal.search import planning
 
     check_replaceable(output)
     check_folder("-o", output, [*given.files(), *data.files()])

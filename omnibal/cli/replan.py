@@ -33,7 +33,7 @@ def replan(
     from omnibal.job.check import open_plan
     from omnibal.job.plan_files import save_plan
     from omnibal.job.runlog import RUN_FILE, RunLog, read_run, read_run_info
-    from omnibal.replanning import replan as replan_run
+    from omnibal.runs.replanning import replan as replan_run
 
     files = open_plan(directory, to_train=True)
     if gpus is not None and nodes is not None:

@@ -7,7 +7,6 @@ from typing import Annotated, Any
 
 import typer
 
-from omnibal import running
 from omnibal.base.errors import UserError
 from omnibal.base.folder_lock import lock_folder
 from omnibal.cli.console import print_notes
@@ -22,7 +21,8 @@ from omnibal.cli.options import (
 from omnibal.cli.plan import DataOptions, PlacementOptions, StrategyOptions
 from omnibal.families.named import named_model
 from omnibal.model.config import ClusterConfig, load_cluster
-from omnibal.running import Step
+from omnibal.runs import running
+from omnibal.runs.running import Step
 
 _OWN = ("model", "cluster", "gpus")
 """Options of `omnibal plan` that are given to it in another way."""

@@ -13,8 +13,8 @@ from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.job.planner import PlanResult
     from omnibal.packing.packing import PackingMethod
-    from omnibal.planning import Planned
     from omnibal.search.goal import Goal
+    from omnibal.search.planning import Planned
 
 _IMAGES_LOST = (
     "XTuner's preset packs lose images in the versions that were read (5cda4fb and 5081ed2, "
@@ -84,7 +84,7 @@ def cost_of_limits(
     options: StrategyOptions, packing: "PackingMethod", goal: "Goal", planned: "Planned"
 ) -> dict[str, Any]:
     """Compare a plan with plans without the trainer's limits, for JSON, with notes on stderr."""
-    from omnibal import planning
+    from omnibal.search import planning
     from omnibal.search.limit_costs import (
         CostOfLimits,
         rate_of,

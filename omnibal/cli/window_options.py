@@ -36,9 +36,9 @@ class WindowFacts:
 
 def window_facts(result: "PlanResult") -> WindowFacts | None:
     """Compare a plan's windows with a plain loader's, or return None without windows."""
-    from omnibal.dispatch.windows import imbalance
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
+    from omnibal.steps.windows import imbalance
 
     stream = StreamData.of_plan(result.plan, result.data)
     if stream is None or result.data is None:

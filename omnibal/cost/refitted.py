@@ -1,6 +1,6 @@
 """Costs corrected by a run: another source's times factors per unit, pass and feature.
 
-`omnibal.job.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
+`omnibal.runs.refit` fits the factors to a run's log; `refit.json` stores them with the plan.
 """
 
 from collections.abc import Collection, Mapping

@@ -17,7 +17,6 @@ from omnibal.cost.sharded import ShardedExchange, exposed_columns, sharded_cost
 from omnibal.cost.share_features import part_features, share_features
 from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.sample_items import samples_of_shares
 from omnibal.job.plan import Plan
 from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -40,6 +39,7 @@ from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.sample_items import samples_of_shares
 from omnibal.steps.shares import shares_of
 
 

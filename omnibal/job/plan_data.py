@@ -17,7 +17,6 @@ from omnibal.data.lengths import (
     tile_sizes,
 )
 from omnibal.data.native_resolution import Segments, sizes_of
-from omnibal.dispatch.windows import WindowRequest, schedule_windows
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, DataPortion, PackedBy, Plan, Shapes
 from omnibal.model.config import ModelConfig
@@ -30,6 +29,7 @@ from omnibal.steps.full_steps import whole_steps
 from omnibal.steps.next_fit import as_formed
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
+from omnibal.steps.windows import WindowRequest, schedule_windows
 
 _IMAGE_TOKENS = "image_tokens"
 MAX_TRAINED_SAMPLES = 200_000_000

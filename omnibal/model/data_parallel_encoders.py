@@ -102,7 +102,7 @@ def nodes_of_groups(parallel: Parallel, pipelines: int, gpus_per_node: int) -> n
     """Node of every rank of every encoding group, int64 [groups, ranks].
 
     Megatron numbers ranks tensor, data, pipeline. A group's ranks are ordered pipeline, stage,
-    tensor (`omnibal.dispatch.items.share_items`).
+    tensor (`omnibal.steps.items.share_items`).
     """
     node = np.arange(parallel.world_size) // gpus_per_node
     in_order = node.reshape(parallel.pipeline, parallel.data, parallel.tensor)

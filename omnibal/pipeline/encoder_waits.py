@@ -1,7 +1,7 @@
 """Data-parallel encoders on a run's packs: pipeline waits and memory.
 
 The ranks of an encoding group encode the items of its pipelines' packs (shares by
-`omnibal.dispatch.items`). A group's step takes
+`omnibal.steps.items`). A group's step takes
 
     busiest forward + exchange + slowest pipeline + exchange + busiest backward,
 
@@ -20,11 +20,6 @@ from functools import partial
 import numpy as np
 
 from omnibal.cost.encoder_phase import ITEM, EncoderCost, EncodersCost
-from omnibal.dispatch.items import items_at_home, shares_of_ranks, unit_of_time
-from omnibal.dispatch.near_home import Homes
-from omnibal.dispatch.sample_items import SampleItems, deal_whole_samples
-from omnibal.dispatch.sample_passes import passes_of_samples
-from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.model.units import ENCODER_WAITS_MS
 from omnibal.pipeline.encoder_passes import EqualPasses, Passes, WholePasses, encoding_ms
@@ -32,6 +27,11 @@ from omnibal.pipeline.encoding import EncoderMemory, EncoderWaits, Encoding
 from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.items import items_at_home, shares_of_ranks, unit_of_time
+from omnibal.steps.near_home import Homes
+from omnibal.steps.sample_items import SampleItems, deal_whole_samples
+from omnibal.steps.sample_passes import passes_of_samples
+from omnibal.steps.whole_samples import DealtSamples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

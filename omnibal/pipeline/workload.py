@@ -9,9 +9,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from omnibal.base.arrays import rows_of
-from omnibal.dispatch.sample_items import SampleItems
 from omnibal.pipeline.encoding import Encoding
 from omnibal.steps.empty_slots import empty_slots
+from omnibal.steps.sample_items import SampleItems
 from omnibal.steps.shares import Shares
 
 

@@ -7,7 +7,6 @@ import numpy as np
 
 from omnibal.cost.source import CostSource
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.phase_balance import PhaseBalance, encoder_balances, language_balance
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.model.units import feature_names_at
@@ -16,6 +15,7 @@ from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.report.table import Table
+from omnibal.steps.phase_balance import PhaseBalance, encoder_balances, language_balance
 
 
 def phases_of_plan(

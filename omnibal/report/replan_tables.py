@@ -8,8 +8,8 @@ from omnibal.report.formatting import milliseconds, percent
 from omnibal.report.table import Column, Facts, Row, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
-    from omnibal.job.refit import RunFit
-    from omnibal.replanning import Replanned
+    from omnibal.runs.refit import RunFit
+    from omnibal.runs.replanning import Replanned
 
 
 def misprediction_table(fit: "RunFit") -> Table:

@@ -1,4 +1,4 @@
-"""Goal: job, data and free choices for `omnibal.planning.plan`.
+"""Goal: job, data and free choices for `omnibal.search.planning.plan`.
 
 Pack limits that are None, and everything in `free`, are searched for.
 """

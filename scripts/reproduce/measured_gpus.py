@@ -24,12 +24,12 @@ from paper import print_table
 
 from omnibal.base.errors import UserError
 from omnibal.job.published_errors import FILE, SMALL_TOKENS, JobKind, PublishedErrors, device_of
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import launched
-from omnibal.lint.line import line_of
-from omnibal.lint.predicted import Costed, predicted_line
 from omnibal.report.drawing import COLOURS, make_logarithmic, new_figure, style, svg_file
 from omnibal.report.formatting import write_ascii
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launched import launched
+from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.predicted import Costed, predicted_line
 
 FOLDER = Path(__file__).with_name("measured")
 LAYOUTS = "layouts"

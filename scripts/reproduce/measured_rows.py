@@ -15,11 +15,11 @@ from typing import Any, Literal, get_args
 
 from omnibal.base.errors import UserError
 from omnibal.families.named import named_model
-from omnibal.lint.launch import Launcher
 from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, preset_names
 from omnibal.model.limits import words
 from omnibal.model.parallel import expert_counts
 from omnibal.model.runtime import RecomputedModule
+from omnibal.trainers.lint.launch import Launcher
 
 Row = Mapping[str, Any]
 _CLUSTERS = {

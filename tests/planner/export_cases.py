@@ -11,10 +11,6 @@ from length_cases import lengths_of
 from plan_cases import MODEL, job_spec
 
 from omnibal.data.lengths import Lengths
-from omnibal.export.directory import Export, export_input, make_export
-from omnibal.export.exported import ExportInput
-from omnibal.export.expressible import Data, obstacles
-from omnibal.export.trainers import EXPORTS
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_data import describe_data
@@ -25,6 +21,10 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName, TrainerConstraints
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage import Stage
+from omnibal.trainers.export.directory import Export, export_input, make_export
+from omnibal.trainers.export.exported import ExportInput
+from omnibal.trainers.export.expressible import Data, obstacles
+from omnibal.trainers.export.trainers import EXPORTS
 
 MICRO_BATCHES = 4
 SAMPLES = 10_000

@@ -7,10 +7,10 @@ from typing import Any
 
 from omnibal.data.lengths import Lengths
 from omnibal.families.named import named_model
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import Launched, launched
-from omnibal.lint.line import line_of
 from omnibal.model.config import LanguageConfig, ModelConfig, load_cluster, load_model, preset_names
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launched import Launched, launched
+from omnibal.trainers.lint.line import line_of
 
 ROOT = Path(__file__).parents[2]
 

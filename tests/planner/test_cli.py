@@ -608,6 +608,6 @@ def test_an_interrupted_command_says_so(capsys, monkeypatch, tmp_path):
         run_app(app, "omnibal", [])
     assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
     # `omnibal run` passes on the status of a program that has said so.
-    monkeypatch.setattr("omnibal.running.run_steps", lambda *_, **__: 130)
+    monkeypatch.setattr("omnibal.runs.running.run_steps", lambda *_, **__: 130)
     with pytest.raises(SystemExit):
         importlib.import_module("omnibal.cli.run")._do([], tmp_path)

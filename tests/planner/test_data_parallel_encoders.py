@@ -28,7 +28,6 @@ from omnibal.cost.encoder_phase import (
 )
 from omnibal.cost.shaped_rates import Line
 from omnibal.cost.sharded import ShardedExchange
-from omnibal.dispatch.items import share_items
 from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, EncoderPlacement
@@ -42,6 +41,7 @@ from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import fits_cap
 from omnibal.pipeline.unit_runs import stage_units, stages_from_cuts, unit_words
 from omnibal.pipeline.workload import Workload
+from omnibal.steps.items import share_items
 
 LAYERS = {"vision": 2, "audio": 1, "language": 3}
 FEATURES = {"vision": "tiles", "audio": "clips"}

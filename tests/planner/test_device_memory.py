@@ -5,9 +5,9 @@ import pytest
 from launch_cases import of_line
 
 from omnibal.families.named import named_model
-from omnibal.lint.device_memory import device_memories
-from omnibal.lint.launched import Launched
-from omnibal.lint.predicted import Costed, predicted_line
+from omnibal.trainers.lint.device_memory import device_memories
+from omnibal.trainers.lint.launched import Launched
+from omnibal.trainers.lint.predicted import Costed, predicted_line
 
 MIB = 2**20
 LLAMA, DEEPSEEK = "llama3.1-70b", "tests/planner/hub_configs/deepseek-v2"

@@ -6,9 +6,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from omnibal.dispatch.balance import balance
-from omnibal.dispatch.differencing import differenced
-from omnibal.dispatch.load_bounds import load_bound
+from omnibal.steps.balance import balance
+from omnibal.steps.differencing import differenced
+from omnibal.steps.load_bounds import load_bound
 
 pytestmark = pytest.mark.quick
 

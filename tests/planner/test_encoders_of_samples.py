@@ -22,9 +22,6 @@ from length_cases import lengths_of
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.encoder_phase import EncodersCost, encoders_cost
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.items import ItemRuns, share_items
-from omnibal.dispatch.load_bounds import load_bound
-from omnibal.dispatch.whole_samples import deal_group
 from omnibal.job.check import check_plan
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PLAN_FILE
@@ -45,6 +42,9 @@ from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.workload import Workload
 from omnibal.report.phase_table import phases_of_plan
+from omnibal.steps.items import ItemRuns, share_items
+from omnibal.steps.load_bounds import load_bound
+from omnibal.steps.whole_samples import deal_group
 
 LINKS = {"gpus_per_node": 4, "intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0}
 CLUSTER = load_cluster("h100-80g").model_copy(

@@ -22,12 +22,6 @@ from plan_cases import example_lengths, origin_of, request
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
-from omnibal.export.directory import export_input, make_export
-from omnibal.export.exported import Exported, ExportInput
-from omnibal.export.expressible import obstacles
-from omnibal.export.order_file import write_order
-from omnibal.export.reading_order import reading_order
-from omnibal.export.recomputed_layers import all_or_none, one_number
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import PlannedLevel, Shapes
 from omnibal.job.plan_data import MockData
@@ -40,6 +34,12 @@ from omnibal.model.parallel import Parallel
 from omnibal.model.targets import OWN, TARGETS, TargetName
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage import Stage
+from omnibal.trainers.export.directory import export_input, make_export
+from omnibal.trainers.export.exported import Exported, ExportInput
+from omnibal.trainers.export.expressible import obstacles
+from omnibal.trainers.export.order_file import write_order
+from omnibal.trainers.export.reading_order import reading_order
+from omnibal.trainers.export.recomputed_layers import all_or_none, one_number
 
 SWIFT, XTUNER, MEGATRON = TargetName.MS_SWIFT, TargetName.XTUNER, TargetName.MEGATRON_LM
 VISION = ("vision embed", "vision 0..3", "projector")

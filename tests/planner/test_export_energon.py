@@ -23,11 +23,11 @@ from shard_cases import make_samples, write_lines, write_shards
 
 from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations, StoredRecord
-from omnibal.export import megatron_lm
-from omnibal.export.energon import energon_files, loader_order, whole_steps
-from omnibal.export.exported import ExportInput
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TargetName
+from omnibal.trainers.export import megatron_lm
+from omnibal.trainers.export.energon import energon_files, loader_order, whole_steps
+from omnibal.trainers.export.exported import ExportInput
 
 SAMPLES = 10_000
 

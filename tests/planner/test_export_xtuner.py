@@ -14,10 +14,10 @@ import pytest
 from export_cases import export_case, places_of
 
 from omnibal.base.errors import UserError
-from omnibal.export.directory import export_input
-from omnibal.export.exported import ExportInput
-from omnibal.export.xtuner import export
 from omnibal.model.targets import TARGETS, TargetName
+from omnibal.trainers.export.directory import export_input
+from omnibal.trainers.export.exported import ExportInput
+from omnibal.trainers.export.xtuner import export
 
 pytestmark = pytest.mark.quick
 

@@ -11,10 +11,6 @@ from omnibal.cost.model import UnitCost
 from omnibal.job.check import training_obstacles
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.line import line_of
-from omnibal.lint.low_precision import notes_on_precision, precision_of
-from omnibal.lint.predicted import predicted_line
 from omnibal.model.config import ModelConfig, load_cluster, load_model
 from omnibal.model.fp8 import Fp8
 from omnibal.model.parallel import Parallel
@@ -22,6 +18,10 @@ from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.stage_memory import unit_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.low_precision import notes_on_precision, precision_of
+from omnibal.trainers.lint.predicted import predicted_line
 
 CLUSTER = assumed_h100()
 LLAMA = load_model("llama3.1-8b")

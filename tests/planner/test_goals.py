@@ -13,7 +13,7 @@ from cli_cases import failure, run
 from length_cases import long_tailed
 from plan_cases import MODEL, counting, example_lengths, origin_of, request
 
-from omnibal import Free, Goal, Planned, Samples, plan, planning, training_job
+from omnibal import Free, Goal, Planned, Samples, plan, training_job
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import write_lengths
 from omnibal.job import plan_data
@@ -28,8 +28,8 @@ from omnibal.packing.packing import PackingMethod
 from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.schedules import ScheduleName
 from omnibal.pipeline.stage_memory import fits_cap
-from omnibal.running import write_launch
-from omnibal.search import finalists, schedule_choice
+from omnibal.runs.running import write_launch
+from omnibal.search import finalists, planning, schedule_choice
 from omnibal.search.conflicts import CONFLICTS, NEEDS, Feature, check_complete, check_together
 from omnibal.search.goal import ShapesAlone, Silence, Stream
 from omnibal.search.level_estimates import LevelRule

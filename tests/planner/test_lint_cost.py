@@ -10,20 +10,20 @@ from launch_cases import CLUSTER, LINES, model_of, of_line
 from length_cases import lengths_of, texts
 
 from omnibal.base.errors import UserError
-from omnibal.export.directory import export_input, make_export
-from omnibal.export.trainers import EXPORTS
 from omnibal.job.job import JobSpec
 from omnibal.job.plan_data import MockData, shape_caps
 from omnibal.job.plan_files import PlanFiles
 from omnibal.job.planner import PlanRequest, make_plan
-from omnibal.lint.launched import Launched, recomputing
-from omnibal.lint.predicted import Verdict, predicted, predicted_line
 from omnibal.model.config import load_model, with_imbalance
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, TargetName
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.unit_runs import stages_from_cuts, unit_words
+from omnibal.trainers.export.directory import export_input, make_export
+from omnibal.trainers.export.trainers import EXPORTS
+from omnibal.trainers.lint.launched import Launched, recomputing
+from omnibal.trainers.lint.predicted import Verdict, predicted, predicted_line
 
 INTERNVL, LLAMA = "internvl3.5-8b", "llama3.1-8b"
 RECIPE = "run_recipe.py -tp 1 -pp 2 -mb 1"

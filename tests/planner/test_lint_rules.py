@@ -10,12 +10,12 @@ import pytest
 from launch_cases import BROKEN, GOOD, LINES, PublishedLine, model_of, sized_model
 
 from omnibal.families.named import named_model
-from omnibal.lint.all_rules import GROUPS, findings_of
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launch import Finding, Launcher
-from omnibal.lint.line import line_of
-from omnibal.lint.split import layers_by_chunk
 from omnibal.model.levels import ContextExchange
+from omnibal.trainers.lint.all_rules import GROUPS, findings_of
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launch import Finding, Launcher
+from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.split import layers_by_chunk
 
 pytestmark = pytest.mark.quick
 

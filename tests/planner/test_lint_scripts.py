@@ -10,9 +10,9 @@ import pytest
 from cli_cases import failure, result, status
 
 from omnibal.base.errors import UserError
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launch import Launch, Launcher
-from omnibal.lint.script import read_script
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.script import read_script
 
 pytestmark = pytest.mark.quick
 

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from omnibal.dispatch.items import items_at_home, share_items
-from omnibal.dispatch.near_home import Homes
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
+from omnibal.steps.items import items_at_home, share_items
+from omnibal.steps.near_home import Homes
 
 pytestmark = pytest.mark.quick
 

@@ -7,16 +7,16 @@ from omnibal.base.errors import UserError
 from omnibal.cost.host_waits import host_waits
 from omnibal.cost.links import Group, all_to_all_line, pass_line, ring_ms_per_byte
 from omnibal.job.job import JobSpec
-from omnibal.lint.all_rules import can_start
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launch import MEGATRON, Launcher
-from omnibal.lint.launched import Launched, launched
-from omnibal.lint.line import line_of
-from omnibal.lint.predicted import predicted_line
-from omnibal.lint.sharding import ZeroStage, weight_shards, zero_stage
-from omnibal.lint.split import layers_by_chunk
 from omnibal.model.config import load_cluster, load_model
 from omnibal.model.parallel import Parallel
+from omnibal.trainers.lint.all_rules import can_start
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launch import MEGATRON, Launcher
+from omnibal.trainers.lint.launched import Launched, launched
+from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.predicted import predicted_line
+from omnibal.trainers.lint.sharding import ZeroStage, weight_shards, zero_stage
+from omnibal.trainers.lint.split import layers_by_chunk
 
 MODEL, CLUSTER = load_model("llama3.1-8b"), load_cluster("h100-80g")
 TITAN = "torchrun --nproc_per_node 8 -m torchtitan.train --training.seq_len 4096"

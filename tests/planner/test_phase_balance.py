@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 from feature_exchange_cases import choice_of
 
-from omnibal.dispatch.balance import balance
-from omnibal.dispatch.items import share_items
-from omnibal.dispatch.phase_balance import PhaseBalance, encoder_balances, language_balance
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.steps.balance import balance
+from omnibal.steps.items import share_items
+from omnibal.steps.phase_balance import PhaseBalance, encoder_balances, language_balance
 
 pytestmark = pytest.mark.quick
 ITEM_MS = {"vision": 5.0, "audio": 8.0}

@@ -9,7 +9,9 @@ import pytest
 
 from omnibal.base.errors import UserError
 from omnibal.job.runlog import TRACKER_FILE
-from omnibal.running import Step, Training, first_weights, run_steps, tokenizer_of
+from omnibal.runs.running import Step, Training, first_weights, run_steps, tokenizer_of
+
+pytestmark = pytest.mark.quick
 
 ROOT = Path(__file__).parents[2]
 COUNT = "import pathlib, sys; pathlib.Path(sys.argv[1]).mkdir(); print(sys.argv[2:])"
@@ -162,7 +164,7 @@ def test_a_checkpoint_is_found_in_the_cache_of_its_hub(tmp_path):
     (cached / "refs").mkdir()
     (cached / "refs" / "main").write_text("0123abc")
     (snapshot / "config.json").write_text("{}")
-    code = "import sys; from omnibal import running; "
+    code = "import sys; from omnibal.runs import running; "
     code += "print(running.fetch_checkpoint(sys.argv[1], weights=True))"
     environment = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path), "PYTHONPATH": str(ROOT)}
 

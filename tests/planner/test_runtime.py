@@ -11,15 +11,15 @@ from omnibal.cost.context import ExchangeSource, costs_at
 from omnibal.cost.links import Group, all_to_all_line, message_line, pass_line
 from omnibal.cost.model import CostModel
 from omnibal.families.named import named_model
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.launched import runtime_of
-from omnibal.lint.line import line_of
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.model.rates import CollectiveTime, Rates
 from omnibal.model.runtime import OWN_RUNTIME, RuntimeOptions
 from omnibal.pipeline.stage_cost import PerStepCosts
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.launched import runtime_of
+from omnibal.trainers.lint.line import line_of
 
 CLUSTER = assumed_h100()
 MODEL = named_model("llama3.1-70b")

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.quick
 
 REPOSITORY = Path(__file__).parents[2]
 TESTS = REPOSITORY / "tests"
-NOT_IMPORTED = {"omnibal.presets", "omnibal.export.scripts"}
+NOT_IMPORTED = {"omnibal.presets", "omnibal.trainers.export.scripts"}
 """Data alone, and scripts that are copied into what is exported."""
 
 

@@ -13,9 +13,7 @@ from plan_cases import job_spec
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths, draw_samples, read_lengths
-from omnibal.export.reading_order import reading_order
 from omnibal.job.plan_data import SampleData, caps_of_tokens
-from omnibal.lint.loongforge import LOONGFORGE
 from omnibal.model.config import load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
@@ -26,6 +24,8 @@ from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import split_to_fill
 from omnibal.steps.next_fit import as_formed, filling_steps, kept_apart, merging, next_fit_packs
 from omnibal.steps.pack_settings import PackSettings
+from omnibal.trainers.export.reading_order import reading_order
+from omnibal.trainers.lint.loongforge import LOONGFORGE
 
 SAMPLES = 1_100
 PACK_RULES = {target.packs: target.title for target in (*TARGETS.values(), LOONGFORGE)}

@@ -12,7 +12,6 @@ from plan_cases import JOB, example_lengths
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.windows import WindowRequest, imbalance, schedule_windows
 from omnibal.job.check import check_plan
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import read_plan, write_plan
@@ -23,6 +22,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.steps.steps import steps_of
+from omnibal.steps.windows import WindowRequest, imbalance, schedule_windows
 
 pytestmark = pytest.mark.quick
 

@@ -20,8 +20,8 @@ from megatron.vlm.step.clock import PhaseClock
 from megatron.vlm.step.encoder_phase import Encoders, EncoderStep
 from megatron.vlm.step.train import build_trainer
 from omnibal.cost.encoder_phase import encoders_cost
-from omnibal.dispatch.items import shares_of_ranks
 from omnibal.pipeline.encoder_waits import ItemShares, memory_of_encoders
+from omnibal.steps.items import shares_of_ranks
 
 WIDTH = 512
 TILES = [[31, 8, 0], [14, 23, 6]]

@@ -15,11 +15,11 @@ from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from omnibal.lint.all_rules import findings_of
-from omnibal.lint.command_line import read_launch
-from omnibal.lint.line import line_of
-from omnibal.lint.split import layers_by_chunk
 from omnibal.pipeline.schedules import Pass, interleaved
+from omnibal.trainers.lint.all_rules import findings_of
+from omnibal.trainers.lint.command_line import read_launch
+from omnibal.trainers.lint.line import line_of
+from omnibal.trainers.lint.split import layers_by_chunk
 from tests.planner.launch_cases import sized_model
 
 CASES = 600

@@ -15,10 +15,6 @@ from typing import Self
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.dispatch.items import ItemRuns, share_items, unit_of_time
-from omnibal.dispatch.sample_items import SampleItems, deal_whole_samples, samples_of_shares
-from omnibal.dispatch.sample_passes import passes_of_samples
-from omnibal.dispatch.whole_samples import DealtSamples
 from omnibal.model.config import ModelConfig
 from omnibal.model.data_parallel_encoders import DataParallelEncoders, nodes_of_groups
 from omnibal.model.encoders import Encoder
@@ -27,7 +23,11 @@ from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.steps.cut import first_item
+from omnibal.steps.items import ItemRuns, share_items, unit_of_time
+from omnibal.steps.sample_items import SampleItems, deal_whole_samples, samples_of_shares
+from omnibal.steps.sample_passes import passes_of_samples
 from omnibal.steps.shares import Shares, shares_of
+from omnibal.steps.whole_samples import DealtSamples
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

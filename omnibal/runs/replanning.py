@@ -1,0 +1,178 @@
+"""Replanning from a run: fit costs on its measurements and plan the rest.
+
+Steps and samples are kept, so checkpoints stay valid. Stages, recomputed layers, ranks and slots
+are searched again, and parallel sizes too if the number of devices changes.
+"""
+
+from dataclasses import dataclass, replace
+
+from omnibal.base.errors import UserError
+from omnibal.cost.refitted import Refit
+from omnibal.data.lengths import Lengths
+from omnibal.job.job import JobSpec
+from omnibal.job.plan import Plan
+from omnibal.job.plan_files import PlanFiles
+from omnibal.job.plan_portions import EarlierPortions, data_of_steps
+from omnibal.job.planner import PlanResult, in_portions, prediction_of
+from omnibal.job.runlog import RunLog
+from omnibal.model.parallel import Parallel
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
+from omnibal.runs.refit import RunFit, fit_run, measured_records, refitted_job, root_of
+from omnibal.search.goal import Earlier, Free, Goal, Listener
+from omnibal.search.planning import plan as plan_goal
+from omnibal.search.strategy import FreeSizes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Replanned:
+    result: PlanResult
+    fit: RunFit | None
+    """Costs fitted on the run. None without a run."""
+    before_ms: float | None
+    """Predicted step time of the earlier plan with fitted costs. None if sizes changed."""
+
+    @property
+    def plan(self) -> Plan:
+        return self.result.plan
+
+    @property
+    def step_ms(self) -> float:
+        return _step_ms(self.result)
+
+    @property
+    def gain(self) -> float:
+        """Share of the step time saved, by the fitted costs."""
+        return 0.0 if not self.before_ms else 1 - self.step_ms / self.before_ms
+
+
+def replan(
+    files: PlanFiles,
+    run: RunLog | None,
+    gpus: int | None = None,
+    after: int | None = None,
+    listener: Listener | None = None,
+) -> Replanned:
+    """Replan from a run, for the same or other devices.
+
+    Args:
+        run: its log. None to keep costs if the number of devices changes.
+        gpus: devices of the new plan. None to keep them.
+        after: trained steps. None for the log's.
+    """
+    plan, job = files.plan, files.job
+    if plan.data is None or plan.made_for is not None:
+        raise UserError(
+            "the plan is of shapes only or for another trainer, and what is planned anew is a run "
+            "of pretrain_vlm.py: give the plan that it was started with"
+        )
+    if after is not None and after > plan.data.steps:
+        raise UserError(
+            f"{after} steps were given as trained, and the plan has {plan.data.steps}; give those "
+            "of the checkpoint that the run goes on from"
+        )
+    fit = None if run is None else _fit(files, run, after)
+    if fit is not None:
+        refit = fit.refit
+    elif job.cost_source.refit is not None:
+        refit = job.cost_source.refit.model_copy(update={"step": after or 0})
+    else:
+        refit = Refit(root_sha256=root_of(plan, job), step=after or 0)
+    job = refitted_job(job, refit)
+    if gpus not in (None, plan.parallel.world_size):
+        assert gpus is not None
+        result = _at_other_sizes(files, job, gpus, listener)
+        return Replanned(result=result, fit=fit, before_ms=None)
+    before, directory = _predicted(plan, job, files.steps), files.directory
+    if plan.data.portions and directory is not None:
+        portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
+        before = in_portions(before, portions, plan.data.runs_of_first)
+    found = [plan_goal(_goal(files, job), listener).result, before]
+    if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
+        found.append(_with_slow_stages(files, job, listener))
+    return Replanned(result=min(found, key=_step_ms), fit=fit, before_ms=_step_ms(before))
+
+
+def _step_ms(result: PlanResult) -> float:
+    return result.plan.predicted.step_ms
+
+
+def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
+    plan, data, directory = files.plan, files.plan.data, files.directory
+    records = measured_records(plan, run.info, run.records)
+    packs, lengths = files.steps
+    if data is not None and data.portions and directory is not None:
+        packs, lengths = data_of_steps(data, directory, [record.step for record in records])
+    workload = files.job.workload(packs, lengths, plan.pack_levels)
+    step = run.records[-1].step + 1 if after is None else after
+    return fit_run(plan, files.job, workload, records, step)
+
+
+def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None) -> PlanResult:
+    """Plan fewer layers for stages with a slow rank, instead of fewer packs for the rank."""
+    refit = job.cost_source.refit
+    assert refit is not None, "a run has told which ranks are slow"
+    as_stages = refitted_job(job, refit.with_slow_stages())
+    result = plan_goal(_goal(files, as_stages), listener).result
+    assert result.data is not None, "what is planned anew has data"
+    return _predicted(result.plan, job, result.data)
+
+
+def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
+    """Predict a plan of these packs and lengths with other costs."""
+    packs, lengths = data
+    workload = job.workload(packs, lengths, plan.pack_levels)
+    prediction = prediction_of(plan, job, packs, workload)
+    return PlanResult(
+        plan=plan.model_copy(update={"prediction": prediction}),
+        data=data,
+        search=None,
+        cost_source=job.cost_source,
+    )
+
+
+def _goal(
+    files: PlanFiles,
+    job: JobSpec,
+    sizes: FreeSizes | None = None,
+    schedule: ScheduleName | None = None,
+) -> Goal:
+    """Goal for the plan's steps and placement, and its schedule unless given."""
+    plan = files.plan
+    data = Earlier(plan=plan, data=files.data, directory=files.directory)
+    schedule = schedule or plan.schedule.name
+    free = Free(sizes=sizes, placements=(job.placement,), schedule=schedule)
+    # Data-parallel encoders are searched together with the stages.
+    return Goal(job=replace(job, beside=None), data=data, free=free)
+
+
+def _at_other_sizes(
+    files: PlanFiles, job: JobSpec, gpus: int, listener: Listener | None
+) -> PlanResult:
+    """Plan for other devices: change the data-parallel size if possible, else all sizes."""
+    for parallel in _with_other_data(files.plan.parallel, gpus):
+        if job.allows(parallel):
+            try:
+                return plan_goal(_goal(files, job.sized(parallel)), listener).result
+            except UserError:  # try other sizes, which report their own errors
+                continue
+    sizes, usual = FreeSizes(gpus=gpus), ONE_FORWARD_ONE_BACKWARD.name
+    try:
+        return plan_goal(_goal(files, job, sizes), listener).result
+    except UserError:
+        if files.plan.schedule.name == usual:
+            raise
+    # Few devices may not fit its chunks, and a run can continue in any schedule.
+    return plan_goal(_goal(files, job, sizes, usual), listener).result
+
+
+def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
+    """Sizes that use all devices by changing the data-parallel size. Empty if impossible."""
+    data, rest = divmod(gpus, parallel.tensor * parallel.pipeline)
+    if rest or not data:
+        return []
+    is_full = parallel.sharded == parallel.data
+    sharded = data if parallel.sharded > 1 and is_full else min(parallel.sharded, data)
+    if data % sharded or parallel.tensor * data % parallel.expert:
+        return []
+    return [parallel.model_copy(update={"data": data, "sharded": sharded})]

@@ -1,0 +1,382 @@
+"""The steps of `omnibal run`: commands, the files that each reads, and which are done.
+
+A step is skipped if its command, and the sizes and times of its inputs, have not changed. A
+training goes on where other rates or more steps of the same samples are asked for.
+"""
+
+import ctypes
+import hashlib
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from omnibal.base.errors import UserError
+from omnibal.base.files import atomic, check_room, read_json_model
+from omnibal.base.printable import without_secrets
+from omnibal.base.program import ArgumentParser
+from omnibal.data.annotations import read_meta
+from omnibal.data.stored_files import AUDIO_SUFFIXES, IMAGE_SUFFIXES, VIDEO_SUFFIXES
+from omnibal.families.named import HUB_ID, named_model
+from omnibal.job.plan import read_plan
+from omnibal.job.runlog import RATES, latest_step
+
+_ROOT = Path(__file__).resolve().parents[2]
+_MEDIA = IMAGE_SUFFIXES | AUDIO_SUFFIXES | VIDEO_SUFFIXES | {".tar"}
+_MOST_FILES = 200_000
+"""Max files of a folder that is checked for changes, as it may be a home directory."""
+_RATES = {"--" + name.replace("_", "-") for name in RATES}
+_OF_THE_START = {"--seed", "--loss-weighting", "--drop-path-rate", "--adam-beta1", "--adam-beta2"}
+_OF_THE_START |= {"--adam-eps", "--finetune"}
+"""Options of pretrain_vlm.py that a run keeps from its start."""
+_SIGNALLED = 128
+"""A shell adds it to a signal's number in an exit status."""
+_DIES_WITH_PARENT = 1
+"""Linux's PR_SET_PDEATHSIG."""
+_WEIGHTS = "*.safetensors"
+_DESCRIPTIONS = ["*.json", "*.jinja", "*.model", "*.py", "*.txt"]
+"""Configuration, tokenizer and code of a checkpoint on a hub."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """A command, its inputs and its result."""
+
+    words: tuple[str, ...]
+    """From `omnibal`, `python` or `bash` on."""
+    reads: tuple[Path, ...] = ()
+    media: tuple[Path, ...] = ()
+    """Folders whose images, recordings, videos and shards are inputs."""
+    makes: Path | None = None
+    """None for a check, which is run every time."""
+    last_step: int | None = None
+    """Last step of a training; other commands are complete when their result exists."""
+
+    @property
+    def text(self) -> str:
+        return shlex.join(self.words)
+
+    def state(self) -> dict[str, Any]:
+        """Return the command and a hash of each input."""
+        read = {str(path): _digest(path) for path in self.reads}
+        read |= {str(path): _digest(path, _MEDIA) for path in self.media}
+        return {"command": without_secrets(self.text), "read": read}
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the result is there, and a training at its last step."""
+        if self.makes is None or self.last_step is None:
+            return self.makes is not None and self.makes.exists()
+        return (latest_step(self.makes) or 0) >= self.last_step
+
+    def goes_on(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+        """Whether the result of an earlier state is a beginning of this step's."""
+        return self.last_step is not None and before == now
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training(Step):
+    """A training, which goes on with other rates or more steps of the same samples."""
+
+    plan: Path
+    options: tuple[str, ...]
+    """Words of the trainer's command line."""
+
+    def state(self) -> dict[str, Any]:
+        """Return hashes of inputs and model, the options, and number and hash of the steps."""
+        plan = read_plan(self.plan)
+        assert plan.data is not None
+        model = repr([plan.model, plan.adapters, plan.frozen])
+        return Step.state(self) | {
+            "options": re.split(r" (?=--)", without_secrets(shlex.join(self.options))),
+            "model": hashlib.sha256(model.encode()).hexdigest(),
+            "steps": [plan.data.steps, plan.data.steps_sha256],
+        }
+
+    def goes_on(self, before: dict[str, Any] | None, now: dict[str, Any]) -> bool:
+        """Whether nothing but rates, steps after the earlier ones and reports has changed.
+
+        A complete training is repeated with other rates, unless there are more steps.
+        """
+        if before is None or "steps" not in before:
+            return False
+        changed = _changes(before, now) - {"its steps"}
+        fixed = _OF_THE_START | (_RATES if self.is_complete else set())
+        if any(name in fixed or not name.startswith("--") for name in changed):
+            return False
+        from omnibal.job.plan_files import hash_steps  # imports scipy
+
+        steps, digest = before["steps"]
+        return hash_steps(self.plan, steps) == digest
+
+
+def run_steps(
+    steps: Sequence[Step], journal: Path, say: Callable[[str], None], *, trains: bool = True
+) -> int:
+    """Run the commands that are not done, in order; return the first exit status other than 0.
+
+    The folder of an earlier training, import or export is renamed before it is made again.
+
+    Args:
+        journal: JSON file with the state that each result was made from.
+        trains: whether a training is started here; else it is only prepared.
+    """
+    made: dict[str, Any] = {}
+    if journal.exists():
+        remedy = "it was written by `omnibal run`; remove it, and every step is run again"
+        made = read_json_model(dict[str, dict[str, Any] | None], journal, remedy)
+    for step in steps:
+        name, state = "" if step.makes is None else step.makes.name, step.state()
+        before = made.get(name)
+        if before == state and step.is_complete:
+            say(f"$ {step.text}  (done)")
+            continue
+        goes_on = step.goes_on(before, state)
+        if before not in (None, state):
+            changes = ", ".join(sorted(_changes(before, state)))
+            say(f"{'going on' if goes_on else 'again'}, since {changes} changed:")
+        if step.makes is not None and step.words[0] != "omnibal" and not goes_on:
+            _set_aside(step.makes, say)
+        is_started = trains or step.last_step is None
+        say(f"$ {step.text}" if is_started else f"to train, where the devices are: {step.text}")
+        # A training that is stopped goes on from here, anything else begins again.
+        _write(journal, made | {name: state if step.last_step is not None else None})
+        if not is_started:
+            say("when it has ended, run this command again")
+            break
+        start = {"omnibal": [sys.executable, "-m", "omnibal"], "python": [sys.executable]}
+        command = [*start.get(step.words[0], ["bash"]), *step.words[1:]]
+        status = _status_of(command, say)
+        if status and step.last_step is not None and step.makes is not None:
+            place = f"after step {latest_step(step.makes) or 0} of {step.last_step}"
+            failed = f"error: {step.text} ended with status {status} {place}, see {step.makes}.log"
+            again = "run this command again to go on"
+            say(f"stopped {place}; {again}" if status > _SIGNALLED else f"{failed}; {again}")
+        if status:
+            return status
+        made[name] = state
+        _write(journal, made)
+        if step.last_step is not None and not step.is_complete:
+            say(f"stopped before step {step.last_step}; run this command again to go on")
+            break
+    return 0
+
+
+def _status_of(command: Sequence[str], say: Callable[[str], None]) -> int:
+    """Run a command to its end. It gets SIGTERM if this process gets it, or is killed.
+
+    Returns:
+        The exit status, or that of a shell for the signal that this process got.
+    """
+    caught: list[int] = []
+
+    def catch(number: int, frame: FrameType | None) -> None:
+        caught.append(number)
+        say("stopping; a training ends its step and saves first")
+        if number == signal.SIGTERM:  # Ctrl-C goes to both processes
+            process.send_signal(number)
+
+    # No other file than the folder's lock is inherited.
+    process = subprocess.Popen(command, close_fds=False, preexec_fn=_die_with_parent)
+    before = {number: signal.signal(number, catch) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        status = process.wait()
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    return _SIGNALLED + caught[-1] if status and caught else status
+
+
+def _die_with_parent() -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_DIES_WITH_PARENT, signal.SIGTERM)
+
+
+def _write(journal: Path, made: dict[str, Any]) -> None:
+    with atomic(journal) as temporary:
+        temporary.write_text(json.dumps(made, indent=1))
+
+
+def _set_aside(result: Path, say: Callable[[str], None]) -> None:
+    number = 1
+    while (kept := result.with_name(f"{result.name}-{number}")).exists():
+        number += 1
+    if result.exists():
+        result.rename(kept)
+        say(f"{result} is kept as {kept}")
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
+    """Return names of files, folders and options that differ."""
+    files = set(before.get("read", {}).items()) ^ set(now["read"].items())
+    options = set(before.get("options", ())) ^ set(now.get("options", ()))
+    others = {f"its {name}" for name in now if before.get(name) != now[name]}
+    named = {name for name, _ in files} | {re.split("[ =]", one)[0] for one in options if one}
+    return named | (others - {"its read", "its options"})
+
+
+def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
+    """Hash names, sizes and times of a file, of a folder's files, or of all files below it with
+    certain suffixes. Empty if there are none or too many."""
+    files = [path]
+    if path.is_dir():
+        pattern = "*" if suffixes is None else "**/*"
+        below = sorted(islice(path.glob(pattern), _MOST_FILES + 1))
+        files = [one for one in below if suffixes is None or one.suffix.lower() in suffixes]
+        files = files if len(below) <= _MOST_FILES else []
+    found = [(str(one), one.stat()) for one in files if one.is_file()]
+    entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
+
+
+def _data_read(data: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
+    """Return annotation files, and folders of media and shards, of a meta or annotation file."""
+    sources, folder = read_meta(data).values(), data.parent
+    annotations = [folder / source.in_file for source in sources if source.in_file is not None]
+    return (data, *annotations), tuple(sorted({one.media_folder(folder) for one in sources}))
+
+
+def holds_released(folder: Path) -> bool:
+    """Whether a folder has weights of a released checkpoint."""
+    return any(folder.glob(_WEIGHTS))
+
+
+def fetch_checkpoint(name: str, *, weights: bool) -> Path:
+    """Fetch a checkpoint from its hub, or find it in the hub's cache; return its folder.
+
+    Without `weights` only configuration, code and tokenizer are fetched.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.constants import HF_HUB_CACHE, HF_HUB_OFFLINE
+
+    patterns = [*_DESCRIPTIONS, _WEIGHTS] if weights else _DESCRIPTIONS
+    try:
+        if weights and not HF_HUB_OFFLINE:
+            files = snapshot_download(name, allow_patterns=patterns, dry_run=True)
+            size = sum(one.file_size or 0 for one in files if one.will_download)
+            check_room(Path(HF_HUB_CACHE, name), size)
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except (OSError, ValueError) as error:
+        reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
+        raise UserError(
+            f"{name} cannot be fetched ({reason}); download it and give its folder as --model, or "
+            "give --weights FOLDER, or --from-scratch for random weights"
+        ) from error
+
+
+def first_weights(
+    model: str, weights: Path | None, *, from_scratch: bool
+) -> tuple[Path | None, bool]:
+    """Return the folder to start from, None for random weights, and whether it is a hub's, fetched
+    without its weights."""
+    if from_scratch and weights is not None:
+        raise UserError("--from-scratch and --weights exclude each other; leave one out")
+    if from_scratch:
+        return None, False
+    if weights is None and HUB_ID.fullmatch(model) and not Path(model).exists():
+        return fetch_checkpoint(model, weights=False), True
+    if weights is None and not Path(model).is_dir():
+        named_model(model)
+        raise UserError(
+            f"--model {model} has no weights to start from: give the folder of a released "
+            "checkpoint, or its name on a hub such as OpenGVLab/InternVL3-8B, as --model, or "
+            "--weights FOLDER, or --from-scratch for random weights"
+        )
+    folder = weights or Path(model)
+    if not holds_released(folder) and not any(folder.glob("iter_*")):
+        raise UserError(
+            f"{folder}: holds no weights, neither {_WEIGHTS} of a released checkpoint nor iter_* "
+            "of a run; give the folder of either as --weights, or --from-scratch for random ones"
+        )
+    return folder, False
+
+
+def tokenizer_of(model: str, weights: Path | None) -> Path | None:
+    """Return the folder of the tokenizer that comes with the model or the weights."""
+    beside = [] if weights is None else [weights / "tokenizer", weights]
+    return next((path for path in (Path(model), *beside) if path.is_dir()), None)
+
+
+def plan_steps(
+    data: Path,
+    model: str,
+    tokenizer: Path | None,
+    planned_with: Sequence[str],
+    output: Path,
+    scanned_with: Sequence[str],
+) -> list[Step]:
+    """Return the commands from data to a checked plan."""
+    lengths, plan = output / "lengths.parquet", output / "plan"
+    annotations, media = _data_read(data)
+    # Weights of a hub come later, and change neither lengths nor plan.
+    folder = Path(model)
+    of_model = [folder] if folder.is_file() else []
+    of_model += [path for pattern in _DESCRIPTIONS for path in sorted(folder.glob(pattern))]
+    read = [] if tokenizer is None else ["--tokenizer-model", str(tokenizer)]
+    scan = ["lengths", str(data), "--model", model, "-o", str(lengths), *read, *scanned_with]
+    planned = ["plan", "--model", model, "--lengths", str(lengths), *planned_with, "-o", str(plan)]
+    own = [] if tokenizer is None or tokenizer == folder else [tokenizer]
+    inputs = (*annotations, *of_model, *own)
+    return [
+        Step(words=("omnibal", *scan), reads=inputs, media=media, makes=lengths),
+        Step(words=("omnibal", *planned), reads=(lengths, *of_model), makes=plan),
+        Step(words=("omnibal", "check", str(plan))),
+    ]
+
+
+def conversion(way: str, source: Path, made: Path, *more: str) -> Step:
+    """Return an import or export of weights."""
+    words = ("python", str(_ROOT / "tools" / "convert.py"), way, str(source), *more)
+    return Step(words=(*words, "-o", str(made)), reads=(source,), makes=made)
+
+
+def write_launch(
+    output: Path, data: Path, tokenizer: Path | None, per_node: int, gpus: int, more: Sequence[str]
+) -> None:
+    """Write train.sh: torchrun on a node of `per_node` devices, sbatch on several.
+
+    On one node its output goes to run.log too, also while it saves after a signal.
+    """
+    root, per_node = _ROOT / "scripts", min(gpus, per_node)
+    files = (output / "plan", data, tokenizer, output / "run")
+    job = ["" if each is None else str(each) for each in files]
+    if gpus <= per_node:
+        alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
+        tee = shlex.join(["tee", "-a", str(output / "run.log")])
+        command = f"exec > >(trap '' INT TERM USR1 HUP; exec {tee}) 2>&1\n"
+        command += shlex.join(["exec", "env", *alone, *job, *more])
+    else:
+        per = ["--ntasks-per-node", str(per_node), "--gpus-per-node", str(per_node)]
+        nodes = ["--nodes", str(-(-gpus // per_node)), *per, str(root / "slurm" / "train.sbatch")]
+        command = f"cd {shlex.quote(str(_ROOT))} && exec "
+        command += shlex.join(["sbatch", *nodes, *job, *more])
+    with atomic(output / "train.sh") as temporary:
+        temporary.write_text(f"#!/usr/bin/env bash\n{command}\n")
+        temporary.chmod(0o755)
+
+
+def training(output: Path, loads: Path | None, scan: Step, more: Sequence[str]) -> Training:
+    """Return the training as a step, which ends with the plan's or with --train-iters."""
+    plan = output / "plan"
+    data = read_plan(plan).data
+    assert data is not None
+    parser = ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--train-iters", type=int, default=data.steps)
+    given = parser.parse_known_args(more)[0].train_iters
+    return Training(
+        words=("bash", str(output / "train.sh")),
+        reads=(*scan.reads, *([] if loads is None else [loads])),
+        media=scan.media,
+        makes=output / "run",
+        last_step=min(data.steps, given),
+        plan=plan,
+        options=tuple(more),
+    )

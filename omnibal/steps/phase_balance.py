@@ -1,0 +1,161 @@
+"""Balance of a step's phases: each encoder and the language model, over the ranks that run it.
+
+A phase is one modality's computation of a batch (OrchMLLM, arXiv 2503.23830). Its imbalance is the
+max over mean load of ranks, before and after dispatch, with a lower bound.
+
+Shapes: S steps, D data-parallel ranks (pipelines), R ranks of a pipeline.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.steps.items import NO_LOAD, shares_of_ranks, unit_of_time
+from omnibal.steps.load_bounds import load_bound
+from omnibal.steps.sample_items import SampleItems
+
+ALL_ENCODERS = "encoders"
+LANGUAGE_PHASE = "language"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseBalance:
+    """Max over mean load of ranks, both summed over steps."""
+
+    phase: str
+    """Name of the encoder, "encoders" for all together, or "language"."""
+    imbalance_before: float
+    """Imbalance if each pipeline encodes its own packs."""
+    imbalance_after: float | None
+    """Imbalance as planned. None if each pipeline encodes its own packs."""
+    bound: float
+    """Lower bound over assignments of items (encoders) or packs (language model)."""
+
+
+def encoder_balances(
+    held: Mapping[str, np.ndarray],
+    ranks_of_pipeline: int,
+    beside: DataParallelEncoders | None,
+    whole: Mapping[str, SampleItems],
+    pipeline: np.ndarray,
+) -> list[PhaseBalance]:
+    """Balance of every encoder, and of all together if several are data-parallel.
+
+    Args:
+        held: items by encoder of every pipeline's packs, int64 [S, D].
+        beside: data-parallel placement. None if pipelines run their own, to balance pipelines.
+        whole: samples of data-parallel encoders that take whole samples, to balance time.
+        pipeline: pipeline of every row of these among all steps' pipelines, step x D + rank, int64.
+    """
+    if beside is None:
+        return [
+            _balance(name, items, None, float(_fewest(items).sum())) for name, items in held.items()
+        ]
+    # Loads [S, D * R] are in items, or in units of time for whole samples.
+    before, after, least = _rank_loads(held, ranks_of_pipeline, beside, whole, pipeline)
+    found = [_balance(n, before[n], after[n], float(least[n].sum())) for n in held]
+    if len(held) > 1:
+        unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
+        ms = {name: unit_ms if name in whole else beside.item_ms[name] for name in held}
+        before_ms, after_ms = (
+            sum((ms[name] * each for name, each in loads.items()), np.zeros(1))
+            for loads in (before, after)
+        )
+        least_ms = np.max([ms[name] * each for name, each in least.items()], axis=0)
+        least_ms = np.maximum(before_ms.mean(axis=1), least_ms)
+        found.append(_balance(ALL_ENCODERS, before_ms, after_ms, float(least_ms.sum())))
+    return found
+
+
+def _rank_loads(
+    held: Mapping[str, np.ndarray],
+    ranks_of_pipeline: int,
+    beside: DataParallelEncoders,
+    whole: Mapping[str, SampleItems],
+    pipeline: np.ndarray,
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Share and deal the items of pipelines.
+
+    Returns:
+        Loads of every rank by encoder if each pipeline's ranks share its own items, [S, D * R],
+        loads as planned, and lower bounds on the max load, [S].
+    """
+    unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
+    before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
+    load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
+    for name, samples in whole.items():
+        shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
+        for found, pipelines in ((before, 1), (after, beside.pipelines)):
+            dealt = samples.deal(
+                pipeline,
+                pipelines=pipelines,
+                ranks_of_pipeline=ranks_of_pipeline,
+                times=beside.sample_times[name],
+                unit_ms=unit_ms,
+            )
+            found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
+        load = load + after[name].reshape(by_group)
+        steps = np.split(dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0])))
+        least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
+    equal = {name: items for name, items in held.items() if name not in whole}
+    groups = {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()}
+    shares = shares_of_ranks(
+        groups,
+        ranks_of_pipeline=ranks_of_pipeline,
+        item_ms=beside.item_ms,
+        load=load,
+        unit_ms=unit_ms,
+    )
+    for name, items in equal.items():
+        before[name] = _own_shares(items, ranks_of_pipeline)
+        after[name] = shares[name].reshape(before[name].shape)
+        least[name] = _fewest(before[name])
+    return before, after, least
+
+
+def language_balance(
+    step: np.ndarray, rank: np.ndarray, load_ms: np.ndarray, ranks: int
+) -> PhaseBalance:
+    """Balance of the language model over D ranks, for packs [packs] with ascending steps."""
+    _, first, number = np.unique(step, return_index=True, return_inverse=True)
+    loads = np.bincount(number * ranks + rank, load_ms, len(first) * ranks).reshape(-1, ranks)
+    least_ms = sum(load_bound(packs, ranks) for packs in np.split(load_ms, first[1:]))
+    return _balance(LANGUAGE_PHASE, loads, None, least_ms)
+
+
+def _own_shares(held: np.ndarray, ranks_of_pipeline: int) -> np.ndarray:
+    """Items of every rank if each pipeline's ranks share its own items, [S, D * R]."""
+    each, more = np.divmod(held[..., None], ranks_of_pipeline)
+    shares = each + (np.arange(ranks_of_pipeline) < more)
+    return shares.reshape(len(held), -1)
+
+
+def _balance(
+    phase: str, before: np.ndarray, after: np.ndarray | None, least: float
+) -> PhaseBalance:
+    """Balance of loads [S, ranks] before and after, with a lower bound summed over steps."""
+    return PhaseBalance(
+        phase=phase,
+        imbalance_before=_imbalance(before),
+        imbalance_after=None if after is None else _imbalance(after),
+        bound=_over_mean(least, before),
+    )
+
+
+def _imbalance(loads: np.ndarray) -> float:
+    """Max over mean of loads [S, ranks]. 1 without load."""
+    return _over_mean(float(loads.max(axis=1).sum()), loads)
+
+
+def _fewest(items: np.ndarray) -> np.ndarray:
+    """Lower bound on max items per rank, for items [S, ranks], [S]."""
+    fewest: np.ndarray = -(-items.sum(axis=1) // items.shape[1])
+    return fewest
+
+
+def _over_mean(busiest: float, loads: np.ndarray) -> float:
+    mean = float(loads.mean(axis=1).sum())
+    # Prevent values below 1 by rounding.
+    return max(busiest / mean, 1.0) if mean else 1.0

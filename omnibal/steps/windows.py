@@ -1,0 +1,217 @@
+"""Windows of a stream, for samples that must stay in order: pack and deal within each step.
+
+A window of consecutive samples is one step. As the gradient is a sum over the step, ranks and packs
+within it are free, so each rank gets and packs an equal share of the window's predicted time
+(post-balancing, as in OrchMLLM, arXiv 2503.23830). For ranks in lockstep (expert parallelism),
+similar packs are aligned in slots. Undispatched windows are packed by next fit and dealt round
+robin.
+"""
+
+import heapq
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import numpy as np
+
+from omnibal.data.lengths import Lengths
+from omnibal.model.limits import Caps
+from omnibal.packing.best_fit import pack_first_fit
+from omnibal.packing.fit import check_samples_fit, in_common_units
+from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.balance import balance
+from omnibal.steps.deal import lightest_at_the_ends
+
+_Pack = list[int]
+_Ranks = list[list[_Pack]]
+"""Packs of every rank, in slot order."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WindowRequest:
+    """Settings for packing and dealing a stream."""
+
+    caps: Caps
+    samples: int
+    """Samples per window. The last window of an epoch may have fewer."""
+    is_dispatched: bool
+    """Whether ranks get equal shares of a window, instead of packs in stream order."""
+    epochs: int
+    ranks: int
+    stages: int
+    """Pipeline stages. Their fill and drain time depends on a rank's longest pack."""
+    lockstep_ranks: int = 1
+    """Neighbouring ranks that run micro-batches in lockstep, a divisor of `ranks`."""
+
+
+def schedule_windows(
+    lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+) -> ScheduledPacks:
+    """Pack and deal all windows of a stream, in the same order every epoch.
+
+    Ranks may have unequal pack counts, or none if a window has fewer samples than ranks.
+
+    Args:
+        lengths: of all samples, in stream order.
+        load: predicted time of every pack, linear in its samples.
+    """
+    check_samples_fit(lengths, request.caps)
+    samples = _Samples(lengths, request, load)
+    dealt = []
+    for first in range(0, len(lengths), request.samples):
+        window = range(first, min(first + request.samples, len(lengths)))
+        ranks = samples.as_read(window, request.ranks)
+        if request.is_dispatched:
+            balanced = samples.balanced(window, request.ranks)
+            ranks = min(balanced, ranks, key=samples.busiest_ms)
+        dealt.append(ranks)
+    return _scheduled(dealt, lengths, request.epochs)
+
+
+def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
+    """Max over mean predicted time of ranks, summed over steps. Counts ranks without packs."""
+    by_rank = np.bincount(packs.step * ranks + packs.dp_rank, load_ms, packs.steps * ranks)
+    by_rank = by_rank.reshape(-1, ranks)
+    return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
+
+
+class _Samples:
+    """Sizes and times of a stream's samples, and packs of its windows."""
+
+    def __init__(
+        self, lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+    ) -> None:
+        self.stages, self.lockstep_ranks = request.stages, request.lockstep_ranks
+        self.sizes, self.caps = in_common_units(lengths, request.caps)
+        """Sizes in units of the caps, int64 [features, samples], and the caps."""
+        self.columns = list(zip(*self.sizes.tolist(), strict=True))
+        count = len(lengths)
+        alone_ms = load(Packs(samples=np.arange(count), offsets=np.arange(count + 1)))
+        # The fixed time is what two packs take more than one pack with the same samples.
+        twice = load(Packs.from_lists([[0], [0], [0, 0]]))
+        self.pack_ms = max(float(twice[0] + twice[1] - twice[2]), 0.0)
+        """Fixed time per pack."""
+        self.ms: list[float] = np.maximum(alone_ms - self.pack_ms, 0).tolist()
+        """Time that each sample adds to a pack."""
+
+    def busiest_ms(self, ranks: _Ranks) -> float:
+        """Time of the busiest rank or lockstep group."""
+        return max(map(self._lockstep_ms, self._groups(ranks)))
+
+    def _groups(self, ranks: _Ranks) -> list[_Ranks]:
+        return [
+            ranks[first : first + self.lockstep_ranks]
+            for first in range(0, len(ranks), self.lockstep_ranks)
+        ]
+
+    def _lockstep_ms(self, group: _Ranks) -> float:
+        """Time of a lockstep group in equal stages, with fill and drain, times their number.
+
+        Missing packs are empty slots.
+        """
+        slots = zip_longest(*group, fillvalue=[])
+        times = [max(map(self._time_ms, slot)) for slot in slots]
+        return sum(times) + (self.stages - 1) * max(times, default=0.0)
+
+    def _time_ms(self, pack: _Pack) -> float:
+        return self.pack_ms + sum(self.ms[sample] for sample in pack)
+
+    def as_read(self, window: range, ranks: int) -> _Ranks:
+        """Next-fit packs in stream order, dealt round robin."""
+        packs: list[_Pack] = []
+        room: tuple[int, ...] = ()
+        for sample in window:
+            left = tuple(map(int.__sub__, room, self.columns[sample]))
+            if not left or min(left) < 0:
+                packs.append([])
+                left = tuple(map(int.__sub__, self.caps.tolist(), self.columns[sample]))
+            packs[-1].append(sample)
+            room = left
+        return [packs[rank::ranks] for rank in range(ranks)]
+
+    def balanced(self, window: range, ranks: int) -> _Ranks:
+        """Equal shares of the window's time, each packed separately."""
+        share = (self.sizes[:, window.start : window.stop] / self.caps[:, None]).max(axis=0)
+        weight_ms = np.array(self.ms[window.start : window.stop]) + self.pack_ms * share
+        dealt = balance(weight_ms, ranks)
+        longest_first = np.argsort(-weight_ms, kind="stable")
+        shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
+        given = [(window.start + share).tolist() for share in shares]
+        packed = [self._packed(share) for share in given]
+        return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
+
+    def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
+        """Return the faster of separate packing and equal counts. Shares are longest first."""
+        best = self._alike_in_lockstep(packed)
+        for count in sorted({len(packs) for packs in packed}):
+            level = [self._level(share, count) for share in shares]
+            ranks = [packs for packs in level if packs is not None]
+            if len(ranks) == len(shares):
+                best = min(best, self._alike_in_lockstep(ranks), key=self.busiest_ms)
+        return best
+
+    def _alike_in_lockstep(self, ranks: _Ranks) -> _Ranks:
+        """Deal shares to ranks, and packs to slots, so that concurrent packs are similar."""
+        heavy_first = [sorted(packs, key=self._time_ms, reverse=True) for packs in ranks]
+        heavy_first.sort(key=lambda packs: [len(packs), *map(self._time_ms, packs)], reverse=True)
+        ordered = []
+        for group in self._groups(heavy_first):
+            most, fewest = len(group[0]), len(group[-1])
+            # Empty slots must be last, so slots that only some ranks fill go there, heaviest first.
+            slots = [*lightest_at_the_ends(fewest), *range(fewest, most)]
+            ordered += [[packs[place] for place in slots[: len(packs)]] for packs in group]
+        return ordered
+
+    def _packed(self, share: list[int]) -> list[_Pack]:
+        """Pack one rank's samples, sorted longest first, into the best number of equal packs."""
+        if not share:
+            return []
+        sizes = self.sizes[:, share]
+        fitted = pack_first_fit(sizes, (sizes / self.caps[:, None]).max(axis=0), self.caps)
+        best = [[share[place] for place in pack] for pack in fitted]
+        best_ms = self._lockstep_ms([best])
+        fewest = int((-(-sizes.sum(axis=1) // self.caps)).max())
+        for count in range(fewest, len(share) + 1):
+            packs = self._level(share, count)
+            if packs is None:
+                continue
+            packs_ms = self._lockstep_ms([packs])
+            if packs_ms > best_ms:
+                break
+            best, best_ms = packs, packs_ms
+        heaviest_first = sorted(best, key=self._time_ms, reverse=True)
+        return [heaviest_first[place] for place in lightest_at_the_ends(len(best))]
+
+    def _level(self, share: list[int], count: int) -> list[_Pack] | None:
+        """Pack into `count` packs, each sample into the shortest that fits. None if impossible."""
+        heap = [(0.0, pack) for pack in range(count)]
+        room = [tuple(self.caps.tolist())] * count
+        packs: list[_Pack] = [[] for _ in range(count)]
+        for sample in share:
+            full = []
+            while heap:
+                held_ms, pack = heapq.heappop(heap)
+                left = tuple(map(int.__sub__, room[pack], self.columns[sample]))
+                if min(left) >= 0:
+                    break
+                full.append((held_ms, pack))
+            else:
+                return None
+            packs[pack].append(sample)
+            room[pack] = left
+            for entry in (*full, (held_ms + self.ms[sample], pack)):
+                heapq.heappush(heap, entry)
+        return packs if all(packs) else None
+
+
+def _scheduled(dealt: list[_Ranks], lengths: Lengths, epochs: int) -> ScheduledPacks:
+    rows = [
+        (step, rank, slot, pack)
+        for step, ranks in enumerate(dealt)
+        for rank, packs in enumerate(ranks)
+        for slot, pack in enumerate(packs)
+    ]
+    step, rank, slot = (np.array([row[column] for row in rows] * epochs) for column in range(3))
+    packs = Packs.from_lists([row[3] for row in rows] * epochs)
+    epoch = np.repeat(np.arange(epochs), len(rows))
+    return ScheduledPacks.of(packs, lengths, step + epoch * len(dealt), rank, slot, epoch)

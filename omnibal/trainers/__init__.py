@@ -1,0 +1,1 @@
+"""Other trainers: plans exported to them, and their launch lines checked and predicted."""

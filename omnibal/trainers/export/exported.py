@@ -1,0 +1,103 @@
+"""The result of a trainer module's `export(given: ExportInput) -> Exported`."""
+
+import json
+import shlex
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from omnibal.data.annotations import Annotations
+from omnibal.job.plan_files import PlanFiles
+from omnibal.model.targets import TrainerConstraints
+from omnibal.packing.packs import ScheduledPacks
+from omnibal.trainers.export.reading_order import packs_per_step
+
+Writer = Callable[[Path], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ExportInput:
+    """A plan to export, with its data and folder."""
+
+    files: PlanFiles
+    target: TrainerConstraints
+    order: ScheduledPacks | None
+    """In reading order, or None for a plan of shapes only: just flags and layers are exported."""
+    annotations: Annotations | None
+    """The samples, or None without data: then only the reading order is written."""
+    folder: Path
+    """Folder of the export, for paths in commands."""
+    workers: int = 0
+    checkpoint: str = ""
+    """Released checkpoint: a folder, or a name on a hub."""
+
+    @property
+    def packs_per_step(self) -> int:
+        """Packs of a full step over all ranks."""
+        plan = self.files.plan
+        if plan.data is not None:
+            return packs_per_step(plan.data, plan.parallel.data)
+        assert plan.shapes is not None  # as an export is of a plan with either
+        return plan.shapes.micro_batches_per_step * plan.parallel.data
+
+    @property
+    def longest_pack(self) -> int:
+        """Tokens of the longest pack."""
+        if self.order is None:
+            assert self.files.plan.shapes is not None  # as an export is of a plan with either
+            return self.files.plan.shapes.caps["tokens"]
+        return int(self.order.packs.sums(self.files.steps[1].tokens).max())
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Exported:
+    """Files and texts of an export."""
+
+    files: Mapping[str, Writer]
+    """By path within the folder, such as `packs/boundaries.npy`."""
+    command: str
+    """Training command in shell, with all flags set by the plan."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Shell variables that commands may use, with default values as shell words."""
+    settings: str = ""
+    """Settings outside the command line, such as Python or JSON for a config."""
+    given_up: tuple[str, ...] = ()
+    """Sentences on parts of the plan or data that the trainer cannot follow."""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def script(self) -> str:
+        """Return the command below the variables that it needs."""
+        text = self.command
+        for name, value in list(self.variables.items())[::-1]:
+            if f"${name}" in text:
+                text = f"{name}={value}\n{text}"
+        return text
+
+
+def shell_word(value: str) -> str:
+    """Return a quoted value. A value that begins with `$` keeps its variables."""
+    return f'"{value}"' if value.startswith("$") else shlex.quote(value)
+
+
+def text_file(text: str) -> Writer:
+    return lambda path: path.write_text(text, encoding="utf-8")
+
+
+def json_file(value: Any) -> Writer:
+    return text_file(json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+
+
+def array_file(array: np.ndarray) -> Writer:
+    return lambda path: np.save(path, array, allow_pickle=False)
+
+
+def script_file(name: str) -> Writer:
+    """Copy a script of this package; it runs with the trainer and does not import omnibal."""
+    return text_file(
+        files("omnibal.trainers.export").joinpath("scripts", name).read_text(encoding="utf-8")
+    )

@@ -1,0 +1,280 @@
+"""A plan as ms-swift's ordered rows and flags, for its Megatron and its DeepSpeed back end.
+
+Read in ms-swift 4.6.0: swift/dataset/packing.py (packs by next fit, `sequential`),
+swift/megatron/trainers/base.py and swift/dataloader/shard.py (without shuffling, pack k goes to
+rank k modulo the ranks), swift/megatron/arguments/megatron_args.py (flags and their defaults).
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+
+from omnibal.base.errors import UserError
+from omnibal.job.plan import Plan
+from omnibal.model.adapters import ALL_LINEAR, AdapterConfig
+from omnibal.model.encoders import ImagesEncoder, TilesEncoder
+from omnibal.model.units import LANGUAGE
+from omnibal.trainers.export.exported import Exported, ExportInput, Writer, script_file, shell_word
+from omnibal.trainers.export.layout import split_flags
+from omnibal.trainers.export.megatron_flags import (
+    as_flags,
+    command,
+    devices_and_nodes,
+    flag_lines,
+    fp8_flags,
+    language_recompute,
+    launch_variables,
+    parallel_fields,
+    plan_layout,
+    recompute_fields,
+)
+from omnibal.trainers.export.ms_swift_records import write_rows
+from omnibal.trainers.export.order_file import sample_numbers
+from omnibal.trainers.export.recomputed_layers import all_or_none
+
+_ROWS, _CHECK = "train.jsonl", "check_packs.py"
+_DEEPSTACK = "deepstack_merger"
+"""Part of the names of deepstack projectors' parameters."""
+Flags = Mapping[str, str]
+"""Values of flags by name without dashes."""
+
+
+def export(given: ExportInput) -> Exported:
+    """Make rows and flags for `megatron sft`."""
+    plan = given.files.plan
+    overlaps = _truth(plan.parallel.data > 1)
+    flags: dict[str, str] = {
+        **_data_flags(given),
+        **_as_ms_swifts({**as_flags(parallel_fields(plan)), **_split(plan)}),
+        **_recompute_flags(plan),
+        "attention_backend": "flash",
+        "micro_batch_size": "1",
+        "global_batch_size": str(given.packs_per_step),
+        **_steps(given, "train_iters"),
+        "train_dataloader_shuffle": "false",
+        # As predicted: sharded state, fp32 gradients, overlapped reduction.
+        "use_distributed_optimizer": "true",
+        "accumulate_allreduce_grads_in_fp32": "true",
+        "overlap_grad_reduce": overlaps,
+        "overlap_param_gather": overlaps,
+        **_frozen_flags(plan),
+        "torch_dtype": _dtype(plan),
+        **_as_ms_swifts(fp8_flags(plan)),
+    }
+    return _exported(given, "megatron sft", flags)
+
+
+def export_deepspeed(given: ExportInput) -> Exported:
+    """Make rows and flags for `swift sft` with DeepSpeed's ZeRO-3."""
+    plan = given.files.plan
+    again = all_or_none(plan.stages_at(0), LANGUAGE)
+    flags: dict[str, str] = {
+        **_data_flags(given),
+        "deepspeed": "zero3",
+        "attn_impl": "flash_attn",
+        "per_device_train_batch_size": "1",
+        "gradient_accumulation_steps": str(given.packs_per_step // plan.parallel.data),
+        **_steps(given, "max_steps"),
+        "train_dataloader_shuffle": "false",
+        "dataloader_drop_last": "true",
+        "gradient_checkpointing": _truth(bool(again)),
+        "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
+        **_frozen_flags(plan),
+        "torch_dtype": _dtype(plan),
+    }
+    return _exported(given, "swift sft", flags)
+
+
+def _exported(given: ExportInput, program: str, flags: Flags) -> Exported:
+    order, annotations = given.order, given.annotations
+    files: dict[str, Writer] = {} if order is None else {_CHECK: script_file(_CHECK)}
+    if order is not None and annotations is not None:
+        samples = sample_numbers(order, given.files.steps[1])
+        of_tiles = _takes_tiles(given.files.plan)
+        files[_ROWS] = lambda path: write_rows(annotations, samples, path, of_tiles=of_tiles)
+    given_up = []
+    if annotations is not None and annotations.augmented:
+        given_up.append(
+            f"Images of {', '.join(annotations.augmented)} are degraded at random (data_augment), "
+            "which ms-swift does not do."
+        )
+    return Exported(
+        files=files,
+        variables=launch_variables(given),
+        command=_command(given.files.plan, program, flags),
+        given_up=tuple(given_up),
+        notes=tuple(_notes(given)),
+    )
+
+
+def _takes_tiles(plan: Plan) -> bool:
+    return any(isinstance(tower, TilesEncoder) for tower in plan.model.encoders.values())
+
+
+def _steps(given: ExportInput, name: str) -> Flags:
+    order = given.order
+    return {} if order is None else {name: str(len(order) // given.packs_per_step)}
+
+
+def _data_flags(given: ExportInput) -> Flags:
+    """Return flags for ordered rows packed in sequence. An unusable row aborts the run."""
+    length = str(given.longest_pack)  # next fit ends every pack of the plan where it ends there
+    rows = {} if given.order is None else {"dataset": f"$EXPORT/{_ROWS}"}
+    return {
+        **rows,
+        "dataset_shuffle": "false",
+        "split_dataset_ratio": "0",
+        "strict": "true",
+        "max_length": length,
+        "truncation_strategy": "delete",
+        "packing": "true",
+        "packing_strategy": "sequential",
+        "packing_length": length,
+        "packing_num_proc": "1",
+    }
+
+
+def layer_flags(plan: Plan) -> list[str]:
+    """Return flags of the split and recomputation."""
+    flags = {**_as_ms_swifts(_split(plan)), **_recompute_flags(plan)}
+    return flag_lines({k: v for k, v in flags.items() if plan.model.encoders or "vit" not in k})
+
+
+def _split(plan: Plan) -> Flags:
+    return split_flags(plan_layout(plan)) if plan.parallel.pipeline > 1 else {}
+
+
+def _recompute_flags(plan: Plan) -> Flags:
+    """Always set a number, as the trainer's default recomputes some layers."""
+    flags = _as_ms_swifts(as_flags(recompute_fields(language_recompute(plan))))
+    return {
+        **(flags or {"recompute_granularity": "none"}),
+        "vit_gradient_checkpointing": _truth(_recomputes_encoders(plan)),
+    }
+
+
+def _as_ms_swifts(flags: Mapping[str, str | None]) -> Flags:
+    return {
+        name.replace("-", "_"): "true" if value is None else value for name, value in flags.items()
+    }
+
+
+def _recomputes_encoders(plan: Plan) -> bool:
+    again = {name: bool(all_or_none(plan.stages_at(0), name)) for name in plan.model.encoders}
+    return _alike(again, "recomputes the layers of")
+
+
+def _frozen_flags(plan: Plan) -> Flags:
+    """Return flags of trained parts: by default encoders and projectors are frozen."""
+    encoders = {name: name in plan.frozen for name in plan.model.encoders}
+    projectors = {
+        part: part in plan.frozen
+        for part in {span.part for stage in plan.stages for span in stage.units}
+        if part.endswith("projector")
+    }
+    flags = {"tuner_type": "full", "freeze_llm": _truth(LANGUAGE in plan.frozen)}
+    if plan.adapters is not None:
+        flags |= _adapter_flags(plan.adapters, has_encoders=bool(encoders))
+    if not encoders:
+        return flags
+    tower, aligner = _alike(encoders, "freezes"), _alike(projectors, "freezes")
+    # Deepstack projectors are the aligner's there, and the tower's here.
+    has_deepstack = any(each.deepstack_features for each in plan.model.encoders.values())
+    if tower != aligner and has_deepstack and plan.adapters is None:
+        flags["freeze_parameters_regex" if tower else "trainable_parameters_regex"] = _DEEPSTACK
+    return flags | {"freeze_vit": _truth(tower), "freeze_aligner": _truth(aligner)}
+
+
+def _adapter_flags(adapters: AdapterConfig, *, has_encoders: bool) -> Flags:
+    """Return language model adapters, with module name suffixes."""
+    flags = {
+        "tuner_type": "lora",
+        "lora_rank": str(adapters.rank),
+        "lora_alpha": f"{adapters.alpha:g}",
+        "use_rslora": _truth(adapters.rank_stabilized),
+    }
+    if adapters.is_of_all:
+        return flags | {"target_modules": ALL_LINEAR}
+    if adapters.is_pattern:
+        return flags | {"target_regex": adapters.targets[0]}
+    within = ".*language_model.*" if has_encoders else ".*"
+    ends = "|".join(map(re.escape, adapters.targets))
+    return flags | {"target_regex": rf"{within}\.({ends})"}
+
+
+def _alike(parts: Mapping[str, bool], verb: str) -> bool:
+    """Return the parts' common value, or raise."""
+    if len(set(parts.values())) > 1:
+        some = [name for name, holds in parts.items() if holds]
+        others = [name for name, holds in parts.items() if not holds]
+        raise UserError(
+            f"the plan {verb} {', '.join(some)} and not {', '.join(others)}, and ms-swift does one "
+            "with all of them; plan with the same for all"
+        )
+    return any(parts.values())
+
+
+def _dtype(plan: Plan) -> str:
+    return "float32" if plan.precision == "fp32" else "bfloat16"
+
+
+def _truth(value: bool) -> str:
+    return "true" if value else "false"
+
+
+def _command(plan: Plan, program: str, flags: Flags) -> str:
+    """Return shell lines of a command."""
+    rate = "lr" if program.startswith("megatron") else "learning_rate"
+    flags = {"model": "$MODEL", "output_dir": "$OUTPUT", rate: "$LR", **flags}
+    per_node, nodes = devices_and_nodes(plan)
+    environment = {**_image_sizes(plan), "NPROC_PER_NODE": str(per_node)}
+    lines = [" ".join(f"{name}={value}" for name, value in environment.items())]
+    if nodes > 1:
+        names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+        lines.append(" ".join([f"NNODES={nodes}", *(f'{name}="${name}"' for name in names)]))
+    lines += [program, *(f"--{name} {shell_word(value)}" for name, value in flags.items())]
+    return command(lines)
+
+
+def _image_sizes(plan: Plan) -> Flags:
+    """Return ms-swift's image resize variables, as counted."""
+    sizes: dict[str, str] = {}
+    for tower in plan.model.encoders.values():
+        if isinstance(tower, TilesEncoder):
+            sizes["INPUT_SIZE"] = str(tower.image_size)
+            sizes["MAX_NUM"] = str(tower.tiling.max_dynamic_patch)
+        elif isinstance(tower, ImagesEncoder) and tower.resize == "smart":
+            sizes["MIN_PIXELS"], sizes["MAX_PIXELS"] = str(tower.min_pixels), str(tower.max_pixels)
+    return sizes
+
+
+def _notes(given: ExportInput) -> Iterator[str]:
+    yield "MODEL is the folder or the name of the model's checkpoint."
+    if given.order is None:
+        yield "The plan is of shapes only: it has flags, and no rows to train; --dataset is yours."
+        return
+    if given.annotations is None:
+        yield (
+            f"No --data was given, so {_ROWS} is left out: write your rows in the order of "
+            "order.parquet, one a row, or export again with the data that was scanned."
+        )
+    count_command = (
+        f'swift export --model "$MODEL" --dataset "$EXPORT/{_ROWS}" --to_cached_dataset true '
+        f"--split_dataset_ratio 0 --dataset_shuffle false --strict true --max_length "
+        f"{given.longest_pack} --output_dir counted"
+    )
+    yield (
+        "ms-swift packs the rows itself, by the lengths that its own template counts: a sample "
+        "that it counts otherwise shifts all packs behind it. Before training, let it count, and "
+        f'compare: `{count_command}`, then `python "$EXPORT/{_CHECK}" counted/train`. What says '
+        '"as planned" can be trained at once, with `--cached_dataset counted/train` in place of '
+        "--dataset. If it does not, plan with the lengths that it counted."
+    )
+    yield (
+        "--strict true ends a run at a row that cannot be read. Without it the row is left out, "
+        "and the packs shift."
+    )
+    if _takes_tiles(given.files.plan):
+        yield (
+            "ms-swift cuts every image of a sample into at most MAX_NUM tiles; InternVL's own "
+            "trainer, and lengths of `omnibal lengths`, let the images of a sample share them."
+        )

@@ -1,0 +1,188 @@
+"""The launch that a command starts, as its trainer reads the flags.
+
+Only full names match, as in Megatron-LM (`allow_abbrev=False`). Unknown flags are unchecked.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+from omnibal.base.errors import UserError
+from omnibal.model.limits import words as joined_words
+from omnibal.model.parallel import MAX_DEVICES
+from omnibal.trainers.lint.flags import (
+    DEFAULTS,
+    FIELDS,
+    FROZEN,
+    LENGTHS,
+    SHORT,
+    SWITCHES,
+    canonical,
+    is_nothing,
+    is_on,
+    is_override,
+    read_flags,
+    whole_number,
+)
+from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.other_trainers import PROGRAMS
+from omnibal.trainers.lint.script import UNKNOWN, Command, read_script, show_unknown
+
+_BRIDGE_PROGRAM = re.compile(r"megatron[._-]bridge|run_recipe|setup_experiment", re.IGNORECASE)
+_DEEPSPEED = re.compile(r"(?:^|[\s/])swift (?:sft|pt|rlhf)\b")
+_SWIFT = re.compile(r"swift[./]cli[./]_megatron|(?:^|[\s/])(?:megatron|swift) (?:sft|pt|rlhf)\b")
+"""ms-swift's programs, with defaults for all sizes."""
+_SPLIT_BY_CHUNK = "custom-virtual-pipeline-layers"
+_OF_LOONGFORGE = {"custom-pipeline-layers", _SPLIT_BY_CHUNK, "custom-pipeline-recompute-layers"}
+_MARKED = (*FIELDS, *LENGTHS, *FROZEN, _SPLIT_BY_CHUNK)
+
+
+def read_launch(
+    text: str,
+    given: Mapping[str, str],
+    launcher: Launcher | None = None,
+    gpus: int | None = None,
+    line_number: int | None = None,
+) -> Launch:
+    """Read a command, flags alone, overrides of a Bridge recipe, or a script with a launch line.
+
+    The variables of `given`, `launcher` and `gpus` override the text's own. A script with several
+    launch lines needs the `line_number` of one.
+    """
+    command = _launch_command(read_script(text, given), line_number)
+    flags = read_flags(command.words)
+    by_name = {canonical(name): value for name, value in flags.items()}
+    _check_known(by_name)
+    launcher = launcher or _launcher_of(command.words, flags, by_name)
+    settings = {**DEFAULTS.get(launcher, {}), **by_name}
+    marks = UNKNOWN.findall(" ".join(command.words))
+    # Processes per node, if given, times nodes (default 1).
+    environment = command.environment
+    a_node = _count(by_name.get("nproc-per-node") or environment.get("NPROC_PER_NODE"))
+    nodes = _count(by_name.get("nnodes") or environment.get("NNODES") or "1")
+    told_gpus = None if a_node is None or nodes is None else a_node * nodes
+    if "num-gpus" in by_name:
+        told_gpus = _count(by_name["num-gpus"])
+    return Launch.model_validate(
+        {
+            **_fields(settings),
+            "launcher": launcher,
+            "flags": {
+                name: None if text is None else show_unknown(text) for name, text in flags.items()
+            },
+            "gpus": gpus or told_gpus,
+            "environment": {name: show_unknown(text) for name, text in command.environment.items()},
+            "unknown": tuple(dict.fromkeys(marks)),
+        }
+    )
+
+
+def _launch_command(commands: Sequence[Command], line_number: int | None) -> Command:
+    """Return the script's only command with Megatron flags."""
+    for command in commands[1:]:
+        if re.match(r"--?[A-Za-z]", command.words[0]):
+            raise UserError(
+                f"line {command.line} begins with a flag, {show_unknown(command.words[0])}, and is "
+                "no part of the command above it, whose lines must all end in a backslash, without "
+                "a blank behind it and without a comment: correct it"
+            )
+    everywhere = [command for command in commands if _is_launch(command)]
+    found = [command for command in everywhere if line_number in (None, command.line)]
+    if len(found) == 1:
+        return found[0]
+    if not everywhere:
+        flags = [word for command in commands for word in command.words if word.startswith("--")]
+        given = f" among {show_unknown(joined_words(flags[:3]))}" if flags else ""
+        raise UserError(
+            f"the launch line has no flag of a Megatron trainer that is known{given}, such as "
+            "--tensor-model-parallel-size or model.tensor_model_parallel_size=; give a command, "
+            "the path of a script with one, or flags alone"
+        )
+    lines = joined_words([str(command.line) for command in everywhere])
+    if len(everywhere) == 1:
+        raise UserError(
+            f"--line-number {line_number}: the one launch line is on line {lines}; leave it out"
+        )
+    chosen = "none was" if line_number is None else f"line {line_number} was"
+    raise UserError(
+        f"the script has {len(everywhere)} launch lines, on lines {lines}, and {chosen} chosen; "
+        "one at a time is judged: choose it with --line-number"
+    )
+
+
+def _is_launch(command: Command) -> bool:
+    if command.words[0] in ("echo", "printf"):
+        return False
+    names = set(map(canonical, read_flags(command.words)))
+    has_flag = not names.isdisjoint((*FIELDS, _SPLIT_BY_CHUNK))
+    return has_flag or _SWIFT.search(" ".join(command.words)) is not None
+
+
+def _check_known(by_name: Mapping[str, str | None]) -> None:
+    """Raise for unknown variables in sizes or switches."""
+    asked: dict[str, str] = {}
+    for name, text in by_name.items():
+        is_followed = name in SWITCHES and UNKNOWN.fullmatch(text or "")
+        if name in _MARKED and not is_followed:
+            for variable in UNKNOWN.findall(text or ""):
+                asked.setdefault(variable, f"--{name} {show_unknown(text or '')}")
+    if asked:
+        raise UserError(
+            f"values are not known ({'; '.join(list(asked.values())[:3])}: the script does not set "
+            "them); sizes and switches must be: give "
+            f"{' '.join(f'--set {name}=VALUE' for name in asked)}"
+        )
+
+
+def _launcher_of(
+    words: Sequence[str], flags: Mapping[str, str | None], by_name: Mapping[str, str | None]
+) -> Launcher:
+    """Infer the trainer from the program, then the style of flags."""
+    program = " ".join(word for word in words if not word.startswith("-"))
+    if _DEEPSPEED.search(program):
+        raise UserError(
+            "`swift sft` starts ms-swift's DeepSpeed back end, which has no Megatron flags; "
+            "`megatron sft` starts the other: give a launch line of that"
+        )
+    for launcher, pattern in PROGRAMS.items():
+        if pattern.search(program):
+            return launcher
+    if _SWIFT.search(program):
+        return Launcher.MS_SWIFT
+    if _OF_LOONGFORGE & by_name.keys() or "loongforge" in program.lower():
+        return Launcher.LOONGFORGE
+    is_bridge = _BRIDGE_PROGRAM.search(program) or any(map(is_override, flags))
+    if is_bridge or any(name in SHORT and f"-{name}" in words for name in flags):
+        return Launcher.MEGATRON_BRIDGE
+    underscored = [name for name in flags if "_" in name and canonical(name) in FIELDS]
+    has_program = any(word.endswith(".py") for word in words)
+    return Launcher.MS_SWIFT if underscored and not has_program else Launcher.MEGATRON_LM
+
+
+def _count(text: str | None) -> int | None:
+    """Return the first number of a value, or None, as for `auto`."""
+    first = (text or "").split()[:1]
+    count = whole_number(first[0]) if first else None
+    return count if count is not None and 1 <= count <= MAX_DEVICES else None
+
+
+def _fields(settings: Mapping[str, str | None]) -> dict[str, object]:
+    given = {name: text for name, text in settings.items() if not is_nothing(text)}
+    fields = {
+        FIELDS[name][0]: FIELDS[name][1](f"--{name}", text)
+        for name, text in given.items()
+        if name in FIELDS
+    }
+    if _SPLIT_BY_CHUNK in given:
+        read = FIELDS["custom-pipeline-layers"][1]
+        fields["layers_by_stage"] = read(f"--{_SPLIT_BY_CHUNK}", given[_SPLIT_BY_CHUNK])
+        fields["is_by_chunk"] = True
+    if is_on(given.get("recompute-activations", "false")):
+        fields["recompute"] = "selective"
+    if is_on(given.get("recompute-all", "false")):
+        fields |= {"recompute": "full", "recompute_method": "uniform"}
+    frozen = [part for name, part in FROZEN.items() if is_on(given.get(name, "false"))]
+    length = next((name for name in LENGTHS if name in settings), None)
+    if length in given:
+        read = FIELDS["micro-batch-size"][1]
+        fields["sequence_length"] = read(f"--{length}", given[length])
+    return fields | {"frozen": tuple(dict.fromkeys(frozen))}

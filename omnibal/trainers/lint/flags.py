@@ -1,0 +1,204 @@
+"""Flags of Megatron trainers by normalised name, and the launch fields they set.
+
+`--micro-batch-size`, `--micro_batch_size` and `train.micro_batch_size=` are one flag.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT
+from omnibal.trainers.lint.launch import Launch, Launcher
+from omnibal.trainers.lint.other_trainers import DEFAULTS as OTHER_DEFAULTS
+from omnibal.trainers.lint.other_trainers import NAMES, PLAIN
+from omnibal.trainers.lint.script import UNKNOWN
+
+SHORT = {
+    "tp": "tensor_model_parallel_size",
+    "pp": "pipeline_model_parallel_size",
+    "cp": "context_parallel_size",
+    "vp": "virtual_pipeline_model_parallel_size",
+    "ep": "expert_model_parallel_size",
+    "et": "expert_tensor_parallel_size",
+    "mb": "micro_batch_size",
+    "gb": "global_batch_size",
+    "sl": "seq_length",
+    "ng": "num_gpus",
+}
+"""Short flags of Megatron-Bridge's recipe runner, and long names."""
+_SECTIONS = (
+    *("model", "train", "dataset", "ddp", "optimizer", "checkpoint", "scheduler"),
+    *("mixed_precision", "comm_overlap"),
+)
+"""Sections of a Bridge recipe's configuration with overridable fields."""
+_OVERRIDE = re.compile(
+    r"\+{0,2}([A-Za-z_]\w*(?:\.\w+)+|mixed_precision|peft|"
+    rf"{PLAIN.pattern})=(.*)",
+    re.DOTALL,
+)
+_FLAG = re.compile(r"--?([A-Za-z][\w.-]*)(?:=(.*))?", re.DOTALL)
+
+
+def canonical(name: str) -> str:
+    """Normalise a flag's name."""
+    name = NAMES.get(name, name)
+    section, _, rest = name.partition(".")
+    if section in _SECTIONS and rest and "." not in rest:
+        name = rest
+    return SHORT.get(name, name).replace("_", "-")
+
+
+def read_flags(words: Sequence[str]) -> dict[str, str | None]:
+    """Return a command's flags and overrides by name; unknown words are values of a prior flag."""
+    flags: dict[str, str | None] = {}
+    last: str | None = None
+    for word in words:
+        override, flag = _OVERRIDE.fullmatch(word), _FLAG.fullmatch(word)
+        if override is not None:
+            flags[override[1]], last = override[2], None
+        elif flag is not None:
+            flags[flag[1]] = flag[2]
+            last = None if flag[2] is not None else flag[1]
+        elif last is not None and not (UNKNOWN.fullmatch(word) and flags[last] is not None):
+            before = flags[last]
+            if before is not None and word.endswith(".py"):  # torchrun's flags end at the program
+                last = None
+            else:
+                flags[last] = word if before is None else f"{before} {word}"
+    return flags
+
+
+def flag_of(launch: Launch, name: str) -> str:
+    """Return a flag of Megatron-LM, such as `seq-length`, as the line's trainer spells it."""
+    if launch.launcher is Launcher.MS_SWIFT:
+        name = name.replace("seq-length", "max-length").replace("-", "_")
+        return f"--{name}{' true' if name == 'sequence_parallel' else ''}"
+    if launch.launcher is not Launcher.MEGATRON_BRIDGE:
+        return f"--{name}"
+    field = name.replace("-", "_")
+    is_short = SHORT.keys() & launch.flags.keys() or not any(map(is_override, launch.flags))
+    for short in (short for short, long in SHORT.items() if is_short and long == field):
+        return f"-{short}"
+    section = "train" if "batch" in name else "model"
+    return f"{section}.{field}={'True' if field == 'sequence_parallel' else 'N'}"
+
+
+def is_override(name: str) -> bool:
+    """Whether the name is a Bridge recipe override, such as `model.x`."""
+    return name.partition(".")[0] in _SECTIONS and "." in name
+
+
+def whole_number(text: str) -> int | None:
+    """Parse a whole number of at most 12 digits, or return None."""
+    return int(text) if re.fullmatch(r"\s*[+-]?[0-9]{1,12}\s*", text) else None
+
+
+def _whole(name: str, text: str | None) -> int:
+    number = None if text is None else whole_number(text)
+    if number is None:
+        raise UserError(f"{name} {text or 'without a value'}: must be a whole number; correct it")
+    return number
+
+
+def _positive(name: str, text: str | None) -> int:
+    value = _whole(name, text)
+    if not 1 <= value <= MAX_COUNT:
+        raise UserError(f"{name} {value}: must be from 1 to {MAX_COUNT:,}; correct it")
+    return value
+
+
+def is_on(text: str | None) -> bool:
+    """Whether a switch is on: without a value, or with a true value."""
+    return text is None or text.strip().lower() not in ("false", "0", "no", "off", "none", "null")
+
+
+def _switch(name: str, text: str | None) -> bool:
+    return is_on(text)
+
+
+def _numbers(name: str, text: str | None) -> tuple[int, ...]:
+    return tuple(_whole(name, part) for part in (text or "").split(",") if part.strip())
+
+
+def _one_of(*words: str) -> Callable[[str, str | None], str | None]:
+    """Return a reader of an enumerated value: None for unknown words, reported by a rule."""
+    return lambda name, text: text if text in words else None
+
+
+def words_of(text: str | None) -> tuple[str, ...]:
+    """Split a list value: `a b`, `a,b` or `[a,b]`."""
+    return tuple(re.findall(r"[^\s,\[\]'\"]+", text or ""))
+
+
+def _layout(name: str, text: str | None) -> str | tuple[tuple[str, ...], ...] | None:
+    if text is None or not text.strip().startswith("["):
+        return text
+    return tuple(words_of(inner) for inner in re.findall(r"\[([^\[\]]*)\]", text))
+
+
+Read = Callable[[str, str | None], Any]
+FIELDS: Mapping[str, tuple[str, Read]] = {
+    "tensor-model-parallel-size": ("tensor", _positive),
+    "pipeline-model-parallel-size": ("pipeline", _positive),
+    "context-parallel-size": ("context", _positive),
+    "expert-model-parallel-size": ("expert", _positive),
+    "expert-tensor-parallel-size": ("expert_tensor", _positive),
+    "num-virtual-stages-per-pipeline-rank": ("virtual", _positive),
+    "virtual-pipeline-model-parallel-size": ("virtual", _positive),
+    "num-layers-per-virtual-pipeline-stage": ("layers_per_virtual_stage", _positive),
+    "sequence-parallel": ("sequence_parallel", _switch),
+    "decoder-first-pipeline-num-layers": ("first_layers", _whole),
+    "decoder-last-pipeline-num-layers": ("last_layers", _whole),
+    "num-layers-in-first-pipeline-stage": ("first_layers", _whole),
+    "num-layers-in-last-pipeline-stage": ("last_layers", _whole),
+    "pipeline-model-parallel-layout": ("layout", _layout),
+    "custom-pipeline-layers": ("layers_by_stage", _numbers),
+    "account-for-embedding-in-pipeline-split": ("account_for_embedding", _switch),
+    "account-for-loss-in-pipeline-split": ("account_for_loss", _switch),
+    "recompute-granularity": ("recompute", _one_of("full", "selective")),
+    "recompute-method": ("recompute_method", _one_of("block", "uniform")),
+    "recompute-num-layers": ("recompute_layers", _whole),
+    "custom-pipeline-recompute-layers": ("recompute_by_stage", _numbers),
+    "recompute-modules": ("recompute_modules", lambda _, text: words_of(text)),
+    "recompute-vision": ("recompute_encoders", _switch),
+    "vit-gradient-checkpointing": ("recompute_encoders", _switch),
+    "micro-batch-size": ("micro_batch", _positive),
+    "global-batch-size": ("global_batch", _positive),
+    "mtp-num-layers": ("prediction_layers", _whole),
+}
+"""Field of `Launch` and reader of each flag."""
+SWITCHES = frozenset(name for name, (_, read) in FIELDS.items() if read is _switch)
+"""Flags that need no value."""
+LENGTHS = ("packing-length", "packing-seq-length", "decoder-seq-length", "seq-length", "max-length")
+"""Flags for the tokens of a sample or a pack, by precedence."""
+FROZEN = {
+    "freeze-llm": "language",
+    "freeze-vit": "vision",
+    "freeze-aligner": "projector",
+    "freeze-LM": "language",
+    "freeze-ViT": "vision",
+    "freeze-language-model": "language",
+    "freeze-vision-model": "vision",
+    "freeze-vision-projection": "projector",
+    "model.foundation.freeze": "language",
+    "model.image-encoder.freeze": "vision",
+    "model.image-projector.freeze": "projector",
+}
+"""Part frozen by a switch."""
+DEFAULTS: Mapping[Launcher, Mapping[str, str | None]] = {
+    Launcher.MS_SWIFT: {
+        "micro-batch-size": "1",
+        "global-batch-size": "16",
+        "recompute-granularity": "selective",
+        "freeze-vit": "true",
+        "freeze-aligner": "true",
+    },
+    **OTHER_DEFAULTS,
+}
+"""Trainers' own defaults of flags (ms-swift 4.6.0, megatron_args.py:470-504)."""
+
+
+def is_nothing(text: str | None) -> bool:
+    """Whether a value means None, as in overrides."""
+    return text is not None and text.strip().lower() in ("none", "null", "")

@@ -1,0 +1,244 @@
+"""A launch line with its model: the quantities that rules check."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
+from typing import Any
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import MAX_COUNT, MAX_LAYERS
+from omnibal.model.config import ModelConfig
+from omnibal.model.layers import LinearAttention
+from omnibal.model.levels import ContextExchange
+from omnibal.trainers.export.layout import Layout, parse_layout
+from omnibal.trainers.lint.flags import (
+    FIELDS,
+    FROZEN,
+    LENGTHS,
+    canonical,
+    is_nothing,
+    is_on,
+    whole_number,
+    words_of,
+)
+from omnibal.trainers.lint.launch import MEGATRON, Launch, Launcher
+
+_NEAR = 0.9
+"""Min similarity of flag names, from 0 to 1, for a suggestion: none in the published lines."""
+ARGPARSE = frozenset((Launcher.MEGATRON_LM, Launcher.LOONGFORGE))
+"""Trainers that run Megatron-LM's `validate_args`."""
+
+SIZE_FLAGS: Mapping[str, str] = {
+    "num-layers": "layers",
+    "hidden-size": "hidden",
+    "num-attention-heads": "heads",
+    "num-query-groups": "query_groups",
+    "num-experts": "experts",
+    "num-moe-experts": "experts",
+}
+"""Model size set by a flag, overriding the model's."""
+RECIPES = ("recipe", "model-recipe-name", "mr")
+"""Flags that name a Megatron-Bridge recipe."""
+_MODEL_FLAGS = {Launcher.MS_SWIFT: ("model",), Launcher.MEGATRON_BRIDGE: RECIPES}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sizes:
+    """Language model sizes by Megatron's names."""
+
+    layers: int
+    hidden: int
+    heads: int
+    query_groups: int
+    """Heads of k and v; equal to heads with latent attention."""
+    experts: int
+    """Routed experts of a layer, or 0."""
+    is_latent: bool
+    has_output_gate: bool
+    """Whether attention's output has a gate (Qwen3.5)."""
+    linear: LinearAttention | None
+    """Gated delta net, if any."""
+    prediction_layers: int
+    """Multi-token prediction layers of the released model."""
+    layer_weights: int
+    """Weights of a layer with attention of all heads and a dense gated feed-forward."""
+    head_weights: int
+
+
+@dataclass(frozen=True)
+class Line:
+    """A launch and its model's sizes, with derived quantities."""
+
+    launch: Launch
+    model_sizes: Sizes
+
+    @cached_property
+    def flags(self) -> dict[str, str | None]:
+        """Flags by normalised name."""
+        return {canonical(name): text for name, text in self.launch.flags.items()}
+
+    @property
+    def near_names(self) -> Mapping[str, str]:
+        """Return unread flags with a similar known name."""
+        known = sorted({*FIELDS, *LENGTHS, *FROZEN, *SIZE_FLAGS})
+        others = [name for name in self.flags if name not in known]
+        near = {name: get_close_matches(name, known, 1, _NEAR) for name in others}
+        return {name: names[0] for name, names in near.items() if names}
+
+    def on(self, name: str, default: bool = False) -> bool:
+        """Return whether a switch is on, or the default if not given."""
+        return is_on(self.flags[name]) if name in self.flags else default
+
+    def text(self, name: str) -> str | None:
+        """Return a flag's value, or None if not given or "none"."""
+        text = self.flags.get(name)
+        return None if text is None or is_nothing(text) else text.strip()
+
+    def number(self, name: str) -> int | None:
+        """Return a flag's whole number, or None if not given or invalid."""
+        text = self.text(name)
+        return None if text is None else whole_number(text)
+
+    @cached_property
+    def sizes(self) -> Sizes:
+        """Return the sizes that the trainer builds: flags override the model's."""
+        given: dict[str, Any] = {size: self.number(flag) for flag, size in SIZE_FLAGS.items()}
+        return replace(self.model_sizes, **{size: n for size, n in given.items() if n})
+
+    @property
+    def other_sizes(self) -> dict[str, tuple[int, int]]:
+        """Sizes with different values in flags and model, in this order."""
+        built, model = asdict(self.sizes), asdict(self.model_sizes)
+        return {size: (built[size], model[size]) for size in built if built[size] != model[size]}
+
+    @property
+    def grid(self) -> int:
+        """Ranks per model replica: tensor x pipeline x context."""
+        return self.launch.tensor * self.launch.pipeline * self.launch.context
+
+    @property
+    def exchanges(self) -> tuple[str, ...]:
+        """Return words of `--cp-comm-type` or its default: a word for all layers, or per layer."""
+        return words_of(self.text("cp-comm-type")) or ("p2p",)
+
+    @property
+    def exchange(self) -> ContextExchange:
+        """CP exchange: heads if every layer does, else keys and values."""
+        is_heads = set(self.exchanges) == {"a2a"}
+        return ContextExchange.HEADS if is_heads else ContextExchange.GATHER
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether every layer uses ring attention."""
+        return {"p2p", "a2a+p2p"}.issuperset(self.exchanges)
+
+    @property
+    def expert_tensor(self) -> int:
+        """Expert tensor size, by default the trainer's."""
+        inherits = MEGATRON - {Launcher.MS_SWIFT}
+        default = self.launch.tensor if self.launch.launcher in inherits else 1
+        return self.launch.expert_tensor or default
+
+    @property
+    def expert_grid(self) -> int:
+        """Ranks per copy of the experts: expert tensor x expert x pipeline."""
+        return self.expert_tensor * self.launch.expert * self.launch.pipeline
+
+    @property
+    def data(self) -> int | None:
+        """Data-parallel size, or None if unknown or not whole."""
+        gpus = self.launch.gpus
+        return None if gpus is None or gpus % self.grid else gpus // self.grid
+
+    @property
+    def micro_batches(self) -> int | None:
+        """Micro-batches of a rank per step, or None if unknown or not whole."""
+        launch = self.launch
+        if self.data is None or launch.micro_batch is None:
+            return None
+        at_once = launch.micro_batch * self.data
+        if (each := self.number("tokens.batch-accumulation-per-replica")) is not None:
+            return each
+        steps = launch.global_batch or at_once
+        return None if steps % at_once else steps // at_once
+
+    @cached_property
+    def layout(self) -> Layout | str | None:
+        """Return the given layout, an error in words, or None without a layout."""
+        if self.launch.layout is None:
+            return None
+        try:
+            whole = parse_layout(self.launch.layout, 1)
+        except UserError as error:
+            return str(error)
+        chunks, stages = whole.chunks, self.launch.pipeline
+        return whole if len(chunks) % stages else Layout(pipeline=stages, chunks=chunks)
+
+    @property
+    def layers_to_split(self) -> int:
+        """Layers split evenly over stages, with embedding and loss if counted."""
+        launch = self.launch
+        return self.sizes.layers + launch.account_for_embedding + launch.account_for_loss
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no flag asks for an uneven split."""
+        launch = self.launch
+        ends = launch.first_layers is None and launch.last_layers is None
+        return ends and launch.layout is None and launch.layers_by_stage is None
+
+    @property
+    def virtual(self) -> int | None:
+        """Chunks per stage, or None if 1 or unknown."""
+        launch, stages = self.launch, self.launch.pipeline
+        chunks = launch.virtual
+        if isinstance(self.layout, Layout):
+            chunks = self.layout.virtual if self.layout.pipeline == stages else None
+        elif launch.layers_per_virtual_stage is not None:
+            chunks = self.layers_to_split // stages // launch.layers_per_virtual_stage
+        return chunks if chunks is not None and chunks > 1 else None
+
+    @property
+    def chunk_group(self) -> int:
+        """Micro-batch group size per virtual stage."""
+        names = (
+            "microbatch-group-size-per-virtual-pipeline-stage",
+            "microbatch-group-size-per-vp-stage",
+        )
+        return next(filter(None, map(self.number, names)), self.launch.pipeline)
+
+
+def named_models(launch: Launch) -> list[str]:
+    """Return names of the model in a line: ms-swift's model, or a Bridge recipe."""
+    given = {canonical(name): text for name, text in launch.flags.items()}
+    return [text for flag in _MODEL_FLAGS.get(launch.launcher, ()) if (text := given.get(flag))]
+
+
+def line_of(launch: Launch, model: ModelConfig) -> Line:
+    """Combine a launch with its model."""
+    language = model.language
+    mixtures = [kind.experts for kind in language.kinds if kind.experts is not None]
+    linear = [kind.linear for kind in language.kinds if kind.linear is not None]
+    is_latent = any(kind.latent is not None for kind in language.kinds)
+    sizes = Sizes(
+        layers=language.layers,
+        hidden=language.hidden_size,
+        heads=language.heads,
+        query_groups=language.heads if is_latent else language.kv_heads,
+        experts=max((mixture.experts for mixture in mixtures), default=0),
+        is_latent=is_latent,
+        has_output_gate=language.output_gate,
+        linear=linear[0] if linear else None,
+        prediction_layers=language.prediction_layers,
+        layer_weights=language.hidden_size
+        * (4 * language.heads * language.head_width + 3 * language.ffn_hidden_size),
+        head_weights=language.hidden_size * language.vocab_size,
+    )
+    line = Line(launch, sizes)
+    for name in SIZE_FLAGS:
+        most = MAX_LAYERS if name == "num-layers" else MAX_COUNT
+        size = line.number(name)
+        if size is not None and not 0 <= size <= most:
+            raise UserError(f"--{name} {size}: must be at most {most:,}; correct it")
+    return line

@@ -1,0 +1,58 @@
+"""Limits of LoongForge's trainer, for predictions of its launch lines, and its lists of layers."""
+
+from collections.abc import Sequence
+
+from omnibal.job.plan import Plan
+from omnibal.model.targets import TARGETS, PackRules, RecomputeFreedom, TargetName
+from omnibal.trainers.export.layout import DECODER
+from omnibal.trainers.export.megatron_flags import Flags, flag_lines, plan_layout
+from omnibal.trainers.export.recomputed_layers import first_layers
+
+_MEGATRON_LM = TARGETS[TargetName.MEGATRON_LM]
+LOONGFORGE = _MEGATRON_LM.model_copy(
+    update={
+        "name": None,
+        "title": "LoongForge",
+        "stages": _MEGATRON_LM.stages.model_copy(
+            update={"language_everywhere": True, "recompute": RecomputeFreedom.STAGES}
+        ),
+        "packs": PackRules(full_steps=True, one_medium=True),
+    }
+)
+
+
+def layer_flags(plan: Plan) -> list[str]:
+    """Return flags of the split and recomputation."""
+    return flag_lines(_split_flags(plan), _recompute_flags(plan))
+
+
+def _split_flags(plan: Plan) -> Flags:
+    """Return language model layers by stage, or by chunk in model order, or empty for one stage."""
+    layout = plan_layout(plan)
+    if layout.virtual > 1:
+        of_chunks = [chunk.count(DECODER) for chunk in layout.chunks]
+        return {
+            "num-virtual-stages-per-pipeline-rank": str(layout.virtual),
+            "custom-virtual-pipeline-layers": _join_numbers(of_chunks),
+        }
+    return {"custom-pipeline-layers": _join_numbers(layout.layers)} if layout.pipeline > 1 else {}
+
+
+def _recompute_flags(plan: Plan) -> Flags:
+    """Return recomputed layers per chunk for each stage. A single stage needs Megatron's number."""
+    parts = plan.stages_at(0)
+    # Chunks of a stage share a number for all their towers.
+    counts = [
+        max(first_layers(parts[n], t) or 0 for n in plan.parts_of(stage) for t in plan.model.towers)
+        for stage in range(plan.parallel.pipeline)
+    ]
+    if not any(counts):
+        return {}
+    full = {"recompute-granularity": "full", "recompute-method": "block"}
+    if len(counts) == 1:
+        return full | {"recompute-num-layers": str(counts[0])}
+    return full | {"custom-pipeline-recompute-layers": _join_numbers(counts)}
+
+
+def _join_numbers(numbers: Sequence[int]) -> str:
+    return ",".join(map(str, numbers))

@@ -1,0 +1,125 @@
+"""Rules of recomputation."""
+
+from typing import get_args
+
+from omnibal.model.runtime import RecomputedModule
+from omnibal.trainers.lint.flags import flag_of
+from omnibal.trainers.lint.launch import MEGATRON, Launcher
+from omnibal.trainers.lint.line import ARGPARSE, Line
+from omnibal.trainers.lint.rule import CORE, SWIFT, VALIDATE_ARGS, Problems, RuleGroup
+
+RULES = RuleGroup()
+rule, core_config, validate_args = RULES.rule, RULES.core_config, RULES.validate_args
+_BLOCK = "core/transformer/transformer_block.py"
+_MODULES = ("core_attn", *get_args(RecomputedModule))
+
+
+@core_config("1155-1161", launchers=MEGATRON - {Launcher.MS_SWIFT})
+def recompute_words(line: Line) -> Problems:
+    """Granularity is full or selective, and the method block or uniform."""
+    granularity, method = (line.text(f"recompute-{name}") for name in ("granularity", "method"))
+    if granularity not in (None, "full", "selective"):
+        yield f"recompute granularity {granularity}", "use full or selective"
+    if method not in (None, "block", "uniform"):
+        yield f"recompute method {method}", "use block or uniform"
+
+
+@core_config("1166")
+def recompute_needs_method(line: Line) -> Problems:
+    """Whole layers are recomputed by a method."""
+    if line.launch.recompute == "full" and line.text("recompute-method") is None:
+        yield "full recomputation without a method", "give block or uniform"
+
+
+@core_config("1172")
+def recompute_needs_number(line: Line) -> Problems:
+    """Recomputation of whole layers needs a number of them."""
+    launch = line.launch
+    has_number = launch.recompute_layers is not None or launch.recompute_by_stage is not None
+    if launch.recompute == "full" and not has_number:
+        yield (
+            "full recomputation without a number of layers",
+            f"give {flag_of(line.launch, 'recompute-num-layers')}",
+        )
+
+
+@rule(f"{_BLOCK}:532, {CORE}", severity="refused-at-first-step")
+def recompute_number_positive(line: Line) -> Problems:
+    """The loop over a stage's layers goes on by that number, and never ends with none."""
+    launch, number = line.launch, line.launch.recompute_layers
+    if launch.recompute != "full" or launch.recompute_method == "block":
+        return
+    if number is not None and number <= 0:
+        yield f"uniform recomputation of {number} layers at a time", "use 1 or more"
+
+
+@rule(f"{_BLOCK}:560-570, {CORE}", severity="ignored")
+def recompute_recomputes(line: Line) -> Problems:
+    """A stage recomputes layers whose index is below the number, so that 0 or less
+    recomputes none."""
+    launch, number = line.launch, line.launch.recompute_layers
+    is_block = launch.recompute == "full" and launch.recompute_method == "block"
+    if is_block and number is not None and number <= 0 and launch.recompute_by_stage is None:
+        given = f"block recomputation of {number} layers"
+        yield given, "give 1 or more, or leave recomputation out"
+
+
+@core_config("1179")
+def selective_without_number(line: Line) -> Problems:
+    """A number of layers is for full recomputation."""
+    number = line.launch.recompute_layers
+    if line.launch.recompute == "selective" and number is not None:
+        change = "leave the number out, or recompute whole layers with full"
+        yield f"selective recomputation with a number of layers, {number}", change
+
+
+@rule(f"{VALIDATE_ARGS}; megatron_args.py:849, {SWIFT}", launchers=ARGPARSE | {Launcher.MS_SWIFT})
+def selective_without_method(line: Line) -> Problems:
+    """A method is for full recomputation."""
+    method = line.text("recompute-method")
+    if line.launch.recompute == "selective" and method is not None:
+        change = "leave the method out, or recompute whole layers with full"
+        yield f"selective recomputation with method {method}", change
+
+
+def _modules(line: Line) -> tuple[str, ...]:
+    """Return selectively recomputed modules."""
+    return line.launch.recompute_modules if line.launch.recompute == "selective" else ()
+
+
+@core_config("1196-1211")
+def recompute_modules_known(line: Line) -> Problems:
+    """Modules must be those that can be recomputed."""
+    wrong = [module for module in _modules(line) if module not in _MODULES]
+    if wrong:
+        yield f"modules {', '.join(wrong)}", f"choose of {', '.join(_MODULES)}"
+
+
+@core_config("1218")
+def recompute_latent(line: Line) -> Problems:
+    """mla_up_proj is of multi-latent attention."""
+    if "mla_up_proj" in _modules(line) and not line.sizes.is_latent:
+        yield "module mla_up_proj of a model without latent attention", "leave it out"
+
+
+@rule(f"core/transformer/multi_token_prediction.py:846, {CORE}", severity="refused-at-first-step")
+def prediction_recompute(line: Line) -> Problems:
+    """Multi-token prediction is recomputed one layer at a time."""
+    launch, number = line.launch, line.launch.recompute_layers
+    is_uniform = launch.recompute == "full" and launch.recompute_method == "uniform"
+    if launch.prediction_layers and is_uniform and number not in (None, 1):
+        yield (
+            f"uniform recomputation of {number} layers at a time with multi-token prediction",
+            "use 1, or block",
+        )
+
+
+@rule(f"{_BLOCK}:532-560, {CORE}", severity="warning")
+def recompute_within_stage(line: Line) -> Problems:
+    """A stage recomputes no more layers than it has."""
+    launch, number = line.launch, line.launch.recompute_layers
+    most = -(-line.sizes.layers // launch.pipeline // (line.virtual or 1))
+    is_block = launch.recompute_method == "block" and not launch.recompute_by_stage
+    if is_block and line.is_plain and number is not None and number > most:
+        given = f"{number} recomputed layers for chunks of at most {most}"
+        yield given, f"give {most}, which is the same"
