@@ -3,7 +3,8 @@
 Objective: mean simulated step time over sampled steps. There are too many ways to cut for the proof
 of `omnibal.pipeline.partition`, so local search improves a few good starts by moving layers, by
 combined moves, and by random moves from the best. A stage over the memory cap recomputes as needed
-(`omnibal.pipeline.part_memory`). Candidates of a round are simulated as one batch
+(`omnibal.pipeline.recompute_ways`), counted in heavy passes (`heavy_tables`); the result is checked
+in all passes. Candidates of a round are simulated as one batch
 (`omnibal.pipeline.critical_path`). The proven bound is weak: evenly spread work plus pipeline fill
 and drain.
 """
@@ -24,11 +25,19 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.baselines import balanced_cuts
 from omnibal.pipeline.bounds import Runs, possible_runs
 from omnibal.pipeline.critical_path import PartTerms, PipelineSimulator, SampledSteps
-from omnibal.pipeline.part_memory import PartMemory
-from omnibal.pipeline.part_recompute import Contents, LayerNumbers
+from omnibal.pipeline.level_costs import features_of
+from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
 from omnibal.pipeline.partition import SearchResult, sampled_steps
+from omnibal.pipeline.recompute_ways import (
+    NO_NUMBER,
+    FittingNumbers,
+    LayerOrders,
+    RecomputeWays,
+    TowerNumbers,
+)
 from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.split_search import moved_cuts
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
@@ -37,7 +46,14 @@ from omnibal.pipeline.stage_cost import (
     per_step_costs_of_units,
     workload_times,
 )
-from omnibal.pipeline.stage_memory import GIB, fits_cap, stage_memories, unit_bytes
+from omnibal.pipeline.stage_memory import (
+    GIB,
+    MemoryTable,
+    fits_cap,
+    heavy_tables,
+    stage_memories,
+    unit_bytes,
+)
 from omnibal.pipeline.unit_runs import layer_kinds, stages_from_cuts
 from omnibal.pipeline.workload import Workload
 
@@ -90,9 +106,12 @@ class PartProblem:
     run_at: np.ndarray
     """Index of the run between two positions, or -1 if not allowed, [units + 1, units + 1]."""
     simulator: PipelineSimulator
-    memories: Sequence[PartMemory]
-    known: Sequence[dict[bytes, int]]
-    """Cached min recompute numbers of every stage, by its content."""
+    tables: Sequence[Sequence[MemoryTable]]
+    """Memory tables of every stage's chunks."""
+    ways: Sequence[RecomputeWays]
+    """Of every stage."""
+    numbers: Sequence[FittingNumbers]
+    """Of every stage."""
 
     @classmethod
     def of(
@@ -110,9 +129,16 @@ class PartProblem:
         run_at = np.full((runs.units + 1, runs.units + 1), -1)
         run_at[runs.start, runs.end] = np.arange(len(runs.start))
         steps = SampledSteps.of(sampled_steps(workload), cost)
-        numbers = None
-        if rules.recompute is not RecomputeFreedom.LAYERS:
-            numbers = LayerNumbers.of(cost, model, rules.recompute)
+        ways: list[RecomputeWays]
+        if rules.recompute is RecomputeFreedom.LAYERS:
+            mean = features_of(workload, cost).mean(axis=0)
+            graph = schedule_graph(schedule, stages, int(workload.slot.max()) + 1)
+            held = [held_in_passes(graph, stage).held for stage in range(stages)]
+            in_flight = [np.diff(of_stage)[..., 0].max(axis=0) for of_stage in held]
+            ways = [LayerOrders.of(cost, runs, mean, of_stage) for of_stage in in_flight]
+        else:
+            ways = [TowerNumbers.of(cost, model, runs, rules.recompute)] * stages
+        tables = heavy_tables(cost, workload, schedule, stages)
         return cls(
             cost=cost,
             model=model,
@@ -121,19 +147,18 @@ class PartProblem:
             runs=runs,
             run_at=run_at,
             simulator=PipelineSimulator.of(steps, stages, schedule),
-            memories=PartMemory.of_stages(
-                cost, workload, schedule, stages, memory_cap_bytes, numbers
-            ),
-            known=[{} for _ in range(stages)],
+            tables=tables,
+            ways=ways,
+            numbers=FittingNumbers.of_stages(model, tables, ways, memory_cap_bytes),
         )
 
-    def tightened(self, shares: np.ndarray) -> "PartProblem":
-        """Scale the caps of stages that need more than counted here by `shares` [p]."""
-        memories = [
-            replace(memory, cap_bytes=memory.cap_bytes * min(share, 1.0))
-            for memory, share in zip(self.memories, shares.tolist(), strict=True)
+    def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":
+        """Change the memory caps of stages [p]."""
+        numbers = [
+            FittingNumbers.of_stages(self.model, [tables], [ways], cap)[0]
+            for tables, ways, cap in zip(self.tables, self.ways, caps_bytes.tolist(), strict=True)
         ]
-        return replace(self, memories=memories, known=[{} for _ in memories])
+        return replace(self, numbers=numbers)
 
     @property
     def parts(self) -> int:
@@ -161,7 +186,7 @@ def search_parts(
     problem = PartProblem.of(
         cost, model, workload, pipeline_size, memory_cap_bytes, schedule, rules
     )
-    best, simulated = None, 0
+    best, simulated, caps_bytes = None, 0, np.full(pipeline_size, memory_cap_bytes)
     for _ in range(_MOST_TIGHTENED):
         search = _Search(
             problem=problem,
@@ -179,7 +204,8 @@ def search_parts(
         peaks = np.array([memory.peak_gib for memory in memories]) * GIB
         if fits_cap(peaks, memory_cap_bytes).all():
             break
-        problem = problem.tightened(memory_cap_bytes / peaks)
+        caps_bytes = caps_bytes * np.minimum(memory_cap_bytes / peaks, 1)
+        problem = problem.with_caps(caps_bytes)
     else:
         raise _does_not_fit(problem, memory_cap_bytes)
     packs = sampled_steps(workload)
@@ -236,37 +262,17 @@ def _fitted(
     if not allowed.size:
         return chosen, recomputed, fits
     for stage, held in enumerate(problem.held):
-        content = np.column_stack([chosen[allowed][:, held], orders[allowed, stage]])
-        least = _least_numbers(problem, stage, content)
+        least = problem.numbers[stage].find(chosen[allowed][:, held], orders[allowed, stage])
         number[allowed, stage] = least
-        fits[allowed] &= least >= 0
-    if problem.memories[0].ways.is_shared:
+        fits[allowed] &= least < NO_NUMBER
+    if problem.ways[0].is_shared:
         number[:] = number.max(axis=1, keepdims=True)
     fitting = np.flatnonzero(fits)
     for stage, held in enumerate(problem.held):
-        contents = _contents(problem, chosen[fitting][:, held])
-        recomputed[fitting[:, None], held] = problem.memories[stage].ways.recomputed(
-            contents, orders[fitting, stage], number[fitting, stage]
+        recomputed[fitting[:, None], held] = problem.ways[stage].recomputed(
+            chosen[fitting][:, held], orders[fitting, stage], number[fitting, stage]
         )
     return chosen, recomputed, fits
-
-
-def _least_numbers(problem: PartProblem, stage: int, content: np.ndarray) -> np.ndarray:
-    """Return cached min numbers for `content` (runs and order, [n, c + 1]) to fit, or -1. [n]"""
-    known, keys = problem.known[stage], [row.tobytes() for row in content]
-    new = {key: row for row, key in enumerate(keys) if key not in known}
-    if new:
-        looked_at = content[list(new.values())]
-        runs, order = looked_at[:, :-1], looked_at[:, -1]
-        least, fits = problem.memories[stage].least(_contents(problem, runs), order)
-        known.update(zip(new, np.where(fits, least, -1).tolist(), strict=True))
-    return np.array([known[key] for key in keys])
-
-
-def _contents(problem: PartProblem, runs: np.ndarray) -> Contents:
-    """Return the contents of stages with runs [n, c]."""
-    table = problem.runs
-    return Contents(counts=table.counts[runs], start=table.start[runs], end=table.end[runs])
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -347,20 +353,14 @@ class _Search:
 
     def _moves(self, at: Candidate) -> list[Candidate]:
         """Return candidates one move away."""
-        edges, cuts = np.array(at.edges), len(at.edges) - 2
-        moved = []
-        for first in range(1, cuts + 1):
-            for last in range(first, cuts + 1):
-                for by in (-1, 1):
-                    new = edges.copy()
-                    new[first : last + 1] += by
-                    if (np.diff(new) > 0).all():
-                        moved.append(Candidate(tuple(new.tolist()), at.orders))
+        cuts = moved_cuts(np.array(at.edges))
+        cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
+        moved = [Candidate(tuple(edges), at.orders) for edges in cuts.tolist()]
         # Change the order of a stage, or of all if shared.
-        for stage, memory in enumerate(self.problem.memories):
-            for order in range(memory.ways.orders):
+        for stage, ways in enumerate(self.problem.ways):
+            for order in range(len(ways)):
                 orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
-                if memory.ways.is_shared:
+                if ways.is_shared:
                     orders = (order,) * len(at.orders)
                 moved.append(Candidate(at.edges, orders))
         return [each for each in dict.fromkeys(moved) if each != at]

@@ -31,12 +31,12 @@ from omnibal.pipeline.least_peak import least_peak_of_splits, least_peak_of_tabl
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import planned_graph
 from omnibal.pipeline.passes import all_passes
-from omnibal.pipeline.recompute_numbers import LOOKED_FOR, LeastNumbers, StageNumbers
-from omnibal.pipeline.shared_numbers import NumberChoices, NumberSearch
+from omnibal.pipeline.recompute_ways import FittingNumbers, TowerNumbers
 from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, TOLERANCE, SplitSearch
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
+    MemoryTable,
     contents_of,
     fits_cap,
     heaviest_passes,
@@ -71,8 +71,6 @@ _MAX_LIMITS = 16
 """Limits tried before searching without one."""
 _MAX_CHANGES = 20
 """Max searches of sets near the best."""
-
-Search = SplitSearch | NumberSearch
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -158,7 +156,7 @@ def estimated_step_ms(
     return _first_split(problem, limit_ms, effort, least_peak)[0].best_ms
 
 
-def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -> SearchResult:
+def _found(problem: SearchProblem, search: SplitSearch, prove: bool, effort: float) -> SearchResult:
     """Return the best stages by the problem's own memory tables."""
     complete = search.choices.complete
     if prove:
@@ -167,7 +165,6 @@ def _found(problem: SearchProblem, search: Search, prove: bool, effort: float) -
         lower_bound_ms = search.quick_bound_ms()
     best, best_ms, simulated = search.best_options, search.best_ms, search.simulated
     if not complete:
-        assert isinstance(search, SplitSearch)  # numbers have one level, and are complete
         best, best_ms, more = _changed(problem, search)
         optimistic = search.over_optimistic(best_ms)
         lower_bound_ms = (
@@ -199,7 +196,10 @@ def _changed(problem: SearchProblem, search: SplitSearch) -> tuple[list[StageOpt
     best, best_ms, simulated = search.best_options, search.best_ms, 0
     for _ in range(_MAX_CHANGES):
         options = [options_near(problem, *each) for each in enumerate(best)]
-        near = SplitSearch(problem, Choices(fitting=options, optimistic=options, complete=False))
+        near = SplitSearch(
+            problem,
+            Choices(fitting=options, optimistic=options, complete=False, nodes=problem.units),
+        )
         near.cuts = search.cuts
         near.descend()
         simulated += near.simulated
@@ -228,9 +228,15 @@ def _heavier(
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
     tables = [few.joined(more) for few, more in zip(problem.tables, tables, strict=True)]
+    return _with_tables(problem, tables)
+
+
+def _with_tables(problem: SearchProblem, tables: Sequence[MemoryTable]) -> SearchProblem:
+    """Return the problem with other memory tables of its stages."""
     numbers = problem.numbers
     if numbers is not None:
-        numbers = replace(numbers, least=numbers.least.on(tables))
+        ways, of_chunks = [of_stage.ways for of_stage in numbers], [[table] for table in tables]
+        numbers = FittingNumbers.of_stages(problem.model, of_chunks, ways, problem.memory_cap_bytes)
     return replace(problem, tables=tables, numbers=numbers)
 
 
@@ -256,8 +262,9 @@ def _problem(
     if rules.recompute is not RecomputeFreedom.LAYERS:
         if cost.levels > 1:
             raise ValueError("numbers of recomputed layers are of one level, and costs of several")
-        least = LeastNumbers.of(cost, model, structure.runs, tables, memory_cap_bytes)
-        numbers = StageNumbers(least=least, fixed=(LOOKED_FOR,) * len(least.layers.towers))
+        ways = [TowerNumbers.of(cost, model, structure.runs, rules.recompute)] * pipeline_size
+        of_chunks = [[table] for table in tables]
+        numbers = FittingNumbers.of_stages(model, of_chunks, ways, memory_cap_bytes)
     return SearchProblem(
         model=model,
         rules=rules,
@@ -278,11 +285,11 @@ def _first_split(
     limit_ms: float,
     effort: float,
     least_peak: Callable[[float | None], float],
-) -> tuple[Search, float]:
+) -> tuple[SplitSearch, float]:
     """Return a search over options within the first time limit with a split, and that limit."""
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
-        search = _search_within(problem, limit_ms)
+        search = SplitSearch(problem, choices_within(problem, limit_ms))
         if search.descend(effort * MAX_DESCENT_WORK):
             return search, limit_ms
         if not tried:
@@ -310,15 +317,6 @@ def _first_limit_ms(problem: SearchProblem) -> float:
 
 def _slowest_limit_ms(problem: SearchProblem) -> float:
     return _SLOWEST_SLACK * least_slowest_ms(problem.structure)
-
-
-def _search_within(problem: SearchProblem, limit_ms: float) -> Search:
-    """Return a search for splits of at most `limit_ms`, by shared numbers if the rules do."""
-    freedom = problem.rules.recompute
-    if problem.numbers is None or freedom is RecomputeFreedom.STAGES:
-        return SplitSearch(problem, choices_within(problem, limit_ms))
-    choices = NumberChoices.of(freedom, problem.numbers.least)
-    return NumberSearch(problem=problem, choices_of_numbers=choices, limit_ms=limit_ms)
 
 
 def _infeasible(problem: SearchProblem, least_peak: float) -> DoesNotFit:

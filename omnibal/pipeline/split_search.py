@@ -52,9 +52,9 @@ class _Bounds:
     costs: list[np.ndarray]
     """[options, cuts] per stage."""
     before: list[np.ndarray]
-    """Min cost of the stages before each position, [p + 1] of [units + 1, cuts]."""
+    """Min cost of the stages before each node, [p + 1] of [nodes + 1, cuts]."""
     after: list[np.ndarray]
-    """Min cost of the stages after each position, [p + 1] of [units + 1, cuts]."""
+    """Min cost of the stages after each node, [p + 1] of [nodes + 1, cuts]."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -63,8 +63,8 @@ class _Partials:
 
     splits: np.ndarray
     """Indices into the kept options, [n, stages]."""
-    position: np.ndarray
-    """Start of the next stage, [n]."""
+    node: np.ndarray
+    """Cut before the next stage, [n]."""
     length: np.ndarray
     """Path lengths of the prefix, [n, cuts]."""
     bound_ms: np.ndarray
@@ -93,13 +93,13 @@ class SplitSearch:
         """Find a split and improve it by small changes; return whether there is any."""
         if not all(map(len, self.options)):
             return False
-        splits = _seeds(self.options, self.problem.units)
+        splits = _seeds(self.options, self.choices.nodes)
         self._simulate(splits)
         improved = True
         while improved and self.work < most_work:
             # Most changes do not affect the critical path.
             self._learn(self.best[None])
-            splits = _neighbours(self.options, self.best, self.problem.units)
+            splits = _neighbours(self.choices, self.best, self.problem.units)
             improved = self._improve(splits)
         few = splits[:: -(-len(splits) // _SAMPLE)]
         self._learn(np.concatenate([self.best[None], few]))
@@ -131,8 +131,8 @@ class SplitSearch:
 
     def quick_bound_ms(self) -> float:
         """Lower bound on every split, by its slowest stage and by each known path alone."""
-        edges = [(o.start, o.end) for o in self.options]
-        slowest_ms = least_largest(edges, [o.bound_ms for o in self.options], self.problem.units)
+        edges, bounds_ms = [o.edges for o in self.options], [o.bound_ms for o in self.options]
+        slowest_ms = least_largest(edges, bounds_ms, self.choices.nodes)
         return max(slowest_ms, float(self._bounds().before[-1][-1].max(initial=0.0)))
 
     def _improve(self, splits: np.ndarray) -> bool:
@@ -232,15 +232,14 @@ class SplitSearch:
     def _bounds(self) -> _Bounds:
         kept = [o.take(k) for o, k in zip(self.options, self.kept, strict=True)]
         costs = [o.terms @ self.cuts[:, stage].T for stage, o in enumerate(kept)]
-        units = self.problem.units
+        nodes, edges = self.choices.nodes, [o.edges for o in kept]
+        back = [(head, tail) for tail, head in reversed(edges)]
         self.work += sum(map(np.size, costs))
         return _Bounds(
             kept=kept,
             costs=costs,
-            before=least_sums([(o.start, o.end) for o in kept], costs, 0, units),
-            after=least_sums([(o.end, o.start) for o in kept[::-1]], costs[::-1], units, units)[
-                ::-1
-            ],
+            before=least_sums(edges, costs, 0, nodes),
+            after=least_sums(back, costs[::-1], nodes, nodes)[::-1],
         )
 
     def _rule_out(self) -> None:
@@ -253,8 +252,8 @@ class SplitSearch:
                 return
             bounds = self._bounds()
             for stage, (found, kept) in enumerate(zip(bounds.kept, self.kept, strict=True)):
-                length = bounds.costs[stage] + bounds.before[stage][found.start]
-                length += bounds.after[stage + 1][found.end]
+                length = bounds.costs[stage] + bounds.before[stage][found.tail]
+                length += bounds.after[stage + 1][found.head]
                 self.kept[stage] = kept[length.max(axis=1) < self._target_ms]
 
     def _grow(self, width: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, float]:
@@ -263,7 +262,7 @@ class SplitSearch:
         bounds = self._bounds()
         grown = _Partials(
             splits=np.zeros((1, 0), np.int64),
-            position=np.zeros(1, np.int64),
+            node=np.zeros(1, np.int64),
             length=np.zeros((1, len(self.cuts))),
             bound_ms=np.zeros(1),
         )
@@ -293,14 +292,14 @@ class SplitSearch:
         self, bounds: _Bounds, stage: int, grown: _Partials
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return all ways to add a stage: parents, kept options, bounds."""
-        start, end = bounds.kept[stage].start, bounds.kept[stage].end
-        low = np.searchsorted(start, grown.position)
-        number = np.searchsorted(start, grown.position, "right") - low
+        tail, head = bounds.kept[stage].edges
+        low = np.searchsorted(tail, grown.node)
+        number = np.searchsorted(tail, grown.node, "right") - low
         parent = np.repeat(np.arange(len(grown)), number)
         first = np.cumsum(number) - number
         option = np.arange(len(parent)) - np.repeat(first - low, number)
         # Cost that an option adds to any split.
-        rest = bounds.costs[stage] + bounds.after[stage + 1][end]
+        rest = bounds.costs[stage] + bounds.after[stage + 1][head]
         self.work += len(parent) * rest.shape[1]
         bound_ms = np.empty(len(parent))
         at_once = max(_CHUNK_ENTRIES // rest.shape[1], 1)
@@ -334,7 +333,7 @@ def _extended(
     """Extend prefixes by an option of the next stage. [n] each"""
     return _Partials(
         splits=np.column_stack([grown.splits[parent], option]),
-        position=bounds.kept[stage].end[option],
+        node=bounds.kept[stage].head[option],
         length=grown.length[parent] + bounds.costs[stage][option],
         bound_ms=bound_ms,
     )
@@ -355,48 +354,56 @@ def _sample(completed: Sequence[_Partials], stages: int) -> np.ndarray:
     return splits[order[_spread(len(order), _SAMPLE // 2)]]
 
 
-def _seeds(options: Sequence[StageOptions], units: int) -> np.ndarray:
+def _seeds(options: Sequence[StageOptions], nodes: int) -> np.ndarray:
     """Return splits with a near-minimal slowest stage and a small sum. [seeds, p]"""
-    edges = [(o.start, o.end) for o in options]
-    slowest_ms = least_largest(edges, [o.bound_ms for o in options], units)
+    edges = [o.edges for o in options]
+    slowest_ms = least_largest(edges, [o.bound_ms for o in options], nodes)
     splits = []
     for slack in _SEED_SLACKS:
         limit_ms = slowest_ms * (1 + slack)
         costs = [np.where(o.bound_ms <= limit_ms, o.bound_ms, np.inf)[:, None] for o in options]
-        before = least_sums(edges, costs, 0, units)
-        split, position = np.zeros(len(options), np.int64), units
+        before = least_sums(edges, costs, 0, nodes)
+        split, node = np.zeros(len(options), np.int64), nodes
         for stage in reversed(range(len(options))):
-            start, end = edges[stage]
-            total = np.where(end == position, before[stage][start, 0] + costs[stage][:, 0], np.inf)
+            tail, head = edges[stage]
+            total = np.where(head == node, before[stage][tail, 0] + costs[stage][:, 0], np.inf)
             split[stage] = total.argmin()
-            position = start[split[stage]]
+            node = tail[split[stage]]
         splits.append(split)
     return np.unique(splits, axis=0)
 
 
-def _neighbours(options: Sequence[StageOptions], split: np.ndarray, units: int) -> np.ndarray:
-    """Return splits with cuts moved by one unit, or one stage's recomputed set changed. [n, p]"""
-    edges = np.array([0, *(o.end[i] for o, i in zip(options, split, strict=True))])
-    moved = [edges]
-    for low in range(1, len(split)):
-        for high in range(low, len(split)):
-            for by in (-1, 1):
-                moved.append(edges.copy())
-                moved[-1][low : high + 1] += by
-    moves = np.array(moved)
-    found = np.empty((len(moves), len(split)), np.int64)
+def moved_cuts(cuts: np.ndarray) -> np.ndarray:
+    """Return the cuts [k + 1] with every range of inner cuts moved by one unit. [moves, k + 1]"""
+    inner = np.arange(1, len(cuts) - 1)
+    first, last = (each.ravel() for each in np.meshgrid(inner, inner, indexing="ij"))
+    place = np.arange(len(cuts))
+    is_moved = (first[:, None] <= place) & (place <= last[:, None])
+    moved = cuts + np.array([-1, 1])[:, None] * is_moved[first <= last][:, None]
+    return moved.reshape(-1, len(cuts))
+
+
+def _neighbours(choices: Choices, split: np.ndarray, units: int) -> np.ndarray:
+    """Return splits with cuts moved by one unit, the recomputed set of one stage changed, or the
+    numbers changed that all stages share. [n, p]"""
+    options, nodes = choices.fitting, choices.nodes
+    cuts = np.array([0, *(o.head[i] for o, i in zip(options, split, strict=True))])
+    copies, is_inner = nodes // (units - 1), np.arange(len(cuts)) % len(split) > 0
+    other = np.arange(1 - copies, copies)[:, None] * (units - 1)
+    moves = np.concatenate([cuts[None], moved_cuts(cuts), cuts + other * is_inner])
+    splits = np.empty((len(moves), len(split)), np.int64)
     others = []
     for stage, option in enumerate(options):
-        run = option.start * (units + 1) + option.end
-        wanted = moves[:, stage] * (units + 1) + moves[:, stage + 1]
+        run = option.tail * (nodes + 1) + option.head
+        wanted = moves[:, stage] * (nodes + 1) + moves[:, stage + 1]
         # The first option of a run has its min bound.
         place = np.minimum(np.searchsorted(run, wanted), len(run) - 1)
-        found[:, stage] = np.where(run[place] == wanted, place, -1)
+        splits[:, stage] = np.where(run[place] == wanted, place, -1)
         same = np.flatnonzero(run == run[split[stage]])
-        other = np.repeat(split[None], len(same), axis=0)
-        other[:, stage] = same
-        others.append(other)
+        changed = np.repeat(split[None], len(same), axis=0)
+        changed[:, stage] = same
+        others.append(changed)
     # Unmoved options keep their recomputed sets.
-    unmoved = (moves[:, :-1] == edges[:-1]) & (moves[:, 1:] == edges[1:])
-    found = np.where(unmoved, split, found)
-    return np.unique(np.concatenate([found[(found >= 0).all(axis=1)], *others]), axis=0)
+    unmoved = (moves[:, :-1] == cuts[:-1]) & (moves[:, 1:] == cuts[1:])
+    splits = np.where(unmoved, split, splits)
+    return np.unique(np.concatenate([splits[(splits >= 0).all(axis=1)], *others]), axis=0)

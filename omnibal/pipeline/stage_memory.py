@@ -8,6 +8,7 @@ concatenated (`omnibal.pipeline.level_costs`); unit counts are not. Passes, with
 in flight, are in `omnibal.pipeline.passes`.
 """
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -24,6 +25,7 @@ from omnibal.pipeline.passes import (
     LinkBuffers,
     Passes,
     all_passes,
+    joined_passes,
     largest_pass,
     micro_batches_in,
     stage_passes,
@@ -31,7 +33,13 @@ from omnibal.pipeline.passes import (
 from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, Pass, PipelineSchedule
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.unit_runs import UnitRun, counts_of_runs, holds_both_ends, unit_runs
+from omnibal.pipeline.unit_runs import (
+    UnitRun,
+    counts_of_runs,
+    holds_both_ends,
+    layer_kinds,
+    unit_runs,
+)
 from omnibal.pipeline.workload import Workload
 
 GIB = 1024**3  # bytes
@@ -45,6 +53,8 @@ _DRAWN_STAGES, _DRAWN_OF_LEVELS = 8, 32
 """Random stage contents drawn for a table of one level, and of several."""
 _RECOMPUTING_ALL = 4
 """Every n-th drawn stage recomputes all layers."""
+_DRAWN_CONTENTS = 24
+"""Random contents of several chunks."""
 _MOST_LAYERS = (4, 24)
 """Max layers per kind in drawn stages: shallow and deep."""
 
@@ -746,3 +756,52 @@ def _drawn_stages(cost: CostModel, largest: np.ndarray) -> np.ndarray:
             columns = [kept.sum(axis=2) + input_, own, in_backward, links]
             found.append(np.concatenate(columns, axis=1)[holds])
     return np.concatenate(found)
+
+
+def heavy_tables(
+    cost: CostModel, workload: Workload, schedule: PipelineSchedule, stages: int
+) -> list[list[MemoryTable]]:
+    """Return memory tables of every stage's chunks in any schedule, of the heaviest passes."""
+    features = features_of(workload, cost)
+    return [
+        tables_of(cost, workload, _heavy_passes(cost, features, workload, schedule, stages, stage))
+        for stage in range(stages)
+    ]
+
+
+def _heavy_passes(
+    cost: CostModel,
+    features: np.ndarray,
+    workload: Workload,
+    schedule: PipelineSchedule,
+    stages: int,
+    stage: int,
+) -> list[Passes]:
+    """Return the passes of every chunk that are the heaviest of a kind for some drawn content."""
+    found = defaultdict[int, dict[int, Passes]](dict)
+    for each in stage_passes(features, workload, schedule, stages, stage):
+        if len(each.row):
+            kinds, kind = found[each.chunk], int(each.kind[0])
+            both = joined_passes([kinds[kind], each]) if kind in kinds else each
+            drawn = _draw_contents(cost, schedule, both.links.shape[1])
+            kinds[kind] = both.take(heaviest_for(drawn, both))
+    return [joined_passes([*kinds.values()]) for kinds in found.values()]
+
+
+def _draw_contents(cost: CostModel, schedule: PipelineSchedule, buffers: int) -> np.ndarray:
+    """Return random stage contents for `heaviest_for`, without terms equal in passes of one kind.
+    [_DRAWN_CONTENTS, columns]"""
+    rng, units = np.random.default_rng(0), [*cost.units.values()]
+    kept = np.array([each.activation_bytes for each in units])
+    inputs = np.array([each.boundary_bytes for each in units])
+    late = np.array([each.late_bytes[:2].sum(axis=0) for each in units])
+    moments = [each.two_part_bytes if schedule.in_two else each.transient_bytes for each in units]
+    working = np.array([each.max(axis=0) for each in moments])
+    layers = np.isin(np.arange(len(units)), layer_kinds(cost.kinds))
+    number = rng.integers(0, 8, (_DRAWN_CONTENTS, schedule.chunks, len(units))) * layers
+    again = number * (rng.random((_DRAWN_CONTENTS, 1, 1)) < 0.5)
+    own = working[rng.integers(0, len(units), _DRAWN_CONTENTS)]
+    held = (number - again) @ kept + again @ inputs
+    held = np.concatenate([held, number @ late], axis=1) if schedule.in_two else held
+    alike = np.zeros((_DRAWN_CONTENTS, len(cost.features) + buffers))
+    return np.concatenate([held.reshape(_DRAWN_CONTENTS, -1), own, alike], axis=1)

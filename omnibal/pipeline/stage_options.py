@@ -1,12 +1,16 @@
 """Options of every pipeline stage: a run of units with its recomputed layers.
 
-With one level all useful sets that fit are options, or the sets given by numbers
-(`omnibal.pipeline.recompute_numbers`). With several levels also all if few, else a grid with
+With one level all useful sets that fit are options, or the sets given by a trainer's numbers
+(`omnibal.pipeline.recompute_ways`). With several levels also all if few, else a grid with
 optimistic sets that bound the rest (`omnibal.pipeline.recompute`).
+
+A split is a path through a graph whose nodes are positions of cuts. Numbers of recomputed layers
+that all stages share make one copy of the inner positions for every number, so a path keeps to one
+number.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from scipy.linalg import block_diag
@@ -14,7 +18,7 @@ from scipy.linalg import block_diag
 from omnibal.base.arrays import rows_of
 from omnibal.model.config import ModelConfig
 from omnibal.model.targets import FREE, StageRules
-from omnibal.pipeline.bounds import Structure
+from omnibal.pipeline.bounds import Structure, least_largest, least_largest_with
 from omnibal.pipeline.critical_path import PipelineSimulator, SampledSteps
 from omnibal.pipeline.recompute import (
     LevelFit,
@@ -23,7 +27,7 @@ from omnibal.pipeline.recompute import (
     sets_near,
     useful_recomputes,
 )
-from omnibal.pipeline.recompute_numbers import StageNumbers
+from omnibal.pipeline.recompute_ways import NO_NUMBER, FittingNumbers, TowerNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
 
 _MOST_OPTIONS = 20_000
@@ -32,11 +36,16 @@ _MOST_OPTIONS = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class StageOptions:
-    """Options of one stage, sorted by start: a run with a recompute set that fits."""
+    """Options of one stage, sorted by tail: a run with a recompute set that fits."""
 
     start: np.ndarray
-    """Position of the first unit; this and the next are [options]."""
+    """Position of the first unit; this and the next four are [options]."""
     end: np.ndarray
+    tail: np.ndarray
+    """Node of the cut before the stage; without shared numbers the position."""
+    head: np.ndarray
+    shared: np.ndarray
+    """Key of the numbers that all stages share, 0 if none."""
     recomputed: np.ndarray
     """Recomputed layers, [options, levels * layer kinds]."""
     terms: np.ndarray
@@ -47,33 +56,34 @@ class StageOptions:
     def __len__(self) -> int:
         return len(self.start)
 
-    def place(self, one: "StageOptions") -> int:
-        """Return the index of the single option `one`, or -1 if absent."""
-        same = (self.start == one.start) & (self.end == one.end)
-        same &= (self.recomputed == one.recomputed).all(axis=1)
+    @property
+    def edges(self) -> tuple[np.ndarray, np.ndarray]:
+        return self.tail, self.head
+
+    def place(self, option: "StageOptions") -> int:
+        """Return the index of a single option, or -1 if absent."""
+        same = (self.start == option.start) & (self.end == option.end)
+        same &= (self.shared == option.shared) & (self.recomputed == option.recomputed).all(axis=1)
         return int(same.argmax()) if same.any() else -1
 
-    def including(self, one: "StageOptions") -> "StageOptions":
-        """Return the options with the single option `one` added."""
-        if self.place(one) >= 0:
-            return self
-        both = StageOptions(
-            start=np.append(self.start, one.start),
-            end=np.append(self.end, one.end),
-            recomputed=np.concatenate([self.recomputed, one.recomputed]),
-            terms=np.concatenate([self.terms, one.terms]),
-            bound_ms=np.append(self.bound_ms, one.bound_ms),
-        )
-        return both.in_order()
-
-    def in_order(self) -> "StageOptions":
-        """Sort options so that each run's smallest bound comes first."""
-        keys = *self.recomputed.T[::-1], self.bound_ms, self.end, self.start
-        return self.take(np.lexsort(keys))
+    def including(self, option: "StageOptions") -> "StageOptions":
+        """Return the options with a single option added."""
+        return self if self.place(option) >= 0 else join_options([self, option])
 
     def take(self, kept: np.ndarray) -> "StageOptions":
         """Select options, keeping the order."""
         return rows_of(self, kept)
+
+
+def join_options(options: Sequence[StageOptions]) -> StageOptions:
+    """Concatenate options, sorted so that each run's smallest bound comes first."""
+    columns = {
+        each.name: np.concatenate([getattr(one, each.name) for one in options])
+        for each in fields(StageOptions)
+    }
+    joined = StageOptions(**columns)
+    keys = *joined.recomputed.T[::-1], joined.bound_ms, joined.head, joined.tail
+    return joined.take(np.lexsort(keys))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,8 +99,8 @@ class SearchProblem:
     same_at_levels: bool
     """Whether a stage recomputes the same layers at all levels."""
     rules: StageRules = FREE
-    numbers: StageNumbers | None = None
-    """Recompute numbers with one level, or None if any layers may be recomputed."""
+    numbers: Sequence[FittingNumbers] | None = None
+    """Recompute numbers of every stage, with one level, or None if any layers may be recomputed."""
     slowness: np.ndarray | None = None
     """Slowdown of every stage, at least 1 so that bounds over units hold, or None if equal. [p]"""
 
@@ -111,6 +121,8 @@ class Choices:
     optimistic: list[StageOptions]
     """Options that bound all fitting options; equal to them if `complete`."""
     complete: bool
+    nodes: int
+    """Node of the last cut; node 0 is the first."""
 
 
 def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
@@ -127,26 +139,92 @@ def runs_within(problem: SearchProblem, limit_ms: float) -> list[np.ndarray]:
 
 def choices_within(problem: SearchProblem, limit_ms: float) -> Choices:
     """Return the options of every stage in a split of at most `limit_ms`."""
-    both: list[list[StageOptions]] = [[], []]
-    complete = True
-    for stage, usable in enumerate(runs_within(problem, limit_ms)):
-        fitting, optimistic, is_complete = stage_choices(problem, stage, usable)
-        complete &= is_complete
-        for options, each in zip(both, (fitting, optimistic), strict=True):
-            options.append(each.take(np.flatnonzero(each.bound_ms <= limit_ms)))
+    complete, nodes, usable = True, problem.units, runs_within(problem, limit_ms)
+    if problem.numbers is not None:
+        options, nodes = _numbered_options(problem, problem.numbers, usable, limit_ms)
+        both = [options, options.copy()]
+    else:
+        choices = [stage_choices(problem, *stage_runs) for stage_runs in enumerate(usable)]
+        fitting, optimistic, of_stages = zip(*choices, strict=True)
+        both, complete = [[*fitting], [*optimistic]], all(of_stages)
     for options in both:
-        kept = on_paths([(found.start, found.end) for found in options], problem.units)
-        options[:] = [found.take(k) for found, k in zip(options, kept, strict=True)]
-    return Choices(fitting=both[0], optimistic=both[1], complete=complete)
+        short = [
+            of_stage.take(np.flatnonzero(of_stage.bound_ms <= limit_ms)) for of_stage in options
+        ]
+        kept = on_paths([of_stage.edges for of_stage in short], nodes)
+        options[:] = [of_stage.take(k) for of_stage, k in zip(short, kept, strict=True)]
+    return Choices(fitting=both[0], optimistic=both[1], complete=complete, nodes=nodes)
+
+
+def _numbered_options(
+    problem: SearchProblem,
+    numbers: Sequence[FittingNumbers],
+    usable: Sequence[np.ndarray],
+    limit_ms: float,
+) -> tuple[list[StageOptions], int]:
+    """Return every stage's options by recompute numbers, and the last node."""
+    ways, units = numbers[0].ways, problem.units
+    assert isinstance(ways, TowerNumbers)  # the search of one chunk needs no other orders
+
+    def options_of(stage: int, chosen: np.ndarray, way: int, number: np.ndarray) -> StageOptions:
+        recomputed = ways.recomputed(chosen[:, None], np.full(len(chosen), way), number)
+        return recomputing(problem, stage, chosen, recomputed[:, 0, ways.kinds])
+
+    def find(way: int) -> list[np.ndarray]:
+        return [
+            of_stage.find(chosen[:, None], np.full(len(chosen), way))
+            for of_stage, chosen in zip(numbers, usable, strict=True)
+        ]
+
+    if not ways.is_shared:
+        return [
+            options_of(stage, chosen[least < NO_NUMBER], 0, least[least < NO_NUMBER])
+            for stage, (chosen, least) in enumerate(zip(usable, find(0), strict=True))
+        ], units
+    copies = [[options_of(stage, chosen[:0], 0, chosen[:0]) for stage, chosen in enumerate(usable)]]
+    runs, least_of = problem.structure.runs, [find(way) for way in range(len(ways))]
+    edges = [(runs.start[chosen], runs.end[chosen]) for chosen in usable]
+    for way, least in enumerate(least_of):
+        smaller = -1
+        for number in ways.shared_numbers(least):
+            # One option per usable run, in order, whether it fits or not.
+            options = [
+                options_of(stage, chosen, way, np.full(len(chosen), number))
+                for stage, chosen in enumerate(usable)
+            ]
+            sizes_ms = [of_stage.bound_ms for of_stage in options]
+            if least_largest(edges, sizes_ms, units) > limit_ms:
+                break  # larger numbers take no less time
+            fits = [of_stage <= number for of_stage in least]
+            sizes_ms = [np.where(f, ms, np.inf) for f, ms in zip(fits, sizes_ms, strict=True)]
+            # Only splits that fit neither a smaller number nor one encoder less need this number.
+            needs = [[of_stage > smaller for of_stage in least]]
+            for fewer in ways.smaller_ways(way):
+                needs.append([of_stage > number for of_stage in least_of[fewer]])
+            smaller = number
+            if max(least_largest_with(edges, sizes_ms, n, units) for n in needs) <= limit_ms:
+                key, inner = way + len(ways) * number, (len(copies) - 1) * (units - 1)
+                copies.append(
+                    [
+                        replace(
+                            of_stage,
+                            tail=of_stage.tail + inner * (of_stage.start > 0),
+                            head=of_stage.head + inner,
+                            shared=of_stage.shared + key,
+                        ).take(np.flatnonzero(f))
+                        for of_stage, f in zip(options, fits, strict=True)
+                    ]
+                )
+    last = max(len(copies) - 1, 1) * (units - 1) + 1
+    joined = [join_options(of_stage) for of_stage in zip(*copies, strict=True)]
+    heads = [np.where(of_stage.end == units, last, of_stage.head) for of_stage in joined]
+    return [replace(o, head=head) for o, head in zip(joined, heads, strict=True)], last
 
 
 def stage_choices(
     problem: SearchProblem, stage: int, chosen: np.ndarray
 ) -> tuple[StageOptions, StageOptions, bool]:
     """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
-    if problem.numbers is not None:
-        options = recomputing(problem, stage, *problem.numbers.of_runs(stage, chosen))
-        return options, options, True
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
     if problem.levels == 1:
@@ -206,9 +284,16 @@ def recomputing(
     start, end = runs.start[run], runs.end[run]
     bound_ms = structure.longest_ms(stage, start, end, terms)
     options = StageOptions(
-        start=start, end=end, recomputed=recomputed, terms=terms, bound_ms=bound_ms
+        start=start,
+        end=end,
+        tail=start,
+        head=end,
+        shared=0 * start,
+        recomputed=recomputed,
+        terms=terms,
+        bound_ms=bound_ms,
     )
-    return options.in_order()
+    return join_options([options])
 
 
 def on_paths(edges: Sequence[tuple[np.ndarray, np.ndarray]], units: int) -> list[np.ndarray]:

@@ -341,7 +341,7 @@ def test_every_path_is_a_lower_bound():
             stage_choices(problem, stage, np.arange(len(problem.structure.runs.start)))[0]
             for stage in range(p)
         ]
-        kept = on_paths([(o.start, o.end) for o in options], problem.units)
+        kept = on_paths([o.edges for o in options], problem.units)
         options = [option.take(k) for option, k in zip(options, kept, strict=True)]
         splits = every_split(options, problem.units)[:300]
         terms = np.stack([o.terms[splits[:, s]] for s, o in enumerate(options)], axis=1)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import combinations, pairwise
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,8 +29,6 @@ from omnibal.pipeline.baselines import PartitionMethod, SplitRule
 from omnibal.pipeline.bounds import least_step_ms
 from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
-from omnibal.pipeline.recompute_numbers import TowerLayers
-from omnibal.pipeline.shared_numbers import NumberChoices
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import held_units, trained_parameters
 from omnibal.pipeline.unit_runs import check_stages, encoders_stage, unit_words
@@ -184,26 +181,3 @@ def test_what_does_not_go_with_limited_stages_is_refused():
         replace(asked, job=limited, data=replace(asked.data, levels=levels))
     with pytest.raises(UserError, match="data-parallel encoders"):
         replace(limited, placement=EncoderPlacement.DATA_PARALLEL)
-
-
-@pytest.mark.parametrize("freedom", [RecomputeFreedom.LANGUAGE, RecomputeFreedom.ALL])
-def test_shared_numbers_are_walked_one_step_at_a_time(freedom: RecomputeFreedom):
-    """Prevents: numbers of layers that a tower does not have, or one that no step leads to."""
-    towers = TowerLayers(
-        towers=("vision", "audio", "language"),
-        has_backward=(True, False, True),
-        first=np.array([1, 5, 8]),
-        stop=np.array([4, 7, 12]),
-        before=np.zeros((13, 3)),
-    )
-    choices = NumberChoices.of(freedom, SimpleNamespace(layers=towers))
-    every_number, vision = freedom is RecomputeFreedom.LANGUAGE, [0, 3]
-    every = {(a, 0, b) for a in vision for b in range(5)}
-    for numbers in sorted(every):
-        larger = [(3, 0, 0)] if numbers[0] == 0 else []
-        smaller = [(0, *numbers[1:])] if numbers[0] == 3 else []
-        assert list(choices.larger_encoders(numbers)) == larger
-        assert list(choices.smaller_encoders(numbers)) == smaller
-        more = [number for number in (1, 3, 4) if number > numbers[-1]]
-        expected = (*numbers[:-1], more[0] if every_number else 4) if more else None
-        assert choices.larger_language(numbers, np.array([3, 1, 4])) == expected

@@ -1,0 +1,237 @@
+"""Ways for a stage to recompute layers by one number, and the smallest number that fits memory.
+
+With any layers free, a way is an order of the stage's layers, and a number recomputes the first of
+them. Trainers that take numbers recompute the first min(number, held) layers of every tower in
+every chunk (`omnibal.model.targets.RecomputeFreedom`); a way then fixes the encoders' numbers.
+Memory falls and time rises with the number, so bisection finds the smallest that fits.
+
+Shapes: n stages, c chunks, K kinds of unit, L kinds of layer, T towers. `chosen` [n, c] are indices
+of the runs of units that stages hold.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import permutations, product
+from typing import Self
+
+import numpy as np
+
+from omnibal.cost.model import CostModel
+from omnibal.model.config import ModelConfig
+from omnibal.model.targets import RecomputeFreedom
+from omnibal.model.units import unit_names
+from omnibal.pipeline.bounds import Runs
+from omnibal.pipeline.recompute import Cap, fewest_that_fit
+from omnibal.pipeline.stage_memory import MemoryTable
+from omnibal.pipeline.unit_runs import layer_kinds
+
+NO_NUMBER = 2**31
+"""Number of a stage that never fits."""
+_FREE = -1
+"""Placeholder for a tower's number that is searched."""
+_MOST_KINDS = 3
+"""Max layer kinds for trying all orders; with more, model order and its reverse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class LayerOrders:
+    """Any layers of a stage, in one of several orders."""
+
+    runs: Runs
+    kinds: np.ndarray
+    """Indices of layer kinds, [L]."""
+    places: np.ndarray
+    """Permutations of the layer kinds of all chunks, [ways, c * L]."""
+    is_shared: bool = False
+    """Whether all stages have the same way and number."""
+
+    @classmethod
+    def of(cls, cost: CostModel, runs: Runs, mean: np.ndarray, in_flight: np.ndarray) -> Self:
+        """Return orders by saved bytes per time, by kind and by chunk, for `mean` features [F] and
+        the max number of micro-batches in flight per chunk, [c]."""
+        kinds = layer_kinds(cost.kinds)
+        layers = [[*cost.units.values()][kind] for kind in kinds]
+        saved = np.array([(each.activation_bytes - each.boundary_bytes) @ mean for each in layers])
+        spent = np.array([each.recompute_ms @ mean for each in layers])
+        price = spent / np.maximum(saved, 1e-9)
+        # Layers that save nothing come last.
+        by_price = np.where(saved > 0, price / np.maximum(in_flight[:, None], 1), np.inf)
+        chunks = np.argsort(-in_flight, kind="stable").tolist()
+        useful = np.flatnonzero(saved > 0).tolist()
+        idle = np.flatnonzero(saved <= 0).tolist()
+        few = len(useful) <= _MOST_KINDS
+        orders = [np.argsort(by_price, axis=None, kind="stable").tolist()]
+        for order in permutations(useful) if few else (useful, useful[::-1]):
+            full = [*order, *idle]
+            orders.append([chunk * len(layers) + kind for kind in full for chunk in chunks])
+            orders.append([chunk * len(layers) + kind for chunk in chunks for kind in full])
+        places = np.array(list(dict.fromkeys(map(tuple, orders))), np.int64)
+        return cls(runs=runs, kinds=np.array(kinds), places=places)
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def max_number(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the number that recomputes all layers. [n]"""
+        return self.runs.counts[chosen][..., self.kinds].sum(axis=(1, 2))
+
+    def recomputed(self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Return the first `number` [n] layers in the order of `way` [n]. [n, c, K]"""
+        counts, place = self.runs.counts[chosen], self.places[way]
+        held = counts[..., self.kinds]
+        in_order = np.take_along_axis(held.reshape(place.shape), place, axis=1)
+        before = in_order.cumsum(axis=1) - in_order
+        layers = np.empty_like(in_order)
+        np.put_along_axis(layers, place, np.clip(number[:, None] - before, 0, in_order), axis=1)
+        recomputed = np.zeros_like(counts)
+        recomputed[..., self.kinds] = layers.reshape(held.shape)
+        return recomputed
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class TowerNumbers:
+    """The first `number` layers of every tower in every chunk, in model order."""
+
+    runs: Runs
+    kinds: np.ndarray
+    """Indices of layer kinds, [L]."""
+    first: np.ndarray
+    """Position of each run's first layer of a tower, [runs, T]."""
+    stop: np.ndarray
+    """Position after its last layer, [runs, T]."""
+    before: np.ndarray
+    """Layers of every kind before each position, [units + 1, L]."""
+    fixed: np.ndarray
+    """Numbers of the towers in each way, or `_FREE`, [ways, T], increasing."""
+    is_shared: bool
+    """Whether all stages have the same way and number."""
+    language_layers: int | None = None
+    """Layers of the language model if it recomputes all of them or none, else None."""
+
+    @classmethod
+    def of(cls, cost: CostModel, model: ModelConfig, runs: Runs, freedom: RecomputeFreedom) -> Self:
+        """Return the numbers that a trainer of this freedom takes. An encoder's number is 0 or all
+        if shared, and 0 without a backward, as recomputation would cost nothing."""
+        layers = [cost.kinds[index] for index in layer_kinds(cost.kinds)]
+        names = np.array(unit_names(model))
+        has_backward = {kind.tower: cost.units[kind.name].has_backward for kind in layers}
+        places = [
+            np.flatnonzero(np.isin(names, [kind.name for kind in layers if kind.tower == tower]))
+            for tower in has_backward
+        ]
+        before = np.zeros((len(names) + 1, len(layers)), np.int64)
+        np.cumsum(names[:, None] == [kind.name for kind in layers], axis=0, out=before[1:])
+        first = np.maximum(runs.start[:, None], [place[0] for place in places])
+        stop = np.minimum(runs.end[:, None], [place[-1] + 1 for place in places])
+        is_shared = freedom is not RecomputeFreedom.STAGES
+        *encoders, language = places
+        fixed = [(_FREE,) * len(places)]
+        if is_shared:
+            trained = zip(encoders, has_backward.values(), strict=False)
+            numbers = [(0, len(place)) if has else (0,) for place, has in trained]
+            fixed = [(*of_encoders, _FREE) for of_encoders in product(*numbers)]
+        return cls(
+            runs=runs,
+            kinds=np.array(layer_kinds(cost.kinds)),
+            first=first,
+            stop=np.maximum(stop, first),
+            before=before,
+            fixed=np.array(fixed),
+            is_shared=is_shared,
+            language_layers=len(language) if freedom is RecomputeFreedom.ALL else None,
+        )
+
+    def __len__(self) -> int:
+        return len(self.fixed)
+
+    def max_number(self, chosen: np.ndarray) -> np.ndarray:
+        """Return the max layers per chunk of the towers with a searched number. [n]"""
+        is_free = (self.fixed == _FREE).any(axis=0)
+        return (self.stop - self.first)[chosen][..., is_free].max(axis=(1, 2))
+
+    def recomputed(self, chosen: np.ndarray, way: np.ndarray, number: np.ndarray) -> np.ndarray:
+        """Return the first `number` [n] layers of towers whose number `way` [n] leaves free, and
+        the fixed number of other towers. [n, c, K]"""
+        first, fixed = self.first[chosen], self.fixed[way]
+        numbers = np.where(fixed == _FREE, number[:, None], fixed)[:, None]
+        stop = np.minimum(first + numbers, self.stop[chosen])
+        recomputed = np.zeros((*chosen.shape, self.runs.counts.shape[1]), np.int64)
+        recomputed[..., self.kinds] = (self.before[stop] - self.before[first]).sum(axis=2)
+        return recomputed
+
+    def shared_numbers(self, least: Sequence[np.ndarray]) -> list[int]:
+        """Return the numbers, increasing, that some stage needs to fit, given the min number of
+        each run at every stage."""
+        numbers = np.unique(np.concatenate(least))
+        numbers = numbers[numbers < NO_NUMBER]
+        if self.language_layers is not None:
+            numbers = np.unique(np.where(numbers > 0, self.language_layers, 0))
+        return [int(number) for number in numbers]
+
+    def smaller_ways(self, way: int) -> list[int]:
+        """Return the ways in which one encoder less recomputes its layers."""
+        less, fixed = self.fixed[:way] < self.fixed[way], self.fixed[:way] != self.fixed[way]
+        return np.flatnonzero((less == fixed).all(axis=1) & (less.sum(axis=1) == 1)).tolist()
+
+
+RecomputeWays = LayerOrders | TowerNumbers
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class FittingNumbers:
+    """Min numbers of one stage to fit memory, cached."""
+
+    caps: Sequence[Cap]
+    """Of the passes of every chunk."""
+    ways: RecomputeWays
+    alike: np.ndarray
+    """First run with the same sequence of units, [runs]."""
+    known: dict[bytes, int] = field(default_factory=dict)
+    """Numbers by the runs of all chunks and the way."""
+
+    @classmethod
+    def of_stages(
+        cls,
+        model: ModelConfig,
+        tables: Sequence[Sequence[MemoryTable]],
+        ways: Sequence[RecomputeWays],
+        cap_bytes: float,
+    ) -> list[Self]:
+        """Return the numbers of every stage, given its chunks' tables and its ways."""
+        runs, firsts = ways[0].runs, dict[tuple[str, ...], int]()
+        names = unit_names(model)
+        spans = zip(runs.start.tolist(), runs.end.tolist(), strict=True)
+        alike = [firsts.setdefault(names[start:end], run) for run, (start, end) in enumerate(spans)]
+        return [
+            cls(
+                caps=[Cap.of(table, cap_bytes) for table in of_chunks],
+                ways=of_stage,
+                alike=np.array(alike, np.int64),
+            )
+            for of_chunks, of_stage in zip(tables, ways, strict=True)
+        ]
+
+    def find(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
+        """Return the min number in `way` [n] for each stage to fit, or `NO_NUMBER`. [n]"""
+        keys = [row.tobytes() for row in np.column_stack([self.alike[chosen], way])]
+        new = {key: row for row, key in enumerate(keys) if key not in self.known}
+        if new:
+            rows = [*new.values()]
+            found = self._bisect(chosen[rows], way[rows])
+            self.known.update(zip(new, found.tolist(), strict=True))
+        return np.array([self.known[key] for key in keys], np.int64)
+
+    def _bisect(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
+        levels = self.caps[0].table.levels
+
+        def fit(rows: np.ndarray, number: np.ndarray) -> np.ndarray:
+            counts = self.ways.runs.counts[chosen[rows]].reshape(len(rows), -1)
+            recomputed = self.ways.recomputed(chosen[rows], way[rows], number)
+            recomputed = np.tile(recomputed, levels).reshape(len(rows), -1)
+            return np.all([cap.holds(counts, recomputed) for cap in self.caps], axis=0)
+
+        every, most = np.arange(len(chosen)), self.ways.max_number(chosen)
+        fits_with_none = fit(every, 0 * most)
+        most = np.where(fits_with_none, 0, most)
+        fits = fits_with_none | fit(every, most)
+        return np.where(fits, fewest_that_fit(fit, np.where(fits, 0, most), most), NO_NUMBER)
