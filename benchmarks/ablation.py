@@ -80,7 +80,7 @@ from omnibal.report.drawing import svg_file
 from omnibal.report.formatting import write_ascii
 
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
-from paper import described  # noqa: E402
+from paper import layers_of  # noqa: E402
 
 from tools.make_digits_dataset import main as make_digits_dataset  # noqa: E402
 
@@ -460,7 +460,7 @@ def variant_result(
     kept_gib = [replay.predicted_gib(stages[replay.stage].memory) for replay in replays]
     return VariantResult(
         variant=variant,
-        stages=described(planned.plan.stages),
+        stages=layers_of(planned.plan.stages),
         micro_batches=float(
             np.mean([len(planned.rows(step)) for step in planned.steps])
             / planned.plan.parallel.data

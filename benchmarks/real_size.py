@@ -48,7 +48,7 @@ from omnibal.report.table import Column, Table
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(REPOSITORY), str(REPOSITORY / "scripts" / "reproduce")]
-from paper import described  # noqa: E402
+from paper import layers_of  # noqa: E402
 
 from tools.make_lengths import make_lengths  # noqa: E402
 
@@ -187,7 +187,7 @@ def comparison_rows(job: RealSizeJob, plan: Plan, stages: Sequence[FakeStage]) -
         [
             job.name if one.stage == 0 else "",
             f"{one.stage}",
-            described([plan.held(plan.stages)[one.stage]]),
+            layers_of([plan.held(plan.stages)[one.stage]]),
             f"{one.predicted_gib:.2f}",
             f"{one.allocated_gib:.2f}",
             f"{one.deviation:+.2%}",
@@ -227,7 +227,7 @@ def compare(jobs: Sequence[RealSizeJob], work: Path, console: Console) -> None:
 def show_kernels(work: Path, console: Console) -> None:
     """Print what each stage of `COUNTED` launches, at two sets of rates."""
     plan, stages = counted_stages(COUNTED, work)
-    console.print(f"\n{COUNTED.name}: {described(plan.stages)}")
+    console.print(f"\n{COUNTED.name}: {layers_of(plan.stages)}")
     for rates in (Roofline.of_cluster(plan.cluster, plan.precision), LARGE_KERNELS):
         console.print(fake_device_launches_table(stages, rates))
 

@@ -16,7 +16,6 @@ Sources follow one another as in a meta file. The same arguments give the same b
 """
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal, NoReturn
@@ -25,28 +24,79 @@ import numpy as np
 import typer
 
 from omnibal.base.errors import UserError
-from omnibal.base.files import is_stream
+from omnibal.base.files import is_stream, read_toml_model
+from omnibal.base.frozen import Count, Frozen
 from omnibal.base.outputs import check_files
 from omnibal.base.program import run_app
 from omnibal.data.lengths import Lengths, write_lengths
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from tools.length_mixtures import MIXTURES, TOKENS_PER_TILE, Part
+from omnibal.data.tiling import tile_count
+from omnibal.model.encoders import TilingConfig
 
 MAX_SAMPLES = 100_000_000
 """About 4 GiB of memory."""
-Mixture = Literal["internvl", "tulu3-longcite"]
+TILING = TilingConfig(max_dynamic_patch=4)
+"""At most 4 tiles and a thumbnail: the real files have vit_num 1, 3, 4 and 5 only."""
+IMAGE_SIZE = 448
+TOKENS_PER_TILE = 256
+MixtureName = Literal["internvl", "tulu3-longcite"]
+ImageSizes = tuple[tuple[int, int, float], ...]
+"""Width, height and weight of typical images; weights are not normalized."""
+
+
+class Text(Frozen):
+    """Text tokens of a sample: lognormal, rounded, clipped."""
+
+    median: float
+    sigma: float
+    shortest: int = 30
+    """By default of a template around a question and an answer of a few words."""
+    longest: Count | None = None
+    """Maximum. The mixture's cap on a sample's tokens also applies."""
+    answers: float
+    """Share of the tokens that the loss counts."""
+
+
+class Part(Frozen):
+    """Similar samples of one source."""
+
+    weight: float = 1
+    """Relative to the source's other parts."""
+    images: str | ImageSizes = ()
+    """Sizes, or their name in the file. Empty for text alone."""
+    text: Text
+
+
+class Source(Frozen):
+    count: Count
+    """Samples at the mixture's own size."""
+    parts: tuple[Part, ...]
+
+
+class Mixture(Frozen):
+    sources: dict[str, Source]
+    max_tiles: int
+    """Per sample."""
+    max_tokens: int
+    """Per sample, image tokens included."""
+
+
+class MixtureFile(Frozen):
+    mixtures: dict[MixtureName, Mixture]
+    images: dict[str, ImageSizes]
+
+
+FILE = read_toml_model(MixtureFile, Path(__file__).with_name("length_mixtures.toml"), "")
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-def make_lengths(mixture: str, samples: int, seed: int) -> Lengths:
+def make_lengths(mixture: MixtureName, samples: int, seed: int) -> Lengths:
     """Return synthetic lengths of `samples` samples, source by source.
 
     Args:
         samples: of all sources together, in the mixture's proportions.
         seed: sources are seeded independently, by (seed, name).
     """
-    made_of = MIXTURES[mixture]
+    made_of = FILE.mixtures[mixture]
     if not 1 <= samples <= MAX_SAMPLES:
         raise UserError(f"--samples {samples}: must be from 1 to {MAX_SAMPLES}")
     if seed < 0:
@@ -82,14 +132,15 @@ def apportion(total: int, weights: Sequence[float]) -> list[int]:
 
 def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator) -> np.ndarray:
     """Rows tiles, tokens, loss_tokens of `count` samples of at most `max_tokens`; int32."""
-    values, weights = np.array(part.tiles).T
-    tiles = rng.choice(values.astype(np.int32), size=count, p=weights / weights.sum())
+    sizes = FILE.images[part.images] if isinstance(part.images, str) else part.images
+    numbers = [tile_count(width, height, TILING, IMAGE_SIZE) for width, height, _ in sizes] or [0]
+    weights = np.array([weight for *_, weight in sizes] or [1])
+    tiles = rng.choice(np.array(numbers, np.int32), size=count, p=weights / weights.sum())
     image_tokens = tiles * TOKENS_PER_TILE
     text = part.text
     drawn = rng.lognormal(math.log(text.median), text.sigma, size=count)
-    text_tokens = np.rint(
-        np.clip(drawn, text.shortest, np.minimum(text.longest, max_tokens - image_tokens))
-    )
+    longest = np.minimum(text.longest or math.inf, max_tokens - image_tokens)
+    text_tokens = np.rint(np.clip(drawn, text.shortest, longest))
     # At least the token that ends the answer.
     loss_tokens = np.maximum(np.rint(text_tokens * text.answers), 1)
     return np.stack([tiles, image_tokens + text_tokens, loss_tokens]).astype(np.int32)
@@ -98,14 +149,14 @@ def draw_part(part: Part, count: int, max_tokens: int, rng: np.random.Generator)
 @app.command(help=" ".join(__doc__.split("\n\n")[:2]))
 def write(
     output: Annotated[Path, typer.Option("--output", "-o", help="Parquet file to write")],
-    mixture: Annotated[Mixture, typer.Option(help="synthetic mixture to make")] = "internvl",
+    mixture: Annotated[MixtureName, typer.Option(help="synthetic mixture to make")] = "internvl",
     samples: Annotated[
         int | None, typer.Option(help="of all sources together (default: the mixture's own size)")
     ] = None,
     seed: int = 0,
 ) -> None:
     if samples is None:
-        samples = sum(source.count for source in MIXTURES[mixture].sources.values())
+        samples = sum(source.count for source in FILE.mixtures[mixture].sources.values())
     check_files({"-o": output}, [])
     if output.suffix != ".parquet" and not is_stream(output):
         raise UserError(f"-o {output}: is written as Parquet; let its name end in .parquet")

@@ -13,18 +13,9 @@ import importlib.util
 import sys
 
 _NEEDED = (
-    *("torch", "megatron.core", "einops", "jinja2", "numpy", "PIL", "psutil", "pyarrow"),
-    *(
-        "pydantic",
-        "rich",
-        "safetensors",
-        "scipy",
-        "sentencepiece",
-        "soundfile",
-        "tokenizers",
-        "typer",
-    ),
-)
+    "torch megatron.core einops jinja2 numpy PIL psutil pyarrow pydantic rich safetensors scipy "
+    "sentencepiece soundfile tokenizers typer"
+).split()
 _EXIT_USER_ERROR = 2
 
 

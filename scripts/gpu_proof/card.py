@@ -1,15 +1,88 @@
 """The card of a device: predicted and measured figures, and results of all parts."""
 
+import importlib.metadata
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Literal
 
-from pydantic import JsonValue
+from pydantic import JsonValue, PositiveFloat
 
 from omnibal.base.files import atomic, write_json_model
-from scripts.gpu_proof.result import Proof
+from omnibal.base.frozen import Frozen
 
 FAKE = "Stages ran on a fake device, which only counts, the rest on the CPU. No figure is of a GPU."
+
+
+Status = Literal["ok", "failed", "skipped", "timed-out"]
+
+_ASK_TORCH = """
+import json, torch
+on = torch.cuda.is_available()
+about = torch.cuda.get_device_properties(0) if on else None
+print(json.dumps({
+    "device": about.name if on else None,
+    "memory_gib": about.total_memory / 2**30 if on else None,
+    "cuda": torch.version.cuda,
+}))
+"""
+_VERSIONS = ("torch", "megatron-core", "triton", "transformer-engine", "numpy", "pydantic")
+
+
+class Machine(Frozen):
+    device: str | None
+    """Name of the first CUDA device. None if absent or fake."""
+    memory_gib: float | None
+    cuda: str | None
+    python: str
+    versions: dict[str, str]
+
+
+class Comparison(Frozen):
+    """A predicted quantity, and the same as measured."""
+
+    of: str
+    unit: str
+    predicted: PositiveFloat
+    measured: float
+
+
+class PartResult(Frozen):
+    """Outcome and measurements of one part."""
+
+    name: str
+    status: Status
+    reason: str = ""
+    seconds: float
+    limit_s: float
+    comparisons: tuple[Comparison, ...] = ()
+    figures: dict[str, JsonValue]
+    """Figures, partial if the part did not finish."""
+
+
+class Proof(Frozen):
+    machine: Machine
+    pretended: bool
+    """Whether it ran without a GPU."""
+    parts: tuple[PartResult, ...]
+
+
+def describe_machine(pretended: bool) -> Machine:
+    """Ask torch in a separate process, so that this one holds no device memory."""
+    about = {"device": None, "memory_gib": None, "cuda": None}
+    if not pretended:
+        asked = subprocess.run([sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True)
+        if asked.returncode == 0:
+            about = json.loads(asked.stdout)
+    versions = {}
+    for package in _VERSIONS:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return Machine(**about, python=sys.version.split()[0], versions=versions)
 
 
 def card_name(proof: Proof) -> str:
@@ -36,9 +109,9 @@ def card_text(proof: Proof) -> str:
     title = f"Fake device\n\n{FAKE}" if proof.pretended else machine.device
     blocks = [f"# {title}", _table(["", ""], facts)]
     compared = [
-        (part.name, one.of, one.unit, one.predicted, one.measured, one.measured / one.predicted)
+        (part.name, row.of, row.unit, row.predicted, row.measured, row.measured / row.predicted)
         for part in parts
-        for one in part.comparisons
+        for row in part.comparisons
     ]
     if compared:
         heads: list[JsonValue] = ["part", "of", "unit", "predicted", "measured", "ratio"]

@@ -32,19 +32,69 @@ _PRECISION = "bf16"
 _CLUSTER = "h100-80g"
 """Preset to plan with; --cluster-output adds measured rates to it."""
 _SMALL_MODEL = "internvl-digits"
-_SMALL_CAPS = ("--max-tiles", 12, "--max-tokens", 448)
+_SMALL = f"--model {_SMALL_MODEL} --max-tiles 12 --max-tokens 448"
+_COMMANDS = {
+    "tests": "tests/training/cuda_checks.py {out}/tests",
+    "digits": ("tools/make_digits_dataset.py --output {data} --samples 600 --heldout-samples 10"),
+    "train_lengths": (
+        f"-m omnibal lengths {{data}}/train/meta.json --model {_SMALL_MODEL} "
+        "--tokenizer-model {data}/tokenizer.model -o {out}/train/lengths.parquet"
+    ),
+    "train_profile": (
+        f"-m omnibal profile {_SMALL} --precision {_PRECISION} "
+        "--lengths {out}/train/lengths.parquet --repetitions 5 -o {out}/train/profile.json"
+    ),
+    "train_plan": (
+        f"-m omnibal plan {_SMALL} --precision {{precision}} --cluster {_CLUSTER} "
+        "--lengths {out}/train/lengths.parquet --micro-batches 3 --epochs 20 "
+        "-o {out}/train/{precision}"
+    ),
+    "train": (
+        "scripts/train_nodes.sh 1 0 localhost {out}/train/{precision} {data}/train/meta.json "
+        "{data}/tokenizer.model {out}/train/{run} --train-iters {settings.trained_steps} "
+        "--num-workers 2"
+    ),
+    "lengths": "tools/make_lengths.py --samples {settings.samples} -o {out}/lengths.parquet",
+    "plan": (
+        f"-m omnibal plan --model {{settings.model}} --cluster {_CLUSTER} --precision {_PRECISION} "
+        "--max-tiles {settings.max_tiles} --max-tokens {settings.max_tokens} "
+        "--micro-batches {settings.micro_batches} -o {out}/plan"
+    ),
+    "replay": "tools/replay.py {out}/plan -o {out}/replay --stages {stage}",
+    "checkpoint": "tests/training/large_checkpoint.py {out}/checkpoint {settings.checkpoint_gib}",
+    "profile": (
+        f"-m omnibal profile --model {{model}} --precision {_PRECISION} "
+        "--max-tiles {settings.max_tiles} --max-tokens {settings.max_tokens} "
+        "--tokens-per-sample {settings.tokens_per_sample} --layers 2 --repetitions 5 "
+        f"--cluster {_CLUSTER} --cluster-output {{out}}/cluster.toml -o {{out}}/profile.json"
+    ),
+}
+"""Programs of all parts, for Python or a shell."""
 _WARM_UP = 3
 """Untimed first steps of a training, which compile and choose kernels."""
-_STOPPED_AFTER, _EPOCHS = 3, 20
+_STOPPED_AFTER = 3
 _ROUNDING = {"bf16": 0.02, "fp8": 0.1}
 """Relative difference from local losses that counts as rounding, by precision."""
 
 
+def _run(
+    context: Context,
+    command: str,
+    *more: object,
+    log: str = "",
+    until: Until | None = None,
+    **fields: object,
+) -> Path:
+    """Run one of `_COMMANDS` with more arguments; return its log."""
+    fields |= {"out": context.output, "data": _data(context), "settings": context.settings}
+    words = [word.format(**fields) for word in _COMMANDS[command].split()]
+    return context.run(log or command, *words, *more, until=until)
+
+
 def tests(context: Context) -> None:
     """Check the trainer and fused operations on the device, in one process."""
-    folder, program = context.output / "tests", "tests/training/cuda_checks.py"
     try:
-        context.run("tests", program, folder)
+        _run(context, "tests")
     finally:
         printed = (context.output / "logs" / "tests.txt").read_text(errors="replace")
         context.figures.update(tested(printed))
@@ -57,18 +107,9 @@ def tested(printed: str) -> dict[str, JsonValue]:
 
 def profile(context: Context) -> None:
     """Measure layers, matrix products and a copy, and write a cluster file of the rates."""
-    settings, output = context.settings, context.output
-    model = _SMALL_MODEL if context.pretended else settings.model
-    caps = ("--max-tiles", settings.max_tiles, "--max-tokens", settings.max_tokens)
-    context.run(
-        "profile", "-m", "omnibal", "profile", "--model", model,
-        "--precision", _PRECISION, *caps,
-        "--tokens-per-sample", settings.tokens_per_sample,
-        "--layers", 2, "--repetitions", 5,
-        "--cluster", _CLUSTER, "--cluster-output", output / "cluster.toml",
-        "-o", output / "profile.json",
-    )  # fmt: skip
-    measured = read_profile(output / "profile.json")
+    model = _SMALL_MODEL if context.pretended else context.settings.model
+    _run(context, "profile", model=model)
+    measured = read_profile(context.output / "profile.json")
     assert measured.rates is not None
     rates = [
         2e-9 * one.rows * one.inner * one.outer / one.time_ms(None)
@@ -106,25 +147,14 @@ def replay(context: Context) -> None:
     settings, output = context.settings, context.output
     lengths: tuple[object, ...] = ()
     if settings.samples:
+        _run(context, "lengths")
         lengths = ("--lengths", output / "lengths.parquet")
-        context.run(
-            "lengths", "tools/make_lengths.py", "--samples", settings.samples,
-            "-o", output / "lengths.parquet",
-        )  # fmt: skip
-    context.run(
-        "plan", "-m", "omnibal", "plan", "--model", settings.model, "--cluster", _CLUSTER,
-        "--precision", _PRECISION, *settings.sizes, *lengths,
-        "--max-tiles", settings.max_tiles, "--max-tokens", settings.max_tokens,
-        "--micro-batches", settings.micro_batches, "-o", output / "plan",
-    )  # fmt: skip
+    _run(context, "plan", *settings.sizes, *lengths)
     files = open_plan(output / "plan")
     context.figures["plan"] = f"{files.plan.model.name}, {files.plan.parallel}"
     for stage in settings.replayed:
         fake = ["--fake-device"] if context.pretended else ["--steps", 1, "--repetitions", 2]
-        context.run(
-            f"replay_{stage}", "tools/replay.py", output / "plan", "-o", output / "replay",
-            "--stages", stage, *fake,
-        )  # fmt: skip
+        _run(context, "replay", *fake, log=f"replay_{stage}", stage=stage)
         _compare_stage(context, files, stage)
 
 
@@ -189,23 +219,12 @@ def _features(files: PlanFiles, measured: StageReplay, names: Sequence[str]) -> 
 
 def train(context: Context) -> None:
     """Train the quickstart's model from data by the launcher; stop it, and resume."""
-    settings, folder, data = context.settings, context.output / "train", _data(context)
+    settings, folder = context.settings, context.output / "train"
     folder.mkdir(parents=True, exist_ok=True)
     if context.digits is None:
-        context.run(
-            "digits", "tools/make_digits_dataset.py", "--output", data,
-            "--samples", 600, "--heldout-samples", 10,
-        )  # fmt: skip
-    lengths = folder / "lengths.parquet"
-    context.run(
-        "train_lengths", "-m", "omnibal", "lengths", data / "train" / "meta.json",
-        "--model", _SMALL_MODEL, "--tokenizer-model", data / "tokenizer.model", "-o", lengths,
-    )  # fmt: skip
-    context.run(
-        "train_profile", "-m", "omnibal", "profile", "--model", _SMALL_MODEL, *_SMALL_CAPS,
-        "--precision", _PRECISION, "--lengths", lengths, "--repetitions", 5,
-        "-o", folder / "profile.json",
-    )  # fmt: skip
+        _run(context, "digits")
+    _run(context, "train_lengths")
+    _run(context, "train_profile")
     _plan_training(context, _PRECISION, "--profile", folder / "profile.json")
     log = folder / "run" / RUN_FILE
 
@@ -240,24 +259,15 @@ def _data(context: Context) -> Path:
 
 
 def _plan_training(context: Context, precision: str, *costs: object) -> None:
-    folder = context.output / "train"
-    context.run(
-        f"plan_{precision}", "-m", "omnibal", "plan", "--model", _SMALL_MODEL, *_SMALL_CAPS,
-        "--precision", precision, "--cluster", _CLUSTER, "--lengths", folder / "lengths.parquet",
-        *costs, "--micro-batches", 3, "--epochs", _EPOCHS, "-o", folder / precision,
-    )  # fmt: skip
+    _run(context, "train_plan", *costs, log=f"plan_{precision}", precision=precision)
 
 
 def _train(
-    context: Context, run: str, plan: str, *more: object, until: Until | None = None
+    context: Context, run: str, precision: str, *more: object, until: Until | None = None
 ) -> None:
     """Train by the launcher, with its environment and two loader processes."""
-    folder, data = context.output / "train", _data(context)
-    context.run(
-        f"train_{run}", "scripts/train_nodes.sh", 1, 0, "localhost", folder / plan,
-        data / "train" / "meta.json", data / "tokenizer.model", folder / run,
-        "--train-iters", context.settings.trained_steps, "--num-workers", 2, *more, until=until,
-    )  # fmt: skip
+    log = f"train_{run}"
+    _run(context, "train", *more, log=log, until=until, run=run, precision=precision)
 
 
 def _timed_steps(records: list[StepRecord]) -> list[StepRecord]:
@@ -270,11 +280,10 @@ def _step_ms(records: list[StepRecord]) -> float:
 
 def checkpoint(context: Context) -> None:
     """Save a large checkpoint during training, and resume from it."""
-    folder, program = context.output / "checkpoint", "tests/training/large_checkpoint.py"
     try:
-        log = context.run("checkpoint", program, folder, context.settings.checkpoint_gib)
+        log = _run(context, "checkpoint")
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(context.output / "checkpoint", ignore_errors=True)
     figures = json.loads(log.read_text().splitlines()[-1])
     context.compare("checkpoint", "GiB", figures.pop("stated_gib"), figures.pop("written_gib"))
     context.figures.update(figures)

@@ -8,11 +8,9 @@ from pathlib import Path
 from omnibal.base.errors import UserError
 from omnibal.base.outputs import check_folder
 from omnibal.base.program import ArgumentParser, check_arguments, one_line_errors
-from scripts.gpu_proof.card import card_name, write_card
+from scripts.gpu_proof.card import Proof, card_name, describe_machine, write_card
 from scripts.gpu_proof.parts import PARTS
-from scripts.gpu_proof.result import Proof, describe_machine
-from scripts.gpu_proof.running import REPOSITORY, Context, run_part
-from scripts.gpu_proof.settings import FAKE_DEVICE, REAL
+from scripts.gpu_proof.running import FAKE_DEVICE, REAL, REPOSITORY, Context, run_part
 
 
 def main(description: str) -> None:

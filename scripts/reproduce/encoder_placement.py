@@ -98,7 +98,7 @@ def best_plan(job: JobSpec, data: SampleData, packed: Sequence[Packs]) -> Plan:
     return best
 
 
-def row(name: str, mixture: str, model: ModelConfig) -> list[str]:
+def row(name: str, mixture: str, model: ModelConfig) -> tuple[object, ...]:
     """Return a row with both placements of a model on a mixture."""
     lengths = drawn(mixture, model)
     data = SampleData(
@@ -119,14 +119,9 @@ def row(name: str, mixture: str, model: ModelConfig) -> list[str]:
         best_plan(replace(job, placement=placement), data, packed) for placement in EncoderPlacement
     )
     gain = relative_ms(inside.predicted) / relative_ms(beside.predicted) - 1
-    return [
-        name,
-        mixture,
-        f"{encoder_share(job, packed[0], lengths):.1%}",
-        *(cell for plan in (inside, beside) for cell in _cells(plan)),
-        "" if beside.beside is None else f"{beside.beside.sharded}",
-        f"{gain:+.1%}",
-    ]
+    plans = (cell for plan in (inside, beside) for cell in _time_and_sizes(plan))
+    sharded = None if beside.beside is None else beside.beside.sharded
+    return (name, mixture, encoder_share(job, packed[0], lengths), *plans, sharded, gain)
 
 
 def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
@@ -135,16 +130,17 @@ def encoder_share(job: JobSpec, packs: Packs, lengths: Lengths) -> float:
     return 1 - float(alone.load_ms(packs, lengths).sum() / job.load_ms(packs, lengths).sum())
 
 
-def _cells(plan: Plan) -> tuple[str, str]:
+def _time_and_sizes(plan: Plan) -> tuple[str, str]:
     return f"{plan.predicted.step_ms / 1e3:.2f} s", "/".join(map(str, plan.parallel.sizes.values()))
 
 
 def main() -> None:
     columns = (
-        "model", "samples", "encoder's share", "in the pipeline", "TP/PP/DP", "data-parallel",
-        "TP/PP/DP", "sharded over", "data-parallel is faster by",
-    )  # fmt: skip
-    rows = [row(name, mixture, model) for name, model in models() for mixture in MIXTURES]
+        *(("model", ""), ("samples", ""), ("encoder's share", ".1%")),
+        *(("in the pipeline", ""), ("TP/PP/DP", ""), ("data-parallel", ""), ("TP/PP/DP", "")),
+        *(("sharded over", ""), ("data-parallel is faster by", "+.1%")),
+    )
+    rows = (row(name, mixture, model) for name, model in models() for mixture in MIXTURES)
     print_table(f"Encoders in the pipeline and data-parallel, {GPUS} {CLUSTER}", columns, rows)
 
 

@@ -50,9 +50,10 @@ from omnibal.steps.metrics import dist_ratio
 from omnibal.steps.pack_settings import PackSettings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from tools.make_lengths import make_lengths
+from tools.make_lengths import MixtureName, make_lengths
 
-MIXTURE, SAMPLES = "tulu3-longcite", 941_344
+MIXTURE: MixtureName = "tulu3-longcite"
+SAMPLES = 941_344
 CLUSTER = "h100-80g"
 PRECISION: PlainPrecision = "bf16"
 RANKS = 32
@@ -266,9 +267,12 @@ def print_calibration(system: System) -> None:
     rows = []
     for group, known in TABLE_4.items():
         predicted = system.iteration_s(group)
-        setting = f"{group.kilotokens}K", str(group.context), str(group.recomputed)
-        rows.append([*setting, f"{known:.2f}", f"{predicted:.2f}", f"{predicted / known - 1:+.1%}"])
-    columns = ("length", "ranks", "recomputed", "paper s", "predicted s", "difference")
+        setting = f"{group.kilotokens}K", group.context, group.recomputed
+        rows.append((*setting, known, predicted, predicted / known - 1))
+    columns = (
+        *(("length", ""), ("ranks", ""), ("recomputed", "")),
+        *(("paper s", ".2f"), ("predicted s", ".2f"), ("difference", "+.1%")),
+    )
     share = calibrated_share()
     print_table(f"Table 4 (calibration: {share:.3f} of the preset's rates)", columns, rows)
 
@@ -284,27 +288,20 @@ def print_ways(
     """Print ways to pack and batch, as ratios to the first, beside GPU days and balance ratios."""
     simulated = [data.simulated(system, *way) for way in ways(groups)]
     rows = []
-    for index, ((held, is_balanced), one) in enumerate(zip(ways(groups), simulated, strict=True)):
-        ratio = one.seconds / simulated[0].seconds
+    for index, ((held, is_balanced), way) in enumerate(zip(ways(groups), simulated, strict=True)):
         lengths = " + ".join(f"{group.kilotokens}K/{group.context}" for group in held)
-        rows.append(
-            [
-                lengths + (", balanced" if is_balanced else ""),
-                f"{days[index]:.2f}",
-                f"{ratio * days[0]:.2f}",
-                f"{ratio * days[0] / days[index] - 1:+.1%}",
-                f"{balance[index]:.3f}" if balance else "",
-                f"{one.attention_balance_ratio:.4f}",
-                f"{one.block_balance_ratio:.4f}",
-                f"{COMMUNICATION_RATIOS[index]:.3f}",
-                f"{one.communication_ratio:.3f}",
-                f"{one.fill:.1%}",
-            ]
-        )
+        lengths += ", balanced" if is_balanced else ""
+        predicted = way.seconds / simulated[0].seconds * days[0]
+        times = (days[index], predicted, predicted / days[index] - 1)
+        ratios = (way.attention_balance_ratio, way.block_balance_ratio)
+        communication = (COMMUNICATION_RATIOS[index], way.communication_ratio)
+        known = balance[index] if balance else None
+        rows.append((lengths, *times, known, *ratios, *communication, way.fill))
     columns = (
-        "lengths/ranks", "paper days", "predicted", "difference", "paper ABR", "ABR",
-        "by block", "paper CR", "CR", "full",
-    )  # fmt: skip
+        *(("lengths/ranks", ""), ("paper days", ".2f"), ("predicted", ".2f")),
+        *(("difference", "+.1%"), ("paper ABR", ".3f"), ("ABR", ".4f"), ("by block", ".4f")),
+        *(("paper CR", ".3f"), ("CR", ".3f"), ("full", ".1%")),
+    )
     print_table(title, columns, rows)
 
 
@@ -356,15 +353,19 @@ def chosen_from_table_19() -> tuple[tuple[int, int], ...]:
 def print_search(of_rule: Strategy, found: Strategy, least_ms: float) -> None:
     words = " + ".join(f"{length}K/{context}" for length, context in chosen_from_table_19())
     print(f"HBP's rule on Table 19: {words}; the paper has 16K/1 + 128K/8\n")
-    rows = []
-    for name, one in (("HBP's", of_rule), ("search's", found)):
-        each = [f"{level.caps['tokens'] / K:g}K/{level.context}" for level in one.levels]
-        ratio = one.ms_per_sample / of_rule.ms_per_sample
-        again, ms = str(one.recomputed_layers), f"{one.ms_per_sample:.3f}"
-        rows.append([name, " + ".join(each), again, ms, f"{ratio - 1:+.1%}"])
+    rows: list[tuple[object, ...]] = []
+    for name, plan in (("HBP's", of_rule), ("search's", found)):
+        levels = " + ".join(
+            f"{level.caps['tokens'] / K:g}K/{level.context}" for level in plan.levels
+        )
+        change = plan.ms_per_sample / of_rule.ms_per_sample - 1
+        rows.append((name, levels, plan.recomputed_layers, plan.ms_per_sample, change))
     change = least_ms / of_rule.ms_per_sample - 1
-    rows.append(["lower bound", "", "", f"{least_ms:.3f}", f"{change:+.1%}"])
-    columns = ("levels", "lengths/ranks", "recomputed, longest", "ms a sample", "difference")
+    rows.append(("lower bound", None, None, least_ms, change))
+    columns = (
+        *(("levels", ""), ("lengths/ranks", ""), ("recomputed, longest", "")),
+        *(("ms a sample", ".3f"), ("difference", "+.1%")),
+    )
     print_table("Search beside HBP, Llama3.1-8B on 32 H100, simulated", columns, rows)
 
 

@@ -9,17 +9,18 @@ import argparse
 import json
 import re
 import sys
-from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
-from measured_rows import TUNED, Measured, measured_row
+from measured_rows import TUNED, Measured, is_layout, measured_row
 from paper import print_table
 
 from omnibal.base.errors import UserError
@@ -29,7 +30,7 @@ from omnibal.report.formatting import write_ascii
 from omnibal.trainers.lint.command_line import read_launch
 from omnibal.trainers.lint.launched import launched
 from omnibal.trainers.lint.line import line_of
-from omnibal.trainers.lint.predicted import Costed, predicted_line
+from omnibal.trainers.lint.predicted import predicted_line
 
 FOLDER = Path(__file__).with_name("measured")
 LAYOUTS = "layouts"
@@ -44,6 +45,7 @@ class Compared:
     place: int
     kind: str = ""
     measured: Measured | None = None
+    """The row's job, or None if it could not be read."""
     predicted_ms: float | None = None
     peak_gib: float | None = None
     """Memory as the row has it."""
@@ -70,25 +72,22 @@ class Compared:
         """Constants calibrated on the row. Empty if it was only predicted."""
         return "" if self.measured is None else self.measured.calibrates
 
+    @property
+    def device(self) -> str:
+        return "" if self.measured is None else device_of(self.measured.cluster)
+
     def record(self) -> dict[str, Any]:
         """The row as JSON."""
-        found = {"file": self.file, "row": self.place, "kind": self.kind}
-        if self.measured is not None:
-            row = self.measured
-            found |= {
-                "name": row.name,
-                "group": row.group,
-                "line": row.line,
-                "options": row.options,
-                "measured_ms": row.step_ms,
-                "measured_gib": row.allocated_gib,
-                "out_of_memory": row.out_of_memory,
-                "calibrates": row.calibrates,
-            }
+        record = {"file": self.file, "row": self.place, "kind": self.kind}
+        if (job := self.measured) is not None:
+            record |= {"name": job.name, "group": job.group, "line": job.line}
+            record |= {"options": job.options, "measured_ms": job.step_ms}
+            record |= {"measured_gib": job.allocated_gib, "out_of_memory": job.out_of_memory}
+            record |= {"calibrates": job.calibrates}
         if self.refused is not None:
-            return found | {"refused": self.refused}
+            return record | {"refused": self.refused}
         predicted = {"predicted_ms": self.predicted_ms, "peak_gib": self.peak_gib}
-        return found | predicted | {"fits": self.fits}
+        return record | predicted | {"fits": self.fits}
 
 
 def compared(path: Path, place: int) -> Compared:
@@ -109,36 +108,34 @@ def compared(path: Path, place: int) -> Compared:
         samples_of_step = (line.micro_batches or 0) * (line.data or 0)
         taken_ms = 1e3 * samples_of_step * tokens / measured.rate / (launch.gpus or 1)
         measured = replace(measured, step_ms=taken_ms)
-    is_layout = "zero" in row or "kernel" in row
+    kind = JobKind.ADAPTERS if measured.is_tuned else job.kind
+    peaks = {"mean": float(np.mean(costed.peaks_gib)), "device": costed.most_gib}
     return at(
-        kind=LAYOUTS if is_layout else str(JobKind.ADAPTERS if measured.is_tuned else job.kind),
+        kind=LAYOUTS if is_layout(row) else str(kind),
         measured=measured,
         predicted_ms=costed.step_ms,
-        peak_gib=_peak_gib(costed, measured),
+        peak_gib=peaks.get(measured.memory, max(costed.peaks_gib)),
         fits=bool(costed.most_gib <= measured.cluster.memory_gib),
         micro_batch_tokens=tokens,
     )
 
 
-def _peak_gib(costed: Costed, measured: Measured) -> float:
-    peaks = {"mean": float(np.mean(costed.peaks_gib)), "device": costed.most_gib}
-    return peaks.get(measured.memory, max(costed.peaks_gib))
+_KIND_WORDS = {
+    TUNED: JobKind.ADAPTERS,
+    "fsdp": JobKind.SHARDED,
+    "long context": JobKind.LONG_CONTEXT,
+    r"\bmoe\b|-a\d+b": JobKind.EXPERTS,
+}
 
 
 def _kind_by_name(row: object) -> str:
     """Kind of a row that is not predicted."""
-    given = row if isinstance(row, dict) else {}
-    if "zero" in given or "kernel" in given:
+    if is_layout(row):
         return LAYOUTS
+    given = row if isinstance(row, dict) else {}
     text = f"{given.get('group')} {given.get('name')}".lower()
-    kinds = {
-        TUNED: JobKind.ADAPTERS,
-        "fsdp": JobKind.SHARDED,
-        "long context": JobKind.LONG_CONTEXT,
-        r"\bmoe\b|-a\d+b": JobKind.EXPERTS,
-    }
     usual = JobKind.VISION_LANGUAGE if "measured" in given else JobKind.DENSE
-    return next((str(kind) for word, kind in kinds.items() if re.search(word, text)), str(usual))
+    return str(next((kind for word, kind in _KIND_WORDS.items() if re.search(word, text)), usual))
 
 
 def all_compared(paths: Iterable[Path]) -> list[Compared]:
@@ -148,80 +145,84 @@ def all_compared(paths: Iterable[Path]) -> list[Compared]:
         try:
             rows = json.loads(path.read_text())["rows"]
         except (OSError, ValueError, KeyError, TypeError) as error:
-            what = f"{path} is no file of measured rows ({error}); give another"
-            raise UserError(what) from error
+            message = f"{path} is no file of measured rows ({error}); give another"
+            raise UserError(message) from error
         places += [(path, place) for place in range(len(rows))]
     with ProcessPoolExecutor() as pool:
         return list(pool.map(compared, *zip(*places, strict=True), chunksize=8)) if places else []
 
 
+def _group_rows(
+    rows: Iterable[Compared], key: Callable[[Compared], Any]
+) -> list[tuple[Any, list[Compared]]]:
+    """Rows by rising key."""
+    return [(name, list(group)) for name, group in groupby(sorted(rows, key=key), key)]
+
+
 def errors_by_kind(rows: Sequence[Compared]) -> list[PublishedErrors]:
     """Errors of rows that calibrated nothing, by kind, device and size of micro-batches."""
-    groups = defaultdict(list)
-    for one in rows:
-        if one.error is not None and one.measured and not one.calibrates and one.kind != LAYOUTS:
-            device, small = device_of(one.measured.cluster), one.micro_batch_tokens <= SMALL_TOKENS
-            groups[one.kind, device, small].append(one.error)
-    return [
-        PublishedErrors(
-            kind=JobKind(kind),
-            device=device,
-            small=small,
-            steps=len(errors),
-            median=round(float(np.median(np.abs(errors))), 3),
-            least=round(min(errors), 3),
-            most=round(max(errors), 3),
-        )
-        for (kind, device, small), errors in sorted(groups.items())
-    ]
-
-
-KINDS_COLUMNS = (
-    *("kind", "device", "rows", "calibrate", "refused", "median of |error|", "of error", "range"),
-    "memory: median, most",
-)
-
-
-def kinds_table(rows: Sequence[Compared]) -> list[list[str]]:
-    """A line for every kind and device: errors of time and memory, and refusals."""
-    groups = defaultdict(list)
-    for one in rows:
-        device = device_of(one.measured.cluster) if one.measured else ""
-        groups[one.kind, device].append(one)
+    judged = (
+        row for row in rows if row.error is not None and not row.calibrates and row.kind != LAYOUTS
+    )
     table = []
-    for (kind, device), alike in sorted(groups.items()):
-        seen = [one for one in alike if not one.calibrates]
-        errors = [one.error for one in seen if one.error is not None]
-        memory = [abs(one.memory_error) for one in seen if one.memory_error is not None]
-        refused = sum(one.refused is not None for one in alike)
-        table.append([kind, device, str(len(alike)), str(len(alike) - len(seen)), str(refused)])
-        table[-1] += _spread(errors) if errors else ["", "", ""]
-        table[-1] += [f"{np.median(memory):.1%}, {max(memory):.1%}" if memory else ""]
+    for (kind, device, small), group in _group_rows(
+        judged, lambda row: (row.kind, row.device, row.micro_batch_tokens <= SMALL_TOKENS)
+    ):
+        errors = np.array([row.error for row in group], float)
+        figures = np.median(np.abs(errors)), errors.min(), errors.max()
+        median, least, most = (round(float(figure), 3) for figure in figures)
+        spread = {"steps": len(group), "median": median, "least": least, "most": most}
+        table.append(PublishedErrors(kind=JobKind(kind), device=device, small=small, **spread))
     return table
 
 
-def _spread(errors: Sequence[float]) -> list[str]:
-    middle = f"{np.median(np.abs(errors)):.1%}"
-    return [middle, f"{np.median(errors):+.1%}", f"{min(errors):+.0%} to {max(errors):+.0%}"]
+KINDS_COLUMNS = (
+    *(("kind", ""), ("device", ""), ("rows", ""), ("calibrate", ""), ("refused", "")),
+    *(("median of |error|", ".1%"), ("of error", "+.1%"), ("range", "")),
+    ("memory: median, most", ""),
+)
 
 
-def ranking_table(rows: Sequence[Compared]) -> list[list[str]]:
-    """A line for every set of layouts: the best predicted beside the best measured."""
-    sets = defaultdict(list)
-    for one in rows:
-        if one.measured is not None and one.measured.group and one.predicted_ms is not None:
-            taken_ms = one.measured.step_ms or np.inf  # out of memory
-            sets[one.measured.group].append((not one.fits, one.predicted_ms, taken_ms))
+def kinds_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
+    """A line for every kind and device: errors of time and memory, and refusals."""
     table = []
-    for name, alike in sorted(sets.items()):
-        too_large, predicted_ms, taken_ms = np.array(alike).T
-        ran = np.isfinite(taken_ms)
+    for names, group in _group_rows(rows, lambda row: (row.kind, row.device)):
+        seen = [row for row in group if not row.calibrates]
+        errors = [row.error for row in seen if row.error is not None]
+        memory = [abs(row.memory_error) for row in seen if row.memory_error is not None]
+        refused = sum(row.refused is not None for row in group)
+        spread: tuple[object, ...] = (None, None, None)
+        if errors:
+            spread_text = f"{min(errors):+.0%} to {max(errors):+.0%}"
+            spread = np.median(np.abs(errors)), np.median(errors), spread_text
+        of_memory = f"{np.median(memory):.1%}, {max(memory):.1%}" if memory else None
+        table.append((*names, len(group), len(group) - len(seen), refused, *spread, of_memory))
+    return table
+
+
+RANKING_COLUMNS = (
+    *(("set", ""), ("ran", ""), ("out of memory", "")),
+    *(("behind", ".1%"), ("memory judged right", ".0%")),
+)
+
+
+def ranking_table(rows: Sequence[Compared]) -> list[tuple[Any, ...]]:
+    """A line for every set of layouts: the best predicted beside the best measured."""
+    layouts = [
+        (row.measured.group, not row.fits, row.predicted_ms, row.measured.step_ms or np.inf)
+        for row in rows
+        if row.measured is not None and row.measured.group and row.predicted_ms is not None
+    ]
+    table = []
+    for name, group in groupby(sorted(layouts, key=itemgetter(0)), itemgetter(0)):
+        too_large, predicted_ms, taken_ms = np.array([layout[1:] for layout in group]).T
+        ran = np.isfinite(taken_ms)  # infinite: out of memory
         if not ran.any():
             continue
         chosen = np.lexsort((predicted_ms[ran], too_large[ran]))[0]
         behind = taken_ms[ran][chosen] / taken_ms.min() - 1
         judged = np.mean(ran == (too_large == 0))
-        table.append([name, f"{ran.sum()}", f"{(~ran).sum()}", f"{behind:.1%}", f"{judged:.0%}"])
+        table.append((name, ran.sum(), (~ran).sum(), behind, judged))
     return table
 
 
@@ -244,12 +245,11 @@ def picture(rows: Sequence[Compared]) -> Figure:
         colour = COLOURS[name]
         for calibrates in (True, False):
             points = [
-                (one.measured.step_ms / 1000, 100 * one.error)
-                for one in rows
-                if (one.kind, bool(one.calibrates)) == (kind, calibrates)
-                and one.error is not None
-                and one.measured is not None
-                and one.measured.step_ms is not None
+                (row.predicted_ms / (1 + row.error) / 1000, 100 * row.error)
+                for row in rows
+                if (row.kind, bool(row.calibrates)) == (kind, calibrates)
+                and row.predicted_ms is not None
+                and row.error is not None
             ]
             seconds, errors = np.array(points).reshape(-1, 2).T
             axes.scatter(
@@ -271,8 +271,8 @@ def picture(rows: Sequence[Compared]) -> Figure:
 def write_errors(rows: Sequence[Compared]) -> None:
     """Write the table that predictions show."""
     text = "# Written by `scripts/reproduce/measured_gpus.py --write-errors`.\n"
-    for one in errors_by_kind(rows):
-        fields = one.model_dump(mode="json")
+    for errors in errors_by_kind(rows):
+        fields = errors.model_dump(mode="json")
         text += "\n[[errors]]\n" + "".join(f"{k} = {json.dumps(v)}\n" for k, v in fields.items())
     FILE.write_text(text)
 
@@ -290,7 +290,7 @@ def main() -> None:
     except UserError as error:
         sys.exit(f"error: {error}")
     if arguments.json:
-        print(json.dumps([one.record() for one in rows], indent=1))
+        print(json.dumps([row.record() for row in rows], indent=1))
         return
     print_table(
         "steps measured on GPUs, by kind of job (errors of rows that calibrated nothing)",
@@ -299,7 +299,7 @@ def main() -> None:
     )
     print_table(
         "layouts of one job: the best predicted behind the best measured",
-        ("set", "ran", "out of memory", "behind", "memory judged right"),
+        RANKING_COLUMNS,
         ranking_table(rows),
     )
     if arguments.write_errors:

@@ -1,8 +1,8 @@
 """Training jobs that others measured, as launch lines that `omnibal lint` reads.
 
-Five forms of rows are read: dense steps, steps of many trainers, vision-language steps with their
-own lines, and sweeps of layouts by nanotron on H100 and by Aleph Alpha's trainer on A100. A row
-that does not say a job, or says one of which lines have no setting, raises UserError.
+Rows have a line of their own, sizes in words, or sizes as columns: of a published step, or of a
+sweep of layouts by nanotron on H100 or by Aleph Alpha's trainer on A100. `measured/lines.toml` has
+the trainers' lines. Raises UserError for a row without a job, or with one that lines cannot set.
 """
 
 import re
@@ -22,6 +22,27 @@ from omnibal.model.runtime import RecomputedModule
 from omnibal.trainers.lint.launch import Launcher
 
 Row = Mapping[str, Any]
+_COLUMNS = {
+    "mbs": "micro_batch",
+    "gbs": "global_batch",
+    "seq": "sequence",
+    "vp": "chunks",
+    "vpp": "chunks",
+    "tokens_s_gpu": "tokens_per_s_gpu",
+}
+"""Other names of columns."""
+_SWEEPS = {"zero": "nanotron", "kernel": "aleph-alpha"}
+"""Trainer of a sweep of layouts, by a column that only its rows have."""
+_MEMORIES: dict[str, Literal["fullest", "mean", "device"]] = {
+    "mem_gib": "fullest",
+    "peak_allocated_gib": "fullest",
+    "allocated_gib": "fullest",
+    "max_alloc_avg_gib": "mean",
+    "max_alloc_gib": "fullest",
+    "peak_gb": "fullest",
+    "device_gib": "device",
+}
+"""Columns of memory, first match, and whose memory they have."""
 _CLUSTERS = {
     "a100.*40": "a100-40g",
     "a100": "a100-80g",
@@ -36,13 +57,8 @@ _CLUSTERS = {
 }
 """Preset of a device by what its name has, first match."""
 _MODELS = {"llama3-8b": "llama3.1-8b", "llama3-70b": "llama3.1-70b", "deepseekv2": "deepseek-v2"}
-_OVERLAPS = (
-    "--ddp-average-in-collective --overlap-grad-reduce --overlap-param-gather "
-    "--cross-entropy-loss-fusion --moe-permute-fusion"
-)
 _SQUAD_TOKENS = 256
 """Mean of a SQuAD sample with its prompt."""
-_FUSED_LOSS = "--cross-entropy-loss-fusion --cross-entropy-fusion-impl te"
 TUNED = r"\b(?:lora|sft|packed)\b"
 """Words of groups of fine-tuning."""
 _LINES = tomllib.loads(Path(__file__).with_name("measured").joinpath("lines.toml").read_text())
@@ -56,7 +72,13 @@ _FP8 = {
 }
 """Recipe of FP8 by a row's precision, of Megatron-LM."""
 _BRIDGE_FP8 = {"fp8": "fp8_cs", "mxfp8": "fp8_mx"}
+_SELECTIVE = {"granularity": "selective"}
 _FULL = {"granularity": "full", "method": "uniform", "num_layers": "1"}
+_EXPERTS = (
+    " --expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp} --moe-grouped-gemm "
+    "--moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-expert-capacity-factor 1 "
+    "--moe-pad-expert-input-to-capacity"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,44 +124,46 @@ class Measured:
         return [word for pair in pairs for word in pair]
 
 
+def is_layout(row: object) -> bool:
+    """Whether the row is of a sweep that compares layouts of one job."""
+    return isinstance(row, dict) and any(column in row for column in _SWEEPS)
+
+
 def measured_row(row: Row) -> Measured:
     """The job of a row of any form."""
     if not isinstance(row, dict):
         raise UserError(f"{row!r} is no row: give an object with a job's fields")
-    if "zero" in row:
-        return _nanotron(row)
-    if "kernel" in row:
-        return _aleph_alpha(row)
-    if "measured" in row:
-        return _with_line(row)
-    return _published(row)
+    row = _rename(row)
+    return _with_line(row) if "measured" in row else _with_sizes(row)
 
 
-def _positive(row: Row, *names: str) -> float | None:
-    """The first of these fields that is given, a positive number, or None."""
-    for name in names:
-        value = row.get(name)
-        if value is None:
-            continue
-        try:
-            number = 0.0 if isinstance(value, bool) else float(value)
-        except (TypeError, ValueError):
-            number = 0.0
-        if not 0 < number < 1e15:
-            raise UserError(f"{name} {value!r}: must be a positive number; correct it")
-        return number
-    return None
+def _rename(row: Row) -> Row:
+    return {_COLUMNS.get(name, name): value for name, value in row.items()}
 
 
-def _count(row: Row, *names: str, usual: int | None = None) -> int:
-    """The first of these fields that is given, a whole number from 1 on, or the usual."""
-    number = _positive(row, *names)
+def _positive(row: Row, name: str) -> float | None:
+    """A field with a positive number, or None if absent."""
+    value = row.get(name)
+    if value is None:
+        return None
+    try:
+        number = 0.0 if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = 0.0
+    if not 0 < number < 1e15:
+        raise UserError(f"{name} {value!r}: must be a positive number; correct it")
+    return number
+
+
+def _count(row: Row, name: str, usual: int | None = None) -> int:
+    """A field with an integer >= 1, or the usual value if absent."""
+    number = _positive(row, name)
     if number is None:
         if usual is None:
-            raise UserError(f"the row has no {words(names, 'or')}: give it")
+            raise UserError(f"the row has no {name}: give it")
         return usual
     if number % 1:
-        raise UserError(f"{names[0]} {number:g}: must be a whole number; correct it")
+        raise UserError(f"{name} {number:g}: must be a whole number; correct it")
     return int(number)
 
 
@@ -149,52 +173,48 @@ def _text(row: Row, name: str) -> str:
     return " ".join(map(str, value)) if isinstance(value, list) else str(value or "")
 
 
-def _sizes(row: Row, *names: str) -> dict[str, int]:
-    """Parallel sizes and GPUs by name, which must agree with the row's data-parallel ranks."""
-    sizes, gpus = {name: _count(row, name, usual=1) for name in names}, _count(row, "gpus")
-    ranks = sizes["tp"] * sizes["pp"] * sizes.get("cp", 1)
+def _job(row: Row) -> dict[str, int]:
+    """Parallel sizes, GPUs and batch, which must agree with each other."""
+    job = {name: _count(row, name, usual=1) for name in ("tp", "pp", "cp", "ep", "etp", "chunks")}
+    gpus, ranks = _count(row, "gpus"), job["tp"] * job["pp"] * job["cp"]
     if ranks * _count(row, "dp", usual=max(gpus // ranks, 1)) != gpus:
         raise UserError(f"TP x PP x CP x DP of the row are not its {gpus} GPUs; correct one")
-    nodes = max(gpus // 8, 1)
-    return sizes | {"gpus": gpus, "dp": gpus // ranks, "nodes": nodes, "per_node": gpus // nodes}
+    batch, dp, nodes = _count(row, "micro_batch"), gpus // ranks, max(gpus // 8, 1)
+    is_counted = "micro_batches" in row
+    gbs = _count(row, "micro_batches") * batch * dp if is_counted else _count(row, "global_batch")
+    job |= {"gpus": gpus, "dp": dp, "nodes": nodes, "per_node": gpus // nodes}
+    return job | {"batch": batch, "gbs": gbs, "length": _count(row, "sequence")}
 
 
 def _model_of(row: Row) -> ModelConfig:
     name = _text(row, "model")
     if not name:
         raise UserError("the row has no model: give it")
+    if "hidden" in row:
+        return _sizes_model(row)
     model = named_model(_MODELS.get(name, name))
-    layers = row.get("layers")
-    return model if layers is None else model.with_layers(language=_count(row, "layers"))
+    return model if row.get("layers") is None else model.with_layers(language=_count(row, "layers"))
 
 
-def _sizes_model(row: Row, *, tied: bool) -> ModelConfig:
+def _sizes_model(row: Row) -> ModelConfig:
     """A model of Llama's shape, by its sizes."""
     names = {"hidden": "hidden_size", "ffn": "ffn_hidden_size", "vocab": "vocab_size"}
     names |= {"layers": "layers", "heads": "heads", "sequence": "max_positions"}
     language = {field: _count(row, name) for name, field in names.items()}
     if language["hidden_size"] % language["heads"]:
         raise UserError("hidden is not a multiple of heads in the row: correct one")
+    language |= {"kv_heads": language["heads"], "tied_head": bool(row.get("tied"))}
+    name = f"llama-{_text(row, 'model').lower()}"
     return ModelConfig.model_validate(
-        {
-            "name": f"llama-{_text(row, 'model').lower()}",
-            "chat_template": "llama3",
-            "language": {**language, "kv_heads": language["heads"], "tied_head": tied},
-        }
+        {"name": name, "chat_template": "llama3", "language": language}
     )
 
 
 def _cluster(device: str) -> ClusterConfig:
     if not device:
         raise UserError("the row names no device or cluster: give it")
-    found = (preset for name, preset in _CLUSTERS.items() if re.search(name, device.lower()))
-    return load_cluster(device if device in preset_names("clusters") else next(found, device))
-
-
-def _layout(layers: int, chunks: int) -> str:
-    """Layout of chunks of which the first hold a layer more."""
-    counts = [layers // chunks + (chunk < layers % chunks) for chunk in range(chunks)]
-    return f"E{'|'.join(f't*{count}' for count in counts)}L"
+    known = (preset for name, preset in _CLUSTERS.items() if re.search(name, device.lower()))
+    return load_cluster(device if device in preset_names("clusters") else next(known, device))
 
 
 def _recomputation(row: Row) -> dict[str, str]:
@@ -215,124 +235,128 @@ def _recomputation(row: Row) -> dict[str, str]:
             f"recompute {given!r}: must be none, selective, modules, full, or block with a number "
             "of layers; correct it"
         )
-    settings = {"granularity": "selective"}
-    return settings | {"modules": " ".join(sorted(modules))} if modules else settings
+    return _SELECTIVE | ({"modules": " ".join(sorted(modules))} if modules else {})
 
 
-_EXPERTS = (
-    "--expert-model-parallel-size {ep} --expert-tensor-parallel-size {etp} --moe-grouped-gemm "
-    "--moe-token-dispatcher-type alltoall --moe-permute-fusion --moe-expert-capacity-factor 1 "
-    "--moe-pad-expert-input-to-capacity"
-)
-
-
-def _published(row: Row) -> Measured:
-    """A step with sizes as columns, in the trainer that its source names."""
-    model, batch, group = _model_of(row), _count(row, "mbs", "micro_batch"), _text(row, "group")
-    gbs = None if "micro_batches" in row else _count(row, "gbs", "global_batch")
-    job: dict[str, Any] = _sizes(row, "tp", "pp", "cp", "ep", "etp") | {
-        "chunks": _count(row, "vp", "chunks", usual=1),
-        "batch": batch,
-        "gbs": gbs or _count(row, "micro_batches") * batch * _count(row, "dp"),
-        "length": _count(row, "seq", "sequence"),
+def _outcome(row: Row) -> dict[str, Any]:
+    """Measured time and memory, as fields of `Measured`."""
+    memory = next((name for name in _MEMORIES if row.get(name) is not None), "")
+    step_s = _positive(row, "step_s")
+    return {
+        "step_ms": _positive(row, "step_ms") or (step_s and 1e3 * step_s),
+        "rate": _positive(row, "tokens_per_s_gpu"),
+        "allocated_gib": _positive(row, memory),
+        "memory": _MEMORIES.get(memory, "fullest"),
+        "out_of_memory": bool(row.get("oom")),
     }
-    precision = _text(row, "precision").lower().replace("-", "_") or "bf16"
-    if precision not in ("bf16", *_FP8):
-        raise UserError(f"precision {precision}: must be bf16 or one of {', '.join(_FP8)}")
-    extra, device = _text(row, "extra"), _text(row, "device").lower()
+
+
+def _with_sizes(row: Row) -> Measured:
+    """A row with sizes as columns, in the trainer that its columns or its source name."""
+    group, extra, device = _text(row, "group"), _text(row, "extra"), _text(row, "device").lower()
+    source = f"{group} {_text(row, 'source')}".lower()
+    name = next((trainer for trainer in _LINES if trainer in source), "megatron-lm")
+    name = next((trainer for column, trainer in _SWEEPS.items() if column in row), name)
+    trainer, model, job, outcome = _LINES[name], _model_of(row), _job(row), _outcome(row)
     if "lora" in group.lower() and "peft" not in extra:
         raise UserError("the row's group has LoRA, and its extra no --peft: give the adapters")
-    source = f"{group} {_text(row, 'source')}".lower()
-    name = next((name for name in _LINES if name in source), "megatron-lm")
-    if "recompute" in _LINES[name]:
-        line = _of_torch(row, name, job, precision)
-    else:
-        line = _of_megatron(row, name == "megatron-bridge", job, precision, model)
+    if is_layout(row):
+        outcome["out_of_memory"] = not (outcome["step_ms"] or outcome["rate"])
+    names = {"model": "", **row, **job}
     return Measured(
-        name=f"{group or device} {_text(row, 'model')}",
-        line=f"{line} {extra}".strip(),
+        name=trainer.get("name", f"{group or device} {{model}}").format(**names),
+        group=trainer.get("group", "").format(**names),
+        line=f"{_line(row, name, job, model)} {extra}".strip(),
         model=model,
-        cluster=_cluster(f"{device} 40gb" if "40gb" in group else device),
+        cluster=_cluster(trainer.get("cluster", f"{device} 40gb" if "40gb" in group else device)),
         gpus=job["gpus"],
-        step_ms=_positive(row, "step_ms") or 1e3 * (_positive(row, "step_s") or 0) or None,
-        rate=_positive(row, "tokens_s_gpu", "tokens_per_s_gpu"),
-        allocated_gib=_positive(row, "mem_gib", "peak_allocated_gib", "allocated_gib"),
-        out_of_memory=bool(row.get("oom")),
         sample_tokens=_SQUAD_TOKENS if "squad" in group.lower() else None,
         is_tuned=re.search(TUNED, group.lower()) is not None,
         calibrates=_text(row, "calibrates"),
+        **outcome,
     )
 
 
-def _of_torch(row: Row, name: str, job: Mapping[str, Any], precision: str) -> str:
-    """Line of a trainer with FSDP; raises for what it cannot set."""
-    trainer, again = _LINES[name], _recomputation(row)
-    given = [size for size in trainer["without"] if job[size] > 1]
-    mode = again.get("granularity", "none")
-    if mode not in trainer["recompute"] or again.get("method") == "block" or "modules" in again:
-        given.append(f"recompute {row['recompute']}")
-    if given := given + ([] if precision == "bf16" else [precision]):
-        raise UserError(f"{words(given)} cannot be set in a line of {name}: leave it out")
+def _line(row: Row, name: str, job: Mapping[str, int], model: ModelConfig) -> str:
+    """Launch line of a trainer; raises for what the line cannot set."""
+    trainer, recomputation = _LINES[name], _recomputation(row)
+    precision = _text(row, "precision").lower().replace("-", "_") or "bf16"
+    if precision not in ("bf16", *_FP8):
+        raise UserError(f"precision {precision}: must be bf16 or one of {', '.join(_FP8)}")
+    mode = recomputation.get("granularity", "none")
     strategy = re.search(r"SHARD_GRAD_OP|HYBRID_SHARD|NO_SHARD", _text(row, "note"))
-    return trainer["line"].format(
-        **job,
-        strategy=strategy[0] if strategy else "FULL_SHARD",
-        copies=_copies(row, job),
-        recompute=mode,
-        recomputes=mode == "full",
-    )
-
-
-def _copies(row: Row, job: Mapping[str, int]) -> int:
-    """Replicas of sharded weights."""
+    accumulated, over = divmod(job["gbs"], job["batch"] * job["dp"])
     ranks, shards = job["gpus"] // (job["tp"] * job["pp"]), _count(row, "sharded", usual=1)
     if ranks % shards:
         raise UserError(f"sharded {shards} does not divide {ranks} data-parallel ranks; correct it")
-    return ranks // shards if shards > 1 else 1
+    copies = ranks // shards if shards > 1 else 1
+    line = trainer["line"].format(
+        **job,
+        strategy=strategy[0] if strategy else "FULL_SHARD",
+        copies=copies,
+        recompute=mode,
+        recomputes=mode == "full",
+        accumulated=accumulated,
+        zero=row.get("zero"),
+    )
+    if "recompute" not in trainer:
+        if copies > 1:
+            raise UserError("weights sharded over a part of the ranks cannot be set for Megatron")
+        return line + _megatron_flags(row, name, job, model, precision)
+    unsettable = [size for size in trainer["without"] if job[size] > 1]
+    if mode not in trainer["recompute"] or recomputation not in ({}, _SELECTIVE, _FULL):
+        unsettable.append(f"recompute {row['recompute']}")
+    if precision != "bf16":
+        unsettable.append(precision)
+    if unsettable:
+        raise UserError(f"{words(unsettable)} cannot be set in a line of {name}: leave it out")
+    if "zero" in row and row["zero"] is None:
+        raise UserError("the row has no zero: give it")
+    if "zero" in row and over:
+        raise UserError(f"gbs {job['gbs']} is no multiple of micro_batch x dp; correct one")
+    return line
 
 
-def _of_megatron(
-    row: Row, is_bridge: bool, job: Mapping[str, Any], precision: str, model: ModelConfig
+def _megatron_flags(
+    row: Row, name: str, job: Mapping[str, int], model: ModelConfig, precision: str
 ) -> str:
-    """Line of Megatron-LM or a Bridge recipe; NeMo's overlap and fuse the most, SimuMax nothing."""
-    line = _LINES["megatron-bridge" if is_bridge else "megatron-lm"]["line"].format(**job)
-    overlaps = row.get("ovl", _text(row, "device") != "b200")
-    if not is_bridge:
-        line += " " + (_OVERLAPS if overlaps else _FUSED_LOSS)
-        line += f" {_EXPERTS.format(**job)}" if expert_counts(model) else ""
-        line += " --tp-comm-overlap" if overlaps and job["tp"] > 1 else ""
-    settings = {"model.sequence_parallel": "true"} if job["tp"] > 1 else {}
-    chunks, layers = job["chunks"], model.language.layers
-    if layers % (job["pp"] * chunks):
-        settings["model.pipeline_model_parallel_layout"] = _layout(layers, job["pp"] * chunks)
-    elif chunks > 1:
-        line += f" {'-vp' if is_bridge else '--num-virtual-stages-per-pipeline-rank'} {chunks}"
-    settings |= {f"model.recompute_{name}": of for name, of in _recomputation(row).items()}
-    if _copies(row, job) > 1:
-        raise UserError("weights sharded over a part of the ranks cannot be set for Megatron")
+    """Flags of Megatron-LM, or overrides of a Bridge recipe."""
+    flags, trainer, is_bridge = "", _LINES[name], name == "megatron-bridge"
+    if "overlapped" in trainer:
+        overlaps = row.get("ovl", _text(row, "device") != "b200")
+        flags += " " + trainer["overlapped" if overlaps else "fused"]
+        flags += _EXPERTS.format(**job) if expert_counts(model) else ""
+        flags += " --tp-comm-overlap" if overlaps and job["tp"] > 1 else ""
+    settings = {}
+    if job["tp"] > 1 and row.get("sequence_parallel", True):
+        settings["model.sequence_parallel"] = "true"
+    layers, chunks = model.language.layers, job["pp"] * job["chunks"]
+    if layers % chunks:
+        counts = [layers // chunks + (chunk < layers % chunks) for chunk in range(chunks)]
+        layout = "|".join(f"t*{count}" for count in counts)
+        settings["model.pipeline_model_parallel_layout"] = f"E{layout}L"
+    elif job["chunks"] > 1:
+        option = "-vp" if is_bridge else "--num-virtual-stages-per-pipeline-rank"
+        flags += f" {option} {job['chunks']}"
+    settings |= {f"model.recompute_{key}": value for key, value in _recomputation(row).items()}
     if _count(row, "sharded", usual=1) > 1:
         settings["ddp.use_megatron_fsdp"] = "true"
         settings["ddp.data_parallel_sharding_strategy"] = "optim_grads_params"
     if precision != "bf16" and is_bridge:
-        line += f" --compute_dtype {_BRIDGE_FP8.get(precision, precision)}"
+        flags += f" --compute_dtype {_BRIDGE_FP8.get(precision, precision)}"
     elif precision != "bf16":
-        line += f" --fp8-format hybrid --fp8-recipe {_FP8[precision]}"
-    return line + "".join(_setting(name, value, is_bridge) for name, value in settings.items())
-
-
-def _setting(name: str, value: str, is_bridge: bool) -> str:
-    """An override, or a flag of Megatron-LM."""
-    if is_bridge:
-        return f" {name}={shlex.quote(value)}"
-    flag = name.partition(".")[2].replace("_", "-")
-    return f" --{flag}" + ("" if value == "true" else f" {shlex.quote(value)}")
+        flags += f" --fp8-format hybrid --fp8-recipe {_FP8[precision]}"
+    for key, value in settings.items():
+        if is_bridge:
+            flags += f" {key}={shlex.quote(value)}"
+        else:
+            flags += f" --{key.partition('.')[2].replace('_', '-')}"
+            flags += "" if value == "true" else f" {shlex.quote(value)}"
+    return flags
 
 
 _WORDS = re.compile(r"\b(TP|PP|CP|EP|ETP|VPP|DP|MBS|GBS)\s?[=:]?\s?(\d+)\b", re.IGNORECASE)
 _LENGTH = re.compile(r"\b(\d{3,7}|\d+(?=k\b))(k?)\b", re.IGNORECASE)
-
-
-_MEMORIES = ("max_alloc_avg_gib", "max_alloc_gib", "peak_gb", "device_gib")
 
 
 def _with_line(row: Row) -> Measured:
@@ -343,10 +367,8 @@ def _with_line(row: Row) -> Measured:
     given, line = _options(row), _text(row, "line")
     if line and "verl" in name:  # trains without the recipe's multi-token prediction
         line += " model.mtp_num_layers=0"
-    step_ms = _positive(measured, "step_ms") or 1e3 * (_positive(measured, "step_s") or 0)
     tokens, memory_gib = _positive(given, "--sample-tokens"), _positive(given, "--memory-gib")
     cluster = _cluster(_text(row, "cluster") or _text(row, "device"))
-    on_device = "device_gib" in measured
     return Measured(
         name=name,
         line=line or _in_words(row, name),
@@ -355,15 +377,9 @@ def _with_line(row: Row) -> Measured:
         gpus=_count(row, "gpus"),
         launcher=Launcher(given["--launcher"]) if "--launcher" in given else None,
         image_share=float(given["--image-share"]),
-        step_ms=step_ms or None,
-        rate=_positive(measured, "tokens_s_gpu", "tokens_per_s_gpu"),
         sample_tokens=None if tokens is None else int(tokens),
-        allocated_gib=_positive(
-            measured, "max_alloc_avg_gib", "max_alloc_gib", "peak_gb", "device_gib"
-        ),
-        memory="mean" if "max_alloc_avg_gib" in measured else "device" if on_device else "fullest",
-        out_of_memory=bool(measured.get("oom")),
         calibrates=_text(row, "calibrates"),
+        **_outcome(_rename(measured)),
     )
 
 
@@ -397,68 +413,13 @@ def _in_words(row: Row, name: str) -> str:
     lengths = [int(n) * (1024 if k else 1) for n, k in _LENGTH.findall(_WORDS.sub("", text))]
     if not lengths or "gbs" not in sizes:
         raise UserError(f"config {text!r} must have a length and GBS: give these, or a line")
-    job = _sizes({"gpus": gpus, **sizes}, "tp", "pp", "cp", "ep", "etp")
-    job |= {"batch": sizes.get("mbs", 1), "gbs": sizes["gbs"], "length": lengths[0]}
+    job = _job(_rename({"gpus": gpus, "mbs": 1, "seq": lengths[0], **sizes}))
     line = _LINES["megatron-lm"]["line"].format(**job) + (
         f" --expert-model-parallel-size {job['ep']} --expert-tensor-parallel-size {job['etp']}"
-        f" --num-virtual-stages-per-pipeline-rank {sizes.get('vpp', 1)}"
+        f" --num-virtual-stages-per-pipeline-rank {job['chunks']}"
     )
-    found = [flags for phrase, flags in _PHRASES.items() if re.search(phrase, text.lower())]
+    flags = [flag for phrase, flag in _PHRASES.items() if re.search(phrase, text.lower())]
     if "lora" in f"{name} {text}".lower():
         rank = re.search(r"\br(?:ank)?\s?(\d+)", text)
-        found.append(f"--peft lora --lora-dim {rank[1] if rank else 8}")
-    return " ".join([line, *found])
-
-
-def _nanotron(row: Row) -> Measured:
-    job, batch, gbs = (
-        _sizes(row, "tp", "pp"),
-        _count(row, "micro_batch"),
-        _count(row, "global_batch"),
-    )
-    if row["zero"] is None:
-        raise UserError("the row has no zero: give it")
-    if gbs % (batch * job["dp"]):
-        raise UserError(f"global_batch {gbs} is no multiple of micro_batch x dp; correct one")
-    rate = _positive(row, "tokens_per_s_gpu")
-    return Measured(
-        name=f"nanotron {_text(row, 'model')}",
-        group=f"nanotron {_text(row, 'model')} on {job['gpus']}",
-        line=_LINES["nanotron"]["line"].format(
-            **job,
-            batch=batch,
-            length=_count(row, "sequence"),
-            accumulated=gbs // (batch * job["dp"]),
-            zero=row["zero"],
-        ),
-        model=_sizes_model(row, tied=bool(row.get("tied"))),
-        cluster=load_cluster("h100-80g-efa"),
-        gpus=job["gpus"],
-        rate=rate,
-        calibrates=_text(row, "calibrates"),
-        out_of_memory=rate is None,
-    )
-
-
-def _aleph_alpha(row: Row) -> Measured:
-    job, layers = _sizes(row, "tp", "pp", "cp"), _count(row, "layers")
-    job |= {"batch": _count(row, "micro_batch"), "gbs": _count(row, "global_batch")}
-    line = _LINES["megatron-lm"]["line"].format(**job, length=_count(row, "sequence"))
-    line += " --transformer-impl local --no-bias-swiglu-fusion --grad-reduce-in-bf16"
-    if row.get("sequence_parallel") and job["tp"] > 1:
-        line += " --sequence-parallel"
-    if layers % job["pp"]:
-        line += f" --pipeline-model-parallel-layout '{_layout(layers, job['pp'])}'"
-    for name, value in _recomputation(row).items():
-        line += _setting(f"model.recompute_{name}", value, is_bridge=False)
-    step_ms = _positive(row, "step_ms")
-    return Measured(
-        name=f"{_text(row, 'model')} {_text(row, 'table')}",
-        group=_text(row, "table"),
-        line=line,
-        model=_sizes_model(row, tied=False),
-        cluster=_cluster("a100"),
-        gpus=job["gpus"],
-        step_ms=step_ms,
-        out_of_memory=step_ms is None,
-    )
+        flags.append(f"--peft lora --lora-dim {rank[1] if rank else 8}")
+    return " ".join([line, *flags])

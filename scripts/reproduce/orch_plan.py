@@ -60,7 +60,10 @@ SIZES = (
     Parallel(tensor=2, pipeline=1, data=1_280, sharded=1_280, sequence_parallel=True),
 )
 """Parallel sizes in steps of a pack per GPU."""
-PLAN_COLUMNS = ("divided over", "step s", "MFU", "peak GiB", "lost most")
+PLAN_COLUMNS = (
+    *(("encoders", ""), ("divided over", ""), ("step s", ""), ("MFU", ""), ("peak GiB", "")),
+    ("lost most", ""),
+)
 
 
 def the_model(frames: int) -> ModelConfig:
@@ -194,15 +197,14 @@ def main() -> None:
                 refusals.append(f"{cluster}: {error.need}")
                 found = ("", "", "", "does not fit", "")
             rows.append([cluster, name, *found])
-    print_table(
-        "Placements of the encoders, simulated", ("devices", "encoders", *PLAN_COLUMNS), rows
-    )
+    title = "Placements of the encoders, simulated"
+    print_table(title, (("devices", ""), *PLAN_COLUMNS), rows)
     for refusal in refusals:
         print(refusal)
     print_table(
         f"Steps of {PACKS_PER_STEP:,} packs, {CLUSTERS[0]}, simulated",
-        ("sizes", "packs of a rank", "encoders", *PLAN_COLUMNS),
-        list(rows_of_sizes()),
+        (("sizes", ""), ("packs of a rank", ""), *PLAN_COLUMNS),
+        rows_of_sizes(),
     )
 
 

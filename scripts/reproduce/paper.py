@@ -14,7 +14,7 @@ padded to a micro-batch's longest sample unless samples are packed.
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -252,7 +252,7 @@ class Predicted:
         return steps * self.step_ms(stages, epoch) / 86.4e6 * self.job.parallel.world_size
 
 
-def described(stages: Sequence[Stage]) -> str:
+def layers_of(stages: Sequence[Stage]) -> str:
     """Vision+language layers per stage, recomputed layers in parentheses."""
     parts = []
     for stage in stages:
@@ -267,9 +267,23 @@ def published_system(cluster: ClusterConfig) -> ClusterConfig:
     return cluster.model_copy(update={"memory_efficiency": UNFUSED_MEMORY_EFFICIENCY})
 
 
-def print_table(title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a wide table without folding, even to a file."""
-    Console(width=200).print(Table.of_rows(title, columns, rows))
+def print_table(
+    title: str, columns: Sequence[tuple[str, str]], rows: Iterable[Sequence[object]]
+) -> None:
+    """Print a wide table without folding, even to a file.
+
+    Args:
+        columns: titles, and formats of the cells.
+        rows: cells; None is blank.
+    """
+    cells = [
+        [
+            "" if cell is None else format(cell, form)
+            for cell, (_, form) in zip(row, columns, strict=True)
+        ]
+        for row in rows
+    ]
+    Console(width=200).print(Table.of_rows(title, [name for name, _ in columns], cells))
 
 
 def figure_2_ms(memory_efficiency: float, cluster: ClusterConfig) -> np.ndarray:
@@ -312,30 +326,33 @@ def print_table_7(data: Data, cluster: ClusterConfig) -> None:
         (job.stages(PartitionMethod.BMP, front, data.isf), data.isf),
     ]
     days = [job.gpu_days(stages, epoch) for stages, epoch in cases]
-    rows = [
-        [
-            name,
-            f"{published:.1f}",
-            f"{predicted:.1f}",
-            f"{predicted / published - 1:+.1%}",
-            f"{days[0] / predicted:.2f}",
-            described(stages),
-        ]
-        for (name, published), predicted, (stages, _) in zip(
+    rows: list[tuple[object, ...]] = [
+        (name, published, gpu_days, gpu_days / published - 1, days[0] / gpu_days, layers_of(stages))
+        for (name, published), gpu_days, (stages, _) in zip(
             TABLE_7.items(), days, cases, strict=True
         )
     ]
     own_days = job.gpu_days(ours, balanced)
-    own = ["this project", "", f"{own_days:.1f}", "", f"{days[0] / own_days:.2f}", described(ours)]
+    rows.append(("this project", None, own_days, None, days[0] / own_days, layers_of(ours)))
     unbalanced = job.stages(PartitionMethod.BMP, full, data.random, capped=False)
     model_days = job.gpu_days(unbalanced, data.random)
-    error = f"{model_days / TABLE_3_MODEL_ONLY - 1:+.1%}"
-    alone = ["model (Table 3)", f"{TABLE_3_MODEL_ONLY}", f"{model_days:.1f}", error, "", ""]
-    columns = ("balanced", "paper", "predicted", "error", "speed-up", "vision+language layers")
-    print_table("Table 7: GPU days on 6B + 20B", columns, [*rows, own, alone])
+    error = model_days / TABLE_3_MODEL_ONLY - 1
+    rows.append(("model (Table 3)", TABLE_3_MODEL_ONLY, model_days, error, None, None))
+    columns = (
+        *(("balanced", ""), ("paper", ".1f"), ("predicted", ".1f"), ("error", "+.1%")),
+        *(("speed-up", ".2f"), ("vision+language layers", "")),
+    )
+    print_table("Table 7: GPU days on 6B + 20B", columns, rows)
 
 
-def table_9_row(job: Job, data: Data, cluster: ClusterConfig) -> list[str]:
+TABLE_9_COLUMNS = (
+    *(("model", ""), ("baseline: paper", ".1f"), ("days", ".1f")),
+    *(("balanced: paper", ".1f"), ("days", ".1f"), ("speed-up: paper", ".2f")),
+    *(("predicted", ".2f"), ("error", "+.1%"), ("this project", ".2f")),
+)
+
+
+def table_9_row(job: Job, data: Data, cluster: ClusterConfig) -> tuple[str | float, ...]:
     """Speed-ups of a job over random data, the parameter partition and full recomputation."""
     predicted = Predicted(job, cluster)
     parameter = predicted.stages(
@@ -347,17 +364,9 @@ def table_9_row(job: Job, data: Data, cluster: ClusterConfig) -> list[str]:
     own = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, balanced)
     own_days = predicted.gpu_days(own, balanced)
     speed_up = baseline_days / days
-    return [
-        job.model,
-        f"{job.baseline_gpu_days:.1f}",
-        f"{baseline_days:.1f}",
-        f"{job.gpu_days:.1f}",
-        f"{days:.1f}",
-        f"{job.speed_up:.2f}",
-        f"{speed_up:.2f}",
-        f"{speed_up / job.speed_up - 1:+.1%}",
-        f"{baseline_days / own_days:.2f}",
-    ]
+    measured = (job.model, job.baseline_gpu_days, baseline_days, job.gpu_days, days)
+    gains = (job.speed_up, speed_up, speed_up / job.speed_up - 1, baseline_days / own_days)
+    return measured + gains
 
 
 def main() -> None:
@@ -372,12 +381,8 @@ def main() -> None:
         f"{cluster.memory_efficiency}"
     )
     print_table_7(data, cluster)
-    columns = (
-        *("model", "baseline: paper", "days", "balanced: paper", "days"),
-        *("speed-up: paper", "predicted", "error", "this project"),
-    )
     rows = [table_9_row(job, data, cluster) for job in TABLE_9]
-    print_table("Table 9: GPU days and speed-ups", columns, rows)
+    print_table("Table 9: GPU days and speed-ups", TABLE_9_COLUMNS, rows)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,9 @@ from commands import REPOSITORY, launcher
 from omnibal.cost.analytic import model_flops
 from omnibal.job.replay import REPLAY_FILES
 from scripts.gpu_proof import parts, prove
-from scripts.gpu_proof.card import card_name, write_card
+from scripts.gpu_proof.card import Comparison, Machine, PartResult, Proof, card_name, write_card
 from scripts.gpu_proof.parts import PARTS
-from scripts.gpu_proof.result import Comparison, Machine, PartResult, Proof
-from scripts.gpu_proof.running import Context, run_part
-from scripts.gpu_proof.settings import FAKE_DEVICE, REAL
+from scripts.gpu_proof.running import FAKE_DEVICE, REAL, Context, run_part
 
 TINY = replace(
     FAKE_DEVICE, model="internvl-digits", sizes=("--tp", "2", "--pp", "2", "--dp", "2"),

@@ -8,8 +8,7 @@ import pytest
 from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.model.limits import Caps
 from omnibal.packing.isf import pack_isf
-from tools.length_mixtures import Part, Text
-from tools.make_lengths import draw_part, main, make_lengths
+from tools.make_lengths import Part, Text, draw_part, main, make_lengths
 
 pytestmark = pytest.mark.quick
 
@@ -82,7 +81,8 @@ def test_limits_of_internvl(internvl):
 
 def test_samples_are_cut_at_the_mixtures_tokens():
     """Prevents the one sample in millions that no pack can hold."""
-    part = Part(weight=1, tiles=((3, 1), (5, 1)), text=Text(median=3000, sigma=1, answers=0.5))
+    images = ((900, 450, 1), (1024, 1024, 1))
+    part = Part(images=images, text=Text(median=3000, sigma=1, answers=0.5))
     tiles, tokens, _ = draw_part(part, 2000, 4096, np.random.default_rng(0))
     for count in (3, 5):
         assert tokens[tiles == count].max() == 4096
