@@ -23,10 +23,11 @@ import numpy as np
 from rich.console import Console
 from scipy.optimize import brentq
 
-from omnibal.cost.analytic import analytic_cost
-from omnibal.cost.model import CostModel, pack_features
+from omnibal.cost.model import pack_features
 from omnibal.data.lengths import Lengths
-from omnibal.model.config import ClusterConfig, ModelConfig, load_cluster, load_model
+from omnibal.job.job import JobSpec
+from omnibal.job.plan_data import SampleData
+from omnibal.model.config import ClusterConfig, load_cluster, load_model
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel
@@ -36,13 +37,12 @@ from omnibal.pipeline.baselines import PartitionMethod, RecomputeRule, baseline_
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.stage import Stage
-from omnibal.pipeline.stage_cost import model_ms, stage_times
+from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
 from omnibal.report.table import Table
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.steps import deal_steps, draw_steps
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools.make_lengths import make_lengths
@@ -182,42 +182,32 @@ class Data:
         features = pack_features(packs, self.lengths, _FEATURES)[order]
         return Epoch(features=features, samples=len(self.lengths))
 
-    def balanced(self, cost: CostModel, model: ModelConfig, data_parallel: int) -> Epoch:
+    def balanced(self, job: JobSpec) -> Epoch:
         """This project's packs, matched into steps by predicted time."""
-
-        def load(packs):
-            return model_ms(cost, model, pack_features(packs, self.lengths, _FEATURES))
-
-        levels = [Level(caps=CAPS)]
-        steps = draw_steps(
-            self.lengths,
-            PackSettings(seed=self.seed),
-            levels,
-            load,
+        data = SampleData(
+            lengths=self.lengths,
+            settings=PackSettings(seed=self.seed),
+            levels=(Level(caps=CAPS),),
             packs_per_step=MICRO_BATCHES_PER_STEP,
-            packs_per_row=data_parallel,
         )
-        packs = deal_steps(steps, self.lengths, load, data_parallel, levels)
-        features = pack_features(packs.packs, self.lengths, _FEATURES)
+        workload = job.workload(*data.schedule(job), data.levels)
         # One step of the epoch, at any position, is incomplete.
-        full = np.bincount(packs.step)[packs.step] == MICRO_BATCHES_PER_STEP
-        matched = Workload(
-            features=features[full],
-            step=packs.step[full],
-            dp_rank=packs.dp_rank[full],
-            slot=packs.slot[full],
-            data_parallel_size=data_parallel,
+        full = np.bincount(workload.step)[workload.step] == MICRO_BATCHES_PER_STEP
+        return Epoch(
+            features=workload.features, samples=len(self.lengths), matched=workload.rows(full)
         )
-        return Epoch(features=features, samples=len(self.lengths), matched=matched)
 
 
 class Predicted:
     """One job on one cluster."""
 
     def __init__(self, job: Job, cluster: ClusterConfig) -> None:
-        self.job, self.cluster = job, cluster
+        self.job = job
         self.model = load_model(job.model)
-        self.cost = analytic_cost(self.model, cluster, job.parallel, "bf16")
+        self.spec = JobSpec(
+            model=self.model, cluster=cluster, parallel=job.parallel, precision="bf16"
+        )
+        self.cost = self.spec.cost
         self.cap_bytes = memory_cap_gib(cluster) * GIB
 
     def paper_stages(self, recomputed: Sequence[int]) -> tuple[Stage, ...]:
@@ -317,7 +307,7 @@ def print_table_7(data: Data, cluster: ClusterConfig) -> None:
     # The paper ran these, so they fit, even if not by this model.
     parameter = job.stages(PartitionMethod.PARAMETER, full, data.isf, capped=False)
     bmp = job.stages(PartitionMethod.BMP, full, data.isf, capped=False)
-    balanced = data.balanced(job.cost, job.model, job.job.parallel.data)
+    balanced = data.balanced(job.spec)
     ours = job.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, balanced)
     cases = [
         (parameter, data.random),
@@ -360,7 +350,7 @@ def table_9_row(job: Job, data: Data, cluster: ClusterConfig) -> tuple[str | flo
     )
     baseline_days = predicted.gpu_days(parameter, data.random)
     days = predicted.gpu_days(predicted.paper_stages(job.recomputed), data.isf)
-    balanced = data.balanced(predicted.cost, predicted.model, job.parallel.data)
+    balanced = data.balanced(predicted.spec)
     own = predicted.stages(PartitionMethod.OMNIBAL, RecomputeRule.CHEAPEST, balanced)
     own_days = predicted.gpu_days(own, balanced)
     speed_up = baseline_days / days
