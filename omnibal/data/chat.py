@@ -14,7 +14,7 @@ keep an empty system message, and learn a greeting before the first question.
 import hashlib
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,7 +22,7 @@ import numpy as np
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
 from omnibal.data.native_resolution import repeated_tokens, text_places
-from omnibal.data.own_template import encode_conversation, encode_own_prompt, own_template
+from omnibal.data.own_template import Conversation, OwnTemplate, own_template
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
 from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import (
@@ -56,7 +56,9 @@ class EncodedSample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Template:
+class _Format:
+    """How an InternVL template is written and tokenized."""
+
     file: str = "chatml"
     """File in `omnibal/data/templates/`, without suffix."""
     system_message: str = _SYSTEM_MESSAGE
@@ -73,28 +75,27 @@ class _Template:
     """Whether an empty system message is written if a sample has no system message."""
     message_by_message: bool = False
 
-    def write_message(self, role: str, content: str) -> str:
-        message = {"role": role, "content": content}
-        return render_chat(packaged_template(self.file), [message])
+    def write(self, role: str, content: str) -> str:
+        return render_chat(packaged_template(self.file), [{"role": role, "content": content}])
 
     @property
     def prompt(self) -> str:
         return render_chat(packaged_template(self.file), [], prompt=True)
 
 
-_TEMPLATES: dict[ChatTemplate, _Template] = {
-    "internlm2-chat": _Template(bos=True, strips=True),
-    "Hermes-2": _Template(bos=False),
-    "phi3-chat": _Template(
+_FORMATS: dict[ChatTemplate, _Format] = {
+    "internlm2-chat": _Format(bos=True, strips=True),
+    "Hermes-2": _Format(bos=False),
+    "phi3-chat": _Format(
         file="phi3",
         end=_PHI_END,
         pieces=("<|system|>", "<|user|>", "<|assistant|>", _PHI_END),
         bos=True,
     ),
-    "internvl2_5": _Template(
+    "internvl2_5": _Format(
         file="chatml_lines", system_message=_SYSTEM_MESSAGE_2_5, bos=None, message_by_message=True
     ),
-    "llama3": _Template(
+    "llama3": _Format(
         file="llama3",
         system_message="",
         end=_LLAMA_END,
@@ -104,28 +105,173 @@ _TEMPLATES: dict[ChatTemplate, _Template] = {
         always_system=True,
         message_by_message=True,
     ),
-    "qwen2.5": _Template(
+    "qwen2.5": _Format(
         file="chatml_lines", system_message=_QWEN_SYSTEM_MESSAGE, bos=False, message_by_message=True
     ),
 }
 
 
+@dataclass(frozen=True, slots=True)
+class _NamedTemplate:
+    """Template of InternVL for a model, like `OwnTemplate` for a tokenizer's own."""
+
+    format: _Format
+    model: ModelConfig
+    tokenizer: Tokenizer
+
+    @property
+    def answer_end(self) -> str:
+        return self.format.end
+
+    @property
+    def strips_answers(self) -> bool:
+        return self.format.strips or self.format.strips_all
+
+    @property
+    def repeated(self) -> tuple[str, ...]:
+        """Pieces repeated per image or video token."""
+        if self.model.images is not None:
+            return repeated_tokens(self.model.images)
+        return (IMAGE_CONTEXT,) if self.model.takes_images else ()
+
+    @property
+    def bos(self) -> tuple[str, ...]:
+        """Piece that begins every text, if any."""
+        begins = self.tokenizer.add_bos if self.format.bos is None else self.format.bos
+        return (self.tokenizer.bos_piece,) if begins else ()
+
+    @property
+    def text_pieces(self) -> tuple[str, ...]:
+        """Pieces reserved for the template, images and recordings."""
+        images = (IMAGE_START, *self.repeated, IMAGE_END) if self.model.takes_images else ()
+        audio = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if self.model.takes_audio else ()
+        return (*(images or self.repeated), *audio, *self.format.pieces)
+
+    @property
+    def control_pieces(self) -> tuple[str, ...]:
+        return (*self.bos, *self.text_pieces)
+
+    def conversation(self, sample: Sample, chatting: bool) -> Conversation:
+        """Return a sample's messages: unstripped, after the system message of chats, to chat."""
+        self._check(sample)
+        strips = self.format.strips_all or (self.format.strips and not chatting)
+        questions = [turn.question.strip() if strips else turn.question for turn in sample.turns]
+        contents = self._with_items(questions, sample)
+        if not self.format.message_by_message:
+            sample = replace(sample, greeting=None)
+        return Conversation.of(sample, self._system(sample, chatting), contents, strips=strips)
+
+    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids, int64 [tokens], each item's once, and the loss mask, bool."""
+        texts = [self.format.write(**message) for message in conversation.messages]
+        apart = self.format.message_by_message
+        encoded = list(map(self.tokenizer.encode, texts if apart else ["".join(texts)]))
+        token_ids = np.array([number for ids in encoded for number in ids], np.int64)
+        end = self.tokenizer.required(self.format.end)
+        ends = np.flatnonzero(token_ids == end)
+        if len(ends) != len(texts):
+            raise self.miscount(conversation.where)
+        stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
+        header = _count_header_tokens(self.format, self.tokenizer)
+        learned = np.zeros(len(token_ids), bool)
+        for answer in conversation.learned:
+            # A piece with `rstrip` takes the line end away.
+            has_line_end = token_ids[stops[answer] - 1] != end
+            start = stops[answer - 1] if answer else 0
+            learned[start + header : stops[answer] - has_line_end] = True
+        bos = self._bos_ids()
+        return np.append(bos, token_ids), np.append(np.zeros(len(bos), bool), learned)
+
+    def encode_prompt(self, conversation: Conversation, turn: int) -> np.ndarray:
+        """Return token ids before the answer of `turn`, int64 [tokens], each item's once."""
+        asked = conversation.before_answer(turn)
+        texts = [*(self.format.write(**message) for message in asked), self.format.prompt]
+        texts = texts if self.format.message_by_message else ["".join(texts)]
+        ids = [number for text in texts for number in self.tokenizer.encode(text)]
+        return np.array([*self._bos_ids(), *ids], np.int64)
+
+    def miscount(self, where: str, *_: int) -> UserError:
+        """Return the error of a conversation with more or fewer control tokens than written."""
+        return UserError(
+            f"{where}: the tokenizer makes control tokens of the chat template from its text; "
+            "spell or remove what looks like <|im_end|>, <|end|>, <img> or <IMG_CONTEXT>"
+        )
+
+    def _check(self, sample: Sample) -> None:
+        """Raise if the sample has what the template cannot write, or reserved pieces."""
+        calls = any(turn.calls or turn.results for turn in sample.turns)
+        reasons = any(turn.reasoning is not None for turn in sample.turns)
+        has_tools = sample.tools is not None or calls
+        given = [*["tools"] * has_tools, *['"reasoning_content"'] * reasons]
+        if given:
+            raise UserError(
+                f"{sample.where}: has {' and '.join(given)}, which chat_template "
+                f"{self.model.chat_template!r} cannot write; put them into its texts, or leave it "
+                "out"
+            )
+        texts = [sample.system or "", sample.greeting or ""]
+        texts += [text for turn in sample.turns for text in (turn.question, turn.answer)]
+        marked = f"an image with {IMAGE}"
+        if self.model.takes_audio:
+            marked += f", a recording with {AUDIO}"
+        self.tokenizer.check_text("\n".join(texts), sample.where, self.text_pieces, marked)
+
+    def _system(self, sample: Sample, chatting: bool) -> str | None:
+        """System message, empty for an empty turn, None without a system turn."""
+        model, has_empty_turn = self.model, self.format.always_system
+        given = self.format.system_message if model.system_message is None else model.system_message
+        if sample.system is not None:
+            given, has_empty_turn = sample.system, self.format.message_by_message
+        elif chatting and model.chat_system_message is not None:
+            given, has_empty_turn = model.chat_system_message, True
+        given = given.strip() if self.format.strips_all else given
+        return given if given or has_empty_turn else None
+
+    def _with_items(self, questions: Sequence[str], sample: Sample) -> list[str]:
+        """Questions with the template's text for images, videos and recordings."""
+        rule, image = self.model.images, IMAGE_START + IMAGE_CONTEXT + IMAGE_END
+        if rule is not None:
+            texts = iter([video.text(rule) for video in seen_videos(sample, rule)])
+            image = rule.image_text.text
+            if sample.videos:
+                questions = [re.sub(VIDEO, lambda mark: next(texts), text) for text in questions]
+        audio = AUDIO_START + AUDIO_CONTEXT + AUDIO_END if sample.recordings else AUDIO
+        return [text.replace(IMAGE, image).replace(AUDIO, audio) for text in questions]
+
+    def _bos_ids(self) -> np.ndarray:
+        return np.array([self.tokenizer.required(piece) for piece in self.bos], np.int64)
+
+
+@lru_cache(maxsize=16)
+def _count_header_tokens(form: _Format, tokenizer: Tokenizer) -> int:
+    """Tokens of an answer before its text."""
+    if form.message_by_message:
+        return len(tokenizer.encode(form.prompt))
+    # Encode after another message: some tokenizers treat the beginning of a text differently.
+    opening = tokenizer.encode(form.end + form.prompt)
+    return len(opening) - opening.index(tokenizer.required(form.end)) - 1
+
+
+def _template(model: ModelConfig, tokenizer: Tokenizer) -> _NamedTemplate | OwnTemplate:
+    if model.chat_template == "tokenizer":
+        return own_template(tokenizer, model.images)
+    return _NamedTemplate(_FORMATS[model.chat_template], model, tokenizer)
+
+
 def chatml_texts(model: ModelConfig) -> tuple[str, str] | None:
     """Return the system message of chats and the text behind <|im_end|>, or None for a template
     with other marks."""
-    template = None if _is_own(model) else _TEMPLATES[model.chat_template]
-    if template is None or template.end != _END:
+    form = _FORMATS.get(model.chat_template)
+    if form is None or form.end != _END:
         return None
-    given = (model.chat_system_message, model.system_message, template.system_message)
-    message = next(each for each in given if each is not None)
-    return message, template.write_message("user", "").partition(_END)[2]
+    given = (model.chat_system_message, model.system_message, form.system_message)
+    message = next(text for text in given if text is not None)
+    return message, form.write("user", "").partition(_END)[2]
 
 
 def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
-    if _is_own(model):
-        needed = own_template(tokenizer, model.images).control_pieces
-    else:
-        needed = (*_bos_pieces(_TEMPLATES[model.chat_template], tokenizer), *_pieces(model))
+    """Raise if the tokenizer lacks pieces of the chat template, or has more than the model."""
+    needed = _template(model, tokenizer).control_pieces
     missing = [piece for piece in needed if tokenizer.id_of(piece) is None]
     if missing:
         raise UserError(
@@ -139,54 +285,27 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _is_own(model: ModelConfig) -> bool:
-    return model.chat_template == "tokenizer"
-
-
 def text_sha256(model: ModelConfig, tokenizer: Tokenizer) -> str:
     """SHA-256 of the tokenizer files that determine token ids."""
-    if not _is_own(model):
+    if model.chat_template != "tokenizer":
         return tokenizer.sha256
     return hashlib.sha256(f"{tokenizer.sha256}{tokenizer.template}".encode()).hexdigest()
 
 
 def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
     """Id that closes an answer and stops generation."""
-    if _is_own(model):
-        piece = own_template(tokenizer, model.images).answer_end or tokenizer.named_pieces.get(
-            "eos_token"
+    end = _template(model, tokenizer).answer_end or tokenizer.named_pieces.get("eos_token")
+    if end is None:
+        raise UserError(
+            f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
+            "eos_token; add one to tokenizer_config.json"
         )
-        if piece is None:
-            raise UserError(
-                f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
-                "eos_token; add one to tokenizer_config.json"
-            )
-        return tokenizer.required(piece)
-    return tokenizer.required(_TEMPLATES[model.chat_template].end)
+    return tokenizer.required(end)
 
 
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
     """Answer text as a trained model would generate it."""
-    if _is_own(model):
-        return text.strip() if own_template(tokenizer, model.images).strips_answers else text
-    return as_written(text, model)
-
-
-def as_written(text: str, model: ModelConfig) -> str:
-    """Question or answer after the template's stripping."""
-    template = _TEMPLATES[model.chat_template]
-    return text.strip() if template.strips or template.strips_all else text
-
-
-def _pieces(model: ModelConfig) -> tuple[str, ...]:
-    """Pieces reserved for the template, images and recordings."""
-    images: tuple[str, ...] = ()
-    if model.takes_images:
-        images = (IMAGE_START, IMAGE_CONTEXT, IMAGE_END)
-    elif model.images is not None:
-        images = repeated_tokens(model.images)
-    recordings = (AUDIO_START, AUDIO_CONTEXT, AUDIO_END) if model.takes_audio else ()
-    return (*images, *recordings, *_TEMPLATES[model.chat_template].pieces)
+    return text.strip() if _template(model, tokenizer).strips_answers else text
 
 
 def encode_sample(
@@ -207,38 +326,12 @@ def encode_sample(
             f"{sample.where}: tiles of {given[0]} image(s) and clips of {given[1]} recording(s) "
             f"were given for {needed[0]} and {needed[1]}"
         )
-    if _is_own(model):
-        _check_recordings(sample, model, own=True)
-        places = _tokens_per_image(tiles_per_image, model)
-        own = own_template(tokenizer, model.images)
-        token_ids, loss_mask = encode_conversation(sample, places, model.system_message, own)
-        return EncodedSample(token_ids=token_ids, loss_mask=loss_mask)
-    template = _TEMPLATES[model.chat_template]
-    messages = _messages(sample, model, tokenizer, chatting=False)
-    apart = template.message_by_message
-    encoded = list(map(tokenizer.encode, messages if apart else ["".join(messages)]))
-    token_ids = np.array([number for ids in encoded for number in ids], np.int64)
-    end = tokenizer.required(template.end)
-    ends = np.flatnonzero(token_ids == end)
-    if len(ends) != len(messages):
-        raise _control_tokens(sample)
-    stops = np.cumsum([len(ids) for ids in encoded]) if apart else ends + 1
-    header = _header_tokens(template, tokenizer)
-    loss_mask = np.zeros(len(token_ids), bool)
-    for answer in _answers(sample, messages, template):
-        # A piece with `rstrip` takes the line end away.
-        has_line_end = token_ids[stops[answer] - 1] != end
-        start = stops[answer - 1] if answer else 0
-        loss_mask[start + header : stops[answer] - has_line_end] = True
-    before, contexts = _item_tokens(
-        token_ids, tiles_per_image, clips_per_recording, model, tokenizer, sample
-    )
-    token_ids = np.insert(token_ids, before, contexts)
-    loss_mask = np.insert(loss_mask, before, False)
-    bos = _bos(template, tokenizer)
+    template = _template(model, tokenizer)
+    token_ids, learned = template.encode(_conversation(sample, template, model, chatting=False))
+    where = sample.where
+    repeats = _repeats(token_ids, where, tiles_per_image, clips_per_recording, template, model)
     return EncodedSample(
-        token_ids=np.concatenate([bos, token_ids]),
-        loss_mask=np.concatenate([np.zeros(len(bos), bool), loss_mask]),
+        token_ids=np.repeat(token_ids, repeats), loss_mask=np.repeat(learned, repeats)
     )
 
 
@@ -258,28 +351,13 @@ def encode_prompt(
     Args:
         chatting: use InternVL's `chat` prompt: unstripped texts and the chat system message.
     """
-    if _is_own(model):
-        shown = tiles_per_image[: image_places(sample, model, turn)]
-        system = model.system_message
-        if chatting and model.chat_system_message is not None:
-            system = model.chat_system_message
-        tokens = _tokens_per_image(shown, model)
-        return encode_own_prompt(
-            sample, turn, tokens, system, own_template(tokenizer, model.images)
-        )
-    template = _TEMPLATES[model.chat_template]
-    messages = _messages(sample, model, tokenizer, chatting)
-    asked = messages[: len(messages) - 2 * (len(sample.turns) - turn) + 1]
-    texts = [*asked, template.prompt]
-    if not template.message_by_message:
-        texts = ["".join(texts)]
-    token_ids = np.array([number for text in texts for number in tokenizer.encode(text)], np.int64)
+    template = _template(model, tokenizer)
+    conversation = _conversation(sample, template, model, chatting)
+    token_ids = template.encode_prompt(conversation, turn)
     tiles = tiles_per_image[: image_places(sample, model, turn)]
     clips = clips_per_recording[: sample.items_until(AUDIO, turn)]
-    token_ids = np.insert(
-        token_ids, *_item_tokens(token_ids, tiles, clips, model, tokenizer, sample)
-    )
-    return np.concatenate([_bos(template, tokenizer), token_ids])
+    repeats = _repeats(token_ids, sample.where, tiles, clips, template, model)
+    return np.repeat(token_ids, repeats)
 
 
 def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) -> int:
@@ -293,163 +371,43 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
     return images + sum(text_places(video.frames, rule) for video in videos)
 
 
-def _with_images(questions: Sequence[str], sample: Sample, model: ModelConfig) -> list[str]:
-    """Questions with the template's text for images and videos."""
-    rule = model.images
-    if rule is None:
-        return [question.replace(IMAGE, IMAGE_START + IMAGE_END) for question in questions]
-    texts = iter([video.text(rule) for video in seen_videos(sample, rule)])
-    if sample.videos:
-        questions = [re.sub(VIDEO, lambda mark: next(texts), question) for question in questions]
-    return [question.replace(IMAGE, rule.image_text.text) for question in questions]
-
-
-def _messages(
-    sample: Sample, model: ModelConfig, tokenizer: Tokenizer, chatting: bool
-) -> list[str]:
-    """System message, greeting, questions and answers, in order."""
-    template = _TEMPLATES[model.chat_template]
-    _check_recordings(sample, model)
-    _check_tools(sample, model)
-    texts = [sample.system or "", sample.greeting or ""]
-    texts += [text for turn in sample.turns for text in (turn.question, turn.answer)]
-    marked = f"an image with {IMAGE}"
-    if model.takes_audio:
-        marked += f", a recording with {AUDIO}"
-    tokenizer.check_text("\n".join(texts), sample.where, _pieces(model), marked)
-    system = _system(sample, model, chatting)
-    messages = [] if system is None else [template.write_message("system", system)]
-    if _greets(sample, template):
-        greeting = as_written(sample.greeting or "", model)
-        messages.append(template.write_message("assistant", greeting))
-    questions = [turn.question for turn in sample.turns]
-    answers = [turn.answer for turn in sample.turns]
-    if not chatting or template.strips_all:
-        questions, answers = (
-            [as_written(text, model) for text in texts] for texts in (questions, answers)
-        )
-    questions = _with_images(questions, sample, model)
-    for question, answered in zip(questions, answers, strict=True):
+def _conversation(
+    sample: Sample, template: _NamedTemplate | OwnTemplate, model: ModelConfig, chatting: bool
+) -> Conversation:
+    """Return a sample's messages. Raise if the model or template cannot use its recordings."""
+    recordings = f"{sample.where}: has {len(sample.recordings)} recording(s)"
+    if isinstance(template, OwnTemplate):
         if sample.recordings:
-            question = question.replace(AUDIO, AUDIO_START + AUDIO_END)
-        messages.append(template.write_message("user", question))
-        messages.append(template.write_message("assistant", answered))
-    return messages
-
-
-def _tokens_per_image(items: Sequence[int], model: ModelConfig) -> list[int]:
-    if not items:
-        return []
-    per_item = model.encoders["vision"].tokens_per_item
-    return [count * per_item for count in items]
-
-
-def _system(sample: Sample, model: ModelConfig, chatting: bool) -> str | None:
-    """System message, empty for an empty turn, None without a system turn."""
-    template = _TEMPLATES[model.chat_template]
-    given = template.system_message if model.system_message is None else model.system_message
-    has_empty_turn = template.always_system
-    if sample.system is not None:
-        given, has_empty_turn = sample.system, template.message_by_message
-    elif chatting and model.chat_system_message is not None:
-        given, has_empty_turn = model.chat_system_message, True
-    given = given.strip() if template.strips_all else given
-    return given if given or has_empty_turn else None
-
-
-def _check_recordings(sample: Sample, model: ModelConfig, own: bool = False) -> None:
-    """Raise if a recording is given but the model or template cannot use it."""
-    if sample.recordings and own:
-        raise UserError(
-            f"{sample.where}: has {len(sample.recordings)} recording(s), which the tokenizer's own "
-            "chat template is not known to write; choose another chat_template"
-        )
+            raise UserError(
+                f"{recordings}, which the tokenizer's own chat template is not known to write; "
+                "choose another chat_template"
+            )
+        system = model.chat_system_message if chatting else None
+        return template.conversation(sample, model.system_message if system is None else system)
     if sample.recordings and not model.takes_audio:
         raise UserError(
-            f"{sample.where}: has {len(sample.recordings)} recording(s), but the model has no "
-            "encoder for them; leave the sample out, or choose a model with an audio encoder"
+            f"{recordings}, but the model has no encoder for them; leave the sample out, or choose "
+            "a model with an audio encoder"
         )
+    return template.conversation(sample, chatting)
 
 
-def _check_tools(sample: Sample, model: ModelConfig) -> None:
-    """Raise if a sample uses tools, which these templates do not support."""
-    calls = any(turn.calls or turn.results for turn in sample.turns)
-    reasons = any(turn.reasoning is not None for turn in sample.turns)
-    given = [*["tools"] * (sample.tools is not None or calls), *['"reasoning_content"'] * reasons]
-    if given:
-        raise UserError(
-            f"{sample.where}: has {' and '.join(given)}, which chat_template "
-            f"{model.chat_template!r} cannot write; put them into its texts, or leave it out"
-        )
-
-
-def _answers(sample: Sample, messages: Sequence[str], template: _Template) -> list[int]:
-    first = len(messages) - 2 * len(sample.turns) + 1
-    greeting = [first - 2] if _greets(sample, template) and sample.greeting_learned else []
-    learned = [first + 2 * place for place, turn in enumerate(sample.turns) if turn.learned]
-    return [*greeting, *learned]
-
-
-def _greets(sample: Sample, template: _Template) -> bool:
-    """Whether a greeting before the first question is written and learned."""
-    return template.message_by_message and sample.greeting is not None
-
-
-@lru_cache(maxsize=16)
-def _header_tokens(template: _Template, tokenizer: Tokenizer) -> int:
-    if template.message_by_message:
-        return len(tokenizer.encode(template.prompt))
-    # Encode after another message: some tokenizers treat the beginning of a text differently.
-    opening = tokenizer.encode(template.end + template.prompt)
-    return len(opening) - opening.index(tokenizer.required(template.end)) - 1
-
-
-def _item_tokens(
+def _repeats(
     token_ids: np.ndarray,
-    tiles_per_image: Sequence[int],
-    clips_per_recording: Sequence[int],
+    where: str,
+    tiles: Sequence[int],
+    clips: Sequence[int],
+    template: _NamedTemplate | OwnTemplate,
     model: ModelConfig,
-    tokenizer: Tokenizer,
-    sample: Sample,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Insertion positions and ids of image and audio tokens."""
-    given = []
-    if model.takes_images:
-        tokens = np.array(tiles_per_image, np.int64) * model.vision.tokens_per_item
-        given.append((IMAGE_START, tokenizer.image_context, tokens))
+) -> np.ndarray:
+    """Repeats of each token, int64 [tokens]: 1, or tokens per image or recording."""
+    repeats, required = np.ones(len(token_ids), np.int64), template.tokenizer.required
+    items = [(template.repeated, tiles, model.vision.tokens_per_item if model.takes_images else 1)]
     if model.takes_audio:
-        tokens = np.array(clips_per_recording, np.int64) * model.audio.tokens_per_item
-        given.append((AUDIO_START, tokenizer.audio_context, tokens))
-    before, contexts = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
-    if model.images is not None:
-        repeated = [tokenizer.required(piece) for piece in repeated_tokens(model.images)]
-        places = np.flatnonzero(np.isin(token_ids, repeated))
-        if len(places) != len(tiles_per_image):
-            raise _control_tokens(sample)
-        again = np.array(tiles_per_image, np.int64) - 1
-        before.append(np.repeat(places + 1, again))
-        contexts.append(np.repeat(token_ids[places], again))
-    for start, context, tokens in given:
-        starts = np.flatnonzero(token_ids == tokenizer.required(start))
-        if len(starts) != len(tokens) or (token_ids == context).any():
-            raise _control_tokens(sample)
-        before.append(np.repeat(starts + 1, tokens))
-        contexts.append(np.full(tokens.sum(), context))
-    return np.concatenate(before), np.concatenate(contexts)
-
-
-def _control_tokens(sample: Sample) -> UserError:
-    return UserError(
-        f"{sample.where}: the tokenizer makes control tokens of the chat template from its text; "
-        "spell or remove what looks like <|im_end|>, <|end|>, <img> or <IMG_CONTEXT>"
-    )
-
-
-def _bos_pieces(template: _Template, tokenizer: Tokenizer) -> list[str]:
-    begins = tokenizer.add_bos if template.bos is None else template.bos
-    return [tokenizer.bos_piece] if begins else []
-
-
-def _bos(template: _Template, tokenizer: Tokenizer) -> np.ndarray:
-    pieces = _bos_pieces(template, tokenizer)
-    return np.array([tokenizer.required(piece) for piece in pieces], np.int64)
+        items.append(((AUDIO_CONTEXT,), clips, model.audio.tokens_per_item))
+    for pieces, counts, tokens_per_item in items:
+        places = np.flatnonzero(np.isin(token_ids, [required(piece) for piece in pieces]))
+        if len(places) != len(counts):
+            raise template.miscount(where, len(places), len(counts))
+        repeats[places] = np.array(counts, np.int64) * tokens_per_item
+    return repeats

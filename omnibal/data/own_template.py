@@ -42,6 +42,74 @@ _IMAGE_TEXTS: dict[str, ImageText] = {
 """Text of an image, by the piece that a model family's template writes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages of a sample in the format of chat templates."""
+
+    where: str
+    messages: list[dict[str, Any]]
+    learned: list[int]
+    """Indices of learned messages."""
+    turns: int
+    tools: list | None = None
+    videos: tuple[str, ...] = ()
+    """Text of each video's frames."""
+
+    @classmethod
+    def of(
+        cls,
+        sample: Sample,
+        system: str | None,
+        questions: Sequence[Any],
+        *,
+        strips: bool = False,
+        videos: tuple[str, ...] = (),
+    ) -> "Conversation":
+        """Return the messages of a sample with its questions' contents.
+
+        Args:
+            system: system message, None for none.
+            strips: strip answers and greeting.
+        """
+        messages = [] if system is None else [_message("system", system)]
+        learned = []
+        if sample.greeting is not None:
+            learned += [len(messages)] * sample.greeting_learned
+            greeting = sample.greeting.strip() if strips else sample.greeting
+            messages.append(_message("assistant", greeting))
+        for turn, question in zip(sample.turns, questions, strict=True):
+            messages += [_message("tool", result) for result in turn.results]
+            messages += [] if turn.results else [_message("user", question)]
+            learned += [len(messages)] * turn.learned
+            messages.append(_answer(turn, strips))
+        tools = [] if sample.tools is None else json.loads(sample.tools)
+        wrapped = [t if "function" in t else {"type": "function", "function": t} for t in tools]
+        return cls(sample.where, messages, learned, len(sample.turns), wrapped or None, videos)
+
+    @property
+    def answers(self) -> list[int]:
+        """Indices of the assistant's messages."""
+        return [at for at, message in enumerate(self.messages) if message["role"] == "assistant"]
+
+    def before_answer(self, turn: int) -> list[dict[str, Any]]:
+        """Return the messages before the answer of a turn."""
+        return self.messages[: self.answers[turn - self.turns]]
+
+
+def _message(role: str, content: Any) -> dict[str, Any]:
+    return {"role": role, "content": content}
+
+
+def _answer(turn: Turn, strips: bool) -> dict[str, Any]:
+    answer = _message("assistant", turn.answer.strip() if strips else turn.answer)
+    if turn.reasoning is not None:
+        answer["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        calls = map(json.loads, turn.calls)
+        answer["tool_calls"] = [{"type": "function", "function": call} for call in calls]
+    return answer
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OwnTemplate:
     """Tokenizer's chat template and its detected properties."""
@@ -74,6 +142,160 @@ class OwnTemplate:
         special = [piece for piece in self.tokenizer.special_pieces if piece in self.text]
         return tuple(dict.fromkeys((*special, *shown)))
 
+    def conversation(self, sample: Sample, system: str | None) -> Conversation:
+        """Return a sample's messages; `system` is the system message by default."""
+        self._check(sample)
+        seen = [] if self.rule is None else seen_videos(sample, self.rule)
+        videos: tuple[str, ...] = ()
+        questions = [turn.question for turn in sample.turns]
+        if self.rule is not None and self.rule.video is not None:
+            videos = tuple(video.text(self.rule) for video in seen)
+        elif sample.of_frames and (self.video or "").startswith(VIDEO):
+            # As InternVL's processor writes frames.
+            frames = (f"Frame{number}: {self.image}" for number, _ in enumerate(sample.images, 1))
+            videos = ("\n".join(frames) + (self.video or "").removeprefix(VIDEO),)
+            questions[0] = questions[0].replace(frame_lines(len(sample.images)), VIDEO)
+        elif seen:
+            left = iter(seen)  # an image per shown frame
+            questions = [
+                re.sub(VIDEO, lambda mark: IMAGE * len(next(left).frames), text)
+                for text in questions
+            ]
+        if videos and self.video is None:
+            raise UserError(
+                f"{sample.where}: shows a video, for which the chat template of "
+                f"{self.tokenizer.path} writes nothing; name its frames as images"
+            )
+        given = system if sample.system is None else sample.system
+        parts = [_parts(question, sample) for question in questions]
+        return Conversation.of(sample, given, parts, videos=videos)
+
+    def encode(self, conversation: Conversation) -> tuple[np.ndarray, np.ndarray]:
+        """Return token ids, int64 [tokens], each image's once, and the loss mask, bool.
+
+        A token is learned if its first character is.
+        """
+        marked = self._rendered(conversation, conversation.messages)
+        text = _unmarked(marked)
+        if _GENERATION.search(self.text):
+            answers, marked_spans = conversation.answers, _marked_spans(marked)
+            if len(marked_spans) != len(answers):
+                raise UserError(
+                    f"{conversation.where}: the chat template of {self.tokenizer.path} marks "
+                    f"{len(marked_spans)} answers of {len(answers)} with {{% generation %}}; mend "
+                    "the template"
+                )
+            of_answers = zip(marked_spans, answers, strict=True)
+            spans = [span for span, place in of_answers if place in conversation.learned]
+        else:
+            spans = [self._span(conversation, place, text) for place in conversation.learned]
+        ids, starts = self.tokenizer.encode_with_places(text)
+        first = np.array(starts, np.int64)
+        learned = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            learned |= (begin <= first) & (first < end)
+        return np.array(ids, np.int64), learned
+
+    def encode_prompt(self, conversation: Conversation, turn: int) -> np.ndarray:
+        """Return token ids before the answer of `turn`, int64 [tokens], each image's once."""
+        asked = self._rendered(conversation, conversation.before_answer(turn), prompt=True)
+        return np.array(self.tokenizer.encode(_unmarked(asked)), np.int64)
+
+    def miscount(self, where: str, places: int, images: int) -> UserError:
+        """Return the error of a conversation with another number of image pieces than images."""
+        path = self.tokenizer.path
+        if not self.repeated:
+            return UserError(
+                f"{where}: has images, and the chat template of {path} writes none of the pieces "
+                f"that stand for one ({', '.join(_IMAGE_TEXTS)}); choose a model that takes "
+                "images, or its own tokenizer"
+            )
+        return UserError(
+            f"{where}: the chat template of {path} writes {places} {' and '.join(self.repeated)} "
+            f"where {images} were to stand for images; the template must write each once"
+        )
+
+    def _check(self, sample: Sample) -> None:
+        """Raise if the template would drop content, or if text contains reserved pieces."""
+        needed = {
+            "tools": sample.tools is not None,
+            "tool_calls": any(turn.calls for turn in sample.turns),
+            "tool": any(turn.results for turn in sample.turns),
+            "reasoning_content": any(turn.reasoning is not None for turn in sample.turns),
+        }
+        for word, is_needed in needed.items():
+            if is_needed and word not in self.text:
+                raise UserError(
+                    f"{sample.where}: has what templates write of {word!r}, and the chat template "
+                    f"of {self.tokenizer.path} writes nothing of it; put it into its texts"
+                )
+        texts = [sample.system or "", sample.greeting or "", sample.tools or ""]
+        for turn in sample.turns:
+            texts += [turn.question, turn.answer, *turn.results, turn.reasoning or "", *turn.calls]
+        pieces = (*self.control_pieces, BEGIN, END, _STAND_IN)
+        self.tokenizer.check_text("\n".join(texts), sample.where, pieces, f"an image with {IMAGE}")
+
+    def _rendered(
+        self, conversation: Conversation, messages: list[dict[str, Any]], prompt: bool = False
+    ) -> str:
+        """Render messages, with images and videos as text and generation marks."""
+        text = _render(self.tokenizer, messages, conversation.where, conversation.tools, prompt)
+        if conversation.videos and self.video is not None:
+            # Only the first videos if only the first messages are written.
+            first, *behind = text.split(self.video)
+            pairs = zip(conversation.videos, behind, strict=False)
+            text = first + "".join(video + rest for video, rest in pairs)
+        image = self.image
+        return text if image is None else text.replace(image, _IMAGE_TEXTS[image].text)
+
+    def _span(self, conversation: Conversation, place: int, text: str) -> tuple[int, int]:
+        """Span of an answer with its closing piece, for templates without generation marks."""
+        messages = conversation.messages
+        asked = self._rendered(conversation, messages[:place], prompt=True)
+        is_last = place + 1 == len(messages)
+        answered = text if is_last else self._rendered(conversation, messages[: place + 1])
+        if text.startswith(answered) and answered.startswith(asked):
+            return len(asked), self._closed(len(answered), text)
+        return self._span_within(conversation, place, asked, text)
+
+    def _span_within(
+        self, conversation: Conversation, place: int, asked: str, text: str
+    ) -> tuple[int, int]:
+        """Span of an answer rendered differently before a question (Qwen3 drops reasoning)."""
+        where, path = conversation.where, self.tokenizer.path
+        message = conversation.messages[place]
+        if "reasoning_content" in message or _REASONED in message["content"]:
+            raise UserError(
+                f"{where}: has an answer with reasoning before another question, where the "
+                f"chat template of {path} leaves the reasoning out, so that it cannot be learned; "
+                "make a sample of each answer, with what was said before it, or remove the "
+                "reasoning"
+            )
+        stand_in = [*conversation.messages]
+        stand_in[place] = message | {"content": _STAND_IN}
+        before, _, behind = self._rendered(conversation, stand_in).partition(_STAND_IN)
+        has_both = text.startswith(before) and text.endswith(behind)
+        if not (has_both and (before.startswith(asked) or asked.startswith(before))):
+            raise UserError(
+                f"{where}: the chat template of {path} writes message {place + 1} otherwise "
+                "once more follows, so what is learned cannot be told; mark answers in the "
+                "template with {% generation %} and {% endgeneration %}, or make a sample of each "
+                "answer, with what was said before it"
+            )
+        start, end = min(len(asked), len(before)), len(text) - len(behind)
+        piece = self.answer_end
+        if piece is None or piece not in behind:
+            return start, self._closed(end, text)
+        # Other content, such as calls, precedes the closing piece.
+        return start, end + behind.index(piece) + len(piece)
+
+    def _closed(self, end: int, text: str) -> int:
+        """End of an answer, including its closing piece."""
+        if self.answer_end is not None and text[:end].rstrip().endswith(self.answer_end):
+            return len(text[:end].rstrip())
+        # Without a closing piece, the model stops at the piece that opens the next message.
+        return end + len(_opening_piece(text[end:], self.tokenizer) or "")
+
 
 @lru_cache(maxsize=16)
 def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
@@ -88,7 +310,7 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
 
     def answered(answer: str) -> str:
         said = [_message("user", "a"), _message("assistant", answer)]
-        return _rendered(tokenizer, said, "its chat template")
+        return _render(tokenizer, said, "its chat template")
 
     image = next((piece for piece in _IMAGE_TEXTS if piece in text), None)
     behind = answered(_STAND_IN).partition(_STAND_IN)[2]
@@ -98,221 +320,27 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
         text=text,
         rule=rule,
         image=image,
-        video=_written_video(tokenizer) if has_videos else None,
+        video=_video_text(tokenizer) if has_videos else None,
         answer_end=_opening_piece(behind, tokenizer),
         strips_answers=f" {_STAND_IN} " not in answered(f" {_STAND_IN} "),
     )
 
 
-def _written_video(tokenizer: Tokenizer) -> str | None:
+def _video_text(tokenizer: Tokenizer) -> str | None:
     """Text that the template writes for a video, None if absent."""
     around = {"type": "text", "text": _STAND_IN}
     question = _message("user", [around, {"type": "video"}, around])
     try:
-        text = _rendered(tokenizer, [question], "its chat template")
+        text = _render(tokenizer, [question], "its chat template")
     except UserError:
         return None
     _, written, _ = (*text.split(_STAND_IN), "", "")[:3]
     return written or None
 
 
-def encode_conversation(
-    sample: Sample, tokens_per_place: Sequence[int], system: str | None, template: OwnTemplate
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return token ids, int64 [tokens], and loss mask, bool.
-
-    A token is learned if its first character is. Places are images and a video's placeholders.
-
-    Args:
-        system: system message by default.
-    """
-    conversation = _conversation(sample, system, template)
-    messages, taught = conversation.messages, conversation.learned
-    marked = conversation.rendered(messages)
-    text = _unmarked(marked)
-    if _GENERATION.search(template.text):
-        places = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
-        marked_spans = _marked_spans(marked)
-        if len(marked_spans) != len(places):
-            raise UserError(
-                f"{sample.where}: the chat template of {template.tokenizer.path} marks "
-                f"{len(marked_spans)} answers of {len(places)} with {{% generation %}}; mend the "
-                "template"
-            )
-        spans = [s for s, place in zip(marked_spans, places, strict=True) if place in taught]
-    else:
-        spans = [conversation.span(k, text) for k in taught]
-    ids, starts = template.tokenizer.encode_with_places(text)
-    first = np.array(starts, np.int64)
-    learned = np.zeros(len(ids), bool)
-    for begin, end in spans:
-        learned |= (begin <= first) & (first < end)
-    counts = _counts(ids, tokens_per_place, template, sample)
-    return np.repeat(np.array(ids, np.int64), counts), np.repeat(learned, counts)
-
-
-def encode_own_prompt(
-    sample: Sample,
-    turn: int,
-    tokens_per_place: Sequence[int],
-    system: str | None,
-    template: OwnTemplate,
-) -> np.ndarray:
-    """Token ids before the answer of `turn`, int64 [tokens]."""
-    conversation = _conversation(sample, system, template)
-    answers = [k for k, said in enumerate(conversation.messages) if said["role"] == "assistant"]
-    place = answers[len(answers) - len(sample.turns) + turn]
-    text = conversation.rendered(conversation.messages[:place], prompt=True)
-    ids = template.tokenizer.encode(_unmarked(text))
-    return np.repeat(np.array(ids, np.int64), _counts(ids, tokens_per_place, template, sample))
-
-
-def _counts(
-    ids: Sequence[int], tokens_per_place: Sequence[int], template: OwnTemplate, sample: Sample
-) -> np.ndarray:
-    """Repeats per token, int64 [tokens]: 1, or tokens per image."""
-    counts = np.ones(len(ids), np.int64)
-    path = template.tokenizer.path
-    if not template.repeated and len(tokens_per_place):
-        known = ", ".join(_IMAGE_TEXTS)
-        raise UserError(
-            f"{sample.where}: has images, and the chat template of {path} writes none of the "
-            f"pieces that stand for one ({known}); choose a model that takes images, or its own "
-            "tokenizer"
-        )
-    repeated = [template.tokenizer.required(piece) for piece in template.repeated]
-    places = [place for place, number in enumerate(ids) if number in repeated]
-    if len(places) != len(tokens_per_place):
-        raise UserError(
-            f"{sample.where}: the chat template of {path} writes {len(places)} "
-            f"{' and '.join(template.repeated)} where {len(tokens_per_place)} were to stand for "
-            "images; the template must write each once"
-        )
-    counts[places] = tokens_per_place
-    return counts
-
-
-@dataclass(frozen=True, slots=True)
-class _Conversation:
-    """Messages in the template's format."""
-
-    template: OwnTemplate
-    where: str
-    messages: list[dict[str, Any]]
-    learned: list[int]
-    """Indices of learned messages."""
-    tools: list | None
-    videos: tuple[str, ...]
-    """Text of each video's frames."""
-
-    def rendered(self, messages: list[dict[str, Any]], prompt: bool = False) -> str:
-        """Render messages, with images and videos as text and generation marks."""
-        text = _rendered(self.template.tokenizer, messages, self.where, self.tools, prompt)
-        if self.videos and self.template.video is not None:
-            # Only the first videos if only the first messages are written.
-            first, *behind = text.split(self.template.video)
-            pairs = zip(self.videos, behind, strict=False)
-            text = first + "".join(video + rest for video, rest in pairs)
-        image = self.template.image
-        return text if image is None else text.replace(image, _IMAGE_TEXTS[image].text)
-
-    def span(self, place: int, text: str) -> tuple[int, int]:
-        """Span of an answer with its closing piece, for templates without generation marks."""
-        asked = self.rendered(self.messages[:place], prompt=True)
-        is_last = place + 1 == len(self.messages)
-        answered = text if is_last else self.rendered(self.messages[: place + 1])
-        if text.startswith(answered) and answered.startswith(asked):
-            return len(asked), self._closed(len(answered), text)
-        return self._found(place, asked, text)
-
-    def _found(self, place: int, asked: str, text: str) -> tuple[int, int]:
-        """Span of an answer rendered differently before a question (Qwen3 drops reasoning)."""
-        message, path = self.messages[place], self.template.tokenizer.path
-        if "reasoning_content" in message or _REASONED in message["content"]:
-            raise UserError(
-                f"{self.where}: has an answer with reasoning before another question, where the "
-                f"chat template of {path} leaves the reasoning out, so that it cannot be learned; "
-                "make a sample of each answer, with what was said before it, or remove the "
-                "reasoning"
-            )
-        stand_in = [*self.messages]
-        stand_in[place] = message | {"content": _STAND_IN}
-        before, _, behind = self.rendered(stand_in).partition(_STAND_IN)
-        has_both = text.startswith(before) and text.endswith(behind)
-        if not (has_both and (before.startswith(asked) or asked.startswith(before))):
-            raise UserError(
-                f"{self.where}: the chat template of {path} writes message {place + 1} otherwise "
-                "once more follows, so what is learned cannot be told; mark answers in the "
-                "template with {% generation %} and {% endgeneration %}, or make a sample of each "
-                "answer, with what was said before it"
-            )
-        start, end = min(len(asked), len(before)), len(text) - len(behind)
-        piece = self.template.answer_end
-        if piece is None or piece not in behind:
-            return start, self._closed(end, text)
-        # Other content, such as calls, precedes the closing piece.
-        return start, end + behind.index(piece) + len(piece)
-
-    def _closed(self, end: int, text: str) -> int:
-        """End of an answer, including its closing piece."""
-        piece = self.template.answer_end
-        if piece is not None and text[:end].rstrip().endswith(piece):
-            return len(text[:end].rstrip())
-        # Without a closing piece, the model stops at the piece that opens the next message.
-        return end + len(_opening_piece(text[end:], self.template.tokenizer) or "")
-
-
-def _conversation(sample: Sample, system: str | None, template: OwnTemplate) -> _Conversation:
-    _check(sample, template)
-    rule = template.rule
-    seen = [] if rule is None else seen_videos(sample, rule)
-    videos: tuple[str, ...] = ()
-    questions = [turn.question for turn in sample.turns]
-    if rule is not None and rule.video is not None:
-        videos = tuple(video.text(rule) for video in seen)
-    elif sample.of_frames and (template.video or "").startswith(VIDEO):
-        # As InternVL's processor writes frames.
-        frames = (f"Frame{number}: {template.image}" for number, _ in enumerate(sample.images, 1))
-        videos = ("\n".join(frames) + (template.video or "").removeprefix(VIDEO),)
-        questions[0] = questions[0].replace(frame_lines(len(sample.images)), VIDEO)
-    elif seen:
-        left = iter(seen)  # an image per shown frame
-        questions = [
-            re.sub(VIDEO, lambda mark: IMAGE * len(next(left).frames), text) for text in questions
-        ]
-    if videos and template.video is None:
-        raise UserError(
-            f"{sample.where}: shows a video, for which the chat template of "
-            f"{template.tokenizer.path} writes nothing; name its frames as images"
-        )
-    given = system if sample.system is None else sample.system
-    messages = [] if given is None else [_message("system", given)]
-    learned = []
-    if sample.greeting is not None:
-        learned += [len(messages)] * sample.greeting_learned
-        messages.append(_message("assistant", sample.greeting))
-    for turn, asked in zip(sample.turns, questions, strict=True):
-        question = _parts(asked, sample)
-        messages += [_message("tool", result) for result in turn.results]
-        messages += [] if turn.results else [_message("user", question)]
-        learned += [len(messages)] * turn.learned
-        messages.append(_answer(turn))
-    return _Conversation(template, sample.where, messages, learned, _tools(sample), videos)
-
-
-def _answer(turn: Turn) -> dict[str, Any]:
-    answer = _message("assistant", turn.answer)
-    if turn.reasoning is not None:
-        answer["reasoning_content"] = turn.reasoning
-    if turn.calls:
-        calls = map(json.loads, turn.calls)
-        answer["tool_calls"] = [{"type": "function", "function": call} for call in calls]
-    return answer
-
-
 def _opening_piece(text: str, tokenizer: Tokenizer) -> str | None:
-    found = [piece for piece in tokenizer.special_pieces if text.startswith(piece)]
-    return max(found, key=len, default=None)
+    pieces = [piece for piece in tokenizer.special_pieces if text.startswith(piece)]
+    return max(pieces, key=len, default=None)
 
 
 def _unmarked(marked: str) -> str:
@@ -330,10 +358,6 @@ def _marked_spans(marked: str) -> list[tuple[int, int]]:
     return spans
 
 
-def _message(role: str, content: Any) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
 def _parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
     """Split a question into parts if it shows images or videos."""
     if not (sample.images or sample.videos):
@@ -347,35 +371,7 @@ def _parts(question: str, sample: Sample) -> str | list[dict[str, str]]:
     ]
 
 
-def _tools(sample: Sample) -> list | None:
-    tools = [] if sample.tools is None else json.loads(sample.tools)
-    wrapped = [t if "function" in t else {"type": "function", "function": t} for t in tools]
-    return wrapped or None
-
-
-def _check(sample: Sample, template: OwnTemplate) -> None:
-    """Raise if the template would drop content, or if text contains reserved pieces."""
-    needed = {
-        "tools": sample.tools is not None,
-        "tool_calls": any(turn.calls for turn in sample.turns),
-        "tool": any(turn.results for turn in sample.turns),
-        "reasoning_content": any(turn.reasoning is not None for turn in sample.turns),
-    }
-    for word, is_needed in needed.items():
-        if is_needed and word not in template.text:
-            raise UserError(
-                f"{sample.where}: has what templates write of {word!r}, and the chat template of "
-                f"{template.tokenizer.path} writes nothing of it; put it into its texts"
-            )
-    texts = [text for turn in sample.turns for text in (turn.question, turn.answer, *turn.results)]
-    texts += [turn.reasoning or "" for turn in sample.turns]
-    texts += [text for turn in sample.turns for text in turn.calls]
-    texts += [sample.system or "", sample.greeting or "", sample.tools or ""]
-    pieces = (*template.control_pieces, BEGIN, END, _STAND_IN)
-    template.tokenizer.check_text("\n".join(texts), sample.where, pieces, f"an image with {IMAGE}")
-
-
-def _rendered(
+def _render(
     tokenizer: Tokenizer,
     messages: Sequence[dict[str, Any]],
     where: str,
