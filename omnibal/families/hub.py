@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from omnibal.base.errors import UserError
-from omnibal.families import deepseek, gemma, glm, gpt, internvl, kimi, llava_onevision, qwen, text
+from omnibal.families import deepseek, gemma, glm, gpt, internvl, kimi, qwen, text
 from omnibal.families.folder import CONFIG_FILE, model_name, naming, read_config_file
+from omnibal.families.vision import read_vision_language
 from omnibal.model.config import ModelConfig
 from omnibal.model.limits import words
 
@@ -27,43 +28,52 @@ class Family:
     """Whether the trainer supports it (fully or with adapters) and converts its checkpoints."""
 
 
+def _vision(*tables: Any, **options: Any) -> Reader:
+    return partial(read_vision_language, *tables, **options)
+
+
 FAMILIES = (
     Family(
         "InternVL 1.5 to 3.5",
         {"internvl_chat": internvl.read_internvl, "internvl": internvl.read_internvl},
         is_trained=True,
     ),
-    Family("Qwen2-VL", {"qwen2_vl": qwen.read_qwen2_vl}, is_trained=True),
-    Family("Qwen2.5-VL", {"qwen2_5_vl": qwen.read_qwen2_5_vl}, is_trained=True),
+    Family("Qwen2-VL", {"qwen2_vl": partial(qwen.read_flat, qwen.Qwen2VLVision)}, is_trained=True),
+    Family(
+        "Qwen2.5-VL", {"qwen2_5_vl": partial(qwen.read_flat, qwen.Qwen25VLVision)}, is_trained=True
+    ),
     Family(
         "Qwen3-VL",
         {
-            "qwen3_vl": partial(qwen.read_newer, qwen.Qwen3VLText, qwen.Qwen3VLVision),
-            "qwen3_vl_moe": partial(qwen.read_newer, qwen.Qwen3VLMoeText, qwen.Qwen3VLVision),
+            "qwen3_vl": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLText, checks_rope=True),
+            "qwen3_vl_moe": _vision(qwen.Qwen3VLVision, qwen.Qwen3VLMoeText, checks_rope=True),
         },
         is_trained=True,
     ),
     Family(
         "Qwen3.5, 3.6, 3.8",
         {
-            "qwen3_5": partial(qwen.read_newer, qwen.HybridText, qwen.Qwen35Vision),
-            "qwen3_5_moe": partial(qwen.read_newer, qwen.HybridMoeText, qwen.Qwen35Vision),
+            "qwen3_5": _vision(qwen.Qwen35Vision, qwen.HybridText),
+            "qwen3_5_moe": _vision(qwen.Qwen35Vision, qwen.HybridMoeText),
             "qwen3_5_text": partial(text.read_text, qwen.HybridText),
             "qwen3_5_moe_text": partial(text.read_text, qwen.HybridMoeText),
         },
     ),
-    Family("LLaVA-OneVision-1.5", {"llavaonevision1_5": llava_onevision.read_llava_onevision_1_5}),
-    Family("GLM-4.5V, 4.6V", {"glm4v_moe": glm.read_glm4v_moe}),
+    Family("LLaVA-OneVision-1.5", {"llavaonevision1_5": _vision(qwen.RiceVit, text.Qwen3Text)}),
+    Family("GLM-4.5V, 4.6V", {"glm4v_moe": _vision(glm.GlmVision, glm.GlmText)}),
     Family(
         "Kimi-VL, Kimi-K2.5",
         {
-            "kimi_vl": partial(kimi.read_kimi, patches=4096, side=None, start="media_start"),
-            "kimi_k25": partial(kimi.read_kimi, patches=16_384, side=512, start="media_begin"),
+            kind: _vision(tower, deepseek.DeepseekV3Text, kind=kimi.KimiTable)
+            for kind, tower in (("kimi_vl", kimi.MoonVit), ("kimi_k25", kimi.MoonVit3d))
         },
     ),
     Family(
         "Gemma 3",
-        {"gemma3": gemma.read_gemma3, "gemma3_text": partial(text.read_text, gemma.GemmaText)},
+        {
+            "gemma3": _vision(gemma.SiglipVision, gemma.GemmaText, kind=gemma.GemmaTable),
+            "gemma3_text": partial(text.read_text, gemma.GemmaText),
+        },
     ),
     Family(
         "DeepSeek-V2, V3, Kimi-K2",
@@ -76,10 +86,10 @@ FAMILIES = (
     Family(
         "GPT-2, GPT-OSS, MPT, Nemotron-4",
         {
-            "gpt2": gpt.read_plain,
+            "gpt2": partial(text.read_text, gpt.Gpt2Text),
             "gpt_oss": partial(text.read_text, gpt.GptOssText),
-            "mpt": gpt.read_plain,
-            "nemotron": gpt.read_plain,
+            "mpt": gpt.read_mpt,
+            "nemotron": partial(text.read_text, gpt.NemotronText),
         },
     ),
     Family(

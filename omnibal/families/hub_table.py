@@ -1,7 +1,7 @@
 """Tables of a hub's `config.json`: every key is used, known to have no effect, or refused by name.
 
-Fields are used keys, with the defaults of the writing class (here or in defaults.toml). Literal
-fields accept one value. Tables of some releases are read leniently: unknown keys are ignored.
+Fields are used keys. All else that is known of a class's table is in its section of tables.toml.
+Tables of some releases are read leniently: unknown keys are ignored.
 """
 
 import re
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import (
     BeforeValidator,
@@ -23,12 +23,24 @@ from pydantic import (
 
 from omnibal.base.errors import UserError
 from omnibal.base.files import complaint, read_toml_model
-from omnibal.base.frozen import Numbered
+from omnibal.base.frozen import Frozen, Numbered
 
 T = TypeVar("T", bound="HubTable")
 _LENIENT = "lenient"
-_DEFAULTS = read_toml_model(
-    dict[str, dict[str, Any]], Path(__file__).with_name("defaults.toml"), "install omnibal again"
+
+
+class _Keys(Frozen):
+    """Section of tables.toml."""
+
+    defaults: dict[str, Any] = Field(default={})
+    names: dict[str, str] = Field(default={})
+    must: dict[str, list[Any]] = Field(default={})
+    ignored: frozenset[str] = frozenset()
+    parts: dict[str, Any] = Field(default={})
+
+
+_SECTIONS = read_toml_model(
+    dict[str, _Keys], Path(__file__).with_name("tables.toml"), "install omnibal again"
 )
 
 
@@ -71,10 +83,6 @@ class HubTable(Numbered):
     """A table of `config.json`; unknown keys are errors."""
 
     model_config = ConfigDict(frozen=True, allow_inf_nan=False)
-    older_names: ClassVar[Mapping[str, str]] = {}
-    """Field names in other versions or the authors' code."""
-    without_effect: ClassVar[frozenset[str]] = frozenset()
-    """Keys of this family without effect on a training step."""
 
     @model_validator(mode="before")
     @classmethod
@@ -84,37 +92,46 @@ class HubTable(Numbered):
         if info.context != _LENIENT:
             _refuse_variants(given)
             cls._refuse_unknown(given)
-        used: dict[str, Any] = {}
+        keys, used = cls.keys(), dict[str, Any]()
         for key, value in given.items():
-            name = cls.older_names.get(key, key)
+            name = keys.names.get(key, key)
             if name in used and used[name] != value:
                 raise ValueError(f"{key} and another spelling of it differ; give one of them")
             if name in cls.model_fields:
                 used[name] = value
-        return cls._defaults() | used
+            elif name in keys.must and value not in keys.must[name]:
+                values = [_as_json(repr(known)) for known in keys.must[name]]
+                expected = " or ".join(filter(None, (", ".join(values[:-1]), values[-1])))
+                raise ValueError(f"{name} {_as_json(f'{value!r:.80}')} must be {expected}")
+        return keys.defaults | used
 
     @classmethod
     @cache
-    def _defaults(cls) -> dict[str, Any]:
-        """Defaults of optional keys; subclasses override bases."""
-        return dict(ChainMap(*(_DEFAULTS.get(each.__name__, {}) for each in cls.__mro__)))
+    def keys(cls) -> _Keys:
+        """Return what tables.toml says of the class; subclasses override bases."""
+        sections = [_SECTIONS.get(base.__name__, _Keys()) for base in reversed(cls.__mro__)]
+        names = ("defaults", "names", "must", "parts")
+        joined = {name: dict(ChainMap(*(vars(s)[name] for s in sections[::-1]))) for name in names}
+        return _Keys(**joined, ignored=frozenset().union(*(s.ignored for s in sections)))
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
         """Keys that are neither used nor known to have no effect."""
-        fields, without = cls.model_fields, cls.without_effect
+        keys = cls.keys()
+        known = {*cls.model_fields, *keys.must, *keys.ignored, *_WITHOUT_EFFECT}
         return [
             key
             for key in given
-            if cls.older_names.get(key, key) not in fields
-            and not (key in without or key in _WITHOUT_EFFECT)
+            if keys.names.get(key, key) not in known
+            and key not in known
             and _NAMED_WITHOUT_EFFECT.fullmatch(key) is None
         ]
 
     @classmethod
     def _refuse_unknown(cls, given: Mapping[str, Any]) -> None:
         for key in cls.unknown_keys(given):
-            near = get_close_matches(key, cls.model_fields, n=1, cutoff=0.8)
+            known = [*cls.model_fields, *cls.keys().must]
+            near = get_close_matches(key, known, n=1, cutoff=0.8)
             hint = f" (did you mean {near[0]}?)" if near else ""
             raise ValueError(
                 f"{key} is not understood{hint}; the model must be one that its class in "

@@ -14,8 +14,7 @@ from omnibal.families.folder import has_chat_template, stored_tensors
 from omnibal.families.hub_table import HubTable, as_table
 from omnibal.families.processor import read_processor
 from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
-from omnibal.families.vision import LayersTable, Square, square
-from omnibal.families.whole import WholeTable
+from omnibal.families.vision import LayersTable, Square, WholeTable, square
 from omnibal.model.config import ChatTemplate, ModelConfig
 from omnibal.model.encoders import TilesEncoder, TilingConfig
 
@@ -45,15 +44,15 @@ _HEADS = ("lm_head.weight", "language_model.output.weight")
 """Name suffixes of the head's tensor."""
 
 
-class _Vision(LayersTable):
-    num_channels: Literal[3] = 3
+class VisionTower(LayersTable):
+    """Tower of InternVL, in either format."""
+
     patch_size: Square = 14
     image_size: Square
     norm_type: Literal["layer_norm", "rms_norm"]
     layer_norm_eps: PositiveFloat = 1e-6
     qkv_bias: bool = False
     qk_norm: bool
-    hidden_act: Literal["gelu"] = "gelu"
     layer_scale_init: float = 0.1
 
     def tower(self, downsample_ratio: float, tiling: TilingConfig) -> TilesEncoder:
@@ -72,26 +71,15 @@ class _Vision(LayersTable):
         )
 
 
-class _OriginalVision(_Vision):
-    older_names: ClassVar[Mapping[str, str]] = {
-        "qk_normalization": "qk_norm",
-        "initializer_factor": "layer_scale_init",
-    }
+class OriginalVision(VisionTower):
+    """Tower in InternVL's own format."""
 
 
-class _TransformersVision(_Vision):
-    older_names: ClassVar[Mapping[str, str]] = {
-        "use_qk_norm": "qk_norm",
-        "attention_bias": "qkv_bias",
-        "layer_scale_init_value": "layer_scale_init",
-    }
-
-    use_absolute_position_embeddings: Literal[True] = True
-    use_mask_token: Literal[False] = False
-    use_mean_pooling: Literal[True] = True
+class TransformersVision(VisionTower):
+    """Tower in the format of Transformers."""
 
     @model_validator(mode="after")
-    def _has_one_eps(self) -> "_TransformersVision":
+    def _has_one_eps(self) -> "TransformersVision":
         if self.qk_norm and self.layer_norm_eps != TRANSFORMERS_QK_NORM_EPS:
             raise ValueError(
                 f"layer_norm_eps {self.layer_norm_eps} with use_qk_norm must be "
@@ -103,7 +91,7 @@ class _TransformersVision(_Vision):
 class _Whole(WholeTable):
     language_table: ClassVar[str] = "text_config"
     languages: ClassVar[tuple[LanguageType, ...]] = _TRANSFORMERS_LANGUAGES
-    vision: ClassVar[type[_Vision]] = _TransformersVision
+    vision: ClassVar[type[VisionTower]] = TransformersVision
 
     downsample_ratio: float = 0.5
 
@@ -121,25 +109,22 @@ class _Whole(WholeTable):
         return TilingConfig(**limits, by_processor=has_chat_template(path.parent))
 
 
-class _Transformers(_Whole):
-    projector_hidden_act: Literal["gelu"] = "gelu"
-    vision_feature_layer: Literal[-1] = -1
-    vision_feature_select_strategy: Literal["default"] = "default"
+class TransformersTable(_Whole):
+    """Outer table in the format of Transformers."""
 
 
-class _Original(_Whole):
-    older_names: ClassVar[Mapping[str, str]] = {"llm_config": "text_config"}
-    language_table: ClassVar[str] = "llm_config"
-    languages: ClassVar[tuple[LanguageType, ...]] = get_args(LanguageType)
-    vision: ClassVar[type[_Vision]] = _OriginalVision
+class OriginalTable(_Whole):
+    """Outer table in InternVL's own format."""
+
+    language_table = "llm_config"
+    languages = get_args(LanguageType)
+    vision = OriginalVision
 
     force_image_size: PositiveInt | None = None
-    select_layer: Literal[-1] = -1
     ps_version: Literal["v2"] = Field(default="v1", validate_default=True)
     template: ChatTemplate | None = None
     system_message: str | None = None
     """System message of InternVL's `chat`; training uses the template's."""
-    pad2square: Literal[False] = False
     dynamic_image_size: bool = False
     use_thumbnail: bool = False
     min_dynamic_patch: int = 1
@@ -222,7 +207,7 @@ def internvl_language(given: Mapping[str, Any]) -> LanguageType:
     whole = _kind(given)
     table = given.get(whole.language_table)
     stated = table if isinstance(table, dict) else {}
-    usual = {} if whole is _Original else {"model_type": "qwen2"}
+    usual = {} if whole is OriginalTable else {"model_type": "qwen2"}
     return language_type(usual | stated, whole.languages)
 
 
@@ -248,7 +233,7 @@ def unread_keys(given: Mapping[str, Any]) -> list[str]:
 
 
 def _kind(given: Mapping[str, Any]) -> type[_Whole]:
-    return _Original if is_original(given) else _Transformers
+    return OriginalTable if is_original(given) else TransformersTable
 
 
 def is_tied(

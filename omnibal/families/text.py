@@ -1,6 +1,5 @@
 """Language models of Llama, Qwen2, Qwen3, InternLM2 and Phi-3, and shared keys."""
 
-from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -62,18 +61,19 @@ class TextTable(HubTable):
     tied_by_default: ClassVar[bool] = False
     inner_ties_too: ClassVar[bool] = False
     """Whether Transformers ties the head by this table despite the outer one."""
+    states_head_size: ClassVar[bool] = False
+    """Whether the head size is kept even if it is hidden_size / heads."""
     chat_template: ClassVar[ChatTemplate] = "tokenizer"
     """Chat template of the newest releases."""
-    without_effect: ClassVar[frozenset[str]] = frozenset(
-        # RoPE scaling and sections do not change costs.
-        {"rope_interleave", "original_max_position_embeddings"}
-    )
 
     vocab_size: PositiveInt
     hidden_size: PositiveInt
     num_hidden_layers: PositiveInt
     num_attention_heads: PositiveInt
     max_position_embeddings: PositiveInt
+    intermediate_size: PositiveInt | None = None
+    num_key_value_heads: PositiveInt | None = None
+    head_dim: PositiveInt | None = None
     rms_norm_eps: PositiveFloat = 1e-6
     tie_word_embeddings: bool | None = None
     attention_dropout: NoDropout = 0.0
@@ -111,16 +111,23 @@ class TextTable(HubTable):
         }
 
     @property
-    def common_fields(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig from the keys above."""
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of a LanguageConfig."""
+        is_usual = self.head_dim == self.hidden_size / self.num_attention_heads
         return {
             "layers": self.num_hidden_layers,
             "hidden_size": self.hidden_size,
             "heads": self.num_attention_heads,
+            "kv_heads": self.num_key_value_heads or self.num_attention_heads,
+            "head_size": None if is_usual and not self.states_head_size else self.head_dim,
+            "ffn_hidden_size": self.intermediate_size,
             "vocab_size": self.vocab_size,
-            "norm_eps": self.rms_norm_eps,
-            **self.rope_fields,
         }
+
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """Kind of every layer, or of every period of layers."""
+        return [LayerKind()]
 
     def is_tied(self, outer: bool | None = None) -> bool:
         """Whether the head is tied to the token embedding.
@@ -133,17 +140,24 @@ class TextTable(HubTable):
         tied = self.tied_by_default if stated is None else stated
         return tied or (self.inner_ties_too and bool(inner))
 
-    @abstractmethod
     def language(self, *, tied_head: bool) -> LanguageConfig:
         """Return the language model of the table."""
-
-    def check_rope(self) -> None:
-        """Raise ValueError for an unsupported RoPE in a trained family."""
+        return LanguageConfig(
+            **self.sizes,
+            **self.rope_fields,
+            **self.keys().parts,
+            norm_eps=self.rms_norm_eps,
+            tied_head=tied_head,
+            runs=runs_of(self.kinds),
+        )
 
     def alone(self, name: str, *, tied_head: bool) -> ModelConfig:
         """Return a model of the language model alone."""
         language = self.language(tied_head=tied_head)
         return ModelConfig(name=name, language=language, chat_template=self.chat_template)
+
+    def check_rope(self) -> None:
+        """Raise ValueError for an unsupported RoPE in a trained family."""
 
 
 class LayeredText(TextTable):
@@ -173,41 +187,11 @@ class GroupedText(LayeredText):
 
     architecture: ClassVar[str]
     """Class name in Transformers."""
-    has_qkv_bias: ClassVar[bool] = False
-    has_qk_norm: ClassVar[bool] = False
     rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS
-    without_effect: ClassVar[frozenset[str]] = TextTable.without_effect | {
-        # Used only by windowed attention, which must be off.
-        "sliding_window",
-        "max_window_layers",
-    }
 
-    hidden_act: Literal["silu"] = "silu"
     intermediate_size: PositiveInt
-    num_key_value_heads: PositiveInt | None = None
-    head_dim: PositiveInt | None = None
-    bias: Literal[False] = False
-    attention_bias: Literal[False] = False
-    mlp_bias: Literal[False] = False
     use_sliding_window: Literal[False] | None = None
     layer_types: tuple[Literal["full_attention"], ...] | None = None
-
-    @property
-    def sizes(self) -> dict[str, Any]:
-        """Fields of a LanguageConfig except head tying."""
-        usual = self.hidden_size / self.num_attention_heads
-        return {
-            **self.common_fields,
-            "kv_heads": self.num_key_value_heads or self.num_attention_heads,
-            "head_size": None if self.head_dim in (None, usual) else self.head_dim,
-            "ffn_hidden_size": self.intermediate_size,
-            "qkv_bias": self.has_qkv_bias,
-            "qk_norm": self.has_qk_norm,
-        }
-
-    def language(self, *, tied_head: bool) -> LanguageConfig:
-        """Return the language model of the table."""
-        return LanguageConfig(**self.sizes, tied_head=tied_head)
 
     def check_rope(self) -> None:
         """Raise ValueError for an unsupported RoPE that changes the model."""
@@ -241,23 +225,21 @@ class GroupedText(LayeredText):
 class LlamaText(GroupedText):
     """Table of Llama."""
 
-    architecture: ClassVar[str] = "LlamaForCausalLM"
-    chat_template: ClassVar[ChatTemplate] = "llama3"
+    architecture = "LlamaForCausalLM"
+    chat_template = "llama3"
 
 
 class InternLM2Text(GroupedText):
     """Table of InternLM2. All sizes are required."""
 
-    architecture: ClassVar[str] = "InternLM2ForCausalLM"
+    architecture = "InternLM2ForCausalLM"
 
 
 class Phi3Text(GroupedText):
     """Table of Phi-3. All sizes are required, RoPE scaling costs nothing."""
 
-    architecture: ClassVar[str] = "Phi3ForCausalLM"
-    rope_numbers: ClassVar[Mapping[str, tuple[str, ...]]] = _ROPE_NUMBERS | dict.fromkeys(
-        ("su", "yarn", "longrope"), ()
-    )
+    architecture = "Phi3ForCausalLM"
+    rope_numbers = _ROPE_NUMBERS | dict.fromkeys(("su", "yarn", "longrope"), ())
 
     sliding_window: PositiveInt | None = None
 
@@ -273,20 +255,17 @@ class Phi3Text(GroupedText):
 
 
 class Qwen2Text(GroupedText):
-    """Table of Qwen2 and 2.5, with q, k and v biases."""
+    """Table of Qwen2 and 2.5."""
 
-    architecture: ClassVar[str] = "Qwen2ForCausalLM"
+    architecture = "Qwen2ForCausalLM"
     chat_template: ClassVar[ChatTemplate] = "qwen2.5"
-    has_qkv_bias: ClassVar[bool] = True
 
 
 class Qwen3Text(Qwen2Text):
-    """Table of Qwen3, with q and k norms and no biases."""
+    """Table of Qwen3."""
 
-    architecture: ClassVar[str] = "Qwen3ForCausalLM"
-    chat_template: ClassVar[ChatTemplate] = "tokenizer"
-    has_qkv_bias: ClassVar[bool] = False
-    has_qk_norm: ClassVar[bool] = True
+    architecture = "Qwen3ForCausalLM"
+    chat_template = "tokenizer"
 
     head_dim: PositiveInt | None = 128
 
@@ -319,8 +298,7 @@ class RoutedKeys(HubTable):
 class Qwen3MoeText(RoutedKeys, Qwen3Text):
     """Table of Qwen3's mixture of experts."""
 
-    architecture: ClassVar[str] = "Qwen3MoeForCausalLM"
-    older_names: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
+    architecture = "Qwen3MoeForCausalLM"
 
     head_dim: PositiveInt | None = None
     decoder_sparse_step: PositiveInt = 1
@@ -333,15 +311,13 @@ class Qwen3MoeText(RoutedKeys, Qwen3Text):
         step = self.decoder_sparse_step
         return [at for at in range(step - 1, self.num_hidden_layers, step) if at not in dense]
 
-    def language(self, *, tied_head: bool) -> LanguageConfig:
-        """Return the language model of the table."""
+    @property
+    def kinds(self) -> list[LayerKind]:
+        """Kind of every layer."""
         sparse = self._sparse
         experts = self.experts_of(len(sparse)) if sparse else None
-        kinds = [
-            LayerKind(experts=experts if at in sparse else None)
-            for at in range(self.num_hidden_layers)
-        ]
-        return LanguageConfig(**self.sizes, tied_head=tied_head, runs=runs_of(kinds))
+        layers = range(self.num_hidden_layers)
+        return [LayerKind(experts=experts if at in sparse else None) for at in layers]
 
     def check_trained(self) -> None:
         """Raise ValueError for unsupported features of trained layers."""

@@ -1,19 +1,42 @@
-"""Shared tables of native-resolution vision towers, and pixel limits."""
+"""Tables of vision-language models: the outer one, and towers of native-resolution images."""
 
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar
 
 from pydantic import Field, PositiveInt
 
-from omnibal.families.hub_table import HubTable
-from omnibal.families.processor import Colour, read_processor, read_video_processor
-from omnibal.model.encoders import VideoConfig
+from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.processor import read_processor, read_video_processor
+from omnibal.families.text import TextTable
+from omnibal.model.config import ModelConfig
+from omnibal.model.encoders import Encoder, ImagesEncoder, VideoConfig
 
 Square = PositiveInt | Annotated[list[PositiveInt], Field(min_length=2, max_length=2)]
 """A side, or both sides of a rectangle."""
+_BICUBIC = 3  # Pillow's number
 
 
-class LayersTable(HubTable):
+class WholeTable(HubTable):
+    """Outer table with language model, tower and head tying."""
+
+    text_config: dict[str, Any] | None = None
+    vision_config: dict[str, Any] | None = None
+    tie_word_embeddings: bool | None = None
+
+
+class Tower(HubTable):
+    """Table of a vision tower of one family."""
+
+    def encoder(self, whole: Any, path: Path) -> Encoder:
+        """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
+        raise NotImplementedError
+
+    def output_size(self, text: TextTable) -> int:
+        """Width of the projector's output, by the tower's table if it says so."""
+        return text.hidden_size
+
+
+class LayersTable(Tower):
     """Keys of a tower's layers, named like language models'."""
 
     hidden_size: PositiveInt
@@ -32,30 +55,51 @@ class LayersTable(HubTable):
         }
 
 
-class DepthTable(HubTable):
+class DepthTable(Tower):
     """Keys of Qwen2-VL's tower and later."""
+
+    reads_video: ClassVar[bool] = True
+    """Whether a video processor's file is read."""
 
     depth: PositiveInt
     hidden_size: PositiveInt
     num_heads: PositiveInt
-    in_channels: Literal[3] = 3
     patch_size: Square
     spatial_merge_size: PositiveInt = 2
     temporal_patch_size: PositiveInt = 2
     rope_parameters: dict[str, Any] | None = None
 
-    def sizes_of(self, hidden_size: int, ffn_hidden_size: int) -> dict[str, Any]:
-        """Fields of an ImagesEncoder shared by these towers."""
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of an ImagesEncoder."""
         return {
             "layers": self.depth,
-            "hidden_size": hidden_size,
+            "hidden_size": self.hidden_size,
             "heads": self.num_heads,
-            "ffn_hidden_size": ffn_hidden_size,
             "patch_size": square(self.patch_size, "patch_size"),
             "merge_size": self.spatial_merge_size,
             "frames_per_patch": self.temporal_patch_size,
-            "qk_norm": False,
         }
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """Other fields of an ImagesEncoder that depend on the table."""
+        return {}
+
+    @property
+    def video(self) -> VideoConfig | None:
+        """Video settings of the released models."""
+        video = self.keys().parts.get("video")
+        return None if video is None else VideoConfig.model_validate(video)
+
+    def encoder(self, whole: WholeTable, path: Path) -> ImagesEncoder:
+        """Return the encoder, with the pixel limits of processor files beside a `config.json`."""
+        sizes, video = self.sizes, self.video
+        limits = _pixels(path, sizes)
+        if video is not None and self.reads_video:
+            video = _video_of(path, video)
+        fields = {**self.keys().parts, **limits, **self.fields, "video": video}
+        return ImagesEncoder(**sizes, **fields)
 
 
 class VisionTable(DepthTable):
@@ -65,8 +109,8 @@ class VisionTable(DepthTable):
 
     @property
     def sizes(self) -> dict[str, Any]:
-        """Fields of an ImagesEncoder with the table's widths."""
-        return self.sizes_of(self.hidden_size, self.intermediate_size)
+        """Sizes of an ImagesEncoder."""
+        return super().sizes | {"ffn_hidden_size": self.intermediate_size}
 
 
 def square(sides: int | list[int], name: str) -> int:
@@ -78,30 +122,8 @@ def square(sides: int | list[int], name: str) -> int:
     return sides[0]
 
 
-class Pixels(NamedTuple):
-    """Pixel limits of released models, used without an image processor's file."""
-
-    least: int
-    """Min area of an image."""
-    most: int
-    mean: Colour = (0.5, 0.5, 0.5)
-    """Normalises colours, with `std`."""
-    std: Colour = (0.5, 0.5, 0.5)
-
-
-CLIP_MEAN: Colour = (0.48145466, 0.4578275, 0.40821073)
-"""Colour mean of OpenAI's CLIP."""
-CLIP_STD: Colour = (0.26862954, 0.26130258, 0.27577711)
-"""Colour standard deviation of OpenAI's CLIP."""
-_BICUBIC = 3  # Pillow's number
-
-
-def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, Any]:
-    """Pixel fields of an ImagesEncoder.
-
-    Args:
-        config: the `config.json`, next to an optional image processor's file.
-    """
+def _pixels(config: Path, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Pixel fields of an ImagesEncoder that the image processor's file gives."""
     processor = read_processor(config, sizes)
     if not (processor.do_rescale and processor.do_normalize):
         raise ValueError("do_rescale and do_normalize of the image processor must be true")
@@ -110,16 +132,47 @@ def pixels(config: Path, sizes: dict[str, Any], default: Pixels) -> dict[str, An
             f"resample of the image processor is {processor.resample}; it must be {_BICUBIC}, "
             "bicubic"
         )
-    return {
-        "min_pixels": processor.least_pixels or default.least,
-        "max_pixels": processor.most_pixels or default.most,
-        "pixel_mean": processor.image_mean or default.mean,
-        "pixel_std": processor.image_std or default.std,
+    given = {
+        "min_pixels": processor.least_pixels,
+        "max_pixels": processor.most_pixels,
+        "pixel_mean": processor.image_mean,
+        "pixel_std": processor.image_std,
         "pixel_scale": processor.rescale_factor,
     }
+    return {name: value for name, value in given.items() if value is not None}
 
 
-def video_of(config: Path, default: VideoConfig) -> VideoConfig:
+def _video_of(config: Path, default: VideoConfig) -> VideoConfig:
     """Video settings of the video processor's file next to a `config.json`, over `default`."""
     changes = read_video_processor(config).changes(older=not default.counts_frames)
     return VideoConfig.model_validate({**default.model_dump(), **changes}) if changes else default
+
+
+def read_vision_language(
+    vision: type[Tower],
+    text: type[TextTable],
+    given: dict[str, Any],
+    name: str,
+    path: Path,
+    *,
+    kind: type[WholeTable] = WholeTable,
+    checks_rope: bool = False,
+) -> ModelConfig:
+    """Read a file of a tower and a language model by their tables."""
+    whole = as_table(kind, given, str(path))
+    tower = as_table(vision, whole.vision_config, f"{path}: vision_config")
+    language = as_table(text, whole.text_config, f"{path}: text_config")
+    if checks_rope:
+        language.check_rope()
+    encoder = tower.encoder(whole, path)
+    if tower.output_size(language) != language.hidden_size:
+        raise ValueError(
+            f"the projector makes tokens of width {tower.output_size(language)}, and the language "
+            f"model takes hidden_size {language.hidden_size}; both must be alike"
+        )
+    return ModelConfig(
+        name=name,
+        encoders={"vision": encoder},
+        language=language.language(tied_head=language.is_tied(whole.tie_word_embeddings)),
+        chat_template="tokenizer",
+    )
