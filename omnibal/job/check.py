@@ -1,6 +1,6 @@
 """Preflight of a plan directory: proves that training can follow the plan, or says why not."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,7 +10,6 @@ from pydantic import BaseModel
 from omnibal.base.errors import UserError
 from omnibal.cost.context import exchange_mistake
 from omnibal.data.lengths import Lengths
-from omnibal.job.job import JobSpec
 from omnibal.job.plan import PACKS_FILE, DataPlan, Plan, SettingsHashes, read_plan
 from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, data_in_portions, data_of_plan, job_of_plan
@@ -63,47 +62,38 @@ def check_and_open(directory: Path, *, to_train: bool = False) -> tuple[PlanFile
         )
     can_be_cut = f"{plan.model.name} can be cut for {plan.parallel}"
     passed = ["plan.json follows the schema", can_be_cut, _check_partition(plan)]
-    shapes = plan.data or plan.shapes
+    data, shapes = plan.data, plan.data or plan.shapes
     if shapes is not None:
         check_limits(shapes.caps.names, plan.model.item_features, plan.model.name)
-    if plan.data is not None and plan.data.portions:
-        files, found = _check_portions(plan, plan.data, job, directory, to_train=to_train)
-        return files, [*passed, *found, *_check_settings(plan)]
-    files = PlanFiles(directory=directory, plan=plan, job=job, data=data_of_plan(plan, directory))
-    if files.data is None:
-        if plan.prediction is not None:
-            raise UserError(
-                "the stored prediction is of another plan: this one has neither data nor shapes, "
-                f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
-            )
-        passed.append("the plan has neither data nor shapes: memory is not checked")
-        return files, passed + _check_settings(plan)
-    packs, lengths = files.data
-    if plan.data is not None:
-        passed += _check_data(plan, plan.data, lengths, packs)
-        passed += _check_mixture(plan.data, [(packs, lengths)])
-    passed += [
-        f"costs are of {job.cost.source}",
-        _check_costs(files, lengths, packs, to_train=to_train),
-    ]
-    return files, passed + _check_settings(plan)
-
-
-def _check_portions(
-    plan: Plan, data: DataPlan, job: JobSpec, directory: Path, *, to_train: bool
-) -> tuple[PlanFiles, list[str]]:
-    """Check portions one at a time. A plan to train checks each as it begins."""
     files = PlanFiles(plan=plan, job=job, data=None, directory=directory)
-    first, passed = _check_portion(files, data, 0, to_train=to_train)
-    if not to_train:
-        for index in range(1, len(data.portions)):
-            _check_portion(files, data, index, to_train=False)
-        mixture = _check_mixture(data, data_in_portions(data, directory))
-    passed = [f"first portion: {line}" for line in passed]
-    if not to_train:
-        passed.append(f"all {len(data.portions):,} portions of {data.epochs:,} epochs hold like it")
-        passed += mixture
-    return replace(files, data=first), [*passed, *_check_fewest(data)]
+    if data is not None and data.portions:
+        first, lines = _check_portion(files, data, 0, to_train=to_train)
+        files = replace(files, data=first)
+        passed += [f"first portion: {line}" for line in lines]
+        # Training checks each other portion when it begins.
+        if not to_train:
+            for index in range(1, len(data.portions)):
+                _check_portion(files, data, index, to_train=False)
+            all_portions = f"all {len(data.portions):,} portions of {data.epochs:,} epochs"
+            passed += [f"{all_portions} hold like it"]
+            passed += _check_mixture(data, data_in_portions(data, directory))
+        passed += _check_fewest(data)
+    elif shapes is not None:
+        files = replace(files, data=data_of_plan(plan, directory))
+        if data is not None:
+            packs, lengths = files.steps
+            passed += _check_data(plan, data, lengths, packs)
+            passed += _check_mixture(data, [files.steps])
+        costs = _check_costs(files, to_train=to_train)
+        passed += [f"costs are of {job.cost.source}", costs]
+    elif plan.prediction is not None:
+        raise UserError(
+            "the stored prediction is of another plan: this one has neither data nor shapes, "
+            f"so no steps; remove `prediction` from plan.json, or {_ANEW}"
+        )
+    else:
+        passed.append("the plan has neither data nor shapes: memory is not checked")
+    return files, passed + _check_settings(plan)
 
 
 def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Lengths]]) -> list[str]:
@@ -111,8 +101,8 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
     mixture = data.mixture
     if mixture is None:
         return []
-    planned = np.array([each.seen for each in mixture.sources]).T
-    found, names = np.zeros_like(planned), [each.name for each in mixture.sources]
+    planned = np.array([source.seen for source in mixture.sources]).T
+    found, names = np.zeros_like(planned), [source.name for source in mixture.sources]
     for packs, lengths in portions:
         if names != list(lengths.source_names):
             raise UserError(
@@ -139,13 +129,13 @@ def _check_portion(
     plan, own_data = files.plan.of_portion(index), data.of_portion(index)
     packs, lengths = read_portion(data, index, files.directory)
     if plan.prediction is not None:
-        runs = own_data.samples / (data.epochs * data.samples)
-        alone = for_all_portions(plan.prediction, runs)
+        share = own_data.samples / (data.epochs * data.samples)
+        alone = for_all_portions(plan.prediction, share)
         plan = plan.model_copy(update={"prediction": alone})
     own = replace(files, plan=plan, data=(packs, lengths))
     try:
         passed = _check_data(plan, own_data, lengths, packs)
-        passed.append(_check_costs(own, lengths, packs, to_train=to_train))
+        passed.append(_check_costs(own, to_train=to_train))
     except UserError as error:
         raise UserError(f"portion {number} of epoch {epoch}: {error}") from error
     return (packs, lengths), passed
@@ -156,7 +146,7 @@ def _check_fewest(data: DataPlan) -> list[str]:
     least = data.fewest_packs
     if least is None:
         return []
-    packs = sum(each.packs for each in data.portions[: data.portions_per_epoch])
+    packs = sum(portion.packs for portion in data.portions[: data.portions_per_epoch])
     if packs < least and not data.left_out:
         raise UserError(
             f"data.fewest_packs is {least:,}, and an epoch has {packs:,} packs; they cannot be "
@@ -201,40 +191,41 @@ def training_obstacles(plan: Plan) -> list[str]:
         return [] if plan.data is not None else [only_shapes]
     schedule, stages, adapters = plan.schedule, plan.parallel.pipeline, plan.adapters
     foreign, unquantised = model_obstacle(plan.model), precision_obstacle(plan)
+    studied, shares = "the plan can be studied but not trained", "ranks share packs of a level, and"
     obstacles = {
         only_shapes: plan.data is None,
-        "the lengths do not say which data they are of: the plan can be studied but not trained; "
-        "to train, plan with one file of `omnibal lengths`": (
-            plan.data is not None and plan.data.origin is None
-        ),
+        f"the lengths do not say which data they are of: {studied}; to train, plan with one file "
+        "of `omnibal lengths`": plan.data is not None and plan.data.origin is None,
         f"the plan's schedule is {schedule.name}, and the trainer runs "
-        f"{words(sorted(OWN.schedules))}: the plan can be studied but not trained": (
-            schedule.name not in OWN.schedules
-        ),
-        f"{foreign}: the plan can be studied but not trained": foreign is not None,
-        f"{unquantised}: the plan can be studied but not trained": unquantised is not None,
+        f"{words(sorted(OWN.schedules))}: {studied}": schedule.name not in OWN.schedules,
+        f"{foreign}: {studied}": foreign is not None,
+        f"{unquantised}: {studied}": unquantised is not None,
         "adapters are of experts' matrices too, beside which the trainer has none: set experts of "
         "adapters to false": adapters is not None and adapters.experts,
         "adapters are planned beside products in FP8, which the trainer has none beside: plan with "
         "--precision bf16": adapters is not None and plan.precision == "fp8",
         f"schedule has {schedule.chunks} chunks a stage, and the pipeline one stage, which holds "
         "the model whole: leave schedule out": schedule.chunks > 1 and stages == 1,
-        f"ranks share packs of a level, and with schedule {schedule.name} ranks with other numbers "
-        "of micro-batches run the shared ones in other orders: plan with levels of context 1, or "
-        "with --schedule interleaved": (
+        f"{shares} with schedule {schedule.name} ranks with other numbers of micro-batches run the "
+        "shared ones in other orders: plan with levels of context 1, or with --schedule "
+        "interleaved": (
             plan.has_shared_packs and not schedule.rule(stages, schedule.chunks, 1).is_prefix_closed
         ),
-        f"ranks share packs of a level, and {plan.model.name} has an audio encoder, whose features "
-        "the trainer does not exchange among them: plan with levels of context 1": (
+        f"{shares} {plan.model.name} has an audio encoder, whose features the trainer does not "
+        "exchange among them: plan with levels of context 1": (
             plan.has_shared_packs and plan.model.takes_audio
         ),
-        f"ranks share packs of a level, and {plan.model.name} has data-parallel encoders of images "
-        "at their native resolution, whose features are not exchanged among them: plan with "
-        "--encoder pipeline, or levels of context 1": (
+        f"{shares} {plan.model.name} has data-parallel encoders of images at their native "
+        "resolution, whose features are not exchanged among them: plan with --encoder pipeline, or "
+        "levels of context 1": (
             plan.has_shared_packs and plan.model.images is not None and plan.beside is not None
         ),
     }
-    return [what for what, is_so in obstacles.items() if is_so]
+    return _names_of_true(obstacles)
+
+
+def _names_of_true(holds: Mapping[str, bool]) -> list[str]:
+    return [name for name, is_true in holds.items() if is_true]
 
 
 def precision_obstacle(plan: Plan) -> str | None:
@@ -250,8 +241,8 @@ def precision_obstacle(plan: Plan) -> str | None:
             plan.beside is not None
         ),
     }
-    given = [what for what, holds in has.items() if holds]
-    return f"precision fp8 does not go with {given[0]}" if given else None
+    obstacles = _names_of_true(has)
+    return f"precision fp8 does not go with {obstacles[0]}" if obstacles else None
 
 
 def model_obstacle(model: ModelConfig) -> str | None:
@@ -261,21 +252,18 @@ def model_obstacle(model: ModelConfig) -> str | None:
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
-    foreign += [
-        what
-        for tower in model.encoders.values()
-        if isinstance(tower, ImagesEncoder)
-        for what, holds in {
-            f"a projector of kind {tower.projector}": tower.projector != "mlp",
-            "a class token in every image": tower.class_token,
-            "a norm before the first layer": tower.embed_norm,
-            "a norm after the last layer besides the projector's": tower.final_norm,
-            "encoder layers without biases": not tower.bias,
-            "norms of an encoder's q and k": tower.qk_norm,
-            "layer scales in an encoder of images": tower.layer_scale_init is not None,
-        }.items()
-        if holds
-    ]
+    for tower in model.encoders.values():
+        if isinstance(tower, ImagesEncoder):
+            parts = {
+                f"a projector of kind {tower.projector}": tower.projector != "mlp",
+                "a class token in every image": tower.class_token,
+                "a norm before the first layer": tower.embed_norm,
+                "a norm after the last layer besides the projector's": tower.final_norm,
+                "encoder layers without biases": not tower.bias,
+                "norms of an encoder's q and k": tower.qk_norm,
+                "layer scales in an encoder of images": tower.layer_scale_init is not None,
+            }
+            foreign += _names_of_true(parts)
     foreign += _foreign_layers(model)
     language = model.language
     parts = {
@@ -288,7 +276,7 @@ def model_obstacle(model: ModelConfig) -> str | None:
         "norms after blocks": language.post_norms,
         "layers of multi-token prediction": bool(language.prediction_layers),
     }
-    foreign += [part for part, has in parts.items() if has]
+    foreign += _names_of_true(parts)
     if not foreign:
         return None
     return (
@@ -316,7 +304,7 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
     """Return MoE settings that the trainer lacks, in words."""
     if experts is None:
         return ""
-    foreign = {
+    settings = {
         "shared_ffn_hidden_size": experts.shared_ffn_hidden_size is not None,
         "selection_bias": experts.selection_bias,
         # Core's router normalizes sigmoids always, and refuses a softmax over one expert.
@@ -324,14 +312,14 @@ def _foreign_experts(experts: ExpertsConfig | None) -> str:
         and not experts.normalized,
         "one expert a token, normalized": experts.experts_per_token == 1 and experts.normalized,
     }
-    named = [name for name, is_so in foreign.items() if is_so]
-    return f" (its experts have {', '.join(named)})" if named else ""
+    foreign = ", ".join(_names_of_true(settings))
+    return f" (its experts have {foreign})" if foreign else ""
 
 
 def _check_partition(plan: Plan) -> str:
     chunks = plan.schedule.chunks
-    if len(plan.stages) != plan.parallel.pipeline * chunks:
-        needed = plan.parallel.pipeline * chunks
+    needed = plan.parallel.pipeline * chunks
+    if len(plan.stages) != needed:
         of_chunks = f" with {chunks} chunks each" if chunks > 1 else ""
         raise UserError(
             f"the plan has {len(plan.stages)} entries in stages for pipeline size "
@@ -346,10 +334,9 @@ def _check_partition(plan: Plan) -> str:
     _check_recomputed_in_lockstep(plan)
     check_stages(plan.pipeline_model, plan.stages)
     what = "every layer" if plan.beside is None else "every language layer"
-    held = f"{plan.parallel.pipeline} stages"
-    if chunks > 1:
-        held += f" of {chunks} chunks"
-    return f"{held} hold {what} of {plan.model.name} once, in order"
+    of_chunks = f" of {chunks} chunks" if chunks > 1 else ""
+    stages = f"{plan.parallel.pipeline} stages{of_chunks}"
+    return f"{stages} hold {what} of {plan.model.name} once, in order"
 
 
 def _check_settings(plan: Plan) -> list[str]:
@@ -381,10 +368,9 @@ def _check_recomputed_in_lockstep(plan: Plan) -> None:
     )
 
 
-def _check_costs(
-    files: PlanFiles, lengths: Lengths, packs: ScheduledPacks, *, to_train: bool
-) -> str:
+def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
     plan, job = files.plan, files.job
+    packs, lengths = files.steps
     workload = job.workload(packs, lengths, plan.pack_levels)
     if plan.prediction is None:
         cost = job.cost_of_all(plan.pack_levels)
@@ -393,7 +379,7 @@ def _check_costs(
         anew = prediction_of(plan, job, packs, workload)
         memories = [stage.memory for stage in anew.stages]
     peaks = np.array([memory.peak_gib for memory in memories])
-    worst, cap_gib = int(peaks.argmax()), files.job.memory_cap_gib
+    worst, cap_gib = int(peaks.argmax()), job.memory_cap_gib
     if not fits_cap(peaks[worst], cap_gib):
         raise UserError(
             f"stage {worst} is predicted to need {peaks[worst]:.2f} GiB, but may fill "
@@ -533,8 +519,7 @@ def _check_sums(lengths: Lengths, packs: ScheduledPacks) -> str:
 
 def _check_levels(plan: Plan, packs: ScheduledPacks) -> list[str]:
     count = len(plan.pack_levels)
-    outside = (packs.level < 0) | (packs.level >= count)
-    _refuse_rows(outside, "has no such level", f"levels go from 0 to {count - 1}")
+    _refuse_outside(packs.level, "level", count)
     for index, level in enumerate(plan.levels):
         mistake = exchange_mistake(plan.model, plan.parallel, level)
         if mistake is not None:
@@ -548,7 +533,7 @@ def _check_caps(plan: Plan, data: DataPlan, lengths: Lengths, packs: ScheduledPa
     caps = data.caps.words("or") if not plan.levels else "the caps of its level"
     over = [
         packs.packs.sums(lengths.column(name))
-        > np.array([each[name] for each in all_caps])[packs.level]
+        > np.array([level_caps[name] for level_caps in all_caps])[packs.level]
         for name in data.caps.names
     ]
     _refuse_rows(np.any(over, axis=0), "exceeds a cap", f"no pack may exceed {caps}")
@@ -565,10 +550,8 @@ def _check_places(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
     elif data.window is None:
         slots = 2 * slots
     _refuse_rows(step < 0, "has no such step", "steps count from 0")
-    outside = (rank < 0) | (rank >= ranks)
-    _refuse_rows(outside, "has no such dp_rank", f"ranks go from 0 to {ranks - 1}")
-    outside = (slot < 0) | (slot >= slots)
-    _refuse_rows(outside, "has no such slot", f"slots go from 0 to {slots - 1}")
+    _refuse_outside(rank, "dp_rank", ranks)
+    _refuse_outside(slot, "slot", slots)
     step_up, rank_up, slot_up = (np.diff(column, prepend=-1) for column in (step, rank, slot))
     same_rank = (step_up == 0) & (rank_up == 0)
     in_order = (step_up > 0) | (step_up == 0) & (rank_up > 0) | same_rank & (slot_up > 0)
@@ -672,6 +655,12 @@ def _check_step_sizes(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> str:
             f"{_ANEW}"
         )
     return f"steps are of {data.packs_per_step:,} packs"
+
+
+def _refuse_outside(column: np.ndarray, name: str, count: int) -> None:
+    outside = (column < 0) | (column >= count)
+    plural = name.removeprefix("dp_")
+    _refuse_rows(outside, f"has no such {name}", f"{plural}s go from 0 to {count - 1}")
 
 
 def _refuse_rows(wrong: np.ndarray, what: str, must: str) -> None:

@@ -39,8 +39,8 @@ from omnibal.pipeline.schedules import PipelineSchedule
 from omnibal.pipeline.stage_cost import model_ms
 from omnibal.pipeline.stage_rules import check_stage_rules
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.sample_items import samples_of_shares
 from omnibal.steps.shares import shares_of
+from omnibal.steps.whole_samples import samples_of_shares
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

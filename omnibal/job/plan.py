@@ -2,15 +2,15 @@
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, NonNegativeInt, model_validator
 
 from omnibal.base.files import read_json_model, write_json_model
-from omnibal.base.frozen import Count, Frozen
+from omnibal.base.frozen import Count, Frozen, written_unless
 from omnibal.data.lengths import LengthsOrigin
 from omnibal.model.adapters import AdapterConfig, adapter_mistake, trained_kinds
 from omnibal.model.config import ClusterConfig, ModelConfig, Precision
@@ -51,7 +51,7 @@ class Shapes(Frozen):
     caps: Caps
     micro_batches_per_step: Count
     """Max packs per data-parallel rank in a full step; one step of an epoch may differ."""
-    image_tokens: Annotated[Count | None, Field(exclude_if=lambda tokens: tokens is None)] = None
+    image_tokens: Count | None = written_unless(None)
     """Tokens per image at native resolution, for packs of shapes, or None if each pack is one
     image."""
 
@@ -60,8 +60,8 @@ class SourceSeen(Frozen):
     """Samples and tokens of one source of a mixture."""
 
     name: str
-    samples: Annotated[int, Field(ge=0)]
-    seen: tuple[Annotated[int, Field(ge=0)], ...]
+    samples: NonNegativeInt
+    seen: tuple[NonNegativeInt, ...]
     """Samples trained up to each step of `by_step`, with repeats."""
 
 
@@ -77,10 +77,10 @@ class MixtureSeen(Frozen):
         return [
             f"by step {step:,}: "
             + ", ".join(
-                f"{each.name} {each.seen[place]:,} samples ({each.seen[place] / each.samples:.2f} "
-                "epochs)"
-                for each in self.sources
-                if each.samples
+                f"{source.name} {source.seen[place]:,} samples "
+                f"({source.seen[place] / source.samples:.2f} epochs)"
+                for source in self.sources
+                if source.samples
             )
             for place, step in enumerate(self.by_step)
         ]
@@ -90,7 +90,7 @@ class DataPortion(Frozen):
     """Packs and steps of some samples in one epoch."""
 
     samples: Count
-    left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
+    left_out: NonNegativeInt = written_unless(0)
     packs: Count
     steps: Count
     lengths_sha256: str
@@ -106,28 +106,24 @@ class DataPlan(Shapes):
     epochs: Annotated[int, Field(ge=1, le=MAX_EPOCHS)]
     packs_per_step: Count
     """Packs per step over all ranks, shared packs counted per rank; one step may differ."""
-    samples_per_step: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = (
-        None
-    )
+    samples_per_step: Count | None = written_unless(None)
     """Mean samples per step; then packs and micro-batches per step are maxima. None if steps have
     equally many packs."""
     samples: Count
-    left_out: Annotated[int, Field(ge=0, exclude_if=lambda samples: not samples)] = 0
+    left_out: NonNegativeInt = written_unless(0)
     """Samples of all epochs in no pack, as the target trainer runs only full steps."""
     packs: Count
     steps: Count
-    curriculum_steps: Annotated[int, Field(ge=0, exclude_if=lambda steps: not steps)] = 0
+    curriculum_steps: NonNegativeInt = written_unless(0)
     """First steps with packs of the shortest level only."""
-    window: Annotated[Count | None, Field(exclude_if=lambda samples: samples is None)] = None
+    window: Count | None = written_unless(None)
     """Consecutive stream samples per step; then packs and micro-batches per step are maxima. None
     if packs are matched into steps."""
-    portions: Annotated[
-        tuple[DataPortion, ...], Field(exclude_if=lambda portions: not portions)
-    ] = ()
+    portions: tuple[DataPortion, ...] = written_unless(())
     """Portions packed and trained in turn, each with files, or empty if all are packed together."""
-    fewest_packs: Annotated[Count | None, Field(exclude_if=lambda packs: packs is None)] = None
+    fewest_packs: Count | None = written_unless(None)
     """Lower bound of packs per epoch over all portions, or None if not proven."""
-    mixture: Annotated[MixtureSeen | None, Field(exclude_if=lambda seen: seen is None)] = None
+    mixture: MixtureSeen | None = written_unless(None)
     """Samples per source, or None if not a mixture."""
     lengths_sha256: str
     packs_sha256: str
@@ -142,7 +138,7 @@ class DataPlan(Shapes):
 
     @property
     def first_steps(self) -> tuple[int, ...]:
-        return tuple(accumulate((each.steps for each in self.portions), initial=0))
+        return tuple(accumulate((portion.steps for portion in self.portions), initial=0))
 
     @property
     def packs_are_maxima(self) -> bool:
@@ -164,22 +160,14 @@ class DataPlan(Shapes):
     def joined(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
         """Join all portions' data; `first` is described already."""
 
-        def of_all(name: str, among: Sequence[DataPortion]) -> str:
-            hashes = "".join(str(dict(each)[name]) for each in among)
-            return hashlib.sha256(hashes.encode()).hexdigest()
-
+        # Samples are the same in every epoch.
         once = portions[: len(portions) // epochs]
-        found = {
-            "epochs": epochs,
-            "samples": sum(each.samples for each in once),
-            "left_out": sum(each.left_out for each in portions),
-            "packs": sum(each.packs for each in portions),
-            "steps": sum(each.steps for each in portions),
-            "lengths_sha256": of_all("lengths_sha256", once),
-            "packs_sha256": of_all("packs_sha256", portions),
-            "steps_sha256": of_all("steps_sha256", portions),
-        }
-        return first.model_copy(update=found | {"portions": tuple(portions)})
+        joined: dict[str, object] = {"epochs": epochs, "portions": tuple(portions)}
+        for name in DataPortion.model_fields:
+            values = [dict(part)[name] for part in (once if name in _OF_SAMPLES else portions)]
+            is_hash = name.endswith("sha256")
+            joined[name] = _sha256("".join(values)) if is_hash else sum(values)
+        return first.model_copy(update=joined)
 
     @model_validator(mode="after")
     def _fits_together(self) -> "DataPlan":
@@ -196,10 +184,10 @@ class DataPlan(Shapes):
                 "must have equally many"
             )
         whole = DataPlan.joined(self, self.portions, self.epochs)
-        for (name, given), (_, found) in zip(self, whole, strict=True):
-            if given != found:
+        for (name, given), (_, joined) in zip(self, whole, strict=True):
+            if given != joined:
                 raise ValueError(
-                    f"{name} is {given}, and of all entries of portions together it is {found}; "
+                    f"{name} is {given}, and of all entries of portions together it is {joined}; "
                     "the two must be equal"
                 )
         return self
@@ -226,25 +214,27 @@ class SettingsHashes(Frozen):
     @classmethod
     def of(cls, model: ModelConfig, data: DataPlan | None) -> Self:
         """Hash a model's full description, and the data's fields not covered by its files."""
-        chosen = None if data is None else _sha256_of(data, without=_TOLD_BY_FILES)
-        return cls(model=_sha256_of(model), data=chosen)
+
+        def hash_of(settings: Frozen) -> str:
+            values = settings.model_dump(mode="json", exclude=_TOLD_BY_FILES)
+            return _sha256(json.dumps(values, sort_keys=True))
+
+        return cls(model=hash_of(model), data=None if data is None else hash_of(data))
 
 
-_TOLD_BY_FILES = frozenset(
-    "samples left_out packs steps portions fewest_packs mixture lengths_sha256 packs_sha256 "
-    "steps_sha256 origin".split()
-)
+_OF_SAMPLES = {"samples", "lengths_sha256"}
+"""DataPortion fields that are equal in all epochs."""
+_TOLD_BY_FILES = {*DataPortion.model_fields, "portions", "fewest_packs", "mixture", "origin"}
 """DataPlan fields that its packs and lengths determine."""
 
 
-def _sha256_of(settings: Frozen, without: frozenset[str] = frozenset()) -> str:
-    given = settings.model_dump(mode="json", exclude=set(without))
-    return hashlib.sha256(json.dumps(given, sort_keys=True).encode()).hexdigest()
+def _sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _check_divides(name: str, size: int, ranks: tuple[int, str]) -> None:
-    if ranks[0] % size:
-        raise ValueError(f"{name} is {size}, and must divide the {ranks[0]} {ranks[1]}")
+def _check_divides(name: str, size: int, ranks: int, of_what: str) -> None:
+    if ranks % size:
+        raise ValueError(f"{name} is {size}, and must divide the {ranks} {of_what}")
 
 
 class Plan(Frozen):
@@ -255,29 +245,23 @@ class Plan(Frozen):
     precision: Precision
     parallel: Parallel
     frozen: tuple[str, ...] = ()
-    adapters: Annotated[AdapterConfig | None, Field(exclude_if=lambda given: given is None)] = None
+    adapters: AdapterConfig | None = written_unless(None)
     """Adapters trained with frozen base matrices, or None if absent."""
-    made_for: Annotated[TargetName | None, Field(exclude_if=lambda name: name is None)] = None
+    made_for: TargetName | None = written_unless(None)
     """Trainer that the plan was limited to and predicted for, or None for this project's."""
     stages: tuple[Stage, ...]
     """Runs of units in model order: pipeline stages, or chunks that `schedule` places on them."""
-    schedule: Annotated[
-        PipelineSchedule, Field(exclude_if=lambda schedule: schedule == ONE_FORWARD_ONE_BACKWARD)
-    ] = ONE_FORWARD_ONE_BACKWARD
+    schedule: PipelineSchedule = written_unless(ONE_FORWARD_ONE_BACKWARD)
     levels: Annotated[tuple[PlannedLevel, ...], Field(max_length=MAX_LEVELS)] = ()
     """Context-parallel levels by rising caps, or empty for a single level of context size 1."""
-    beside: Annotated[
-        DataParallelEncoders | None, Field(exclude_if=lambda value: value is None)
-    ] = None
+    beside: DataParallelEncoders | None = written_unless(None)
     """Data-parallel encoders' settings, or None if encoders are units of the stages."""
     cluster: ClusterConfig
     data: DataPlan | None
     """Data of the packs, or None for a plan of shapes only, which cannot be trained."""
     shapes: Shapes | None = None
     """Micro-batches of a plan of shapes only: each is at the caps, each step is full."""
-    settings_sha256: Annotated[
-        SettingsHashes | None, Field(exclude_if=lambda hashes: hashes is None)
-    ] = None
+    settings_sha256: SettingsHashes | None = written_unless(None)
     """Hashes of the model and data settings of `omnibal plan`, or None if made otherwise."""
     prediction: Prediction | None = None
 
@@ -309,7 +293,8 @@ class Plan(Frozen):
         trained = [kind for kind in kinds if kind.name in names]
         towers = {kind.tower for kind in trained}
         encoding = {kind.tower for kind in trained if not kind.is_projector}
-        features = {each.name for each in deepstack_of(self.model) if each.tower in encoding}
+        deepstack = deepstack_of(self.model)
+        features = {feature.name for feature in deepstack if feature.tower in encoding}
         return frozenset(towers | features | {LANGUAGE} if towers else ())
 
     @property
@@ -330,7 +315,7 @@ class Plan(Frozen):
 
     @property
     def stages_at_levels(self) -> tuple[tuple[Stage, ...], ...]:
-        return tuple(self.stages_at(level) for level in range(len(self.levels) or 1))
+        return tuple(map(self.stages_at, range(len(self.levels)))) or (self.stages,)
 
     def parts_of(self, stage: int) -> tuple[int, ...]:
         """Indices into `stages` of a pipeline stage's chunks."""
@@ -396,14 +381,14 @@ class Plan(Frozen):
                     f"levels[{index}].caps are {level.caps}, after {lower.caps}; levels must come "
                     "in the order of rising max_tokens"
                 )
-        ranks = self.parallel.data, "data-parallel ranks"
         for index, level in enumerate(self.levels):
             if len(level.recompute) != len(self.stages):
                 raise ValueError(
                     f"levels[{index}].recompute has {len(level.recompute)} entries for "
                     f"{len(self.stages)} stages; it must list the layers of every stage"
                 )
-            _check_divides(f"levels[{index}].context", level.context, ranks)
+            ranks = self.parallel.data
+            _check_divides(f"levels[{index}].context", level.context, ranks, "data-parallel ranks")
         if self.levels and any(stage.recompute for stage in self.stages):
             raise ValueError(
                 "a stage names layers to recompute beside `levels`; where a plan has levels, name "
@@ -423,16 +408,11 @@ class Plan(Frozen):
         if beside is None:
             return self
         names = set(self.model.encoders)
-        tables: dict[str, Collection[str]] = {
-            "items_per_pass": beside.items_per_pass,
-            "kept_items": beside.kept_items,
-            "item_ms": beside.item_ms,
-        }
-        for name, table in tables.items():
-            given = set(table)
+        for field in ("items_per_pass", "kept_items", "item_ms"):
+            given = set(dict(beside)[field])
             if not names or given != names:
                 raise ValueError(
-                    f"beside.{name} is of {words(sorted(given)) or 'no encoder'}, and must be of "
+                    f"beside.{field} is of {words(sorted(given)) or 'no encoder'}, and must be of "
                     f"every encoder of {self.model.name}: {words(sorted(names)) or 'it has none'}"
                 )
         squares = set(takes_whole_samples(self.model))
@@ -442,11 +422,9 @@ class Plan(Frozen):
                 f"must be of those of {self.model.name} for images at their native resolution: "
                 f"{words(sorted(squares)) or 'it has none'}"
             )
-        ranks = self.parallel.data, "data-parallel ranks"
-        _check_divides("beside.pipelines", beside.pipelines, ranks)
-        _check_divides(
-            "beside.sharded", beside.sharded, (self.parallel.world_size, "ranks of the job")
-        )
+        sizes = self.parallel
+        _check_divides("beside.pipelines", beside.pipelines, sizes.data, "data-parallel ranks")
+        _check_divides("beside.sharded", beside.sharded, sizes.world_size, "ranks of the job")
         return self
 
 
@@ -460,7 +438,7 @@ def portion_packs_file(epoch: int) -> str:
 
 def plan_sha256(plan: Plan) -> str:
     """Hash a plan without its prediction."""
-    return hashlib.sha256(plan.model_dump_json(exclude={"prediction"}).encode()).hexdigest()
+    return _sha256(plan.model_dump_json(exclude={"prediction"}))
 
 
 def plan_files(directory: Path) -> list[Path]:

@@ -29,7 +29,7 @@ from omnibal.steps.full_steps import whole_steps
 from omnibal.steps.next_fit import as_formed
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
-from omnibal.steps.windows import WindowRequest, schedule_windows
+from omnibal.steps.windows import schedule_windows
 
 _IMAGE_TOKENS = "image_tokens"
 MAX_TRAINED_SAMPLES = 200_000_000
@@ -326,17 +326,14 @@ class StreamData(_UnderCaps):
         return replace(self, lengths=self.lengths.take(first))
 
     def schedule(self, job: JobSpec) -> tuple[ScheduledPacks, Lengths]:
-        request = WindowRequest(
-            caps=self.caps,
-            samples=self.window,
+        packs = schedule_windows(
+            self.lengths,
+            self.caps,
+            job.parallel,
+            lambda packs: job.load_ms(packs, self.lengths),
+            window=self.window,
             is_dispatched=self.is_dispatched,
             epochs=self.epochs,
-            ranks=job.parallel.data,
-            stages=job.parallel.pipeline,
-            lockstep_ranks=job.lockstep_ranks,
-        )
-        packs = schedule_windows(
-            self.lengths, request, lambda packs: job.load_ms(packs, self.lengths)
         )
         return packs, self.lengths
 

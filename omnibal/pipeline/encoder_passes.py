@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.cost.encoder_phase import EncoderCost
-from omnibal.steps.sample_passes import SamplePasses
+from omnibal.steps.whole_samples import SamplePasses
 
 PassBytes = Callable[[np.ndarray], np.ndarray]
 """Bytes of passes by their work. [passes, F] -> [passes]"""

@@ -27,11 +27,13 @@ from omnibal.pipeline.encoding import EncoderMemory, EncoderWaits, Encoding
 from omnibal.pipeline.prediction import EncoderPhasePrediction, StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.pipeline.workload import Workload
-from omnibal.steps.items import items_at_home, shares_of_ranks, unit_of_time
-from omnibal.steps.near_home import Homes
-from omnibal.steps.sample_items import SampleItems, deal_whole_samples
-from omnibal.steps.sample_passes import passes_of_samples
-from omnibal.steps.whole_samples import DealtSamples
+from omnibal.steps.items import Homes, items_at_home, shares_of_ranks, unit_of_time
+from omnibal.steps.whole_samples import (
+    DealtSamples,
+    SampleItems,
+    deal_whole_samples,
+    passes_of_samples,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -11,8 +11,8 @@ import numpy as np
 from omnibal.base.arrays import rows_of
 from omnibal.pipeline.encoding import Encoding
 from omnibal.steps.empty_slots import empty_slots
-from omnibal.steps.sample_items import SampleItems
 from omnibal.steps.shares import Shares
+from omnibal.steps.whole_samples import SampleItems
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

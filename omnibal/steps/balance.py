@@ -1,30 +1,52 @@
 """Assignment of items to ranks with a small max load.
 
 The better of longest processing time first (LPT: Graham, SIAM Journal on Applied Mathematics 17,
-1969) and largest differencing, both improved by exchanges.
+1969) and the largest differencing method (Karmarkar and Karp, The differencing method of set
+partitioning, 1982), both improved by exchanges. Weights are float64 [items], ranks int64 [items].
 """
 
 import heapq
 
 import numpy as np
 
-from omnibal.steps.differencing import differenced
-from omnibal.steps.even_out import evened_out
-from omnibal.steps.load_bounds import load_bound
-
 _FEW = 1 << 21
 """Max items x ranks for slower methods."""
-_ROUNDING = 1e-12  # relative, of sums of weights
+_PARTNERS = 4
+"""Ranks with minimal load that the busiest rank exchanges with first."""
+_OTHERS_PAIRS = 1 << 17
+"""Max pairs of items to compare with further ranks."""
+_MAX_WORK = 1 << 24
+"""Max pairs of items to compare in total."""
+_ROUNDING = 1e-12
+"""Relative error of sums of weights."""
+
+
+def load_bound(weight: np.ndarray, ranks: int) -> float:
+    """Max of three lower bounds on the max load. Integral if all weights are.
+
+    The mean, the heaviest item, and for k >= 1: of the k d + 1 heaviest items some rank of d has k
+    + 1, with at least the weight of the k + 1 lightest of them. (Graham's argument, with sums
+    instead of multiples of the lightest.)
+    """
+    if not len(weight):
+        return 0.0
+    sums = np.concatenate([[0.0], np.cumsum(np.sort(weight.astype(np.float64))[::-1])])
+    per_rank = np.arange(1, (len(weight) - 1) // ranks + 1)
+    last = per_rank * ranks + 1
+    crowded = sums[last] - sums[last - per_rank - 1]
+    # Rounding errors of sums must not raise the bound.
+    bound = max(sums[-1] / ranks, sums[1], crowded.max(initial=0.0)) * (1 - _ROUNDING)
+    return float(np.ceil(bound) if (weight == np.floor(weight)).all() else bound)
 
 
 def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
-    """Assign items with max load at most 4/3 - 1/(3 ranks) of the optimum, int64 [items]."""
+    """Assign items with max load at most 4/3 - 1/(3 ranks) of the optimum."""
     weight = np.asarray(weight, np.float64)
     bound, best_load, best = load_bound(weight, ranks), np.inf, np.zeros(len(weight), np.int64)
-    is_few = len(weight) * ranks <= _FEW
-    found = longest_first(weight, ranks), differenced(weight, ranks, equal_counts=not is_few)
-    for before in found:
-        rank = evened_out(weight, before, ranks, bound)
+    equal_counts = len(weight) * ranks > _FEW
+    starts = longest_first(weight, ranks), assign_by_differencing(weight, ranks, equal_counts)
+    for start in starts:
+        rank = even_out(weight, start, ranks, bound)
         load = float(np.bincount(rank, weight, ranks).max())
         if load < best_load:
             best_load, best = load, rank
@@ -34,12 +56,102 @@ def balance(weight: np.ndarray, ranks: int) -> np.ndarray:
 
 
 def longest_first(weight: np.ndarray, ranks: int) -> np.ndarray:
-    """Every item to the rank with minimal load, heaviest item first, int64 [items]."""
+    """Assign every item to the rank with minimal load, heaviest item first."""
     order = np.argsort(-weight, kind="stable")
     heap = [(0.0, rank) for rank in range(ranks)]
-    given = np.empty(len(weight), np.int64)
-    for item, each in zip(order.tolist(), weight[order].tolist(), strict=True):
+    rank_of = np.empty(len(weight), np.int64)
+    for item, item_weight in zip(order.tolist(), weight[order].tolist(), strict=True):
         load, rank = heap[0]
-        heapq.heapreplace(heap, (load + each, rank))
-        given[item] = rank
-    return given
+        heapq.heapreplace(heap, (load + item_weight, rank))
+        rank_of[item] = rank
+    return rank_of
+
+
+def assign_by_differencing(weight: np.ndarray, ranks: int, equal_counts: bool) -> np.ndarray:
+    """Assign items by joining partial assignments, a weight-sorted set per rank.
+
+    Of those with the widest spread, the heaviest set is joined with the lightest. With
+    `equal_counts`, which starts with an item per rank, item counts differ by at most one (Michiels,
+    Korst, Aarts and van Leeuwen, STACS 2003), and time and memory are O(items), else O(items x
+    ranks).
+    """
+    items = len(weight)
+    rank = np.zeros(items, np.int64)
+    if not items:
+        return rank
+    heaviest_first = np.argsort(-weight, kind="stable")
+    # Sets of every partial assignment, heaviest first. Weights are negative, empty sets 0.
+    together = ranks if equal_counts else 1
+    number = -(-items // together)
+    given, sets = np.zeros(number * together), np.zeros((number, ranks))
+    given[:items] = -weight[heaviest_first]
+    sets[:, :together] = given.reshape(number, together)
+    rows = list(sets)
+    heap = [(spread, row) for row, spread in enumerate((sets[:, 0] - sets[:, -1]).tolist())]
+    heapq.heapify(heap)
+    joins = []
+    while len(heap) > 1:
+        _, wide = heapq.heappop(heap)
+        narrow = heap[0][1]
+        total = rows[wide] + rows[narrow][::-1]
+        order = total.argsort(kind="stable")
+        rows[narrow] = joined = total[order]
+        joins.append((wide, narrow, order))
+        heapq.heapreplace(heap, (joined.item(0) - joined.item(-1), narrow))
+    # Assign ranks to sets by undoing joins, last first.
+    ranks_of = np.empty((number, ranks), np.int64)
+    ranks_of[heap[0][1]] = np.arange(ranks)
+    for wide, narrow, order in reversed(joins):
+        ranks_of[wide, order] = ranks_of[narrow]
+        ranks_of[narrow] = ranks_of[wide, ::-1]
+    rank[heaviest_first] = ranks_of[:, :together].reshape(-1)[:items]
+    return rank
+
+
+def even_out(weight: np.ndarray, rank: np.ndarray, ranks: int, enough: float) -> np.ndarray:
+    """Exchange items of the busiest rank until no exchange lowers its load.
+
+    Picks the exchange with the smallest max load of both ranks. Sorted loads decrease strictly, so
+    it terminates; it also stops at the lower bound `enough`.
+    """
+    rank, load = rank.copy(), np.bincount(rank, weight, ranks)
+    # A move is an exchange for the sentinel item of weight 0, which ends every rank's items.
+    nothing, weight = len(weight), np.append(weight, 0.0)
+    ends = np.cumsum(np.bincount(rank, minlength=ranks))
+    by_rank = np.split(np.argsort(rank, kind="stable"), ends[:-1])
+    held = [np.append(items, nothing) for items in by_rank]
+    work = 0
+    while work < _MAX_WORK:
+        busiest = int(load.argmax())
+        if load[busiest] <= enough * (1 + _ROUNDING):
+            break
+        given = held[busiest][:-1]
+        # A stable sort, to agree on all machines.
+        by_load = np.argsort(load, kind="stable")
+        first, others = (part[part != busiest] for part in np.split(by_load, [_PARTNERS]))
+        pairs_of_rank = len(given) * (len(rank) / ranks + 1)
+        for partners in (first, others[: int(_OTHERS_PAIRS / max(pairs_of_rank, 1)) + 1]):
+            if not len(partners) or not len(given):
+                continue
+            offers = [held[partner] for partner in partners.tolist()]
+            taken = np.concatenate(offers)
+            partner = partners.repeat([len(offer) for offer in offers])
+            work += len(given) * len(taken)
+            change = weight[given][:, None] - weight[taken]
+            after = np.maximum(load[busiest] - change, load[partner] + change)
+            best = int(after.argmin())
+            if after.flat[best] < load[busiest] * (1 - _ROUNDING):
+                break
+        else:
+            break
+        row, column = divmod(best, len(taken))
+        other = int(partner[column])
+        trades = ((int(given[row]), busiest, other), (int(taken[column]), other, busiest))
+        for item, source, target in trades:
+            if item != nothing:
+                held[source] = held[source][held[source] != item]
+                held[target] = np.concatenate([held[target][:-1], [item, nothing]])
+                rank[item] = target
+                load[source] -= weight[item]
+                load[target] += weight[item]
+    return rank

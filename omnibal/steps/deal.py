@@ -12,42 +12,51 @@ _TOLERANCE = 1e-9
 """Min relative gain in time of an exchange."""
 
 
-def deal_apart(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Deal packs of steps to ranks that synchronize only at the end of a step.
+def deal_in_rounds(
+    rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int, lockstep_ranks: int = 1
+) -> np.ndarray:
+    """Deal packs of steps in rounds of one pack per rank, in descending items and load.
 
-    Deals in rounds of one pack per rank, in descending items and load, each round's heaviest pack
-    to the rank with minimal load so far. Ranks run their lightest packs first and last.
+    Packs of similar load of a round go to the same group of `lockstep_ranks` neighbours, the
+    heaviest to the group with minimal load so far, which is the sum of its slowest ranks' slots.
+    Ranks that synchronize only at the end of a step run their lightest packs first and last. Else
+    rounds become slots, light rounds first and last, an incomplete round last and in a minimal
+    number of groups.
 
     Args:
         rows: packs of steps of equal size, [steps, packs]. Items and load are [all packs].
+        lockstep_ranks: neighbouring ranks in lockstep, a divisor of `dp`.
 
     Returns:
         Packs of every rank, [steps, dp, slots], padded with -1.
     """
-    rounds = _rounds(rows, items, load, dp)
-    slots, steps, _ = rounds.shape
-    by_rank = np.empty((steps, slots, dp), np.int64)
-    rank_load = np.zeros((steps, dp))
-    for number, drawn in enumerate(rounds):
-        heaviest_first = np.argsort(
-            np.where(drawn < 0, np.inf, -load[drawn]), axis=1, kind="stable"
-        )
-        lightest_rank_first = np.argsort(rank_load, axis=1, kind="stable")
-        dealt = np.take_along_axis(drawn, heaviest_first, axis=1)
-        np.put_along_axis(by_rank[:, number], lightest_rank_first, dealt, axis=1)
-        given = by_rank[:, number]
-        rank_load += np.where(given < 0, 0.0, load[given])
-    return _lightest_first_and_last(by_rank.swapaxes(1, 2), load)
-
-
-def _rounds(rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int) -> np.ndarray:
-    """Rounds of one pack per rank, by descending items and load, [slots, steps, dp], -1 if none."""
-    steps, size = rows.shape
+    (steps, size), groups = rows.shape, dp // lockstep_ranks
     slots = -(-size // dp)
     most_first = np.lexsort((-load[rows], -items[rows]), axis=1)
     rounds = np.full((steps, slots * dp), -1)
     rounds[:, :size] = np.take_along_axis(rows, most_first, axis=1)
-    return rounds.reshape(steps, slots, dp).swapaxes(0, 1)
+    by_group = np.empty((steps, slots, groups, lockstep_ranks), np.int64)
+    group_load, round_load = np.zeros((steps, groups)), np.zeros((steps, slots))
+    for number, drawn in enumerate(rounds.reshape(steps, slots, dp).swapaxes(0, 1)):
+        drawn_load = np.where(drawn < 0, 0.0, load[drawn])
+        order = np.argsort(np.where(drawn < 0, np.inf, -drawn_load), axis=1, kind="stable")
+        chunks = np.take_along_axis(drawn, order, axis=1).reshape(steps, groups, lockstep_ranks)
+        chunk_load = np.take_along_axis(drawn_load, order, axis=1)[:, ::lockstep_ranks]
+        least_first = np.argsort(group_load, axis=1, kind="stable")
+        np.put_along_axis(by_group[:, number], least_first[..., None], chunks, axis=1)
+        given = np.zeros_like(group_load)
+        np.put_along_axis(given, least_first, chunk_load, axis=1)
+        group_load += given
+        round_load[:, number] = chunk_load[:, 0]
+    if lockstep_ranks == 1:
+        return _lightest_first_and_last(by_group[..., 0].swapaxes(1, 2), load)
+    full = size // dp
+    if size % dp:
+        round_load[:, -1] = -np.inf
+    heaviest_first = np.argsort(-round_load, axis=1, kind="stable")
+    slot = np.append(lightest_at_the_ends(full), np.arange(full, slots))
+    by_group = np.take_along_axis(by_group, heaviest_first[:, slot, None, None], axis=1)
+    return by_group.reshape(steps, slots, dp).swapaxes(1, 2)
 
 
 def deal_by_speed(
@@ -153,47 +162,6 @@ def _lightest_first_and_last(by_rank: np.ndarray, load: np.ndarray) -> np.ndarra
     by_rank = np.take_along_axis(by_rank, np.argsort(-weight, axis=2, kind="stable"), axis=2)
     ordered = by_rank[:, :, lightest_at_the_ends(by_rank.shape[2])]
     return np.take_along_axis(ordered, np.argsort(ordered < 0, axis=2, kind="stable"), axis=2)
-
-
-def deal_in_lockstep(
-    rows: np.ndarray, items: np.ndarray, load: np.ndarray, dp: int, lockstep_ranks: int
-) -> np.ndarray:
-    """Deal packs of steps to ranks that run slots in lockstep with their neighbours.
-
-    The slowest rank of a group determines the time of a slot. Deals in rounds of one pack per rank,
-    in descending items and load. Packs of similar load go to the same group, the heaviest to the
-    group with minimal load so far. Rounds become slots, light rounds first and last, an incomplete
-    round last and in a minimal number of groups.
-
-    Args:
-        rows: packs of steps of equal size, [steps, packs]. Items and load are [all packs].
-        lockstep_ranks: neighbouring ranks in lockstep, a divisor of `dp`.
-
-    Returns:
-        Packs of every rank, [steps, dp, slots], padded with -1.
-    """
-    rounds, groups = _rounds(rows, items, load, dp), dp // lockstep_ranks
-    slots, (steps, size) = len(rounds), rows.shape
-    by_group = np.empty((steps, slots, groups, lockstep_ranks), np.int64)
-    group_load, round_load = np.zeros((steps, groups)), np.zeros((steps, slots))
-    for number, drawn in enumerate(rounds):
-        drawn_load = np.where(drawn < 0, 0.0, load[drawn])
-        order = np.argsort(np.where(drawn < 0, np.inf, -drawn_load), axis=1, kind="stable")
-        chunks = np.take_along_axis(drawn, order, axis=1).reshape(steps, groups, lockstep_ranks)
-        chunk_load = np.take_along_axis(drawn_load, order, axis=1)[:, ::lockstep_ranks]
-        least_first = np.argsort(group_load, axis=1, kind="stable")
-        np.put_along_axis(by_group[:, number], least_first[..., None], chunks, axis=1)
-        given = np.zeros_like(group_load)
-        np.put_along_axis(given, least_first, chunk_load, axis=1)
-        group_load += given
-        round_load[:, number] = chunk_load[:, 0]
-    if size % dp:
-        round_load[:, -1] = -np.inf
-    full = size // dp
-    heaviest_first = np.argsort(-round_load, axis=1, kind="stable")
-    slot = np.append(lightest_at_the_ends(full), np.arange(full, slots))
-    by_group = np.take_along_axis(by_group, heaviest_first[:, slot, None, None], axis=1)
-    return by_group.reshape(steps, slots, dp).swapaxes(1, 2)
 
 
 def lightest_at_the_ends(count: int) -> np.ndarray:

@@ -5,24 +5,51 @@ pipeline, N = L x R ranks of a group.
 
 Item counts per rank are settled first: encoders by descending item time, each deals its items to
 the ranks with minimal load. With two encoders the busiest rank is at most one shorter item above
-the optimum. Then items are assigned as runs, preferably to ranks on the node of the pipeline's
-first stage, which embeds tokens (`omnibal.steps.near_home`).
+the optimum. Then items are assigned as runs, preferably to ranks on their *home*: the node of the
+pipeline's first stage, which embeds tokens, so that features need no network.
 
 Encoders with attention between items take whole samples, which `omnibal.steps.whole_samples`
 deals first.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
+from typing import Self
 
 import numpy as np
 
-from omnibal.steps.near_home import NO_LOAD, Homes, nearest_first
-from omnibal.steps.whole_samples import HEAVIEST
-
 _LONGEST = 1 << 20
 """Units of time of the longest item. Integers make all machines agree."""
+HEAVIEST = 1 << 40
+"""Max units of a sample or item, so that sums fit 64-bit integers."""
+NO_LOAD = np.zeros((), np.int64)
+"""Load of ranks without items."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Homes:
+    """Pipelines and nodes of ranks, and homes of pipelines, numbered over all groups, int64."""
+
+    pipeline: np.ndarray
+    node: np.ndarray
+    home: np.ndarray
+    """Node of every pipeline's first rank, ascending."""
+
+    @classmethod
+    def of(cls, node: np.ndarray, ranks_of_pipeline: int) -> Self:
+        """Build from the nodes of every group's ranks, [groups, N]."""
+        groups = len(node)
+        inside = node - node.min(axis=1, keepdims=True)
+        of_group = int(inside.max(initial=0)) + 1
+        numbers = (inside + of_group * np.arange(groups)[:, None]).ravel()
+        pipeline = np.arange(node.size) // ranks_of_pipeline
+        return cls(pipeline=pipeline, node=numbers, home=numbers[::ranks_of_pipeline])
+
+    @property
+    def is_home(self) -> np.ndarray:
+        """Whether a rank is on its own pipeline's home, [ranks]."""
+        return self.node == self.home[self.pipeline]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -64,7 +91,7 @@ def share_items(
 ) -> dict[str, ItemRuns]:
     """Deal the items of one step's packs to the ranks of an encoding group.
 
-    Deterministic, so planner and ranks agree without communication.
+    Every item is in one run. Deterministic, so planner and ranks agree without communication.
 
     Args:
         items: of every pack by encoder, int [P], possibly 0 or empty.
@@ -74,9 +101,6 @@ def share_items(
         load: initial load of every rank, int64 [1, N], in units of `unit_ms`.
         unit_ms: `unit_of_time`, if other encoders were dealt before.
         node: of every rank, int64 [N]. None if all are on one node.
-
-    Returns:
-        Runs of every encoder of `items`. Every item is in one run.
     """
     pipeline_of_pack = np.asarray(pipeline_of_pack, np.int64)
     held = {
@@ -113,7 +137,7 @@ def shares_of_ranks(
             found[name] = _level(held[name], load, ranks_of_pipeline, units)
             load = load + units * found[name]
         else:
-            found[name] = _level(held[name], np.zeros((), np.int64), ranks_of_pipeline, 1)
+            found[name] = _level(held[name], NO_LOAD, ranks_of_pipeline, 1)
     return {name: found[name] for name in held}
 
 
@@ -145,11 +169,9 @@ def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: in
 def items_at_home(
     held: np.ndarray, share: np.ndarray, homes: Homes
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Items that `share_items` assigns to the node of their first stage, from the items per
-    pipeline and the shares of all ranks.
+    """Count items that `share_items` leaves at home, from pipelines' items and ranks' shares.
 
-    Returns:
-        Per rank, items of its own pipeline and all items. Per pipeline, all items.
+    Returns items per rank for its own pipeline, per rank in total, and per pipeline.
     """
     pipeline = np.arange(len(held))
     (here, own, _), (more, others, _) = islice(nearest_first(held, pipeline, share, homes), 2)
@@ -187,3 +209,46 @@ def _laid(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
     rank = np.searchsorted(rank_ends, begins, side="right")
     first = start[pack] + begins - (pack_ends - items)[pack]
     return np.stack([pack, first, ends - begins, rank])
+
+
+def nearest_first(
+    items: np.ndarray, pipeline: np.ndarray, room: np.ndarray, homes: Homes
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Match items with ranks in four rounds, each maximal.
+
+    Rounds: own pipeline's ranks at home, other ranks at home, own pipeline's ranks elsewhere, any
+    rank (within one group only). No matching leaves fewer items away from home.
+
+    Args:
+        items: of every entry.
+        pipeline: of every entry, ascending.
+        room: capacity of every rank, with the same sum as items.
+
+    Yields:
+        Matched items of every entry, matched capacity of every rank, and the order of ranks.
+    """
+    nowhere = len(homes.home)
+    own_at_home = np.where(homes.is_home, homes.pipeline, nowhere)
+    rounds = (
+        (pipeline, own_at_home),
+        (homes.home[pipeline], homes.node),
+        (pipeline, homes.pipeline),
+        (np.zeros_like(pipeline), np.zeros_like(homes.node)),
+    )
+    for of_entry, of_rank in rounds:
+        order = np.argsort(of_rank, kind="stable")
+        keys = max(nowhere, int(homes.node.max())) + 1
+        both = np.bincount(of_entry, items, keys), np.bincount(of_rank, room, keys)
+        limit = np.minimum(*both).astype(np.int64)
+        here, taken = first_of_each(items, of_entry, limit), np.empty_like(room)
+        taken[order] = first_of_each(room[order], of_rank[order], limit)
+        yield here, taken, order
+        items, room = items - here, room - taken
+
+
+def first_of_each(counts: np.ndarray, group: np.ndarray, limit: np.ndarray) -> np.ndarray:
+    """Part of each entry's counts within the first `limit` of its group. Groups ascend."""
+    before = np.cumsum(counts) - counts
+    of_group = np.bincount(group, counts, len(limit)).astype(np.int64)
+    before_in_group = before - (np.cumsum(of_group) - of_group)[group]
+    return np.clip(limit[group] - before_in_group, 0, counts)

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
+from omnibal.steps.balance import load_bound
 from omnibal.steps.items import NO_LOAD, shares_of_ranks, unit_of_time
-from omnibal.steps.load_bounds import load_bound
-from omnibal.steps.sample_items import SampleItems
+from omnibal.steps.whole_samples import SampleItems
 
 ALL_ENCODERS = "encoders"
 LANGUAGE_PHASE = "language"

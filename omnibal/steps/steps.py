@@ -22,7 +22,7 @@ from omnibal.packing.fit import Seed, size_keys
 from omnibal.packing.media import pack_apart
 from omnibal.packing.packing import pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
-from omnibal.steps.deal import deal_apart, deal_by_speed, deal_in_lockstep
+from omnibal.steps.deal import deal_by_speed, deal_in_rounds
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.rows import RowRequest, deal_rows, even_steps, match_rows
@@ -275,17 +275,14 @@ def deal_steps(
 ) -> ScheduledPacks:
     """Deal the packs of every step to `dp` data-parallel ranks.
 
-    Packs are dealt in rounds of one per rank, in descending items and load, each round's heaviest
-    pack to the rank with minimal load so far (longest processing time first, with equal counts). If
-    ranks do not divide a step, some get one pack fewer. A rank runs its lightest packs first and
-    last, as other stages idle during pipeline fill and drain. Lockstep neighbours get similar packs
-    in every slot (`omnibal.steps.deal.deal_in_lockstep`). Shared packs are dealt by context size
-    (`omnibal.steps.rows.deal_rows`).
+    Packs are dealt by longest processing time first, with counts that differ by at most one
+    (`deal_in_rounds`), for ranks of unequal speed by `deal_by_speed`, and shared packs by context
+    size (`deal_rows`). A rank runs its lightest packs first and last, as other stages idle during
+    pipeline fill and drain.
 
     Args:
         lockstep_ranks: neighbouring ranks that run slots together, e.g. for expert parallelism.
-        slowness: relative slowness of ranks (`omnibal.steps.deal.deal_by_speed`), [dp]. None with
-            several levels or lockstep.
+        slowness: relative slowness of ranks, [dp]. None with several levels or lockstep.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
     context = np.array([each.context for each in levels])[level]
@@ -306,10 +303,8 @@ def deal_steps(
             continue
         if slowness is not None and rows.shape[1] > dp:
             by_rank = deal_by_speed(rows, weight, slowness, most_slots(usual, dp))
-        elif lockstep_ranks == 1:
-            by_rank = deal_apart(rows, items, weight, dp)
         else:
-            by_rank = deal_in_lockstep(rows, items, weight, dp, lockstep_ranks)
+            by_rank = deal_in_rounds(rows, items, weight, dp, lockstep_ranks)
         _, rank, position = np.nonzero(by_rank >= 0)
         dp_rank[by_rank[by_rank >= 0]] = rank
         slot[by_rank[by_rank >= 0]] = position

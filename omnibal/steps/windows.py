@@ -8,14 +8,14 @@ robin.
 """
 
 import heapq
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 
 import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
+from omnibal.model.parallel import Parallel
 from omnibal.packing.best_fit import pack_first_fit
 from omnibal.packing.fit import check_samples_fit, in_common_units
 from omnibal.packing.packs import Packs, ScheduledPacks
@@ -27,25 +27,15 @@ _Ranks = list[list[_Pack]]
 """Packs of every rank, in slot order."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WindowRequest:
-    """Settings for packing and dealing a stream."""
-
-    caps: Caps
-    samples: int
-    """Samples per window. The last window of an epoch may have fewer."""
-    is_dispatched: bool
-    """Whether ranks get equal shares of a window, instead of packs in stream order."""
-    epochs: int
-    ranks: int
-    stages: int
-    """Pipeline stages. Their fill and drain time depends on a rank's longest pack."""
-    lockstep_ranks: int = 1
-    """Neighbouring ranks that run micro-batches in lockstep, a divisor of `ranks`."""
-
-
 def schedule_windows(
-    lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+    lengths: Lengths,
+    caps: Caps,
+    parallel: Parallel,
+    load: Callable[[Packs], np.ndarray],
+    *,
+    window: int,
+    is_dispatched: bool = True,
+    epochs: int = 1,
 ) -> ScheduledPacks:
     """Pack and deal all windows of a stream, in the same order every epoch.
 
@@ -54,18 +44,28 @@ def schedule_windows(
     Args:
         lengths: of all samples, in stream order.
         load: predicted time of every pack, linear in its samples.
+        window: samples per step. The last window of an epoch may have fewer.
+        is_dispatched: whether ranks get equal shares of a window, instead of packs in stream order.
     """
-    check_samples_fit(lengths, request.caps)
-    samples = _Samples(lengths, request, load)
+    check_samples_fit(lengths, caps)
+    samples, ranks = _Samples(lengths, caps, parallel, load), parallel.data
     dealt = []
-    for first in range(0, len(lengths), request.samples):
-        window = range(first, min(first + request.samples, len(lengths)))
-        ranks = samples.as_read(window, request.ranks)
-        if request.is_dispatched:
-            balanced = samples.balanced(window, request.ranks)
-            ranks = min(balanced, ranks, key=samples.busiest_ms)
-        dealt.append(ranks)
-    return _scheduled(dealt, lengths, request.epochs)
+    for first in range(0, len(lengths), window):
+        rows = range(first, min(first + window, len(lengths)))
+        packs = samples.as_read(rows, ranks)
+        if is_dispatched:
+            packs = min(samples.balanced(rows, ranks), packs, key=samples.busiest_ms)
+        dealt.append(packs)
+    places = [
+        (step, rank, slot, pack)
+        for step, ranks_packs in enumerate(dealt)
+        for rank, packs in enumerate(ranks_packs)
+        for slot, pack in enumerate(packs)
+    ]
+    step, rank, slot = (np.array([place[i] for place in places] * epochs) for i in range(3))
+    joined = Packs.from_lists([place[3] for place in places] * epochs)
+    epoch = np.repeat(np.arange(epochs), len(places))
+    return ScheduledPacks.of(joined, lengths, step + epoch * len(dealt), rank, slot, epoch)
 
 
 def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
@@ -79,10 +79,14 @@ class _Samples:
     """Sizes and times of a stream's samples, and packs of its windows."""
 
     def __init__(
-        self, lengths: Lengths, request: WindowRequest, load: Callable[[Packs], np.ndarray]
+        self,
+        lengths: Lengths,
+        caps: Caps,
+        parallel: Parallel,
+        load: Callable[[Packs], np.ndarray],
     ) -> None:
-        self.stages, self.lockstep_ranks = request.stages, request.lockstep_ranks
-        self.sizes, self.caps = in_common_units(lengths, request.caps)
+        self.stages, self.lockstep_ranks = parallel.pipeline, parallel.lockstep_ranks
+        self.sizes, self.caps = in_common_units(lengths, caps)
         """Sizes in units of the caps, int64 [features, samples], and the caps."""
         self.columns = list(zip(*self.sizes.tolist(), strict=True))
         count = len(lengths)
@@ -119,15 +123,17 @@ class _Samples:
     def as_read(self, window: range, ranks: int) -> _Ranks:
         """Next-fit packs in stream order, dealt round robin."""
         packs: list[_Pack] = []
-        room: tuple[int, ...] = ()
+        room: tuple[int, ...] = (-1,) * len(self.caps)
         for sample in window:
-            left = tuple(map(int.__sub__, room, self.columns[sample]))
-            if not left or min(left) < 0:
+            room = self._room_after(room, sample)
+            if min(room) < 0:
                 packs.append([])
-                left = tuple(map(int.__sub__, self.caps.tolist(), self.columns[sample]))
+                room = self._room_after(self.caps.tolist(), sample)
             packs[-1].append(sample)
-            room = left
         return [packs[rank::ranks] for rank in range(ranks)]
+
+    def _room_after(self, room: Sequence[int], sample: int) -> tuple[int, ...]:
+        return tuple(map(int.__sub__, room, self.columns[sample]))
 
     def balanced(self, window: range, ranks: int) -> _Ranks:
         """Equal shares of the window's time, each packed separately."""
@@ -191,7 +197,7 @@ class _Samples:
             full = []
             while heap:
                 held_ms, pack = heapq.heappop(heap)
-                left = tuple(map(int.__sub__, room[pack], self.columns[sample]))
+                left = self._room_after(room[pack], sample)
                 if min(left) >= 0:
                     break
                 full.append((held_ms, pack))
@@ -202,16 +208,3 @@ class _Samples:
             for entry in (*full, (held_ms + self.ms[sample], pack)):
                 heapq.heappush(heap, entry)
         return packs if all(packs) else None
-
-
-def _scheduled(dealt: list[_Ranks], lengths: Lengths, epochs: int) -> ScheduledPacks:
-    rows = [
-        (step, rank, slot, pack)
-        for step, ranks in enumerate(dealt)
-        for rank, packs in enumerate(ranks)
-        for slot, pack in enumerate(packs)
-    ]
-    step, rank, slot = (np.array([row[column] for row in rows] * epochs) for column in range(3))
-    packs = Packs.from_lists([row[3] for row in rows] * epochs)
-    epoch = np.repeat(np.arange(epochs), len(rows))
-    return ScheduledPacks.of(packs, lengths, step + epoch * len(dealt), rank, slot, epoch)

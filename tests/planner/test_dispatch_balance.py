@@ -6,9 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from omnibal.steps.balance import balance
-from omnibal.steps.differencing import differenced
-from omnibal.steps.load_bounds import load_bound
+from omnibal.steps.balance import assign_by_differencing, balance, load_bound
 
 pytestmark = pytest.mark.quick
 
@@ -43,7 +41,7 @@ def test_differencing_against_sets_written_out() -> None:
     rng = np.random.default_rng(5)
     for _ in range(200):
         weight, ranks = rng.lognormal(0, 1, int(rng.integers(1, 12))), int(rng.integers(2, 5))
-        rank = differenced(weight, ranks, equal_counts=False)
+        rank = assign_by_differencing(weight, ranks, equal_counts=False)
         found = np.bincount(rank, weight, ranks)
         np.testing.assert_allclose(np.sort(found), joined_sets(weight, ranks), rtol=1e-9)
 

@@ -42,8 +42,8 @@ from omnibal.pipeline.least_peak import least_peak_of_splits
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.workload import Workload
 from omnibal.report.phase_table import phases_of_plan
+from omnibal.steps.balance import load_bound
 from omnibal.steps.items import ItemRuns, share_items
-from omnibal.steps.load_bounds import load_bound
 from omnibal.steps.whole_samples import deal_group
 
 LINKS = {"gpus_per_node": 4, "intra_node_gb_per_s": 40.0, "inter_node_gb_per_s": 20.0}

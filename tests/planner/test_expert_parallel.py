@@ -27,7 +27,7 @@ from omnibal.pipeline.prediction import StageMemory
 from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.feasible import find_changes
 from omnibal.search.memory_need import least_need_gib
-from omnibal.steps.deal import deal_apart, deal_in_lockstep
+from omnibal.steps.deal import deal_in_rounds
 from omnibal.steps.empty_slots import empty_slots
 
 CLUSTER = load_cluster("h100-80g")
@@ -145,9 +145,9 @@ def test_ranks_in_lockstep_have_like_packs_in_a_slot(dp, lockstep_ranks, size):
     rows = rng.permutation(steps * size).reshape(steps, size)
     items = rng.integers(0, 3, rows.size)
     load = 10 * items + rng.exponential(1, rows.size)
-    found = deal_in_lockstep(rows, items, load, dp, lockstep_ranks)
+    found = deal_in_rounds(rows, items, load, dp, lockstep_ranks)
     waits = []
-    for dealt in (found, deal_apart(rows, items, load, dp)):
+    for dealt in (found, deal_in_rounds(rows, items, load, dp)):
         assert dealt.shape == (steps, dp, -(-size // dp))
         for step in range(steps):
             assert sorted(dealt[step][dealt[step] >= 0].tolist()) == sorted(rows[step].tolist())

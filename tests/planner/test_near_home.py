@@ -5,8 +5,7 @@ import pytest
 
 from omnibal.model.data_parallel_encoders import nodes_of_groups
 from omnibal.model.parallel import Parallel
-from omnibal.steps.items import items_at_home, share_items
-from omnibal.steps.near_home import Homes
+from omnibal.steps.items import Homes, items_at_home, share_items
 
 pytestmark = pytest.mark.quick
 

@@ -12,12 +12,17 @@ from omnibal.model.data_parallel_encoders import SampleTimes
 from omnibal.model.levels import Level
 from omnibal.model.limits import Caps
 from omnibal.packing.packs import Packs, ScheduledPacks
+from omnibal.steps.balance import load_bound
 from omnibal.steps.item_shares import bounds_of_items
-from omnibal.steps.load_bounds import load_bound
-from omnibal.steps.sample_items import SampleItems
-from omnibal.steps.sample_passes import passes_of_samples
 from omnibal.steps.shares import shares_of
-from omnibal.steps.whole_samples import DealtSamples, deal_group, deal_samples, weights_of
+from omnibal.steps.whole_samples import (
+    DealtSamples,
+    SampleItems,
+    deal_group,
+    deal_samples,
+    passes_of_samples,
+    weights_of,
+)
 
 pytestmark = pytest.mark.quick
 

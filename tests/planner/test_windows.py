@@ -22,7 +22,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
 from omnibal.steps.steps import steps_of
-from omnibal.steps.windows import WindowRequest, imbalance, schedule_windows
+from omnibal.steps.windows import imbalance, schedule_windows
 
 pytestmark = pytest.mark.quick
 
@@ -39,9 +39,9 @@ def random_lengths(count: int, seed: int) -> Lengths:
     return replace(whole, items={"tiles": tiles}, tokens=tokens, loss_tokens=tokens // 2)
 
 
-def window_request(samples: int, ranks: int, **changes) -> WindowRequest:
-    fields = {"caps": CAPS, "is_dispatched": True, "epochs": 1, "stages": 1} | changes
-    return WindowRequest(samples=samples, ranks=ranks, **fields)
+def window_request(samples: int, ranks: int, stages=1, lockstep_ranks=1, **changes) -> dict:
+    parallel = Parallel(pipeline=stages, data=ranks, sharded=lockstep_ranks)
+    return {"caps": CAPS, "parallel": parallel, "window": samples} | changes
 
 
 def load_of(lengths: Lengths, pack_ms: float = PACK_MS):
@@ -89,7 +89,7 @@ def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lo
     request = window_request(
         window, ranks, is_dispatched=is_dispatched, epochs=2, lockstep_ranks=lockstep_ranks
     )
-    packs = schedule_windows(lengths, request, load_of(lengths))
+    packs = schedule_windows(lengths, load=load_of(lengths), **request)
     windows = -(-count // window)
     assert packs.steps == 2 * windows
     for step in range(packs.steps):
@@ -111,7 +111,9 @@ def test_every_window_is_a_step_in_order(is_dispatched, count, window, ranks, lo
 def test_undispatched_windows_are_what_a_plain_loader_makes():
     """Prevents a comparison with an order that no loader has."""
     lengths = random_lengths(50, seed=1)
-    packs = schedule_windows(lengths, window_request(20, 3, is_dispatched=False), load_of(lengths))
+    packs = schedule_windows(
+        lengths, load=load_of(lengths), **window_request(20, 3, is_dispatched=False)
+    )
     expected: dict[tuple[int, int], list[list[int]]] = {}
     sizes = np.array([lengths.column("tiles"), lengths.tokens])
     for step, first in enumerate(range(0, 50, 20)):
@@ -165,7 +167,7 @@ def scheduled_ms(
     """Time of the step of one window of all samples."""
     load = load_of(lengths)
     request = window_request(len(lengths), ranks, stages=stages, lockstep_ranks=lockstep_ranks)
-    packs = schedule_windows(lengths, request, load)
+    packs = schedule_windows(lengths, load=load, **request)
     held = [load(Packs.from_lists(one)).tolist() for one in by_place(packs).values()]
     return step_ms(held, stages)
 
@@ -205,7 +207,7 @@ def test_dispatch_does_not_depend_on_the_unit_of_time(pack_ms):
     for lockstep_ranks in (1, 2):
         request = window_request(24, 4, stages=2, lockstep_ranks=lockstep_ranks)
         one, other = (
-            schedule_windows(lengths, request, lambda packs, unit=unit: unit * load(packs))
+            schedule_windows(lengths, load=lambda packs, unit=unit: unit * load(packs), **request)
             for unit in (1.0, 2.0**-20)
         )
         assert by_place(one) == by_place(other)
@@ -220,7 +222,7 @@ def test_dispatch_is_never_slower_than_the_order_as_read(stages):
         times, uneven = [], []
         for is_dispatched in (True, False):
             request = window_request(12, 4, stages=stages, is_dispatched=is_dispatched)
-            packs = schedule_windows(lengths, request, load)
+            packs = schedule_windows(lengths, load=load, **request)
             times.append(busiest_ms(packs, load, stages))
             uneven.append(imbalance(packs, load(packs.packs), 4))
         assert (times[0] <= times[1] * (1 + 1e-9)).all()

@@ -24,10 +24,14 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.encoder_waits import ItemShares
 from omnibal.steps.cut import first_item
 from omnibal.steps.items import ItemRuns, share_items, unit_of_time
-from omnibal.steps.sample_items import SampleItems, deal_whole_samples, samples_of_shares
-from omnibal.steps.sample_passes import passes_of_samples
 from omnibal.steps.shares import Shares, shares_of
-from omnibal.steps.whole_samples import DealtSamples
+from omnibal.steps.whole_samples import (
+    DealtSamples,
+    SampleItems,
+    deal_whole_samples,
+    passes_of_samples,
+    samples_of_shares,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
