@@ -46,7 +46,7 @@ from omnibal.report.fake_device_tables import (
     fake_device_launches_table,
     fake_device_table,
 )
-from omnibal.report.plan_tables import run_table
+from omnibal.report.plan_tables import memory_table, stages_table
 
 _STEPS, _REPETITIONS = 10, 3  # defaults
 
@@ -169,8 +169,8 @@ def _print_result(job: ReplayJob, output: Path) -> None:
     tables = [command_tables.replayed_stages_table(job.plan, kept)]
     if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
-        tables.append(run_table(job.plan, None, summary))
-    print_result(False, {}, *tables, f"replay: {output}")
+        tables += [stages_table(job.plan, None, summary), memory_table(job.plan, None, summary)]
+    print_result(False, {}, *filter(None, tables), f"replay: {output}")
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from omnibal.cli.console import print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption
 from omnibal.job.plan import plan_files
 from omnibal.job.runlog import EVALUATION_FILE, RUN_FILE, RUN_INFO_FILE, VALIDATION_FILE
+from omnibal.report.table import Facts, Table
 
 
 def report(
@@ -30,9 +31,10 @@ def report(
     from omnibal.job.check import open_plan
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES
+    from omnibal.report.cards import card_facts, headline_cards
     from omnibal.report.fake_device_tables import fake_device_table
     from omnibal.report.page import write_report
-    from omnibal.report.plan_tables import accuracy_table, run_table
+    from omnibal.report.plan_tables import accuracy_table, memory_table, stages_table
     from omnibal.report.summary import replay_figures
 
     trained, inputs = _run_directory(run), [*plan_files(directory)]
@@ -60,11 +62,13 @@ def report(
         result["accuracy"] = {kind.kind: kind.accuracy for kind in shown.evaluation.kinds}
         result["chance"] = {kind.kind: kind.chance for kind in shown.evaluation.kinds}
     result["report"] = str(output)
-    tables = (
-        run_table(shown.plan, shown.run, shown.replay) if shown.run or shown.replay else None,
-        fake_device_table(shown.plan, shown.fake_stages) if shown.fake_stages else None,
-        accuracy_table(shown.evaluation) if shown.evaluation else None,
-    )
+    sources = shown.plan, shown.run, shown.replay
+    tables: list[Table | Facts | None] = []
+    if shown.run or shown.replay:
+        facts = card_facts(headline_cards(*sources, shown.records))
+        tables += [facts, stages_table(*sources), memory_table(*shown.memory_sources)]
+    tables.append(fake_device_table(shown.plan, shown.fake_stages) if shown.fake_stages else None)
+    tables.append(accuracy_table(shown.evaluation) if shown.evaluation else None)
     advice = result.get("advice", ())
     print_result(as_json, result, *filter(None, tables), *advice, f"report: {output}")
 

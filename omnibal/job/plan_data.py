@@ -26,7 +26,7 @@ from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import whole_steps
-from omnibal.steps.next_fit import as_formed
+from omnibal.steps.next_fit import form_next_fit_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import Steps, deal_steps, draw_steps, pack_epochs, size_load, steps_of
 from omnibal.steps.windows import schedule_windows
@@ -56,36 +56,37 @@ class SampleData:
     @classmethod
     def of_plan(cls, plan: Plan, data: tuple[ScheduledPacks, Lengths] | None) -> Self:
         """Reuse an earlier plan's steps under any packing rules."""
-        if plan.data is None or data is None:
+        made = plan.data
+        if made is None or data is None:
             raise UserError(
                 "what --steps-of names is a plan of shapes only, so it has no steps to take over; "
                 "give a plan that was made with --lengths"
             )
-        if plan.data.method == "other":
+        if made.method == "other":
             raise UserError(
                 "what --steps-of names is a plan whose packs `omnibal plan` did not make; give one "
                 f"with data.method {' or '.join(PackingMethod)}"
             )
-        if plan.data.portions:
+        if made.portions:
             raise UserError(
-                f"the earlier plan is in {len(plan.data.portions)} portions, which are read one by "
+                f"the earlier plan is in {len(made.portions)} portions, which are read one by "
                 "one, and no directory was given to read them from: give it beside the plan"
             )
         packs, lengths = data
         # `balanced` also represents other groupings of samples.
-        known = plan.data.method in list(PackingMethod)
+        is_known = made.method in list(PackingMethod)
         settings = PackSettings(
-            packing=PackingMethod(plan.data.method) if known else PackingMethod.BALANCED,
-            epochs=plan.data.epochs,
-            seed=plan.data.seed,
-            curriculum_steps=plan.data.curriculum_steps,
-            samples_per_step=plan.data.samples_per_step,
+            packing=PackingMethod(made.method) if is_known else PackingMethod.BALANCED,
+            epochs=made.epochs,
+            seed=made.seed,
+            curriculum_steps=made.curriculum_steps,
+            samples_per_step=made.samples_per_step,
         )
         return cls(
             lengths=lengths,
             settings=settings,
-            packed_by=plan.data.method,
-            packs_per_step=plan.data.packs_per_step,
+            packed_by=made.method,
+            packs_per_step=made.packs_per_step,
             levels=plan.pack_levels,
             steps=steps_of(packs),
         )
@@ -110,12 +111,7 @@ class SampleData:
                 f"{ranks:,} data-parallel ranks, as each has equally many packs of a step: give "
                 f"{max(self.packs_per_step // ranks, 1) * ranks:,}"
             )
-        _check_epochs(self.settings.epochs, len(self.lengths))
-        self.trained_model(job.model)
-
-    def trained_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model with the tiling that the lengths were scanned with."""
-        return model_of_lengths(model, self.lengths)
+        _check_lengths(self.lengths, self.settings.epochs, job.model)
 
     def micro_batches(self, job: JobSpec) -> int:
         """Max micro-batches of a data-parallel rank in a full step."""
@@ -169,22 +165,21 @@ class SampleData:
         """Schedule all epochs: match packs into steps and deal them to ranks by predicted time."""
         lengths, steps = self.lengths, self.drawn(job).steps
         assert steps is not None
-        sizes, rules = job.parallel, self.rules
+        load, ranks, rules = self._load(job), job.parallel.data, self.rules
         packs = deal_steps(
             steps,
             lengths,
-            self._load(job),
-            sizes.data,
+            load,
+            ranks,
             self.levels,
             lockstep_ranks=job.lockstep_ranks,
             slowness=job.rank_slowness if are_plain(self.levels) else None,
         )
         # Ranks that share all packs take them together; rules are of packs of one level.
         together = self.levels[0].context if len(self.levels) == 1 else 1
-        blocks, packs_per_step = sizes.data // together, self.packs_per_step // together
+        blocks, packs_per_step = ranks // together, self.packs_per_step // together
         if rules.next_fit:
-            load = self._load(job)(packs.packs)
-            packs = as_formed(packs, lengths, load, blocks, packs_per_step)
+            packs = form_next_fit_packs(packs, lengths, load(packs.packs), blocks, packs_per_step)
             packs = replace(packs, dp_rank=packs.dp_rank * together)
         if rules.full_steps:
             packs = whole_steps(packs, packs_per_step, blocks)
@@ -195,11 +190,11 @@ class SampleData:
         return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
-        settings, packs_per_step = self.settings, self.packs_per_step
+        settings = self.settings
         samples_per_step = None if self.rules.full_steps else settings.samples_per_step
-        micro_batches = self.micro_batches(job)
+        packs_per_step, micro_batches = self.packs_per_step, self.micro_batches(job)
         if samples_per_step is not None:
-            packs_per_step, micro_batches = most_packs_of_step(packs, self.levels)
+            packs_per_step, micro_batches = max_packs_of_step(packs, self.levels)
         by_rule: PackedBy = "next_fit" if self.rules.next_fit else settings.packing.value
         return describe_data(
             packs,
@@ -256,8 +251,9 @@ class MockData(_UnderCaps):
         check_limits(self.caps.names, job.model.item_features, job.model.name)
         check_packs_per_step(job.parallel.data, self.micro_batches_per_step)
 
-    def trained_model(self, model: ModelConfig) -> ModelConfig:
-        return model
+    @property
+    def lengths(self) -> None:
+        """None: the model keeps its own tiling."""
 
     def sampled(self, most: int) -> Self:
         return self
@@ -312,12 +308,7 @@ class StreamData(_UnderCaps):
                 "more, more samples, or fewer ranks"
             )
         check_packs_per_step(ranks, -(-samples // ranks))
-        _check_epochs(self.epochs, len(self.lengths))
-        self.trained_model(job.model)
-
-    def trained_model(self, model: ModelConfig) -> ModelConfig:
-        """Return the model with the tiling that the lengths were scanned with."""
-        return model_of_lengths(model, self.lengths)
+        _check_lengths(self.lengths, self.epochs, job.model)
 
     def sampled(self, most: int) -> Self:
         """Keep the first windows, up to `most` samples but at least one window."""
@@ -342,7 +333,7 @@ class StreamData(_UnderCaps):
         return least_caps(self.lengths, self.caps.names)
 
     def described(self, packs: ScheduledPacks, job: JobSpec) -> DataPlan:
-        packs_per_step, micro_batches = most_packs_of_step(packs, self.levels)
+        packs_per_step, micro_batches = max_packs_of_step(packs, self.levels)
         return describe_data(
             packs,
             self.lengths,
@@ -360,18 +351,20 @@ class StreamData(_UnderCaps):
 PlanData = SampleData | StreamData | MockData
 
 
-def most_packs_of_step(packs: ScheduledPacks, levels: Sequence[Level]) -> tuple[int, int]:
+def max_packs_of_step(packs: ScheduledPacks, levels: Sequence[Level]) -> tuple[int, int]:
     """Return the max packs of all ranks per step, shared ones per rank, and of a rank."""
     context = np.array([level.context for level in levels])[packs.level]
     return int(np.bincount(packs.step, weights=context).max()), int(packs.slot.max()) + 1
 
 
-def _check_epochs(epochs: int, samples: int) -> None:
+def _check_lengths(lengths: Lengths, epochs: int, model: ModelConfig) -> None:
+    samples = len(lengths)
     if epochs > 1 and epochs * samples > MAX_TRAINED_SAMPLES:
         raise UserError(
             f"{epochs:,} epochs of {samples:,} samples are {epochs * samples:,} samples, and a "
             f"plan of several epochs may list at most {MAX_TRAINED_SAMPLES:,}: give fewer --epochs"
         )
+    model_of_lengths(model, lengths)
 
 
 def limited_features(model: ModelConfig) -> tuple[str, ...]:
@@ -419,18 +412,18 @@ def data_at_caps(shapes: Shapes, data_parallel: int) -> tuple[ScheduledPacks, Le
     """
     count = data_parallel * shapes.micro_batches_per_step
     check_packs_per_step(data_parallel, shapes.micro_batches_per_step)
-    each = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}
-    tokens = each.pop("tokens")
-    loss_tokens = each.pop("loss_tokens", np.zeros(count, np.int32))
+    columns = {name: np.full(count, shapes.caps[name], np.int32) for name in shapes.caps.names}
+    tokens = columns.pop("tokens")
+    loss_tokens = columns.pop("loss_tokens", np.zeros(count, np.int32))
     size, squares, image_sizes = shapes.image_tokens, {}, None
-    if size is not None and _IMAGE_TOKENS in each:
+    if size is not None and _IMAGE_TOKENS in columns:
         whole, rest = divmod(shapes.caps[_IMAGE_TOKENS], size)
         images = [Segments(1, size)] * whole + [Segments(1, rest)] * (rest > 0)
         image_sizes = sizes_of([images] * count)
         squares[f"squared_{_IMAGE_TOKENS}"] = image_sizes.squares
     lengths = Lengths(
         loss_tokens=loss_tokens,
-        items=each,
+        items=columns,
         tokens=tokens,
         source=np.zeros(count, np.int32),
         source_names=("at the caps",),
@@ -490,14 +483,14 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"for images in patches of {rule.patch_size} pixels, by rule {rule.resize!r} and text "
             f"{rule.image_text.each!r}, and {model.name} differs in this or in how it takes videos"
         ] = tower.image_rule.model_copy(update=pixels) != rule
-    for difference in (how for how, differs in differences.items() if differs):
+    found = [difference for difference, holds in differences.items() if holds]
+    if found:
         raise UserError(
-            f"the lengths were scanned {difference}; scan them for this model with `omnibal "
-            "lengths`"
+            f"the lengths were scanned {found[0]}; scan them for this model with `omnibal lengths`"
         )
     model = model.model_copy(update={"chat_template": origin.chat_template})
     if tower is not None and rule is not None:
-        (name,) = (name for name, each in model.encoders.items() if each is tower)
+        (name,) = (name for name, encoder in model.encoders.items() if encoder is tower)
         return model.with_tower(name, **pixels)
     return model.with_tower("vision", tiling=origin.tiling) if model.takes_images else model
 
@@ -509,8 +502,8 @@ def _tiles_in_words(sizes: tuple[int | None, int | None]) -> str:
 
 def describe_data(packs: ScheduledPacks, lengths: Lengths, **settings: Any) -> DataPlan:
     """Describe packs for plan.json; `settings` are fields not determined by packs and lengths."""
-    counted = count_data(packs, lengths, epochs=settings["epochs"])
-    return DataPlan(**dict(counted) | {"origin": lengths.origin} | settings)
+    counts = count_data(packs, lengths, epochs=settings["epochs"])
+    return DataPlan(**dict(counts) | {"origin": lengths.origin} | settings)
 
 
 def count_data(packs: ScheduledPacks, lengths: Lengths, *, epochs: int = 1) -> DataPortion:

@@ -36,7 +36,7 @@ from omnibal.job.plan_portions import (
     check_hash,
     fewest_packs,
     in_run,
-    joined_data,
+    join_portions,
     read_portion,
     write_portions,
 )
@@ -108,7 +108,7 @@ def data_of_plan(plan: Plan, directory: Path) -> tuple[ScheduledPacks, Lengths] 
     if plan.data is None:
         return None if plan.shapes is None else data_at_caps(plan.shapes, plan.parallel.data)
     if plan.data.portions:
-        return joined_data(plan.data, directory)
+        return join_portions(plan.data, directory)
     return _read_data(plan.data, directory)
 
 

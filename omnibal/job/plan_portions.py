@@ -5,7 +5,7 @@
 0; `in_run` counts them through the run, as the trainer does.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product, starmap
 from pathlib import Path
@@ -19,7 +19,7 @@ from omnibal.job.plan import LENGTHS_FILE, DataPlan, DataPortion, portion_folder
 from omnibal.job.plan_data import count_data
 from omnibal.model.limits import Caps
 from omnibal.packing.pack_bound import bound_of_counts
-from omnibal.packing.packs import Packs, ScheduledPacks, read_packs, write_packs
+from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
 from omnibal.packing.size_counts import SizeCounts
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import PortionedSamples, PortionPlace
@@ -49,7 +49,8 @@ class EarlierPortions:
         return _read_lengths(self.data, number, self.directory)
 
     def packs(self, place: PortionPlace) -> ScheduledPacks:
-        return _read_packs(self.data, place.epoch * self.count + place.number, self.directory)
+        index = place.epoch * self.count + place.number
+        return read_portion(self.data, index, self.directory)[0]
 
     def settings_of(self, place: PortionPlace) -> PackSettings:
         return PackSettings()
@@ -78,23 +79,18 @@ def write_portions(
 
 def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
     """Return a lower bound of packs for all samples together, at most `found`."""
-    counted = (
+    counts = (
         SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
     )
-    return bound_of_counts(SizeCounts.joined(counted), caps, found=found)
+    return bound_of_counts(SizeCounts.joined(counts), caps, found=found)
 
 
 def read_portion(data: DataPlan, index: int, directory: Path) -> Data:
-    lengths = _read_lengths(data, index % data.portions_per_epoch, directory)
-    return _read_packs(data, index, directory), lengths
-
-
-def _read_packs(data: DataPlan, index: int, directory: Path) -> ScheduledPacks:
     epoch, number = divmod(index, data.portions_per_epoch)
     file = portion_folder(directory, number) / portion_packs_file(epoch)
     packs = read_packs(file)
     check_hash(file.relative_to(directory), packs.sha256, data.portions[index].packs_sha256)
-    return packs
+    return packs, _read_lengths(data, number, directory)
 
 
 def _read_lengths(data: DataPlan, number: int, directory: Path) -> Lengths:
@@ -125,56 +121,34 @@ def in_run(packs: ScheduledPacks, data: DataPlan, index: int) -> ScheduledPacks:
     return replace(packs, step=packs.step + data.first_steps[index], epoch=epoch)
 
 
-def data_of_steps(data: DataPlan, directory: Path, steps: Sequence[int]) -> Data:
-    """Return the packs of some steps, counted through the run, and their samples' lengths.
+def join_portions(data: DataPlan, directory: Path, steps: Sequence[int] | None = None) -> Data:
+    """Return packs, counted through the run, of all or some steps, and their samples' lengths.
 
-    Only one portion is in memory at a time.
+    While reading, packs name samples by their place in the data, as portions repeat every epoch.
     """
-    parts, every, rows = [], [], []
-    first = 0
-    for index in sorted({portion_of_step(data, step) for step in steps}):
+    indices: Iterable[int] = range(len(data.portions))
+    if steps is not None:
+        indices = sorted({portion_of_step(data, step) for step in steps})
+    parts, lengths_parts = [], []
+    for index in indices:
         packs, lengths = read_portion(data, index, directory)
-        packs = in_run(packs, data, index)
-        packs = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
-        used = np.unique(packs.packs.samples)
-        row = np.zeros(len(lengths), np.int64)
-        row[used] = first + np.arange(len(used))
-        first += len(used)
-        parts.append(packs)
-        every.append(lengths.take(used))
-        rows.append(row)
-    return _joined_packs(parts, rows), _joined_lengths(every)
-
-
-def joined_data(data: DataPlan, directory: Path) -> Data:
-    """Return all packs and lengths of a run with portions, all in memory."""
-    parts, every = [], []
-    for index in range(len(data.portions)):
-        packs, lengths = read_portion(data, index, directory)
-        parts.append(in_run(packs, data, index))
-        if index < data.portions_per_epoch:
-            every.append(lengths)
-    # A row of all is the sample's place among them, as some of the data may be in no portion.
-    places = [lengths.annotation_indices(np.arange(len(lengths))) for lengths in every]
-    order = np.argsort(np.concatenate(places), kind="stable")
-    rank = np.empty(len(order), np.int64)
-    rank[order] = np.arange(len(order))
-    rows = np.split(rank, np.cumsum([len(lengths) for lengths in every])[:-1])
-    rows_of = [rows[index % len(every)] for index in range(len(parts))]
-    lengths = _joined_lengths(every).take(order)
-    is_every = np.array_equal(
-        lengths.annotation_indices(np.arange(len(order))), np.arange(len(order))
-    )
-    return _joined_packs(parts, rows_of), replace(lengths, sample=None) if is_every else lengths
-
-
-def _joined_packs(parts: Sequence[ScheduledPacks], rows: Sequence[np.ndarray]) -> ScheduledPacks:
-    packs = Packs.join([part.packs.of_rows(row) for part, row in zip(parts, rows, strict=True)])
-    columns = {
-        name: np.concatenate([np.asarray(getattr(part, name)) for part in parts])
-        for name in ("step", "dp_rank", "slot", "epoch", "tokens", "level")
-    }
-    return ScheduledPacks(packs=packs, items=_joined([part.items for part in parts]), **columns)
+        packs, rows = in_run(packs, data, index), np.arange(len(lengths))
+        place = lengths.annotation_indices(rows)
+        if steps is not None:
+            packs = packs.take(np.flatnonzero(np.isin(packs.step, steps)))
+            rows = np.unique(packs.packs.samples)
+        parts.append(replace(packs, packs=packs.packs.of_rows(place)))
+        if steps is not None or index < data.portions_per_epoch:
+            lengths_parts.append(lengths.take(rows))
+    lengths = _joined_lengths(lengths_parts)
+    all_places = lengths.annotation_indices(np.arange(len(lengths)))
+    places, first = np.unique(all_places, return_index=True)
+    lengths = lengths.take(first)
+    if np.array_equal(places, np.arange(len(places))):
+        lengths = replace(lengths, sample=None)
+    joined = ScheduledPacks.join(parts)
+    samples = np.searchsorted(places, joined.packs.samples)
+    return replace(joined, packs=replace(joined.packs, samples=samples)), lengths
 
 
 def _joined(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -9,7 +9,7 @@ from omnibal.cost.source import ANALYTIC, CostSource
 from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import DataPlan, Plan, PlannedLevel, SettingsHashes
-from omnibal.job.plan_data import PlanData
+from omnibal.job.plan_data import PlanData, model_of_lengths
 from omnibal.job.plan_portions import AllPortions
 from omnibal.model.levels import Level, are_plain
 from omnibal.model.limits import Caps
@@ -145,7 +145,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
         stages_at = search.stages_at
     described = request.data.described(packs, job)
     data = described if isinstance(described, DataPlan) else None
-    model = request.data.trained_model(job.model)
+    model = model_of_lengths(job.model, request.data.lengths)
     plan = job.plan(
         model=model,
         schedule=request.schedule,

@@ -128,6 +128,16 @@ class ScheduledPacks:
             level=level.astype(np.int32, copy=False),
         )
 
+    @classmethod
+    def join(cls, parts: Sequence["ScheduledPacks"]) -> "ScheduledPacks":
+        """Append schedules with the same items."""
+        names = ("step", "dp_rank", "slot", "epoch", "tokens", "level")
+        columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
+        items = {
+            name: np.concatenate([part.items[name] for part in parts]) for name in parts[0].items
+        }
+        return cls(packs=Packs.join([part.packs for part in parts]), items=items, **columns)
+
     def column(self, name: str) -> np.ndarray:
         """`tokens` or items per pack, int32 [packs], 0 if not counted."""
         columns = {**self.items, "tokens": self.tokens}

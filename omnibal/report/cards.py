@@ -12,7 +12,7 @@ from omnibal.model.limits import memory_cap_gib
 from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import ARROW, duration, number, percent
 from omnibal.report.summary import RunSummary, figures_by_source, replayed_peaks_as_predicted
-from omnibal.report.table import Marked
+from omnibal.report.table import Facts, Marked
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +46,12 @@ def headline_cards(
         *loss,
         *_experts(plan, records),
     ]
+
+
+def card_facts(cards: Sequence[Card]) -> Facts:
+    """Return the cards' values without notes."""
+    entries = [(f"{card.title} {card.source}".strip(), card.value) for card in cards]
+    return Facts("Summary", entries)
 
 
 def _latest(title: str, values: Mapping[str, str], notes: Sequence[str] = ()) -> list[Card]:

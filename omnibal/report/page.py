@@ -71,6 +71,11 @@ class ReportInput:
     time: StepTime | None
     """A step's time by cause, or None if neither predicted nor measured."""
 
+    @property
+    def memory_sources(self) -> tuple[Plan, RunSummary | None, ReplaySummary | None]:
+        """Sources of devices' peaks: the memory of a process on a CPU is none."""
+        return self.plan, self.run if self.run and not self.run.is_on_cpu else None, self.replay
+
 
 def write_report(
     files: PlanFiles, run_directory: Path | None, output: Path, replay_directory: Path | None = None
@@ -155,14 +160,12 @@ def render(report: ReportInput) -> str:
 def _shown(report: ReportInput) -> dict[str, Any]:
     """Return the template's variables, empty if not given."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
-    # The memory of a process on a CPU is no peak of a device.
-    on_device = None if run is None or run.is_on_cpu else run
     shown = {
         "cards": headline_cards(plan, run, replay, report.records),
         "split": split_figure(plan),
         "stages": stages_table(plan, run, replay),
         "timeline": timeline_figure(plan, report.job, *report.data) if report.data else "",
-        "memory": memory_table(plan, on_device, replay),
+        "memory": memory_table(*report.memory_sources),
         "fake": fake_device_table(plan, report.fake_stages) if report.fake_stages else None,
         "incidents": ", ".join(f"{k}: {n:,}" for k, n in run.incidents().items()) if run else "",
         "curves": _curves(report) if run else (),

@@ -13,8 +13,6 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import (
     EN_DASH,
     aligned,
-    change,
-    gib_or_mib,
     held_encoders,
     milliseconds,
     number,
@@ -256,44 +254,6 @@ def plan_facts(
         entries.append(("other ways to hold weights", sharding.reason))
     entries.append(("costs from", prediction.cost_source))
     return Facts("Plan", [*entries, ("error of such predictions", str(errors_of_plan(plan)))])
-
-
-def run_table(plan: Plan, run: RunSummary | None, replay: ReplaySummary | None) -> Table:
-    """Times of a run and a replay compared with the prediction; at least one is given."""
-    sources, predicted = figures_by_source(plan, run, replay), plan.prediction
-    columns: dict[str, dict[str, str]] = {name: {} for name in ("predicted", *sources)}
-    if run is not None:
-        if predicted is not None:
-            columns["predicted"]["step, median"] = _with_error(predicted.step_ms, run.step_ms)
-        columns["measured"] = {
-            "provider of layers": run.provider or "not recorded",
-            "loss, first step": f"{run.first_loss:.4f}",
-            "loss, last step": f"{run.last_loss:.4f}",
-            "step, median": milliseconds(run.step_ms),
-            **{name: f"{count:,}" for name, count in run.incidents().items()},
-            **{str(slow): f"{slow.factor:.2f} x median rank" for slow in run.slow_ranks},
-        }
-    if replay is not None:
-        step = f"step, mean of {len(replay.info.steps):,}"
-        columns["predicted"][step] = _with_error(replay.predicted_step_ms, replay.step_ms)
-        for stage, gib in enumerate(replayed_peaks_as_predicted(plan, replay)):
-            columns["predicted"][f"stage {stage} peak"] = gib_or_mib(gib)
-        columns["replayed"] = {
-            "provider of layers": replay.info.provider,
-            step: milliseconds(replay.step_ms),
-            **{f"stage {i} peak": gib_or_mib(one.peak_gib) for i, one in enumerate(replay.stages)},
-        }
-    for name, figures in sources.items():
-        waits = enumerate(figures.wait_fractions)
-        columns[name] |= {f"stage {stage} waits": percent(share) for stage, share in waits}
-    names = dict.fromkeys(name for column in columns.values() for name in column)
-    rows = [(name, *(column.get(name, "") for column in columns.values())) for name in names]
-    title = "Replay and run" if run and replay else "Run" if run else "Replay"
-    return Table.of_rows(title, ("", *columns), rows)
-
-
-def _with_error(predicted_ms: float, taken_ms: float) -> str:
-    return f"{milliseconds(predicted_ms)} ({change(predicted_ms, taken_ms)})"
 
 
 def accuracy_table(evaluation: Evaluation) -> Table | None:

@@ -91,13 +91,20 @@ class Table:
         spans = [(name, len(list(of))) for name, of in groupby(c.group for c in self.columns)]
         return spans if any(name for name, _ in spans) else []
 
+    @property
+    def headings(self) -> list[str]:
+        """Return the columns' titles on a terminal, below their group's if there are several."""
+        has_several = len({column.group for column in self.columns if column.group}) > 1
+        return [f"{c.group}\n{c.title}" if has_several else c.title for c in self.columns]
+
     def __rich_console__(
         self, console: Console, options: ConsoleOptions
     ) -> Iterator[TerminalTable]:
         """Yield the table, in parts if its words are too long for one."""
+        rows = [row for section in self.sections for row in section]
         cells = [
-            [column.title, *(printable(str(row[index])) for rows in self.sections for row in rows)]
-            for index, column in enumerate(self.columns)
+            [heading, *(printable(str(row[index])) for row in rows)]
+            for index, heading in enumerate(self.headings)
         ]
         least = [max(cell_len(word) for cell in of for word in [*cell.split(), ""]) for of in cells]
         most = [max(cell_len(line) for cell in of for line in cell.split("\n")) for of in cells]
@@ -124,10 +131,10 @@ class Table:
             show_header=any(column.title for column in self.columns),
         )
         for index, width in widths.items():
-            column = self.columns[index]
+            is_left = self.columns[index].style in ("left", "wrap")
             table.add_column(
-                column.title,
-                justify="left" if column.style in ("left", "wrap") else "right",
+                self.headings[index],
+                justify="left" if is_left else "right",
                 width=width,
                 overflow="fold",
             )

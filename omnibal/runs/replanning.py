@@ -12,7 +12,7 @@ from omnibal.data.lengths import Lengths
 from omnibal.job.job import JobSpec
 from omnibal.job.plan import Plan
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.plan_portions import EarlierPortions, data_of_steps
+from omnibal.job.plan_portions import EarlierPortions, join_portions
 from omnibal.job.planner import PlanResult, in_portions, prediction_of
 from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
@@ -102,7 +102,7 @@ def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     records = measured_records(plan, run.info, run.records)
     packs, lengths = files.steps
     if data is not None and data.portions and directory is not None:
-        packs, lengths = data_of_steps(data, directory, [record.step for record in records])
+        packs, lengths = join_portions(data, directory, [record.step for record in records])
     workload = files.job.workload(packs, lengths, plan.pack_levels)
     step = run.records[-1].step + 1 if after is None else after
     return fit_run(plan, files.job, workload, records, step)

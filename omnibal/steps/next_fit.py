@@ -47,7 +47,7 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
     return np.array(bounds, np.int64)
 
 
-def filling_steps(
+def cut_full_steps(
     tokens: np.ndarray, packing_length: int, packs_per_step: int, ranks: int
 ) -> np.ndarray:
     """Bounds of an epoch's next-fit packs, with the packing length that minimizes loss in an
@@ -95,7 +95,7 @@ def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
     return replace(packs, samples=packs.samples[order])
 
 
-def merging(held: np.ndarray, first: np.ndarray) -> np.ndarray:
+def find_merges(held: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Whether packs merge with the next pack under a cap equal to the largest pack, bool [packs].
 
     Args:
@@ -108,7 +108,7 @@ def merging(held: np.ndarray, first: np.ndarray) -> np.ndarray:
     return found
 
 
-def kept_apart(
+def order_without_merges(
     step: np.ndarray, held: np.ndarray, first: np.ndarray, load: np.ndarray
 ) -> np.ndarray:
     """Order of packs with few or no merges, int64 [packs].
@@ -123,7 +123,7 @@ def kept_apart(
     """
     places = _Places(step, held, first, load)
     for _ in range(_MOST_ROUNDS):
-        wrong = np.flatnonzero(merging(held[places.order], first[places.order]))
+        wrong = np.flatnonzero(find_merges(held[places.order], first[places.order]))
         if not 0 < len(wrong) <= _MOST_MERGING * len(held):
             break
         # A list, because all swaps must be tried.
@@ -184,7 +184,7 @@ class _Places:
         return is_open & (self._held[left] + self._first[right] <= self._full)
 
 
-def as_formed(
+def form_next_fit_packs(
     packs: ScheduledPacks, lengths: Lengths, load: np.ndarray, ranks: int, packs_per_step: int
 ) -> ScheduledPacks:
     """Next-fit packs of a plan's samples, read by step, slot and rank.
@@ -198,14 +198,14 @@ def as_formed(
     read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
     tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)
     held, first = dealt.sums(tokens), tokens[dealt.samples[dealt.offsets[:-1]]]
-    order = kept_apart(packs.step[read], held, first, load[read])
+    order = order_without_merges(packs.step[read], held, first, load[read])
     planned, epoch = dealt.take(order), packs.epoch[read][order]
     in_order, length = tokens[planned.samples], int(held.max())
     # A lower length would shift packs of a second epoch into steps of the first.
     bounds = (
         next_fit_packs(in_order, length)
         if epoch.any()
-        else filling_steps(in_order, length, packs_per_step, ranks)
+        else cut_full_steps(in_order, length, packs_per_step, ranks)
     )
     formed = replace(planned, offsets=bounds)
     of_sample = np.repeat(epoch, np.diff(planned.offsets))

@@ -15,7 +15,7 @@ from omnibal.data.lengths import Lengths, read_lengths
 from omnibal.job.check import check_plan, open_plan, open_portion
 from omnibal.job.plan import Plan, portion_folder, portion_packs_file, read_plan
 from omnibal.job.plan_files import PlanFiles, save_plan
-from omnibal.job.plan_portions import EarlierPortions, data_of_steps
+from omnibal.job.plan_portions import EarlierPortions, join_portions
 from omnibal.job.planner import PlanResult
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
@@ -186,7 +186,7 @@ def test_packs_of_some_steps_are_those_of_the_run(in_portions):
     """Prevents: measured passes that are compared with other packs, by listing samples."""
     data = read_plan(in_portions).data
     steps = [0, data.first_steps[1] - 1, data.first_steps[1], data.steps - 1]
-    packs, lengths = data_of_steps(data, in_portions, steps)
+    packs, lengths = join_portions(data, in_portions, steps)
     every = samples_of_steps(in_portions)
     assert np.unique(packs.step).tolist() == steps
     for step in steps:

@@ -22,7 +22,13 @@ from omnibal.packing.media import media_of, pack_apart
 from omnibal.packing.packing import PackingMethod
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import split_to_fill
-from omnibal.steps.next_fit import as_formed, filling_steps, kept_apart, merging, next_fit_packs
+from omnibal.steps.next_fit import (
+    cut_full_steps,
+    find_merges,
+    form_next_fit_packs,
+    next_fit_packs,
+    order_without_merges,
+)
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.trainers.export.reading_order import reading_order
 from omnibal.trainers.lint.loongforge import LOONGFORGE
@@ -52,10 +58,10 @@ def test_changed_places_keep_packs_apart(packs):
     """Prevents an order that leaves a step or loses a pack."""
     first, rest, load = np.array(packs).T
     held, step = first + rest, np.arange(len(packs)) // 8
-    order = kept_apart(step, held, first, load.astype(float))
+    order = order_without_merges(step, held, first, load.astype(float))
     assert sorted(order.tolist()) == list(range(len(packs)))
     assert (step[order] == step).all()
-    before, after = merging(held, first), merging(held[order], first[order])
+    before, after = find_merges(held, first), find_merges(held[order], first[order])
     assert after.sum() <= before.sum()
     if not before.any():
         assert (order == np.arange(len(packs))).all()
@@ -66,9 +72,9 @@ def test_a_pack_trades_places_with_the_most_alike():
     held = np.array([10, 4, 10, 10, 10, 10, 10, 10, 10, 10])
     first = np.array([9, 4, 5, 9, 9, 9, 5, 9, 9, 9])
     load = np.array([1, 5, 2, 9, 9, 2, 7, 9, 9, 9.0])
-    assert np.flatnonzero(merging(held, first)).tolist() == [1]
-    order = kept_apart(np.zeros(10, int), held, first, load)
-    assert not merging(held[order], first[order]).any()
+    assert np.flatnonzero(find_merges(held, first)).tolist() == [1]
+    order = order_without_merges(np.zeros(10, int), held, first, load)
+    assert not find_merges(held[order], first[order]).any()
     assert np.flatnonzero(order != np.arange(10)).tolist() == [2, 5]
 
 
@@ -183,7 +189,7 @@ def test_a_lower_packing_length_fills_the_last_step(values, samples):
             if not steps:
                 steps, size = 1, len(sizes) // ranks * ranks
             trained[length] = steps, sum(sizes[: steps * size])
-        bounds = filling_steps(tokens, most, per_step, ranks)
+        bounds = cut_full_steps(tokens, most, per_step, ranks)
         packs = len(bounds) - 1
         whole = packs // per_step * per_step or packs // ranks * ranks
         formed = packed_one_by_one(tokens.tolist(), np.add.reduceat(tokens, bounds[:-1]).max())
@@ -214,7 +220,7 @@ def formed(tokens: list[list[int]], packs_per_step: int) -> ScheduledPacks:
     step, slot = np.divmod(in_epoch, packs_per_step)
     step += epoch * -(-half // packs_per_step)
     packs = ScheduledPacks.of(listed, lengths, step, 0, slot, epoch)
-    return as_formed(packs, lengths, packs.tokens.astype(float), 1, packs_per_step)
+    return form_next_fit_packs(packs, lengths, packs.tokens.astype(float), 1, packs_per_step)
 
 
 def test_two_epochs_that_come_together_are_refused():
