@@ -15,12 +15,13 @@ from omnibal.job.plan_data import model_of_lengths
 from omnibal.job.plan_files import PlanFiles, data_in_portions, data_of_plan, job_of_plan
 from omnibal.job.plan_portions import in_run, portion_of_step, read_portion
 from omnibal.job.planner import for_all_portions, prediction_of
-from omnibal.model.config import ModelConfig
+from omnibal.model.config import LanguageConfig, ModelConfig
 from omnibal.model.encoders import ClipsEncoder, ImagesEncoder, TilesEncoder
 from omnibal.model.layers import ExpertsConfig, LayerKind
 from omnibal.model.limits import check_limits, words
 from omnibal.model.parallel import WeightSharding, expert_counts
 from omnibal.model.targets import OWN, trainer_of
+from omnibal.model.units import LANGUAGE
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
@@ -31,6 +32,29 @@ from omnibal.steps.steps import most_slots, steps_of
 
 _TRAINED_ENCODERS = {"vision": (TilesEncoder, ImagesEncoder), "audio": (ClipsEncoder,)}
 """Encoder kinds that the trainer builds, by name."""
+_TRAINED_SETTINGS: Mapping[type, Mapping[str, object]] = {
+    ImagesEncoder: {
+        "projector": "mlp",
+        "class_token": False,
+        "embed_norm": False,
+        "final_norm": False,
+        "bias": True,
+        "qk_norm": False,
+        "layer_scale_init": None,
+    },
+    LanguageConfig: {
+        "activation": "gated",
+        "positions": "rotary",
+        "bias": False,
+        "norm_bias": False,
+        "sinks": False,
+        "output_gate": False,
+        "post_norms": False,
+        "prediction_layers": 0,
+    },
+    ExpertsConfig: {"shared_ffn_hidden_size": None, "selection_bias": False},
+}
+"""Settings that the trainer builds, of parts that may have others."""
 _ANEW = "make the plan anew with `omnibal plan`"
 _SAME = 1e-6
 """Relative tolerance when comparing sums from two machines."""
@@ -252,31 +276,18 @@ def model_obstacle(model: ModelConfig) -> str | None:
         for name, tower in model.encoders.items()
         if not isinstance(tower, _TRAINED_ENCODERS.get(name, ()))
     ]
-    for tower in model.encoders.values():
-        if isinstance(tower, ImagesEncoder):
-            parts = {
-                f"a projector of kind {tower.projector}": tower.projector != "mlp",
-                "a class token in every image": tower.class_token,
-                "a norm before the first layer": tower.embed_norm,
-                "a norm after the last layer besides the projector's": tower.final_norm,
-                "encoder layers without biases": not tower.bias,
-                "norms of an encoder's q and k": tower.qk_norm,
-                "layer scales in an encoder of images": tower.layer_scale_init is not None,
-            }
-            foreign += _names_of_true(parts)
-    foreign += _foreign_layers(model)
-    language = model.language
-    parts = {
-        "feed-forwards without a gate": language.activation != "gated",
-        f"{language.positions} positions": language.positions != "rotary",
-        "biases of all linears": language.bias,
-        "biases of norms": language.norm_bias,
-        "attention sinks": language.sinks,
-        "gates of attention's output": language.output_gate,
-        "norms after blocks": language.post_norms,
-        "layers of multi-token prediction": bool(language.prediction_layers),
-    }
-    foreign += _names_of_true(parts)
+    for name, tower in model.encoders.items():
+        foreign += _foreign_settings(name, tower)
+    kinds = list(dict.fromkeys(model.language.kinds))
+    foreign_kinds = [
+        f"layers of kind {kind.name}{_foreign_experts(kind.experts)}"
+        for kind in kinds
+        if kind != LayerKind(experts=kind.experts) or _foreign_experts(kind.experts)
+    ]
+    if not foreign_kinds and len(kinds) > 1:
+        names = " and ".join(kind.name for kind in kinds)
+        foreign_kinds = [f"layers of kinds {names} together"]
+    foreign += [*foreign_kinds, *_foreign_settings(LANGUAGE, model.language)]
     if not foreign:
         return None
     return (
@@ -287,33 +298,23 @@ def model_obstacle(model: ModelConfig) -> str | None:
     )
 
 
-def _foreign_layers(model: ModelConfig) -> list[str]:
-    """Return unsupported kinds of language layers, in words."""
-    kinds = list(dict.fromkeys(model.language.kinds))
-    foreign = [
-        f"layers of kind {kind.name}{_foreign_experts(kind.experts)}"
-        for kind in kinds
-        if kind != LayerKind(experts=kind.experts) or _foreign_experts(kind.experts)
-    ]
-    if not foreign and len(kinds) > 1:
-        foreign = ["layers of kinds " + " and ".join(kind.name for kind in kinds) + " together"]
-    return foreign
+def _foreign_settings(name: str, part: BaseModel) -> list[str]:
+    """Return settings of a part of the model that the trainer does not build."""
+    settings, trained = dict(part), _TRAINED_SETTINGS.get(type(part), {})
+    return [f"{name}.{key} {settings[key]}" for key in trained if settings[key] != trained[key]]
 
 
 def _foreign_experts(experts: ExpertsConfig | None) -> str:
-    """Return MoE settings that the trainer lacks, in words."""
+    """Return MoE settings that the trainer does not build, in words."""
     if experts is None:
         return ""
-    settings = {
-        "shared_ffn_hidden_size": experts.shared_ffn_hidden_size is not None,
-        "selection_bias": experts.selection_bias,
-        # Core's router normalizes sigmoids always, and refuses a softmax over one expert.
-        "sigmoid scores that are not normalized": experts.score == "sigmoid"
-        and not experts.normalized,
-        "one expert a token, normalized": experts.experts_per_token == 1 and experts.normalized,
-    }
-    foreign = ", ".join(_names_of_true(settings))
-    return f" (its experts have {foreign})" if foreign else ""
+    foreign = _foreign_settings("experts", experts)
+    # Core's router normalizes sigmoids always, and refuses a softmax over one expert.
+    if experts.score == "sigmoid" and not experts.normalized:
+        foreign.append("sigmoid scores that are not normalized")
+    if experts.experts_per_token == 1 and experts.normalized:
+        foreign.append("one expert a token, normalized")
+    return f" (with {', '.join(foreign)})" if foreign else ""
 
 
 def _check_partition(plan: Plan) -> str:

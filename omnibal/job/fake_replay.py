@@ -15,7 +15,7 @@ from pydantic import NonNegativeFloat, NonNegativeInt
 from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel
 from omnibal.job.plan import Plan
-from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
+from omnibal.job.replay import ReplayIdentity, StageFiles, StageResult
 from omnibal.model.config import ClusterConfig, Precision
 from omnibal.pipeline.level_costs import features_of
 from omnibal.pipeline.operation_graph import held_in_passes, schedule_graph
@@ -122,7 +122,7 @@ def step_ms_by_kind(
     return times
 
 
-class FakeStage(FoundOfStage):
+class FakeStage(StageResult):
     """Allocations and launches of one device of a stage in its heaviest step."""
 
     predicted_gib: NonNegativeFloat | None
@@ -174,7 +174,7 @@ class FakeStage(FoundOfStage):
 FAKE_REPLAY_FILES = StageFiles(
     what="fake-device replay",
     identity=FakeReplayInfo,
-    found=FakeStage,
+    result=FakeStage,
     info_file="fake_device.json",
     prefix="fake_device",
     remedy="count anew with tools/replay.py --fake-device, into another directory",

@@ -78,12 +78,7 @@ def job_kind(
     *,
     has_images: bool,
 ) -> JobKind:
-    """Kind of a job; the first that holds counts.
-
-    Args:
-        sample_tokens: of the longest samples.
-        has_images: whether encoders have work.
-    """
+    """Kind of a job with longest samples of `sample_tokens`; the first that holds counts."""
     holds = {
         JobKind.ADAPTERS: adapters is not None,
         JobKind.SHARDED: parallel.sharded > 1,
@@ -91,20 +86,19 @@ def job_kind(
         JobKind.LONG_CONTEXT: sample_tokens >= LONG_TOKENS,
         JobKind.EXPERTS: bool(expert_counts(model)),
     }
-    return next((kind for kind, does in holds.items() if does), JobKind.DENSE)
+    return next((kind for kind, is_so in holds.items() if is_so), JobKind.DENSE)
 
 
 def published_errors(
     kind: JobKind, cluster: ClusterConfig, micro_batch_tokens: float
 ) -> PublishedErrors | None:
-    """Errors of the nearest published jobs of a kind, or None if none was measured.
-
-    Jobs on the device and of micro-batches as small come first.
-    """
-    alike = [one for one in _table() if one.kind is kind]
+    """Errors of the nearest published jobs of a kind by device, then by size of micro-batches."""
     device, small = device_of(cluster), micro_batch_tokens <= SMALL_TOKENS
-    nearest = sorted(alike, key=lambda one: (one.device != device, one.small != small, -one.steps))
-    return nearest[0] if nearest else None
+    return min(
+        (errors for errors in _table() if errors.kind is kind),
+        key=lambda errors: (errors.device != device, errors.small != small, -errors.steps),
+        default=None,
+    )
 
 
 def errors_of_plan(plan: Plan) -> PublishedErrors | str:

@@ -1,20 +1,22 @@
 """Replay of a plan: stages measured one by one on one device, combined into whole steps.
 
-Links and reductions come from the cost model.
+Links and reductions come from the cost model. A replay's directory has its identity, and a file of
+results per stage.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 from pydantic import NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from omnibal.base.errors import UserError
+from omnibal.base.files import read_json_model, write_json_model
+from omnibal.base.frozen import Frozen
 from omnibal.cost.model import CostModel
 from omnibal.job.plan import Plan, plan_sha256
-from omnibal.job.stage_files import FoundOfStage, ReplayIdentity, StageFiles
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.level_costs import features_of
@@ -30,6 +32,86 @@ INFO_FILE = "replay.json"
 _REMEDY = "replay the plan anew with tools/replay.py, into another directory"
 
 
+class ReplayIdentity(Frozen):
+    """Identity of a replay, written before the first stage."""
+
+    plan_sha256: str
+
+
+class StageResult(Frozen):
+    """Results of one stage."""
+
+    stage: NonNegativeInt
+
+
+Identity = TypeVar("Identity", bound=ReplayIdentity)
+Result = TypeVar("Result", bound=StageResult)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StageFiles(Generic[Identity, Result]):
+    """Files of a replay, in the directory that all methods take."""
+
+    what: str
+    identity: type[Identity]
+    result: type[Result]
+    info_file: str
+    prefix: str
+    """Name of stages' files, before the stage's number."""
+    remedy: str
+    """End of the error message about a bad file."""
+
+    def file_of(self, directory: Path, stage: int) -> Path:
+        return directory / f"{self.prefix}_{stage}.json"
+
+    def all_files(self, directory: Path) -> list[Path]:
+        """List a replay's files, the first even if absent."""
+        return [directory / self.info_file, *sorted(directory.glob(f"{self.prefix}_*.json"))]
+
+    def open(self, directory: Path, identity: Identity) -> None:
+        """Begin a replay, or continue an identical one."""
+        if not (directory / self.info_file).exists():
+            directory.mkdir(parents=True, exist_ok=True)
+            write_json_model(identity, directory / self.info_file)
+            return
+        kept = self.identity_of(directory, identity.plan_sha256)
+        if kept != identity:
+            differs = [name for name, value in identity if value != dict(kept)[name]]
+            raise UserError(
+                f"{directory}: holds a {self.what} with another {differs[0]}; only the "
+                f"same one can be gone on with: {self.remedy}"
+            )
+
+    def identity_of(self, directory: Path, plan_sha256: str) -> Identity:
+        kept = read_json_model(self.identity, directory / self.info_file, self.remedy)
+        if kept.plan_sha256 != plan_sha256:
+            raise UserError(
+                f"{directory}: is the {self.what} of another plan (sha256 "
+                f"{kept.plan_sha256[:12]}, not {plan_sha256[:12]}); give the one of this plan, or "
+                f"{self.remedy}"
+            )
+        return kept
+
+    def write(self, result: Result, directory: Path) -> None:
+        write_json_model(result, self.file_of(directory, result.stage))
+
+    def read(self, directory: Path, stages: int) -> tuple[Result, ...]:
+        """Read the existing stage files, in order."""
+        results = []
+        for stage in range(stages):
+            path = self.file_of(directory, stage)
+            if not path.exists():
+                continue
+            result = read_json_model(self.result, path, self.remedy)
+            if result.stage != stage:
+                raise UserError(
+                    f"{path}: holds stage {result.stage}, and by its name stage {stage}; "
+                    f"{self.remedy}"
+                )
+            results.append(result)
+        return tuple(results)
+
+
 class ReplayInfo(ReplayIdentity):
     steps: tuple[NonNegativeInt, ...]
     repetitions: PositiveInt
@@ -40,7 +122,7 @@ class ReplayInfo(ReplayIdentity):
     provider: Provider = "local"
 
 
-class StageReplay(FoundOfStage):
+class StageReplay(StageResult):
     """Measurements of one stage on one device; times are medians of the repetitions."""
 
     rows: tuple[NonNegativeInt, ...]
@@ -83,7 +165,7 @@ class StageReplay(FoundOfStage):
 REPLAY_FILES = StageFiles(
     what="replay",
     identity=ReplayInfo,
-    found=StageReplay,
+    result=StageReplay,
     info_file=INFO_FILE,
     prefix="stage",
     remedy=_REMEDY,

@@ -18,7 +18,7 @@ from omnibal.base.files import (
     read_text,
     write_json_model,
 )
-from omnibal.base.frozen import Frozen
+from omnibal.base.frozen import Frozen, written_unless
 from omnibal.model.config import Provider
 
 RUN_FILE = "run.jsonl"
@@ -35,12 +35,6 @@ RATES = (
 
 _MaybeDiverged = Annotated[float, Field(allow_inf_nan=True)]
 """May be NaN or infinite, as in a diverged step."""
-_OfDataParallelEncoders = Annotated[NonNegativeFloat, Field(exclude_if=lambda ms: not ms)]
-"""Time, written only if encoders are data-parallel."""
-
-
-_OfTimedSteps = Annotated[tuple[NonNegativeFloat, ...], Field(exclude_if=lambda times: not times)]
-"""Times written in some steps only."""
 
 
 class RunInfo(Frozen):
@@ -69,11 +63,11 @@ class StageRecord(Frozen):
     """Wait for the data loader."""
     optimizer_ms: NonNegativeFloat
     """Gradient reduction, norm, clipping and weight update."""
-    encoder_ms: _OfDataParallelEncoders = 0.0
+    encoder_ms: NonNegativeFloat = written_unless(0.0)
     """Forward and backward of data-parallel encoders, with recomputation."""
-    exchange_ms: _OfDataParallelEncoders = 0.0
+    exchange_ms: NonNegativeFloat = written_unless(0.0)
     """Exchange of their features and gradients, and waits for slower ranks."""
-    ranks_ms: _OfTimedSteps = ()
+    ranks_ms: tuple[NonNegativeFloat, ...] = written_unless(())
     """Forward plus backward of each data-parallel rank, in steps with `PassTimes`, if several."""
     peak_gib: NonNegativeFloat
     """Peak memory, max over ranks. CUDA: allocated since the last record; CPU: resident set."""
@@ -102,10 +96,6 @@ class PassTimes(Frozen):
     """Includes recomputation."""
 
 
-_Items = Annotated[NonNegativeInt, Field(exclude_if=lambda number: number == 0)]
-"""Items of an encoder, omitted if 0."""
-
-
 class StepRecord(Frozen):
     # Otherwise NaN would be written as null, which is no number to read back.
     model_config = ConfigDict(ser_json_inf_nan="constants")
@@ -115,11 +105,11 @@ class StepRecord(Frozen):
     loss: _MaybeDiverged
     loss_tokens: NonNegativeInt
     samples: NonNegativeInt
-    tiles: _Items = 0
-    clips: _Items = 0
-    image_tokens: _Items = 0
+    tiles: NonNegativeInt = written_unless(0)
+    clips: NonNegativeInt = written_unless(0)
+    image_tokens: NonNegativeInt = written_unless(0)
     tokens: NonNegativeInt
-    samples_sha256: Annotated[str, Field(exclude_if=lambda digest: not digest)] = ""
+    samples_sha256: str = written_unless("")
     """First 16 digits of the SHA-256 of the ascending sample numbers, independent of packs and
     ranks. Empty in earlier logs."""
     step_ms: NonNegativeFloat
@@ -135,10 +125,10 @@ class StepRecord(Frozen):
     """Samples replaced because of unreadable images."""
     learning_rate: NonNegativeFloat
     grad_norm: _MaybeDiverged
-    experts: ExpertBalance | None = Field(default=None, exclude_if=lambda balance: balance is None)
+    experts: ExpertBalance | None = written_unless(None)
     """Expert load, or None without experts."""
     stages: tuple[StageRecord, ...]
-    passes: PassTimes | None = Field(default=None, exclude_if=lambda passes: passes is None)
+    passes: PassTimes | None = written_unless(None)
     """Times of single passes, or None in most steps (`is_timed`)."""
 
 
@@ -197,8 +187,7 @@ def is_timed(step: int, first_step: int) -> bool:
 
 def samples_digest(samples: np.ndarray) -> str:
     """Return `StepRecord.samples_sha256` of sample numbers in any order."""
-    in_order = np.sort(samples).astype("<i8")
-    return hashlib.sha256(in_order.tobytes()).hexdigest()[:16]
+    return hashlib.sha256(np.sort(samples).astype("<i8").tobytes()).hexdigest()[:16]
 
 
 R = TypeVar("R", StepRecord, ValidationRecord)

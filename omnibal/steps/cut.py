@@ -79,13 +79,7 @@ def cut_pack(sample_tokens: Sequence[int] | np.ndarray, level: Level) -> Pieces:
 
 
 def cut_packs(sample_tokens: np.ndarray, offsets: np.ndarray, level: Level) -> Pieces:
-    """Cut packs of one level.
-
-    Args:
-        sample_tokens: token counts >= 1, pack after pack, [samples].
-        offsets: bounds of the packs in them, [packs + 1].
-        level: context size, rule and weight of attention.
-    """
+    """Cut packs of one level: token counts >= 1, pack after pack, and the packs' bounds."""
     samples = _Samples(np.asarray(sample_tokens, np.int64), np.asarray(offsets, np.int64))
     match level.cut:
         case CutRule.CONTIGUOUS:

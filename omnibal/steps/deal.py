@@ -66,16 +66,8 @@ def deal_by_speed(
 
     Longest processing time first on uniform machines (Gonzalez et al. 1977, SIAM J. Comput. 6,
     155-166), with at least one pack per rank. Then the slowest rank swaps or gives away packs while
-    that helps.
-
-    Args:
-        rows: packs of steps of equal size, at least one per rank, [steps, packs].
-        load: of all packs, [packs].
-        slowness: time per load of every rank, relative to the fastest, [dp].
-        most: max packs per rank.
-
-    Returns:
-        Packs of every rank, [steps, dp, slots], padded with -1.
+    that helps. `slowness` is the time per load of every rank, relative to the fastest, [dp], `most`
+    the max packs per rank. Other arguments and the result are as in `deal_in_rounds`.
     """
     order = np.argsort(-load[rows], axis=1, kind="stable")
     rows = np.take_along_axis(rows, order, axis=1)
@@ -86,7 +78,7 @@ def deal_by_speed(
     for first in range(0, steps, at_once):
         active = np.arange(first, min(first + at_once, steps))
         for _ in range(exchanges):
-            changed, helps = _exchanged(rank[active], load[rows[active]], slowness, most)
+            changed, helps = _exchange_packs(rank[active], load[rows[active]], slowness, most)
             rank[active], active = changed, active[helps]
             if not len(active):
                 break
@@ -114,16 +106,12 @@ def _longest_first(load: np.ndarray, slowness: np.ndarray, most: int) -> np.ndar
     return rank
 
 
-def _exchanged(
+def _exchange_packs(
     rank: np.ndarray, load: np.ndarray, slowness: np.ndarray, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """Swap or give away a pack of the slowest rank in every step if that reduces the time.
 
-    Args:
-        rank: of every pack, like `load` [steps, packs].
-
-    Returns:
-        New ranks, and whether a step improved, [steps].
+    Returns the ranks of packs, [steps, packs] like the arguments, and whether a step improved.
     """
     steps, size = rank.shape
     dp, each = len(slowness), np.arange(steps)

@@ -26,17 +26,11 @@ class EmptySlots:
 def empty_slots(
     step: np.ndarray, dp_rank: np.ndarray, ranks: int, lockstep_ranks: int
 ) -> EmptySlots:
-    """Find the empty micro-batches of a schedule.
+    """Find the empty micro-batches of a schedule, from its micro-batches' steps and ranks.
 
-    Args:
-        step: of every micro-batch, [micro-batches], like `dp_rank`.
-        ranks: data-parallel ranks, a multiple of `lockstep_ranks`.
-        lockstep_ranks: see `omnibal.model.parallel.Parallel.lockstep_ranks`.
-
-    Example:
-        >>> empty = empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)
-        >>> empty.dp_rank.tolist(), empty.slot.tolist()
-        ([1], [1])
+    >>> empty = empty_slots(np.array([0, 0, 0]), np.array([0, 0, 1]), ranks=4, lockstep_ranks=2)
+    >>> empty.dp_rank.tolist(), empty.slot.tolist()
+    ([1], [1])
     """
     numbers, index = np.unique(step, return_inverse=True)
     counts = np.bincount(index * ranks + dp_rank, minlength=len(numbers) * ranks)

@@ -27,10 +27,8 @@ def size_of_step(packs: int, packs_per_step: int, ranks: int) -> int:
 def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> ScheduledPacks:
     """Drop the remainder of every epoch that fills no step.
 
-    Args:
-        packs: with `packs_per_step` packs in every step except an epoch's last.
-        packs_per_step: of all ranks, a multiple of `ranks`.
-        ranks: data-parallel ranks, with pack counts per step that differ by at most 1.
+    Every step except an epoch's last has `packs_per_step` packs, a multiple of `ranks`, whose
+    counts differ by at most 1.
     """
     fewest = int(np.bincount(packs.epoch).min())
     size = size_of_step(fewest, packs_per_step, ranks)
@@ -46,10 +44,9 @@ def whole_steps(packs: ScheduledPacks, packs_per_step: int, ranks: int) -> Sched
 
 
 def split_to_fill(packs: Packs, packs_per_step: int, load: Callable[[Packs], np.ndarray]) -> Packs:
-    """Split the lightest packs until packs fill whole steps. Unchanged if samples are too few.
+    """Halve the heaviest of the lightest packs until packs fill whole steps.
 
-    Args:
-        load: returns the load of every pack. The heaviest of the lightest packs are halved.
+    Unchanged if samples are too few. `load` returns the load of every pack.
     """
     over = len(packs) % packs_per_step
     if not over:

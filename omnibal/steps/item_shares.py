@@ -30,8 +30,7 @@ _HALVINGS = 8
 def bounds_of_items(packs: Packs, lengths: Lengths, level: Level, feature: str) -> np.ndarray:
     """Bounds of the items that every rank encodes of packs of one level.
 
-    Returns:
-        int64 [packs, context + 1]: rank r encodes entry r to entry r + 1 of a pack's items.
+    Rank r encodes entry r to entry r + 1 of a pack's items, int64 [packs, context + 1].
     """
     if squares_of(feature) not in SQUARED_FEATURES or level.context == 1:
         return item_bounds(packs.sums(lengths.column(feature)), level.context)
@@ -103,9 +102,7 @@ def _filled(
 ) -> np.ndarray:
     """Bounds of runs that take pieces in order up to each pack's limit, int64 [packs, context + 1].
 
-    Args:
-        before: cumulative cost of all pieces, [pieces + 1].
-        first, stop: bounds of every pack's pieces.
+    `before` is the cumulative cost of all pieces, [pieces + 1], `first` and `stop` bound packs.
     """
     bounds = [first]
     for _ in range(context):

@@ -79,8 +79,7 @@ def measure_packs(
 ) -> PackMetrics:
     """Compute all metrics of a schedule over `dp` data-parallel ranks.
 
-    Args:
-        load: of every pack per rank, such as its predicted milliseconds.
+    `load` is of every pack per rank, such as its predicted milliseconds.
     """
     packs, samples = len(scheduled), len(scheduled.packs.samples)
     epochs = int(scheduled.epoch[-1]) + 1
@@ -164,11 +163,7 @@ def _sum_parts(pieces: Pieces, values: np.ndarray, packs: int, context: int) -> 
 
 
 def communication_ratio(scheduled: ScheduledPacks, shared: np.ndarray) -> float:
-    """Share of tokens in shared packs, mean over steps: HBP's CR (section 3).
-
-    Args:
-        shared: whether ranks share the pack, bool [packs].
-    """
+    """Share of tokens in `shared` packs, mean over steps: HBP's CR (section 3)."""
     tokens = np.bincount(scheduled.step, weights=scheduled.tokens)
     in_shared = np.bincount(scheduled.step, weights=scheduled.tokens * shared)
     return float(np.mean(in_shared / tokens))
@@ -192,9 +187,7 @@ def least_dist_ratio(loads: np.ndarray, members: int) -> float:
 def pad_ratio(row_tokens: np.ndarray, offsets: np.ndarray) -> float:
     """Eq. 1: sum_i (t_max - t_i) / (t_max * B), mean over mini-batches of B rows each.
 
-    Args:
-        row_tokens: tokens of every row of every mini-batch, [rows].
-        offsets: bounds of nonempty mini-batches in the rows.
+    `row_tokens` are [rows] of all mini-batches, `offsets` their bounds. None is empty.
     """
     longest = np.maximum.reduceat(row_tokens, offsets[:-1])
     padded = longest * np.diff(offsets)

@@ -24,13 +24,8 @@ _MOST_ROUNDS = 3  # rounds of swaps
 def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
     """Bounds of next-fit packs of samples in this order, int64 [packs + 1].
 
-    A sample longer than a pack is packed alone.
+    A sample longer than a pack of `packing_length` tokens is packed alone.
 
-    Args:
-        tokens: nonnegative integers [samples], in packing order.
-        packing_length: tokens of a full pack, at least 1.
-
-    Example:
         >>> next_fit_packs(np.array([3, 3, 4, 9]), 6).tolist()
         [0, 2, 3, 4]
     """
@@ -50,16 +45,10 @@ def next_fit_packs(tokens: np.ndarray, packing_length: int) -> np.ndarray:
 def cut_full_steps(
     tokens: np.ndarray, packing_length: int, packs_per_step: int, ranks: int
 ) -> np.ndarray:
-    """Bounds of an epoch's next-fit packs, with the packing length that minimizes loss in an
-    incomplete last step, int64 [packs + 1].
+    """Bounds of an epoch's next-fit packs that lose least in an incomplete last step.
 
-    Lengths are bisected towards the longest that fills one more step. Ties prefer fewer packs.
-
-    Args:
-        tokens: of all samples, [samples], in packing order.
-        packing_length: max tokens of a pack, at least the longest sample.
-        packs_per_step: of all ranks, a multiple of `ranks`.
-        ranks: data-parallel ranks, with equally many packs per step.
+    Packing lengths up to `packing_length` are bisected towards the longest that fills one more
+    step of `packs_per_step` packs, a multiple of `ranks`. Ties prefer fewer packs.
     """
     bounds = next_fit_packs(tokens, packing_length)
     packs = len(bounds) - 1
@@ -98,14 +87,10 @@ def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:
 def find_merges(held: np.ndarray, first: np.ndarray) -> np.ndarray:
     """Whether packs merge with the next pack under a cap equal to the largest pack, bool [packs].
 
-    Args:
-        held: tokens of every pack, [packs], in reading order.
-        first: tokens of its first sample, [packs].
+    `held` are tokens of every pack in reading order, `first` of its first sample.
     """
     full = held.max()
-    found = np.zeros(len(held), bool)
-    found[:-1] = (held[:-1] < full) & (held[:-1] + first[1:] <= full)
-    return found
+    return np.append((held[:-1] < full) & (held[:-1] + first[1:] <= full), False)
 
 
 def order_without_merges(
@@ -113,13 +98,8 @@ def order_without_merges(
 ) -> np.ndarray:
     """Order of packs with few or no merges, int64 [packs].
 
-    A merging pack swaps with a pack of its step: among the most helpful, the nearest in load.
-
-    Args:
-        step: of every pack, [packs], ascending in reading order.
-        held: tokens of every pack.
-        first: tokens of its first sample.
-        load: to keep balanced over ranks.
+    A merging pack swaps with a pack of its step: among the most helpful, the nearest in load, which
+    stays balanced over ranks. Arguments are [packs] in reading order, as of `find_merges`.
     """
     places = _Places(step, held, first, load)
     for _ in range(_MOST_ROUNDS):
@@ -189,11 +169,8 @@ def form_next_fit_packs(
 ) -> ScheduledPacks:
     """Next-fit packs of a plan's samples, read by step, slot and rank.
 
-    A step is `packs_per_step` consecutive packs of an epoch. The last may have fewer.
-
-    Args:
-        load: of every pack, [packs].
-        packs_per_step: of all ranks, a multiple of `ranks`.
+    A step is `packs_per_step` consecutive packs of an epoch, a multiple of `ranks`. The last may
+    have fewer. `load` of every pack, [packs].
     """
     read = np.lexsort((packs.dp_rank, packs.slot, packs.step))
     tokens, dealt = lengths.tokens, largest_first(packs.packs.take(read), lengths.tokens)
@@ -215,13 +192,6 @@ def form_next_fit_packs(
             "the trainer would put samples of two epochs into one pack, as the first pack of one "
             "fits the last of another: give --epochs 1, or another --max-tokens"
         )
-    return _placed(formed, epoch, lengths, ranks, packs_per_step)
-
-
-def _placed(
-    packs: Packs, epoch: np.ndarray, lengths: Lengths, ranks: int, packs_per_step: int
-) -> ScheduledPacks:
-    """Assign steps, slots and ranks to packs in reading order."""
     sizes = np.bincount(epoch)
     if (sizes[:-1] % packs_per_step).any():
         raise UserError(
@@ -229,7 +199,6 @@ def _placed(
             "that the trainer would fill a step with packs of the next epoch: give --epochs 1, or "
             "other --micro-batches or --max-tokens"
         )
-    place = np.arange(len(packs))
-    step, in_step = np.divmod(place, packs_per_step)
+    step, in_step = np.divmod(np.arange(len(formed)), packs_per_step)
     slot, rank = np.divmod(in_step, ranks)
-    return ScheduledPacks.of(packs, lengths, step, rank, slot, epoch)
+    return ScheduledPacks.of(formed, lengths, step, rank, slot, epoch)

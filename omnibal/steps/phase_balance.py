@@ -45,9 +45,9 @@ def encoder_balances(
 
     Args:
         held: items by encoder of every pipeline's packs, int64 [S, D].
-        beside: data-parallel placement. None if pipelines run their own, to balance pipelines.
-        whole: samples of data-parallel encoders that take whole samples, to balance time.
-        pipeline: pipeline of every row of these among all steps' pipelines, step x D + rank, int64.
+        beside: data-parallel encoders. None if pipelines run their own, to balance pipelines.
+        whole: samples of encoders that take whole samples, to balance time.
+        pipeline: of every row of `whole` among all steps' pipelines, step x D + rank, int64.
     """
     if beside is None:
         return [
@@ -76,18 +76,13 @@ def _rank_loads(
     whole: Mapping[str, SampleItems],
     pipeline: np.ndarray,
 ) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Share and deal the items of pipelines.
-
-    Returns:
-        Loads of every rank by encoder if each pipeline's ranks share its own items, [S, D * R],
-        loads as planned, and lower bounds on the max load, [S].
-    """
+    """Loads of every rank by encoder before and after dispatch, [S, D * R], and bounds, [S]."""
     unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
     before, after, least = dict[str, np.ndarray](), dict[str, np.ndarray](), {}
     load, by_group = NO_LOAD, (-1, beside.pipelines * ranks_of_pipeline)
     for name, samples in whole.items():
         shape = len(held[name]), held[name].shape[1] * ranks_of_pipeline
-        for found, pipelines in ((before, 1), (after, beside.pipelines)):
+        for loads, pipelines in ((before, 1), (after, beside.pipelines)):
             dealt = samples.deal(
                 pipeline,
                 pipelines=pipelines,
@@ -95,7 +90,7 @@ def _rank_loads(
                 times=beside.sample_times[name],
                 unit_ms=unit_ms,
             )
-            found[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
+            loads[name] = dealt.of_ranks(dealt.weight, shape[0] * shape[1]).reshape(shape)
         load = load + after[name].reshape(by_group)
         steps = np.split(dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0])))
         least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
@@ -151,8 +146,7 @@ def _imbalance(loads: np.ndarray) -> float:
 
 def _fewest(items: np.ndarray) -> np.ndarray:
     """Lower bound on max items per rank, for items [S, ranks], [S]."""
-    fewest: np.ndarray = -(-items.sum(axis=1) // items.shape[1])
-    return fewest
+    return np.negative(-items.sum(axis=1) // items.shape[1])
 
 
 def _over_mean(busiest: float, loads: np.ndarray) -> float:

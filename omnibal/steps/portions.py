@@ -40,9 +40,7 @@ class PortionedSamples:
     def of(cls, lengths: Lengths, settings: PackSettings) -> Self | None:
         """Deal samples to the min number of portions of about the settings' size.
 
-        Returns:
-            None if one portion has all samples. The first portion has the samples with max items
-            and tokens.
+        None if one portion has all samples. The first has the samples with max items and tokens.
         """
         count = -(-len(lengths) // settings.portion_samples)
         if count < 2:

@@ -43,13 +43,8 @@ def match_rows(
 
     All steps but one have the same number of rows. The exception, at a random position, gets the
     incomplete rows, with the lightest packs of each level, and the lightest rows. If
-    `samples_per_step` is given, steps have similar numbers of samples instead.
-
-    Args:
-        level: of every pack, int32 [packs].
-        order: int64 [packs], a permutation with similar packs of a level adjacent.
-        load: of every pack per rank, float64 [packs].
-        samples: of every pack, int64 [packs].
+    `samples_per_step` is given, steps have similar numbers of samples instead. `order` is a
+    permutation of packs with similar packs of a level adjacent. Load is per rank.
     """
     row, rows = _rows(level, order, load, request)
     if request.samples_per_step is not None:
@@ -177,14 +172,8 @@ def deal_rows(
     block waits for a rank's unshared pack. The first and last rows are light, as other stages idle
     during pipeline fill and drain.
 
-    Args:
-        context: of every pack, int32 [packs], equal in all steps.
-        items: of every pack, int64 [steps, packs], as in `match_packs`.
-        load: of every pack per rank, float64 [steps, packs].
-        ranks: a multiple of every context.
-
-    Returns:
-        First data-parallel rank of every pack's block, and its slot, [steps, packs].
+    `context` is [packs], equal in all steps, and divides `ranks`. Items and load per rank are
+    [steps, packs]. Returns the first rank of every pack's block, and its slot, [steps, packs].
     """
     rank, slot = np.empty_like(items), np.empty_like(items)
     rank_load = np.zeros((len(load), ranks))

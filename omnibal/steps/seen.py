@@ -18,12 +18,8 @@ def milestones(steps: int) -> tuple[int, ...]:
 def seen_by_step(packs: ScheduledPacks, lengths: Lengths, by_step: Sequence[int]) -> np.ndarray:
     """Count samples of every source trained after each number of steps, with repeats.
 
-    Args:
-        packs: of the run or a portion, with steps counted through the run.
-        by_step: numbers of steps from the start of the run, ascending.
-
-    Returns:
-        int64 [numbers of steps, sources]
+    Steps of packs and `by_step`, ascending, count from the start of the run.
+    int64 [len(by_step), sources].
     """
     sources = len(lengths.source_names)
     step = np.repeat(packs.step, np.diff(packs.packs.offsets))

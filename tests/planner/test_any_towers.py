@@ -82,15 +82,15 @@ def test_what_the_trainer_lacks_is_named(tmp_path: Path) -> None:
         (model_of("runs", 7), "has layers of kind language_layer_window4: "),
         (
             model_of("language", 4).with_tower("language", post_norms=True, prediction_layers=1),
-            "has norms after blocks, layers of multi-token prediction: ",
+            "has language.post_norms True, language.prediction_layers 1: ",
         ),
         (
             model_of("language", 4).with_tower("language", activation="gelu", positions="alibi"),
-            "has feed-forwards without a gate, alibi positions: ",
+            "has language.activation gelu, language.positions alibi: ",
         ),
         (
             model_of("language", 4).with_tower("language", bias=True, norm_bias=True, sinks=True),
-            "has biases of all linears, biases of norms, attention sinks: ",
+            "has language.bias True, language.norm_bias True, language.sinks True: ",
         ),
     ):
         assert expected in training_obstacles(plan_of(model, tmp_path))[-1]

@@ -33,8 +33,15 @@ from omnibal.data.tokenizer import open_tokenizer
 from omnibal.job.check import model_obstacle, open_plan, precision_obstacle
 from omnibal.job.plan import Plan, plan_sha256
 from omnibal.job.plan_files import PlanFiles
-from omnibal.job.replay import REPLAY_FILES, ReplayInfo, chosen_steps, heaviest_rows
-from omnibal.job.stage_files import Found, Identity, StageFiles
+from omnibal.job.replay import (
+    REPLAY_FILES,
+    Identity,
+    ReplayInfo,
+    Result,
+    StageFiles,
+    chosen_steps,
+    heaviest_rows,
+)
 from omnibal.model.config import Provider
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.workload import Workload
@@ -210,7 +217,7 @@ def replay_stages(
 
 
 def stages_left(
-    files: StageFiles[Identity, Found],
+    files: StageFiles[Identity, Result],
     info: Identity,
     job: ReplayJob,
     stages: Sequence[int],
