@@ -141,7 +141,7 @@ def lengths(
     DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md.
     """
     from omnibal.data.external_lengths import is_counted
-    from omnibal.report.length_sources import source_statistics, sources_table
+    from omnibal.report.command_tables import source_statistics, sources_table
 
     start = time.perf_counter()
     _check_earlier_lengths(output)

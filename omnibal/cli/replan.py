@@ -10,7 +10,7 @@ from omnibal.base.outputs import check_folder, check_outside
 from omnibal.cli.console import ConsoleListener, print_result
 from omnibal.cli.options import DirectoryArgument, JsonOption, count_option, size_option
 from omnibal.model.parallel import MAX_DEVICES
-from omnibal.report.replan_tables import misprediction_table, replan_facts, replan_summary
+from omnibal.report.command_tables import misprediction_table, replan_facts, replan_summary
 
 
 def replan(

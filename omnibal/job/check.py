@@ -26,7 +26,7 @@ from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.prediction import Prediction
 from omnibal.pipeline.stage_memory import fits_cap, stage_memories
 from omnibal.pipeline.unit_runs import check_stages
-from omnibal.steps.seen import seen_by_step
+from omnibal.steps.metrics import seen_by_step
 from omnibal.steps.shares import shares_of
 from omnibal.steps.steps import most_slots, steps_of
 

@@ -18,9 +18,8 @@ from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.job.plan import LENGTHS_FILE, DataPlan, DataPortion, portion_folder, portion_packs_file
 from omnibal.job.plan_data import count_data
 from omnibal.model.limits import Caps
-from omnibal.packing.pack_bound import bound_of_counts
+from omnibal.packing.pack_bound import SizeCounts, bound_of_counts
 from omnibal.packing.packs import ScheduledPacks, read_packs, write_packs
-from omnibal.packing.size_counts import SizeCounts
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.portions import PortionedSamples, PortionPlace
 

@@ -6,10 +6,10 @@ With caps on several kinds of items the pattern grid is coarse and only guides t
 import numpy as np
 
 from omnibal.packing.fit import size_keys
+from omnibal.packing.pack_bound import SizeCounts
 from omnibal.packing.packs import Packs
 from omnibal.packing.patterns import Grid, knapsack_table, solve_master
 from omnibal.packing.rest import Rest
-from omnibal.packing.size_counts import SizeCounts
 
 _MAX_CELLS = 1 << 16  # of the guiding table
 _MAX_ROUNDS = 100

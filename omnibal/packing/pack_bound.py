@@ -9,6 +9,7 @@ rounded down to the grid, which can only overstate it (Farley 1990). Several kin
 bounded separately, each with tokens: dropping caps can only need fewer packs.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +27,6 @@ from omnibal.packing.patterns import (
     group_sizes,
     most_copies,
 )
-from omnibal.packing.size_counts import SizeCounts
 
 _TYPES, _MORE_TYPES, _MOST_TYPES = 112, 250, 500
 """Sample types, with two knots each: at first, if a gap remains, and if it remains for a million
@@ -48,6 +48,55 @@ _ROUNDING = 1e-9
 """Relative error bound of float sums."""
 _MAX_GROUPED = 1_000_000
 """Max samples used to find knots; more find the same."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SizeCounts:
+    """Distinct sizes in lexicographic order, with counts."""
+
+    amounts: np.ndarray
+    """int64 [features, sizes]."""
+    counts: np.ndarray
+    """int64 [sizes]."""
+
+    def __len__(self) -> int:
+        return len(self.counts)
+
+    @classmethod
+    def of(cls, sizes: np.ndarray) -> "SizeCounts":
+        """Count samples of sizes int64 [features, samples]."""
+        _, first, counts = np.unique(size_keys(sizes), return_index=True, return_counts=True)
+        return cls(amounts=sizes[:, first], counts=counts)
+
+    @classmethod
+    def joined(cls, parts: Iterable["SizeCounts"]) -> "SizeCounts":
+        """Join the counts of at least 1 part."""
+        every = list(parts)
+        amounts = np.concatenate([part.amounts for part in every], axis=1)
+        counts = np.concatenate([part.counts for part in every])
+        _, first, place = np.unique(size_keys(amounts), return_index=True, return_inverse=True)
+        totals = np.bincount(place, weights=counts).astype(np.int64)  # exact below 2**53
+        return cls(amounts=amounts[:, first], counts=totals)
+
+    @property
+    def sums(self) -> np.ndarray:
+        """Feature sums over all samples, int64 [features]."""
+        return self.amounts @ self.counts
+
+    def of_features(self, rows: list[int]) -> "SizeCounts":
+        """Counts by some of the features."""
+        return SizeCounts.joined([SizeCounts(amounts=self.amounts[rows], counts=self.counts)])
+
+    def in_common_units(self, caps: np.ndarray) -> tuple["SizeCounts", np.ndarray]:
+        """Sizes and caps [features], divided by each feature's GCD."""
+        units = np.maximum(np.gcd.reduce(self.amounts, axis=1), 1)
+        alike = SizeCounts(amounts=self.amounts // units[:, None], counts=self.counts)
+        return alike, np.maximum(caps // units, 1)
+
+    def thinned(self, most: int) -> np.ndarray:
+        """Sizes [features, samples] of about `most` samples in proportion, at least 1 per size."""
+        copies = -(-self.counts * most // max(int(self.counts.sum()), most))
+        return np.repeat(self.amounts, copies, axis=1)
 
 
 def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None) -> int:

@@ -1,10 +1,13 @@
 """Packing of samples under two caps, image tiles and language tokens."""
 
+from collections.abc import Callable
 from enum import StrEnum
+
+import numpy as np
 
 from omnibal.data.lengths import Lengths
 from omnibal.model.limits import Caps
-from omnibal.packing.fit import Seed
+from omnibal.packing.fit import Seed, size_keys
 from omnibal.packing.isf import pack_isf
 from omnibal.packing.packs import Packs
 
@@ -31,3 +34,19 @@ def pack_samples(
             return pack_balanced(lengths, caps, seed, most_types=most_types)
         case PackingMethod.ISF:
             return pack_isf(lengths, caps, seed)
+
+
+def media_of(lengths: Lengths) -> np.ndarray:
+    """Medium id per sample, int64 [samples], equal for samples of the same encoders, 0 for text."""
+    has_items = [lengths.items[name] > 0 for name in lengths.item_names]
+    keys = size_keys(np.array(has_items, np.int64).reshape(len(has_items), len(lengths)))
+    return np.unique(keys, return_inverse=True)[1]
+
+
+def pack_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
+    medium = media_of(lengths)
+    parts = []
+    for each in range(int(medium.max()) + 1):
+        rows = np.flatnonzero(medium == each)
+        parts.append(pack(lengths.take(rows)).of_rows(rows))
+    return Packs.join(parts)

@@ -10,8 +10,7 @@ import numpy as np
 
 from omnibal.base.arrays import rows_of
 from omnibal.pipeline.encoding import Encoding
-from omnibal.steps.empty_slots import empty_slots
-from omnibal.steps.shares import Shares
+from omnibal.steps.shares import Shares, empty_slots
 from omnibal.steps.whole_samples import SampleItems
 
 

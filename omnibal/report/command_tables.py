@@ -1,22 +1,26 @@
 """Results of commands as tables. `report/plan_tables.py` has tables of plans and runs."""
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from omnibal.data.lengths import Lengths
 from omnibal.job.plan import Plan
 from omnibal.job.published_errors import PublishedErrors
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
 from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
-from omnibal.report.table import Cell, Column, Facts, Table
+from omnibal.report.table import Cell, Column, Facts, Row, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.parameters import ModelParameters
     from omnibal.cost.profile import FitResidual
     from omnibal.job.replay import StageReplay
+    from omnibal.runs.refit import RunFit
+    from omnibal.runs.replanning import Replanned
     from omnibal.search.caps import CapSearch
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Sizing
@@ -217,3 +221,110 @@ def replayed_stages_table(plan: Plan, replays: Sequence["StageReplay"]) -> Table
             replay.predicted_gib(stages[replay.stage].memory)
         )
     return Table.of_records("Replayed stages, per micro-batch", replays, columns)
+
+
+def length_statistics(lengths: Lengths, rows: np.ndarray) -> dict[str, float | None]:
+    """Count samples in `rows`, with mean and max of every feature (None without samples)."""
+    statistics: dict[str, float | None] = {"samples": int(rows.sum())}
+    for name in (*lengths.item_names, "tokens"):
+        values = lengths.column(name)[rows]
+        statistics[f"{name}_mean"] = float(values.mean()) if len(values) else None
+        statistics[f"{name}_max"] = int(values.max()) if len(values) else None
+    return statistics
+
+
+def source_statistics(lengths: Lengths) -> list[dict[str, Any]]:
+    return [
+        {"source": name, **length_statistics(lengths, lengths.source == code)}
+        for code, name in enumerate(lengths.source_names)
+    ]
+
+
+def sources_table(lengths: Lengths, most: int | None = None) -> Table:
+    """Table of samples, items and tokens by source, at most the `most` largest, and in total."""
+    features, codes = (*lengths.item_names, "tokens"), np.arange(len(lengths.source_names))
+    if most is not None:
+        codes = np.argsort(-np.bincount(lengths.source, minlength=len(codes)), kind="stable")
+    groups = [(lengths.source_names[code], codes[i : i + 1]) for i, code in enumerate(codes[:most])]
+    rest = codes[len(groups) :]
+    groups += [(f"{len(rest)} smaller sources", rest)] if len(rest) else []
+
+    def row(name: str, codes: np.ndarray) -> list[str]:
+        statistics = length_statistics(lengths, np.isin(lengths.source, codes))
+        cells = [name, f"{statistics['samples']:,.0f}"]
+        for feature in features:
+            for quantity, digits in (("mean", 1 if feature == "tokens" else 2), ("max", 0)):
+                value = statistics[f"{feature}_{quantity}"]
+                cells.append("-" if value is None else f"{value:,.{digits}f}")
+        return cells
+
+    rows = [row(*group) for group in groups]
+    titles = [f"{feature} {quantity}" for feature in features for quantity in ("mean", "max")]
+    source = Column(title="source", style="wrap")
+    return Table.of_rows("Sample lengths", [source, "samples", *titles], rows, [row("all", codes)])
+
+
+def misprediction_table(fit: "RunFit") -> Table:
+    """Predicted and measured time of passes by unit kind and stage."""
+    kinds = [_row(one.name, one.predicted_ms, one.fitted_ms) for one in fit.kinds]
+    stages = [
+        _row(f"stage {number}", one.predicted_ms, one.measured_ms)
+        for number, one in enumerate(fit.stages)
+    ]
+    slow = [
+        (f"stage {number}, all ranks", "", "", f"{one.slowness:.2f}")
+        for number, one in enumerate(fit.stages)
+        if one.slowness > 1 and not one.slow_ranks
+    ]
+    ranks = [
+        (f"stage {number}, data-parallel rank {rank}", "", "", f"{factor:.2f}")
+        for number, one in enumerate(fit.stages)
+        for rank, factor in one.slow_ranks.items()
+    ]
+    sections: list[Sequence[Row]] = [kinds, stages]
+    sections += [[("slow devices", "", "", ""), *slow, *ranks]] if slow or ranks else []
+    return Table.of_rows(
+        "Mispredicted: passes of a step of the measured ranks, in ms",
+        (Column(title="", style="left"), "predicted", "measured", "factor"),
+        *sections,
+    )
+
+
+def _row(name: str, predicted_ms: float, measured_ms: float) -> Row:
+    factor = measured_ms / predicted_ms if predicted_ms else 1.0
+    return name, f"{predicted_ms:,.2f}", f"{measured_ms:,.2f}", f"{factor:.2f}"
+
+
+def replan_facts(planned: "Replanned") -> Facts:
+    entries = [("step, new plan", milliseconds(planned.step_ms))]
+    if planned.before_ms is not None:
+        entries.insert(0, ("step, earlier plan by the same costs", milliseconds(planned.before_ms)))
+        entries.append(("gain", percent(planned.gain)))
+    if planned.fit is not None:
+        entries.insert(0, ("step, measured median", milliseconds(planned.fit.step_ms)))
+    plan = planned.plan
+    layers = [
+        "+".join(str(stage.number_of_layers(tower)) for tower in plan.pipeline_model.towers)
+        for stage in plan.held(plan.stages)
+    ]
+    return Facts("Planned anew", [*entries, ("layers of each stage", ", ".join(layers))])
+
+
+def replan_summary(planned: "Replanned") -> dict[str, Any]:
+    fit = planned.fit
+    summary: dict[str, Any] = {
+        "step_ms": planned.step_ms,
+        "before_ms": planned.before_ms,
+        "gain": planned.gain,
+        "parallel": planned.plan.parallel.model_dump(),
+    }
+    if fit is None:
+        return summary
+    return summary | {
+        "measured_step_ms": fit.step_ms,
+        "measured_steps": fit.refit.measured_steps,
+        "noise": fit.noise,
+        "update_factor": fit.refit.update,
+        "kinds": {one.name: one.factor for one in fit.kinds},
+        "stages": [asdict(one) for one in fit.stages],
+    }

@@ -28,6 +28,7 @@ from omnibal.job.runlog import (
 from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report.cards import headline_cards
+from omnibal.report.command_tables import sources_table
 from omnibal.report.fake_device_tables import fake_device_table
 from omnibal.report.figures import (
     PageFigure,
@@ -35,7 +36,6 @@ from omnibal.report.figures import (
     split_figure,
 )
 from omnibal.report.formatting import change_ms, milliseconds, percent, write_ascii
-from omnibal.report.length_sources import sources_table
 from omnibal.report.plan_tables import (
     accuracy_table,
     answers_table,

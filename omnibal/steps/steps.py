@@ -19,8 +19,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
 from omnibal.packing.fit import Seed, size_keys
-from omnibal.packing.media import pack_apart
-from omnibal.packing.packing import pack_samples
+from omnibal.packing.packing import pack_apart, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
 from omnibal.steps.deal import deal_by_speed, deal_in_rounds
 from omnibal.steps.full_steps import level_to_fill, split_to_fill

@@ -28,7 +28,7 @@ from omnibal.pipeline.stage_memory import GIB
 from omnibal.search.feasible import find_changes
 from omnibal.search.memory_need import least_need_gib
 from omnibal.steps.deal import deal_in_rounds
-from omnibal.steps.empty_slots import empty_slots
+from omnibal.steps.shares import empty_slots
 
 CLUSTER = load_cluster("h100-80g")
 

@@ -17,9 +17,13 @@ from omnibal.packing import balanced
 from omnibal.packing.balanced import pack_balanced
 from omnibal.packing.fit import check_samples_fit
 from omnibal.packing.isf import pack_isf
-from omnibal.packing.pack_bound import bound_of_counts, naive_lower_bound, packs_lower_bound
+from omnibal.packing.pack_bound import (
+    SizeCounts,
+    bound_of_counts,
+    naive_lower_bound,
+    packs_lower_bound,
+)
 from omnibal.packing.packing import PackingMethod, pack_samples
-from omnibal.packing.size_counts import SizeCounts
 
 SIZES = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 512)), min_size=1, max_size=200)
 

@@ -19,8 +19,8 @@ from omnibal.job.plan_portions import EarlierPortions, join_portions
 from omnibal.job.planner import PlanResult
 from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
+from omnibal.packing.pack_bound import SizeCounts
 from omnibal.packing.packs import read_packs
-from omnibal.packing.size_counts import SizeCounts
 from omnibal.runs.replanning import replan
 from omnibal.search.goal import Earlier, Goal, Samples
 from omnibal.search.planning import plan

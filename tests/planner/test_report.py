@@ -41,8 +41,8 @@ from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import stage_times
 from omnibal.pipeline.workload import Workload
 from omnibal.report import figures
+from omnibal.report.command_tables import sources_table
 from omnibal.report.formatting import milliseconds
-from omnibal.report.length_sources import sources_table
 from omnibal.report.page import write_report
 from omnibal.report.plan_tables import accuracy_table, memory_table
 from omnibal.report.step_time import explain_causes, measured_causes

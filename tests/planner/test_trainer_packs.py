@@ -18,8 +18,7 @@ from omnibal.model.config import load_model
 from omnibal.model.levels import Level
 from omnibal.model.parallel import Parallel
 from omnibal.model.targets import TARGETS, PackRules
-from omnibal.packing.media import media_of, pack_apart
-from omnibal.packing.packing import PackingMethod
+from omnibal.packing.packing import PackingMethod, media_of, pack_apart
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.full_steps import split_to_fill
 from omnibal.steps.next_fit import (

@@ -13,9 +13,8 @@ from omnibal.model.levels import ContextExchange, Level
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.steps.cut import Pieces, cut_pack
-from omnibal.steps.empty_slots import empty_slots
 from omnibal.steps.item_shares import bounds_of_items
-from omnibal.steps.shares import shares_of
+from omnibal.steps.shares import empty_slots, shares_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
