@@ -38,7 +38,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     """Compare a plan's windows with a plain loader's, or return None without windows."""
     from omnibal.job.job import JobSpec
     from omnibal.job.plan_data import StreamData
-    from omnibal.steps.windows import imbalance
+    from omnibal.steps.metrics import imbalance, rank_sums
 
     stream = StreamData.of_plan(result.plan, result.data)
     if stream is None or result.data is None:
@@ -46,7 +46,7 @@ def window_facts(result: "PlanResult") -> WindowFacts | None:
     job = JobSpec.of_plan(result.plan, result.cost_source)
     as_read = replace(stream, is_dispatched=False).schedule(job)[0]
     planned, loaded = (
-        imbalance(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data)
+        imbalance(rank_sums(packs, job.load_ms(packs.packs, stream.lengths), job.parallel.data))
         for packs in (result.data[0], as_read)
     )
     return WindowFacts(

@@ -210,6 +210,18 @@ def straggler_factor(loads: np.ndarray) -> float:
     return float(np.mean(loads.max(axis=1) / loads.mean(axis=1)))
 
 
+def imbalance(loads: np.ndarray) -> float:
+    """Max over mean load of ranks, both summed over steps, for loads [steps, ranks]. 1 if none."""
+    return over_mean(float(loads.max(axis=1).sum()), loads)
+
+
+def over_mean(busiest: float, loads: np.ndarray) -> float:
+    """Busiest ranks' load over the mean of loads [steps, ranks], both summed over steps."""
+    mean = float(loads.mean(axis=1).sum())
+    # Prevent values below 1 by rounding.
+    return max(busiest / mean, 1.0) if mean else 1.0
+
+
 def rank_sums(packs: ScheduledPacks | Shares, per_pack: np.ndarray, dp: int) -> np.ndarray:
     """Sum a per-pack or per-share quantity over each rank's micro-batches, float64 [steps, dp].
 

@@ -8,12 +8,14 @@ Shapes: S steps, D data-parallel ranks (pipelines), R ranks of a pipeline.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
 from omnibal.model.data_parallel_encoders import DataParallelEncoders
 from omnibal.steps.balance import load_bound
 from omnibal.steps.items import NO_LOAD, shares_of_ranks, unit_of_time
+from omnibal.steps.metrics import imbalance, over_mean
 from omnibal.steps.whole_samples import SampleItems
 
 ALL_ENCODERS = "encoders"
@@ -95,17 +97,22 @@ def _rank_loads(
         steps = np.split(dealt.weight, np.searchsorted(dealt.rank // shape[1], range(1, shape[0])))
         least[name] = np.array([load_bound(weights, shape[1]) for weights in steps])
     equal = {name: items for name, items in held.items() if name not in whole}
-    groups = {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()}
-    shares = shares_of_ranks(
-        groups,
-        ranks_of_pipeline=ranks_of_pipeline,
+    share = partial(shares_of_ranks, ranks_of_pipeline=ranks_of_pipeline)
+    own = share(
+        {name: items.reshape(-1, 1) for name, items in equal.items()},
+        # Without times, so that encoders are shared independently.
+        item_ms=dict.fromkeys(equal, 0.0),
+    )
+    dispatched = share(
+        {name: items.reshape(-1, beside.pipelines) for name, items in equal.items()},
         item_ms=beside.item_ms,
         load=load,
         unit_ms=unit_ms,
     )
     for name, items in equal.items():
-        before[name] = _own_shares(items, ranks_of_pipeline)
-        after[name] = shares[name].reshape(before[name].shape)
+        before[name], after[name] = (
+            shares[name].reshape(len(items), -1) for shares in (own, dispatched)
+        )
         least[name] = _fewest(before[name])
     return before, after, least
 
@@ -120,36 +127,18 @@ def language_balance(
     return _balance(LANGUAGE_PHASE, loads, None, least_ms)
 
 
-def _own_shares(held: np.ndarray, ranks_of_pipeline: int) -> np.ndarray:
-    """Items of every rank if each pipeline's ranks share its own items, [S, D * R]."""
-    each, more = np.divmod(held[..., None], ranks_of_pipeline)
-    shares = each + (np.arange(ranks_of_pipeline) < more)
-    return shares.reshape(len(held), -1)
-
-
 def _balance(
     phase: str, before: np.ndarray, after: np.ndarray | None, least: float
 ) -> PhaseBalance:
     """Balance of loads [S, ranks] before and after, with a lower bound summed over steps."""
     return PhaseBalance(
         phase=phase,
-        imbalance_before=_imbalance(before),
-        imbalance_after=None if after is None else _imbalance(after),
-        bound=_over_mean(least, before),
+        imbalance_before=imbalance(before),
+        imbalance_after=None if after is None else imbalance(after),
+        bound=over_mean(least, before),
     )
-
-
-def _imbalance(loads: np.ndarray) -> float:
-    """Max over mean of loads [S, ranks]. 1 without load."""
-    return _over_mean(float(loads.max(axis=1).sum()), loads)
 
 
 def _fewest(items: np.ndarray) -> np.ndarray:
     """Lower bound on max items per rank, for items [S, ranks], [S]."""
     return np.negative(-items.sum(axis=1) // items.shape[1])
-
-
-def _over_mean(busiest: float, loads: np.ndarray) -> float:
-    mean = float(loads.mean(axis=1).sum())
-    # Prevent values below 1 by rounding.
-    return max(busiest / mean, 1.0) if mean else 1.0

@@ -8,8 +8,8 @@ robin.
 """
 
 import heapq
-from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from collections.abc import Callable
+from itertools import pairwise, zip_longest
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from omnibal.model.limits import Caps
 from omnibal.model.parallel import Parallel
 from omnibal.packing.best_fit import pack_first_fit
 from omnibal.packing.fit import check_samples_fit, in_common_units
+from omnibal.packing.isf import cut_groups
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.balance import balance
 from omnibal.steps.deal import lightest_at_the_ends
@@ -68,13 +69,6 @@ def schedule_windows(
     return ScheduledPacks.of(joined, lengths, step + epoch * len(dealt), rank, slot, epoch)
 
 
-def imbalance(packs: ScheduledPacks, load_ms: np.ndarray, ranks: int) -> float:
-    """Max over mean predicted time of ranks, summed over steps. Counts ranks without packs."""
-    by_rank = np.bincount(packs.step * ranks + packs.dp_rank, load_ms, packs.steps * ranks)
-    by_rank = by_rank.reshape(-1, ranks)
-    return float(by_rank.max(axis=1).sum() / by_rank.mean(axis=1).sum())
-
-
 class _Samples:
     """Sizes and times of a stream's samples, and packs of its windows."""
 
@@ -122,18 +116,9 @@ class _Samples:
 
     def as_read(self, window: range, ranks: int) -> _Ranks:
         """Next-fit packs in stream order, dealt round robin."""
-        packs: list[_Pack] = []
-        room: tuple[int, ...] = (-1,) * len(self.caps)
-        for sample in window:
-            room = self._room_after(room, sample)
-            if min(room) < 0:
-                packs.append([])
-                room = self._room_after(self.caps.tolist(), sample)
-            packs[-1].append(sample)
+        bounds = cut_groups(self.sizes[:, window.start : window.stop], self.caps) + window.start
+        packs = [list(range(*ends)) for ends in pairwise(bounds.tolist())]
         return [packs[rank::ranks] for rank in range(ranks)]
-
-    def _room_after(self, room: Sequence[int], sample: int) -> tuple[int, ...]:
-        return tuple(map(int.__sub__, room, self.columns[sample]))
 
     def balanced(self, window: range, ranks: int) -> _Ranks:
         """Equal shares of the window's time, each packed separately."""
@@ -143,14 +128,14 @@ class _Samples:
         longest_first = np.argsort(-weight_ms, kind="stable")
         shares = [longest_first[dealt[longest_first] == rank] for rank in range(ranks)]
         given = [(window.start + share).tolist() for share in shares]
-        packed = [self._packed(share) for share in given]
+        packed = [self._pack_share(share) for share in given]
         return packed if self.lockstep_ranks == 1 else self._in_lockstep(given, packed)
 
     def _in_lockstep(self, shares: list[list[int]], packed: _Ranks) -> _Ranks:
         """Return the faster of separate packing and equal counts. Shares are longest first."""
         best = self._alike_in_lockstep(packed)
         for count in sorted({len(packs) for packs in packed}):
-            level = [self._level(share, count) for share in shares]
+            level = [self._pack_evenly(share, count) for share in shares]
             ranks = [packs for packs in level if packs is not None]
             if len(ranks) == len(shares):
                 best = min(best, self._alike_in_lockstep(ranks), key=self.busiest_ms)
@@ -168,7 +153,7 @@ class _Samples:
             ordered += [[packs[place] for place in slots[: len(packs)]] for packs in group]
         return ordered
 
-    def _packed(self, share: list[int]) -> list[_Pack]:
+    def _pack_share(self, share: list[int]) -> list[_Pack]:
         """Pack one rank's samples, sorted longest first, into the best number of equal packs."""
         if not share:
             return []
@@ -178,7 +163,7 @@ class _Samples:
         best_ms = self._lockstep_ms([best])
         fewest = int((-(-sizes.sum(axis=1) // self.caps)).max())
         for count in range(fewest, len(share) + 1):
-            packs = self._level(share, count)
+            packs = self._pack_evenly(share, count)
             if packs is None:
                 continue
             packs_ms = self._lockstep_ms([packs])
@@ -188,7 +173,7 @@ class _Samples:
         heaviest_first = sorted(best, key=self._time_ms, reverse=True)
         return [heaviest_first[place] for place in lightest_at_the_ends(len(best))]
 
-    def _level(self, share: list[int], count: int) -> list[_Pack] | None:
+    def _pack_evenly(self, share: list[int], count: int) -> list[_Pack] | None:
         """Pack into `count` packs, each sample into the shortest that fits. None if impossible."""
         heap = [(0.0, pack) for pack in range(count)]
         room = [tuple(self.caps.tolist())] * count
@@ -197,7 +182,7 @@ class _Samples:
             full = []
             while heap:
                 held_ms, pack = heapq.heappop(heap)
-                left = self._room_after(room[pack], sample)
+                left = tuple(map(int.__sub__, room[pack], self.columns[sample]))
                 if min(left) >= 0:
                     break
                 full.append((held_ms, pack))
