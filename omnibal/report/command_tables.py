@@ -266,21 +266,14 @@ def sources_table(lengths: Lengths, most: int | None = None) -> Table:
 
 def misprediction_table(fit: "RunFit") -> Table:
     """Predicted and measured time of passes by unit kind and stage."""
-    kinds = [_row(one.name, one.predicted_ms, one.fitted_ms) for one in fit.kinds]
-    stages = [
-        _row(f"stage {number}", one.predicted_ms, one.measured_ms)
-        for number, one in enumerate(fit.stages)
-    ]
-    slow = [
-        (f"stage {number}, all ranks", "", "", f"{one.slowness:.2f}")
-        for number, one in enumerate(fit.stages)
-        if one.slowness > 1 and not one.slow_ranks
-    ]
-    ranks = [
-        (f"stage {number}, data-parallel rank {rank}", "", "", f"{factor:.2f}")
-        for number, one in enumerate(fit.stages)
-        for rank, factor in one.slow_ranks.items()
-    ]
+    kinds = [_row(kind.name, kind.predicted_ms, kind.fitted_ms) for kind in fit.kinds]
+    stages, slow, ranks = [], [], []
+    for number, stage in enumerate(fit.stages):
+        stages.append(_row(f"stage {number}", stage.predicted_ms, stage.measured_ms))
+        if stage.slowness > 1 and not stage.slow_ranks:
+            slow.append((f"stage {number}, all ranks", "", "", f"{stage.slowness:.2f}"))
+        for rank, factor in stage.slow_ranks.items():
+            ranks.append((f"stage {number}, data-parallel rank {rank}", "", "", f"{factor:.2f}"))
     sections: list[Sequence[Row]] = [kinds, stages]
     sections += [[("slow devices", "", "", ""), *slow, *ranks]] if slow or ranks else []
     return Table.of_rows(

@@ -203,44 +203,40 @@ def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
     """Map stage slowness to parts of the model, or empty if none is slow."""
     if slowness.max() == 1:
         return ()
-    of_parts = np.ones(len(plan.stages))
-    for stage, parts in enumerate(plan.schedule.parts_of(len(plan.stages))):
-        of_parts[parts] = slowness[stage]
-    return tuple(of_parts.tolist())
+    return tuple(slowness[_stage_of_parts(plan)].tolist())
+
+
+def _stage_of_parts(plan: Plan) -> np.ndarray:
+    """Pipeline stage of every part of the model, [parts]."""
+    parts_of = plan.schedule.parts_of(len(plan.stages))
+    return np.argsort(np.concatenate(parts_of)) // plan.schedule.chunks
 
 
 def measured_terms(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> Terms:
     """Return the terms of all recorded passes."""
-    turn = {record.step: record.passes.dp_rank for record in records if record.passes}
-    turns = np.array([turn[step] for step in workload.step.tolist()])
-    workload = workload.rows(np.flatnonzero(workload.dp_rank == turns))
+    rank_of_step = {record.step: record.passes.dp_rank for record in records if record.passes}
+    ranks = np.array([rank_of_step[step] for step in workload.step.tolist()])
+    workload = workload.rows(np.flatnonzero(workload.dp_rank == ranks))
     of_row, names = _row_terms(plan, cost, workload)
-    stages = {
-        part: stage
-        for stage, parts in enumerate(plan.schedule.parts_of(len(plan.stages)))
-        for part in parts
-    }
-    found: list[tuple[np.ndarray, np.ndarray, int, int]] = []
+    stage_of_parts, columns = _stage_of_parts(plan), []
     for record in records:
         passes = record.passes
         assert passes is not None, "records are of measured steps"
         rows = np.flatnonzero(workload.step == record.step)  # sorted by slot
-        for kind, times in enumerate((passes.forward_ms, passes.backward_ms)):
-            if len(times) != len(plan.stages) or any(len(each) != len(rows) for each in times):
-                raise UserError(
-                    f"step {record.step} of the run had other micro-batches or parts of the model "
-                    "than the plan: give the plan that the run was trained by"
-                )
-            found += [
-                (of_row[kind, part, rows], np.array(each), stages[part], passes.dp_rank)
-                for part, each in enumerate(times)
-            ]
-    ms, measured_ms = (np.concatenate([each[index] for each in found]) for index in range(2))
-    stage, dp_rank = (
-        np.concatenate([np.full(len(each[1]), each[index]) for each in found]) for index in (2, 3)
-    )
+        times = passes.forward_ms, passes.backward_ms
+        if any(list(map(len, of_kind)) != [len(rows)] * len(plan.stages) for of_kind in times):
+            raise UserError(
+                f"step {record.step} of the run had other micro-batches or parts of the model "
+                "than the plan: give the plan that the run was trained by"
+            )
+        passes_ms = np.array(times)  # [2 (forward, backward), parts, rows]
+        stages = np.broadcast_to(stage_of_parts[:, None], passes_ms.shape)
+        ranks = np.full(passes_ms.size, passes.dp_rank)
+        terms = of_row[:, :, rows].reshape(-1, len(names))
+        columns.append((terms, passes_ms.ravel(), stages.ravel(), ranks))
+    ms, measured_ms, stage, dp_rank = map(np.concatenate, zip(*columns, strict=True))
     real = (ms.sum(axis=1) > 0) & (measured_ms > 0)
     used = ms.any(axis=0)
     return Terms(
