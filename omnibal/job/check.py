@@ -405,8 +405,8 @@ def _check_prediction(stored: Prediction, anew: Prediction) -> None:
         if not is_same:
             raise UserError(
                 "the stored prediction is of another plan, or by another version of the costs: "
-                f"{name} is {_shown(stored_value)}, and by costs from {anew.cost_source} it is "
-                f"{_shown(value)}; remove `prediction` from plan.json, or {_ANEW}"
+                f"{name} is {_to_text(stored_value)}, and by costs from {anew.cost_source} it is "
+                f"{_to_text(value)}; remove `prediction` from plan.json, or {_ANEW}"
             )
 
 
@@ -427,7 +427,7 @@ def _figures(
         yield name, value
 
 
-def _shown(value: Figure) -> str:
+def _to_text(value: Figure) -> str:
     return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 

@@ -235,23 +235,26 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
     even = np.ones(workload.features.shape[1])
     unsure = even + _UNSURE * np.eye(len(even))
     predicted = passes_with(even)
-    heaviest = {_fullest(predicted), *(_fullest(passes_with(factors)) for factors in unsure)}
+    heaviest = {
+        _heaviest_pass(predicted),
+        *(_heaviest_pass(passes_with(factors)) for factors in unsure),
+    }
     return [
         Window(
-            rows=_rows_about(plan, stage, workload, predicted, one),
+            rows=_rows_around(plan, stage, workload, predicted, one),
             predicted_gib=float(predicted.needed[one]) / GIB,
         )
         for one in sorted(heaviest, key=lambda one: -predicted.needed[one])
     ]
 
 
-def _fullest(passes: PassBytes) -> int:
+def _heaviest_pass(passes: PassBytes) -> int:
     """Return the heaviest pass; ties go to the first with most micro-batches in flight."""
     equal = np.flatnonzero(fits_cap(passes.needed.max(), passes.needed))
     return int(equal[passes.others[equal].argmax()])
 
 
-def _rows_about(
+def _rows_around(
     plan: Plan, stage: int, workload: Workload, passes: PassBytes, one: int
 ) -> np.ndarray:
     """Return the fewest rows with pass `one`'s in-flight set, plus a row before and after."""
@@ -262,7 +265,7 @@ def _rows_about(
 
     def held(first: int, number: int) -> set[tuple[int, int, int]]:
         """Return the in-flight set if the step has only `number` micro-batches from `first`."""
-        found = _held_in(schedule, plan.parallel.pipeline, stage, number)
+        found = _list_in_flight(schedule, plan.parallel.pipeline, stage, number)
         return {(a, b, first + each) for a, b, each in found[kind, chunk, place - first]}
 
     whole = held(0, count)
@@ -276,7 +279,7 @@ def _rows_about(
 
 
 @lru_cache(maxsize=64)  # windows try equal sizes
-def _held_in(
+def _list_in_flight(
     schedule: PipelineSchedule, stages: int, stage: int, micro_batches: int
 ) -> dict[tuple[int, int, int], list[tuple[int, int, int]]]:
     """Map passes (kind, chunk, micro-batch) to in-flight (chunk, weight pending, micro-batch)."""

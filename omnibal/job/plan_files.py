@@ -132,7 +132,7 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
         made.mkdir()
         plan = result.plan
         if result.portions is not None:
-            plan = _with_portions(result, result.portions, made)
+            plan = _write_all_portions(result, result.portions, made)
         elif result.data is not None:
             packs, lengths = result.data
             write_packs(packs, made / PACKS_FILE)
@@ -177,7 +177,7 @@ def data_in_portions(data: DataPlan, directory: Path) -> Iterator[tuple[Schedule
         yield in_run(packs, data, index), lengths
 
 
-def _with_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
+def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Path) -> Plan:
     """Pack and write all portions like the first; return the joint plan."""
     plan, job = result.plan, JobSpec.of_plan(result.plan, result.cost_source)
     assert plan.data is not None and result.data is not None

@@ -139,7 +139,7 @@ def join_portions(data: DataPlan, directory: Path, steps: Sequence[int] | None =
         parts.append(replace(packs, packs=packs.packs.of_rows(place)))
         if steps is not None or index < data.portions_per_epoch:
             lengths_parts.append(lengths.take(rows))
-    lengths = _joined_lengths(lengths_parts)
+    lengths = _join_lengths(lengths_parts)
     all_places = lengths.annotation_indices(np.arange(len(lengths)))
     places, first = np.unique(all_places, return_index=True)
     lengths = lengths.take(first)
@@ -150,19 +150,19 @@ def join_portions(data: DataPlan, directory: Path, steps: Sequence[int] | None =
     return replace(joined, packs=replace(joined.packs, samples=samples)), lengths
 
 
-def _joined(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _concatenate(tables: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: np.concatenate([table[name] for table in tables]) for name in tables[0]}
 
 
-def _joined_lengths(parts: Sequence[Lengths]) -> Lengths:
+def _join_lengths(parts: Sequence[Lengths]) -> Lengths:
     sizes = [part.image_sizes for part in parts if part.image_sizes is not None]
     return replace(
         parts[0],
-        items=_joined([part.items for part in parts]),
+        items=_concatenate([part.items for part in parts]),
         tokens=np.concatenate([part.tokens for part in parts]),
         loss_tokens=np.concatenate([part.loss_tokens for part in parts]),
         source=np.concatenate([part.source for part in parts]),
-        squares=_joined([part.squares for part in parts]),
+        squares=_concatenate([part.squares for part in parts]),
         sample=np.concatenate([part.annotation_indices(np.arange(len(part))) for part in parts]),
         image_sizes=ImageSizes.joined(sizes) if sizes else None,
     )

@@ -131,14 +131,14 @@ def group_sizes(sizes: np.ndarray, max_types: int) -> SizeTypes:
 def item_levels(items: np.ndarray) -> np.ndarray:
     """Item counts rounded up to few levels, int64 [features - 1, samples]."""
     most = _MAX_ITEM_LEVELS
-    leveled = _rounded_up(items, most)
+    leveled = _round_up(items, most)
     while len(items) > 1 and len(np.unique(size_keys(leveled))) > 2 * _MAX_ITEM_LEVELS:
         most -= most // 4
-        leveled = _rounded_up(items, most)
+        leveled = _round_up(items, most)
     return leveled
 
 
-def _rounded_up(items: np.ndarray, most: int) -> np.ndarray:
+def _round_up(items: np.ndarray, most: int) -> np.ndarray:
     rounded = items.copy()
     for row in rounded:
         if len(np.unique(row)) > most:

@@ -90,7 +90,7 @@ def write_ascii(page: str, path: Path) -> None:
         temporary.write_bytes(page.encode("ascii", "xmlcharrefreplace"))
 
 
-def held_encoders(parallel: Parallel, sharded: int) -> str:
+def describe_sharding(parallel: Parallel, sharded: int) -> str:
     """Describe the sharding of data-parallel encoders over `sharded` ranks."""
     if sharded == 1:
         return "whole on every rank"

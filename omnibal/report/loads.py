@@ -101,7 +101,7 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     title = f"Predicted load of ranks: {model} on {cluster}"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     *spans, below = figure.subfigures(len(sides) + 1, 1, squeeze=False)[:, 0]
-    each = f"{_counted(_mean_samples(scheduled), 'sample')} per micro-batch"
+    each = f"{_count(_mean_samples(scheduled), 'sample')} per micro-batch"
     titles = {
         "before": f"Before: random order, {each}, padded to the longest",
         "after": f"After: packed, matched and dealt out ({data.settings.packing})",
@@ -118,9 +118,9 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     dp, caps = job.parallel.data, data.caps
     limits = words([f"{caps[name]:,} {name}" for name in caps.names])
     note = (
-        f"{_counted(len(data.lengths), 'sample')} in {_counted(len(scheduled), 'pack')} of at most "
-        f"{limits}; {_counted(dp, 'data-parallel rank')}, up to "
-        f"{_counted(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
+        f"{_count(len(data.lengths), 'sample')} in {_count(len(scheduled), 'pack')} of at most "
+        f"{limits}; {_count(dp, 'data-parallel rank')}, up to "
+        f"{_count(data.packs_per_step // dp, 'pack')} each per step. Simulated from predicted "
         f"time ({shorten(xml_text(job.cost.source), 40)}): both passes of the whole model on "
         "every rank. A step ends with its slowest rank. "
     )
@@ -149,7 +149,7 @@ def key_figures(loads: RankLoads, first: RankLoads) -> str:
     return f"{said}, {number(loads.ms_per_sample / first.ms_per_sample)} of before"
 
 
-def _counted(count: int, what: str) -> str:
+def _count(count: int, what: str) -> str:
     return f"{count:,} {what}{'s' if count != 1 else ''}"
 
 
@@ -178,8 +178,8 @@ def _draw_steps(axes: Axes, loads: RankLoads, steps: np.ndarray, colour: str) ->
     axes.vlines(ends_ms, -0.5, len(ranks) - 0.5, color=COLOURS["ink"], linewidth=0.8)
     label_rows(axes, [f"rank {rank:,}" for rank in ranks])
     axes.set_xlabel(
-        f"ms, {len(steps)} of {_counted(all_steps, 'step')} end to end, "
-        f"{len(ranks)} of {_counted(all_ranks, 'rank')}"
+        f"ms, {len(steps)} of {_count(all_steps, 'step')} end to end, "
+        f"{len(ranks)} of {_count(all_ranks, 'rank')}"
     )
     handles, labels = axes.get_legend_handles_labels()
     axes.legend(handles[:2], labels[:2], loc="upper right", bbox_to_anchor=(1, -0.09), ncols=2)

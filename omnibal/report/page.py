@@ -85,7 +85,7 @@ def write_report(
     records: list[StepRecord] = []
     run, causes = None, {}
     if run_directory is not None:
-        info, records = _run_of(plan, run_directory)
+        info, records = _read_run_of(plan, run_directory)
         run = summarise_run(records, plan.parallel.world_size, info.provider)
         causes = measured_causes(plan, job, data, run, records)
     replay = None
@@ -119,7 +119,7 @@ def write_report(
     return shown
 
 
-def _run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
+def _read_run_of(plan: Plan, run_directory: Path) -> tuple[RunInfo, list[StepRecord]]:
     """Read the run and its steps; raises if it had another plan."""
     if plan.data is None:
         raise UserError(
@@ -154,10 +154,10 @@ def render(report: ReportInput) -> str:
         finalize=lambda value: printable(value) if type(value) is str else value,
     )
     pages.filters |= {"percent": percent, "time": milliseconds, "change": change_ms}
-    return pages.get_template("page.html.jinja").render(report=report, **_shown(report))
+    return pages.get_template("page.html.jinja").render(report=report, **_variables(report))
 
 
-def _shown(report: ReportInput) -> dict[str, Any]:
+def _variables(report: ReportInput) -> dict[str, Any]:
     """Return the template's variables, empty if not given."""
     plan, run, replay, evaluation = report.plan, report.run, report.replay, report.evaluation
     shown = {

@@ -13,7 +13,7 @@ from omnibal.pipeline.prediction import Prediction
 from omnibal.report.formatting import (
     EN_DASH,
     aligned,
-    held_encoders,
+    describe_sharding,
     milliseconds,
     number,
     percent,
@@ -46,7 +46,7 @@ def _column(title: str, cells: Sequence[Cell], style: Style = "", group: str = "
     return Column(title=title, style=style, group=group), cells
 
 
-def _beside(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0) -> list[Filled]:
+def _aligned(group: str, series: Mapping[str, Sequence[float]], at_least: int = 0) -> list[Filled]:
     """Return a column per named non-empty series, all with equal decimals."""
     cells = iter(aligned([value for values in series.values() for value in values], at_least))
     bold = ("peak", "replayed", "measured")
@@ -119,7 +119,7 @@ def memory_table(
         names.append("encoders")
         memories.append(beside.memory)
         caption += " Data-parallel encoders: their part of a device that embeds tokens"
-        caption += f"; weights are {held_encoders(plan.parallel, plan.beside.sharded)}."
+        caption += f"; weights are {describe_sharding(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
     if memories:
         sizes = {
@@ -131,19 +131,19 @@ def memory_table(
             "peak": [memory.peak_gib for memory in memories],
         }
         shares = [Marked.share(memory.peak_gib / cap_gib) for memory in memories]
-        columns += _beside("predicted, GiB", sizes, at_least=2)
+        columns += _aligned("predicted, GiB", sizes, at_least=2)
         columns.append(_column("of usable", shares, group="predicted, GiB"))
     if replay:
         peaks = {
             "predicted": replayed_peaks_as_predicted(plan, replay),
             "peak": [stage.peak_gib for stage in replay.stages],
         }
-        columns += _beside("replayed, GiB", peaks)
+        columns += _aligned("replayed, GiB", peaks)
         if not all(stage.with_working_memory for stage in replay.stages):
             caption += " A replay on a CPU measures no working memory: predicted beside it is "
             caption += "the rest."
     if run:
-        columns += _beside("measured, GiB", {"peak": run.peak_gib})
+        columns += _aligned("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
         return None
     heads, cells = zip(*columns, strict=True)
@@ -187,7 +187,7 @@ def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
     if encoders is not None and beside is not None:
         ranks = encoders.pipelines * plan.parallel.pipeline * plan.parallel.tensor
         entries.append(("ranks that encode together", f"{ranks:,}"))
-        entries.append(("weights of encoders", held_encoders(plan.parallel, encoders.sharded)))
+        entries.append(("weights of encoders", describe_sharding(plan.parallel, encoders.sharded)))
         for name, encoder in plan.model.encoders.items():
             entries.append((f"{encoder.feature} in a pass", f"{encoders.items_per_pass[name]:,}"))
             entries.append((f"{encoder.feature} kept", f"{encoders.kept_items[name]:,}"))
@@ -321,7 +321,10 @@ def packing_facts(metrics: PackMetrics, load: str, data: DataPlan | None = None)
     ]
     if data is not None:
         count = f"{'at most ' if data.packs_are_maxima else ''}{data.micro_batches_per_step}"
-        entries += [("micro-batches of a rank in a step", count), ("method", _packed_by(data))]
+        entries += [
+            ("micro-batches of a rank in a step", count),
+            ("method", _describe_packing(data)),
+        ]
     return Facts("Packs", entries)
 
 
@@ -351,7 +354,7 @@ def provenance_facts(
         entries["Costs from"] = plan.prediction.cost_source
         entries["Error of such predictions"] = str(errors_of_plan(plan))
     if plan.data:
-        entries["Packs made by"] = _packed_by(plan.data)
+        entries["Packs made by"] = _describe_packing(plan.data)
         entries["Lengths"] = _sha256(plan.data.lengths_sha256)
         entries["Packs"] = _sha256(plan.data.packs_sha256)
     if plan.data and plan.data.origin:
@@ -369,7 +372,7 @@ def provenance_facts(
     return Facts("", [*entries.items()])
 
 
-def _packed_by(data: DataPlan) -> str:
+def _describe_packing(data: DataPlan) -> str:
     method = data.method.replace("_", " ")
     if data.window is None:
         return f"{method}, seed {data.seed}"

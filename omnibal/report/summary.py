@@ -142,14 +142,14 @@ def figures_by_source(
 ) -> dict[str, StepFigures]:
     """Return a step as predicted, replayed and measured, if given."""
     sources = {
-        "predicted": _predicted_figures(plan),
-        "replayed": _replayed_figures(replay) if replay else None,
+        "predicted": _figures_of_prediction(plan),
+        "replayed": _figures_of_replay(replay) if replay else None,
         "measured": run,
     }
     return {name: figures for name, figures in sources.items() if figures}
 
 
-def _predicted_figures(plan: Plan) -> StepFigures | None:
+def _figures_of_prediction(plan: Plan) -> StepFigures | None:
     prediction, count = plan.prediction, micro_batches_per_step(plan)
     if prediction is None:
         return None
@@ -170,7 +170,7 @@ def _predicted_figures(plan: Plan) -> StepFigures | None:
     )
 
 
-def _replayed_figures(replay: ReplaySummary) -> StepFigures:
+def _figures_of_replay(replay: ReplaySummary) -> StepFigures:
     stages = np.transpose([replay.forward_ms, replay.backward_ms]).tolist()
     return StepFigures(
         step_ms=replay.step_ms,

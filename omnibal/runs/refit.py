@@ -112,7 +112,7 @@ def root_of(plan: Plan, job: JobSpec) -> str:
     return plan_sha256(plan) if refit is None else refit.root_sha256
 
 
-def measured_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
+def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> list[StepRecord]:
     """Return a run's records with per-pass times of this plan."""
     if info.plan_sha256 != plan_sha256(plan):
         raise UserError(
@@ -137,19 +137,19 @@ def fit_run(
 
     Args:
         workload: of all the plan's packs.
-        records: `measured_records` of the run.
+        records: `select_records` of the run.
         step: number of trained steps.
     """
     workload = workload.of_steps([record.step for record in records])
     known = job.cost_of_all(plan.pack_levels)
     # Slow devices may have changed since the last fit.
     cost = replace(known, slowness=(), slow_ranks=())
-    terms = measured_terms(plan, cost, workload, records)
+    terms = list_terms(plan, cost, workload, records)
     slow = _slow_ranks(plan, cost, workload, records)
     alike = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
     kinds = list(dict.fromkeys(name[:2] for name in terms.names))
     groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
-    found = _fitted(alike, groups, plan.parallel.pipeline)
+    found = _fit_slow_stages(alike, groups, plan.parallel.pipeline)
     factors, (slowness, common) = found.factors, _relative(found.slowness)
     # Measured over predicted time of the work of once a step, mean over the stages.
     once = per_step_costs(cost, plan.stages, plan.schedule)
@@ -168,13 +168,13 @@ def fit_run(
         units={kind: UnitFactors(**given) for kind, given in units.items()},
         update=float(np.clip(ratio, 1e-3, 1e3)) if ratio else 1.0,
         pipeline=plan.parallel.pipeline,
-        slowness=_of_parts(plan, slowness),
+        slowness=_spread_over_parts(plan, slowness),
     )
     earlier = job.cost_source.refit
     whole = refit if earlier is None else refit.after(earlier)
-    fitted = refitted_job(job, whole).cost_of_all(plan.pack_levels)
+    fitted = with_refit(job, whole).cost_of_all(plan.pack_levels)
     slow = _slow_ranks(plan, fitted, workload, records)
-    of_ranks = [_of_parts(plan, of_rank) for of_rank in slow]
+    of_ranks = [_spread_over_parts(plan, of_rank) for of_rank in slow]
     alike_all = (1.0,) * len(plan.stages)
     slow_ranks = tuple(each or alike_all for each in of_ranks) if any(of_ranks) else ()
     return RunFit(
@@ -186,7 +186,7 @@ def fit_run(
     )
 
 
-def refitted_job(job: JobSpec, refit: Refit) -> JobSpec:
+def with_refit(job: JobSpec, refit: Refit) -> JobSpec:
     """Replace the job's refit."""
     return replace(job, cost_source=replace(job.cost_source, refit=refit))
 
@@ -199,7 +199,7 @@ def _relative(slowness: np.ndarray) -> tuple[np.ndarray, float]:
     return slowness / least, least
 
 
-def _of_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
+def _spread_over_parts(plan: Plan, slowness: np.ndarray) -> tuple[float, ...]:
     """Map stage slowness to parts of the model, or empty if none is slow."""
     if slowness.max() == 1:
         return ()
@@ -212,14 +212,14 @@ def _stage_of_parts(plan: Plan) -> np.ndarray:
     return np.argsort(np.concatenate(parts_of)) // plan.schedule.chunks
 
 
-def measured_terms(
+def list_terms(
     plan: Plan, cost: CostModel, workload: Workload, records: Sequence[StepRecord]
 ) -> Terms:
     """Return the terms of all recorded passes."""
     rank_of_step = {record.step: record.passes.dp_rank for record in records if record.passes}
     ranks = np.array([rank_of_step[step] for step in workload.step.tolist()])
     workload = workload.rows(np.flatnonzero(workload.dp_rank == ranks))
-    of_row, names = _row_terms(plan, cost, workload)
+    of_row, names = _terms_of_rows(plan, cost, workload)
     stage_of_parts, columns = _stage_of_parts(plan), []
     for record in records:
         passes = record.passes
@@ -248,7 +248,7 @@ def measured_terms(
     )
 
 
-def _row_terms(
+def _terms_of_rows(
     plan: Plan, cost: CostModel, workload: Workload
 ) -> tuple[np.ndarray, list[tuple[str, str, str]]]:
     """Return times of all terms, [2 (forward, backward), parts, rows, c], and their names."""
@@ -311,7 +311,7 @@ class _Fit:
         return float((inside * (error - inside / 2)).sum()) + self.prior
 
 
-def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
+def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
     """Fit with a minimal set of differing stages.
 
     A stage is confounded with a kind of unit that it alone holds. So start with none, and greedily
@@ -320,7 +320,7 @@ def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
     taken = np.log(terms.measured_ms / terms.ms.sum(axis=1))
     by_costs = np.array([np.median(taken[terms.stage == stage]) for stage in range(stages)])
     free: list[int] = []
-    best = _fitted_with(terms, groups, stages, free)
+    best = _fit_with_stages(terms, groups, stages, free)
     while len(free) + 1 < stages:
         left = [np.median(best.error[terms.stage == stage]) for stage in range(stages)]
         unlike = {
@@ -329,7 +329,7 @@ def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
             for stage in np.argsort(-far, kind="stable")[:_TRIED_STAGES].tolist()
             if far[stage] > _LEAST_NOISE and stage not in free
         }
-        tried = {each: _fitted_with(terms, groups, stages, [*free, each]) for each in unlike}
+        tried = {each: _fit_with_stages(terms, groups, stages, [*free, each]) for each in unlike}
         if not tried:
             break
         chosen = min(sorted(tried), key=lambda stage: tried[stage].unlikeliness(best.noise))
@@ -340,7 +340,7 @@ def _fitted(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
     return best
 
 
-def _fitted_with(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _Fit:
+def _fit_with_stages(terms: Terms, groups: np.ndarray, stages: int, free: Sequence[int]) -> _Fit:
     """Fit with only the stages in `free` differing."""
     of_groups = np.eye(int(groups.max()) + 1)[groups]  # [c, g]
     of_stages = np.eye(stages)[terms.stage][:, list(free)]  # [n, free]

@@ -18,7 +18,7 @@ from omnibal.job.runlog import RunLog
 from omnibal.model.parallel import Parallel
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, ScheduleName
-from omnibal.runs.refit import RunFit, fit_run, measured_records, refitted_job, root_of
+from omnibal.runs.refit import RunFit, fit_run, root_of, select_records, with_refit
 from omnibal.search.goal import Earlier, Free, Goal, Listener
 from omnibal.search.planning import plan as plan_goal
 from omnibal.search.strategy import FreeSizes
@@ -78,12 +78,12 @@ def replan(
         refit = job.cost_source.refit.model_copy(update={"step": after or 0})
     else:
         refit = Refit(root_sha256=root_of(plan, job), step=after or 0)
-    job = refitted_job(job, refit)
+    job = with_refit(job, refit)
     if gpus not in (None, plan.parallel.world_size):
         assert gpus is not None
         result = _at_other_sizes(files, job, gpus, listener)
         return Replanned(result=result, fit=fit, before_ms=None)
-    before, directory = _predicted(plan, job, files.steps), files.directory
+    before, directory = _predict_result(plan, job, files.steps), files.directory
     if plan.data.portions and directory is not None:
         portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
         before = in_portions(before, portions, plan.data.runs_of_first)
@@ -99,7 +99,7 @@ def _step_ms(result: PlanResult) -> float:
 
 def _fit(files: PlanFiles, run: RunLog, after: int | None) -> RunFit:
     plan, data, directory = files.plan, files.plan.data, files.directory
-    records = measured_records(plan, run.info, run.records)
+    records = select_records(plan, run.info, run.records)
     packs, lengths = files.steps
     if data is not None and data.portions and directory is not None:
         packs, lengths = join_portions(data, directory, [record.step for record in records])
@@ -112,13 +112,13 @@ def _with_slow_stages(files: PlanFiles, job: JobSpec, listener: Listener | None)
     """Plan fewer layers for stages with a slow rank, instead of fewer packs for the rank."""
     refit = job.cost_source.refit
     assert refit is not None, "a run has told which ranks are slow"
-    as_stages = refitted_job(job, refit.with_slow_stages())
+    as_stages = with_refit(job, refit.with_slow_stages())
     result = plan_goal(_goal(files, as_stages), listener).result
     assert result.data is not None, "what is planned anew has data"
-    return _predicted(result.plan, job, result.data)
+    return _predict_result(result.plan, job, result.data)
 
 
-def _predicted(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
+def _predict_result(plan: Plan, job: JobSpec, data: tuple[ScheduledPacks, Lengths]) -> PlanResult:
     """Predict a plan of these packs and lengths with other costs."""
     packs, lengths = data
     workload = job.workload(packs, lengths, plan.pack_levels)

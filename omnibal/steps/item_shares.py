@@ -73,15 +73,15 @@ class ImagePieces:
         before = np.append(0, np.cumsum(cost))
         first, stop = self.offsets[:-1], self.offsets[1:]
         total = before[stop] - before[first]
-        largest = _largest(np.diff(before), self.offsets)
+        largest = _max_costs(np.diff(before), self.offsets)
         mean = -(-total // level.context)
         # Not below 0, also for packs without items: no limit moves a bound back.
         low, high = np.maximum(np.maximum(mean, largest) - 1, 0), mean + largest
         for _ in range(_HALVINGS):
             middle = (low + high) // 2
-            holds = _filled(before, first, stop, middle, level.context)[:, -1] == stop
+            holds = _fill_in_order(before, first, stop, middle, level.context)[:, -1] == stop
             low, high = np.where(holds, low, middle), np.where(holds, middle, high)
-        return _filled(before, first, stop, high, level.context)
+        return _fill_in_order(before, first, stop, high, level.context)
 
     def tokens_before(self, bounds: np.ndarray) -> np.ndarray:
         """Tokens of a pack before given pieces, int64. `bounds` has a row per pack."""
@@ -89,7 +89,7 @@ class ImagePieces:
         return before[bounds] - before[self.offsets[:-1], None]
 
 
-def _largest(cost: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+def _max_costs(cost: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Max cost of a piece of every pack, int64 [packs]. 0 if empty."""
     found, has_any = np.zeros(len(offsets) - 1, np.int64), np.diff(offsets) > 0
     if has_any.any():
@@ -97,7 +97,7 @@ def _largest(cost: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     return found
 
 
-def _filled(
+def _fill_in_order(
     before: np.ndarray, first: np.ndarray, stop: np.ndarray, limit: np.ndarray, context: int
 ) -> np.ndarray:
     """Bounds of runs that take pieces in order up to each pack's limit, int64 [packs, context + 1].

@@ -134,14 +134,16 @@ def shares_of_ranks(
     for name in sorted(held, key=lambda name: (-item_ms[name], name)):
         if item_ms[name] and unit_ms:
             units = min(max(round(item_ms[name] / unit_ms), 1), HEAVIEST)
-            found[name] = _level(held[name], load, ranks_of_pipeline, units)
+            found[name] = _fill_ranks(held[name], load, ranks_of_pipeline, units)
             load = load + units * found[name]
         else:
-            found[name] = _level(held[name], NO_LOAD, ranks_of_pipeline, 1)
+            found[name] = _fill_ranks(held[name], NO_LOAD, ranks_of_pipeline, 1)
     return {name: found[name] for name in held}
 
 
-def _level(held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: int) -> np.ndarray:
+def _fill_ranks(
+    held: np.ndarray, load: np.ndarray, ranks_of_pipeline: int, units: int
+) -> np.ndarray:
     """Deal every group's items [G, L] to the ranks with minimal load so far, int64 [G, N].
 
     Water filling: all ranks are filled to a level in whole items, and the lowest ranks get one
@@ -186,7 +188,7 @@ def _runs(
     items, start, parts = items[packs], np.zeros(len(packs), np.int64), []
     for here, taken, order in nearest_first(items, pipeline_of_pack[packs], share, homes):
         some, ranks = np.flatnonzero(here), order[taken[order] > 0]
-        part = _laid(here[some], start[some], taken[ranks])
+        part = _match_in_order(here[some], start[some], taken[ranks])
         part[0], part[3] = packs[some[part[0]]], ranks[part[3]]
         parts.append(part)
         start = start + here
@@ -195,7 +197,7 @@ def _runs(
     return ItemRuns(pack=pack[order], first=first[order], count=count[order], rank=rank[order])
 
 
-def _laid(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
+def _match_in_order(items: np.ndarray, start: np.ndarray, room: np.ndarray) -> np.ndarray:
     """Match packs' items, numbered from `start`, with ranks' room in order. Both have equal sums.
 
     Returns:
