@@ -62,9 +62,9 @@ def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
         {
             "phase": lambda one: one.phase,
             "own packs": lambda one: f"{one.imbalance_before:.4f}",
-            "dealt to all ranks": lambda one: (
+            "balanced": lambda one: (
                 "-" if one.imbalance_after is None else f"{one.imbalance_after:.4f}"
             ),
-            "at least": lambda one: f"{one.bound:.4f}",
+            "lower bound": lambda one: f"{one.bound:.4f}",
         },
     )

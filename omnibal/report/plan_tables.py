@@ -1,7 +1,7 @@
 """Tables of a plan, its replay and its run, as commands print them and the page shows them."""
 
 from collections.abc import Mapping, Sequence
-from itertools import islice, zip_longest
+from itertools import islice
 
 from omnibal.job.plan import DataPlan, MixtureSeen, Plan
 from omnibal.job.published_errors import errors_of_plan
@@ -94,15 +94,13 @@ def stages_table(
         columns += of_sources("encoders\nms", 1, times("encoder_ms", 1))
         columns += of_sources("exchange\nms", 1, times("exchange_ms", 1))
     waits = {name: [100 * wait for wait in one.wait_fractions] for name, one in sources.items()}
-    columns += of_sources("waits\n%", 1, waits)
-    # Wide enough for the longest word, as words are not split.
-    wide = Column(title="also holds", style="wrap")
+    columns += of_sources("idle\n%", 1, waits)
+    columns.append(_column("other units", also, "wrap"))
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
     slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
     slower = f" Slow: {', '.join(slow)} the median rank's time." if slow else ""
     caption = f"Times of a micro-batch; backward includes recomputation.{mean}{slower}"
-    heads, cells = zip(*columns, (wide, also), strict=True)
-    return Table.of_rows("Stages", heads, [*zip(*cells, strict=True)], caption=caption)
+    return Table.of_columns("Stages", columns, caption)
 
 
 def memory_table(
@@ -122,13 +120,12 @@ def memory_table(
         caption += f"; weights are {describe_sharding(plan.parallel, plan.beside.sharded)}."
     columns = [_column("stage", names, "left")]
     if memories:
+        kinds = ("weights", "gradients", "optimizer", "activations", "transient", "peak")
         sizes = {
-            "weights": [memory.weights_gib for memory in memories],
-            "gradients": [memory.gradients_gib for memory in memories],
-            "optimizer": [memory.optimizer_gib for memory in memories],
-            "activations": [memory.activations_gib for memory in memories],
-            "working": [memory.transient_gib for memory in memories],
-            "peak": [memory.peak_gib for memory in memories],
+            kind.replace("transient", "working"): [
+                getattr(memory, f"{kind}_gib") for memory in memories
+            ]
+            for kind in kinds
         }
         shares = [Marked.share(memory.peak_gib / cap_gib) for memory in memories]
         columns += _aligned("predicted, GiB", sizes, at_least=2)
@@ -146,9 +143,7 @@ def memory_table(
         columns += _aligned("measured, GiB", {"peak": run.peak_gib})
     if len(columns) == 1:
         return None
-    heads, cells = zip(*columns, strict=True)
-    rows = [*zip_longest(*cells, fillvalue="")]
-    return Table.of_rows(f"Memory, GiB of {cap_gib:.2f}", heads, rows, caption=caption)
+    return Table.of_columns(f"Memory, GiB of {cap_gib:.2f}", columns, caption)
 
 
 def lost_time_table(prediction: Prediction) -> Table:
@@ -164,8 +159,7 @@ def lost_time_table(prediction: Prediction) -> Table:
 
 def step_text(size: StepSamples, source: str) -> str:
     """Samples and tokens of a step, and the origin of their number."""
-    spread = f"{size.low:,} to {size.high:,} in nine of ten, "
-    spread = "" if size.low == size.high else spread
+    spread = f"{size.low:,} to {size.high:,} in nine of ten, " * (size.low != size.high)
     asked = f", {source}" if source else ""
     return f"A step has {size.samples:,.0f} samples{asked} ({spread}{size.tokens:,.0f} tokens)."
 

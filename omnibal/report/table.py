@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, zip_longest
 from typing import Literal, TypeVar
 
 from rich import box
@@ -72,6 +72,14 @@ class Table:
         """Make a table of sections. A title alone is a column of numbers."""
         columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, keys=keys)
+
+    @classmethod
+    def of_columns(
+        cls, title: str, columns: Sequence[tuple[Column, Sequence[Cell]]], caption: str = ""
+    ) -> "Table":
+        """Make a table of columns with their cells, padded with empty ones."""
+        heads, cells = zip(*columns, strict=True)
+        return cls.of_rows(title, heads, [*zip_longest(*cells, fillvalue="")], caption=caption)
 
     @classmethod
     def of_records(

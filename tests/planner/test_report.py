@@ -647,7 +647,7 @@ def test_replayed_times_stand_between_predicted_and_measured(page, three_columns
     assert len(after[0]) + 3 == 4 + 3 * 3 + 1
     head = three_columns.split("<h2>Stages</h2>")[1].split("</thead>")[0]
     heads = re.findall(r"<th[^>]*>([\w ]+)</th>", head)
-    assert heads[-10:] == [*(["predicted", "replayed", "measured"] * 3), "also holds"]
+    assert heads[-10:] == [*(["predicted", "replayed", "measured"] * 3), "other units"]
 
 
 def test_replay_has_its_own_step_bubble_and_memory(folder, three_columns):
