@@ -99,26 +99,24 @@ class Roofline(Frozen):
             memory_gb_per_s=cluster.memory_gb_per_s * cluster.memory_efficiency,
         )
 
-    def operation_ms(self, one: OperationCount) -> float:
-        """Return the launches' time, max of arithmetic and bytes, or 0 for communication."""
-        if one.kind == "communication":
-            return 0.0
+    def operation_ms(self, count: OperationCount) -> float:
+        """Return the launches' time, max of arithmetic and bytes."""
         rate = self.matrix_tflop_per_s
-        if one.kind == "attention":
-            backward = "backward" in one.operation
+        if count.kind == "attention":
+            backward = "backward" in count.operation
             rate = self.attention_backward_tflop_per_s if backward else self.attention_tflop_per_s
-        return 1e3 * max(one.tflop / rate, one.gigabytes / self.memory_gb_per_s)
+        return 1e3 * max(count.tflop / rate, count.gigabytes / self.memory_gb_per_s)
 
 
 def step_ms_by_kind(
     operations: Iterable[OperationCount], rates: Roofline
 ) -> dict[OperationKind, float]:
-    times: dict[OperationKind, float] = dict.fromkeys(
-        ("matrix product", "attention", "element-wise"), 0.0
-    )
-    for one in operations:
-        if one.phase in COMPUTING and one.kind != "communication":
-            times[one.kind] += rates.operation_ms(one)
+    """Return the step's compute times by kind, without communication."""
+    kinds: tuple[OperationKind, ...] = ("matrix product", "attention", "element-wise")
+    times = dict.fromkeys(kinds, 0.0)
+    for count in operations:
+        if count.phase in COMPUTING and count.kind in times:
+            times[count.kind] += rates.operation_ms(count)
     return times
 
 
@@ -220,11 +218,8 @@ _UNSURE = 0.1
 def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload) -> list[Window]:
     """Return candidate passes for the stage's peak memory, heaviest first.
 
-    The predicted peak, and peaks if memory grew a tenth faster with some feature.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        workload: of all the plan's packs.
+    The predicted peak, and peaks if memory grew a tenth faster with some feature. `cost` is of all
+    levels, `workload` of all the plan's packs.
     """
     features = features_of(workload, cost)
 
@@ -235,16 +230,13 @@ def heaviest_windows(cost: CostModel, plan: Plan, stage: int, workload: Workload
     even = np.ones(workload.features.shape[1])
     unsure = even + _UNSURE * np.eye(len(even))
     predicted = passes_with(even)
-    heaviest = {
-        _heaviest_pass(predicted),
-        *(_heaviest_pass(passes_with(factors)) for factors in unsure),
-    }
+    heaviest = set(map(_heaviest_pass, (predicted, *map(passes_with, unsure))))
     return [
         Window(
-            rows=_rows_around(plan, stage, workload, predicted, one),
-            predicted_gib=float(predicted.needed[one]) / GIB,
+            rows=_rows_around(plan, stage, workload, predicted, number),
+            predicted_gib=float(predicted.needed[number]) / GIB,
         )
-        for one in sorted(heaviest, key=lambda one: -predicted.needed[one])
+        for number in sorted(heaviest, key=lambda number: -predicted.needed[number])
     ]
 
 

@@ -78,8 +78,7 @@ class PlanFiles:
 def hash_steps(directory: Path, steps: int) -> str | None:
     """Return `DataPlan.steps_sha256` of a plan's first `steps` steps alone.
 
-    Returns:
-        None if the plan has fewer, or if step `steps` is within a portion.
+    None if the plan has fewer, or if step `steps` is within a portion.
     """
     data = read_plan(directory).data
     if data is None or steps > data.steps:
@@ -120,11 +119,7 @@ def _read_data(data: DataPlan, directory: Path) -> tuple[ScheduledPacks, Lengths
 
 
 def save_plan(result: PlanResult, directory: Path) -> Plan:
-    """Write the plan directory atomically, replacing an earlier plan.
-
-    Returns:
-        The written plan, of all portions if the result is of the first.
-    """
+    """Write the plan directory atomically, replacing an earlier plan; return the written plan."""
     check_replaceable(directory)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:

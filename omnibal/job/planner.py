@@ -122,9 +122,7 @@ class PlanResult:
 def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = None) -> PlanResult:
     """Plan a job on its data: packs, stages and prediction. Deterministic.
 
-    Args:
-        effort: of the joint search, as in `search_stages`.
-        dealt: packs already dealt for the job's sizes.
+    `effort` is of the joint search, as in `search_stages`, `dealt` packs for the job's sizes.
     """
     job = request.job
     packs, lengths = dealt or request.data.schedule(job)
@@ -165,11 +163,7 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
 
 
 def searched_parts(request: PlanRequest, workload: Workload, effort: float) -> SearchResult:
-    """Search a request's parts, with data-parallel encoders chosen.
-
-    Raises:
-        DoesNotFit: no cut was found that fits the memory cap.
-    """
+    """Search a request's parts, with data-parallel encoders chosen; `DoesNotFit` if none fits."""
     job = request.job
     return search_parts(
         job.cost_of_all(request.data.levels),

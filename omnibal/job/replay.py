@@ -224,15 +224,11 @@ def heaviest_rows(
     cost: CostModel, plan: Plan, stage: int, workload: Workload
 ) -> tuple[np.ndarray, ...]:
     """Return rows of the rank step with the stage's peak memory, and of that with most kept
-    activations if different.
-
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        workload: of all the plan's packs.
+    activations if different. `cost` is of all levels, `workload` of all the plan's packs.
     """
     features = features_of(workload, cost)
     passes = bytes_of_passes(cost, plan.stages_at_levels, workload, plan.schedule, stage, features)
-    worst = {int(passes.row[each.argmax()]) for each in (passes.needed, passes.held)}
+    worst = {int(passes.row[memory.argmax()]) for memory in (passes.needed, passes.held)}
     places = {(int(workload.step[row]), int(workload.dp_rank[row])) for row in worst}
     return tuple(
         np.flatnonzero((workload.step == step) & (workload.dp_rank == rank))
@@ -264,9 +260,7 @@ def summarise_replay(
 ) -> ReplaySummary:
     """Combine all stages' measured times into steps of the plan's schedule.
 
-    Args:
-        cost: of all levels (`omnibal.pipeline.level_costs.side_by_side`).
-        workload: of all the plan's packs.
+    `cost` is of all levels, `workload` of all the plan's packs.
     """
     rows = np.flatnonzero(np.isin(workload.step, info.steps))
     for replay in replays:
@@ -326,8 +320,8 @@ _MEASURED = ("forward_ms", "backward_ms", "weight_ms", "recompute_ms")
 def _of_parts(replays: Sequence[StageReplay], name: str, schedule: PipelineSchedule) -> np.ndarray:
     """Return measured times, [packs, parts]."""
     packs, parts = len(replays[0].rows), len(replays) * schedule.chunks
-    found = np.zeros((packs, parts))
+    times_ms = np.zeros((packs, parts))
     for replay, held in zip(replays, schedule.parts_of(parts), strict=True):
-        each_ms = getattr(replay, name) or np.zeros(packs * schedule.chunks)
-        found[:, held] = np.reshape(each_ms, (packs, schedule.chunks))
-    return found
+        if getattr(replay, name):
+            times_ms[:, held] = np.reshape(getattr(replay, name), (packs, schedule.chunks))
+    return times_ms

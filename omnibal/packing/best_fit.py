@@ -23,9 +23,8 @@ def pack_best_fit(
 ) -> list[list[int]]:
     """Packs as lists of indices into the arguments. Every sample fits alone.
 
-    Args:
-        values: float64 [samples] > 0. Takes the highest among the largest samples of shelves.
-        first: float64 [samples], the highest opens the next pack.
+    The sample highest in `first` opens the next pack. The largest samples of shelves with the
+    highest positive value follow. Both are float64 [samples].
     """
     samples = sizes.shape[1]
     if not samples:

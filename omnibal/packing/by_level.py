@@ -52,9 +52,8 @@ def pack_by_level(
 ) -> Packs:
     """Pack every sample at its level, or into free capacity of a longer level's pack.
 
-    Args:
-        levels: by rising caps. All samples fit the last.
-        may_fill: bool [levels, samples], samples that may join a longer level, default all.
+    Levels come by rising caps. `may_fill`, bool [levels, samples], are samples that may join a
+    longer level, by default all.
     """
     own_level = levels_of_samples(lengths, levels)
     order_seed, *pack_seeds = seed.spawn(len(levels) + 1)
@@ -81,11 +80,9 @@ def fill_packs(
     sizes: np.ndarray,
     allowed: np.ndarray | None,
 ) -> tuple[Packs, list[np.ndarray]]:
-    """Fill packs with the first fitting samples, longest level first; returns remaining queues.
+    """Fill packs with the first fitting samples, longest level first; return remaining queues too.
 
-    Args:
-        queues: samples per shorter level, in the order tried.
-        allowed: whether a sample may be taken, bool [samples], default all.
+    `queues` are samples per shorter level in the order tried, `allowed` is [samples], default all.
     """
     waiting = [_Queue(queue, sizes, allowed) for queue in queues]
     room = caps[:, None] - np.stack([packs.sums(row) for row in sizes])

@@ -17,10 +17,8 @@ def fill_one_by_one(
 ) -> Iterator[np.ndarray]:
     """Yield packs [samples] of indices into the arguments, each of maximal value.
 
-    Args:
-        first: float64 [samples], the highest opens the next pack (Gupta and Ho, Production Planning
-            & Control 10, 1999, as modified by Fleszar and Hindi, Computers & Operations Research
-            29, 2002). None requires no sample.
+    The sample highest in `first` opens the next pack, if given (Gupta and Ho, Production Planning &
+    Control 10, 1999, as modified by Fleszar and Hindi, Computers & Operations Research 29, 2002).
     """
     grid = Grid.of(no_more_items(caps, sizes.sum(axis=1)), _MAX_CELLS)
     units = np.minimum(-(-sizes // grid.units[:, None]), grid.cells[:, None])

@@ -145,11 +145,9 @@ def packs_of_sums(sizes: np.ndarray, caps: np.ndarray) -> int:
 
 
 def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, types: int) -> float:
-    """Lower bound by fitted values, of counted sizes.
+    """Lower bound by fitted values, of sizes with tokens and at most 1 more feature.
 
-    Args:
-        distinct: with tokens and at most 1 more feature.
-        some: sizes to find knots on, with all distinct sizes, int64 [features, samples].
+    `some` are sizes to find knots on, with all distinct sizes, int64 [features, samples].
     """
     knots = _Knots.of(group_sizes(some, types), some)
     cover = knots.weights(distinct.amounts)

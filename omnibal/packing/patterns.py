@@ -150,9 +150,8 @@ def _round_up(items: np.ndarray, most: int) -> np.ndarray:
 def knapsack_table(values: np.ndarray, sizes: np.ndarray, grid: Grid) -> np.ndarray:
     """Max value within every combination of capacities, float64 [cells + 1 per feature].
 
-    Args:
-        values: float64 [items]. Items without value are never taken.
-        sizes: int64 [features, items] in grid units, without all-zero items.
+    Values are float64 [items]; items without are never taken. Sizes are int64 [features, items] in
+    grid units, none all zero.
     """
     table = np.zeros(grid.cells + 1)
     columns = (values, sizes.T, most_copies(sizes, grid))
@@ -268,10 +267,7 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
 
     Solutions of the master are extreme: some packs hold a single kind. Of patterns worth a whole
     pack, this picks the least deviation from the mean of all packs (chi-squared over the kinds).
-
-    Args:
-        random: float64 [columns, rows], extra columns from random packs.
-        kind: int64 [rows], from 0 without gaps.
+    `random` has extra columns from random packs, [columns, rows], `kind` is [rows], without gaps.
     """
     worth_a_pack = random[random @ mix.values >= 1 - _MORE_PACKS]
     columns = _with_new(mix.columns, worth_a_pack[:_MAX_RANDOM])
