@@ -126,20 +126,20 @@ def _check_mixture(data: DataPlan, portions: Iterable[tuple[ScheduledPacks, Leng
     if mixture is None:
         return []
     planned = np.array([source.seen for source in mixture.sources]).T
-    found, names = np.zeros_like(planned), [source.name for source in mixture.sources]
+    counts, names = np.zeros_like(planned), [source.name for source in mixture.sources]
     for packs, lengths in portions:
         if names != list(lengths.source_names):
             raise UserError(
                 f"data.mixture is of {', '.join(names)}, and the lengths of "
                 f"{', '.join(lengths.source_names)}; {_ANEW}"
             )
-        found += seen_by_step(packs, lengths, mixture.by_step)
-    if mixture.by_step[-1] != data.steps or (planned != found).any():
-        place = int((planned != found).any(axis=1).argmax())
+        counts += seen_by_step(packs, lengths, mixture.by_step)
+    if mixture.by_step[-1] != data.steps or (planned != counts).any():
+        place = int((planned != counts).any(axis=1).argmax())
         raise UserError(
             f"data.mixture says that {planned[place].tolist()} samples of {', '.join(names)} are "
             f"seen by step {mixture.by_step[place]:,} of {data.steps:,}, and the packs have "
-            f"{found[place].tolist()}; correct it, or {_ANEW}"
+            f"{counts[place].tolist()}; correct it, or {_ANEW}"
         )
     return mixture.sentences()
 
@@ -345,9 +345,9 @@ def _check_settings(plan: Plan) -> list[str]:
     hashes = plan.settings_sha256
     if hashes is None:
         return []
-    found = SettingsHashes.of(plan.model, plan.data)
+    actual = SettingsHashes.of(plan.model, plan.data)
     for part in ("model", "data"):
-        if dict(hashes)[part] != dict(found)[part]:
+        if dict(hashes)[part] != dict(actual)[part]:
             raise UserError(
                 f"`{part}` of plan.json is not what the plan was made with, by settings_sha256; "
                 f"training would differ from what was asked for: restore `{part}`, {_ANEW}, or "
@@ -394,8 +394,8 @@ def _check_costs(files: PlanFiles, *, to_train: bool) -> str:
 
 def _check_prediction(stored: Prediction, anew: Prediction) -> None:
     """Raise for figures that differ from a prediction by the plan's costs and packs."""
-    given, found = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
-    for name, value in found.items():
+    given, actual = dict(_figures("prediction", stored)), dict(_figures("prediction", anew))
+    for name, value in actual.items():
         stored_value = given.get(name)
         is_same = stored_value == value
         if isinstance(stored_value, float) and isinstance(value, float):
@@ -613,14 +613,14 @@ def _check_steps(plan: Plan, data: DataPlan, packs: ScheduledPacks) -> list[str]
 
 def _check_windows(data: DataPlan, window: int, packs: ScheduledPacks) -> str:
     """Raise unless steps are the stream's windows in order."""
-    for name, given, found in (
+    for name, given, actual in (
         ("packs_per_step", data.packs_per_step, int(np.bincount(packs.step).max())),
         ("micro_batches_per_step", data.micro_batches_per_step, int(packs.slot.max()) + 1),
     ):
-        if given != found:
+        if given != actual:
             raise UserError(
-                f"data.{name} is {given:,}, and the most of any step are {found:,}; correct it, or "
-                f"{_ANEW}"
+                f"data.{name} is {given:,}, and the most of any step are {actual:,}; correct it, "
+                f"or {_ANEW}"
             )
     windows = -(-data.samples // window)
     sizes = np.diff(packs.packs.offsets)

@@ -181,8 +181,8 @@ FAKE_REPLAY_FILES = StageFiles(
 
 def read_fake_stages(directory: Path, plan: Plan) -> tuple[FakeStage, ...]:
     return tuple(
-        one.model_copy(update={"predicted_gib": predicted_peak_gib(plan, one.stage)})
-        for one in FAKE_REPLAY_FILES.read(directory, plan.parallel.pipeline)
+        stage.model_copy(update={"predicted_gib": predicted_peak_gib(plan, stage.stage)})
+        for stage in FAKE_REPLAY_FILES.read(directory, plan.parallel.pipeline)
     )
 
 
@@ -247,10 +247,10 @@ def _heaviest_pass(passes: PassBytes) -> int:
 
 
 def _rows_around(
-    plan: Plan, stage: int, workload: Workload, passes: PassBytes, one: int
+    plan: Plan, stage: int, workload: Workload, passes: PassBytes, number: int
 ) -> np.ndarray:
     """Return the fewest rows with pass `one`'s in-flight set, plus a row before and after."""
-    row, kind, chunk = int(passes.row[one]), int(passes.kind[one]), int(passes.chunk[one])
+    row, kind, chunk = int(passes.row[number]), int(passes.kind[number]), int(passes.chunk[number])
     of_rank = (workload.step == workload.step[row]) & (workload.dp_rank == workload.dp_rank[row])
     own = np.flatnonzero(of_rank)
     place, count, schedule = int(row - own[0]), len(own), plan.schedule

@@ -94,7 +94,7 @@ class JobSpec:
                 n: encoders_cost(*sizes, self.cost_source, adapters=self.adapters, sharded=n)
                 for n in self._encoder_shards()
             }
-            cost = pipeline_cost(cost, min(each.update_ms for each in encoders.values()))
+            cost = pipeline_cost(cost, min(encoder.update_ms for encoder in encoders.values()))
         object.__setattr__(self, "cost", cost)
         object.__setattr__(self, "encoders_costs", encoders)
         object.__setattr__(self, "exchange", exchange)
@@ -102,24 +102,24 @@ class JobSpec:
     def _encoder_shards(self) -> list[int]:
         """Return sharding sizes of data-parallel encoders."""
         if self.beside is not None:
-            found = [self.beside.sharded]
+            shards = [self.beside.sharded]
         else:
             ways = self.encoder_shardings
             held = [encoder_shards(way, self.parallel, self.cluster) for way in ways]
-            found = list(dict.fromkeys(ranks for ranks in held if ranks is not None))
-        if not found:
+            shards = list(dict.fromkeys(ranks for ranks in held if ranks is not None))
+        if not shards:
             raise UserError(
                 "weights of data-parallel encoders may be divided over a node's ranks alone, and "
                 f"the {self.parallel.world_size} of the job are no whole nodes of "
                 f"{self.cluster.name}: give --sharding full, or whole nodes"
             )
-        if self.precision == "fp8" and 1 not in found:
+        if self.precision == "fp8" and 1 not in shards:
             raise UserError(
-                f"--precision fp8 was given with data-parallel encoders whose weights {found[0]} "
+                f"--precision fp8 was given with data-parallel encoders whose weights {shards[0]} "
                 "ranks divide, which is planned without: leave it out, or give --sharding "
                 "replicated"
             )
-        return [1] if self.precision == "fp8" else found
+        return [1] if self.precision == "fp8" else shards
 
     def _unit_costs(self) -> CostModel:
         """Return unsharded costs of all units, with encoders as the trainer splits them."""
@@ -287,10 +287,10 @@ class JobSpec:
             trainer=trainer_of(plan.made_for),
         )
 
-    def plan(self, **rest: Any) -> Plan:
+    def plan(self, **fields: Any) -> Plan:
         names = ("model", "precision", "parallel", "frozen", "adapters", "beside", "cluster")
         own = {name: getattr(self, name) for name in names}
-        return Plan(**own | {"made_for": self.trainer.name} | rest)
+        return Plan(**own | {"made_for": self.trainer.name} | fields)
 
     def allows(self, parallel: Parallel) -> bool:
         """Whether the job and its costs support these parallel sizes."""

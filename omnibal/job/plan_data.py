@@ -445,12 +445,12 @@ def model_of_lengths(model: ModelConfig, lengths: Lengths | None) -> ModelConfig
     if lengths is None:
         return model
     taken = model.item_features
-    others = [
+    foreign = [
         name for name in lengths.item_names if name not in taken and lengths.items[name].any()
     ]
-    if others:
+    if foreign:
         raise UserError(
-            f"the lengths count {words(others)}, and {model.name} has no encoder for them: it "
+            f"the lengths count {words(foreign)}, and {model.name} has no encoder for them: it "
             f"takes {words([*taken, 'tokens'])}; give lengths of these alone, or another model"
         )
     longest = int(lengths.tokens.argmax())
@@ -483,10 +483,10 @@ def _of_origin(model: ModelConfig, origin: LengthsOrigin) -> ModelConfig:
             f"for images in patches of {rule.patch_size} pixels, by rule {rule.resize!r} and text "
             f"{rule.image_text.each!r}, and {model.name} differs in this or in how it takes videos"
         ] = tower.image_rule.model_copy(update=pixels) != rule
-    found = [difference for difference, holds in differences.items() if holds]
-    if found:
+    wrong = [difference for difference, holds in differences.items() if holds]
+    if wrong:
         raise UserError(
-            f"the lengths were scanned {found[0]}; scan them for this model with `omnibal lengths`"
+            f"the lengths were scanned {wrong[0]}; scan them for this model with `omnibal lengths`"
         )
     model = model.model_copy(update={"chat_template": origin.chat_template})
     if tower is not None and rule is not None:

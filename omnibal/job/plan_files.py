@@ -206,8 +206,8 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
     portions = write_portions(samples, schedule, directory)
     data = DataPlan.joined(plan.data, portions, samples.epochs)
     if isinstance(samples, PortionedSamples) and are_plain(levels):
-        found = sum(portion.packs for portion in portions[: samples.count])
-        least = fewest_packs(samples, plan.data.caps, found)
+        packs_of_epoch = sum(portion.packs for portion in portions[: samples.count])
+        least = fewest_packs(samples, plan.data.caps, packs_of_epoch)
         data = data.model_copy(update={"fewest_packs": least})
     hashes = SettingsHashes.of(plan.model, data)
     return plan.model_copy(update={"data": data, "settings_sha256": hashes})

@@ -99,11 +99,11 @@ def _read_lengths(data: DataPlan, number: int, directory: Path) -> Lengths:
     return lengths
 
 
-def check_hash(file: Path | str, found: str, planned: str) -> None:
+def check_hash(file: Path | str, actual: str, planned: str) -> None:
     """Raise if a file's hash differs from the plan's."""
-    if found != planned:
+    if actual != planned:
         raise UserError(
-            f"{file} has the content hash {found[:12]}, but plan.json says {planned[:12]}; "
+            f"{file} has the content hash {actual[:12]}, but plan.json says {planned[:12]}; "
             "the files of a plan belong together: restore the file, or make the plan anew "
             "with `omnibal plan`"
         )

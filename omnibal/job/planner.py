@@ -132,9 +132,9 @@ def make_plan(request: PlanRequest, effort: float = 1.0, dealt: Dealt | None = N
     is_1f1b = request.schedule == ONE_FORWARD_ONE_BACKWARD
     # Data-parallel encoders that are chosen stay so where the pipeline has another schedule.
     if job.has_data_parallel_encoders and (is_1f1b or job.beside is None):
-        found = search_encoders(placement_problem(job, workload, levels), effort)
-        job = replace(job, beside=found.beside)
-        stages_at, search = found.search.stages_at, found.search
+        encoding = search_encoders(placement_problem(job, workload, levels), effort)
+        job = replace(job, beside=encoding.beside)
+        stages_at, search = encoding.search.stages_at, encoding.search
         workload = job.workload(packs, lengths, levels)
     elif is_1f1b:
         stages_at, search = _stages(request, workload, effort)
@@ -324,9 +324,9 @@ def _stages(
     pipeline = job.parallel.pipeline
     cap_bytes = job.memory_cap_gib * GIB
     if request.split.is_joint:
-        found = search_stages(
+        result = search_stages(
             cost, model, workload, pipeline, cap_bytes, rules=job.trainer.stages, effort=effort
         )
-        return found.stages_at, found
+        return result.stages_at, result
     rule = request.split.method, request.split.recompute
     return (baseline_stages(*rule, cost, model, workload, pipeline, cap_bytes),), None

@@ -66,8 +66,8 @@ def _table() -> tuple[PublishedErrors, ...]:
 
 def device_of(cluster: ClusterConfig) -> str:
     """Name of a cluster's devices, such as "H100"."""
-    found = _DEVICE.search(cluster.device)
-    return found[0] if found else cluster.device
+    match = _DEVICE.search(cluster.device)
+    return match[0] if match else cluster.device
 
 
 def job_kind(
@@ -113,5 +113,5 @@ def errors_of_plan(plan: Plan) -> PublishedErrors | str:
         caps["tokens"] if plan.has_shared_packs else 0,
         has_images=True,
     )
-    found = published_errors(kind, plan.cluster, caps["tokens"])
-    return found or f"no published step of {kind} was at hand"
+    errors = published_errors(kind, plan.cluster, caps["tokens"])
+    return errors or f"no published step of {kind} was at hand"

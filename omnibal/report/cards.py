@@ -99,7 +99,9 @@ def _experts(plan: Plan, records: Sequence[StepRecord]) -> list[Card]:
     planned = [kind.experts.imbalance for kind in plan.model.language.kinds if kind.experts]
     if not balances or not planned:
         return []
-    expert, rank = np.median([(one.fullest_expert, one.fullest_rank) for one in balances], axis=0)
+    expert, rank = np.median(
+        [(balance.fullest_expert, balance.fullest_rank) for balance in balances], axis=0
+    )
     note = f"tokens over the mean of a step; the fullest expert {number(float(expert))}"
     if plan.parallel.expert > 1:
         note += f"; planned for {number(max(planned))} in every micro-batch"

@@ -112,7 +112,7 @@ def caps_table(search: "CapSearch", cap_gib: float) -> Table:
 def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
     """Table of the fastest parallel sizes, followed by slower or infeasible sizes."""
     tried = [strategy.sizing for strategy in search.ranking]
-    tried += [one.sizing for one in search.ruled_out]
+    tried += [candidate.sizing for candidate in search.ruled_out]
     names: list[str] = [*max((sizing.parallel.sizes for sizing in tried), key=len)]
     has_placements = len({sizing.placement for sizing in tried}) > 1
     has_levels = not all(are_plain(strategy.levels) for strategy in search.ranking)
@@ -138,11 +138,11 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
         for strategy in search.ranking[:_SHOWN_CANDIDATES]
     ]
     others = []
-    for one in search.ruled_out[:_SHOWN_CANDIDATES]:
-        most, estimate = one.most_samples_per_second, one.estimated_samples_per_second
+    for candidate in search.ruled_out[:_SHOWN_CANDIDATES]:
+        most, estimate = candidate.most_samples_per_second, candidate.estimated_samples_per_second
         rate = "" if most is None else f"< {most:,.2f}"
         rate = rate if estimate is None else f"~ {estimate:,.2f}"
-        others.append((*sizes(one.sizing), *len(plan) * ("",), rate, one.why))
+        others.append((*sizes(candidate.sizing), *len(plan) * ("",), rate, candidate.why))
     over_best = Column(title="over best", style="left")
     return Table.of_rows(
         f"Strategies for {search.gpus:,} devices at {search.samples_per_step:,} samples per "
@@ -164,7 +164,7 @@ def strategy_table(search: "StrategySearch", cap_gib: float) -> Table:
 def close_call(search: "StrategySearch", errors: PublishedErrors | str) -> str | None:
     """Sentence on other sizes that are behind the best by less than such predictions err."""
     best = search.ranking[0]
-    others = [one for one in search.ranking if one.parallel != best.parallel]
+    others = [strategy for strategy in search.ranking if strategy.parallel != best.parallel]
     if isinstance(errors, str) or not others:
         return None
     behind = best.samples_per_second / others[0].samples_per_second - 1

@@ -56,12 +56,12 @@ def to_svg(figure: Figure, label: str) -> str:
     return f'<svg {size} role="img" aria-label="{html.escape(label)}">{rest}'
 
 
-def _as_variable(found: re.Match[str]) -> str:
-    name = _NAMES.get(found[2] or found[3])
+def _as_variable(match: re.Match[str]) -> str:
+    name = _NAMES.get(match[2] or match[3])
     if name is None:
-        return found[0]
+        return match[0]
     # An attribute of its own cannot hold a variable.
-    return f'style="fill: var(--{name})"' if found[1] else f"var(--{name})"
+    return f'style="fill: var(--{name})"' if match[1] else f"var(--{name})"
 
 
 def svg_file(figure: Figure, title: str = "") -> str:
@@ -74,8 +74,8 @@ def svg_file(figure: Figure, title: str = "") -> str:
 
 def add_legend(figure: Figure, columns: int) -> None:
     """Add a joint legend above all axes."""
-    found = [axes.get_legend_handles_labels() for axes in figure.axes]
-    handles = {label: handle for pair in found for handle, label in zip(*pair, strict=True)}
+    pairs = [axes.get_legend_handles_labels() for axes in figure.axes]
+    handles = {label: handle for pair in pairs for handle, label in zip(*pair, strict=True)}
     figure.legend([*handles.values()], [*handles], loc="outside upper left", ncols=columns)
 
 

@@ -39,19 +39,19 @@ def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
 def fake_device_launches_table(stages: Sequence[FakeStage], rates: Roofline) -> Table:
     """Kernels, FLOPs and bytes per micro-batch, and the element-wise share."""
     rows = []
-    for one in stages:
-        times, count = step_ms_by_kind(one.operations, rates), one.micro_batches
-        reads = sum(read.count for read in one.host_reads if read.phase != "optimizer")
+    for stage in stages:
+        times, count = step_ms_by_kind(stage.operations, rates), stage.micro_batches
+        reads = sum(read.count for read in stage.host_reads if read.phase != "optimizer")
         rows.append(
             [
-                f"{one.stage}",
-                f"{one.kernels / count:,.0f}",
-                f"{one.tflop / count:,.1f}",
-                f"{one.gigabytes / count:,.1f}",
+                f"{stage.stage}",
+                f"{stage.kernels / count:,.0f}",
+                f"{stage.tflop / count:,.1f}",
+                f"{stage.gigabytes / count:,.1f}",
                 *(f"{ms / count:,.1f}" for ms in times.values()),
-                percent(one.element_wise_share(rates)),
+                percent(stage.element_wise_share(rates)),
                 f"{reads / count:.3g}",
-                f"{sum(product.count for product in one.unaligned) / count:.3g}",
+                f"{sum(product.count for product in stage.unaligned) / count:.3g}",
             ]
         )
     titles = ("stage", "kernels", "TFLOP", "GB", "products", "attention", "rest", "its share")
@@ -63,16 +63,16 @@ def fake_device_launches_table(stages: Sequence[FakeStage], rates: Roofline) -> 
     )
 
 
-def contents_table(one: FakeStage) -> Table:
+def contents_table(stage: FakeStage) -> Table:
     """Storages at a stage's peak, largest first."""
     rows = [
         [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
-        for part in one.contents[:_SHOWN_CONTENTS]
+        for part in stage.contents[:_SHOWN_CONTENTS]
     ]
-    rest = one.contents[_SHOWN_CONTENTS:]
+    rest = stage.contents[_SHOWN_CONTENTS:]
     if rest:
         gib, tensors = sum(part.gib for part in rest), sum(part.tensors for part in rest)
         rows.append([f"{gib:.2f}", f"{tensors:,}", "", "rest", ""])
     words = (Column(title=title, style="left") for title in ("made in", "by", "operation"))
-    title = f"Stage {one.stage} at its peak, {one.allocated_gib:.2f} GiB, in {one.peak_at}"
+    title = f"Stage {stage.stage} at its peak, {stage.allocated_gib:.2f} GiB, in {stage.peak_at}"
     return Table.of_rows(title, ("GiB", "tensors", *words), rows)

@@ -115,7 +115,7 @@ def curve_figure(
     axes.plot(steps[at], shown[at], color=COLOURS["blue"])
     if predicted is not None:
         axes.axhline(predicted, color=COLOURS["ink"], linestyle="--")
-    validated = [one for one in held_out if np.isfinite(one[1])]
+    validated = [validation for validation in held_out if np.isfinite(validation[1])]
     if validated:
         axes.plot(*zip(*validated, strict=True), "o-", color=COLOURS["red"])
         notes.append(f"Second line: held-out data, {number(validated[-1][1])} at the end.")

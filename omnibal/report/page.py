@@ -189,8 +189,8 @@ def _variables(report: ReportInput) -> dict[str, Any]:
 def _curves(report: ReportInput) -> list[PageFigure]:
     """Curves of loss and step time."""
     records, prediction = report.records, report.plan.prediction
-    held_out = [(one.step - 1, one.loss) for one in report.validations]
-    losses, step_ms = [one.loss for one in records], [one.step_ms for one in records]
+    held_out = [(record.step - 1, record.loss) for record in report.validations]
+    losses, step_ms = [record.loss for record in records], [record.step_ms for record in records]
     expected = prediction.step_ms if prediction else None
     return [
         curve_figure("Loss", records, losses, "loss per token", held_out=held_out),

@@ -166,8 +166,8 @@ def step_text(size: StepSamples, source: str) -> str:
 
 def rates_text(rates: Sequence[StepRate]) -> str:
     """Predicted samples per second by samples per step."""
-    each = [f"{rate.samples_per_step:,}: {rate.samples_per_second:,.2f}" for rate in rates]
-    return f"Samples per second by --samples-per-step, simulated: {' | '.join(each)}"
+    texts = [f"{rate.samples_per_step:,}: {rate.samples_per_second:,.2f}" for rate in rates]
+    return f"Samples per second by --samples-per-step, simulated: {' | '.join(texts)}"
 
 
 def encoder_facts(plan: Plan, choice: PlacementChoice) -> list[Facts]:
@@ -283,9 +283,9 @@ def answers_table(evaluation: Evaluation) -> Table | None:
     right = Marked("\N{CHECK MARK}", "good", "right")
     wrong = Marked("\N{BALLOT X}", "bad", "wrong")
     rows: list[list[Cell]] = []
-    for one in examples:
-        texts = (one.kind, one.question, one.expected, one.answered, one.sample)
-        sign = right if is_right(one) else wrong
+    for answer in examples:
+        texts = (answer.kind, answer.question, answer.expected, answer.answered, answer.sample)
+        sign = right if is_right(answer) else wrong
         rows.append([sign, *(shorten(text, _TEXT_LIMIT) for text in texts)])
     titles = ("kind", "question", "expected", "answered", "sample")
     wide = (Column(title=title, style="wrap") for title in titles)
@@ -326,11 +326,11 @@ def mixture_table(mixture: MixtureSeen) -> Table:
     """Epochs of every source seen up to some steps."""
     rows: list[list[Cell]] = [
         [
-            each.name,
-            f"{each.samples:,}",
-            *(f"{seen / max(each.samples, 1):.2f}" for seen in each.seen),
+            source.name,
+            f"{source.samples:,}",
+            *(f"{seen / max(source.samples, 1):.2f}" for seen in source.seen),
         ]
-        for each in mixture.sources
+        for source in mixture.sources
     ]
     steps = (f"step {step:,}" for step in mixture.by_step)
     caption = "Times that a source's samples were seen by each step."

@@ -112,7 +112,7 @@ def summarise_run(
             max(stage.allocation_retries for stage in record.stages) for record in records
         ),
         is_on_cpu=not any(stage.reserved_gib for record in records for stage in record.stages),
-        slow_ranks=tuple(each for stage in stages for each in _slow_ranks(records, stage)),
+        slow_ranks=tuple(rank for stage in stages for rank in _slow_ranks(records, stage)),
         stages=tuple(StageTime(*map(float, np.median(of, axis=0))) for of in times),
         wait_fractions=tuple(map(float, np.median(waits, axis=0))),
         peak_gib=tuple(max(record.stages[s].peak_gib for record in records) for s in stages),

@@ -70,7 +70,7 @@ class Table:
         keys: int = 1,
     ) -> "Table":
         """Make a table of sections. A title alone is a column of numbers."""
-        columns = [one if isinstance(one, Column) else Column(title=one) for one in titles]
+        columns = [head if isinstance(head, Column) else Column(title=head) for head in titles]
         return cls(title=title, columns=columns, sections=sections, caption=caption, keys=keys)
 
     @classmethod

@@ -49,7 +49,7 @@ def timeline_figure(
     of_ranks = simulate_ranks(times, of_step, plan.schedule)
     blocks = encoder_blocks(of_ranks, times, of_step)
     micro_batches = int((of_step.dp_rank == 0).sum())
-    timeline, encoding = of_ranks.of_step(0), [one for one in blocks if one.rank == 0]
+    timeline, encoding = of_ranks.of_step(0), [block for block in blocks if block.rank == 0]
     figure = new_figure(WIDE, 90 + 30 * len(timeline.finish_ms))
     draw_step(figure.subplots(), timeline, micro_batches, encoding)
     add_legend(figure, columns=6)
@@ -81,7 +81,7 @@ def draw_step(
     """
     schedule = timeline.schedule
     if end_ms is None:
-        end_ms = max([float(timeline.step_ms), *(one.end_ms for one in encoding)])
+        end_ms = max([float(timeline.step_ms), *(block.end_ms for block in encoding)])
     bar = partial(axes.barh, height=0.8, edgecolor=COLOURS["paper"], linewidth=0.6)
     for kind, all_start_ms in timeline.start_ms.items():
         for part in range(all_start_ms.shape[1]):
@@ -97,10 +97,10 @@ def draw_step(
             for index in np.flatnonzero(took_ms >= _NUMBERED_SHARE * end_ms):
                 middle_ms = start_ms[index] + took_ms[index] / 2
                 axes.text(middle_ms, stage, str(index), **_NUMBER)
-    for one in encoding:
-        stages, took_ms = range(schedule.stages), one.end_ms - one.start_ms
+    for block in encoding:
+        stages, took_ms = range(schedule.stages), block.end_ms - block.start_ms
         label, colour = "data-parallel encoders", COLOURS["teal"]
-        bar(stages, took_ms, left=one.start_ms, facecolor=colour, label=label)
+        bar(stages, took_ms, left=block.start_ms, facecolor=colour, label=label)
     axes.set(xlim=(0, end_ms), xlabel="ms")
     label_rows(axes, [f"stage {stage}" for stage in range(schedule.stages)])
 

@@ -48,10 +48,12 @@ def chrome_trace(
                 times_ms = (float(ms[micro_batch, part]) for ms in (start_ms, took_ms))
                 place, name = (rank, of_rank.schedule.stage_of(part)), f"{kind.label} {micro_batch}"
                 events.append(_block(name, kind.label, place, *times_ms, **args))
-    for one in encoder_blocks(timeline, times, of_step):
-        took_ms = one.end_ms - one.start_ms
+    for block in encoder_blocks(timeline, times, of_step):
+        took_ms = block.end_ms - block.start_ms
         for stage in range(stages):
-            events.append(_block(one.label, "encoders", (one.rank, stage), one.start_ms, took_ms))
+            events.append(
+                _block(block.label, "encoders", (block.rank, stage), block.start_ms, took_ms)
+            )
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 

@@ -121,7 +121,7 @@ def select_records(plan: Plan, info: RunInfo, records: Sequence[StepRecord]) -> 
             "was planned anew, and else the one that it was started with"
         )
     first = info.since_step + _WARM_UP
-    timed = [one for one in records if one.passes is not None and one.step >= first]
+    timed = [record for record in records if record.passes is not None and record.step >= first]
     if len(timed) < LEAST_STEPS:
         raise UserError(
             f"the run has logged the passes of {len(timed)} steps of the plan after the first "
@@ -149,12 +149,12 @@ def fit_run(
     alike = replace(terms, measured_ms=terms.measured_ms / slow[terms.dp_rank, terms.stage])
     kinds = list(dict.fromkeys(name[:2] for name in terms.names))
     groups = np.array([kinds.index(name[:2]) for name in terms.names])  # kind of every term, [c]
-    found = _fit_slow_stages(alike, groups, plan.parallel.pipeline)
-    factors, (slowness, common) = found.factors, _relative(found.slowness)
+    fitted_terms = _fit_slow_stages(alike, groups, plan.parallel.pipeline)
+    factors, (slowness, common) = fitted_terms.factors, _relative(fitted_terms.slowness)
     # Measured over predicted time of the work of once a step, mean over the stages.
     once = per_step_costs(cost, plan.stages, plan.schedule)
     predicted_ms = float((once.update_ms + once.exchange_ms).mean())
-    measured_ms = [np.mean([stage.optimizer_ms for stage in one.stages]) for one in records]
+    measured_ms = [np.mean([stage.optimizer_ms for stage in record.stages]) for record in records]
     ratio = float(np.median(measured_ms)) / predicted_ms if predicted_ms else 1.0
     units: dict[str, dict[str, dict[str, float]]] = {}
     for (kind, which, feature), factor in zip(
@@ -182,7 +182,7 @@ def fit_run(
         kinds=_kind_fits(terms, terms.ms * factors * common, len(records)),
         stages=_stage_fits(plan, terms, known, slowness, slow, len(records)),
         step_ms=float(np.median([record.step_ms for record in records])),
-        noise=found.noise,
+        noise=fitted_terms.noise,
     )
 
 
@@ -329,7 +329,7 @@ def _fit_slow_stages(terms: Terms, groups: np.ndarray, stages: int) -> _Fit:
             for stage in np.argsort(-far, kind="stable")[:_TRIED_STAGES].tolist()
             if far[stage] > _LEAST_NOISE and stage not in free
         }
-        tried = {each: _fit_with_stages(terms, groups, stages, [*free, each]) for each in unlike}
+        tried = {stage: _fit_with_stages(terms, groups, stages, [*free, stage]) for stage in unlike}
         if not tried:
             break
         chosen = min(sorted(tried), key=lambda stage: tried[stage].unlikeliness(best.noise))
@@ -378,7 +378,7 @@ def _slow_ranks(
 ) -> np.ndarray:
     """Return relative time of data-parallel ranks in their stage, 1 in lockstep. [ranks, stages]"""
     parts_of, ranks = plan.schedule.parts_of(len(plan.stages)), plan.parallel.data
-    if workload.runs_together or not all(one.ranks_ms for r in records for one in r.stages):
+    if workload.runs_together or not all(stage.ranks_ms for r in records for stage in r.stages):
         return np.ones((ranks, len(parts_of)))
     times = workload_times(cost, plan.stages_at_levels, workload)
     row_ms = times.forward_ms + times.backward_ms  # [rows, parts]

@@ -87,10 +87,10 @@ def replan(
     if plan.data.portions and directory is not None:
         portions = EarlierPortions(data=plan.data, directory=directory, are_kept=True)
         before = in_portions(before, portions, plan.data.runs_of_first)
-    found = [plan_goal(_goal(files, job), listener).result, before]
+    results = [plan_goal(_goal(files, job), listener).result, before]
     if job.cost.slow_ranks and plan.parallel.pipeline > 1 and not plan.data.portions:
-        found.append(_with_slow_stages(files, job, listener))
-    return Replanned(result=min(found, key=_step_ms), fit=fit, before_ms=_step_ms(before))
+        results.append(_with_slow_stages(files, job, listener))
+    return Replanned(result=min(results, key=_step_ms), fit=fit, before_ms=_step_ms(before))
 
 
 def _step_ms(result: PlanResult) -> float:
@@ -168,8 +168,8 @@ def _at_other_sizes(
 
 def _with_other_data(parallel: Parallel, gpus: int) -> list[Parallel]:
     """Sizes that use all devices by changing the data-parallel size. Empty if impossible."""
-    data, rest = divmod(gpus, parallel.tensor * parallel.pipeline)
-    if rest or not data:
+    data, remainder = divmod(gpus, parallel.tensor * parallel.pipeline)
+    if remainder or not data:
         return []
     is_full = parallel.sharded == parallel.data
     sharded = data if parallel.sharded > 1 and is_full else min(parallel.sharded, data)

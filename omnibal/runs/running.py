@@ -219,7 +219,9 @@ def _changes(before: dict[str, Any], now: dict[str, Any]) -> set[str]:
     files = set(before.get("read", {}).items()) ^ set(now["read"].items())
     options = set(before.get("options", ())) ^ set(now.get("options", ()))
     others = {f"its {name}" for name in now if before.get(name) != now[name]}
-    named = {name for name, _ in files} | {re.split("[ =]", one)[0] for one in options if one}
+    named = {name for name, _ in files} | {
+        re.split("[ =]", option)[0] for option in options if option
+    }
     return named | (others - {"its read", "its options"})
 
 
@@ -230,10 +232,10 @@ def _digest(path: Path, suffixes: frozenset[str] | None = None) -> str:
     if path.is_dir():
         pattern = "*" if suffixes is None else "**/*"
         below = sorted(islice(path.glob(pattern), _MOST_FILES + 1))
-        files = [one for one in below if suffixes is None or one.suffix.lower() in suffixes]
+        files = [file for file in below if suffixes is None or file.suffix.lower() in suffixes]
         files = files if len(below) <= _MOST_FILES else []
-    found = [(str(one), one.stat()) for one in files if one.is_file()]
-    entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    stats = [(str(file), file.stat()) for file in files if file.is_file()]
+    entries = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
     return hashlib.sha256(repr(entries).encode()).hexdigest() if entries else ""
 
 
@@ -241,7 +243,7 @@ def _data_read(data: Path) -> tuple[tuple[Path, ...], tuple[Path, ...]]:
     """Return annotation files, and folders of media and shards, of a meta or annotation file."""
     sources, folder = read_meta(data).values(), data.parent
     annotations = [folder / source.in_file for source in sources if source.in_file is not None]
-    return (data, *annotations), tuple(sorted({one.media_folder(folder) for one in sources}))
+    return (data, *annotations), tuple(sorted({source.media_folder(folder) for source in sources}))
 
 
 def holds_released(folder: Path) -> bool:
@@ -261,7 +263,7 @@ def fetch_checkpoint(name: str, *, weights: bool) -> Path:
     try:
         if weights and not HF_HUB_OFFLINE:
             files = snapshot_download(name, allow_patterns=patterns, dry_run=True)
-            size = sum(one.file_size or 0 for one in files if one.will_download)
+            size = sum(file.file_size or 0 for file in files if file.will_download)
             check_room(Path(HF_HUB_CACHE, name), size)
         return Path(snapshot_download(name, allow_patterns=patterns))
     except (OSError, ValueError) as error:
@@ -347,7 +349,7 @@ def write_launch(
     """
     root, per_node = _ROOT / "scripts", min(gpus, per_node)
     files = (output / "plan", data, tokenizer, output / "run")
-    job = ["" if each is None else str(each) for each in files]
+    job = ["" if path is None else str(path) for path in files]
     if gpus <= per_node:
         alone = [f"GPUS_PER_NODE={gpus}", str(root / "train_nodes.sh"), "1", "0", "localhost"]
         tee = shlex.join(["tee", "-a", str(output / "run.log")])
