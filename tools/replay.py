@@ -47,6 +47,7 @@ from omnibal.report.fake_device_tables import (
     fake_device_table,
 )
 from omnibal.report.plan_tables import memory_table, stages_table
+from omnibal.report.table import Table
 
 _STEPS, _REPETITIONS = 10, 3  # defaults
 
@@ -166,7 +167,7 @@ def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_j
 
 def _print_result(job: ReplayJob, output: Path) -> None:
     kept = REPLAY_FILES.read(output, job.plan.parallel.pipeline)
-    tables = [command_tables.replayed_stages_table(job.plan, kept)]
+    tables: list[Table | None] = [command_tables.replayed_stages_table(job.plan, kept)]
     if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
         tables += [stages_table(job.plan, None, summary), memory_table(job.plan, None, summary)]

@@ -50,7 +50,7 @@ class PlanRequest:
             what, otherwise = joint_alone
             raise UserError(
                 f"--method {self.split.method} with --recompute {self.split.recompute} was given "
-                f"for {what}: leave both options out{otherwise}"
+                f"for {what}, which only the joint search plans: leave both options out{otherwise}"
             )
         if not (are_plain(self.data.levels) or self.job.trainer.stages.is_free):
             raise UserError(
@@ -62,16 +62,13 @@ class PlanRequest:
     def _joint_alone(self) -> tuple[str, str] | None:
         """Return a feature that only the joint search plans and the option to change, or None."""
         if self.job.has_data_parallel_encoders:
-            what = "data-parallel encoders, whose memory only the joint search shares with"
-            return f"{what} its stages", ", or give --encoder pipeline"
+            return "data-parallel encoders", ", or give --encoder pipeline"
         if not self.job.trainer.stages.is_free:
-            what = "a plan whose stages are limited to what a trainer can be told, which only"
-            return f"{what} the joint search keeps to", ", or leave --for out"
+            return f"the stages of {self.job.trainer.title}", ", or leave --for out"
         if not are_plain(self.data.levels):
-            what = "packs of levels, each of which recomputes layers of its own, and only the"
             # The packs of an earlier plan have its levels.
             otherwise = ", or give --packing-levels 1" if self.data.steps is None else ""
-            return f"{what} joint search knows them", otherwise
+            return "packs of levels", otherwise
         return None
 
     def sized(self, parallel: Parallel) -> Self:
