@@ -90,9 +90,9 @@ def fill_packs(
     for pack in range(len(packs)):
         taken = [packs[pack]]
         for queue in reversed(waiting):
-            found = queue.take_first_fits(room[:, pack])
-            room[:, pack] -= sizes[:, found].sum(axis=1)
-            taken.append(found)
+            fitting = queue.take_first_fits(room[:, pack])
+            room[:, pack] -= sizes[:, fitting].sum(axis=1)
+            taken.append(fitting)
         members.append(np.concatenate(taken))
     return Packs.from_lists(members), [queue.left() for queue in waiting]
 
@@ -124,9 +124,8 @@ class _Queue:
             room -= sums[:, count - 1]
             place = place[count:]
         chosen = np.concatenate([*taken, place[:0]])
-        found = self._window[chosen]
-        self._window = np.delete(self._window, chosen)
-        return found
+        samples, self._window = self._window[chosen], np.delete(self._window, chosen)
+        return samples
 
     def left(self) -> np.ndarray:
         return np.concatenate([self._window, self._rest[self._next :], self._refused])

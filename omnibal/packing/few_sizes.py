@@ -29,10 +29,10 @@ def pack_few_sizes(
     columns = np.unique(columns, axis=0)
     master = solve_master(columns, distinct.counts)
     for _ in range(_MAX_ROUNDS):
-        most, found = _valuable_patterns(distinct, caps, master.values)
-        if not len(found) or master.packs / most > len(packs) - 1:
+        most, patterns = _valuable_patterns(distinct, caps, master.values)
+        if not len(patterns) or master.packs / most > len(packs) - 1:
             break
-        columns = np.vstack([columns, found])
+        columns = np.vstack([columns, patterns])
         master = solve_master(columns, distinct.counts)
     if master.packs > len(packs) - 1:
         return packs
@@ -66,7 +66,7 @@ def _valuable_patterns(
     sizes = np.arange(len(distinct))
     packs, left = np.zeros((1, len(distinct)), np.int64), caps[:, None]
     last, worth = np.zeros(1, np.int64), np.zeros(1)
-    found = [packs[:0]]
+    valuable = [packs[:0]]
     while len(packs):
         after = left[:, :, None] - distinct.amounts[:, None]
         fits = (after >= 0).all(axis=0) & (sizes >= last[:, None]) & (packs < distinct.counts)
@@ -77,8 +77,8 @@ def _valuable_patterns(
         kept = kept[np.argsort(-reach[kept], kind="stable")[:_MAX_PARTIAL]]
         packs, left, last, worth = packs[pack[kept]], left[:, kept], added[kept], worth[kept]
         packs[np.arange(len(kept)), last] += 1
-        found.append(packs[worth > 1 + _ROUNDING])
-    patterns = np.concatenate(found)
+        valuable.append(packs[worth > 1 + _ROUNDING])
+    patterns = np.concatenate(valuable)
     # Best pattern per size: the overall best are nearly identical.
     best = np.where(patterns > 0, (patterns @ values)[:, None], 0.0)
     chosen = np.unique(best.argmax(axis=0)) if len(patterns) else slice(0)

@@ -46,7 +46,7 @@ def media_of(lengths: Lengths) -> np.ndarray:
 def pack_apart(lengths: Lengths, pack: Callable[[Lengths], Packs]) -> Packs:
     medium = media_of(lengths)
     parts = []
-    for each in range(int(medium.max()) + 1):
-        rows = np.flatnonzero(medium == each)
+    for number in range(int(medium.max()) + 1):
+        rows = np.flatnonzero(medium == number)
         parts.append(pack(lengths.take(rows)).of_rows(rows))
     return Packs.join(parts)

@@ -285,9 +285,9 @@ def mixed_alike(mix: Mix, demand: np.ndarray, random: np.ndarray, kind: np.ndarr
     return replace(mix, columns=columns[used], times=solution.x[used])
 
 
-def _with_new(columns: np.ndarray, found: np.ndarray) -> np.ndarray:
+def _with_new(columns: np.ndarray, candidates: np.ndarray) -> np.ndarray:
     """Append columns that are new."""
-    new = {row.tobytes(): row for row in found}
+    new = {row.tobytes(): row for row in candidates}
     for row in columns:
         new.pop(row.tobytes(), None)
     return np.concatenate([columns, np.array(list(new.values())).reshape(-1, columns.shape[1])])

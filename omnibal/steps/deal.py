@@ -83,17 +83,17 @@ def deal_by_speed(
             if not len(active):
                 break
     by_rank = np.full((steps, dp, min(most, rows.shape[1])), -1)
-    counts, each = np.zeros((steps, dp), np.int64), np.arange(steps)
+    counts, all_steps = np.zeros((steps, dp), np.int64), np.arange(steps)
     for drawn, of_drawn in zip(rows.T, rank.T, strict=True):
-        by_rank[each, of_drawn, counts[each, of_drawn]] = drawn
-        counts[each, of_drawn] += 1
+        by_rank[all_steps, of_drawn, counts[all_steps, of_drawn]] = drawn
+        counts[all_steps, of_drawn] += 1
     return _lightest_first_and_last(by_rank[:, :, : counts.max()], load)
 
 
 def _longest_first(load: np.ndarray, slowness: np.ndarray, most: int) -> np.ndarray:
     """Rank of every pack, [steps, packs], for loads in descending order."""
     steps, size = load.shape
-    rank, each = np.empty((steps, size), np.int64), np.arange(steps)
+    rank, all_steps = np.empty((steps, size), np.int64), np.arange(steps)
     counts, rank_load = np.zeros((steps, len(slowness)), np.int64), np.zeros((steps, len(slowness)))
     for place in range(size):
         done = (rank_load + load[:, place, None]) * slowness
@@ -101,8 +101,8 @@ def _longest_first(load: np.ndarray, slowness: np.ndarray, most: int) -> np.ndar
         others_are_owed = (without.sum(axis=1) >= size - place)[:, None] & ~without
         chosen = np.where((counts >= most) | others_are_owed, np.inf, done).argmin(axis=1)
         rank[:, place] = chosen
-        counts[each, chosen] += 1
-        rank_load[each, chosen] += load[:, place]
+        counts[all_steps, chosen] += 1
+        rank_load[all_steps, chosen] += load[:, place]
     return rank
 
 
@@ -114,12 +114,12 @@ def _exchange_packs(
     Returns the ranks of packs, [steps, packs] like the arguments, and whether a step improved.
     """
     steps, size = rank.shape
-    dp, each = len(slowness), np.arange(steps)
-    place = (rank + each[:, None] * dp).ravel()
+    dp, all_steps = len(slowness), np.arange(steps)
+    place = (rank + all_steps[:, None] * dp).ravel()
     counts = np.bincount(place, minlength=steps * dp).reshape(steps, dp)
     rank_load = np.bincount(place, load.ravel(), steps * dp).reshape(steps, dp)
     last = (rank_load * slowness).argmax(axis=1)
-    last_load, last_slow = rank_load[each, last], slowness[last]
+    last_load, last_slow = rank_load[all_steps, last], slowness[last]
     given = np.argsort(rank != last[:, None], axis=1, kind="stable")[:, :most]
     # Append an empty pack per rank, so that giving away is a swap.
     with_none = np.concatenate([load, np.zeros((steps, dp))], axis=1)
@@ -130,16 +130,16 @@ def _exchange_packs(
     )
     later = np.maximum((last_load[:, None, None] - more) * last_slow[:, None, None], others_done)
     cannot = holder == last[:, None]
-    cannot[:, size:] |= (counts >= most) | (counts[each, last] < 2)[:, None]
+    cannot[:, size:] |= (counts >= most) | (counts[all_steps, last] < 2)[:, None]
     has_not = np.take_along_axis(rank, given, axis=1) != last[:, None]
     later[has_not[:, :, None] | cannot[:, None, :]] = np.inf
     best = later.reshape(steps, -1).argmin(axis=1)
-    one, other = given[each, best // (size + dp)], best % (size + dp)
-    better = later.reshape(steps, -1)[each, best] < last_load * last_slow * (1 - _TOLERANCE)
+    given_pack, taken_pack = given[all_steps, best // (size + dp)], best % (size + dp)
+    better = later.reshape(steps, -1)[all_steps, best] < last_load * last_slow * (1 - _TOLERANCE)
     changed = rank.copy()
-    changed[each[better], one[better]] = holder[each, other][better]
-    swapped = better & (other < size)
-    changed[each[swapped], other[swapped]] = last[swapped]
+    changed[all_steps[better], given_pack[better]] = holder[all_steps, taken_pack][better]
+    swapped = better & (taken_pack < size)
+    changed[all_steps[swapped], taken_pack[swapped]] = last[swapped]
     return changed, better
 
 

@@ -89,7 +89,8 @@ def _halves(pack: list[int], weight: dict[int, float]) -> tuple[list[int], list[
         held[part] += weight[sample]
         if part == 0:
             first.add(sample)
-    return [each for each in pack if each in first], [each for each in pack if each not in first]
+    second = [sample for sample in pack if sample not in first]
+    return [sample for sample in pack if sample in first], second
 
 
 def level_to_fill(

@@ -91,10 +91,10 @@ class ImagePieces:
 
 def _max_costs(cost: np.ndarray, offsets: np.ndarray) -> np.ndarray:
     """Max cost of a piece of every pack, int64 [packs]. 0 if empty."""
-    found, has_any = np.zeros(len(offsets) - 1, np.int64), np.diff(offsets) > 0
+    largest, has_any = np.zeros(len(offsets) - 1, np.int64), np.diff(offsets) > 0
     if has_any.any():
-        found[has_any] = np.maximum.reduceat(cost, offsets[:-1][has_any])
-    return found
+        largest[has_any] = np.maximum.reduceat(cost, offsets[:-1][has_any])
+    return largest
 
 
 def _fill_in_order(

@@ -74,7 +74,7 @@ class ItemRuns:
 
 def unit_of_time(item_ms: Mapping[str, float], square_ms: Mapping[str, float]) -> float:
     """Return the unit of time for dealing, a fraction of the longest item. 0 without times."""
-    whole = [item_ms[name] + each for name, each in square_ms.items()]
+    whole = [item_ms[name] + per_square_ms for name, per_square_ms in square_ms.items()]
     return max(whole or item_ms.values(), default=0.0) / _LONGEST
 
 
@@ -130,15 +130,15 @@ def shares_of_ranks(
     """Item counts of `share_items` per rank, int64 [G, N], from items held, int64 [G, L]."""
     if unit_ms is None:
         unit_ms = unit_of_time({name: item_ms[name] for name in held}, {})
-    found: dict[str, np.ndarray] = {}
+    shares: dict[str, np.ndarray] = {}
     for name in sorted(held, key=lambda name: (-item_ms[name], name)):
         if item_ms[name] and unit_ms:
             units = min(max(round(item_ms[name] / unit_ms), 1), HEAVIEST)
-            found[name] = _fill_ranks(held[name], load, ranks_of_pipeline, units)
-            load = load + units * found[name]
+            shares[name] = _fill_ranks(held[name], load, ranks_of_pipeline, units)
+            load = load + units * shares[name]
         else:
-            found[name] = _fill_ranks(held[name], NO_LOAD, ranks_of_pipeline, 1)
-    return {name: found[name] for name in held}
+            shares[name] = _fill_ranks(held[name], NO_LOAD, ranks_of_pipeline, 1)
+    return {name: shares[name] for name in held}
 
 
 def _fill_ranks(

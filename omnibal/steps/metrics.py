@@ -149,11 +149,11 @@ def _cut_sums(
 
 def _attention(pieces: Pieces, packs: int, level: Level) -> np.ndarray:
     """Squared tokens that each rank of packs attends to, [packs, context]."""
-    each = pieces.stop**2 - pieces.first**2
+    squares = pieces.stop**2 - pieces.first**2
     if level.exchange is ContextExchange.GATHER:
-        return _sum_parts(pieces, each, packs, level.context)
-    whole = _sum_parts(pieces, each * ~pieces.divided, packs, level.context)
-    divided = _sum_parts(pieces, each * pieces.divided, packs, level.context)
+        return _sum_parts(pieces, squares, packs, level.context)
+    whole = _sum_parts(pieces, squares * ~pieces.divided, packs, level.context)
+    divided = _sum_parts(pieces, squares * pieces.divided, packs, level.context)
     return whole + divided.mean(axis=1, keepdims=True)
 
 

@@ -57,7 +57,7 @@ def cut_full_steps(
     most = (packs // of_step + 1) * of_step
     if not packs % of_step or most > len(tokens):
         return bounds
-    found = [bounds]
+    candidates = [bounds]
     low, high = max(int(tokens.max()), 1) - 1, packing_length
     while high - low > 1:
         middle = (low + high) // 2
@@ -67,14 +67,14 @@ def cut_full_steps(
         else:
             low = middle
         if len(tried) - 1 < most + of_step:
-            found.append(tried)
+            candidates.append(tried)
 
     def trained(bounds: np.ndarray) -> int:
         packs = len(bounds) - 1
         size = size_of_step(packs, packs_per_step, ranks)
         return int(bounds[packs // size * size]) if size else 0
 
-    return min(found, key=lambda bounds: (-trained(bounds), len(bounds)))
+    return min(candidates, key=lambda bounds: (-trained(bounds), len(bounds)))
 
 
 def largest_first(packs: Packs, tokens: np.ndarray) -> Packs:

@@ -57,18 +57,18 @@ def encoder_balances(
         ]
     # Loads [S, D * R] are in items, or in units of time for whole samples.
     before, after, least = _rank_loads(held, ranks_of_pipeline, beside, whole, pipeline)
-    found = [_balance(n, before[n], after[n], float(least[n].sum())) for n in held]
+    balances = [_balance(n, before[n], after[n], float(least[n].sum())) for n in held]
     if len(held) > 1:
         unit_ms = unit_of_time(beside.item_ms, beside.square_ms)
         ms = {name: unit_ms if name in whole else beside.item_ms[name] for name in held}
         before_ms, after_ms = (
-            sum((ms[name] * each for name, each in loads.items()), np.zeros(1))
+            sum((ms[name] * load for name, load in loads.items()), np.zeros(1))
             for loads in (before, after)
         )
-        least_ms = np.max([ms[name] * each for name, each in least.items()], axis=0)
+        least_ms = np.max([ms[name] * load for name, load in least.items()], axis=0)
         least_ms = np.maximum(before_ms.mean(axis=1), least_ms)
-        found.append(_balance(ALL_ENCODERS, before_ms, after_ms, float(least_ms.sum())))
-    return found
+        balances.append(_balance(ALL_ENCODERS, before_ms, after_ms, float(least_ms.sum())))
+    return balances
 
 
 def _rank_loads(

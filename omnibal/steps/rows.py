@@ -85,16 +85,16 @@ def _rows(
     row = np.empty(len(level), np.int64)
     levels: list[int] = []
     full: list[bool] = []
-    for each, context in enumerate(request.contexts):
+    for index, context in enumerate(request.contexts):
         width = request.ranks // context
-        packs = order[level[order] == each]
+        packs = order[level[order] == index]
         over = len(packs) % width
         lightest = np.argsort(load[packs], kind="stable")[:over]
         usual = np.delete(packs, lightest)
         rows = len(usual) // width
         row[usual] = len(levels) + np.arange(len(usual)) // width
         row[packs[lightest]] = len(levels) + rows
-        levels += [each] * (rows + (over > 0))
+        levels += [index] * (rows + (over > 0))
         full += [True] * rows + [False] * (over > 0)
     number = np.bincount(row, minlength=len(levels))
     mean = np.bincount(row, weights=load, minlength=len(levels)) / number

@@ -137,7 +137,7 @@ def draw_steps(
     step: list[np.ndarray] = []
     first_step, caps = 0, largest_caps(levels)
     rows = RowRequest(
-        contexts=[each.context for each in levels],
+        contexts=[level.context for level in levels],
         ranks=packs_per_row,
         rows_per_step=packs_per_step // packs_per_row,
         curriculum_steps=settings.curriculum_steps,
@@ -191,8 +191,8 @@ def _match_rows(
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(level))
     parts = []
-    for each in range(len(rows.contexts)):
-        packs = shuffled[level[shuffled] == each]
+    for number in range(len(rows.contexts)):
+        packs = shuffled[level[shuffled] == number]
         windows = max(round(len(packs) / _WINDOW_PACKS), 1)
         parts += [
             window[_by_items_then_load(items[window], load[window])]
@@ -284,7 +284,7 @@ def deal_steps(
         slowness: relative slowness of ranks, [dp]. None with several levels or lockstep.
     """
     level = levels_of_packs(steps.packs, lengths, levels)
-    context = np.array([each.context for each in levels])[level]
+    context = np.array([given.context for given in levels])[level]
     fewest = int(np.bincount(steps.epoch, weights=context).min())
     if fewest < dp:
         raise UserError(
@@ -323,12 +323,12 @@ def _steps_of_equal_contexts(step: np.ndarray, context: np.ndarray) -> list[np.n
     counts = counts.reshape(-1, len(values))
     first = np.concatenate([[0], np.cumsum(counts.sum(axis=1))])
     _, kind = np.unique(counts, axis=0, return_inverse=True)
-    found = []
-    for each in range(int(kind.max()) + 1):
-        chosen = np.flatnonzero(kind == each)
+    groups = []
+    for number in range(int(kind.max()) + 1):
+        chosen = np.flatnonzero(kind == number)
         size = int(counts[chosen[0]].sum())
-        found.append(by_context[first[chosen][:, None] + np.arange(size)])
-    return found
+        groups.append(by_context[first[chosen][:, None] + np.arange(size)])
+    return groups
 
 
 def steps_of(scheduled: ScheduledPacks) -> Steps:
