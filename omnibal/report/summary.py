@@ -11,6 +11,7 @@ from omnibal.job.plan import Plan
 from omnibal.job.replay import ReplaySummary
 from omnibal.job.runlog import EvaluatedAnswer, Evaluation, KindAccuracy, StepRecord
 from omnibal.model.config import Provider
+from omnibal.pipeline.prediction import Prediction
 from omnibal.runs.refit import SLOW
 
 
@@ -45,7 +46,6 @@ class SlowRank(NamedTuple):
 class StepFigures:
     """A step from one source: predicted, replayed or measured."""
 
-    step_ms: float
     bubble_fraction: float
     """Idle share of the step, mean over stages."""
     samples_per_second_per_gpu: float | None
@@ -53,11 +53,12 @@ class StepFigures:
     stages: tuple[StageTime, ...]
     """Times of every stage, or empty for a prediction without steps."""
     wait_fractions: tuple[float, ...]
-    peak_gib: tuple[float, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSummary(StepFigures):
+    step_ms: float
+    peak_gib: tuple[float, ...]
     provider: Provider | None
     mfu: float
     first_loss: float
@@ -141,23 +142,25 @@ def figures_by_source(
     plan: Plan, run: RunSummary | None, replay: ReplaySummary | None
 ) -> dict[str, StepFigures]:
     """Return a step as predicted, replayed and measured, if given."""
-    sources = {
-        "predicted": _figures_of_prediction(plan),
-        "replayed": _figures_of_replay(replay) if replay else None,
-        "measured": run,
-    }
-    return {name: figures for name, figures in sources.items() if figures}
+    sources: dict[str, StepFigures] = {}
+    if plan.prediction is not None:
+        sources["predicted"] = _figures_of_prediction(plan, plan.prediction)
+    if replay is not None:
+        times_ms = zip(replay.forward_ms.tolist(), replay.backward_ms.tolist(), strict=True)
+        sources["replayed"] = StepFigures(
+            bubble_fraction=replay.idle_fraction,
+            samples_per_second_per_gpu=None,
+            stages=tuple(StageTime(*ms) for ms in times_ms),
+            wait_fractions=tuple(replay.wait_fractions.tolist()),
+        )
+    return sources if run is None else sources | {"measured": run}
 
 
-def _figures_of_prediction(plan: Plan) -> StepFigures | None:
-    prediction, count = plan.prediction, micro_batches_per_step(plan)
-    if prediction is None:
-        return None
-    beside = prediction.beside
+def _figures_of_prediction(plan: Plan, prediction: Prediction) -> StepFigures:
+    beside, count = prediction.beside, micro_batches_per_step(plan)
     encoder_ms = beside.forward_ms + beside.backward_ms if beside else 0.0
     exchange_ms = beside.exchange_ms if beside else 0.0
     return StepFigures(
-        step_ms=prediction.step_ms,
         bubble_fraction=prediction.bubble_fraction,
         samples_per_second_per_gpu=prediction.samples_per_second_per_gpu,
         stages=tuple(
@@ -166,19 +169,6 @@ def _figures_of_prediction(plan: Plan) -> StepFigures | None:
             if count is not None
         ),
         wait_fractions=tuple(stage.wait_fraction for stage in prediction.stages),
-        peak_gib=tuple(stage.memory.peak_gib for stage in prediction.stages),
-    )
-
-
-def _figures_of_replay(replay: ReplaySummary) -> StepFigures:
-    stages = np.transpose([replay.forward_ms, replay.backward_ms]).tolist()
-    return StepFigures(
-        step_ms=replay.step_ms,
-        bubble_fraction=replay.idle_fraction,
-        samples_per_second_per_gpu=None,
-        stages=tuple(StageTime(*times_ms) for times_ms in stages),
-        wait_fractions=tuple(replay.wait_fractions.tolist()),
-        peak_gib=tuple(stage.peak_gib for stage in replay.stages),
     )
 
 
