@@ -69,8 +69,9 @@ def report(
         tables += [facts, stages_table(*sources), memory_table(*shown.memory_sources)]
     tables.append(fake_device_table(shown.plan, shown.fake_stages) if shown.fake_stages else None)
     tables.append(accuracy_table(shown.evaluation) if shown.evaluation else None)
+    shown_tables = [table for table in tables if table is not None]
     advice = result.get("advice", ())
-    print_result(as_json, result, *filter(None, tables), *advice, f"report: {output}")
+    print_result(as_json, result, *shown_tables, *advice, f"report: {output}")
 
 
 def _run_directory(run: Path | None) -> Path | None:

@@ -1,5 +1,7 @@
 """Dealing: the rank and slot of every pack of a step. Steps of equal size are vectorized."""
 
+from collections.abc import Sequence
+
 import numpy as np
 
 _MOST_EXCHANGES = 400
@@ -161,3 +163,66 @@ def lightest_at_the_ends(count: int) -> np.ndarray:
     """
     lightest_first = np.arange(count)[::-1]
     return np.concatenate([lightest_first[0::2], lightest_first[1::2][::-1]])
+
+
+def deal_rows(
+    context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Deal the packs of steps with equal contexts to data-parallel ranks.
+
+    Packs of one context size are dealt in rows by descending items and load, each row's heaviest
+    pack to the block with minimal load so far. Rows with the widest context come first, so that no
+    block waits for a rank's unshared pack. The first and last rows are light, as other stages idle
+    during pipeline fill and drain.
+
+    `context` is [packs], equal in all steps, and divides `ranks`. Items and load per rank are
+    [steps, packs]. Returns the first rank of every pack's block, and its slot, [steps, packs].
+    """
+    rank, slot = np.empty_like(items), np.empty_like(items)
+    rank_load = np.zeros((len(load), ranks))
+    full: list[list[np.ndarray]] = []
+    partial: list[tuple[int, np.ndarray]] = []
+    for size in np.unique(context)[::-1].tolist():
+        packs = np.flatnonzero(context == size)
+        order = np.lexsort((-load[:, packs], -items[:, packs]), axis=1)
+        packs, width = packs[order], ranks // size
+        full.append([])
+        for first in range(0, len(packs[0]), width):
+            row = packs[:, first : first + width]
+            block = _assign(row, load, rank_load, size)
+            np.put_along_axis(rank, row, block * size, axis=1)
+            if row.shape[1] == width:
+                full[-1].append(row)
+            else:
+                partial.append((-row.shape[1] * size, row))
+    widest_first = [row for _, row in sorted(partial, key=lambda pair: pair[0])]
+    for number, row in enumerate([*_order_rows(full), *widest_first]):
+        np.put_along_axis(slot, row, number, axis=1)
+    return rank, slot
+
+
+def _order_rows(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
+    """Concatenate groups of rows sorted by descending load, with the first group reversed."""
+    groups = [group for group in groups if group]
+    if len(groups) == 1:
+        return [groups[0][place] for place in lightest_at_the_ends(len(groups[0]))]
+    if groups:
+        groups[0] = groups[0][::-1]
+    return [row for group in groups for row in group]
+
+
+def _assign(row: np.ndarray, load: np.ndarray, rank_load: np.ndarray, context: int) -> np.ndarray:
+    """Block of every pack of a row [steps, packs]. Adds the packs' load to `rank_load`."""
+    steps, count = row.shape
+    own = np.take_along_axis(load, row, axis=1)
+    blocks = rank_load[:, : count * context].reshape(steps, count, context)
+    heaviest_first = np.argsort(-own, axis=1, kind="stable")
+    least_first = np.argsort(blocks.max(axis=2), axis=1, kind="stable")
+    block = np.empty((steps, count), np.int64)
+    np.put_along_axis(block, heaviest_first, least_first, axis=1)
+    given = np.zeros((steps, count))
+    np.put_along_axis(given, block, own, axis=1)
+    # Ranks of a block advance together, with the slowest.
+    together = blocks.max(axis=2, keepdims=True) + given[:, :, None]
+    rank_load[:, : count * context] = np.broadcast_to(together, blocks.shape).reshape(steps, -1)
+    return block

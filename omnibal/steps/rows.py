@@ -14,7 +14,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from omnibal.base.errors import UserError
-from omnibal.steps.deal import lightest_at_the_ends
+from omnibal.packing.fit import Seed
+
+_WINDOW_PACKS = 1 << 14
+"""Packs per window for forming rows. Larger windows match better and mix less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -33,20 +36,25 @@ class RowRequest:
 
 def match_rows(
     level: np.ndarray,
-    order: np.ndarray,
+    items: np.ndarray,
     load: np.ndarray,
     samples: np.ndarray,
     request: RowRequest,
-    rng: np.random.Generator,
+    seed: Seed,
 ) -> np.ndarray:
     """Step of every pack of an epoch, int64 [packs], counted from 0.
 
     All steps but one have the same number of rows. The exception, at a random position, gets the
     incomplete rows, with the lightest packs of each level, and the lightest rows. If
-    `samples_per_step` is given, steps have similar numbers of samples instead. `order` is a
-    permutation of packs with similar packs of a level adjacent. Load is per rank.
+    `samples_per_step` is given, steps have similar numbers of samples instead. Load is per rank.
     """
-    row, rows = _rows(level, order, load, request)
+    rng = np.random.default_rng(seed)
+    shuffled, parts = rng.permutation(len(level)), []
+    for index in range(len(request.contexts)):
+        packs = shuffled[level[shuffled] == index]
+        for window in np.array_split(packs, max(round(len(packs) / _WINDOW_PACKS), 1)):
+            parts.append(window[_by_items_then_load(items[window], load[window])])
+    row, rows = _rows(level, np.concatenate(parts), load, request)
     if request.samples_per_step is not None:
         of_row = np.bincount(row, weights=samples)
         return _steps_of_even_samples(of_row, rows, request, rng)[row]
@@ -162,64 +170,57 @@ def _curriculum_rows(
     return rng.permutation(rows)[:wanted]
 
 
-def deal_rows(
-    context: np.ndarray, items: np.ndarray, load: np.ndarray, ranks: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Deal the packs of steps with equal contexts to data-parallel ranks.
+def match_packs(
+    items: np.ndarray,
+    load: np.ndarray,
+    packs_per_step: int,
+    packs_per_row: int,
+    seed: Seed,
+    *,
+    rest_last: bool = False,
+    samples: np.ndarray | None = None,
+) -> np.ndarray:
+    """Step of every pack of an epoch, int64 [packs], counted from 0.
 
-    Packs of one context size are dealt in rows by descending items and load, each row's heaviest
-    pack to the block with minimal load so far. Rows with the widest context come first, so that no
-    block waits for a rank's unshared pack. The first and last rows are light, as other stages idle
-    during pipeline fill and drain.
+    All steps but one have `packs_per_step` packs. The exception, at a random position, gets the
+    lightest packs, 0.5 to 1.5 times `packs_per_step`, which the packing could not fill.
 
-    `context` is [packs], equal in all steps, and divides `ranks`. Items and load per rank are
-    [steps, packs]. Returns the first rank of every pack's block, and its slot, [steps, packs].
+    Args:
+        items: int64 [packs], equal for packs with equal items, close for similar packs.
+        load: float64 [packs], to be similar within a row.
+        packs_per_step: of all ranks, a multiple of `packs_per_row`.
+        packs_per_row: packs of equal items and similar load.
+        rest_last: whether the exception is the last step, with at most `packs_per_step` packs.
+        samples: of every pack, int64 [packs], to be similar in all steps. None for random steps.
     """
-    rank, slot = np.empty_like(items), np.empty_like(items)
-    rank_load = np.zeros((len(load), ranks))
-    full: list[list[np.ndarray]] = []
-    partial: list[tuple[int, np.ndarray]] = []
-    for size in np.unique(context)[::-1].tolist():
-        packs = np.flatnonzero(context == size)
-        order = np.lexsort((-load[:, packs], -items[:, packs]), axis=1)
-        packs, width = packs[order], ranks // size
-        full.append([])
-        for first in range(0, len(packs[0]), width):
-            row = packs[:, first : first + width]
-            block = _assign(row, load, rank_load, size)
-            np.put_along_axis(rank, row, block * size, axis=1)
-            if row.shape[1] == width:
-                full[-1].append(row)
-            else:
-                partial.append((-row.shape[1] * size, row))
-    widest_first = [row for _, row in sorted(partial, key=lambda pair: pair[0])]
-    for number, row in enumerate([*_lightest_at_the_ends(full), *widest_first]):
-        np.put_along_axis(slot, row, number, axis=1)
-    return rank, slot
+    rng = np.random.default_rng(seed)
+    of_a_step = len(load) / packs_per_step
+    steps = int(np.ceil(of_a_step)) if rest_last else max(int(of_a_step + 0.5), 1)
+    left_over = len(load) - (steps - 1) * packs_per_step
+    lightest_first = np.argsort(load, kind="stable")
+    number = rng.permutation(steps)
+    if rest_last and left_over < packs_per_step:
+        number = np.append(rng.permutation(steps - 1), steps - 1)
+    step = np.empty(len(load), np.int64)
+    step[lightest_first[:left_over]] = number[-1]
+    shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
+    rows = (steps - 1) * packs_per_step // packs_per_row
+    row = np.empty(len(load), np.int64)
+    step_of_row = rng.permutation(rows) * packs_per_row // packs_per_step
+    windows = max(round(rows * packs_per_row / _WINDOW_PACKS), 1)
+    for window in np.array_split(np.arange(rows), windows):
+        if len(window):
+            inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
+            sorted_ = inside[_by_items_then_load(items[inside], load[inside])]
+            row[sorted_] = np.repeat(window, packs_per_row)
+    if samples is not None and rows:
+        of_row = np.bincount(row[shuffled], weights=samples[shuffled], minlength=rows)
+        step_of_row = even_steps(of_row, np.ones(rows, bool), steps - 1, rng, rows // (steps - 1))
+    step[shuffled] = number[step_of_row[row[shuffled]]]
+    return step
 
 
-def _lightest_at_the_ends(groups: Sequence[list[np.ndarray]]) -> list[np.ndarray]:
-    """Concatenate groups of rows sorted by descending load, with the first group reversed."""
-    groups = [group for group in groups if group]
-    if len(groups) == 1:
-        return [groups[0][place] for place in lightest_at_the_ends(len(groups[0]))]
-    if groups:
-        groups[0] = groups[0][::-1]
-    return [row for group in groups for row in group]
-
-
-def _assign(row: np.ndarray, load: np.ndarray, rank_load: np.ndarray, context: int) -> np.ndarray:
-    """Block of every pack of a row [steps, packs]. Adds the packs' load to `rank_load`."""
-    steps, count = row.shape
-    own = np.take_along_axis(load, row, axis=1)
-    blocks = rank_load[:, : count * context].reshape(steps, count, context)
-    heaviest_first = np.argsort(-own, axis=1, kind="stable")
-    least_first = np.argsort(blocks.max(axis=2), axis=1, kind="stable")
-    block = np.empty((steps, count), np.int64)
-    np.put_along_axis(block, heaviest_first, least_first, axis=1)
-    given = np.zeros((steps, count))
-    np.put_along_axis(given, block, own, axis=1)
-    # Ranks of a block advance together, with the slowest.
-    together = blocks.max(axis=2, keepdims=True) + given[:, :, None]
-    rank_load[:, : count * context] = np.broadcast_to(together, blocks.shape).reshape(steps, -1)
-    return block
+def _by_items_then_load(items: np.ndarray, load: np.ndarray) -> np.ndarray:
+    """Sort by items, with load alternately ascending and descending to avoid jumps."""
+    _, turn = np.unique(items, return_inverse=True)
+    return np.lexsort((np.where(turn % 2, -load, load), items))

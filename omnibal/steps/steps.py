@@ -18,16 +18,13 @@ from omnibal.model.levels import Level, are_plain, largest_caps
 from omnibal.model.limits import Caps
 from omnibal.model.targets import ANY_PACKS, PackRules
 from omnibal.packing.by_level import levels_of_packs, pack_by_level
-from omnibal.packing.fit import Seed, size_keys
+from omnibal.packing.fit import size_keys
 from omnibal.packing.packing import pack_apart, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks, sha256_of_columns
-from omnibal.steps.deal import deal_by_speed, deal_in_rounds
+from omnibal.steps.deal import deal_by_speed, deal_in_rounds, deal_rows
 from omnibal.steps.full_steps import level_to_fill, split_to_fill
 from omnibal.steps.pack_settings import PackSettings
-from omnibal.steps.rows import RowRequest, deal_rows, even_steps, match_rows
-
-_WINDOW_PACKS = 1 << 14
-"""Packs per window for forming rows. Larger windows match better and mix less."""
+from omnibal.steps.rows import RowRequest, match_packs, match_rows
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -166,7 +163,7 @@ def draw_steps(
             level = levels_of_packs(packs, lengths, levels)
             later = replace(rows, curriculum_steps=0)
             rows_of_epoch = later if epoch else rows
-            of_epoch = _match_rows(samples, level, items, load_ms, rows_of_epoch, seed)
+            of_epoch = match_rows(level, items, load_ms, samples, rows_of_epoch, seed)
         parts[epoch] = packs
         step.append(of_epoch + first_step)
         first_step = int(step[-1].max()) + 1
@@ -177,84 +174,6 @@ def draw_steps(
 def _seeds(settings: PackSettings, epoch: int) -> list[np.random.SeedSequence]:
     """Seeds of an epoch's packing and order."""
     return np.random.SeedSequence([settings.seed, epoch]).spawn(2)
-
-
-def _match_rows(
-    samples: np.ndarray,
-    level: np.ndarray,
-    items: np.ndarray,
-    load: np.ndarray,
-    rows: RowRequest,
-    seed: Seed,
-) -> np.ndarray:
-    """Step of every pack of an epoch with several levels or even samples, int64 [packs]."""
-    rng = np.random.default_rng(seed)
-    shuffled = rng.permutation(len(level))
-    parts = []
-    for number in range(len(rows.contexts)):
-        packs = shuffled[level[shuffled] == number]
-        windows = max(round(len(packs) / _WINDOW_PACKS), 1)
-        parts += [
-            window[_by_items_then_load(items[window], load[window])]
-            for window in np.array_split(packs, windows)
-        ]
-    return match_rows(level, np.concatenate(parts), load, samples, rows, rng)
-
-
-def match_packs(
-    items: np.ndarray,
-    load: np.ndarray,
-    packs_per_step: int,
-    packs_per_row: int,
-    seed: Seed,
-    *,
-    rest_last: bool = False,
-    samples: np.ndarray | None = None,
-) -> np.ndarray:
-    """Step of every pack of an epoch, int64 [packs], counted from 0.
-
-    All steps but one have `packs_per_step` packs. The exception, at a random position, gets the
-    lightest packs, 0.5 to 1.5 times `packs_per_step`, which the packing could not fill.
-
-    Args:
-        items: int64 [packs], equal for packs with equal items, close for similar packs.
-        load: float64 [packs], to be similar within a row.
-        packs_per_step: of all ranks, a multiple of `packs_per_row`.
-        packs_per_row: packs of equal items and similar load.
-        rest_last: whether the exception is the last step, with at most `packs_per_step` packs.
-        samples: of every pack, int64 [packs], to be similar in all steps. None for random steps.
-    """
-    rng = np.random.default_rng(seed)
-    of_a_step = len(load) / packs_per_step
-    steps = int(np.ceil(of_a_step)) if rest_last else max(int(of_a_step + 0.5), 1)
-    left_over = len(load) - (steps - 1) * packs_per_step
-    lightest_first = np.argsort(load, kind="stable")
-    number = rng.permutation(steps)
-    if rest_last and left_over < packs_per_step:
-        number = np.append(rng.permutation(steps - 1), steps - 1)
-    step = np.empty(len(load), np.int64)
-    step[lightest_first[:left_over]] = number[-1]
-    shuffled = rng.permutation(np.sort(lightest_first[left_over:]))
-    rows = (steps - 1) * packs_per_step // packs_per_row
-    row = np.empty(len(load), np.int64)
-    step_of_row = rng.permutation(rows) * packs_per_row // packs_per_step
-    windows = max(round(rows * packs_per_row / _WINDOW_PACKS), 1)
-    for window in np.array_split(np.arange(rows), windows):
-        if len(window):
-            inside = shuffled[window[0] * packs_per_row : (window[-1] + 1) * packs_per_row]
-            sorted_ = inside[_by_items_then_load(items[inside], load[inside])]
-            row[sorted_] = np.repeat(window, packs_per_row)
-    if samples is not None and rows:
-        of_row = np.bincount(row[shuffled], weights=samples[shuffled], minlength=rows)
-        step_of_row = even_steps(of_row, np.ones(rows, bool), steps - 1, rng, rows // (steps - 1))
-    step[shuffled] = number[step_of_row[row[shuffled]]]
-    return step
-
-
-def _by_items_then_load(items: np.ndarray, load: np.ndarray) -> np.ndarray:
-    """Sort by items, with load alternately ascending and descending to avoid jumps."""
-    _, turn = np.unique(items, return_inverse=True)
-    return np.lexsort((np.where(turn % 2, -load, load), items))
 
 
 def _item_keys(packs: Packs, lengths: Lengths, names: Sequence[str]) -> np.ndarray:

@@ -19,11 +19,11 @@ from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.steps.metrics import rank_sums, straggler_factor
 from omnibal.steps.pack_settings import PackSettings
+from omnibal.steps.rows import match_packs
 from omnibal.steps.steps import (
     Steps,
     deal_steps,
     draw_steps,
-    match_packs,
     pack_epochs,
     size_load,
 )
