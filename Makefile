@@ -1,6 +1,6 @@
 # Short names of the scripts; `make check` is what a change must pass before it is sent.
 SHELL = bash
-.PHONY: check compose format fuzz gpu-bundle mutants planner-quick quick test
+.PHONY: check compose format fuzz goals gpu-bundle mutants planner-quick quick test
 
 check:
 	./scripts/check.sh
@@ -17,6 +17,10 @@ DRAWS = 1000
 SEED = $(shell date +%s)
 compose:
 	./scripts/test.sh tests/training/test_composed.py --draws $(DRAWS) --seed $(SEED)
+
+# Random goals, of which freedom, memory and devices must not make the plan slower: make goals DRAWS=500
+goals:
+	./scripts/test.sh tests/planner/test_freedom.py --draws $(DRAWS) --seed $(SEED)
 
 # For scripts/gpu_proof.sh on a machine without a network: make gpu-bundle BUNDLE=FOLDER
 BUNDLE = work/gpu_bundle

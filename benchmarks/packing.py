@@ -38,7 +38,8 @@ from omnibal.packing.isf import pack_isf
 from omnibal.packing.pack_bound import packs_lower_bound
 from omnibal.packing.packs import Packs, ScheduledPacks
 from omnibal.pipeline.stage_cost import model_ms
-from omnibal.search.caps import CapRule, CapSearchRequest, search_caps, usual_samples_per_step
+from omnibal.search.cap_search import search_caps
+from omnibal.search.strategy import FreeSizes, StrategyRequest
 from omnibal.steps.metrics import PackMetrics, measure_packs
 from omnibal.steps.pack_settings import PackSettings
 from omnibal.steps.steps import deal_steps, draw_steps
@@ -141,19 +142,21 @@ def medians(
 
 def own_caps(lengths: Lengths) -> Caps:
     """What `omnibal caps` finds for InternVL-Chat 1.5 on A100s, PP 8 x DP 8, 32 micro-batches."""
-    request = CapSearchRequest(
-        job=JobSpec(
-            model=MODEL,
-            cluster=CLUSTER,
-            parallel=Parallel(pipeline=8, data=RANKS),
-            precision="bf16",
-        ),
-        lengths=lengths,
-        samples_per_step=usual_samples_per_step(RANKS, 32),
-        samples=20_000,
-        rule=CapRule.TIME,
+    job = JobSpec(
+        model=MODEL,
+        cluster=CLUSTER,
+        parallel=Parallel(pipeline=8, data=RANKS),
+        precision="bf16",
     )
-    return search_caps(request, lambda done: None).best
+    request = StrategyRequest(
+        job=job,
+        sizes=FreeSizes(gpus=job.parallel.world_size),
+        layouts=(job.parallel,),
+        lengths=lengths,
+        samples_per_step=round(4.5 * 32 * RANKS),
+        samples=20_000,
+    )
+    return search_caps(request, "time", lambda done: None).best
 
 
 def scale(samples: int) -> tuple[float, float, int]:

@@ -65,8 +65,8 @@ NEVER_FORKED = {"ray", "s3fs", "aiobotocore", "moto"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Options of `make compose`."""
-    parser.addoption("--draws", type=int, help="new combinations for test_composed.py")
+    """Options of `make compose` and `make goals`."""
+    parser.addoption("--draws", type=int, help="new draws of test_composed.py and test_freedom.py")
     parser.addoption("--seed", type=int, default=0, help="seed of the first of --draws")
 
 

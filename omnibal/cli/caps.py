@@ -63,26 +63,28 @@ def caps(
 ) -> None:
     """Choose the caps, --max-tiles and --max-tokens: the least predicted time that fits."""
     from omnibal.base.worker_pool import usable_cores
-    from omnibal.search import caps as cap_search
+    from omnibal.search.cap_search import cap_notes, most_candidates, search_caps
     from omnibal.search.step_size import default_samples_per_step
+    from omnibal.search.strategy import FreeSizes, StrategyRequest
 
     start = time.perf_counter()
     job = given.job(sizes.parallel())
     print_notes(model_notes(given.model))
     samples, parallel = read_lengths(lengths), job.parallel
     usual = default_samples_per_step(samples, None, parallel.world_size, parallel.data)
-    request = cap_search.CapSearchRequest(
+    request = StrategyRequest(
         job=job,
+        sizes=FreeSizes(gpus=parallel.world_size),
+        layouts=(parallel,),
         lengths=samples,
         settings=PackSettings(packing=packing, seed=seed),
         samples_per_step=search.samples_per_step or usual,
         samples=search.samples,
-        rule=cap_search.CapRule(search.rule),
-        fixed=limits_given(search.limit),
+        fixed_caps=limits_given(search.limit),
     )
-    with progress("trying caps", cap_search.max_candidates(request)) as advance:
-        found = cap_search.search_caps(request, advance, search.processes or usable_cores())
-    print_notes(cap_search.notes(request, found))
+    with progress("trying caps", most_candidates(request, search.rule)) as advance:
+        found = search_caps(request, search.rule, advance, search.processes or usable_cores())
+    print_notes(cap_notes(request, found))
     reasons = [reason.split(";")[0] for reason in found.infeasible.values()]
     unusable = [f"{len(reasons)} other caps cannot be used: {reasons[0]}"] if reasons else []
     result = {

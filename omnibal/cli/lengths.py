@@ -49,7 +49,7 @@ class ImageSizeOptions:
         int | None, count_option("of a native-resolution image, in place of the model's")
     ] = None
 
-    def applied(self, model: ModelConfig) -> ModelConfig:
+    def apply(self, model: ModelConfig) -> ModelConfig:
         most_tiles = self.max_dynamic_patch
         if most_tiles is not None:
             tiling = model.vision.tiling
@@ -81,7 +81,7 @@ class PoolOptions:
     ] = None
 
     @contextmanager
-    def opened(self) -> Iterator[Pool]:
+    def open_pool(self) -> Iterator[Pool]:
         if self.engine == "local":
             if self.address is not None:
                 raise UserError("--address is of a Ray cluster: give --engine ray with it")
@@ -145,7 +145,7 @@ def lengths(
 
     start = time.perf_counter()
     _check_earlier_lengths(output)
-    config = image_sizes.applied(named_model(model))
+    config = image_sizes.apply(named_model(model))
     if scan.template is not None:
         config = config.model_copy(update={"chat_template": scan.template})
     if scan.template not in (None, "tokenizer") and config.tiling is not None:
@@ -156,7 +156,7 @@ def lengths(
         for option, value in given.items():
             if value is not None:
                 raise UserError(f"{option} was given, and {meta} has counted tokens: leave it out")
-        found, skipped, listed = _counted(meta, model, config, output), 0, None
+        found, skipped, listed = _read_counted_lengths(meta, model, config, output), 0, None
     elif tokenizer_model is None:
         raise UserError(
             f"--tokenizer-model was not given, and {meta} holds text that is to be counted: name "
@@ -165,7 +165,7 @@ def lengths(
     else:
         asked = meta, model, config, tokenizer_model, output, pool, scan
         try:
-            found, skipped, listed = _scanned(*asked)
+            found, skipped, listed = _scan(*asked)
         except KeyboardInterrupt as error:
             sys.stderr.write("interrupted: run the same command again to resume\n")
             raise SystemExit(130) from error
@@ -179,7 +179,7 @@ def lengths(
     print_result(as_json, result, sources_table(found))
 
 
-def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
+def _read_counted_lengths(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
     """Read and write lengths counted by another program."""
     from omnibal.data.external_lengths import counted_files, counted_lengths, counted_tokens
 
@@ -194,7 +194,7 @@ def _counted(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengt
     return found
 
 
-def _scanned(
+def _scan(
     meta: Path,
     model: str,
     config: ModelConfig,
@@ -220,7 +220,7 @@ def _scanned(
     check_files(outputs, read)
     print_notes(model_notes(model))
     tokenizer = open_tokenizer(tokenizer_path)
-    with pool_options.opened() as pool:
+    with pool_options.open_pool() as pool:
         index = DataIndex(pool=pool, progress=progress)
         if options.data_index is not None:
             index = DataIndex.resumed(options.data_index, pool, progress)

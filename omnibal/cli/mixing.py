@@ -20,7 +20,9 @@ MixtureOption = Annotated[
 ]
 
 
-def mixed(lengths: Lengths, mixture: Path | None, seed: int) -> tuple[Lengths, tuple[int, ...]]:
+def draw_mixture(
+    lengths: Lengths, mixture: Path | None, seed: int
+) -> tuple[Lengths, tuple[int, ...]]:
     """Draw a mixture, if given; return samples per source too, and warn of unreachable shares."""
     if mixture is None:
         return lengths, ()

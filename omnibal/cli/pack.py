@@ -12,7 +12,7 @@ from omnibal.base.errors import UserError
 from omnibal.base.files import is_stream
 from omnibal.base.outputs import check_files
 from omnibal.cli.console import print_notes, print_result, status
-from omnibal.cli.mixing import MixtureOption, mixed
+from omnibal.cli.mixing import MixtureOption, draw_mixture
 from omnibal.cli.options import (
     PRESET,
     JsonOption,
@@ -107,7 +107,7 @@ def pack(
     from omnibal.packing.balanced import pack_balanced
     from omnibal.packing.pack_bound import naive_lower_bound, packs_lower_bound
     from omnibal.report.plan_tables import packing_facts
-    from omnibal.search.caps import isf_note
+    from omnibal.search.cap_search import isf_note
 
     mixtures = [] if steps.mixture is None else [steps.mixture]
     inputs = [
@@ -126,7 +126,7 @@ def pack(
         parallel=Parallel(pipeline=1, data=steps.dp),
         precision="bf16",
     )
-    samples, _ = mixed(read_lengths(lengths), steps.mixture, steps.seed)
+    samples, _ = draw_mixture(read_lengths(lengths), steps.mixture, steps.seed)
     caps = limits.caps(samples)
     data = SampleData(
         lengths=samples,

@@ -12,7 +12,7 @@ from omnibal.base.outputs import check_folder
 from omnibal.cli.console import ConsoleListener, print_notes, print_result
 from omnibal.cli.groups import given_options
 from omnibal.cli.levels_of_plan import balance_of, levels_of_plan, levels_table
-from omnibal.cli.mixing import MixtureOption, mixed
+from omnibal.cli.mixing import MixtureOption, draw_mixture
 from omnibal.cli.options import (
     JobOptions,
     JsonOption,
@@ -218,7 +218,7 @@ class DataOptions:
         samples: Lengths | None = None
         available: tuple[int, ...] = ()
         if self.lengths:
-            samples, available = mixed(read_lengths(self.lengths), self.mixture, self.seed)
+            samples, available = draw_mixture(read_lengths(self.lengths), self.mixture, self.seed)
         caps = self.caps(model, samples if packed_by_tokens else None)
         if samples is None:
             assert caps is not None

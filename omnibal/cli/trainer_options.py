@@ -107,7 +107,7 @@ def cost_of_limits(
     requests = requests_lifted(trainer, result, packing, free.result)
     with progress("lifting limits", len(requests)) as advance:
         lifted = rates_lifted(trainer, result, packing, requests, advance)
-    cost = CostOfLimits.of(trainer, rate_of(result), rate_of(free.result), lifted, free.gap)
+    cost = CostOfLimits.compare(trainer, rate_of(result), rate_of(free.result), lifted, free.gap)
     unit, rate = ("packs", None) if result.data is None else ("samples", cost.free_rate)
     print_notes([f"at {samples_per_step(result):,} {unit} a step, {cost.sentence}"], prefix="")
     return summary | {"free_samples_per_second_per_gpu": rate, **cost.as_dict()}

@@ -302,8 +302,12 @@ class JobSpec:
             return False
         return True
 
-    def sized(self, parallel: Parallel) -> Self:
-        return replace(self, parallel=parallel)
+    def sized(self, parallel: Parallel, placement: EncoderPlacement | None = None) -> Self:
+        """Return the job with other parallel sizes, and if given another encoder placement."""
+        placement = self.placement if placement is None else placement
+        if (parallel, placement) == (self.parallel, self.placement):
+            return self  # with its costs, which take a while to count
+        return replace(self, parallel=parallel, placement=placement)
 
     @property
     def memory_cap_gib(self) -> float:

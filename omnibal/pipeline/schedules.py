@@ -8,7 +8,7 @@ backward is one operation, or split into input and weight gradients (Qi et al. 2
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import IntEnum, StrEnum
 from typing import Annotated, Final, Literal
@@ -269,8 +269,6 @@ ScheduleName = Literal["1f1b", "interleaved", "zb-h1", "zb-v"]
 
 MAX_CHUNKS: Final = 64
 """Max chunks per stage."""
-TRIED_CHUNKS: Final = range(2, 5)
-"""Chunks per stage tried for interleaved 1F1B: more chunks send more, for a smaller bubble."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -281,6 +279,8 @@ class _Named:
     placement: Placement = Placement.LOOP
     chunks: range = range(1, 2)
     """Allowed chunks per stage."""
+    most_tried: int = 4
+    """Max chunks per stage that a search tries: more chunks send more, for a smaller bubble."""
     passes: tuple[Pass, ...] = (Pass.FORWARD, Pass.BACKWARD)
     """Passes of a micro-batch, in order."""
 
@@ -313,6 +313,16 @@ class PipelineSchedule(Frozen):
                 f"schedule {self.name} of {self.chunks} chunks a stage; it has {wanted}"
             )
         return self
+
+    @classmethod
+    def candidates(cls, names: Collection[str]) -> list["PipelineSchedule"]:
+        """Return the schedules of these names that a search tries, with their chunks."""
+        return [
+            cls(name=name, chunks=chunks)
+            for name, of_name in _NAMED.items()
+            for chunks in of_name.chunks
+            if name in names and chunks <= of_name.most_tried
+        ]
 
     @property
     def rule(self) -> ScheduleRule:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait f
     from omnibal.job.replay import StageReplay
     from omnibal.runs.refit import RunFit
     from omnibal.runs.replanning import Replanned
-    from omnibal.search.caps import CapSearch
+    from omnibal.search.cap_search import CapSearch
     from omnibal.search.parallel_sizes import StrategySearch
     from omnibal.search.strategy import Sizing
 
@@ -86,21 +86,22 @@ def clusters_table(clusters: Sequence[ClusterConfig]) -> Table:
 
 def caps_table(search: "CapSearch", cap_gib: float) -> Table:
     """Table of the best caps tried, the chosen first."""
-    best = search.candidates[0]
+    best, best_ms = search.candidates[0], search.candidates[0].strategy.ms_per_sample
     titles = ("per pack", "per step", "per rank", "recom-\nputed", f"GiB of {cap_gib:.2f}")
     rows = [
         (
             *(f"{cap:,}" for cap in candidate.caps.values),
             f"{candidate.samples_per_pack:.2f}",
             f"{candidate.packs_per_step:,}",
-            f"{candidate.micro_batches:,}",
-            str(candidate.recomputed_layers),
-            f"{candidate.peak_gib:.2f}",
-            f"{100 * candidate.bubble_fraction:.1f}",
-            f"{candidate.ms_per_sample:,.2f}",
-            "best" if candidate is best else change(candidate.ms_per_sample, best.ms_per_sample),
+            f"{strategy.micro_batches:,}",
+            str(strategy.recomputed_layers),
+            f"{strategy.peak_gib:.2f}",
+            f"{100 * strategy.bubble_fraction:.1f}",
+            f"{strategy.ms_per_sample:,.2f}",
+            "best" if candidate is best else change(strategy.ms_per_sample, best_ms),
         )
         for candidate in search.candidates[:_SHOWN_CANDIDATES]
+        for strategy in [candidate.strategy]
     ]
     return Table.of_rows(
         "Caps: samples per pack, packs per step and per rank, and what that takes",

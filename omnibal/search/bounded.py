@@ -74,6 +74,13 @@ class BoundedTrials:
         # Extra results from parallel lookahead are dropped from the result.
         self._plan(self._promising(in_order), partial(evaluate, self.setting, False), len(full))
 
+    def plan_all(self, choices: Sequence[Choice]) -> None:
+        """Plan new choices whatever their bounds, which stay 0."""
+        new = [choice for choice in dict.fromkeys(choices) if choice not in self.least_ms]
+        full = possible_choices(self.setting, new, self.processes)
+        self.least_ms.update(dict.fromkeys(full, 0.0))
+        self._plan(full, partial(evaluate, self.setting, False), len(full))
+
     def _plan(
         self,
         choices: Iterable[Choice],
@@ -177,7 +184,7 @@ class BoundedTrials:
         """Whether a choice's bound rules it out of the best."""
         return self.least_ms[choice] > CLEARLY_WORSE * self.best_ms()
 
-    def ranked(self) -> list[Strategy]:
+    def rank_strategies(self) -> list[Strategy]:
         """Best plan of each strategy that may win by its bound, and of a few more."""
         best_ms, best = self.best_ms(), dict[Sizing, Strategy]()
         for choice in sorted(self.planned, key=self._order):

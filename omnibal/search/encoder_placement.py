@@ -23,7 +23,7 @@ class PredictedStep:
     lost: LostTime
 
     @classmethod
-    def of(cls, strategy: Strategy, samples_per_step: int) -> Self:
+    def from_strategy(cls, strategy: Strategy, samples_per_step: int) -> Self:
         lost = {name: samples_per_step * ms for name, ms in strategy.lost}
         return cls(
             step_ms=samples_per_step * strategy.ms_per_sample,
@@ -52,7 +52,7 @@ class PlacementChoice:
         chosen = self.chosen
         for placement, prediction in self.predicted.items():
             if placement is not chosen:
-                return _compared(chosen, self.predicted[chosen], prediction)
+                return _compare_steps(chosen, self.predicted[chosen], prediction)
         refused = [f"{_NAMES[each]} cannot be: {why}" for each, why in self.refused.items()]
         return "; ".join(refused) or "no other placement was planned"
 
@@ -71,7 +71,7 @@ def relative_ms(prediction: Prediction | PredictedStep) -> float:
     return prediction.step_ms if per_second is None else 1e3 / per_second
 
 
-def _compared(
+def _compare_steps(
     placement: EncoderPlacement, own: Prediction | PredictedStep, other: Prediction | PredictedStep
 ) -> str:
     change = relative_ms(own) / relative_ms(other) - 1

@@ -54,23 +54,10 @@ class Trials(Generic[Choice, Found]):
     found: dict[Choice, Found] = field(default_factory=dict)
     failed: dict[Choice, UserError] = field(default_factory=dict)
 
-    def known(self, choice: Choice) -> UserError | None:
-        """Return why a choice fails without a trial. None to try it."""
-        return None
-
     def run(self, choices: Iterable[Choice]) -> None:
         """Try new choices."""
-        untried = []
-        for choice in dict.fromkeys(choices):
-            if choice in self.found or choice in self.failed:
-                continue
-            reason = self.known(choice)
-            if reason is None:
-                untried.append(choice)
-            else:
-                self.failed[choice] = reason
-        results = try_all(self.work, untried, self.processes, self.on_done)
-        for choice, result in results.items():
+        new = [c for c in dict.fromkeys(choices) if c not in self.found and c not in self.failed]
+        for choice, result in try_all(self.work, new, self.processes, self.on_done).items():
             if isinstance(result, UserError):
                 self.failed[choice] = result
             else:

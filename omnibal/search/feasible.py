@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import least_caps, limited_features
+from omnibal.job.plan_data import least_caps
 from omnibal.job.planner import PlanRequest
 from omnibal.model.adapters import adapters_of
 from omnibal.model.config import load_cluster, preset_names
@@ -176,13 +176,13 @@ def find_changes(request: PlanRequest) -> Advice:
     """
     job, split, prefix, found = request.job, request.split, "", list[Change]()
     request = replace(request, split=JOINT)
-    packed = _sampled(request).packed()
+    packed = _draw_samples(request).packed()
 
     def fit(text: str, changed: PlanRequest) -> Change | None:
         devices = changed.job.parallel.world_size
         more = "" if devices == job.parallel.world_size else f"{devices:,} devices, "
         with suppress(UserError):
-            tried = _sampled(changed)
+            tried = _draw_samples(changed)
             same_packs = changed.data.caps == request.data.caps
             tried = tried.drawn(packed if same_packs else tried.packed())
             return Change.if_it_fits(f"{prefix}{text} ({more}{{}})", changed, tried)
@@ -208,7 +208,7 @@ def find_changes(request: PlanRequest) -> Advice:
     return Advice(changes=tuple(found), tried=tried)
 
 
-def _sampled(request: PlanRequest) -> PlanRequest:
+def _draw_samples(request: PlanRequest) -> PlanRequest:
     return replace(request, data=request.data.sampled(SAMPLES))
 
 
@@ -318,7 +318,7 @@ def find_changes_of_goal(goal: Goal, request_of: RequestOf) -> Advice:
 
     def fit(text: str, changed: Goal) -> Change | None:
         with suppress(UserError):
-            return _first_fit(text, request_of(changed).drawn())
+            return _first_fit(text, request_of(changed).draw_samples())
         return None
 
     tried = _first_of_each(_kinds_of_goal(goal, fit), fit, found)
@@ -377,7 +377,7 @@ def _first_fit(text: str, request: StrategyRequest) -> Change | None:
     sizings, setting = possible_sizings(request), Setting(request=request, packs={})
     caps = request.caps
     if caps is None:
-        caps = cap_space(request, limited_features(request.job.model)).level(1.0)[-1]
+        caps = cap_space(request).grid()[0]
     choices = possible_choices(setting, [(each, caps) for each in sizings], processes=1)
     for placement in EncoderPlacement:
         placed = [choice for choice in choices if choice[0].placement is placement]

@@ -129,7 +129,7 @@ class Free:
             raise UserError("placements are empty; give one of encoders at least to choose from")
         if self.sizes is not None:
             sizes = self.sizes
-            _check_counts(1, gpus=sizes.gpus, expert=sizes.expert, **sizes.given)
+            _check_counts(1, gpus=sizes.gpus, expert=sizes.expert, **sizes.fixed_sizes)
 
     @classmethod
     def everything(cls, gpus: int) -> "Free":

@@ -31,7 +31,6 @@ from omnibal.model.targets import PackRules
 from omnibal.packing.packing import PackingMethod, pack_samples
 from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD
 from omnibal.pipeline.stage_memory import GIB
-from omnibal.search import caps as cap_search
 from omnibal.search.goal import Earlier, Goal, Listener, Samples, ShapesAlone, Stream
 from omnibal.search.level_estimates import LevelEstimates, most_shared, top_caps
 from omnibal.search.level_sets import need_levels, shared_anew
@@ -45,6 +44,8 @@ from omnibal.search.step_size import (
 from omnibal.search.strategy import FreeSizes, Sizing, Strategy, StrategyRequest
 from omnibal.steps.pack_settings import PackSettings
 
+_USUAL_SAMPLES_PER_PACK = 4.5
+"""Middle of the range in OmniBal's paper."""
 _SMALL_COPY = 0.05
 """Share of device memory below which a sizes search keeps encoders whole."""
 
@@ -71,9 +72,8 @@ class GoalRequests:
         is_ours = job.trainer.name is None and goal.free.split.is_joint
         has_choice = bool(job.model.encoders) and is_ours
         if isinstance(data, Stream):
-            caps = self._caps_of_stream(job, data)
-            given, samples_per_step = _stream_data(data, caps), data.window
-            lengths = data.lengths
+            lengths, caps, samples_per_step = data.lengths, data.caps, data.window
+            given = _stream_data(data, least_caps(lengths, limited_features(job.model)))
         elif isinstance(data, Earlier):
             given = self._earlier(job)
             caps, lengths = given.caps, given.lengths
@@ -177,7 +177,7 @@ class GoalRequests:
     def plan_request(self, request: StrategyRequest, best: Strategy) -> PlanRequest:
         """Return the plan request of a strategy on all data."""
         data = self.goal.data
-        job = replace(self.goal.job, parallel=best.parallel, placement=best.placement)
+        job = self.goal.job.sized(best.parallel, best.placement)
         planned = self._data_of(request, job, best.caps)
         if isinstance(planned, SampleData) and isinstance(data, Samples):
             self.check_levels(best.levels)
@@ -193,7 +193,7 @@ class GoalRequests:
 
     def most_shared_request(self, request: StrategyRequest, sizing: Sizing) -> PlanRequest:
         """Return the plan request of sizes on all data, in packs that most ranks share, if any."""
-        job = replace(self.goal.job, parallel=sizing.parallel, placement=sizing.placement)
+        job = self.goal.job.sized(sizing.parallel, sizing.placement)
         caps = request.caps or least_caps(request.lengths, limited_features(job.model))
         data = self._data_of(request, job, caps)
         if isinstance(data, SampleData) and self.may_have_levels(request):
@@ -205,12 +205,13 @@ class GoalRequests:
         """All data for a job, with packs of one level at these caps."""
         data = self.goal.data
         if isinstance(data, Samples):
-            return self._packed(job, data, caps)
+            return self._pack_data(job, data, caps)
         if isinstance(data, ShapesAlone):
             return _shapes(job, data.caps, _micro_batches(data, job.parallel.data))
         assert request.given is not None
-        given = self._earlier(job) if isinstance(data, Earlier) else request.given
-        return given.for_ranks(request.job, job)
+        if isinstance(data, Stream):
+            return request.given.capped(caps)
+        return self._earlier(job).for_ranks(request.job, job)
 
     def _earlier(self, job: JobSpec) -> StreamData | SampleData:
         """Return an earlier plan's steps, with context-parallel sizes for this job's ranks."""
@@ -224,7 +225,7 @@ class GoalRequests:
         plain = are_plain(earlier.levels)
         return earlier if plain else shared_anew(job, earlier)
 
-    def _packed(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
+    def _pack_data(self, job: JobSpec, data: Samples, caps: Caps) -> SampleData:
         """All samples in packs of one level, in steps of the given micro-batches or of one."""
         return SampleData(
             lengths=data.lengths,
@@ -239,36 +240,16 @@ class GoalRequests:
         is_hbp = self.goal.free.levels.is_hbp
         return replace(settings, fill=FillRule.GREEDY) if is_hbp else settings
 
-    def _caps_of_stream(self, job: JobSpec, data: Stream) -> Caps:
-        """Caps with minimal predicted time per sample, as `omnibal caps` finds them."""
-        if data.caps is not None:
-            return data.caps
-        request = cap_search.CapSearchRequest(
-            job=job,
-            lengths=data.lengths,
-            samples_per_step=data.window,
-            samples=SEARCH_SAMPLES,
-            rules=self.rules,
-            rule=cap_search.CapRule.TIME,
-        )
-        total = cap_search.max_candidates(request)
-        with self.listener.progress("trying caps", total) as advance:
-            found = cap_search.search_caps(request, advance, usable_cores())
-        self.listener.note(f"found {' '.join(found.best.options)}")
-        for note in cap_search.notes(request, found):
-            self.listener.note(note)
-        return found.best
-
     def _samples_of_packs(self, job: JobSpec, data: Samples, micro_batches: int) -> int:
         """Mean samples of a step of `micro_batches` full packs on every rank."""
         ranks = job.parallel.data
         rule, names = self.goal.free.levels, limited_features(job.model)
-        whole = self._packed(job, data, data.caps or top_caps(data.lengths, names))
+        whole = self._pack_data(job, data, data.caps or top_caps(data.lengths, names))
         if rule.is_forced or (rule.count is None and LevelEstimates.most_levels(whole) > 1):
-            tokens = LevelEstimates.of(job, whole).tokens_per_step
+            tokens = LevelEstimates.for_job(job, whole).tokens_per_step
             return max(round(tokens * ranks / float(data.lengths.tokens.mean())), 1)
         if data.caps is None:
-            return cap_search.usual_samples_per_step(ranks, micro_batches)
+            return round(_USUAL_SAMPLES_PER_PACK * micro_batches * ranks)
         some = whole.sampled(SEARCH_SAMPLES).lengths
         packs = pack_samples(some, data.caps, PackingMethod.ISF, data.seed)
         return max(round(ranks * micro_batches * len(some) / len(packs)), 1)

@@ -57,7 +57,7 @@ class WholeModel:
     """Weights, gradients and optimizer state of all stages."""
 
     @classmethod
-    def of(cls, job: JobSpec, cost: CostModel) -> Self:
+    def from_job(cls, job: JobSpec, cost: CostModel) -> Self:
         """Add up the units of a job's model, at the costs of one level."""
         counts = Counter(unit_names(job.model))
         units = [(counts[name], unit) for name, unit in cost.units.items()]
@@ -104,7 +104,7 @@ def has_good_shares(level: Level) -> bool:
 def level_forms(job: JobSpec, caps: Caps, contexts: Sequence[int] | None = None) -> Iterator[Level]:
     """Yield a level of these caps with every context size, cut and exchange to try."""
     # Times of squared text and image tokens relative to a token.
-    whole = WholeModel.of(job, job.cost)
+    whole = WholeModel.from_job(job, job.cost)
     each_ms = dict(zip(job.cost.features, whole.pass_ms.tolist(), strict=True))
     attention_ms = sum(time for name, time in each_ms.items() if is_attended(name))
     weights = {"attention_weight": attention_ms / each_ms["tokens"]}
@@ -141,7 +141,7 @@ def estimated_form(
     one rank.
     """
     (cost,) = job.costs_at([level])
-    whole = WholeModel.of(job, cost)
+    whole = WholeModel.from_job(job, cost)
     parts = job.with_exposed(part_features(packs, lengths, level, cost.features))
     micro_batches = max(tokens_per_step * level.context / level.caps["tokens"], 1.0)
     again = whole.recomputed_share(parts.reshape(-1, parts.shape[2]), job, micro_batches)
@@ -207,7 +207,7 @@ def least_ms_per_sample(job: JobSpec, lengths: Lengths) -> float:
 
 def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
     """Min device time of every sample, [samples]."""
-    whole = WholeModel.of(job, job.cost)
+    whole = WholeModel.from_job(job, job.cost)
     alone = Packs(samples=np.arange(len(lengths)), offsets=np.arange(len(lengths) + 1))
     features = pack_features(alone, lengths, job.cost.features)
     # Fixed costs are shared by the samples of a pack.
@@ -221,7 +221,7 @@ def _least_ms(job: JobSpec, lengths: Lengths) -> np.ndarray:
         each_ms = []
         for level in level_forms(job, Caps.of(tokens=1), [context]) if context > 1 else ():
             (cost,) = job.costs_at([level])
-            form = WholeModel.of(job, cost)
+            form = WholeModel.from_job(job, cost)
             each_ms.append(float(form.pass_ms[cost.features.index(EXCHANGED)]))
         exchange_ms = (min(each_ms) if context > 1 else 0.0) * lengths.tokens
         # All stages together hold a sample's activations at least once. Missing memory is freed by

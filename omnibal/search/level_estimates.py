@@ -103,7 +103,7 @@ class LevelEstimates:
     """Cache of packs by step, shared between jobs of other sizes."""
 
     @classmethod
-    def of(
+    def for_job(
         cls,
         job: JobSpec,
         data: SampleData,
@@ -126,7 +126,7 @@ class LevelEstimates:
             data=data,
             caps=candidate_caps(lengths, data.caps),
             tokens_per_step=tokens_per_step or math.inf,
-            work_ms=features @ WholeModel.of(job, job.cost).pass_ms,
+            work_ms=features @ WholeModel.from_job(job, job.cost).pass_ms,
             needs_rows=needs_rows,
             packed={} if packed is None else packed,
         )
@@ -147,15 +147,15 @@ class LevelEstimates:
     def pack_all(self, rule: LevelRule) -> None:
         """Pack the samples of every step in any set."""
         for caps in self.caps:
-            self._some((None, caps))
+            self._pack_step((None, caps))
         if not rule.is_hbp:
             for step in {step for caps in self.sets(rule.count) for step in _steps(caps)}:
-                self._some(step)
+                self._pack_step(step)
 
     def by_rule(self, rule: LevelRule) -> list[tuple[float, tuple[Level, ...]]]:
         """Return estimated ms per sample and levels of a rule's feasible sets, fastest first."""
         if not rule.is_hbp:
-            return self.estimated(rule.count)
+            return self.estimate_sets(rule.count)
         try:
             levels = self.by_hbp()
         except UserError:  # no length fits
@@ -163,10 +163,10 @@ class LevelEstimates:
         steps = zip(levels, _steps([level.caps for level in levels]), strict=True)
         forms = []
         for level, step in steps:
-            some = self._some(step)
+            some = self._pack_step(step)
             if some is not None:
                 form = estimated_form(self.job, level, *some, self.tokens_per_step)
-                forms.append(self._scaled(step, form))
+                forms.append(self._scale_form(step, form))
         if self.needs_rows and sum(form.rows for form in forms) < self._steps:
             return []  # a step has no row of packs
         ms = self._set_ms(forms) / self.job.parallel.pipeline / len(self.data.lengths)
@@ -178,7 +178,7 @@ class LevelEstimates:
         *lower, top = self.caps
         return [(*rest, top) for count in counts for rest in combinations(lower, count - 1)]
 
-    def estimated(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
+    def estimate_sets(self, exactly: int | None) -> list[tuple[float, tuple[Level, ...]]]:
         """Return estimated ms per sample and levels of feasible sets, fastest first."""
         steps = {step for caps in self.sets(exactly) for step in _steps(caps)}
         near = dict[Step, list[FormEstimate]]()
@@ -221,7 +221,7 @@ class LevelEstimates:
         found = [top]
         for tokens in (middle, lowest):
             if tokens < found[-1]["tokens"]:
-                caps = scaled(top, tokens)
+                caps = scale_caps(top, tokens)
                 others = {name: max(caps[name], least[name]) for name in top.names[:-1]}
                 found.append(Caps.of(**others, tokens=tokens))
         return found
@@ -238,18 +238,18 @@ class LevelEstimates:
                         yield (*before, found.level, *after)
             for factor in _CAP_MOVES if after else ():
                 tokens = round(level.caps["tokens"] * factor / _TOKENS_UNIT) * _TOKENS_UNIT
-                moved = scaled(self.caps[-1], max(tokens, 1))
+                moved = scale_caps(self.caps[-1], max(tokens, 1))
                 least = before[-1].caps["tokens"] if before else 0
                 if least < moved["tokens"] < after[0].caps["tokens"]:
                     found = self._best((step[0], moved))
-                    if found is not None and self._some((moved, after[0].caps)):
+                    if found is not None and self._pack_step((moved, after[0].caps)):
                         yield (*before, found.level, *after)
 
     def by_hbp(self) -> tuple[Level, ...]:
         """Return levels by HBP's Algorithm 1, with packs of all samples up to each length."""
         profiled = []
         for caps in self.caps:
-            some = self._some((None, caps))
+            some = self._pack_step((None, caps))
             if some is None:
                 continue
             contexts = possible_contexts(self.job, caps)
@@ -268,7 +268,7 @@ class LevelEstimates:
 
     def _hbp_form(self, tokens: int, context: int) -> Level:
         """Level with head exchange if heads divide evenly, as in HBP, else with gather."""
-        forms = list(level_forms(self.job, scaled(self.caps[-1], tokens), [context]))
+        forms = list(level_forms(self.job, scale_caps(self.caps[-1], tokens), [context]))
         return next((f for f in reversed(forms) if f.cut is not CutRule.WHOLE), forms[0])
 
     def _set_ms(self, forms: Sequence[FormEstimate]) -> float:
@@ -300,24 +300,24 @@ class LevelEstimates:
 
     def forms(self, step: Step, contexts: Sequence[int] | None = None) -> list[FormEstimate]:
         """Return a level's forms for all its samples, the fastest for each context size."""
-        some = self._some(step)
+        some = self._pack_step(step)
         if some is None:
             return []
         found = good_forms(self.job, step[1], *some, self.tokens_per_step, contexts)
-        return [self._scaled(step, form) for form in found]
+        return [self._scale_form(step, form) for form in found]
 
-    def _scaled(self, step: Step, form: FormEstimate) -> FormEstimate:
+    def _scale_form(self, step: Step, form: FormEstimate) -> FormEstimate:
         """Extrapolate a form from the sampled to all samples of a step."""
         rows = self._rows(step)
-        part = self.work_ms[self._drawn(rows)].sum() / self.work_ms[rows].sum()
+        part = self.work_ms[self._draw_rows(rows)].sum() / self.work_ms[rows].sum()
         more = 1 / float(part)
         return replace(form, rows_ms=more * form.rows_ms, rows=more * form.rows)
 
-    def _some(self, step: Step) -> tuple[Packs, Lengths] | None:
+    def _pack_step(self, step: Step) -> tuple[Packs, Lengths] | None:
         """Sampled samples of a level, excluding the level below, and their packs."""
         if step not in self.packed:
             rows = self._rows(step)
-            some = self.data.lengths.take(self._drawn(rows))
+            some = self.data.lengths.take(self._draw_rows(rows))
             packs = None
             if len(rows):
                 packs = pack_samples(some, step[1], PackingMethod.ISF, self.data.settings.seed)
@@ -331,7 +331,7 @@ class LevelEstimates:
             held &= np.any([lengths.column(name) > lower[name] for name in lower.names], axis=0)
         return np.flatnonzero(held)
 
-    def _drawn(self, rows: np.ndarray) -> np.ndarray:
+    def _draw_rows(self, rows: np.ndarray) -> np.ndarray:
         rng = np.random.default_rng(self.data.settings.seed)
         return np.sort(rng.permutation(rows)[:_ESTIMATED_SAMPLES])
 
@@ -366,11 +366,11 @@ def candidate_caps(lengths: Lengths, top: Caps) -> tuple[Caps, ...]:
     needed = _SAMPLES_PER_PACK * float(np.median(lengths.tokens))
     found = [top]
     while len(found) < _MAX_CAPS and found[-1]["tokens"] / 2 >= needed:
-        found.append(scaled(top, -(-found[-1]["tokens"] // 2)))
+        found.append(scale_caps(top, -(-found[-1]["tokens"] // 2)))
     return tuple(reversed(found))
 
 
-def scaled(top: Caps, tokens: int) -> Caps:
+def scale_caps(top: Caps, tokens: int) -> Caps:
     """Scale caps in proportion to `tokens`."""
     others = {n: max(math.ceil(top[n] * tokens / top["tokens"]), 1) for n in top.names[:-1]}
     return Caps.of(**others, tokens=tokens)

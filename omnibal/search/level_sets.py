@@ -76,10 +76,12 @@ class LevelSetting:
     packed: Packed = field(default_factory=dict)
 
     @classmethod
-    def of(cls, setting: Setting, request: StrategyRequest, rule: LevelRule) -> "LevelSetting":
+    def for_request(
+        cls, setting: Setting, request: StrategyRequest, rule: LevelRule
+    ) -> "LevelSetting":
         """Take the setting's samples and the request's longest packs."""
         drawn = setting.request
-        fewer = replace(drawn, samples=_SIMULATED_SAMPLES).drawn()
+        fewer = replace(drawn, samples=_SIMULATED_SAMPLES).draw_samples()
         fast = replace(drawn.settings, packing=PackingMethod.ISF)
         return cls(
             setting=setting,
@@ -96,7 +98,7 @@ class LevelSetting:
 
     def estimates(self, sizing: Sizing) -> LevelEstimates:
         """Return estimates of sets of levels at these sizes."""
-        return LevelEstimates.of(
+        return LevelEstimates.for_job(
             self.setting.job(sizing),
             self.data,
             self.tokens_per_step(sizing),
@@ -187,8 +189,8 @@ def search_with_levels(
         except UserError as error:
             failed = error
     sizings = possible_sizings(request)
-    setting = Setting(request=request.drawn(), packs={})
-    levels = LevelSetting.of(setting, request, rule)
+    setting = Setting(request=request.draw_samples(), packs={})
+    levels = LevelSetting.for_request(setting, request, rule)
     found, sets, least_ms, refused = _search_sets(levels, sizings, on_progress, processes)
     if plain is None and not found:
         raise (
@@ -245,13 +247,13 @@ def _search_sets(
     trials.run(near)
     if not levels.rule.is_forced:
         if trials.found:
-            trials.run(_by_hbp(levels, _ranked(levels, trials)[0][0]))
+            trials.run(_by_hbp(levels, _rank_sets(levels, trials)[0][0]))
         else:
             trials.run(_tops(levels, sizings)[:_MOST_SIMULATED])
     for _ in range(0 if levels.rule.is_hbp else _ROUNDS):
-        if fastest := _ranked(levels, trials)[:1]:
+        if fastest := _rank_sets(levels, trials)[:1]:
             trials.run(_moves(levels, fastest[0], [each for _, each in estimated]))
-    finalists = [choice for choice in _ranked(levels, trials) if not are_plain(choice[1])]
+    finalists = [choice for choice in _rank_sets(levels, trials) if not are_plain(choice[1])]
     planned = trials_on(levels.setting)
     planned.run(finalists[:_FINALISTS])
     if not planned.found:
@@ -261,7 +263,7 @@ def _search_sets(
     return list(planned.found.values()), len(near), bound_ms, refused
 
 
-def _ranked(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> list[LevelChoice]:
+def _rank_sets(levels: LevelSetting, trials: Trials[LevelChoice, Strategy]) -> list[LevelChoice]:
     """Simulated sets of levels with packs, fastest first."""
     best: dict[LevelChoice, float] = {}
     for (sizing, _), trial in trials.found.items():
@@ -336,7 +338,7 @@ def _is_one_best(job: JobSpec, data: SampleData, samples_per_step: int) -> bool:
     full = np.array([[1, *(data.caps.get(name) or 0 for name in names[1:])]], np.float64)
     tokens = samples_per_step * float(data.lengths.tokens.mean()) / job.parallel.data
     micro_batches = max(tokens / data.caps["tokens"], 1.0)
-    recomputed = WholeModel.of(job, job.cost).recomputed_share(full, job, micro_batches)
+    recomputed = WholeModel.from_job(job, job.cost).recomputed_share(full, job, micro_batches)
     is_best_alone = recomputed == 0 or not has_good_shares(Level(caps=data.caps, context=2))
     return bool(np.isfinite(recomputed)) and is_best_alone and _has_packs_for_all(job, data)
 

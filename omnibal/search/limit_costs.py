@@ -80,7 +80,7 @@ _OFF: dict[LimitName, dict[str, object]] = {
 """Fields that lift a limit, unless it is a switch of the same name."""
 
 
-def lifted(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
+def lift_limit(trainer: TrainerConstraints, limit: LimitName) -> TrainerConstraints:
     """Return a trainer's constraints without one limit.
 
     The trainer's own packing and equal packs per step are lifted together. So are weight sharding
@@ -140,7 +140,7 @@ class CostOfLimits:
     """Max share of time that a better search without limits may still save."""
 
     @classmethod
-    def of(
+    def compare(
         cls,
         trainer: TrainerConstraints,
         rate: float,
@@ -265,7 +265,7 @@ def requests_lifted(
     requests = {}
     for name in names:
         of = free if name is LimitName.SHARDING else result
-        request = _request_of(lifted(trainer, name), of, packing)
+        request = _request_of(lift_limit(trainer, name), of, packing)
         if name is LimitName.TOKENS_ALONE and free_data is not None:
             assert isinstance(request.data, SampleData)
             # Packs for the same samples per step as that plan, rounded to a multiple of ranks.

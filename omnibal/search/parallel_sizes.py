@@ -19,7 +19,6 @@ from typing import Self
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.cost.links import state_group
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import limited_features
 from omnibal.model.config import ClusterConfig
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.parallel import Parallel, WeightSharding, expert_sizes
@@ -33,9 +32,7 @@ from omnibal.search.strategy import Setting, Sizing, Strategy, StrategyRequest
 
 _MOST_PLANNED, _MOST_MOVES_PLANNED = 12, 4
 """Max planned choices of sizes and caps. If there are more, estimates select them."""
-_LEVELS = tuple(2 ** (step / 2) for step in range(4))
-"""Token caps to try, relative to the minimum."""
-_MOVE = 2**0.25  # halfway between two levels of caps
+_MOVE = 2**0.25  # halfway between two caps of the grid
 _MOVES = 6  # for two kinds of caps: either and both, smaller and larger
 _FINALISTS = 3  # sizes to refine caps for
 _NAMED_CAUSES = 2  # longer lists are not read
@@ -98,7 +95,7 @@ class StrategySearch:
         best = ranking[0]
         return replace(
             self,
-            ranking=tuple(replace(each, why=_why(each, best)) for each in ranking),
+            ranking=tuple(replace(each, why=_name_causes(each, best)) for each in ranking),
             ruled_out=tuple(_against(each, best) for each in ruled_out),
         )
 
@@ -120,7 +117,7 @@ def progress_total(request: StrategyRequest) -> int:
     if request.caps is not None:
         return sizings + _MOST_PLANNED
     moves = _FINALISTS * _MOVES + _MOST_MOVES_PLANNED
-    return sizings * len(_LEVELS) + _MOST_PLANNED + moves
+    return sizings * len(cap_space(request).grid()) + _MOST_PLANNED + moves
 
 
 def search_strategies(
@@ -128,21 +125,19 @@ def search_strategies(
 ) -> StrategySearch:
     """Rank all strategies by predicted time per sample."""
     sizings = possible_sizings(request)
-    setting = Setting(request=request.drawn(), packs={})
-    space = cap_space(request, limited_features(request.job.model))
-    levels = [space.level(factor)[-1] for factor in _LEVELS]
-    levels = levels if request.caps is None else [request.caps]
-    every = [(sizing, caps) for sizing in sizings for caps in dict.fromkeys(levels)]
+    setting, space = Setting(request=request.draw_samples(), packs={}), cap_space(request)
+    grid = space.grid() if request.caps is None else [request.caps]
+    every = [(sizing, caps) for sizing in sizings for caps in grid]
     with whole_progress(progress_total(request), on_progress) as advance:
         trials = BoundedTrials(setting=setting, processes=processes, advance=advance)
         trials.run(every, _MOST_PLANNED)
         if request.caps is None and trials.planned:
-            finalists = trials.ranked()[:_FINALISTS]
+            finalists = trials.rank_strategies()[:_FINALISTS]
             moves = space.moves(finalists[0].caps, _MOVE)
             moved = [(each.sizing, caps) for each in finalists for caps in dict.fromkeys(moves)]
             trials.run(moved, _MOST_MOVES_PLANNED)
     if not trials.planned:
-        raise _unusable(trials, sizings)
+        raise unusable(trials, sizings)
     return _result(trials, sizings)
 
 
@@ -151,7 +146,7 @@ def possible_sizings(request: StrategyRequest) -> list[Sizing]:
     found, refused = list[Sizing](), dict[EncoderPlacement, UserError]()
     for placement in request.placements:
         try:
-            placed = replace(request.job, placement=placement)
+            placed = request.job.sized(request.job.parallel, placement)
             parallels = _possible_parallels(replace(request, job=placed))
         except UserError as error:
             refused[placement] = error
@@ -241,7 +236,7 @@ def _check_given(request: StrategyRequest) -> None:
             f"{measured}, and costs of another size cannot be taken from it: leave "
             f"--tp out, give a profile of tensor size {sizes.tensor}, or count without --profile"
         )
-    fixed = sizes.given
+    fixed = sizes.fixed_sizes
     product = math.prod(fixed.values())
     if sizes.gpus % product:
         product_text = " x ".join(f"{name} {size}" for name, size in fixed.items())
@@ -264,7 +259,7 @@ def _check_given(request: StrategyRequest) -> None:
 def _impossible(request: StrategyRequest, others: Sequence[Parallel]) -> str:
     """Error message for impossible given sizes. `others` are possible without them."""
     sizes = request.sizes
-    given = sizes.given | ({} if sizes.expert is None else {"--ep": sizes.expert})
+    given = sizes.fixed_sizes | ({} if sizes.expert is None else {"--ep": sizes.expert})
     fixed = " ".join(f"{name} {size}" for name, size in given.items())
     model = request.job.pipeline_model
     allowed = sorted({each.tensor for each in others})
@@ -295,7 +290,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _result(trials: BoundedTrials, sizings: Sequence[Sizing]) -> StrategySearch:
-    ranked = trials.ranked()
+    ranked = trials.rank_strategies()
     best = ranked[0]
     planned = {strategy.sizing for strategy in ranked}
     out = [_ruled_out(trials, each, best) for each in sizings if each not in planned]
@@ -323,7 +318,7 @@ def _against(ruled_out: RuledOut, best: Strategy) -> RuledOut:
     return replace(ruled_out, why=why)
 
 
-def _why(strategy: Strategy, best: Strategy) -> str:
+def _name_causes(strategy: Strategy, best: Strategy) -> str:
     """Main causes of the difference."""
     if strategy == best:
         return "best"
@@ -376,7 +371,8 @@ def _most_packs(trials: BoundedTrials) -> str:
     return f"{math.floor(packs / unit + _ROUNDING) * unit:,g}"
 
 
-def _unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
+def unusable(trials: BoundedTrials, sizings: Sequence[Sizing]) -> UserError:
+    """Return the error of trials without a plan: too few packs, or too little memory."""
     request = trials.setting.request
     if not trials.least_ms:
         fewest = min(sizing.parallel.data for sizing in sizings)

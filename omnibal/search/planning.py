@@ -83,7 +83,7 @@ def plan(goal: Goal, listener: Listener | None = None) -> Planned:
     portions = _portions(goal)
     if portions is not None:
         return _planned_in_portions(goal, portions, listener)
-    return _planned(goal, listener)
+    return _plan_goal(goal, listener)
 
 
 def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[StepRate]:
@@ -105,7 +105,7 @@ def rates_of_steps(goal: Goal, planned: Planned, listener: Listener) -> list[Ste
     return [replace(rate, samples_per_second=scale * rate.samples_per_second) for rate in rates]
 
 
-def _planned(goal: Goal, listener: Listener | None) -> Planned:
+def _plan_goal(goal: Goal, listener: Listener | None) -> Planned:
     """Plan data that is not split into portions."""
     goal, listener = with_encoder_shardings(goal), listener or Silence()
     _note_uncounted(goal, listener)
@@ -157,7 +157,7 @@ def _planned_of_earlier(
         portions = EarlierPortions(data=data, directory=earlier.directory)
         first = read_portion(data, 0, earlier.directory)
         goal = replace(goal, data=Earlier(plan=earlier.plan.of_portion(0), data=first))
-    planned = _planned(goal, listener)
+    planned = _plan_goal(goal, listener)
     result = planned.result
     assert result.plan.data is not None, "the earlier plan has data"
     # The steps are unchanged, so these values still hold.
@@ -259,7 +259,7 @@ def _placement_of(
     """Placement of the fastest strategy, and the other: as planned, or both on sampled data."""
     best: dict[EncoderPlacement, Prediction | PredictedStep] = {}
     for strategy in found.ranking:
-        step = PredictedStep.of(strategy, request.samples_per_step)
+        step = PredictedStep.from_strategy(strategy, request.samples_per_step)
         best.setdefault(strategy.placement, step)
     return PlacementChoice(
         chosen=found.best.placement,

@@ -20,7 +20,7 @@ from omnibal.job.planner import (
     searched_parts,
 )
 from omnibal.model.limits import words
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, TRIED_CHUNKS, PipelineSchedule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.workload import Workload
 from omnibal.search.encoder_placement import relative_ms
 
@@ -49,7 +49,7 @@ class ScheduleChoice:
         others = {each: ms for each, ms in self.steps_ms.items() if each != chosen}
         if not others:
             return "; ".join(
-                f"{_words(each)} cannot be: {why}" for each, why in self.refused.items()
+                f"{_describe(each)} cannot be: {why}" for each, why in self.refused.items()
             )
         if chosen != usual:
             if usual not in others:
@@ -57,29 +57,24 @@ class ScheduleChoice:
             faster = 1 - self.steps_ms[chosen] / others[usual]
             verdict = f"{abs(faster):.1%} {'faster' if faster >= 0 else 'slower'}"
             idle = f"{self.idle[chosen]:.1%} of the step is idle in place of {self.idle[usual]:.1%}"
-            return f"in {_words(chosen)} it is {verdict} than in 1f1b: {idle}"
+            return f"in {_describe(chosen)} it is {verdict} than in 1f1b: {idle}"
         nearest = min(others, key=lambda each: others[each])
         slower = others[nearest] / self.steps_ms[chosen] - 1
-        return f"in {_words(nearest)}, the fastest of {len(others)} others, {slower:+.1%}"
+        return f"in {_describe(nearest)}, the fastest of {len(others)} others, {slower:+.1%}"
 
     def as_dict(self) -> dict[str, object]:
         return {
             "schedule": {"name": self.chosen.name, "chunks": self.chosen.chunks},
             "schedule_reason": self.reason,
-            "schedule_steps_ms": {_words(each): ms for each, ms in self.steps_ms.items()},
+            "schedule_steps_ms": {_describe(each): ms for each, ms in self.steps_ms.items()},
         }
 
 
 def schedules_of(names: Collection[str], job: JobSpec) -> list[PipelineSchedule]:
     """Return schedules of these names, without 1F1B, that fit a job's stages and layers."""
     stages, layers = job.parallel.pipeline, job.pipeline_model.layers
-    every = [
-        PipelineSchedule(name="zb-h1"),
-        PipelineSchedule(name="zb-v", chunks=2),
-        *(PipelineSchedule(name="interleaved", chunks=chunks) for chunks in TRIED_CHUNKS),
-    ]
-    has_room = (each for each in every if each.name in names and stages * each.chunks <= layers)
-    return [each for each in has_room if stages > 1]
+    every = PipelineSchedule.candidates(names)
+    return [each for each in every if 1 < stages and stages * each.chunks <= layers]
 
 
 def obstacle(request: PlanRequest, schedule: PipelineSchedule, micro_batches: int) -> str | None:
@@ -225,6 +220,6 @@ def _quick_step_ms(task: tuple[PlanRequest, Workload]) -> tuple[PipelineSchedule
         return request.schedule, None
 
 
-def _words(schedule: PipelineSchedule) -> str:
+def _describe(schedule: PipelineSchedule) -> str:
     chunks = f" of {schedule.chunks} chunks" if schedule.name == "interleaved" else ""
     return f"{schedule.name}{chunks}"

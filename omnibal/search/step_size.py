@@ -13,7 +13,6 @@ from typing import Self
 import numpy as np
 
 from omnibal.data.lengths import Lengths
-from omnibal.job.plan_data import limited_features
 from omnibal.model.levels import are_plain
 from omnibal.model.limits import SEARCH_SAMPLES, Caps
 from omnibal.packing.packs import ScheduledPacks
@@ -148,8 +147,8 @@ def step_rates(
     sizes = [round(factor * own) for factor in _FACTORS] + ([] if is_plain else [own])
     sizes = [size for size in sizes if size <= len(request.lengths)]
     drawn = replace(request, samples=_COMPARED_SAMPLES, samples_per_step=max(sizes, default=1))
-    setting = Setting(request=drawn.drawn(), packs={})
-    space = cap_space(setting.request, limited_features(request.job.model))
+    setting = Setting(request=drawn.draw_samples(), packs={})
+    space = cap_space(setting.request)
     all_caps = [best.caps]
     if request.caps is None:
         all_caps.append(space.moves(best.caps, _LARGER)[-1])
@@ -159,7 +158,7 @@ def step_rates(
         trials = BoundedTrials(setting=sized, processes=1, advance=lambda done: None)
         trials.run(choices, _PLANNED)
         if trials.planned:
-            rates.append(StepRate(size, trials.ranked()[0].samples_per_second))
+            rates.append(StepRate(size, trials.rank_strategies()[0].samples_per_second))
         on_progress(1)
     return sorted(rates)
 

@@ -3,18 +3,18 @@
 Every trial is a picklable task that depends only on the choice and the setting.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Self
 
 from omnibal.base.errors import DoesNotFit, UserError
 from omnibal.job.job import JobSpec
-from omnibal.job.plan_data import SampleData, StreamData
+from omnibal.job.plan_data import SampleData, StreamData, limited_features
 from omnibal.job.planner import PlanRequest
 from omnibal.model.data_parallel_encoders import EncoderPlacement
 from omnibal.model.levels import Level, largest_caps
-from omnibal.model.limits import Caps
+from omnibal.model.limits import Caps, in_canonical_order
 from omnibal.model.parallel import SIZE_OPTIONS, Parallel, WeightSharding
 from omnibal.packing.packs import Packs
 from omnibal.pipeline.bounds import least_step_ms
@@ -55,7 +55,7 @@ class FreeSizes:
     """Whether tensor sizes above 1 use sequence parallelism. None for the default, which is yes."""
 
     @property
-    def given(self) -> dict[str, int]:
+    def fixed_sizes(self) -> dict[str, int]:
         """Fixed sizes of the product over GPUs, by option."""
         sizes = {"--tp": self.tensor, "--pp": self.pipeline, "--dp": self.data}
         return {name: size for name, size in sizes.items() if size is not None}
@@ -77,15 +77,22 @@ class StrategyRequest(Comparison):
     """Given layouts, in every sharding to choose from. Empty for all layouts of `sizes`."""
     caps: Caps | None = None
     """Caps of every strategy. None to search for caps."""
+    fixed_caps: Mapping[str, int] = field(default_factory=dict)
+    """Caps by feature of a search for the others."""
     given: StreamData | SampleData | None = None
-    """Data with given steps, which all strategies train unchanged."""
+    """Data with given steps, which all strategies train. A stream's packs follow the caps."""
     schedule: ScheduleName = ONE_FORWARD_ONE_BACKWARD.name
     """Schedule that sizes must allow. Sizes are compared in 1F1B."""
 
-    def drawn(self, share: int = 1) -> Self:
+    @property
+    def limited_features(self) -> list[str]:
+        """Features whose sums in a pack are limited."""
+        return in_canonical_order({*limited_features(self.job.model), *self.fixed_caps})
+
+    def draw_samples(self) -> Self:
         """Draw samples for evaluation: for data with given steps, all or the first windows."""
         if self.given is None:
-            return Comparison.drawn(self, share)
+            return Comparison.draw_samples(self)
         given = self.given.sampled(max(self.samples, MIN_STEPS * self.samples_per_step))
         return replace(self, given=given, lengths=given.lengths)
 
@@ -121,6 +128,8 @@ class Strategy:
     """Breakdown of the time per sample. Entries add up to `ms_per_sample`."""
     peak_gib: float
     """Peak memory per device of the fullest stage, at `micro_batches`."""
+    bubble_fraction: float
+    """Idle share of device time, for any cause, at `micro_batches`."""
     recomputed_layers: int
     """Recomputed layers of all stages, at `micro_batches`."""
     why: str
@@ -173,8 +182,7 @@ class Setting:
     def job(self, sizing: Sizing) -> JobSpec:
         """Return the job with these sizes and placement, cached."""
         if sizing not in self.jobs:
-            job = replace(self.request.job, parallel=sizing.parallel, placement=sizing.placement)
-            self.jobs[sizing] = job
+            self.jobs[sizing] = self.request.job.sized(sizing.parallel, sizing.placement)
         return self.jobs[sizing]
 
     def micro_batches(self, choice: Choice) -> float:
@@ -194,6 +202,8 @@ class Setting:
         job = self.job(sizing)
         if request.given is not None:
             given = request.given.for_ranks(request.job, job)
+            if isinstance(given, StreamData):
+                given = given.capped(caps)
             return GivenTrial(given=PlanRequest(job=job, data=given, split=request.split))
         data = request.sample_data((Level(caps=caps),))
         return Trial(job=job, data=data, packed=[self.packs[caps]], split=request.split)
@@ -210,12 +220,20 @@ class Setting:
 
 
 def possible_choices(setting: Setting, choices: Sequence[Choice], processes: int) -> list[Choice]:
-    """Return choices with a pack for every rank, or for any in given layouts. Makes packs."""
+    """Return choices with a pack for every rank in a step, or in all steps of given layouts.
+
+    Makes the packs.
+    """
     if setting.request.given is None:
         caps = list(dict.fromkeys(caps for _, caps in choices if caps not in setting.packs))
         setting.packs.update(try_all(partial(pack_at, setting), caps, processes))
-    least = 1e-9 if setting.request.layouts else 1
-    return [choice for choice in choices if setting.micro_batches(choice) >= least]
+    if setting.request.layouts and setting.request.given is None:
+        return [
+            (sizing, caps)
+            for sizing, caps in choices
+            if len(setting.packs[caps]) >= sizing.parallel.data
+        ]
+    return [choice for choice in choices if setting.micro_batches(choice) >= 1]
 
 
 def pack_at(setting: Setting, caps: Caps) -> tuple[Caps, Packs]:
@@ -286,6 +304,7 @@ def planned_strategy(setting: Setting, sizing: Sizing, trial: Trial | GivenTrial
         ms_per_sample=timed.ms_per_sample,
         lost=timed.lost,
         peak_gib=max(stage.memory.peak_gib for stage in timed.plan.predicted.stages),
+        bubble_fraction=timed.plan.predicted.bubble_fraction,
         recomputed_layers=sum(stage.recomputed_layers for stage in timed.plan.stages_at_levels[-1]),
         why="",
     )

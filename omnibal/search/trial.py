@@ -56,9 +56,9 @@ class Comparison:
     def __post_init__(self) -> None:
         model_of_lengths(self.job.model, self.lengths)
 
-    def drawn(self, share: int = 1) -> Self:
-        """Draw the evaluation samples, or 1 / `share` of them."""
-        wanted = max(self.samples // share, MIN_STEPS * self.samples_per_step)
+    def draw_samples(self) -> Self:
+        """Draw the evaluation samples."""
+        wanted = max(self.samples, MIN_STEPS * self.samples_per_step)
         lengths = draw_samples(self.lengths, wanted, self.settings.seed)
         return replace(self, lengths=lengths, all_samples=self.all_samples or len(self.lengths))
 

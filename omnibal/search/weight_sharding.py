@@ -17,7 +17,7 @@ class ShardingChoice:
     """Why each alternative is slower or impossible, with its best sizes."""
 
     @property
-    def chosen(self) -> WeightSharding:
+    def sharding(self) -> WeightSharding:
         return self.parallel.sharding
 
     @property
@@ -41,7 +41,7 @@ class ShardingChoice:
     def as_dict(self) -> dict[str, object]:
         others = {way.value: why for way, why in self.others.items()}
         return {
-            "sharding": self.chosen.value,
+            "sharding": self.sharding.value,
             "sharding_ranks": self.parallel.sharded,
             "other_shardings": others,
         }

@@ -331,7 +331,7 @@ def level_search(lengths: Lengths, seed: int) -> tuple[Strategy, Strategy, float
         caps=Caps.of(tokens=128 * K),
     )
     found = search_with_levels(request, ANY_LEVELS, lambda done: None, 1).best
-    drawn = request.drawn()
+    drawn = request.draw_samples()
     greedy = replace(drawn, settings=replace(drawn.settings, fill=FillRule.GREEDY))
     levels = tuple(Group(length, context, 0).level for length, context in chosen_from_table_19())
     sizing = Sizing(job.parallel)

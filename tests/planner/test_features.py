@@ -334,15 +334,14 @@ def test_caps_to_search_hold_every_sample(names):
     """Prevents candidates that refuse a sample, lack a feature, or are not where moves lead."""
     caps = Caps.of(**dict(zip(names, (40, 30, 500)[-len(names) :], strict=True)))
     lengths = drawn(names, caps, 200, np.random.default_rng(9))
-    space = CapSpace.of(lengths, names)
+    space = CapSpace.for_lengths(lengths, names)
     least = least_caps(lengths, names).values
-    level = space.level(1.0)
-    assert space.least in level or len(names) > 1
-    tried = [*level, *space.level(4.0), *space.moves(level[0], 2**0.25)]
+    grid = space.grid()
+    tried = [*grid, *space.moves(grid[0], 2**0.25)]
     assert all(each.names == caps.names and (each.values >= least).all() for each in tried)
-    assert len(space.moves(level[-1], 2**0.25)) == 2 * len(names) + 2
-    fixed = CapSpace.of(lengths, names, {"tokens": 600})
-    assert {each["tokens"] for each in [*fixed.level(2.0), *fixed.moves(fixed.least, 2)]} == {600}
+    assert len(space.moves(grid[-1], 2**0.25)) == 2 * len(names) + 2
+    fixed = CapSpace.for_lengths(lengths, names, {"tokens": 600})
+    assert {each["tokens"] for each in [*fixed.grid(), *fixed.moves(fixed.least_caps, 2)]} == {600}
 
 
 def test_commands_take_any_features(capsys, tmp_path):

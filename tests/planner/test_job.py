@@ -20,7 +20,8 @@ from omnibal.job.planner import make_plan
 from omnibal.model.config import load_cluster
 from omnibal.model.limits import Caps, memory_cap_gib
 from omnibal.model.parallel import Parallel, check_parallel
-from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
+from omnibal.search.cap_search import search_caps
+from omnibal.search.strategy import FreeSizes, StrategyRequest
 
 pytestmark = pytest.mark.quick
 
@@ -83,8 +84,15 @@ def test_checked_and_costed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     planned = request(epochs=1)
     make_plan(planned)
     make_plan(planned.capped(Caps.of(tiles=8, tokens=400)))
-    of_caps = {"job": planned.job, "lengths": example_lengths(), "rule": CapRule.TIME}
-    search_caps(CapSearchRequest(**of_caps, samples_per_step=50, samples=100), lambda done: None)
+    of_caps = StrategyRequest(
+        job=planned.job,
+        sizes=FreeSizes(gpus=planned.job.parallel.world_size),
+        layouts=(planned.job.parallel,),
+        lengths=example_lengths(),
+        samples_per_step=50,
+        samples=100,
+    )
+    search_caps(of_caps, "time", lambda done: None)
     assert (made.call_count, checked.call_count) == (1, 1)
 
 

@@ -24,7 +24,7 @@ from omnibal.search.limit_costs import (
     CostOfLimits,
     LimitName,
     binding_limits,
-    lifted,
+    lift_limit,
     rate_of,
     rates_lifted,
     requests_lifted,
@@ -208,7 +208,7 @@ def test_a_limit_is_lifted_alone(name):
     limits = without = TARGETS[name]
     together = {LimitName.SHARDING: {"schedules"}, LimitName.ORDER: {"full_steps"}}
     for limit in LimitName:
-        fewer, without = lifted(limits, limit), lifted(without, limit)
+        fewer, without = lift_limit(limits, limit), lift_limit(without, limit)
         # Other sizes are another limit of a trainer that divides weights over all ranks.
         assert fewer.name == (None if limit is LimitName.SHARDING else name)
         before, after = parts_of(limits), parts_of(fewer)
@@ -235,16 +235,16 @@ def test_the_sentence_names_what_costs_most():
     """Prevents a reason that costs nothing, and a plan that seems faster under limits."""
     limits = TARGETS[TargetName.MS_SWIFT]
     first, whole = LimitName.ENCODERS_ON_FIRST, LimitName.ENCODERS_WHOLE
-    cost = CostOfLimits.of(limits, 91, 100, {first: 98, whole: 90}, 0)
+    cost = CostOfLimits.compare(limits, 91, 100, {first: 98, whole: 90}, 0)
     assert "9% slower" in cost.sentence and "whole" not in cost.sentence
     assert [each.slower for each in cost.limits] == [pytest.approx(1 - 91 / 98), 0]
-    both = CostOfLimits.of(limits, 91, 95, {first: 95, whole: 100}, 0.03)
+    both = CostOfLimits.compare(limits, 91, 95, {first: 95, whole: 100}, 0.03)
     assert both.slower == pytest.approx(0.09)
     assert both.sentence.index("whole encoder (9%)") < both.sentence.index("first stage (4%)")
     # Of the tenth that is lost, six hundredths are most of it.
     for others, is_more in (((0.05, 0.04), False), ((0.03, 0.02), True)):
         rates = {name: 90 / (1 - each) for name, each in zip((first, whole), others, strict=True)}
-        said = CostOfLimits.of(limits, 90, 100, rates, 0).sentence
+        said = CostOfLimits.compare(limits, 90, 100, rates, 0).sentence
         assert said.endswith("than each alone") == is_more
 
 

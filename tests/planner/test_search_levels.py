@@ -62,7 +62,7 @@ def job_of(ranks: int, pipeline: int = 1) -> JobSpec:
 def level_request(lengths, tokens: int, ranks: int, pipeline: int = 1, **changes):
     """Two full packs of every rank a step, as samples of the mean length, at given sizes."""
     job = changes.pop("job", job_of(ranks, pipeline))
-    tokens_per_step = LevelEstimates.of(job, data_of(lengths, ranks, tokens)).tokens_per_step
+    tokens_per_step = LevelEstimates.for_job(job, data_of(lengths, ranks, tokens)).tokens_per_step
     given = {
         "job": job,
         "sizes": FreeSizes(gpus=job.parallel.world_size),
@@ -129,7 +129,7 @@ def test_search_is_as_good_as_trying_everything(pipeline, slack):
     request = level_request(lengths, 65_536, 4, pipeline)
     job, best = request.job, found_of(request).best
     caps = (Caps.of(tokens=16_384), Caps.of(tokens=65_536))
-    setting, sizing = Setting(request=request.drawn(), packs={}), Sizing(job.parallel)
+    setting, sizing = Setting(request=request.draw_samples(), packs={}), Sizing(job.parallel)
     bound = least_ms_per_sample(job, lengths)
     all_ms = []
     for count in (1, 2):
@@ -221,8 +221,8 @@ def test_what_is_chosen_is_no_slower_than_levels_by_hbp():
     """Prevents levels that are taken although HBP's own are faster."""
     request = level_request(long_tailed(1_200, 65_536), 65_536, 8)
     sizing = Sizing(request.job.parallel)
-    by_hbp = LevelEstimates.of(request.job, data_of(request.lengths, 8, 65_536)).by_hbp()
-    setting = Setting(request=request.drawn(), packs={})
+    by_hbp = LevelEstimates.for_job(request.job, data_of(request.lengths, 8, 65_536)).by_hbp()
+    setting = Setting(request=request.draw_samples(), packs={})
     _, of_hbp = plan_levels(setting, request.caps, (sizing, by_hbp))
     assert isinstance(of_hbp, Strategy)
     assert found_of(request).best.ms_per_sample <= 1.001 * of_hbp.ms_per_sample
@@ -240,7 +240,7 @@ def test_a_curriculum_starts_with_short_packs():
     """Prevents a curriculum in packs of one level."""
     request = level_request(long_tailed(400, 32_768), 32_768, 2)
     short = replace(request, settings=replace(ISF, curriculum_steps=2))
-    setting, sizing = Setting(request=short.drawn(), packs={}), Sizing(short.job.parallel)
+    setting, sizing = Setting(request=short.draw_samples(), packs={}), Sizing(short.job.parallel)
     _, refused = plan_levels(setting, short.caps, (sizing, (Level(caps=short.caps),)))
     assert "there is one level" in str(refused)
 
@@ -255,7 +255,7 @@ def test_searches_are_deterministic_on_any_number_of_processes():
 def test_the_recomputed_share_is_the_least_that_fits():
     """Prevents working memory that makes room, and shares that recompute more than must be."""
     job = job_of(8, pipeline=2)
-    base = replace(WholeModel.of(job, job.cost), state_bytes=0)
+    base = replace(WholeModel.from_job(job, job.cost), state_bytes=0)
     rng = np.random.default_rng(4)
     room = job.memory_cap_gib * GIB / 100
     some = infinite = 0

@@ -35,7 +35,7 @@ from omnibal.pipeline.stage_cost import StageTimes, per_step_costs, workload_tim
 from omnibal.pipeline.stage_memory import unit_bytes
 from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.pipeline.workload import Workload
-from omnibal.search.limit_costs import LimitName, lifted
+from omnibal.search.limit_costs import LimitName, lift_limit
 
 pytestmark = pytest.mark.quick
 MODEL = load_model("internvl2-1b")
@@ -501,7 +501,7 @@ def test_padding_is_one_more_segment_of_every_pack() -> None:
 def test_padding_of_packs_is_told_from_needed_work() -> None:
     """Prevents: padding counted as needed work, or any of it where packs are equally long."""
     padded = job(4, trainer=XTUNER)
-    plain = replace(padded, trainer=lifted(XTUNER, LimitName.PADDED))
+    plain = replace(padded, trainer=lift_limit(XTUNER, LimitName.PADDED))
     lengths = example_lengths(count=200)
     longest = int(lengths.tokens.max())
     equal = replace(lengths, tokens=np.full_like(lengths.tokens, longest))

@@ -40,7 +40,6 @@ from omnibal.pipeline.unit_runs import stages_from_cuts
 from omnibal.report import command_tables
 from omnibal.search import bounded, parallel_sizes
 from omnibal.search.bounded import CLEARLY_WORSE
-from omnibal.search.caps import CapRule, CapSearchRequest, search_caps
 from omnibal.search.parallel_sizes import (
     StrategySearch,
     possible_sizings,
@@ -271,18 +270,6 @@ def test_memory_rules_out_what_cannot_be_planned():
         with pytest.raises(UserError, match="GiB"):
             planned_ms_per_sample(searched, CAPS, parallel)
     assert max(each.peak_gib for each in found.ranking) <= memory_cap_gib(tight)
-
-
-def test_caps_and_strategies_are_timed_alike():
-    """Prevents caps that are best by `omnibal caps` and not by the choice of strategies."""
-    shared = {"lengths": example_lengths(), "samples_per_step": 50, "samples": 1000}
-    of_caps = search_request(CapSearchRequest, shared, {"cluster": CLUSTER, "rule": CapRule.TIME})
-    by_caps = search_caps(of_caps, lambda done: None)
-    assert len(by_caps.candidates) > 5
-    for candidate in by_caps.candidates[::5]:
-        found = search(tensor=1, pipeline=2, caps=candidate.caps)
-        assert found.best.ms_per_sample == pytest.approx(candidate.ms_per_sample, rel=1e-12)
-        assert found.best.micro_batches == candidate.micro_batches
 
 
 def test_processes_do_not_matter():

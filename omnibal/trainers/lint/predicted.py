@@ -11,7 +11,7 @@ from omnibal.pipeline.chunk_search import Effort, search_parts
 from omnibal.pipeline.partition import search_stages
 from omnibal.pipeline.predict import predict
 from omnibal.pipeline.prediction import Prediction
-from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, TRIED_CHUNKS, PipelineSchedule
+from omnibal.pipeline.schedules import ONE_FORWARD_ONE_BACKWARD, PipelineSchedule
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import GIB, stage_memories
 from omnibal.trainers.export import megatron_bridge, megatron_lm, ms_swift
@@ -148,9 +148,11 @@ def _schedules(launched: Launched) -> Iterator[PipelineSchedule]:
     why = job.trainer.schedule_obstacle("interleaved", stages, line.micro_batches or 0)
     if stages == 1 or why is not None or line.chunk_group != stages:
         return
-    for chunks in sorted({*TRIED_CHUNKS, launched.schedule.chunks} - {1}):
-        if stages * chunks <= job.model.language.layers:
-            yield PipelineSchedule(name="interleaved", chunks=chunks)
+    tried = PipelineSchedule.candidates({"interleaved"})
+    tried += [launched.schedule] if launched.schedule.chunks > 1 else []
+    for schedule in dict.fromkeys(tried):
+        if stages * schedule.chunks <= job.model.language.layers:
+            yield schedule
 
 
 def _searched(launched: Launched, schedule: PipelineSchedule, cap_gib: float) -> tuple[Stage, ...]:

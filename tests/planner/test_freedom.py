@@ -1,0 +1,116 @@
+"""More freedom, memory or devices never make the plan of a random goal slower."""
+
+import random
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+from kept_job_cases import plan_job, write_data
+
+from omnibal.model.config import load_cluster
+
+FIXED = (1, 2, 3)
+"""Seeds of the suite; `make goals DRAWS=500` draws others."""
+TOLERANCE = 1e-3
+
+
+class Kind(NamedTuple):
+    """Model, data, and caps to choose from."""
+
+    options: str
+    caps: tuple[str, ...]
+    given: tuple[tuple[str, ...], ...] = ()
+    """Values of options that only this kind has."""
+
+
+KINDS = (
+    Kind("--model llama3.1-8b --lengths texts", ("--max-tokens 8192", "--max-tokens 16384")),
+    Kind("--model internvl3-8b --lengths tiles", ("--max-tiles 12 --max-tokens 4096",),
+         (("--encoder pipeline", "--encoder data-parallel"),)),
+    Kind("--model qwen3-vl-8b --lengths native",
+         ("--limit image_tokens=12288 --max-tokens 16384",), (("--encoder pipeline",),)),
+    Kind("--model qwen3-30b-a3b --lengths texts", ("--max-tokens 8192",), (("--ep 2", "--ep 8"),)),
+)  # fmt: skip
+GIVEN = (
+    ("--tp 1", "--tp 2", "--tp 4"),
+    ("--pp 1", "--pp 2", "--pp 4"),
+    ("--sharding replicated", "--sharding full"),
+    ("--schedule 1f1b", "--schedule interleaved", "--schedule zb-h1"),
+    ("--packing-levels 1",),
+)
+
+
+class DrawnGoal(NamedTuple):
+    """A goal by its options: what is fixed, and what may be freed."""
+
+    fixed: str
+    gpus: int
+    memory_gib: float
+    given: tuple[str, ...]
+
+    @property
+    def command(self) -> str:
+        free = "" if any("--schedule" in each for each in self.given) else " --schedule auto"
+        sizes = f"--gpus {self.gpus} --memory-gib {self.memory_gib}"
+        return f"{self.fixed} {sizes} {' '.join(self.given)}{free}"
+
+    def relaxed(self) -> Iterator["DrawnGoal"]:
+        """Yield the goal with one choice freed, with more memory, and if sizes are free with twice
+        the devices."""
+        for freed in self.given:
+            yield self._replace(given=tuple(each for each in self.given if each != freed))
+        yield self._replace(memory_gib=1.3 * self.memory_gib)
+        if not re.search("--(tp|pp|ep) ", self.command):
+            yield self._replace(gpus=2 * self.gpus)
+
+
+def draw_goal(rng: random.Random) -> DrawnGoal:
+    kind, cluster = rng.choice(KINDS), rng.choice(["h100-80g", "a100-80g"])
+    samples = rng.choice([64, 128, 256])
+    values = [rng.choice(each) for each in (*GIVEN, *kind.given, kind.caps)]
+    return DrawnGoal(
+        fixed=f"{kind.options} --cluster {cluster} --samples-per-step {samples}",
+        gpus=rng.choice([8, 16, 32]),
+        memory_gib=load_cluster(cluster).memory_gib * rng.choice([0.6, 1.0]),
+        given=tuple(rng.sample(values, rng.randint(1, 3))),
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Draw as many as `--draws` says, from `--seed` on."""
+    if "seed" in metafunc.fixturenames:
+        draws, first = (metafunc.config.getoption(name) for name in ("draws", "seed"))
+        metafunc.parametrize("seed", FIXED if draws is None else range(first, first + draws))
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    write_data(folder)
+    return folder
+
+
+def test_freedom_never_costs(data, tmp_path, seed):
+    """Prevents a search that leaves out, or judges otherwise, what a given choice would reach."""
+    rng, plans = random.Random(seed), iter(range(1000))
+
+    def rate(goal: DrawnGoal) -> float | None:
+        """Samples per second of all devices; None if nothing fits or goes together."""
+        try:
+            result = plan_job(goal.command, data, tmp_path / f"{next(plans)}")
+        except AssertionError:
+            return None
+        return goal.gpus * result["samples_per_second_per_gpu"]
+
+    for _ in range(20):
+        goal = draw_goal(rng)
+        least = rate(goal)
+        if least is not None:
+            break
+    worse = {
+        more.command: (found, least)
+        for more in goal.relaxed()
+        if not (found := rate(more)) or found < (1 - TOLERANCE) * least
+    }
+    assert not worse, f"slower than {goal.command}: {worse}"
