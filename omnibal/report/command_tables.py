@@ -34,15 +34,17 @@ def models_table(models: Sequence[tuple[ModelConfig, "ModelParameters"]]) -> Tab
         "Models, with billions of parameters",
         models,
         {
-            "name": lambda one: one[0].name,
-            "10^9": lambda one: _billions(one[1].stored),
-            "active": lambda one: _billions(one[1].active) if one[1].active < one[1].stored else "",
-            "encoders": lambda one: "\n".join(map(_size, one[0].encoders.values())),
-            "language": lambda one: _size(one[0].language),
-            "experts": lambda one: ", ".join(
-                f"{each.experts_per_token} of {each.experts}"
-                for each in {kind.experts for kind in one[0].language.kinds}
-                if each is not None
+            "name": lambda preset: preset[0].name,
+            "10^9": lambda preset: _billions(preset[1].stored),
+            "active": lambda preset: (
+                _billions(preset[1].active) if preset[1].active < preset[1].stored else ""
+            ),
+            "encoders": lambda preset: "\n".join(map(_size, preset[0].encoders.values())),
+            "language": lambda preset: _size(preset[0].language),
+            "experts": lambda preset: ", ".join(
+                f"{experts.experts_per_token} of {experts.experts}"
+                for experts in {kind.experts for kind in preset[0].language.kinds}
+                if experts is not None
             ),
         },
     )

@@ -18,18 +18,18 @@ def fake_device_table(plan: Plan, stages: Sequence[FakeStage]) -> Table:
         f"Allocated on fake devices, GiB of {cap_gib:.2f}",
         stages,
         {
-            "stage": lambda one: f"{one.stage}",
-            "predicted": lambda one: (
-                "" if one.predicted_gib is None else f"{one.predicted_gib:.2f}"
+            "stage": lambda stage: f"{stage.stage}",
+            "predicted": lambda stage: (
+                "" if stage.predicted_gib is None else f"{stage.predicted_gib:.2f}"
             ),
-            "allocated": lambda one: f"{one.allocated_gib:.2f}",
-            "difference": lambda one: (
-                "" if one.deviation is None else f"{100 * one.deviation:+.1f} %"
+            "allocated": lambda stage: f"{stage.allocated_gib:.2f}",
+            "difference": lambda stage: (
+                "" if stage.deviation is None else f"{100 * stage.deviation:+.1f} %"
             ),
-            "of usable": lambda one: Marked.share(one.allocated_gib / cap_gib),
-            "state": lambda one: f"{one.state_gib:.2f}",
-            "rest": lambda one: f"{one.activations_gib:.2f}",
-            "in": lambda one: one.peak_phase,
+            "of usable": lambda stage: Marked.share(stage.allocated_gib / cap_gib),
+            "state": lambda stage: f"{stage.state_gib:.2f}",
+            "rest": lambda stage: f"{stage.activations_gib:.2f}",
+            "in": lambda stage: stage.peak_phase,
         },
         "What the code would allocate on one device of each stage, counted without one, beside "
         "what the plan predicts. A difference below zero: the plan predicts too little.",

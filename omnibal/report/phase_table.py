@@ -60,11 +60,11 @@ def phases_table(phases: Sequence[PhaseBalance]) -> Table | None:
         "Phases: busiest rank over the mean",
         phases,
         {
-            "phase": lambda one: one.phase,
-            "own packs": lambda one: f"{one.imbalance_before:.4f}",
-            "balanced": lambda one: (
-                "-" if one.imbalance_after is None else f"{one.imbalance_after:.4f}"
+            "phase": lambda phase: phase.phase,
+            "own packs": lambda phase: f"{phase.imbalance_before:.4f}",
+            "balanced": lambda phase: (
+                "-" if phase.imbalance_after is None else f"{phase.imbalance_after:.4f}"
             ),
-            "lower bound": lambda one: f"{one.bound:.4f}",
+            "lower bound": lambda phase: f"{phase.bound:.4f}",
         },
     )

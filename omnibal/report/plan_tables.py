@@ -66,7 +66,7 @@ def stages_table(
     sources, count = figures_by_source(plan, run, replay), micro_batches_per_step(plan) or 1.0
 
     def of_sources(title: str, digits: int, values: Mapping[str, list[float]]) -> list[Filled]:
-        cells = {name: [f"{one:,.{digits}f}" for one in of] for name, of in values.items()}
+        cells = {name: [f"{value:,.{digits}f}" for value in of] for name, of in values.items()}
         if len(cells) == 1:
             return [_column(title, next(iter(cells.values())))]
         return [_column(name, of, group=title) for name, of in cells.items()]
@@ -82,10 +82,12 @@ def stages_table(
         )
         for index in range(len(held))
     ]
-    also = [", ".join(span.name for span in stage.units if span.layers is None) for stage in held]
+    other_units = [
+        ", ".join(span.name for span in stage.units if span.layers is None) for stage in held
+    ]
     columns = [
         _column("stage", [str(index) for index in range(len(held))]),
-        *(_column(name, [str(one.number_of_layers(name)) for one in held]) for name in towers),
+        *(_column(name, [str(stage.number_of_layers(name)) for stage in held]) for name in towers),
         _column("recompute\nby level" if plan.levels else "recompute", recomputed),
         *of_sources("forward\nms", 2, times("forward_ms", count)),
         *of_sources("backward\nms", 2, times("backward_ms", count)),
@@ -93,11 +95,11 @@ def stages_table(
     if len(sources) > 1 and any(any(ms) for ms in times("encoder_ms", 1).values()):
         columns += of_sources("encoders\nms", 1, times("encoder_ms", 1))
         columns += of_sources("exchange\nms", 1, times("exchange_ms", 1))
-    waits = {name: [100 * wait for wait in one.wait_fractions] for name, one in sources.items()}
-    columns += of_sources("idle\n%", 1, waits)
-    columns.append(_column("other units", also, "wrap"))
+    idle = {name: [100 * share for share in of.wait_fractions] for name, of in sources.items()}
+    columns += of_sources("idle\n%", 1, idle)
+    columns.append(_column("other units", other_units, "wrap"))
     mean = f" Replayed: mean of {len(replay.info.steps):,} of the steps." if replay else ""
-    slow = [f"{one} takes {one.factor:.2f} times" for one in run.slow_ranks] if run else []
+    slow = [f"{rank} takes {rank.factor:.2f} times" for rank in run.slow_ranks] if run else []
     slower = f" Slow: {', '.join(slow)} the median rank's time." if slow else ""
     caption = f"Times of a micro-batch; backward includes recomputation.{mean}{slower}"
     return Table.of_columns("Stages", columns, caption)

@@ -71,7 +71,7 @@ class StepTime:
     def rows(self) -> list[Cause]:
         """Return causes that take some time by some source."""
         least_ms = _SHOWN * min(self.step_ms.values())
-        return [one for one in self.causes if max(map(abs, one.ms.values())) >= least_ms]
+        return [cause for cause in self.causes if max(map(abs, cause.ms.values())) >= least_ms]
 
     @property
     def sentences(self) -> list[str]:
@@ -202,14 +202,14 @@ def measured_causes(
         return {}
     step_ms = np.array([record.step_ms for record in records])
     low, high = np.percentile(step_ms, [25, 75])
-    usual = {one.step: one for one in records if low <= one.step_ms <= high}
+    usual = {record.step: record for record in records if low <= record.step_ms <= high}
     workload = job.workload(*data, plan.pack_levels).of_steps([*usual])
     workload = workload.some_steps(_SIMULATED_STEPS)
     number, step = np.unique(workload.step, return_inverse=True)
     if not len(number):
         return {}
     logged = {
-        name: np.array([[vars(one)[name] for one in usual[each].stages] for each in number])
+        name: np.array([[vars(stage)[name] for stage in usual[n].stages] for n in number])
         for name in StageTime._fields
     }
     cost, parts_of = job.cost_of_all(plan.pack_levels), plan.schedule.parts_of(len(plan.stages))
@@ -230,7 +230,7 @@ def measured_causes(
         of = encoding.predicted
         taken_ms = (logged["encoder_ms"] + logged["exchange_ms"]).mean()
         encoders = float(taken_ms) / (of.forward_ms + of.backward_ms + of.exchange_ms)
-        waits = {each.name: getattr(encoding.waits, each.name) for each in fields(EncoderWaits)}
+        waits = {field.name: getattr(encoding.waits, field.name) for field in fields(EncoderWaits)}
         scaled = EncoderWaits(**{name: encoders * ms for name, ms in waits.items()})
         workload = replace(workload, encoding=replace(encoding, waits=scaled))
 
@@ -245,7 +245,7 @@ def measured_causes(
         )
 
     causes = CauseTimes(
-        **{each.name: as_measured(getattr(causes, each.name)) for each in fields(causes)}
+        **{field.name: as_measured(getattr(causes, field.name)) for field in fields(causes)}
     )
     once = per_step_costs(cost, plan.stages_at_levels[0], plan.schedule)
     exposed_ms = plan.prediction.exchange.exposed_ms if plan.prediction else 0.0

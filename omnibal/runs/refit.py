@@ -176,7 +176,7 @@ def fit_run(
     slow = _slow_ranks(plan, fitted, workload, records)
     of_ranks = [_spread_over_parts(plan, of_rank) for of_rank in slow]
     alike_all = (1.0,) * len(plan.stages)
-    slow_ranks = tuple(each or alike_all for each in of_ranks) if any(of_ranks) else ()
+    slow_ranks = tuple(parts or alike_all for parts in of_ranks) if any(of_ranks) else ()
     return RunFit(
         refit=whole.model_copy(update={"slow_ranks": slow_ranks}),
         kinds=_kind_fits(terms, terms.ms * factors * common, len(records)),
@@ -266,8 +266,8 @@ def _terms_of_rows(
 
     def of(coefficients: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Return times, [parts, rows, kinds, features]."""
-        each = coefficients.reshape(len(coefficients), levels, -1)
-        return np.einsum("rlf,klf,lpk,p->prkf", features, each, counts, slowness)
+        by_level = coefficients.reshape(len(coefficients), levels, -1)
+        return np.einsum("rlf,klf,lpk,p->prkf", features, by_level, counts, slowness)
 
     every = np.broadcast_to(held, (levels, *held.shape))
     units = list(cost.units.values())
