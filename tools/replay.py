@@ -40,11 +40,11 @@ from omnibal.cli.options import ProviderOption
 from omnibal.job.fake_replay import Roofline, read_fake_stages
 from omnibal.job.replay import REPLAY_FILES, read_replay
 from omnibal.model.limits import memory_cap_gib
-from omnibal.report import command_tables
-from omnibal.report.fake_device_tables import (
+from omnibal.report.command_tables import (
     contents_table,
     fake_device_launches_table,
     fake_device_table,
+    replayed_stages_table,
 )
 from omnibal.report.plan_tables import memory_table, stages_table
 from omnibal.report.table import Table
@@ -167,7 +167,7 @@ def _print_fake_stages(job: ReplayJob, stages: Sequence[int], output: Path, as_j
 
 def _print_result(job: ReplayJob, output: Path) -> None:
     kept = REPLAY_FILES.read(output, job.plan.parallel.pipeline)
-    tables: list[Table | None] = [command_tables.replayed_stages_table(job.plan, kept)]
+    tables: list[Table | None] = [replayed_stages_table(job.plan, kept)]
     if len(kept) == job.plan.parallel.pipeline:
         summary = read_replay(output, job.plan, job.cost, job.workload)
         tables += [stages_table(job.plan, None, summary), memory_table(job.plan, None, summary)]

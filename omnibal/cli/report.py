@@ -32,7 +32,7 @@ def report(
     from omnibal.job.fake_replay import FAKE_REPLAY_FILES, Roofline
     from omnibal.job.replay import REPLAY_FILES
     from omnibal.report.cards import card_facts, headline_cards
-    from omnibal.report.fake_device_tables import fake_device_table
+    from omnibal.report.command_tables import fake_device_table
     from omnibal.report.page import write_report
     from omnibal.report.plan_tables import accuracy_table, memory_table, stages_table
     from omnibal.report.summary import replay_figures

@@ -3,7 +3,6 @@
 `tools/replay.py --fake-device` writes a file per stage. Times are rooflines.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -108,18 +107,6 @@ class Roofline(Frozen):
         return 1e3 * max(count.tflop / rate, count.gigabytes / self.memory_gb_per_s)
 
 
-def step_ms_by_kind(
-    operations: Iterable[OperationCount], rates: Roofline
-) -> dict[OperationKind, float]:
-    """Return the step's compute times by kind, without communication."""
-    kinds: tuple[OperationKind, ...] = ("matrix product", "attention", "element-wise")
-    times = dict.fromkeys(kinds, 0.0)
-    for count in operations:
-        if count.phase in COMPUTING and count.kind in times:
-            times[count.kind] += rates.operation_ms(count)
-    return times
-
-
 class FakeStage(StageResult):
     """Allocations and launches of one device of a stage in its heaviest step."""
 
@@ -155,16 +142,25 @@ class FakeStage(StageResult):
             return None
         return self.predicted_gib / self.allocated_gib - 1
 
+    def step_ms(self, rates: Roofline) -> dict[OperationKind, float]:
+        """Return the step's compute times by kind, without communication."""
+        kinds: tuple[OperationKind, ...] = ("matrix product", "attention", "element-wise")
+        times = dict.fromkeys(kinds, 0.0)
+        for count in self.operations:
+            if count.phase in COMPUTING and count.kind in times:
+                times[count.kind] += rates.operation_ms(count)
+        return times
+
     def element_wise_share(self, rates: Roofline) -> float:
         """Share of compute time outside matrix products and attention."""
-        times = step_ms_by_kind(self.operations, rates)
+        times = self.step_ms(rates)
         total = sum(times.values())
         return times["element-wise"] / total if total else 0.0
 
     def figures(self, rates: Roofline) -> dict[str, Any]:
         """All counts as plain values, with times at these rates."""
         return self.model_dump(mode="json") | {
-            "roofline_ms": step_ms_by_kind(self.operations, rates),
+            "roofline_ms": self.step_ms(rates),
             "element_wise_share": self.element_wise_share(rates),
         }
 

@@ -12,12 +12,14 @@ from omnibal.job.published_errors import PublishedErrors
 from omnibal.model.config import ClusterConfig, LanguageConfig, ModelConfig, Provider
 from omnibal.model.encoders import EncoderLayers
 from omnibal.model.levels import are_plain
+from omnibal.model.limits import memory_cap_gib
 from omnibal.report.formatting import change, gib_or_mib, milliseconds, percent
-from omnibal.report.table import Cell, Column, Facts, Row, Table
+from omnibal.report.table import Cell, Column, Facts, Marked, Row, Table
 
 if TYPE_CHECKING:  # they import scipy, which `omnibal --help` should not wait for
     from omnibal.cost.parameters import ModelParameters
     from omnibal.cost.profile import FitResidual
+    from omnibal.job.fake_replay import FakeStage, Roofline
     from omnibal.job.replay import StageReplay
     from omnibal.runs.refit import RunFit
     from omnibal.runs.replanning import Replanned
@@ -324,3 +326,73 @@ def replan_summary(planned: "Replanned") -> dict[str, Any]:
         "kinds": {one.name: one.factor for one in fit.kinds},
         "stages": [asdict(one) for one in fit.stages],
     }
+
+
+_SHOWN_CONTENTS = 14  # all kinds of large tensors of a stage; smaller ones add up to the rest
+
+
+def fake_device_table(plan: Plan, stages: Sequence["FakeStage"]) -> Table:
+    """Predicted and allocated peak by stage, and their difference."""
+    cap_gib = memory_cap_gib(plan.cluster)
+    return Table.of_records(
+        f"Allocated on fake devices, GiB of {cap_gib:.2f}",
+        stages,
+        {
+            "stage": lambda stage: f"{stage.stage}",
+            "predicted": lambda stage: (
+                "" if stage.predicted_gib is None else f"{stage.predicted_gib:.2f}"
+            ),
+            "allocated": lambda stage: f"{stage.allocated_gib:.2f}",
+            "difference": lambda stage: (
+                "" if stage.deviation is None else f"{100 * stage.deviation:+.1f} %"
+            ),
+            "of usable": lambda stage: Marked.share(stage.allocated_gib / cap_gib),
+            "state": lambda stage: f"{stage.state_gib:.2f}",
+            "rest": lambda stage: f"{stage.activations_gib:.2f}",
+            "in": lambda stage: stage.peak_phase,
+        },
+        "What the code would allocate on one device of each stage, counted without one, beside "
+        "what the plan predicts. A difference below zero: the plan predicts too little.",
+    )
+
+
+def fake_device_launches_table(stages: Sequence["FakeStage"], rates: "Roofline") -> Table:
+    """Kernels, FLOPs and bytes per micro-batch, and the element-wise share."""
+    rows = []
+    for stage in stages:
+        times, count = stage.step_ms(rates), stage.micro_batches
+        reads = sum(read.count for read in stage.host_reads if read.phase != "optimizer")
+        rows.append(
+            [
+                f"{stage.stage}",
+                f"{stage.kernels / count:,.0f}",
+                f"{stage.tflop / count:,.1f}",
+                f"{stage.gigabytes / count:,.1f}",
+                *(f"{ms / count:,.1f}" for ms in times.values()),
+                percent(stage.element_wise_share(rates)),
+                f"{reads / count:.3g}",
+                f"{sum(product.count for product in stage.unaligned) / count:.3g}",
+            ]
+        )
+    titles = ("stage", "kernels", "TFLOP", "GB", "products", "attention", "rest", "its share")
+    return Table.of_rows(
+        f"Per micro-batch; ms are a roofline at {rates.matrix_tflop_per_s:,.0f} TFLOP/s "
+        f"and {rates.memory_gb_per_s:,.0f} GB/s ({rates.name})",
+        (*titles, "host reads", "unaligned"),
+        rows,
+    )
+
+
+def contents_table(stage: "FakeStage") -> Table:
+    """Storages at a stage's peak, largest first."""
+    rows = [
+        [f"{part.gib:.2f}", f"{part.tensors:,}", part.phase, part.where or "-", part.operation]
+        for part in stage.contents[:_SHOWN_CONTENTS]
+    ]
+    rest = stage.contents[_SHOWN_CONTENTS:]
+    if rest:
+        gib, tensors = sum(part.gib for part in rest), sum(part.tensors for part in rest)
+        rows.append([f"{gib:.2f}", f"{tensors:,}", "", "rest", ""])
+    words = (Column(title=title, style="left") for title in ("made in", "by", "operation"))
+    title = f"Stage {stage.stage} at its peak, {stage.allocated_gib:.2f} GiB, in {stage.peak_at}"
+    return Table.of_rows(title, ("GiB", "tensors", *words), rows)

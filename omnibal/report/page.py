@@ -28,8 +28,7 @@ from omnibal.job.runlog import (
 from omnibal.packing.pack_bound import naive_lower_bound
 from omnibal.packing.packs import ScheduledPacks
 from omnibal.report.cards import headline_cards
-from omnibal.report.command_tables import sources_table
-from omnibal.report.fake_device_tables import fake_device_table
+from omnibal.report.command_tables import fake_device_table, sources_table
 from omnibal.report.figures import (
     PageFigure,
     curve_figure,
