@@ -21,8 +21,8 @@ from omnibal.data.lengths import Lengths
 from omnibal.model.encoders import ITEM_FEATURES
 
 _PLACE = {"step": pa.int64(), "dp_rank": pa.int32(), "slot": pa.int32(), "epoch": pa.int32()}
-_LEVEL = "level"
-_SAMPLES = "samples"
+_LEVEL, _SAMPLES = "level", "samples"
+_COLUMNS = _PLACE | {_LEVEL: pa.int32()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -110,28 +110,23 @@ class ScheduledPacks:
         level: np.ndarray | int = 0,
     ) -> "ScheduledPacks":
         """Sort packs by step, rank and slot, and count their items and tokens."""
-        of_packs = np.broadcast_arrays(step, dp_rank, slot, epoch, level)
-        order = np.lexsort((of_packs[2], of_packs[1], of_packs[0]))
-        step, dp_rank, slot, epoch, level = (values[order] for values in of_packs)
+        given = np.broadcast_arrays(step, dp_rank, slot, epoch, level)
+        order = np.lexsort((given[2], given[1], given[0]))
+        columns = {
+            name: column[order].astype(kind.to_pandas_dtype(), copy=False)
+            for (name, kind), column in zip(_COLUMNS.items(), given, strict=True)
+        }
         packs = packs.take(order)
-        return cls(
-            packs=packs,
-            step=step.astype(np.int64, copy=False),
-            dp_rank=dp_rank.astype(np.int32, copy=False),
-            slot=slot.astype(np.int32, copy=False),
-            epoch=epoch.astype(np.int32, copy=False),
-            items={
-                name: packs.sums(lengths.items[name]).astype(np.int32)
-                for name in lengths.item_names
-            },
-            tokens=packs.sums(lengths.tokens).astype(np.int32),
-            level=level.astype(np.int32, copy=False),
-        )
+        counts = {
+            name: packs.sums(lengths.column(name)).astype(np.int32)
+            for name in (*lengths.item_names, "tokens")
+        }
+        return cls(packs=packs, tokens=counts.pop("tokens"), items=counts, **columns)
 
     @classmethod
     def join(cls, parts: Sequence["ScheduledPacks"]) -> "ScheduledPacks":
         """Append schedules with the same items."""
-        names = ("step", "dp_rank", "slot", "epoch", "tokens", "level")
+        names = (*_COLUMNS, "tokens")
         columns = {name: np.concatenate([getattr(part, name) for part in parts]) for name in names}
         items = {
             name: np.concatenate([part.items[name] for part in parts]) for name in parts[0].items
@@ -177,31 +172,14 @@ def sha256_of_columns(*columns: tuple[np.ndarray, str]) -> str:
 
 def write_packs(scheduled: ScheduledPacks, path: Path) -> None:
     """Write `packs.parquet` deterministically, with a level column if any level is not 0."""
-    counts = {name: pa.int32() for name in (*sorted(scheduled.items), "tokens")}
-    level = {_LEVEL: scheduled.level} if scheduled.level.any() else {}
-    table = pa.table(
-        {
-            "step": scheduled.step,
-            "dp_rank": scheduled.dp_rank,
-            "slot": scheduled.slot,
-            "epoch": scheduled.epoch,
-            **level,
-            **{name: scheduled.column(name) for name in counts},
-            _SAMPLES: pa.LargeListArray.from_arrays(
-                scheduled.packs.offsets, scheduled.packs.samples
-            ),
-        },
-        schema=pa.schema(
-            {
-                **_PLACE,
-                **dict.fromkeys(level, pa.int32()),
-                **counts,
-                _SAMPLES: pa.large_list(pa.int64()),
-            }
-        ),
-    )
+    kinds = _COLUMNS if scheduled.level.any() else _PLACE
+    columns = {name: pa.array(getattr(scheduled, name), kind) for name, kind in kinds.items()}
+    for name in (*sorted(scheduled.items), "tokens"):
+        columns[name] = pa.array(scheduled.column(name), pa.int32())
+    packs = scheduled.packs
+    columns[_SAMPLES] = pa.LargeListArray.from_arrays(packs.offsets, packs.samples)
     with atomic(path) as temporary:
-        pq.write_table(table, temporary)
+        pq.write_table(pa.table(columns), temporary)
 
 
 def read_packs(path: Path) -> ScheduledPacks:
