@@ -157,7 +157,7 @@ class DataPlan(Shapes):
         return self.model_copy(update=own | ({"curriculum_steps": 0} if index else {}))
 
     @classmethod
-    def joined(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
+    def join(cls, first: "DataPlan", portions: Sequence[DataPortion], epochs: int) -> "DataPlan":
         """Join all portions' data; `first` is described already."""
 
         # Samples are the same in every epoch.
@@ -183,7 +183,7 @@ class DataPlan(Shapes):
                 f"portions has {len(self.portions)} entries for {self.epochs} epochs; every epoch "
                 "must have equally many"
             )
-        whole = DataPlan.joined(self, self.portions, self.epochs)
+        whole = DataPlan.join(self, self.portions, self.epochs)
         for (name, given), (_, joined) in zip(self, whole, strict=True):
             if given != joined:
                 raise ValueError(

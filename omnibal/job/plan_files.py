@@ -86,7 +86,7 @@ def hash_steps(directory: Path, steps: int) -> str | None:
     if data.portions:
         ends = data.first_steps
         there = data.portions[: ends.index(steps) if steps in ends else 0]
-        return DataPlan.joined(data, there, 1).steps_sha256 if there else None
+        return DataPlan.join(data, there, 1).steps_sha256 if there else None
     packs = read_packs(directory / PACKS_FILE)
     first = steps_of(packs.take(np.flatnonzero(packs.step < steps)))
     return first.sha256 if data.window is None else first.window_sha256
@@ -149,15 +149,14 @@ def save_plan(result: PlanResult, directory: Path) -> Plan:
 
 def _with_mixture(plan: Plan, data: DataPlan, directory: Path, available: Sequence[int]) -> Plan:
     """Add every source's samples to the plan, from its written files."""
-    by_step = milestones(data.steps)
+    by_step, names = milestones(data.steps), tuple[str, ...]()
     seen = np.zeros((len(by_step), len(available)), np.int64)
-    names: tuple[str, ...] = ()
     for packs, lengths in data_in_portions(data, directory):
         seen += seen_by_step(packs, lengths, by_step)
         names = lengths.source_names
     sources = tuple(
-        SourceSeen(name=name, samples=there, seen=tuple(counts))
-        for name, there, counts in zip(names, available, seen.T.tolist(), strict=True)
+        SourceSeen(name=name, samples=samples, seen=tuple(counts))
+        for name, samples, counts in zip(names, available, seen.T.tolist(), strict=True)
     )
     mixture = MixtureSeen(by_step=by_step, sources=sources)
     return plan.model_copy(update={"data": data.model_copy(update={"mixture": mixture})})
@@ -204,7 +203,7 @@ def _write_all_portions(result: PlanResult, samples: AllPortions, directory: Pat
         return packs
 
     portions = write_portions(samples, schedule, directory)
-    data = DataPlan.joined(plan.data, portions, samples.epochs)
+    data = DataPlan.join(plan.data, portions, samples.epochs)
     if isinstance(samples, PortionedSamples) and are_plain(levels):
         packs_of_epoch = sum(portion.packs for portion in portions[: samples.count])
         least = fewest_packs(samples, plan.data.caps, packs_of_epoch)

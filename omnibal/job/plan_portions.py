@@ -81,7 +81,7 @@ def fewest_packs(samples: PortionedSamples, caps: Caps, found: int) -> int:
     counts = (
         SizeCounts.of(samples.samples(number).sizes(caps.names)) for number in range(samples.count)
     )
-    return bound_of_counts(SizeCounts.joined(counts), caps, found=found)
+    return bound_of_counts(SizeCounts.join(counts), caps, found=found)
 
 
 def read_portion(data: DataPlan, index: int, directory: Path) -> Data:

@@ -254,13 +254,11 @@ def check_memory(
     plan: Plan, job: JobSpec, packs: ScheduledPacks, lengths: Lengths, what: str
 ) -> None:
     """Raise if packs exceed the stages' memory."""
-    levels = plan.pack_levels
-    memories = stage_memories(
-        job.cost_of_all(levels),
-        plan.stages_at_levels,
-        job.workload(packs, lengths, levels),
-        plan.schedule,
+    cost, workload = (
+        job.cost_of_all(plan.pack_levels),
+        job.workload(packs, lengths, plan.pack_levels),
     )
+    memories = stage_memories(cost, plan.stages_at_levels, workload, plan.schedule)
     peak, cap_gib = max(memory.peak_gib for memory in memories), job.memory_cap_gib
     if not fits_cap(peak, cap_gib):
         raise UserError(

@@ -69,7 +69,7 @@ class SizeCounts:
         return cls(amounts=sizes[:, first], counts=counts)
 
     @classmethod
-    def joined(cls, parts: Iterable["SizeCounts"]) -> "SizeCounts":
+    def join(cls, parts: Iterable["SizeCounts"]) -> "SizeCounts":
         """Join the counts of at least 1 part."""
         every = list(parts)
         amounts = np.concatenate([part.amounts for part in every], axis=1)
@@ -85,7 +85,7 @@ class SizeCounts:
 
     def of_features(self, rows: list[int]) -> "SizeCounts":
         """Counts by some of the features."""
-        return SizeCounts.joined([SizeCounts(amounts=self.amounts[rows], counts=self.counts)])
+        return SizeCounts.join([SizeCounts(amounts=self.amounts[rows], counts=self.counts)])
 
     def in_common_units(self, caps: np.ndarray) -> tuple["SizeCounts", np.ndarray]:
         """Sizes and caps [features], divided by each feature's GCD."""
@@ -108,24 +108,24 @@ def packs_lower_bound(lengths: Lengths, caps: Caps, *, found: int | None = None)
     return bound_of_counts(SizeCounts.of(lengths.sizes(caps.names)), caps, found=found)
 
 
-def bound_of_counts(counted: SizeCounts, caps: Caps, *, found: int | None = None) -> int:
+def bound_of_counts(sizes: SizeCounts, caps: Caps, *, found: int | None = None) -> int:
     """Lower bound on the packs of samples counted by size, in the caps' features and order.
 
     If it is far below `found` packs of a known packing, a finer bound is tried.
     """
-    counted, units = counted.in_common_units(caps.values)
-    naive = int((-(-counted.sums // units)).max())
-    return naive if found == naive else max(naive, _by_pairs(counted, units, found))
+    sizes, units = sizes.in_common_units(caps.values)
+    naive = int((-(-sizes.sums // units)).max())
+    return naive if found == naive else max(naive, _by_pairs(sizes, units, found))
 
 
-def _by_pairs(counted: SizeCounts, caps: np.ndarray, found: int | None) -> int:
+def _by_pairs(sizes: SizeCounts, caps: np.ndarray, found: int | None) -> int:
     """Lower bound with tokens and a single kind of items at a time."""
     pairs = [[kind, -1] for kind in range(len(caps) - 1)] or [[-1]]
     bound = 0
-    most = [_MOST_TYPES] if counted.counts.sum() >= _MAX_GROUPED else []
+    most = [_MOST_TYPES] if sizes.counts.sum() >= _MAX_GROUPED else []
     for types in (_TYPES, _MORE_TYPES, *most):
         for pair in pairs:
-            distinct = counted.of_features(pair)
+            distinct = sizes.of_features(pair)
             some = distinct.thinned(_MAX_GROUPED)
             proven = _bound_by_values(distinct, some, caps[pair], types)
             bound = max(bound, int(np.ceil(proven * (1 - _ROUNDING))))
@@ -161,7 +161,7 @@ def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, t
         distinct.counts @ cover,
         np.diag(most_copies(few.sizes, few.grid)).astype(np.float64),
         first_guesses(knots.points, caps),
-        _as_it_is,
+        _keep_all,
         max_rounds=_KNOT_ROUNDS,
         max_new_columns=len(knots),
         tolerance=_TOLERANCE,
@@ -172,7 +172,7 @@ def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, t
             *_all_items(distinct, cover, used, work),
             np.concatenate([alone, fitted.columns]),
             values[None],
-            _as_it_is,
+            _keep_all,
             max_rounds=rounds,
             max_new_columns=_NEW_COLUMNS,
             tolerance=_TOLERANCE,
@@ -183,7 +183,7 @@ def _bound_by_values(distinct: SizeCounts, some: np.ndarray, caps: np.ndarray, t
     return bound
 
 
-def _as_it_is(patterns: np.ndarray) -> np.ndarray:
+def _keep_all(patterns: np.ndarray) -> np.ndarray:
     return patterns
 
 

@@ -61,7 +61,7 @@ def to_train(in_portions) -> PlanFiles:
 def test_counts_of_portions_are_those_of_all(seed):
     """Prevents: a size that two portions have from being counted once, or kept twice."""
     sizes = samples(500, seed).sizes(["tiles", "tokens"])
-    joined = SizeCounts.joined([SizeCounts.of(part) for part in np.split(sizes, [80, 300], axis=1)])
+    joined = SizeCounts.join([SizeCounts.of(part) for part in np.split(sizes, [80, 300], axis=1)])
     amounts, counts = np.unique(sizes, axis=1, return_counts=True)
     np.testing.assert_array_equal(joined.amounts, amounts)
     np.testing.assert_array_equal(joined.counts, counts)
