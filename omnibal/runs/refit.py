@@ -88,10 +88,6 @@ class StageFit:
     slow_ranks: dict[int, float]
     """Slowness of data-parallel ranks, if at least `SLOW`."""
 
-    @property
-    def factor(self) -> float:
-        return self.measured_ms / self.predicted_ms
-
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class RunFit:
