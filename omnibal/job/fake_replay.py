@@ -253,11 +253,12 @@ def _rows_around(
 
     def held(first: int, number: int) -> set[tuple[int, int, int]]:
         """Return the in-flight set if the step has only `number` micro-batches from `first`."""
-        found = _list_in_flight(schedule, plan.parallel.pipeline, stage, number)
-        return {(a, b, first + each) for a, b, each in found[kind, chunk, place - first]}
+        in_flight = _list_in_flight(schedule, plan.parallel.pipeline, stage, number)
+        entries = in_flight[kind, chunk, place - first]
+        return {(part, state, first + micro_batch) for part, state, micro_batch in entries}
 
     whole = held(0, count)
-    near = {each for _, _, each in whole} | {place}
+    near = {micro_batch for _, _, micro_batch in whole} | {place}
     least, stop = max(min(near) - 1, 0), min(max(near) + 2, count)
     for number in range(stop - least, count):
         for first in range(max(stop - number, 0), min(least, count - number) + 1):

@@ -97,13 +97,14 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     """Draw steps with a bar per rank, and distributions over the epoch."""
     sides = compare_loads(job, data, scheduled)
     figure = new_figure(WIDE, 330 + 220 * len(sides))
-    model, cluster = (shorten(xml_text(one.name), _NAME_LIMIT) for one in (job.model, job.cluster))
+    names = (job.model.name, job.cluster.name)
+    model, cluster = (shorten(xml_text(name), _NAME_LIMIT) for name in names)
     title = f"Predicted load of ranks: {model} on {cluster}"
     figure.suptitle(title, x=0.01, ha="left", weight="bold")
     *spans, below = figure.subfigures(len(sides) + 1, 1, squeeze=False)[:, 0]
-    each = f"{_count(_mean_samples(scheduled), 'sample')} per micro-batch"
+    size = f"{_count(_mean_samples(scheduled), 'sample')} per micro-batch"
     titles = {
-        "before": f"Before: random order, {each}, padded to the longest",
+        "before": f"Before: random order, {size}, padded to the longest",
         "after": f"After: packed, matched and dealt out ({data.settings.packing})",
     }
     # Equally many on both sides, so that their ends can be compared.
@@ -126,11 +127,11 @@ def draw_loads(job: JobSpec, data: SampleData, scheduled: ScheduledPacks) -> Fig
     )
     if "before" in sides:
         note += (
-            f"Before: seed {data.settings.seed}; {each}, the rounded mean of after; padding costs "
+            f"Before: seed {data.settings.seed}; {size}, the rounded mean of after; padding costs "
             "what text does; the caps do not hold; the last incomplete step is dropped."
         )
     else:
-        note += f"No picture of before: {each} do not make one complete step."
+        note += f"No picture of before: {size} do not make one complete step."
     below.supxlabel(fill(note, _LINE), x=0.01, ha="left", color=COLOURS["soft"])
     return figure
 
