@@ -5,7 +5,7 @@ from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
 
-VERSION = re.search(r'__version__ = "(.+)"', Path("omnibal/__init__.py").read_text()).group(1)
+VERSION = re.search(r'VERSION = "(.+)"', Path("omnibal/base/version.py").read_text()).group(1)
 
 PLANNER = [
     *("huggingface-hub", "jinja2", "matplotlib", "numpy", "pillow", "pyarrow", "pydantic>=2"),

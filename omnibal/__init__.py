@@ -8,6 +8,8 @@ docs/python.md shows; they are imported when first used, as `import omnibal` wai
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from omnibal.base.version import VERSION
+
 if TYPE_CHECKING:
     from omnibal.library import (
         Free,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
         training_job,
     )
 
-__version__ = "0.1.0"
+__version__ = VERSION
 __all__ = [
     "Free",
     "Goal",

@@ -10,8 +10,8 @@ from functools import lru_cache
 from itertools import islice
 from typing import Any
 
-from omnibal import __version__
 from omnibal.base.errors import UserError
+from omnibal.base.version import VERSION
 from omnibal.base.worker_pool import Failure, Pool, Result, Task, outcome
 
 _PER_CORE = 2  # tasks: one runs while the next is sent
@@ -115,7 +115,7 @@ class _RayPool:
         try:
             while True:
                 for task in islice(left, max(0, room.tasks() - len(under_way))):
-                    under_way.add(run.remote([handed], __version__, task))
+                    under_way.add(run.remote([handed], VERSION, task))
                 if not under_way:
                     return
                 done, _ = ray.wait(list(under_way), timeout=_POLL_S)
@@ -162,10 +162,10 @@ class _Room:
 
 def _work_on(handed: list[Any], version: str, task: Any) -> Any:
     """Run a task on a worker; `handed` wraps a reference so that Ray loads it only once."""
-    if version == __version__:
+    if version == VERSION:
         return outcome(_work_of(handed[0]), task)
     other = UserError(
-        f"node {socket.gethostname()} has omnibal {__version__}, and the scan was started with "
+        f"node {socket.gethostname()} has omnibal {VERSION}, and the scan was started with "
         f"{version}; install one version on all nodes"
     )
     return Failure(other)

@@ -35,8 +35,8 @@ from omnibal.base.remote_path import (
     versions_of,
 )
 from omnibal.data.data_index import DataFile, DataIndex, Holds
-from omnibal.data.messages import InvalidRecordError
-from omnibal.data.naming import Naming
+from omnibal.data.forms import Naming
+from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.parquet_rows import Row, RowPlace, is_rows
 from omnibal.data.record_files import RecordIndex, holds_records, is_array
 from omnibal.data.records import Media, read_record
@@ -112,9 +112,7 @@ class _Source:
     unit: str
     """Noun for a record in messages."""
     in_shards: bool
-    augment: bool
-    max_dynamic_patch: int | None
-    naming: Naming | None
+    meta: SourceMeta
     below: Path | None
     """Folder that media must be in. None for any."""
 
@@ -136,20 +134,19 @@ class _Folder(Media):
     cache: BlockCache | None
     below: Path | None
 
-    def image(self, name: str) -> ImageFile:
-        return ImageFile(self._path(name))
-
-    def video(self, name: str) -> Video:
-        video = video_at(self._path(name))
+    def named(self, medium: Medium, name: str) -> ImageFile | Video | AudioFile:
+        """Return a file, or a folder of frames."""
+        path = kept_below(named_from(self.root, name, self.cache), self.below)
+        if medium != "video":
+            return ImageFile(path) if medium == "image" else AudioFile(path)
+        video = video_at(path)
         for frame in video.frames:
             kept_below(frame.path, self.below)
         return video
 
-    def recording(self, name: str) -> AudioFile:
-        return AudioFile(self._path(name))
-
-    def _path(self, name: str) -> Path:
-        return kept_below(named_from(self.root, name, self.cache), self.below)
+    def unnamed(self, medium: Medium) -> tuple[()]:
+        """Return nothing, as a folder's files are those that records name."""
+        return ()
 
 
 def video_at(path: Path) -> Video:
@@ -228,7 +225,7 @@ class Annotations:
     @property
     def augmented(self) -> tuple[str, ...]:
         """Sources with tile augmentation."""
-        return tuple(entry.name for entry in self.entries if entry.augment)
+        return tuple(entry.name for entry in self.entries if entry.meta.data_augment)
 
     @classmethod
     def open(
@@ -333,16 +330,16 @@ class Annotations:
             record = json.loads(content)
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
-            if source.naming is not None:
-                record = source.naming.applied(record)
+            if source.meta.naming is not None:
+                record = source.meta.naming.applied(record)
             return read_record(
                 record,
                 media,
                 identity=f"{source.name}/{record.get('id', name)}",
                 source=source.name,
                 where=where,
-                augment=source.augment,
-                max_dynamic_patch=source.max_dynamic_patch,
+                augment=source.meta.data_augment,
+                max_dynamic_patch=source.meta.max_dynamic_patch,
             )
 
     def stored(self, index: int) -> StoredRecord:
@@ -450,21 +447,20 @@ def _open_source(
         root=root,
         unit=_UNITS["array" if gaps.any() else files[0].holds],
         in_shards=files[0].holds == "shard",
-        naming=entry.naming,
+        meta=entry,
         below=below,
-        augment=entry.data_augment,
-        max_dynamic_patch=entry.max_dynamic_patch,
     )
     return source, indexes
 
 
 def _key(index: RecordIndex, source: _Source, root: Path) -> bytes:
     """Hash of all inputs of a file's counts except model and tokenizer."""
+    meta = source.meta
     given = (
         *(str(index.path.absolute()), str(root)),
         hashlib.sha256(index.digest).hexdigest(),
-        *(source.name, source.max_dynamic_patch),
-        None if source.naming is None else source.naming.model_dump(),
+        *(source.name, meta.max_dynamic_patch),
+        None if meta.naming is None else meta.naming.model_dump(),
     )
     return hashlib.sha256(json.dumps(given).encode()).digest()
 

@@ -1,10 +1,14 @@
-"""Turn records of other trainers into messages, by one table of forms."""
+"""Records of other trainers as messages: keys that a dataset names, then one table of forms."""
 
 import ast
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
+from pydantic import Field
+
+from omnibal.base.errors import UserError
+from omnibal.base.frozen import Frozen
 from omnibal.data.messages import LISTS, InvalidRecordError
 
 _PREFERENCE = "which is preference data (DPO, KTO, rewards), and answers alone are learned here"
@@ -98,3 +102,69 @@ def with_messages(record: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRecordError(f'has "{form.asked}" without "{form.answered}"; add it')
     said = form.read(record, form.asked, form.answered)
     return {key: record[key] for key in record if key not in used} | {"messages": said}
+
+
+_ALPACA_KEYS = {
+    "prompt": "instruction",
+    "query": "input",
+    "response": "output",
+    "history": "history",
+}
+_NAMED_COLUMNS = ("system", "tools", "images", "videos", "audios")
+_TAGS = {
+    "user_tag": ("human", "user"),
+    "assistant_tag": ("gpt", "assistant"),
+    "observation_tag": ("observation", "tool"),
+    "function_tag": ("function_call", "tool_call"),
+    "system_tag": ("system", "system"),
+}
+"""Role tags: default tag and role."""
+
+
+class Naming(Frozen):
+    """LLaMA-Factory's key and role names."""
+
+    alpaca: bool = Field(default=False, exclude=True)
+    """Whether columns have Alpaca's names."""
+    columns: dict[str, str] = Field(default={})
+    tags: dict[str, str] = Field(default={})
+
+    def check(self, where: str) -> None:
+        """Raise UserError on unknown names."""
+        own = _ALPACA_KEYS if self.alpaca else ("messages",)
+        tables = (
+            ("columns", self.columns, (*own, *_NAMED_COLUMNS)),
+            ("tags", self.tags, ("role_tag", "content_tag", *_TAGS)),
+        )
+        for table, given, names in tables:
+            for name in given:
+                if name not in names:
+                    raise UserError(
+                        f"{where}: {table}: has {name!r}; it must be one of {', '.join(names)}"
+                    )
+
+    def applied(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Record with standard names; raises InvalidRecordError if a named column is missing."""
+        renamed = dict(record)
+        for column, key in self.columns.items():
+            if key not in record:
+                raise InvalidRecordError(f'lacks "{key}", which is named as its {column}')
+            del renamed[key]
+        names = _ALPACA_KEYS if self.alpaca else {}
+        renamed |= {names.get(column, column): record[key] for column, key in self.columns.items()}
+        key = "messages" if "messages" in self.columns else "conversations"
+        if isinstance(renamed.get(key), list):
+            said = renamed.pop(key)
+            renamed["messages"] = [self._message(m) if isinstance(m, dict) else m for m in said]
+        return renamed
+
+    def _message(self, message: dict[str, Any]) -> dict[str, Any]:
+        speaker = self.tags.get("role_tag", "from")
+        text = self.tags.get("content_tag", "value")
+        if speaker not in message and not self.tags:
+            return message  # another supported format
+        roles = {self.tags.get(tag, usual): role for tag, (usual, role) in _TAGS.items()}
+        rest = {key: value for key, value in message.items() if key not in (speaker, text)}
+        role = message.get(speaker)
+        role = roles.get(role, role) if isinstance(role, str) else role
+        return rest | {"role": role, "content": message.get(text)}

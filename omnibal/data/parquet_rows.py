@@ -21,7 +21,6 @@ from omnibal.base.remote_path import version_of
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import Media
-from omnibal.data.sample import Video
 from omnibal.data.stored_files import AudioFile, ImageFile, StoredFile
 
 _INSIDE: dict[Medium, tuple[type[StoredFile], tuple[str, ...]]] = {
@@ -97,22 +96,18 @@ class Row(Media):
         except (TypeError, ValueError) as error:
             raise InvalidRecordError(f"cannot be a record ({error})") from error
 
-    def image(self, name: str) -> ImageFile:
-        return self.folder.image(name)
-
-    def video(self, name: str) -> Video:
-        return self.folder.video(name)
+    def named(self, medium: Medium, name: str) -> Any:
+        """Return a file of the folder."""
+        return self.folder.named(medium, name)
 
     def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+        """Return the files that are stored in the row."""
         kind, columns = _INSIDE.get(medium, (ImageFile, ()))
         held = [
             HeldContent(self.place, columns, index)
             for index in range(len(_contents(self.values, columns)))
         ]
         return tuple(kind(self.place.path, str(each), opener=each) for each in held)
-
-    def recording(self, name: str) -> AudioFile:
-        return self.folder.recording(name)
 
 
 def is_rows(path: Path) -> bool:

@@ -2,13 +2,12 @@
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import replace
 from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import PurePath
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import unquote
 
 from omnibal.data.forms import with_messages
@@ -25,7 +24,6 @@ from omnibal.data.stored_files import (
     AUDIO_SUFFIXES,
     IMAGE_SUFFIXES,
     VIDEO_SUFFIXES,
-    AudioFile,
     ImageFile,
     is_video_file,
 )
@@ -69,26 +67,14 @@ _Said = tuple[str | None, Message | None, tuple[Turn, ...]]
 """System message, greeting and turns."""
 
 
-class Media(ABC):
-    """Media that a record's names refer to."""
+class Media(Protocol):
+    """Images (also frames), videos and recordings of a record."""
 
-    __slots__ = ()
-
-    @abstractmethod
-    def image(self, name: str) -> ImageFile:
-        """One image or frame."""
-
-    @abstractmethod
-    def video(self, name: str) -> Video:
-        """Return a video by file or frame-folder name."""
-
-    @abstractmethod
-    def recording(self, name: str) -> AudioFile:
-        """One recording."""
+    def named(self, medium: Medium, name: str) -> Any:
+        """Return the ImageFile, Video or AudioFile of a name; a video may be a folder of frames."""
 
     def unnamed(self, medium: Medium) -> tuple[Any, ...]:
         """Media of a record that names none of this kind."""
-        return ()
 
 
 def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
@@ -98,7 +84,11 @@ def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
     messages = read_messages(record)
     images, videos = _read_images(record, messages, media)
     named = _named_items(record, messages, "audio")
-    recordings = media.unnamed("audio") if named is None else tuple(map(media.recording, named))
+    recordings = (
+        media.unnamed("audio")
+        if named is None
+        else tuple(media.named("audio", name) for name in named)
+    )
     counts = len(images), len(videos), len(recordings)
     system, greeting, turns = _read_conversation(record, messages, *counts)
     return Sample(
@@ -168,13 +158,13 @@ def _read_images(
     images = _named_items(record, messages, "image")
     if not videos and images is None:
         return media.unnamed("image"), media.unnamed("video")
-    found = tuple(_read_video(video, media) for video in videos)
-    return tuple(map(media.image, images or ())), found
+    named = tuple(media.named("image", name) for name in images or ())
+    return named, tuple(_read_video(video, media) for video in videos)
 
 
 def _read_video(video: Any, media: Media) -> Video:
     if isinstance(video, str):
-        return media.video(video)
+        return media.named("video", video)
     frames = _names(video, "video", _VIDEO)
     if not frames:
         raise InvalidRecordError(
@@ -185,7 +175,7 @@ def _read_video(video: Any, media: Media) -> Video:
         raise InvalidRecordError(
             f"has the video file {of_video} among frames of a video; name it alone"
         )
-    return Video(frames=tuple(map(media.image, frames)))
+    return Video(frames=tuple(media.named("image", name) for name in frames))
 
 
 def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:

@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from omnibal import __version__
 from omnibal.base.errors import StorageError, UserError
 from omnibal.base.files import atomic
 from omnibal.base.printable import printable
+from omnibal.base.version import VERSION
 from omnibal.base.worker_pool import LocalPool, Pool
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_sample, image_places, text_sha256
@@ -31,11 +31,11 @@ from omnibal.data.lengths import (
     tile_sizes,
 )
 from omnibal.data.native_resolution import Segments, segments_of, sizes_of
-from omnibal.data.recordings import BadRecording, Duration, read_duration
+from omnibal.data.recordings import BadRecording, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, Counted, ScanJournal
 from omnibal.data.shown import shown_of
-from omnibal.data.stored_files import AudioFile, ImageFile
+from omnibal.data.stored_files import ImageFile, StoredFile
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.config import ModelConfig
@@ -44,6 +44,7 @@ from omnibal.model.limits import words
 
 Before = TypeVar("Before")
 After = TypeVar("After")
+File = TypeVar("File", bound=StoredFile)
 
 OnError = Literal["stop", "skip"]
 """Treatment of bad samples: raise with the first few, or skip all."""
@@ -152,7 +153,7 @@ def scan_lengths(
 def scan_key(model: ModelConfig, tokenizer: Tokenizer) -> str:
     """Hash of the settings that counts depend on."""
     given = (
-        __version__,
+        VERSION,
         _origin("", model, tokenizer).model_dump_json(),
         model.language.max_positions,
     )
@@ -187,10 +188,8 @@ class _Scanner:
     tokenizer: Tokenizer
     rule: ImageRule | None
     """Native-resolution rule of the model, None if absent."""
-    size_of: dict[ImageFile, tuple[int, int] | str] = field(default_factory=dict)
-    """Width and height in pixels, or an error message."""
-    duration_of: dict[AudioFile, Duration | str] = field(default_factory=dict)
-    """Duration, or an error message."""
+    headers: dict[StoredFile, Any] = field(default_factory=dict)
+    """Size of an image in pixels, Duration of a recording, or an error message."""
 
     def __call__(self, task: _Task) -> tuple[Counted, list[BadSample]]:
         given, samples = task
@@ -241,43 +240,38 @@ class _Scanner:
         clips = 0
         if sample.recordings:
             audio = self.model.audio
-            durations = [self._duration(recording, sample) for recording in sample.recordings]
-            clips = sum(duration.clips(audio.frames) for duration in durations)
+            for recording in sample.recordings:
+                clips += self._header(recording, sample, read_duration).clips(audio.frames)
             tokens += clips * audio.tokens_per_item
         tokens += image_tokens
         check_positions(tokens, self.model, f"{sample.where}: the sample")
         return (squares, tiles, clips, image_tokens, tokens, loss_tokens), segments
 
-    def _duration(self, recording: AudioFile, sample: Sample) -> Duration:
-        found = self.duration_of.get(recording)
-        if found is None:
-            try:
-                found = read_duration(recording)
-            except BadRecording as error:
-                found = f"{error.wrong}; {error.remedy}"
-            self.duration_of[recording] = found
-        if isinstance(found, str):
-            raise UserError(f"{sample.where}: recording {recording} {found}")
-        return found
-
     def _image_size(self, image: ImageFile, sample: Sample) -> tuple[int, int]:
-        found = self.size_of.get(image)
-        if found is None:
+        try:
+            # As stored: EXIF rotation does not change the token count.
+            return self._header(image, sample, image_size)
+        except IsADirectoryError as error:
+            of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
+            wrong = "holds no frames; fill it" if of_video else "is no image; name one"
+            raise UserError(
+                f"{sample.where}: folder {image} {wrong} or remove the sample"
+            ) from error
+
+    def _header(self, file: File, sample: Sample, read: Callable[[File], After]) -> After:
+        """Read the header of a file once."""
+        header = self.headers.get(file)
+        if header is None:
             try:
-                # As stored: EXIF rotation does not change the token count.
-                found = image_size(image)
-            except IsADirectoryError as error:
-                of_video = sample.of_frames or any(image in v.frames for v in sample.videos)
-                wrong = "holds no frames; fill it" if of_video else "is no image; name one"
-                raise UserError(
-                    f"{sample.where}: folder {image} {wrong} or remove the sample"
-                ) from error
+                header = read(file)
             except BadImage as error:
-                found = str(error)
-            self.size_of[image] = found
-        if isinstance(found, str):
-            raise UserError(f"{sample.where}: {found}")
-        return found
+                header = str(error)
+            except BadRecording as error:
+                header = f"recording {file} {error.wrong}; {error.remedy}"
+            self.headers[file] = header
+        if isinstance(header, str):
+            raise UserError(f"{sample.where}: {header}")
+        return header  # type: ignore[no-any-return]
 
 
 def _each(

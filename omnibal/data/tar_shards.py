@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePath
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -64,7 +64,12 @@ _MAX_DIGITS = 18
 """Digits of a range's limits that are read: enough to see that it is too large."""
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
 
-File = TypeVar("File", bound=StoredFile)
+_FILES: dict[Medium, tuple[type[StoredFile], frozenset[str]]] = {
+    "image": (ImageFile, IMAGE_SUFFIXES),
+    "video": (VideoFile, VIDEO_SUFFIXES),
+    "audio": (AudioFile, AUDIO_SUFFIXES),
+}
+"""Type and suffixes of each medium's files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,48 +107,34 @@ class ShardSample(Media):
         with open_range(self.shard, found[0].offset, found[0].size) as file:
             return file.read()
 
-    def image(self, name: str) -> ImageFile:
+    def named(self, medium: Medium, name: str) -> Any:
         """Member by full name, by name without folder, or by suffix after the key."""
-        return self._file(ImageFile, self._named(name, "image"))
-
-    def video(self, name: str) -> Video:
-        """Member by name; raises InvalidRecordError for a folder."""
-        if not is_video_file(name):
+        if medium == "video" and not is_video_file(name):
             raise InvalidRecordError(
                 f'has the "video" {name!r}; in a shard it must be a member that is a video, or a '
                 "list of the members that are frames"
             )
-        return Video(file=self._file(VideoFile, self._named(name, "video")))
-
-    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
-        """Members of a medium, 2.jpg before 10.jpg, without videos if there is an image."""
-        if medium == "video":
-            videos = [] if self._all_of(IMAGE_SUFFIXES) else self._all_of(VIDEO_SUFFIXES)
-            return tuple(Video(file=self._file(VideoFile, member)) for member in videos)
-        if medium == "image":
-            return tuple(self._file(ImageFile, member) for member in self._all_of(IMAGE_SUFFIXES))
-        return tuple(self._file(AudioFile, member) for member in self._all_of(AUDIO_SUFFIXES))
-
-    def recording(self, name: str) -> AudioFile:
-        return self._file(AudioFile, self._named(name, "audio"))
-
-    def _named(self, name: str, key: str) -> Member:
         for member in self.members:
             if name in (member.name, PurePath(member.name).name, member.suffix):
-                return member
+                return self._file(medium, member)
         held = ", ".join(member.name for member in self.members)
         raise InvalidRecordError(
             f"names {name!r}, but the members of its key are {held}; name those, or leave the "
-            f'names out: then "{key}" is all of them'
+            f'names out: then "{medium}" is all of them'
         )
 
-    def _all_of(self, suffixes: frozenset[str]) -> list[Member]:
-        """Members with these suffixes, in numeric order."""
-        found = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
-        return sorted(found, key=lambda member: natural_order(PurePath(member.suffix).stem))
+    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+        """Members of a medium, 2.jpg before 10.jpg, without videos if there is an image."""
+        if medium == "video" and self.unnamed("image"):
+            return ()
+        suffixes = _FILES[medium][1]
+        members = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
+        members.sort(key=lambda member: natural_order(PurePath(member.suffix).stem))
+        return tuple(self._file(medium, member) for member in members)
 
-    def _file(self, kind: type[File], member: Member) -> File:
-        return kind(self.shard, member.name, member.offset, member.size)
+    def _file(self, medium: Medium, member: Member) -> Any:
+        file = _FILES[medium][0](self.shard, member.name, member.offset, member.size)
+        return Video(file=file) if isinstance(file, VideoFile) else file
 
 
 def webdataset_shards(notation: str, folder: Path, cache: BlockCache | None = None) -> list[Shard]:

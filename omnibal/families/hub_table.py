@@ -29,7 +29,7 @@ T = TypeVar("T", bound="HubTable")
 _LENIENT = "lenient"
 
 
-class _Keys(Frozen):
+class Keys(Frozen):
     """Section of tables.toml."""
 
     defaults: dict[str, Any] = Field(default={})
@@ -39,8 +39,8 @@ class _Keys(Frozen):
     parts: dict[str, Any] = Field(default={})
 
 
-_SECTIONS = read_toml_model(
-    dict[str, _Keys], Path(__file__).with_name("tables.toml"), "install omnibal again"
+SECTIONS = read_toml_model(
+    dict[str, Keys], Path(__file__).with_name("tables.toml"), "install omnibal again"
 )
 
 
@@ -56,27 +56,6 @@ _NAMED_WITHOUT_EFFECT = re.compile(
     # Token ids, and notes of a tuning tool.
     r".*_token_(id|ids|index)|suppress_tokens|begin_suppress_tokens|unsloth_.*"
 )
-_WITHOUT_EFFECT = frozenset(
-    # Names, versions and code.
-    "architectures _name_or_path transformers_version auto_map model_type tokenizer_class "
-    "_commit_hash "
-    # Stored dtypes (a job uses --precision) and initialisation.
-    "torch_dtype dtype use_bfloat16 quantization_config initializer_range "
-    # Kernels and forward outputs.
-    "attn_implementation _attn_implementation _attn_implementation_autoset use_cache return_dict "
-    "output_attentions output_hidden_states torchscript cache_implementation pretraining_tp "
-    "chunk_size_feed_forward pruned_heads gradient_checkpointing "
-    # Text generation.
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
-    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
-    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores prefix "
-    "return_dict_in_generate remove_invalid_values exponential_decay_length_penalty "
-    # Other tasks and model kinds.
-    "id2label label2id num_labels problem_type finetuning_task task_specific_params is_decoder "
-    "is_encoder_decoder add_cross_attention cross_attention_hidden_size tie_encoder_decoder "
-    "tf_legacy_loss ignore_index".split()
-)
-"""Keys of any Transformers class without effect on a training step."""
 
 
 class HubTable(Numbered):
@@ -107,18 +86,18 @@ class HubTable(Numbered):
 
     @classmethod
     @cache
-    def keys(cls) -> _Keys:
+    def keys(cls) -> Keys:
         """Return what tables.toml says of the class; subclasses override bases."""
-        sections = [_SECTIONS.get(base.__name__, _Keys()) for base in reversed(cls.__mro__)]
+        sections = [SECTIONS.get(base.__name__, Keys()) for base in reversed(cls.__mro__)]
         names = ("defaults", "names", "must", "parts")
         joined = {name: dict(ChainMap(*(vars(s)[name] for s in sections[::-1]))) for name in names}
-        return _Keys(**joined, ignored=frozenset().union(*(s.ignored for s in sections)))
+        return Keys(**joined, ignored=frozenset().union(*(s.ignored for s in sections)))
 
     @classmethod
     def unknown_keys(cls, given: Mapping[str, Any]) -> list[str]:
         """Keys that are neither used nor known to have no effect."""
         keys = cls.keys()
-        known = {*cls.model_fields, *keys.must, *keys.ignored, *_WITHOUT_EFFECT}
+        known = {*cls.model_fields, *keys.must, *keys.ignored}
         return [
             key
             for key in given

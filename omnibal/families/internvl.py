@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, get_args
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from omnibal.families.folder import has_chat_template, stored_tensors
-from omnibal.families.hub_table import HubTable, as_table
+from omnibal.families.hub_table import SECTIONS, HubTable, as_table
 from omnibal.families.processor import read_processor
 from omnibal.families.text import LANGUAGES, SCALES_LATER, LanguageType, language_type
 from omnibal.families.vision import LayersTable, Square, WholeTable, square
@@ -26,19 +26,7 @@ NORMS: dict[str, Literal["LayerNorm", "RMSNorm"]] = {
 TRANSFORMERS_QK_NORM_EPS = 1e-6
 """Epsilon of q and k norms in Transformers' vision tower."""
 _TRANSFORMERS_LANGUAGES: tuple[LanguageType, ...] = ("qwen2", "llama", "qwen3", "qwen3_moe")
-_DUMPED = frozenset(
-    # Model: sizes repeated from its parts, and InternVL's training settings.
-    "hidden_size num_hidden_layers image_fold image_seq_length use_backbone_lora use_llm_lora "
-    # Tower: dropouts, kernels, and keys of `use_moe`.
-    "dropout drop_path_rate attention_dropout hidden_dropout_prob projection_dropout "
-    "use_flash_attn capacity_factor eval_capacity_factor laux_allreduce moe_coeff_ratio "
-    "moe_intermediate_size moe_output_scale noisy_gate_policy num_experts num_routed_experts "
-    "num_shared_experts shared_expert_intermediate_size use_residual use_rts "
-    "use_weighted_residual "
-    # Language model: dropouts, and expert keys of dense models.
-    "embd_pdrop resid_pdrop router_aux_loss_coef num_local_experts num_experts_per_tok "
-    "norm_topk_prob decoder_sparse_step mlp_only_layers output_router_logits use_deepep".split()
-)
+_DUMPED = SECTIONS["InternVL"].ignored
 """Unused keys of released files without effect on a training step."""
 _HEADS = ("lm_head.weight", "language_model.output.weight")
 """Name suffixes of the head's tensor."""

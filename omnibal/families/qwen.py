@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
+from omnibal.families.hub_table import HubTable
 from omnibal.families.text import (
     LayeredText,
     Qwen2Text,
@@ -229,7 +230,7 @@ class HybridMoeText(RoutedKeys, HybridText):
 _FLAT = {
     *(set(Qwen25VLText.model_fields) - {"tie_word_embeddings"}),
     *Qwen25VLText.keys().must,
-    *Qwen25VLText.keys().ignored,
+    *Qwen25VLText.keys().ignored - HubTable.keys().ignored,
 }
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
