@@ -18,11 +18,7 @@ _POLL_S = 0.2
 def lock_folder(option: str, folder: Path, say: Callable[[str], None]) -> Iterator[None]:
     """Make a folder and lock it for this process; processes that it starts hold the lock too.
 
-    Args:
-        option: names the folder in messages.
-
-    Raises:
-        UserError: a living process has the lock, or nothing can be written.
+    `option` names the folder in messages.
     """
     with contextlib.ExitStack() as stack:
         try:

@@ -25,11 +25,7 @@ _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0,
 
 @contextmanager
 def ray_pool(address: str | None) -> Iterator[Pool]:
-    """Join a Ray cluster, and leave it at the end.
-
-    Args:
-        address: for `ray.init`, such as host:port. None finds a cluster or starts a local one.
-    """
+    """Join a Ray cluster, or start a local one without address, and leave it at the end."""
     if address is not None:
         _check_reachable(address)
     try:

@@ -37,12 +37,9 @@ class Pool(Protocol):
     def map_unordered(
         self, work: Callable[[Task], Result], tasks: Iterable[Task], count: int
     ) -> Generator[Result, None, None]:
-        """Yield results as tasks finish; raises any error of `work`.
+        """Yield results of at most `count` tasks as they finish; raises any error of `work`.
 
-        Args:
-            work: picklable function of a task.
-            tasks: picklable, like the results; consumed lazily.
-            count: max number of tasks.
+        All are picklable. Tasks are consumed lazily.
         """
 
 

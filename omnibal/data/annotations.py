@@ -235,12 +235,9 @@ class Annotations:
         cache: BlockCache | None = None,
         below: Path | None = None,
     ) -> "Annotations":
-        """Index all annotation files; records are checked on access.
+        """Index all files of a meta, or an annotation file; records are checked on access.
 
-        Args:
-            meta_path: a meta or a single annotation file.
-            index: known record positions, None to read all files here.
-            below: folder or bucket that all files must be in, links followed. None for any.
+        All files must be `below` a folder or bucket, links followed. `index` has known positions.
         """
         if isinstance(meta_path, RemotePath):
             meta_path = location(str(meta_path), cache)

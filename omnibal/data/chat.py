@@ -21,10 +21,9 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import packaged_template, render_chat
-from omnibal.data.native_resolution import repeated_tokens, text_places
+from omnibal.data.native_resolution import repeated_tokens, seen_videos
 from omnibal.data.own_template import Conversation, OwnTemplate, own_template
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample
-from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import (
     AUDIO_CONTEXT,
     AUDIO_END,
@@ -346,10 +345,8 @@ def encode_prompt(
 ) -> np.ndarray:
     """Token ids before the answer of `turn`, with earlier reference answers, int64 [tokens].
 
-    Equal to the start of the whole conversation unless a token straddles the prompt's end.
-
-    Args:
-        chatting: use InternVL's `chat` prompt: unstripped texts and the chat system message.
+    Equal to the start of the whole conversation unless a token straddles the prompt's end, or if
+    `chatting`: InternVL's `chat` has unstripped texts and its own system message.
     """
     template = _template(model, tokenizer)
     conversation = _conversation(sample, template, model, chatting)
@@ -368,7 +365,7 @@ def image_places(sample: Sample, model: ModelConfig, turn: int | None = None) ->
     if rule is None or not sample.videos:
         return images
     videos = seen_videos(sample, rule)[: sample.items_until(VIDEO, last)]
-    return images + sum(text_places(video.frames, rule) for video in videos)
+    return images + sum(video.count_places(rule) for video in videos)
 
 
 def _conversation(

@@ -78,11 +78,7 @@ FORMS = (
 
 
 def with_messages(record: dict[str, Any]) -> dict[str, Any]:
-    """Return the record with "messages" in place of the keys of its form.
-
-    Raises:
-        InvalidRecordError: no form, a part of one, or a key of `REFUSED`.
-    """
+    """Return the record with "messages" in place of the keys of its form."""
     given = {key for key, value in record.items() if value is not None}
     forms = [form for form in FORMS if form.asked in given and not given & LISTS.keys()]
     used = {key for form in forms for key in (form.asked, form.answered, *form.more)}

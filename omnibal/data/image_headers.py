@@ -87,11 +87,8 @@ def _has_late_exif(file: BinaryIO) -> bool:
 
 
 def image_size(image: ImageFile | HeldFile) -> tuple[int, int]:
-    """Stored width and height in pixels of a complete image.
-
-    Raises:
-        BadImage: missing, broken or truncated.
-        IsADirectoryError: a folder.
+    """Stored width and height in pixels of a complete image; raises BadImage or
+    IsADirectoryError.
     """
     try:
         with image.open() as file:

@@ -47,11 +47,8 @@ def render_chat(
     prompt: bool = False,
     pieces: Mapping[str, str] | None = None,
 ) -> str:
-    """Render messages. Templates may raise any exception.
-
-    Args:
-        prompt: append the beginning of an answer.
-        pieces: tokens by role, such as "eos_token".
+    """Render messages, and the beginning of an answer for a `prompt`. Templates may raise any
+    exception. `pieces` are tokens by role, such as "eos_token".
     """
     chat.limits.rounds = chat.limits.characters = chat.limits.read = 0
     return chat.template.render(

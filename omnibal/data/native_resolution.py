@@ -12,7 +12,11 @@ from typing import NamedTuple
 
 import numpy as np
 
+from omnibal.base.errors import UserError
 from omnibal.data.image_sizes import IMAGE, ImageSizes
+from omnibal.data.sample import Sample, Video
+from omnibal.data.stored_files import ImageFile
+from omnibal.data.video_files import BadVideo, read_video_header
 from omnibal.model.encoders import ImageRule, VideoConfig
 
 MAX_ASPECT_RATIO = 200
@@ -129,11 +133,9 @@ def _smart(
     frames: int = 1,
     rounded_frames: int = 1,
 ) -> tuple[int, int]:
-    """Round both sides to whole cells, within pixel limits.
+    """Round both sides to whole cells, within pixel limits of all frames.
 
-    Args:
-        limits: min and max pixels of all frames.
-        rounded_frames: `frames` rounded to whole patches.
+    `rounded_frames` is `frames` rounded to whole patches.
     """
     ratio = max(width, height) / min(width, height)
     if ratio > MAX_ASPECT_RATIO:
@@ -177,14 +179,14 @@ def _each(width: int, height: int, change: Callable[[int], int]) -> tuple[int, i
     return change(width), change(height)
 
 
-def seen_frames(frames: int, video: VideoConfig | None) -> list[int]:
+def seen_frames(frames: int, video: VideoConfig) -> list[int]:
     """Indices of frames shown to the model, evenly spread.
 
     Example:
         >>> seen_frames(9, VideoConfig(max_frames=3))
         [0, 4, 8]
     """
-    if video is None or frames <= video.max_frames:
+    if frames <= video.max_frames:
         return list(range(frames))
     step = (frames - 1) / max(video.max_frames - 1, 1)
     return [round(step * place) for place in range(video.max_frames)]
@@ -218,41 +220,126 @@ def sampled_frames(
     return steps.astype(int).tolist()
 
 
-def video_text(
-    frames: Sequence[int], rule: ImageRule, frames_per_second: float | None = None
-) -> str:
-    """Text of a video, with a token to repeat per segment.
-
-    Without a rule for videos, every frame is an image.
-
-    Args:
-        frames: indices of shown frames.
-        frames_per_second: by default the rate of a folder of frames.
-    """
-    video, together = rule.video, rule.frames_per_patch
-    if video is None:
-        return rule.image_text.text * len(frames)
-    of_patch = video.text.text
-    if video.times == "none":
-        return video.around[0] + of_patch + video.around[1]
-    rate = frames_per_second or video.frames_per_second
-    seconds = [frame / rate for frame in frames]
-    patches = [seconds[first : first + together] for first in range(0, len(seconds), together)]
-    if video.times == "before":
-        texts = [f"<{(patch[0] + patch[-1]) / 2:.1f} seconds>{of_patch}" for patch in patches]
-    else:
-        texts = [f"{of_patch}{int(patch[0])}" for patch in patches]
-    return video.around[0] + "".join(texts) + video.around[1]
-
-
-def text_places(frames: Sequence[int], rule: ImageRule) -> int:
-    """Number of placeholder tokens in `video_text`."""
-    if rule.video is None:
-        return len(frames)
-    return 1 if rule.video.times == "none" else -(-len(frames) // rule.frames_per_patch)
-
-
 def repeated_tokens(rule: ImageRule) -> tuple[str, ...]:
     """Pieces repeated for image and video tokens."""
     pieces = (rule.image_text, *((rule.video.text,) if rule.video else ()))
     return tuple(dict.fromkeys(text.each for text in pieces))
+
+
+ImageSize = Callable[[ImageFile], tuple[int, int]]
+"""Upright width and height in pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenVideo:
+    """Part of a video shown to the model."""
+
+    frames: tuple[int, ...]
+    """Indices of shown frames, from 0, ascending."""
+    total: int
+    """Frames of the whole video."""
+    frames_per_second: float
+    """Rate of the whole video."""
+
+    def text(self, rule: ImageRule) -> str:
+        """Text of the video, with a token per segment. Without a rule, every frame is an image."""
+        video, together = rule.video, rule.frames_per_patch
+        if video is None:
+            return rule.image_text.text * len(self.frames)
+        of_patch = video.text.text
+        if video.times == "none":
+            return video.around[0] + of_patch + video.around[1]
+        seconds = [frame / self.frames_per_second for frame in self.frames]
+        patches = [seconds[first : first + together] for first in range(0, len(seconds), together)]
+        if video.times == "before":
+            texts = [f"<{(patch[0] + patch[-1]) / 2:.1f} seconds>{of_patch}" for patch in patches]
+        else:
+            texts = [f"{of_patch}{int(patch[0])}" for patch in patches]
+        return video.around[0] + "".join(texts) + video.around[1]
+
+    def count_places(self, rule: ImageRule) -> int:
+        """Number of placeholder tokens in the text."""
+        if rule.video is None:
+            return len(self.frames)
+        return 1 if rule.video.times == "none" else -(-len(self.frames) // rule.frames_per_patch)
+
+
+def seen_videos(sample: Sample, rule: ImageRule) -> list[SeenVideo]:
+    """Videos of a sample as shown to the model."""
+    return [_seen_video(video, sample, rule) for video in sample.videos]
+
+
+def _seen_video(video: Video, sample: Sample, rule: ImageRule) -> SeenVideo:
+    if video.file is None and rule.video is None:
+        total = len(video.frames)
+        return SeenVideo(tuple(range(total)), total, 1.0)
+    if rule.video is None:
+        raise UserError(
+            f"{sample.where}: shows the video file {video}, and the model takes images alone; "
+            "extract its frames and name them as images"
+        )
+    try:
+        if video.file is None:
+            total, path = len(video.frames), video.frames[0].path
+            if total == 1 and not path.is_file():
+                why = "holds no frames; fill it" if path.is_dir() else "does not exist; correct it"
+                raise BadVideo(f"{why} or remove the sample")
+            check_frames(total, rule)
+            shown = tuple(seen_frames(total, rule.video))
+            return SeenVideo(shown, total, rule.video.frames_per_second)
+        header = read_video_header(video.file)
+        frames = sampled_frames(header.frames, header.frames_per_second, rule.video, rule)
+    except (BadVideo, OddImage) as error:
+        raise UserError(f"{sample.where}: video {video} {error}") from error
+    return SeenVideo(tuple(frames), header.frames, header.frames_per_second)
+
+
+def shown_of(sample: Sample, rule: ImageRule, image_size: ImageSize) -> list[Shown]:
+    """Patches of images and videos in token order. Videos without a rule are images per frame."""
+    seen = iter(seen_videos(sample, rule))
+    found: list[Shown] = []
+    for item in sample.shown_in_order:
+        try:
+            if isinstance(item, Video):
+                found += _shown_video(item, next(seen), sample, rule, image_size)
+            else:
+                found.append(Shown(image_grid(*image_size(item), rule)))
+        except OddImage as error:
+            raise UserError(
+                f"{sample.where}: {item} {error}; crop it or remove the sample"
+            ) from error
+    return found
+
+
+def _shown_video(
+    video: Video, seen: SeenVideo, sample: Sample, rule: ImageRule, image_size: ImageSize
+) -> list[Shown]:
+    if video.file is not None:
+        header = read_video_header(video.file)
+        size = header.width, header.height
+    else:
+        files = [video.frames[number] for number in seen.frames]
+        sizes = [image_size(file) for file in files]
+        if rule.video is None:
+            return [Shown(image_grid(*each, rule)) for each in sizes]
+        other = next((place for place, each in enumerate(sizes) if each != sizes[0]), None)
+        if other is not None:
+            raise UserError(
+                f"{sample.where}: frame {files[other]} has {sizes[other]} pixels, and the video's "
+                f"first {sizes[0]}; frames of a video must be equally large: make them so, or name "
+                "them as images"
+            )
+        size = sizes[0]
+    grid = video_grid(len(seen.frames), *size, rule)
+    seen_per_second = len(seen.frames) / seen.total * seen.frames_per_second
+    return [Shown(grid, rule.frames_per_patch / seen_per_second)]
+
+
+def tokens_of_places(shown: Sequence[Shown], rule: ImageRule) -> list[int]:
+    """Tokens of each placeholder in the text."""
+    tokens: list[int] = []
+    for grid, seconds in shown:
+        cells = grid.rows * grid.columns // rule.merge_size**2
+        apart = seconds is not None and rule.video is not None and rule.video.times != "none"
+        tokens += [cells] * grid.times if apart else [cells * grid.times]
+    return tokens

@@ -16,8 +16,8 @@ import numpy as np
 
 from omnibal.base.errors import UserError
 from omnibal.data.jinja_chat import BEGIN, END, compiled_template, render_chat
+from omnibal.data.native_resolution import seen_videos
 from omnibal.data.sample import IMAGE, VIDEO, Sample, Turn, frame_lines
-from omnibal.data.shown import seen_videos
 from omnibal.data.tokenizer import Tokenizer
 from omnibal.model.encoders import ImageRule, ImageText
 
@@ -67,9 +67,7 @@ class Conversation:
     ) -> "Conversation":
         """Return the messages of a sample with its questions' contents.
 
-        Args:
-            system: system message, None for none.
-            strips: strip answers and greeting.
+        `strips` strips answers and greeting.
         """
         messages = [] if system is None else [_message("system", system)]
         learned = []

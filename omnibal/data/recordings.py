@@ -58,11 +58,7 @@ class Duration:
 
 
 def read_duration(recording: AudioFile) -> Duration:
-    """Return the duration from the header; only the end of a FLAC is decoded.
-
-    Raises:
-        BadRecording: missing, broken, truncated, empty, unsupported, or a FLAC of unstated length.
-    """
+    """Return the duration from the header; only the end of a FLAC is decoded."""
     with _opened(recording) as sound:
         _check_header(sound)
         duration = Duration(sound.frames, sound.samplerate)
@@ -79,14 +75,7 @@ def read_duration(recording: AudioFile) -> Duration:
 
 
 def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
-    """Decode only the wanted clips, averaged over channels; raises BadRecording if unreadable.
-
-    Args:
-        wanted: clip indices below `Duration.clips`.
-
-    Returns:
-        waves_CS: 16 kHz, float32, padded with 0.
-    """
+    """Decode clips, averaged over channels: 16 kHz, float32 [C, S], padded with 0."""
     # Imported here, as scans read only headers and would wait for it in each process.
     from scipy.signal import resample_poly
 

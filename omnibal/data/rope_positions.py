@@ -16,16 +16,10 @@ from omnibal.model.encoders import ImageRule
 def rope_positions(
     item_S: np.ndarray, shown: Sequence[Shown], rule: ImageRule, answered: int = 0
 ) -> np.ndarray:
-    """RoPE positions of a sample, int64 [3, S].
+    """RoPE positions of a sample with its images and videos in token order, int64 [3, S].
 
-    Args:
-        item_S: 0 for text, otherwise an id of the image or video kind.
-        shown: images and videos in token order.
-        answered: generated tokens at the end, which continue from the largest position as in
-            Transformers' `generate`.
-
-    Raises:
-        ValueError: tokens do not match `shown`.
+    `item_S` is 0 for text, otherwise an id of the image or video kind. The last `answered` tokens
+    are generated: they continue from the largest position as in Transformers' `generate`.
     """
     asked_S = item_S[: len(item_S) - answered]
     starts = np.flatnonzero(np.diff(asked_S, prepend=-1))

@@ -30,11 +30,10 @@ from omnibal.data.lengths import (
     image_rule,
     tile_sizes,
 )
-from omnibal.data.native_resolution import Segments, segments_of, sizes_of
+from omnibal.data.native_resolution import Segments, segments_of, shown_of, sizes_of
 from omnibal.data.recordings import BadRecording, read_duration
 from omnibal.data.sample import Sample
 from omnibal.data.scan_journal import COUNTED, Counted, ScanJournal
-from omnibal.data.shown import shown_of
 from omnibal.data.stored_files import ImageFile, StoredFile
 from omnibal.data.tiling import tile_count
 from omnibal.data.tokenizer import Tokenizer
@@ -91,12 +90,8 @@ def scan_lengths(
 ) -> Scan:
     """Count items, tokens and loss tokens of every sample, without building them.
 
-    Args:
-        on_progress: called with the number of newly scanned samples.
-        journal: opened with `scan_key`. Skips its samples and adds new samples.
-
-    Raises:
-        StorageError: data unreachable, or changed since indexing.
+    Samples in the journal, opened with `scan_key`, are skipped, and new ones added to it.
+    `on_progress` gets the number of newly scanned samples.
     """
     _check_counted(model)
     check_tokenizer(model, tokenizer)

@@ -130,11 +130,9 @@ def tokenizer_files(path: Path) -> list[Path]:
 
 
 def open_tokenizer(path: Path) -> Tokenizer:
-    """Open a tokenizer file or a checkpoint folder.
+    """Open tokenizer.json, tokenizer.model, or a folder with one of them, the first preferred.
 
-    Args:
-        path: tokenizer.model, tokenizer.json or a folder (tokenizer.json preferred). Settings come
-            from tokenizer_config.json, otherwise added_tokens.json, in the same folder.
+    Settings come from tokenizer_config.json, otherwise added_tokens.json, in the same folder.
     """
     if path.is_dir():
         held = [at for at in (path / FAST_FILE, path / _SENTENCEPIECE_FILE) if at.is_file()]

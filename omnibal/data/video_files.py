@@ -54,14 +54,7 @@ def read_video_header(video: VideoFile) -> VideoHeader:
 
 
 def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
-    """Decode frames; raises BadVideo if undecodable or if sizes differ.
-
-    Args:
-        wanted: ascending frame indices.
-
-    Returns:
-        frames_FHWC: RGB, uint8.
-    """
+    """Decode frames by ascending indices, RGB, uint8 [F, H, W, C]."""
     found: list[np.ndarray] = []
     left = list(wanted)
     with _opened(video) as (container, stream):

@@ -120,12 +120,7 @@ def read_hub_config(path: Path) -> ModelConfig:
 
 
 def read_config_table(given: dict[str, Any], name: str, path: Path) -> ModelConfig:
-    """Read the content of a `config.json`.
-
-    Args:
-        name: of the resulting model.
-        path: of the file, which locates the image processor's file.
-    """
+    """Read the content of a `config.json` at `path`, as the model `name`."""
     kind = given.get("model_type")
     if not isinstance(kind, str):
         raise UserError(

@@ -130,11 +130,9 @@ def _refuse_variants(given: Mapping[str, Any]) -> None:
 
 
 def as_table(kind: type[T], given: Any, where: str, *, lenient: bool = False) -> T:
-    """Validate a table of a file.
+    """Validate a table of a file, which `where` names in messages.
 
-    Args:
-        where: file and table, for error messages.
-        lenient: ignore unknown keys and the release's dropouts.
+    If `lenient`, unknown keys and the release's dropouts are ignored.
     """
     try:
         context = _LENIENT if lenient else None

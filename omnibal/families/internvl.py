@@ -153,8 +153,7 @@ def internvl_model(
 ) -> ModelConfig:
     """Return the model of an InternVL config.json.
 
-    Args:
-        has_head: whether the checkpoint has a head tensor, or None if unknown, so the file decides.
+    `has_head` is whether the checkpoint has a head tensor, or None if unknown.
     """
     whole = as_table(_kind(given), given, str(path), lenient=True)
     kind = LANGUAGES[internvl_language(given)]
@@ -200,11 +199,7 @@ def internvl_language(given: Mapping[str, Any]) -> LanguageType:
 
 
 def unread_keys(given: Mapping[str, Any]) -> list[str]:
-    """Keys of an InternVL config.json that are set, unread and unknown.
-
-    Returns:
-        Names, prefixed by table and dot.
-    """
+    """Keys of an InternVL config.json that are set, unread and unknown, with their table's name."""
     whole = _kind(given)
     language = LANGUAGES[internvl_language(given)]
     tables: list[tuple[type[HubTable], str, Any]] = [
@@ -231,9 +226,6 @@ def is_tied(
 
     InternVL's class follows the language model's table (`inner`). Transformers 5 follows the outer
     table and unties a head that the checkpoint has. A missing head is tied if either table says so.
-
-    Args:
-        original: whether the file is in InternVL's own format.
     """
     if original or has_head:
         stated = outer if inner is None else inner

@@ -130,11 +130,7 @@ class TextTable(HubTable):
         return [LayerKind()]
 
     def is_tied(self, outer: bool | None = None) -> bool:
-        """Whether the head is tied to the token embedding.
-
-        Args:
-            outer: value of the outer table, which takes precedence if given.
-        """
+        """Whether the head is tied to the token embedding; an outer table takes precedence."""
         inner = self.tie_word_embeddings
         stated = inner if outer is None else outer
         tied = self.tied_by_default if stated is None else stated

@@ -14,11 +14,11 @@ from PIL import Image
 from omnibal.data.image_headers import image_size, webp_size
 from omnibal.data.native_resolution import (
     OddImage,
+    SeenVideo,
     image_segments,
     seen_frames,
     segments_of,
     video_grid,
-    video_text,
 )
 from omnibal.data.stored_files import ImageFile
 from omnibal.model.encoders import ImagesEncoder, ImageText, VideoConfig
@@ -118,19 +118,24 @@ def test_videos_become_as_many_tokens_as_their_processor_makes(counts_frames: bo
         assert found.squares == found.number * found.tokens**2
 
 
+def text_of(frames, rule):
+    rate = 1.0 if rule.video is None else rule.video.frames_per_second
+    return SeenVideo(tuple(range(frames)), frames, rate).text(rule)
+
+
 def test_text_of_a_video_tells_the_time_of_every_patch() -> None:
     """Prevents a video whose text is not what Qwen3-VL's and GLM's processors write."""
     qwen3 = tower(frames_per_patch=2, video=VideoConfig(times="before", max_frames=3))
     pads = "<|vision_start|><|video_pad|><|vision_end|>"
     # The last patch has one frame, twice.
-    assert video_text([0, 1, 2], qwen3) == f"<0.2 seconds>{pads}<1.0 seconds>{pads}"
+    assert text_of(3, qwen3) == f"<0.2 seconds>{pads}<1.0 seconds>{pads}"
     text = ImageText(before="<b>", each="<i>", after="</b>")
     glm = tower(frames_per_patch=2, video=VideoConfig(times="after", text=text, around=("(", ")")))
-    assert video_text(list(range(6)), glm) == "(<b><i></b>0<b><i></b>1<b><i></b>2)"
+    assert text_of(6, glm) == "(<b><i></b>0<b><i></b>1<b><i></b>2)"
     qwen2 = tower(frames_per_patch=2, video=VideoConfig())
-    assert video_text(list(range(6)), qwen2) == pads
+    assert text_of(6, qwen2) == pads
     assert seen_frames(9, qwen3.video) == [0, 4, 8] and seen_frames(2, qwen3.video) == [0, 1]
-    assert video_text([0, 1], tower()) == "<|vision_start|><|image_pad|><|vision_end|>" * 2
+    assert text_of(2, tower()) == "<|vision_start|><|image_pad|><|vision_end|>" * 2
 
 
 def test_sizes_of_webp_files_are_read_from_their_first_bytes(tmp_path: Path) -> None:

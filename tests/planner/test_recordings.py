@@ -27,10 +27,9 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
 from omnibal.data.log_mel import log_mel
-from omnibal.data.native_resolution import sampled_frames, video_grid
+from omnibal.data.native_resolution import sampled_frames, seen_videos, video_grid
 from omnibal.data.recordings import BadRecording, Duration, read_clips, read_duration
 from omnibal.data.scan import scan_key
-from omnibal.data.shown import seen_videos
 from omnibal.data.stored_files import AudioFile, VideoFile
 from omnibal.data.tokenizer import open_tokenizer
 from omnibal.data.video_files import BadVideo, read_video_frames, read_video_header
