@@ -485,7 +485,7 @@ def compare(
     (folder / f"{family.name}.jsonl").write_text(lines)
     tokenizer = open_tokenizer(folder)
     reader = SampleReader(Annotations.open(folder / f"{family.name}.jsonl"), tokenizer, model)
-    pads = [tokenizer.required(f"<|{kind}_pad|>") for kind in ("image", "video")]
+    pads = [tokenizer.require_id(f"<|{kind}_pad|>") for kind in ("image", "video")]
     lists, dataset = micro_batches(reader, len(made), rng)
     wrong = Counter[str]()
     for row, pack in enumerate(lists):

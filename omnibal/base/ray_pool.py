@@ -54,7 +54,7 @@ def _check_reachable(address: str) -> None:
     if not colon or not port.isdecimal():
         return  # a keyword such as auto
     try:
-        with _connected(host, port) as answering:
+        with _connect(host, port) as answering:
             answering.sendall(_GREETING)
             answering.settimeout(_CONNECT_S)
             is_text = answering.recv(1) > b" "  # such as a dashboard, not HTTP/2 or TLS
@@ -64,7 +64,7 @@ def _check_reachable(address: str) -> None:
         raise _unreachable(address, "what answers there is a dashboard, or not Ray")
 
 
-def _connected(host: str, port: str) -> socket.socket:
+def _connect(host: str, port: str) -> socket.socket:
     return socket.create_connection((host.strip("[]"), int(port)), _CONNECT_S)
 
 
@@ -74,7 +74,7 @@ def _wait_for_head(address: str) -> None:
     deadline = time.monotonic() + _HEAD_S
     while True:
         try:
-            _connected(host, port).close()
+            _connect(host, port).close()
             return
         except OSError as error:
             if time.monotonic() > deadline:
@@ -117,12 +117,12 @@ class _RayPool:
                 done, _ = ray.wait(list(under_way), timeout=_POLL_S)
                 under_way.difference_update(done)
                 for each in done:
-                    yield self._received(each)
+                    yield self._receive_result(each)
         finally:
             for each in under_way:
                 ray.cancel(each, force=False)
 
-    def _received(self, done: Any) -> Any:
+    def _receive_result(self, done: Any) -> Any:
         try:
             found = self.ray.get(done)
         except self.ray.exceptions.RayError as error:

@@ -105,7 +105,7 @@ class RemotePath(PosixPath):
     def check_version(self, version: str) -> None:
         """Raise if the version changed; queried at most once a minute."""
         if _known_now(self).version != version and version_of(self) != version:
-            raise changed(self)
+            raise change_error(self)
 
     def read_bytes(self) -> bytes:
         with self.open("rb") as file:
@@ -211,11 +211,11 @@ class _Known:
 
 
 def _known_now(path: RemotePath) -> _Known:
-    return _known(path, int(time.monotonic() // _REMEMBERED_S))
+    return _remembered_info(path, int(time.monotonic() // _REMEMBERED_S))
 
 
 @lru_cache(maxsize=_KNOWN_FILES)
-def _known(path: RemotePath, when: int) -> _Known:
+def _remembered_info(path: RemotePath, when: int) -> _Known:
     """File info, queried again if `when` differs."""
     info = _info(path)
     if info["type"] == "directory":
@@ -250,17 +250,17 @@ def _answering(path: RemotePath) -> Iterator[tuple[Any, str]]:
         ) from error
     except PermissionError as error:
         raise StorageError(
-            f"{path}: may not be read ({_why(error, path)}); give these credentials the right to "
-            "read it, then run the same command again"
+            f"{path}: may not be read ({_reason(error, path)}); give these credentials the right "
+            "to read it, then run the same command again"
         ) from error
     except Exception as error:  # backends raise their own errors
         raise StorageError(
-            f"{path}: cannot be read ({_why(error, path)}); see to the URL, the network and the "
+            f"{path}: cannot be read ({_reason(error, path)}); see to the URL, the network and the "
             "credentials (of S3 as for the AWS command line), then run the same command again"
         ) from error
 
 
-def _why(error: Exception, path: RemotePath) -> str:
+def _reason(error: Exception, path: RemotePath) -> str:
     """Reason without passwords and queries of the URL, which a backend may print alone."""
     reason = " ".join(str(error).split()) or type(error).__name__
     for secret in _SECRET.findall(str(path)):
@@ -289,14 +289,14 @@ class SeekableBytes(io.RawIOBase):
 class _RemoteFile(SeekableBytes):
     def __init__(self, path: RemotePath, known: _Known) -> None:
         super().__init__(known.size)
-        self._path, self._known = path, known
+        self._path, self._remembered_info = path, known
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         whole = memoryview(buffer)
         if not len(whole) or self.place >= self.size:
             return 0
         number, start = divmod(self.place, _BLOCK_BYTES)
-        found = _block(self._path, self._known, number)[start : start + len(whole)]
+        found = _block(self._path, self._remembered_info, number)[start : start + len(whole)]
         whole[: len(found)] = found
         self.place += len(found)
         return len(found)
@@ -306,13 +306,13 @@ class _RemoteFile(SeekableBytes):
 def _block(path: RemotePath, known: _Known, number: int) -> bytes:
     """Block of a file, from the cache if present."""
     if path.cache is None:
-        return _fetched(path, known, number)
+        return _fetch_block(path, known, number)
     name = f"{path}\0{known.version}\0{number}"
     size = min(_BLOCK_BYTES, known.size - number * _BLOCK_BYTES)
-    return path.cache.block(name, size, lambda: _fetched(path, known, number))
+    return path.cache.block(name, size, lambda: _fetch_block(path, known, number))
 
 
-def _fetched(path: RemotePath, known: _Known, number: int) -> bytes:
+def _fetch_block(path: RemotePath, known: _Known, number: int) -> bytes:
     """Block fetched from storage; raises StorageError if the file changed or is unreadable."""
     start = number * _BLOCK_BYTES
     stop = min(start + _BLOCK_BYTES, known.size)
@@ -324,11 +324,11 @@ def _fetched(path: RemotePath, known: _Known, number: int) -> bytes:
     except FileNotFoundError:
         content, same = b"", False
     if not same or len(content) != stop - start:
-        raise changed(path)
+        raise change_error(path)
     return content
 
 
-def changed(path: Path) -> StorageError:
+def change_error(path: Path) -> StorageError:
     """Error for a file that changed since its samples were indexed."""
     return StorageError(
         f"{path}: has changed while it was read, or since its samples were found; restore it, or "

@@ -105,18 +105,18 @@ class _Worker:
         try:
             self.connection.send(message)
         except ConnectionError as error:
-            raise self._ended() from error
+            raise self._exit_error() from error
 
     def receive(self) -> Any:
         try:
             message = self.connection.recv()
         except (EOFError, ConnectionError) as error:
-            raise self._ended() from error
+            raise self._exit_error() from error
         if isinstance(message, Failure):
             raise message.error
         return message
 
-    def _ended(self) -> UserError:
+    def _exit_error(self) -> UserError:
         self.process.join()
         code = self.process.exitcode or 0
         cause = signal.Signals(-code).name if code < 0 else f"exit status {code}"

@@ -140,7 +140,7 @@ def lengths(
 
     DATA as ms-swift, LLaMA-Factory, Qwen-VL, InternVL and LLaVA have it: docs/data.md.
     """
-    from omnibal.data.external_lengths import is_counted
+    from omnibal.data.external_lengths import is_cached_dataset
     from omnibal.report.command_tables import source_statistics, sources_table
 
     start = time.perf_counter()
@@ -151,7 +151,7 @@ def lengths(
     if scan.template not in (None, "tokenizer") and config.tiling is not None:
         own_tiles = config.tiling.model_copy(update={"by_processor": False})
         config = config.with_tower("vision", tiling=own_tiles)
-    if is_counted(meta):
+    if is_cached_dataset(meta):
         given = {"--tokenizer-model": tokenizer_model, "--template": scan.template}
         for option, value in given.items():
             if value is not None:
@@ -181,13 +181,13 @@ def lengths(
 
 def _read_counted_lengths(meta: Path, model: str, config: ModelConfig, output: Path) -> Lengths:
     """Read and write lengths counted by another program."""
-    from omnibal.data.external_lengths import counted_files, counted_lengths, counted_tokens
+    from omnibal.data.external_lengths import cached_files, read_cached_lengths, read_cached_tokens
 
-    check_files({"-o": output}, [*counted_files(meta), named_model_file(model)])
+    check_files({"-o": output}, [*cached_files(meta), named_model_file(model)])
     print_notes(model_notes(model))
-    tokens = counted_tokens(meta)
+    tokens = read_cached_tokens(meta)
     with progress("reading", len(tokens)) as advance:
-        found = counted_lengths(meta, tokens, config, advance)
+        found = read_cached_lengths(meta, tokens, config, advance)
     print_notes(["which tokens carry loss is not told by the dataset: all are taken to"], prefix="")
     output.parent.mkdir(parents=True, exist_ok=True)
     write_lengths(found, output)
@@ -223,7 +223,7 @@ def _scan(
     with pool_options.open_pool() as pool:
         index = DataIndex(pool=pool, progress=progress)
         if options.data_index is not None:
-            index = DataIndex.resumed(options.data_index, pool, progress)
+            index = DataIndex.resume(options.data_index, pool, progress)
         annotations = Annotations.open(meta, index, below=options.data_root)
         check_files(outputs, annotations.files)
         is_own = config.chat_template == "tokenizer"

@@ -28,7 +28,7 @@ from omnibal.base.files import read_json_model, real_path
 from omnibal.base.frozen import Frozen
 from omnibal.base.remote_path import (
     RemotePath,
-    changed,
+    change_error,
     kept_below,
     location,
     named_from,
@@ -134,7 +134,7 @@ class _Folder(Media):
     cache: BlockCache | None
     below: Path | None
 
-    def named(self, medium: Medium, name: str) -> ImageFile | Video | AudioFile:
+    def find(self, medium: Medium, name: str) -> ImageFile | Video | AudioFile:
         """Return a file, or a folder of frames."""
         path = kept_below(named_from(self.root, name, self.cache), self.below)
         if medium != "video":
@@ -144,7 +144,7 @@ class _Folder(Media):
             kept_below(frame.path, self.below)
         return video
 
-    def unnamed(self, medium: Medium) -> tuple[()]:
+    def list_unnamed(self, medium: Medium) -> tuple[()]:
         """Return nothing, as a folder's files are those that records name."""
         return ()
 
@@ -260,7 +260,7 @@ class Annotations:
                     f"states length {entry.length} for {name!r}; complete the data or correct the "
                     "length"
                 )
-            chosen.append(sum(map(len, indexes)) + _repeated(records, entry.repeat_time))
+            chosen.append(sum(map(len, indexes)) + _repeat_indices(records, entry.repeat_time))
             of_files += [len(sources)] * len(found)
             sources.append(source)
             indexes += found
@@ -312,7 +312,7 @@ class Annotations:
             ) from error
         for path, then, version in zip(self.files, self.versions, now, strict=True):
             if then != version:
-                raise changed(path)
+                raise change_error(path)
 
     def where(self, index: int) -> str:
         """File and record number, the prefix of error messages."""
@@ -328,7 +328,7 @@ class Annotations:
             if not isinstance(record, dict):
                 raise InvalidRecordError(f"is a JSON {type(record).__name__}; it must be an object")
             if source.meta.naming is not None:
-                record = source.meta.naming.applied(record)
+                record = source.meta.naming.rename_keys(record)
             return read_record(
                 record,
                 media,
@@ -339,7 +339,7 @@ class Annotations:
                 max_dynamic_patch=source.meta.max_dynamic_patch,
             )
 
-    def stored(self, index: int) -> StoredRecord:
+    def read_stored(self, index: int) -> StoredRecord:
         """Return a record, unchecked."""
         in_shard = self.entries[self.source[index]].in_shards
         with _naming(self.where(index)):
@@ -414,7 +414,7 @@ def _open_source(
             if is_rows(annotation) or is_array(annotation):
                 holds = "rows" if is_rows(annotation) else "array"
             files = [DataFile(annotation, holds)]
-            indexes = index.of(files)
+            indexes = index.find_records(files)
         except OSError as error:
             raise UserError(
                 f"{annotation}: cannot be read ({error.strerror}); correct the meta's annotation "
@@ -434,7 +434,7 @@ def _open_source(
             DataFile(shard.path, "rows") if rows else DataFile(shard.path, "shard", shard)
             for shard in shards
         ]
-        indexes = index.of(files)
+        indexes = index.find_records(files)
         root = shards[0].path.parent
     # Of blank lines that are passed over. Samples have other numbers than lines then.
     first = indexes[0]
@@ -469,14 +469,14 @@ def _sha256(indexes: Sequence[RecordIndex], in_shards: bool) -> str:
     return hashlib.sha256(b"".join(index.digest for index in indexes)).hexdigest()
 
 
-def _repeated(records: int, repeat_time: float) -> np.ndarray:
+def _repeat_indices(records: int, repeat_time: float) -> np.ndarray:
     """Indices of records, repeated `repeat_time` times: whole passes, then the first records,
     int64.
 
     Follows InternVL below 1 and for whole numbers; InternVL rejects other fractions.
 
     Example:
-        >>> _repeated(4, 1.5).tolist()
+        >>> _repeat_indices(4, 1.5).tolist()
         [0, 1, 2, 3, 0, 1]
     """
     return np.arange(int(records * repeat_time)) % records

@@ -32,7 +32,7 @@ from omnibal.data.tokenizer import (
     IMAGE_END,
     IMAGE_START,
     Tokenizer,
-    lacking,
+    lacking_pieces,
 )
 from omnibal.model.config import ChatTemplate, ModelConfig
 
@@ -166,7 +166,7 @@ class _NamedTemplate:
         apart = self.format.message_by_message
         encoded = list(map(self.tokenizer.encode, texts if apart else ["".join(texts)]))
         token_ids = np.array([number for ids in encoded for number in ids], np.int64)
-        end = self.tokenizer.required(self.format.end)
+        end = self.tokenizer.require_id(self.format.end)
         ends = np.flatnonzero(token_ids == end)
         if len(ends) != len(texts):
             raise self.miscount(conversation.where)
@@ -238,7 +238,7 @@ class _NamedTemplate:
         return [text.replace(IMAGE, image).replace(AUDIO, audio) for text in questions]
 
     def _bos_ids(self) -> np.ndarray:
-        return np.array([self.tokenizer.required(piece) for piece in self.bos], np.int64)
+        return np.array([self.tokenizer.require_id(piece) for piece in self.bos], np.int64)
 
 
 @lru_cache(maxsize=16)
@@ -248,7 +248,7 @@ def _count_header_tokens(form: _Format, tokenizer: Tokenizer) -> int:
         return len(tokenizer.encode(form.prompt))
     # Encode after another message: some tokenizers treat the beginning of a text differently.
     opening = tokenizer.encode(form.end + form.prompt)
-    return len(opening) - opening.index(tokenizer.required(form.end)) - 1
+    return len(opening) - opening.index(tokenizer.require_id(form.end)) - 1
 
 
 def _template(model: ModelConfig, tokenizer: Tokenizer) -> _NamedTemplate | OwnTemplate:
@@ -275,7 +275,7 @@ def check_tokenizer(model: ModelConfig, tokenizer: Tokenizer) -> None:
     if missing:
         raise UserError(
             f"{tokenizer.path}, for chat_template {model.chat_template!r} of {model.name}: "
-            f"{lacking(missing)}"
+            f"{lacking_pieces(missing)}"
         )
     if tokenizer.vocab_size > model.language.vocab_size:
         raise UserError(
@@ -299,7 +299,7 @@ def answer_end(model: ModelConfig, tokenizer: Tokenizer) -> int:
             f"{tokenizer.path}: neither closes its chat template an answer, nor is there an "
             "eos_token; add one to tokenizer_config.json"
         )
-    return tokenizer.required(end)
+    return tokenizer.require_id(end)
 
 
 def expected_answer(text: str, model: ModelConfig, tokenizer: Tokenizer) -> str:
@@ -398,7 +398,7 @@ def _repeats(
     model: ModelConfig,
 ) -> np.ndarray:
     """Repeats of each token, int64 [tokens]: 1, or tokens per image or recording."""
-    repeats, required = np.ones(len(token_ids), np.int64), template.tokenizer.required
+    repeats, required = np.ones(len(token_ids), np.int64), template.tokenizer.require_id
     items = [(template.repeated, tiles, model.vision.tokens_per_item if model.takes_images else 1)]
     if model.takes_audio:
         items.append(((AUDIO_CONTEXT,), clips, model.audio.tokens_per_item))

@@ -73,7 +73,7 @@ class DataIndex:
     progress: Progress = _silent
 
     @classmethod
-    def resumed(cls, path: Path, pool: Pool, progress: Progress = _silent) -> "DataIndex":
+    def resume(cls, path: Path, pool: Pool, progress: Progress = _silent) -> "DataIndex":
         """Open an index for writing and keep its records."""
         log = RecordLog(path, _TITLE, _FORM)
         records, _ = log.read(_NAMED)
@@ -90,9 +90,9 @@ class DataIndex:
         records, _ = RecordLog(path, _TITLE, _FORM).read(_NAMED)
         return cls(known=_by_key(records), complete=path)
 
-    def of(self, files: Sequence[DataFile]) -> list[RecordIndex]:
+    def find_records(self, files: Sequence[DataFile]) -> list[RecordIndex]:
         """Records of every file; raises OSError if unreadable."""
-        found = self._found(files) if self.known else {}
+        found = self._known_indexes(files) if self.known else {}
         left = [number for number in range(len(files)) if number not in found]
         if left and self.complete is not None:
             raise UserError(
@@ -110,11 +110,11 @@ class DataIndex:
                 found[number] = index
                 if self.log is not None:
                     key = files[number].key(index.version)
-                    self.log.append(key + _written(index))
+                    self.log.append(key + _encode(index))
                 advance(1)
         return [found[number] for number in range(len(files))]
 
-    def _found(self, files: Sequence[DataFile]) -> dict[int, RecordIndex]:
+    def _known_indexes(self, files: Sequence[DataFile]) -> dict[int, RecordIndex]:
         """Known indexes of unchanged files, by file number."""
         try:
             versions = versions_of([file.path for file in files])
@@ -122,7 +122,7 @@ class DataIndex:
             return {}  # reading the files reports the missing file
         keys = [file.key(version) for file, version in zip(files, versions, strict=True)]
         return {
-            number: _read(self.known[key], files[number].path, versions[number])
+            number: _decode(self.known[key], files[number].path, versions[number])
             for number, key in enumerate(keys)
             if key in self.known
         }
@@ -138,13 +138,13 @@ def _by_key(records: Sequence[memoryview]) -> dict[bytes, memoryview]:
     return {bytes(record[:size]): record[size:] for record in records}
 
 
-def _written(index: RecordIndex) -> bytes:
+def _encode(index: RecordIndex) -> bytes:
     digest = index.digest
     numbers = _SIZES.pack(len(digest), len(index))
     return numbers + digest + index.start.tobytes() + index.size.tobytes()
 
 
-def _read(record: memoryview, path: Path, version: str) -> RecordIndex:
+def _decode(record: memoryview, path: Path, version: str) -> RecordIndex:
     digest_bytes, records = _SIZES.unpack_from(record)
     digest = record[_SIZES.size :][:digest_bytes]
     start, size = np.frombuffer(record[_SIZES.size + digest_bytes :], np.int64).reshape(2, records)

@@ -69,7 +69,7 @@ class EnergonIndex:
         offsets = shard.with_suffix(".tar.idx")
         try:
             borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
-            with _opened(self.database) as database:
+            with _open_database(self.database) as database:
                 rows = database.execute(_FILES, (self.number,))
                 found = [
                     (key, [Member(f"{key}.{suffix}", start, *at) for _, _, suffix, *at in files])
@@ -81,11 +81,11 @@ class EnergonIndex:
                 "again"
             ) from error
         if not borders or borders[:-1] != [members[0].header for _, members in found]:
-            raise stale(shard, "its .tar.idx has samples at other places than index.sqlite")
+            raise stale_error(shard, "its .tar.idx has samples at other places than index.sqlite")
         return found, borders[-1]
 
 
-def _opened(database: Path) -> closing[sqlite3.Connection]:
+def _open_database(database: Path) -> closing[sqlite3.Connection]:
     # Read-only and immutable: locks are slow or missing on network file systems.
     name = f"{database.absolute().as_uri()}?mode=ro&immutable=1"
     return closing(sqlite3.connect(name, uri=True))
@@ -99,7 +99,7 @@ def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | 
         return nothing
     try:
         counts = json.loads((folder / META / _INFO).read_text())["shard_counts"]
-        with _opened(database) as opened:
+        with _open_database(database) as opened:
             opened.execute(f"{_FILES} LIMIT 1", (0,))
     except (OSError, ValueError, KeyError, sqlite3.Error):  # earlier versions
         return nothing
@@ -112,7 +112,7 @@ def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | 
     ]
 
 
-def stale(shard: Path, why: str) -> UserError:
+def stale_error(shard: Path, why: str) -> UserError:
     return UserError(
         f"{shard}: is not what Energon's index says of it ({why}); run `energon prepare` again"
     )

@@ -26,7 +26,7 @@ _STATE = "state.json"
 _REMEDY = "give the folder that `swift export --to_cached_dataset true` made"
 
 
-def is_counted(path: Path) -> bool:
+def is_cached_dataset(path: Path) -> bool:
     """Whether a path is a local ms-swift cached dataset."""
     return not isinstance(path, RemotePath) and cached_folder(path) is not None
 
@@ -36,13 +36,13 @@ def cached_folder(path: Path) -> Path | None:
     return next((at for at in (path, path / "train") if (at / _STATE).is_file()), None)
 
 
-def counted_files(path: Path) -> list[Path]:
-    """Files that `counted_lengths` reads, except images."""
+def cached_files(path: Path) -> list[Path]:
+    """Files that `read_cached_lengths` reads, except images."""
     folder = cached_folder(path) or path
     return [folder / _STATE, *_arrow_files(folder)]
 
 
-def counted_tokens(path: Path) -> np.ndarray:
+def read_cached_tokens(path: Path) -> np.ndarray:
     """Tokens of every row, int64 [rows]; rows with several segments have a list."""
     folder, found = cached_folder(path) or path, list[int]()
     for batch in _batches(folder):
@@ -57,7 +57,7 @@ def counted_tokens(path: Path) -> np.ndarray:
     return np.array(found, np.int64)
 
 
-def counted_lengths(
+def read_cached_lengths(
     path: Path, tokens: np.ndarray, model: ModelConfig, on_progress: Callable[[int], None]
 ) -> Lengths:
     """Lengths of a cached dataset, a row per sample, in order."""

@@ -139,7 +139,7 @@ class Naming(Frozen):
                         f"{where}: {table}: has {name!r}; it must be one of {', '.join(names)}"
                     )
 
-    def applied(self, record: dict[str, Any]) -> dict[str, Any]:
+    def rename_keys(self, record: dict[str, Any]) -> dict[str, Any]:
         """Record with standard names; raises InvalidRecordError if a named column is missing."""
         renamed = dict(record)
         for column, key in self.columns.items():

@@ -19,7 +19,7 @@ class ImageSizes:
     """Images and videos per sample, int64 [samples]."""
 
     @classmethod
-    def joined(cls, parts: Sequence["ImageSizes"]) -> "ImageSizes":
+    def join(cls, parts: Sequence["ImageSizes"]) -> "ImageSizes":
         """Concatenate samples."""
         return cls(
             images=np.concatenate([np.empty(0, IMAGE), *(part.images for part in parts)]),

@@ -283,7 +283,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     if not paths:
         raise UserError("no lengths file was given; pass at least one Parquet or JSON file")
     parts = [part for path in paths for part in _read_file(path)]
-    lengths = parts[0] if len(parts) == 1 else _joined(parts)
+    lengths = parts[0] if len(parts) == 1 else _join_parts(parts)
     if not len(lengths):
         raise UserError(
             f"{', '.join(map(str, paths))}: holds no sample; planning needs at least one"
@@ -292,7 +292,7 @@ def read_lengths(paths: Sequence[Path]) -> Lengths:
     return lengths
 
 
-def _joined(parts: Sequence[Lengths]) -> Lengths:
+def _join_parts(parts: Sequence[Lengths]) -> Lengths:
     names = tuple(dict.fromkeys(name for part in parts for name in part.source_names))
     codes = [
         np.array([names.index(name) for name in part.source_names], np.int32)[part.source]
@@ -313,17 +313,17 @@ def _joined(parts: Sequence[Lengths]) -> Lengths:
         source=np.concatenate(codes),
         source_names=names,
         squares={name: join_column(name) for name in squares},
-        image_sizes=_joined_image_sizes(parts),
+        image_sizes=_join_image_sizes(parts),
     )
 
 
-def _joined_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
+def _join_image_sizes(parts: Sequence[Lengths]) -> ImageSizes | None:
     """Join image sizes, None unless every part with image tokens has them."""
     counted = [part.image_sizes for part in parts]
     if all(sizes is None for sizes in counted) or any(p.is_without_image_sizes for p in parts):
         return None
     pairs = zip(parts, counted, strict=True)
-    return ImageSizes.joined([ImageSizes.none(len(p)) if s is None else s for p, s in pairs])
+    return ImageSizes.join([ImageSizes.none(len(p)) if s is None else s for p, s in pairs])
 
 
 def length_files(paths: Sequence[Path]) -> list[Path]:

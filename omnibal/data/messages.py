@@ -197,11 +197,11 @@ def _read_as(kind: type, problem: str) -> Callable[[Any], Any]:
 
 def _read_calls(given: Any) -> tuple[str, ...]:
     """Parse tool calls from JSON or its text, a single call or a list."""
-    calls, found = _parsed(given), []
+    calls, found = _parse_json(given), []
     for call in calls if isinstance(calls, list) else [calls]:
         inner = call.get("function", call) if isinstance(call, dict) else None
         inner = inner if isinstance(inner, dict) else {}
-        name, arguments = inner.get("name"), _parsed(inner.get("arguments", {}))
+        name, arguments = inner.get("name"), _parse_json(inner.get("arguments", {}))
         if not (isinstance(name, str) and isinstance(arguments, dict)):
             raise InvalidRecordError(
                 'an odd call of a tool; it must be {"name", "arguments"}, in "function" or alone, '
@@ -222,7 +222,7 @@ _FIELDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
 """Optional assistant keys: message field and reader."""
 
 
-def _parsed(given: Any) -> Any:
+def _parse_json(given: Any) -> Any:
     try:
         return json.loads(given) if isinstance(given, str) else given
     except (ValueError, RecursionError):

@@ -84,13 +84,15 @@ def samples_of_sources(mixture: Mixture, names: Sequence[str], available: np.nda
                 "epochs than that"
             )
     if weighted.any():
-        seen[weighted] = _shared(left, weight[weighted], _most_seen(mixture, available[weighted]))
+        seen[weighted] = _split_by_weight(
+            left, weight[weighted], _max_samples(mixture, available[weighted])
+        )
     if not seen.any():
         raise UserError("the mixture has no sample; give a source a weight, or epochs above 0")
     return seen.astype(np.int64)
 
 
-def _most_seen(mixture: Mixture, available: np.ndarray) -> np.ndarray:
+def _max_samples(mixture: Mixture, available: np.ndarray) -> np.ndarray:
     """Max samples per weighted source, as whole numbers, infinite if unlimited."""
     most = math.inf if mixture.most_epochs is None else mixture.most_epochs
     return np.floor(most * available + 1e-9)  # 0.29 x 100 is 28.999...
@@ -101,7 +103,7 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     seen, most, found = samples_of_sources(mixture, names, available), mixture.most_epochs, []
     rules = [mixture.sources[name] for name in names]
     if most is not None:
-        full = seen == _most_seen(mixture, available)
+        full = seen == _max_samples(mixture, available)
         cut = [
             name
             for name, rule, is_full in zip(names, rules, full, strict=True)
@@ -124,7 +126,7 @@ def shortfalls(mixture: Mixture, names: Sequence[str], available: np.ndarray) ->
     return found
 
 
-def _shared(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
+def _split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
     """Split samples by weight, capped by `most`, as whole numbers, [sources]."""
     share, free = np.zeros(len(weight)), np.ones(len(weight), bool)
     while free.any():
@@ -142,7 +144,7 @@ def _shared(samples: float, weight: np.ndarray, most: np.ndarray) -> np.ndarray:
     return whole
 
 
-def drawn(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
+def draw_mixture(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
     """Samples of a mixture in order, repeated by epochs; partial epochs are drawn at random."""
     sources = len(lengths.source_names)
     available = np.bincount(lengths.source, minlength=sources)

@@ -95,12 +95,12 @@ def image_grid(width: int, height: int, rule: ImageRule) -> Grid:
         case "fixed":
             size = (math.isqrt(rule.max_pixels),) * 2
         case "padded":
-            size = _padded(width, height, rule)
+            size = _pad_sides(width, height, rule)
         case "smart":
-            size = _smart(width, height, cell, (rule.min_pixels, rule.max_pixels))
+            size = _fit_pixels(width, height, cell, (rule.min_pixels, rule.max_pixels))
         case "repeated":
             limits, frames = (rule.min_pixels, rule.max_pixels), rule.frames_per_patch
-            size = _smart(*_enlarged(width, height, cell), cell, limits, frames, frames)
+            size = _fit_pixels(*_enlarge(width, height, cell), cell, limits, frames, frames)
     return _grid(1, size, rule)
 
 
@@ -114,9 +114,9 @@ def video_grid(frames: int, width: int, height: int, rule: ImageRule) -> Grid:
     if rule.video.counts_frames:
         frames = max(frames, together)
         rounded = round(frames / together) * together
-        size = _smart(*_enlarged(width, height, cell), cell, limits, frames, rounded)
+        size = _fit_pixels(*_enlarge(width, height, cell), cell, limits, frames, rounded)
     else:
-        size = _smart(width, height, cell, limits)
+        size = _fit_pixels(width, height, cell, limits)
     return _grid(groups, size, rule)
 
 
@@ -125,7 +125,7 @@ def _grid(times: int, size: tuple[int, int], rule: ImageRule) -> Grid:
     return Grid(times, rows=height // rule.patch_size, columns=width // rule.patch_size)
 
 
-def _smart(
+def _fit_pixels(
     width: int,
     height: int,
     cell: int,
@@ -144,14 +144,16 @@ def _smart(
     pixels, (least, most) = rounded_frames * sides[0] * sides[1], limits
     if pixels > most:
         shrink = math.sqrt(frames * height * width / most)
-        return _each(width, height, lambda side: max(cell, math.floor(side / shrink / cell) * cell))
+        return _map_sides(
+            width, height, lambda side: max(cell, math.floor(side / shrink / cell) * cell)
+        )
     if pixels < least:
         grow = math.sqrt(least / (frames * height * width))
-        return _each(width, height, lambda side: math.ceil(side * grow / cell) * cell)
+        return _map_sides(width, height, lambda side: math.ceil(side * grow / cell) * cell)
     return sides[0], sides[1]
 
 
-def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
+def _enlarge(width: int, height: int, cell: int) -> tuple[int, int]:
     """Scale both sides up to one cell or more."""
     if min(width, height) >= cell:
         return width, height
@@ -159,7 +161,7 @@ def _enlarged(width: int, height: int, cell: int) -> tuple[int, int]:
     return int(width * scale), int(height * scale)
 
 
-def _padded(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
+def _pad_sides(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
     """Sides shrunk to the max number of patches and padded to whole cells."""
     patch, cell = rule.patch_size, rule.cell_pixels
     patches = max(1, width // patch) * max(1, height // patch)
@@ -168,14 +170,14 @@ def _padded(width: int, height: int, rule: ImageRule) -> tuple[int, int]:
     if longest is not None:
         scale = min(scale, longest / width, longest / height)
 
-    def padded(side: int) -> int:
+    def pad(side: int) -> int:
         shrunk = max(1, int(side * scale))
         return -(-(shrunk if longest is None else min(shrunk, longest)) // cell) * cell
 
-    return _each(width, height, padded)
+    return _map_sides(width, height, pad)
 
 
-def _each(width: int, height: int, change: Callable[[int], int]) -> tuple[int, int]:
+def _map_sides(width: int, height: int, change: Callable[[int], int]) -> tuple[int, int]:
     return change(width), change(height)
 
 

@@ -173,8 +173,8 @@ class OwnTemplate:
 
         A token is learned if its first character is.
         """
-        marked = self._rendered(conversation, conversation.messages)
-        text = _unmarked(marked)
+        marked = self._render_messages(conversation, conversation.messages)
+        text = _remove_marks(marked)
         if _GENERATION.search(self.text):
             answers, marked_spans = conversation.answers, _marked_spans(marked)
             if len(marked_spans) != len(answers):
@@ -196,8 +196,8 @@ class OwnTemplate:
 
     def encode_prompt(self, conversation: Conversation, turn: int) -> np.ndarray:
         """Return token ids before the answer of `turn`, int64 [tokens], each image's once."""
-        asked = self._rendered(conversation, conversation.before_answer(turn), prompt=True)
-        return np.array(self.tokenizer.encode(_unmarked(asked)), np.int64)
+        asked = self._render_messages(conversation, conversation.before_answer(turn), prompt=True)
+        return np.array(self.tokenizer.encode(_remove_marks(asked)), np.int64)
 
     def miscount(self, where: str, places: int, images: int) -> UserError:
         """Return the error of a conversation with another number of image pieces than images."""
@@ -233,7 +233,7 @@ class OwnTemplate:
         pieces = (*self.control_pieces, BEGIN, END, _STAND_IN)
         self.tokenizer.check_text("\n".join(texts), sample.where, pieces, f"an image with {IMAGE}")
 
-    def _rendered(
+    def _render_messages(
         self, conversation: Conversation, messages: list[dict[str, Any]], prompt: bool = False
     ) -> str:
         """Render messages, with images and videos as text and generation marks."""
@@ -249,11 +249,11 @@ class OwnTemplate:
     def _span(self, conversation: Conversation, place: int, text: str) -> tuple[int, int]:
         """Span of an answer with its closing piece, for templates without generation marks."""
         messages = conversation.messages
-        asked = self._rendered(conversation, messages[:place], prompt=True)
+        asked = self._render_messages(conversation, messages[:place], prompt=True)
         is_last = place + 1 == len(messages)
-        answered = text if is_last else self._rendered(conversation, messages[: place + 1])
+        answered = text if is_last else self._render_messages(conversation, messages[: place + 1])
         if text.startswith(answered) and answered.startswith(asked):
-            return len(asked), self._closed(len(answered), text)
+            return len(asked), self._end_with_piece(len(answered), text)
         return self._span_within(conversation, place, asked, text)
 
     def _span_within(
@@ -271,7 +271,7 @@ class OwnTemplate:
             )
         stand_in = [*conversation.messages]
         stand_in[place] = message | {"content": _STAND_IN}
-        before, _, behind = self._rendered(conversation, stand_in).partition(_STAND_IN)
+        before, _, behind = self._render_messages(conversation, stand_in).partition(_STAND_IN)
         has_both = text.startswith(before) and text.endswith(behind)
         if not (has_both and (before.startswith(asked) or asked.startswith(before))):
             raise UserError(
@@ -283,11 +283,11 @@ class OwnTemplate:
         start, end = min(len(asked), len(before)), len(text) - len(behind)
         piece = self.answer_end
         if piece is None or piece not in behind:
-            return start, self._closed(end, text)
+            return start, self._end_with_piece(end, text)
         # Other content, such as calls, precedes the closing piece.
         return start, end + behind.index(piece) + len(piece)
 
-    def _closed(self, end: int, text: str) -> int:
+    def _end_with_piece(self, end: int, text: str) -> int:
         """End of an answer, including its closing piece."""
         if self.answer_end is not None and text[:end].rstrip().endswith(self.answer_end):
             return len(text[:end].rstrip())
@@ -306,12 +306,12 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
             "tokenizer_config.json"
         )
 
-    def answered(answer: str) -> str:
+    def render_answer(answer: str) -> str:
         said = [_message("user", "a"), _message("assistant", answer)]
         return _render(tokenizer, said, "its chat template")
 
     image = next((piece for piece in _IMAGE_TEXTS if piece in text), None)
-    behind = answered(_STAND_IN).partition(_STAND_IN)[2]
+    behind = render_answer(_STAND_IN).partition(_STAND_IN)[2]
     has_videos = image is not None and (rule is None or rule.video is not None)
     return OwnTemplate(
         tokenizer=tokenizer,
@@ -320,7 +320,7 @@ def own_template(tokenizer: Tokenizer, rule: ImageRule | None) -> OwnTemplate:
         image=image,
         video=_video_text(tokenizer) if has_videos else None,
         answer_end=_opening_piece(behind, tokenizer),
-        strips_answers=f" {_STAND_IN} " not in answered(f" {_STAND_IN} "),
+        strips_answers=f" {_STAND_IN} " not in render_answer(f" {_STAND_IN} "),
     )
 
 
@@ -341,7 +341,7 @@ def _opening_piece(text: str, tokenizer: Tokenizer) -> str | None:
     return max(pieces, key=len, default=None)
 
 
-def _unmarked(marked: str) -> str:
+def _remove_marks(marked: str) -> str:
     return marked.replace(BEGIN, "").replace(END, "")
 
 

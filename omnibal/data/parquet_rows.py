@@ -82,25 +82,27 @@ class Row(Media):
     @property
     def holds_files(self) -> bool:
         """Whether media are stored in the row."""
-        return any(_holds(value) for name, value in self.values.items() if _is_of_files(name))
+        return any(
+            _stores_files(value) for name, value in self.values.items() if _is_of_files(name)
+        )
 
     def record(self) -> bytes:
         """JSON of all columns without stored files; unknown bytes are a key "bytes"."""
         shown = {
             name: _plain(value)
             for name, value in self.values.items()
-            if not (_is_of_files(name) and _holds(value))
+            if not (_is_of_files(name) and _stores_files(value))
         }
         try:
             return json.dumps(shown, default=str).encode()
         except (TypeError, ValueError) as error:
             raise InvalidRecordError(f"cannot be a record ({error})") from error
 
-    def named(self, medium: Medium, name: str) -> Any:
+    def find(self, medium: Medium, name: str) -> Any:
         """Return a file of the folder."""
-        return self.folder.named(medium, name)
+        return self.folder.find(medium, name)
 
-    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+    def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
         """Return the files that are stored in the row."""
         kind, columns = _INSIDE.get(medium, (ImageFile, ()))
         held = [
@@ -152,19 +154,24 @@ def _is_of_files(column: str) -> bool:
 
 
 def _contents(values: dict[str, Any], columns: tuple[str, ...]) -> list[bytes]:
-    return [held for name, value in values.items() if name in columns for held in _held(value)]
+    return [
+        held
+        for name, value in values.items()
+        if name in columns
+        for held in _stored_contents(value)
+    ]
 
 
-def _held(value: Any) -> list[bytes]:
+def _stored_contents(value: Any) -> list[bytes]:
     """Stored file contents in a value: a single file or a list."""
     parts = value if isinstance(value, list) else [value]
     contents = (part.get("bytes") if isinstance(part, dict) else part for part in parts)
     return [content for content in contents if isinstance(content, bytes)]
 
 
-def _holds(value: Any) -> bool:
+def _stores_files(value: Any) -> bool:
     """Whether a value stores files; raises InvalidRecordError if it also names files."""
-    held = len(_held(value))
+    held = len(_stored_contents(value))
     if held and held != len(value if isinstance(value, list) else [value]):
         raise InvalidRecordError("has some of its files inside, and names others; it must do one")
     return bool(held)

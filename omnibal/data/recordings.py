@@ -59,18 +59,18 @@ class Duration:
 
 def read_duration(recording: AudioFile) -> Duration:
     """Return the duration from the header; only the end of a FLAC is decoded."""
-    with _opened(recording) as sound:
+    with _open_sound(recording) as sound:
         _check_header(sound)
         duration = Duration(sound.frames, sound.samplerate)
         try:
             sound.seek(sound.frames - 1)
             has_end = len(sound.read(1)) > 0
         except soundfile.LibsndfileError as error:
-            raise _truncated() from error
+            raise _truncated_error() from error
     with recording.open() as file:
         data = _wav_data(file)
     if not has_end or (data is not None and data.is_cut):
-        raise _truncated()
+        raise _truncated_error()
     return duration
 
 
@@ -80,7 +80,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
     from scipy.signal import resample_poly
 
     waves_CS = np.zeros((len(wanted), frames * SAMPLES_PER_FRAME), np.float32)
-    with _opened(recording) as sound:
+    with _open_sound(recording) as sound:
         _check_header(sound)
         common = gcd(RATE_HZ, sound.samplerate)
         up, down = RATE_HZ // common, sound.samplerate // common
@@ -93,7 +93,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
             sound.seek(first)
             decoded = sound.read(stop - first, dtype="float32", always_2d=True)
             if len(decoded) < stop - first:
-                raise _truncated()
+                raise _truncated_error()
             if not np.isfinite(decoded).all():
                 raise BadRecording("has samples that are not finite")
             offset = start - first // down * up
@@ -103,7 +103,7 @@ def read_clips(recording: AudioFile, wanted: range, frames: int) -> np.ndarray:
 
 
 @contextmanager
-def _opened(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
+def _open_sound(recording: AudioFile) -> Iterator[soundfile.SoundFile]:
     try:
         with recording.open() as file:
             data = _wav_data(file)
@@ -197,5 +197,5 @@ class _SizeUnknown:
         return bytes(found)
 
 
-def _truncated() -> BadRecording:
+def _truncated_error() -> BadRecording:
     return BadRecording("is truncated", "fetch the file again or remove the sample")

@@ -70,10 +70,10 @@ _Said = tuple[str | None, Message | None, tuple[Turn, ...]]
 class Media(Protocol):
     """Images (also frames), videos and recordings of a record."""
 
-    def named(self, medium: Medium, name: str) -> Any:
+    def find(self, medium: Medium, name: str) -> Any:
         """Return the ImageFile, Video or AudioFile of a name; a video may be a folder of frames."""
 
-    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+    def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
         """Media of a record that names none of this kind."""
 
 
@@ -85,9 +85,9 @@ def read_record(record: dict[str, Any], media: Media, **known: Any) -> Sample:
     images, videos = _read_images(record, messages, media)
     named = _named_items(record, messages, "audio")
     recordings = (
-        media.unnamed("audio")
+        media.list_unnamed("audio")
         if named is None
-        else tuple(media.named("audio", name) for name in named)
+        else tuple(media.find("audio", name) for name in named)
     )
     counts = len(images), len(videos), len(recordings)
     system, greeting, turns = _read_conversation(record, messages, *counts)
@@ -157,15 +157,15 @@ def _read_images(
     videos = _named_videos(record, messages)
     images = _named_items(record, messages, "image")
     if not videos and images is None:
-        return media.unnamed("image"), media.unnamed("video")
-    named = tuple(media.named("image", name) for name in images or ())
+        return media.list_unnamed("image"), media.list_unnamed("video")
+    named = tuple(media.find("image", name) for name in images or ())
     return named, tuple(_read_video(video, media) for video in videos)
 
 
 def _read_video(video: Any, media: Media) -> Video:
     if isinstance(video, str):
-        return media.named("video", video)
-    frames = _names(video, "video", _VIDEO)
+        return media.find("video", video)
+    frames = _read_names(video, "video", _VIDEO)
     if not frames:
         raise InvalidRecordError(
             "has a video that is an empty list; name its frames or remove the video"
@@ -175,7 +175,7 @@ def _read_video(video: Any, media: Media) -> Video:
         raise InvalidRecordError(
             f"has the video file {of_video} among frames of a video; name it alone"
         )
-    return Video(frames=tuple(media.named("image", name) for name in frames))
+    return Video(frames=tuple(media.find("image", name) for name in frames))
 
 
 def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
@@ -189,14 +189,14 @@ def _named_videos(record: dict[str, Any], messages: Messages) -> list[Any]:
     if isinstance(named, str | dict) or (key == "video" and not are_files):
         named = [named]
     if not isinstance(named, list):
-        raise _odd(key, f"a list of videos, each {_VIDEO}")
-    return [_path(video, key) if isinstance(video, dict | str) else video for video in named]
+        raise _odd_value_error(key, f"a list of videos, each {_VIDEO}")
+    return [_read_path(video, key) if isinstance(video, dict | str) else video for video in named]
 
 
 def _named_items(record: dict[str, Any], messages: Messages, medium: Medium) -> list[str] | None:
     """Paths of images or recordings, None if absent."""
     key, named = _items_given(record, messages, medium)
-    return None if named is None else _names(named or [], key, _PATHS)
+    return None if named is None else _read_names(named or [], key, _PATHS)
 
 
 def _items_given(record: dict[str, Any], messages: Messages, medium: Medium) -> tuple[str, Any]:
@@ -215,21 +215,21 @@ def _items_given(record: dict[str, Any], messages: Messages, medium: Medium) -> 
     return (medium, None) if key is None else (key, record[key])
 
 
-def _names(value: Any, key: str, remedy: str) -> list[str]:
+def _read_names(value: Any, key: str, remedy: str) -> list[str]:
     names = [value] if isinstance(value, str | dict) else value
     if not isinstance(names, list):
-        raise _odd(key, remedy)
-    paths = [_path(name, key) for name in names]
+        raise _odd_value_error(key, remedy)
+    paths = [_read_path(name, key) for name in names]
     if not all(isinstance(path, str) and path for path in paths):
-        raise _odd(key, remedy)
+        raise _odd_value_error(key, remedy)
     return paths
 
 
-def _odd(key: str, remedy: str) -> InvalidRecordError:
+def _odd_value_error(key: str, remedy: str) -> InvalidRecordError:
     return InvalidRecordError(f'has an odd "{key}"; it must be {remedy}')
 
 
-def _path(name: Any, key: str) -> Any:
+def _read_path(name: Any, key: str) -> Any:
     """Path of an item, unwrapped from {"path", "bytes"} or a URL."""
     if isinstance(name, dict):
         given = {field: value for field, value in name.items() if value is not None}
@@ -266,14 +266,14 @@ def _read_tools(record: dict[str, Any]) -> str | None:
 def _read_conversation(
     record: dict[str, Any], messages: Messages, images: int, videos: int, recordings: int
 ) -> _Said:
-    said = _assembled(record, messages)
+    said = _assemble_turns(record, messages)
     system, greeting, asked = said
     questions = [turn.question for turn in asked]
     _check_marks(said)
-    _place(questions, AUDIO, recordings, "recording")
+    _place_marks(questions, AUDIO, recordings, "recording")
     questions[0] = questions[0].replace(f"{VIDEO}\r\n", VIDEO_LINE)
-    _place(questions, VIDEO, videos, "video")
-    _place(questions, IMAGE, images, "image")
+    _place_marks(questions, VIDEO, videos, "video")
+    _place_marks(questions, IMAGE, images, "image")
     kinds = record.get("kinds", [None] * len(questions))
     named = isinstance(kinds, list) and all(isinstance(kind, str | None) for kind in kinds)
     if not named or len(kinds) != len(questions):
@@ -303,7 +303,7 @@ def _check_marks(said: _Said) -> None:
             )
 
 
-def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
+def _place_marks(questions: list[str], mark: str, count: int, noun: str) -> None:
     """Prepend the mark of a single item if no question has it."""
     placed = sum(question.count(mark) for question in questions)
     if count == 1 and placed == 0:
@@ -316,7 +316,7 @@ def _place(questions: list[str], mark: str, count: int, noun: str) -> None:
         )
 
 
-def _assembled(record: dict[str, Any], messages: Messages) -> _Said:
+def _assemble_turns(record: dict[str, Any], messages: Messages) -> _Said:
     rest = list(messages.messages)
     for message in rest:
         _check_text(message)
@@ -331,12 +331,12 @@ def _assembled(record: dict[str, Any], messages: Messages) -> _Said:
         system = rest.pop(0).text
     greeting = rest.pop(0) if rest and rest[0].role == "assistant" else None
     if greeting is not None and (greeting.calls or greeting.reasoning):
-        raise _not_alternating(messages)
+        raise _alternation_error(messages)
     turns = []
     while rest:
         turns.append(_next_turn(rest, messages))
     if not turns:
-        raise _not_alternating(messages)
+        raise _alternation_error(messages)
     return system, greeting, tuple(turns)
 
 
@@ -348,10 +348,10 @@ def _next_turn(rest: list[Message], messages: Messages) -> Turn:
     results = tuple(asked)
     if not results:
         if not rest or rest[0].role != "user":
-            raise _not_alternating(messages)
+            raise _alternation_error(messages)
         asked.append(rest.pop(0).text)
     if not rest or rest[0].role != "assistant":
-        raise _not_alternating(messages)
+        raise _alternation_error(messages)
     answer = rest.pop(0)
     while rest and rest[0].role == "assistant" and rest[0].calls and not rest[0].text:
         more = rest.pop(0)  # calls as separate messages
@@ -372,7 +372,7 @@ def _next_turn(rest: list[Message], messages: Messages) -> Turn:
     )
 
 
-def _not_alternating(messages: Messages) -> InvalidRecordError:
+def _alternation_error(messages: Messages) -> InvalidRecordError:
     user, model = ("human", "gpt") if messages.key == "conversations" else ("user", "assistant")
     return InvalidRecordError(
         f'has "{messages.key}" from {", ".join(messages.speakers)}; {user} and {model} must '

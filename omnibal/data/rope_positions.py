@@ -24,15 +24,15 @@ def rope_positions(
     asked_S = item_S[: len(item_S) - answered]
     starts = np.flatnonzero(np.diff(asked_S, prepend=-1))
     stops = np.append(starts[1:], len(asked_S))
-    grids = _runs(shown, rule)
+    grids = _split_runs(shown, rule)
     parts, place = [np.zeros((3, 0), np.int64)], 0
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=False):
         if not asked_S[start]:
-            parts.append(_counted(place, stop - start))
+            parts.append(_text_positions(place, stop - start))
             place += stop - start
             continue
         grid, interval = next(grids, (Grid(0, 0, 0), 1.0))
-        cells = _cells(grid, interval, rule.merge_size)
+        cells = _cell_positions(grid, interval, rule.merge_size)
         if cells.shape[1] != stop - start:
             raise ValueError(f"{stop - start} tokens stand for {cells.shape[1]} cells of {grid}")
         parts.append(cells + place)
@@ -40,10 +40,12 @@ def rope_positions(
     if next(grids, None) is not None:
         raise ValueError(f"{len(shown)} images and videos have no tokens for all of their cells")
     found = np.concatenate(parts, axis=1)
-    return np.concatenate([found, _counted(int(found.max(initial=-1)) + 1, answered)], axis=1)
+    return np.concatenate(
+        [found, _text_positions(int(found.max(initial=-1)) + 1, answered)], axis=1
+    )
 
 
-def _runs(shown: Sequence[Shown], rule: ImageRule) -> Iterator[tuple[Grid, float]]:
+def _split_runs(shown: Sequence[Shown], rule: ImageRule) -> Iterator[tuple[Grid, float]]:
     """Patches and time interval of every run of tokens."""
     video = rule.video
     for grid, seconds in shown:
@@ -56,13 +58,13 @@ def _runs(shown: Sequence[Shown], rule: ImageRule) -> Iterator[tuple[Grid, float
             yield grid, 1.0
 
 
-def _cells(grid: Grid, interval: float, merge: int) -> np.ndarray:
+def _cell_positions(grid: Grid, interval: float, merge: int) -> np.ndarray:
     """Positions of every cell, int64 [3, cells], truncated to 32 bits as in torch."""
     times = (np.arange(grid.times, dtype=np.float32) * np.float32(interval)).astype(np.int64)
     rows, columns = np.arange(grid.rows // merge), np.arange(grid.columns // merge)
     return np.stack(np.meshgrid(times, rows, columns, indexing="ij")).reshape(3, -1)
 
 
-def _counted(first: int, tokens: int) -> np.ndarray:
+def _text_positions(first: int, tokens: int) -> np.ndarray:
     """Text positions, int64 [3, tokens]."""
     return np.broadcast_to(np.arange(first, first + tokens), (3, tokens))

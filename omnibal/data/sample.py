@@ -83,7 +83,7 @@ class Sample:
         """Tiling per image: images share the max tiles (InternVL), a frame is 1 tile."""
         most = self.max_dynamic_patch or tiling.max_dynamic_patch
         images = 1 if tiling.by_processor else max(1, len(self.images))
-        return _limited(tiling, 1 if self.of_frames else max(1, most // images))
+        return _limit_tiles(tiling, 1 if self.of_frames else max(1, most // images))
 
     @property
     def files(self) -> tuple[StoredFile, ...]:
@@ -164,7 +164,7 @@ def middle_frames(frames: int, most: int) -> list[int]:
 
 
 @lru_cache
-def _limited(tiling: TilingConfig, most: int) -> TilingConfig:
+def _limit_tiles(tiling: TilingConfig, most: int) -> TilingConfig:
     # InternVL finds no grid below min tiles, and then uses a single tile.
     least, most = (tiling.min_dynamic_patch, most) if tiling.min_dynamic_patch <= most else (1, 1)
     return tiling.model_copy(update={"min_dynamic_patch": least, "max_dynamic_patch": most})

@@ -30,11 +30,11 @@ class Counted:
     image_sizes: ImageSizes
 
     @classmethod
-    def joined(cls, parts: Sequence["Counted"]) -> "Counted":
+    def join(cls, parts: Sequence["Counted"]) -> "Counted":
         """Join samples, ascending by index, without duplicates."""
         rows = np.concatenate([np.empty(0, COUNTED), *(part.rows for part in parts)])
         _, first = np.unique(rows["index"], return_index=True)
-        sizes = ImageSizes.joined([part.image_sizes for part in parts])
+        sizes = ImageSizes.join([part.image_sizes for part in parts])
         return cls(rows=rows[first], image_sizes=sizes.take(first))
 
     def __len__(self) -> int:
@@ -71,8 +71,8 @@ class ScanJournal:
         log = RecordLog(path, _TITLE, _FORM + key.encode())
         records, discarded = log.read(_NAMED)
         numbers = {key: number for number, key in enumerate(data.keys)}
-        parts = [_read(record, numbers, data) for record in records]
-        read = finished = Counted.joined(parts)
+        parts = [_decode(record, numbers, data) for record in records]
+        read = finished = Counted.join(parts)
         log.begin(records if len(read) else [])
         if len(read):
             # `_places` index each sample once, and the journal all its repeats.
@@ -84,7 +84,7 @@ class ScanJournal:
             rows = read.rows[row]
             rows["index"] = order[numbers_of_runs(first, stop - first)]
             repeated = Counted(rows=rows, image_sizes=read.image_sizes.take(row))
-            finished = Counted.joined([repeated])
+            finished = Counted.join([repeated])
         return cls(
             log=log,
             data=data,
@@ -116,13 +116,13 @@ class ScanJournal:
         return notes
 
     def append(self, samples: Counted) -> None:
-        self.log.append(_written(samples, self.data))
+        self.log.append(_encode(samples, self.data))
 
     def remove(self) -> None:
         self.log.remove()
 
 
-def _read(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> Counted:
+def _decode(record: memoryview, numbers: dict[bytes, int], data: Annotations) -> Counted:
     """Samples of a record that belong to current files, indexed by `_places`."""
     files, samples, images = _NUMBERS.unpack_from(record)
     parts = (
@@ -146,7 +146,7 @@ def _places(data: Annotations, file: np.ndarray, number: np.ndarray) -> np.ndarr
     return file.astype(np.int64) * (int(data.number.max()) + 1) + number
 
 
-def _written(samples: Counted, data: Annotations) -> bytes:
+def _encode(samples: Counted, data: Annotations) -> bytes:
     """Encode a record: files, samples and images."""
     rows, sizes = samples.rows, samples.image_sizes
     files, file = np.unique(data.file[rows["index"]], return_inverse=True)

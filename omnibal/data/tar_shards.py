@@ -32,7 +32,7 @@ from omnibal.data.energon_index import (
     Member,
     Samples,
     energon_indexes,
-    stale,
+    stale_error,
 )
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
@@ -107,7 +107,7 @@ class ShardSample(Media):
         with open_range(self.shard, found[0].offset, found[0].size) as file:
             return file.read()
 
-    def named(self, medium: Medium, name: str) -> Any:
+    def find(self, medium: Medium, name: str) -> Any:
         """Member by full name, by name without folder, or by suffix after the key."""
         if medium == "video" and not is_video_file(name):
             raise InvalidRecordError(
@@ -123,9 +123,9 @@ class ShardSample(Media):
             f'names out: then "{medium}" is all of them'
         )
 
-    def unnamed(self, medium: Medium) -> tuple[Any, ...]:
+    def list_unnamed(self, medium: Medium) -> tuple[Any, ...]:
         """Members of a medium, 2.jpg before 10.jpg, without videos if there is an image."""
-        if medium == "video" and self.unnamed("image"):
+        if medium == "video" and self.list_unnamed("image"):
             return ()
         suffixes = _FILES[medium][1]
         members = [m for m in self.members if PurePath(m.name).suffix.lower() in suffixes]
@@ -263,7 +263,7 @@ def index_shard(shard: Shard) -> RecordIndex:
 def _samples(shard: Shard, file: BinaryIO) -> Iterator[tuple[str, list[Member]]]:
     """Key and members of each sample, by Energon's index or grouped by webdataset."""
     if shard.listed is not None:
-        yield from _listed(file, shard.path, *shard.listed.of(shard.path))
+        yield from _list_samples(file, shard.path, *shard.listed.of(shard.path))
         return
     try:
         from webdataset.tariterators import group_by_keys
@@ -294,7 +294,7 @@ def read_shard_sample(shard: Path, start: int, size: int) -> ShardSample:
     return ShardSample(shard, members)
 
 
-def _listed(
+def _list_samples(
     file: BinaryIO, path: Path, samples: Samples, end: int
 ) -> Iterator[tuple[str, list[Member]]]:
     """Key and members of each sample from Energon's index.
@@ -303,21 +303,21 @@ def _listed(
     """
     for number, (key, members) in enumerate(samples):
         if number in (0, len(samples) - 1):
-            _compare(path, members)
+            _check_members(path, members)
         for member in members:
             if member.suffix == _RECORD:
                 _check_header(file, path, member)
         yield key, members
     file.seek(end)
     if _is_cut_off(file):
-        raise stale(path, f"it does not end at byte {end}")
+        raise stale_error(path, f"it does not end at byte {end}")
 
 
-def _compare(shard: Path, members: list[Member]) -> None:
+def _check_members(shard: Path, members: list[Member]) -> None:
     start = members[0].header
     there = read_shard_sample(shard, start, members[-1].end - start).members
     if [(m.name, m.offset, m.size) for m in there] != [(m.name, m.offset, m.size) for m in members]:
-        raise stale(shard, f"it has no {members[0].name} at byte {start}")
+        raise stale_error(shard, f"it has no {members[0].name} at byte {start}")
 
 
 def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
@@ -329,7 +329,9 @@ def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
     is_header = size.isdigit() and checksum.strip().isdigit()
     total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
     if not is_header or int(checksum, 8) != total or int(size, 8) != member.size:
-        raise stale(shard, f"it has no {member.name} of {member.size} bytes at {member.offset}")
+        raise stale_error(
+            shard, f"it has no {member.name} of {member.size} bytes at {member.offset}"
+        )
 
 
 def _members(file: BinaryIO) -> Iterator[Member]:

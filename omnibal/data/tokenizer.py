@@ -75,11 +75,11 @@ class Tokenizer(ABC):
             "fast tokenizer does)"
         )
 
-    def required(self, piece: str) -> int:
+    def require_id(self, piece: str) -> int:
         """Id of a piece; raises UserError if absent."""
         found = self.id_of(piece)
         if found is None:
-            raise UserError(f"{self.path}: {lacking([piece])}")
+            raise UserError(f"{self.path}: {lacking_pieces([piece])}")
         return found
 
     def check_text(self, text: str, where: str, pieces: Sequence[str], media: str) -> None:
@@ -97,12 +97,12 @@ class Tokenizer(ABC):
     @property
     def image_context(self) -> int:
         """Id replaced by vision embeddings."""
-        return self.required(IMAGE_CONTEXT)
+        return self.require_id(IMAGE_CONTEXT)
 
     @property
     def audio_context(self) -> int:
         """Id replaced by audio embeddings."""
-        return self.required(AUDIO_CONTEXT)
+        return self.require_id(AUDIO_CONTEXT)
 
 
 @lru_cache(maxsize=64)
@@ -111,7 +111,7 @@ def _find_reserved(special: tuple[str, ...], pieces: tuple[str, ...]) -> re.Patt
     return re.compile("|".join(map(re.escape, sorted(found, key=len, reverse=True))) or _NEVER)
 
 
-def lacking(pieces: Sequence[str]) -> str:
+def lacking_pieces(pieces: Sequence[str]) -> str:
     """Error message for missing pieces."""
     return (
         f"lacks the piece(s) {' '.join(pieces)}; the chat template needs each as one token: pass "

@@ -43,7 +43,7 @@ class VideoHeader:
 @lru_cache(maxsize=_HEADERS)
 def read_video_header(video: VideoFile) -> VideoHeader:
     """Frames (or packets), rate and size of a video, without decoding; raises BadVideo."""
-    with _opened(video) as (container, stream):
+    with _open_video(video) as (container, stream):
         frames = stream.frames or sum(packet.size > 0 for packet in container.demux(stream))
         rate = stream.average_rate or stream.guessed_rate
         found = {"frames": frames, "rate": rate, "size": stream.width * stream.height}
@@ -57,7 +57,7 @@ def read_video_frames(video: VideoFile, wanted: Sequence[int]) -> np.ndarray:
     """Decode frames by ascending indices, RGB, uint8 [F, H, W, C]."""
     found: list[np.ndarray] = []
     left = list(wanted)
-    with _opened(video) as (container, stream):
+    with _open_video(video) as (container, stream):
         for number, frame in enumerate(container.decode(stream)):
             while left and left[0] == number:
                 found.append(frame.to_ndarray(format="rgb24"))
@@ -104,7 +104,7 @@ def _matroska_size(head: bytes, place: int) -> tuple[int, int]:
 
 
 @contextmanager
-def _opened(video: VideoFile) -> Iterator[tuple[Any, Any]]:
+def _open_video(video: VideoFile) -> Iterator[tuple[Any, Any]]:
     """Container and first video stream."""
     try:
         import av

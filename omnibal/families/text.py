@@ -147,7 +147,7 @@ class TextTable(HubTable):
             runs=runs_of(self.kinds),
         )
 
-    def alone(self, name: str, *, tied_head: bool) -> ModelConfig:
+    def as_model(self, name: str, *, tied_head: bool) -> ModelConfig:
         """Return a model of the language model alone."""
         language = self.language(tied_head=tied_head)
         return ModelConfig(name=name, language=language, chat_template=self.chat_template)
@@ -351,7 +351,7 @@ def read_text(kind: type[TextTable], given: dict[str, Any], name: str, path: Pat
     """Read a file of a language model alone with table `kind`."""
     table = as_table(kind, given, str(path))
     table.check_rope()
-    return table.alone(name, tied_head=table.is_tied())
+    return table.as_model(name, tied_head=table.is_tied())
 
 
 def auxiliary_loss(coefficient: float, experts_per_token: int, layers: int) -> float:

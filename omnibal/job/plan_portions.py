@@ -164,5 +164,5 @@ def _join_lengths(parts: Sequence[Lengths]) -> Lengths:
         source=np.concatenate([part.source for part in parts]),
         squares=_concatenate([part.squares for part in parts]),
         sample=np.concatenate([part.annotation_indices(np.arange(len(part))) for part in parts]),
-        image_sizes=ImageSizes.joined(sizes) if sizes else None,
+        image_sizes=ImageSizes.join(sizes) if sizes else None,
     )

@@ -410,7 +410,7 @@ def test_an_index_knows_rows(written, tmp_path):
     """Prevents: a training that reads whole files to open them, or finds other rows."""
     meta = written[0] / "meta.json"
     meta.write_text('{"a": {"annotation": "inside.parquet"}}')
-    first = Annotations.open(meta, DataIndex.resumed(tmp_path / "data.index", LocalPool()))
+    first = Annotations.open(meta, DataIndex.resume(tmp_path / "data.index", LocalPool()))
     again = Annotations.open(meta, DataIndex.read(tmp_path / "data.index"))
     assert again.sha256 == first.sha256
     assert files_of(again, 22) == files_of(first, 22)
@@ -434,7 +434,7 @@ def test_columns_without_a_value_are_none(tmp_path):
     rows = Annotations.open(tmp_path / "a.parquet")
     lines = Annotations.open(write_jsonl(tmp_path / "a.jsonl", {"messages": said}))
     assert rows[0].turns == lines[0].turns
-    assert json.loads(rows.stored(0).content) == json.loads(lines.stored(0).content)
+    assert json.loads(rows.read_stored(0).content) == json.loads(lines.read_stored(0).content)
 
 
 def test_what_is_wrong_is_said_in_a_line(tmp_path):
@@ -462,7 +462,7 @@ def test_rows_with_images_inside_are_not_exported(written):
     folder, records = written
     inside = open_meta(folder, a={"annotation": "inside.parquet"})
     with pytest.raises(UserError, match="row 2 has images or recordings inside"):
-        inside.stored(1)
-    assert json.loads(inside.stored(0).content)["id"] == records[0]["id"]
+        inside.read_stored(1)
+    assert json.loads(inside.read_stored(0).content)["id"] == records[0]["id"]
     named = open_meta(folder, a={"annotation": "named.parquet", "root": "pictures"})
-    assert json.loads(named.stored(1).content)["image"] == records[1]["image"]
+    assert json.loads(named.read_stored(1).content)["image"] == records[1]["image"]

@@ -124,7 +124,7 @@ def test_names_of_files():
 
 
 def open_indexed(meta: Path, folder: Path) -> Annotations:
-    return Annotations.open(meta, DataIndex.resumed(folder / "index", LocalPool()))
+    return Annotations.open(meta, DataIndex.resume(folder / "index", LocalPool()))
 
 
 def test_a_denied_shard_loses_nothing(made, bucket, tmp_path):
@@ -170,7 +170,7 @@ def test_indexed_samples_are_opened_without_reading_them(tmp_path):
     os.utime(path, ns=(written.st_atime_ns, written.st_mtime_ns))
     again = Annotations.open(path, DataIndex.read(tmp_path / "index"))
     path.write_bytes(lines)
-    assert len(again) == 1000 and again.stored(999).content == lines[:22]
+    assert len(again) == 1000 and again.read_stored(999).content == lines[:22]
 
 
 @pytest.mark.parametrize("is_remote", [False, True])

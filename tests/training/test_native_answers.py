@@ -50,7 +50,7 @@ def theirs(model, reader: SampleReader, sample: Sample) -> list[int]:
     given, kinds = {}, torch.zeros_like(ids, dtype=torch.int32)
     items = list(zip(shown, patches.split([grid.patches for grid, _ in shown]), strict=True))
     for number, (kind, name) in enumerate(PIXELS.items()):
-        kinds[ids == reader.tokenizer.required(f"<|{kind}_pad|>")] = number + 1
+        kinds[ids == reader.tokenizer.require_id(f"<|{kind}_pad|>")] = number + 1
         chosen = [pair for pair in items if (pair[0].seconds is not None) == (kind == "video")]
         if chosen:
             given[name] = torch.cat([own for _, own in chosen])

@@ -158,7 +158,7 @@ def test_answers_go_on_from_the_largest_position(data):
     lengths = [question.tokens for question in questions]
     for question in questions:
         # A model may answer with the word for an image's tokens.
-        question.answer_ids.extend([reader.tokenizer.required("<|image_pad|>"), 5])
+        question.answer_ids.extend([reader.tokenizer.require_id("<|image_pad|>"), 5])
     after = micro_batch(questions, media, reader)
     assert after.shape == _shape(questions)
     assert torch.equal(after.patches_YX, before.patches_YX)

@@ -59,7 +59,7 @@ def save(name: str, folder: Path) -> torch.nn.Module:
     tokenizer = open_tokenizer(pieces)
     for part, piece in IMAGE_PIECES:
         if piece in special:
-            model.config.update({part: tokenizer.required(piece)})
+            model.config.update({part: tokenizer.require_id(piece)})
     randomized(model)
     if name.startswith("internvl"):
         chat = pieces / "chat_template.jinja"
@@ -90,7 +90,7 @@ def loss_of(model: torch.nn.Module, folder: Path, data: Path) -> float:
         ids = torch.from_numpy(encoded.token_ids)[None]
         if shown:
             given["image_grid_thw"] = torch.tensor([tuple(image.grid) for image in shown])
-            given["mm_token_type_ids"] = (ids == reader.tokenizer.required("<|image_pad|>")).int()
+            given["mm_token_type_ids"] = (ids == reader.tokenizer.require_id("<|image_pad|>")).int()
             given["pixel_values"] = reader.patches(sample, shown)
         elif sample.images:
             given["pixel_values"] = reader.pixels([sample])

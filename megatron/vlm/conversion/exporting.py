@@ -221,7 +221,7 @@ def _item_ids(model: ModelConfig, tokenizer: Tokenizer) -> dict[str, int]:
         "vision_end_token_id": shown.after,
         **({} if video is None else {"video_token_id": video.text.each}),
     }
-    return {key: tokenizer.required(piece) for key, piece in pieces.items()}
+    return {key: tokenizer.require_id(piece) for key, piece in pieces.items()}
 
 
 def write_export(export: Export, target: Path, on_written: Callable[[int], None]) -> None:

@@ -109,7 +109,7 @@ def read_config(directory: Path, names: Collection[str]) -> tuple[ModelConfig, L
         layout = Layout.QWEN3_MOE_STACKED if has_stacked_experts(names) else _TEXT_ONLY[kind]
         has_head = head_name(layout) in names
         tied = is_tied(table.tie_word_embeddings, None, original=False, has_head=has_head)
-        return table.alone(name, tied_head=tied), layout
+        return table.as_model(name, tied_head=tied), layout
 
 
 def _internvl_layout(given: dict[str, Any], names: Collection[str]) -> Layout:

@@ -170,7 +170,7 @@ def blank_text(cells: int, tokens: int, reader: SampleReader) -> EncodedSample:
     encoder = reader.model.images
     assert encoder is not None, "the model takes images at their native resolution"
     token_ids = np.full(tokens, reader.answer_end)
-    token_ids[:cells] = reader.tokenizer.required(repeated_tokens(encoder)[0])
+    token_ids[:cells] = reader.tokenizer.require_id(repeated_tokens(encoder)[0])
     return EncodedSample(token_ids=token_ids, loss_mask=np.zeros(tokens, bool))
 
 

@@ -137,7 +137,7 @@ class SampleReader:
         """Return each token's kind of item, from 1, or 0 for text; int64 [S]."""
         kinds = np.zeros(len(token_ids), np.int64)
         for kind, piece in enumerate(repeated_tokens(rule), 1):
-            kinds[token_ids == self.tokenizer.required(piece)] = kind
+            kinds[token_ids == self.tokenizer.require_id(piece)] = kind
         return torch.from_numpy(kinds)
 
     def shown(self, sample: Sample) -> list[Shown]:

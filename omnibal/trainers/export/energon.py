@@ -67,7 +67,7 @@ class _Stored:
 
 def _find_members(annotations: Annotations, index: int) -> _Stored:
     """Find a sample's members, in its shard or to be stored."""
-    sample, record = annotations[index], annotations.stored(index)
+    sample, record = annotations[index], annotations.read_stored(index)
     shown = sample.files
     if record.in_shard:
         members = (str(file.name).removeprefix(f"{record.name}.") for file in shown)
@@ -124,7 +124,7 @@ def _datasets(annotations: Annotations, numbers: np.ndarray) -> dict[str, str]:
     datasets = {}
     for source in np.unique(annotations.source[numbers]):
         index = int(numbers[np.argmax(annotations.source[numbers] == source)])
-        if annotations.stored(index).in_shard:
+        if annotations.read_stored(index).in_shard:
             datasets[f"{_OF_SHARDS}{source}"] = str(_prepared(annotations, int(source)))
         else:
             datasets[_MADE] = _MADE
@@ -157,7 +157,7 @@ def _write_samples(path: Path, numbers: np.ndarray, annotations: Annotations) ->
         for index in numbers[np.sort(first)].tolist():
             found = _find_members(annotations, index)
             if found.dataset == _MADE:
-                record = annotations.stored(index).content.decode().strip()
+                record = annotations.read_stored(index).content.decode().strip()
                 names = list(zip(found.parts[1:], map(str, found.files), strict=True))
                 line = {"key": found.key, "record": record, "files": names}
                 file.write(json.dumps(line, ensure_ascii=False) + "\n")

@@ -32,7 +32,7 @@ def write_rows(
     begins: dict[str, int] = {}  # first byte of the rows with an optional key
     with path.open("wb") as file:
         for sample in samples.tolist():
-            stored = annotations.stored(sample)
+            stored = annotations.read_stored(sample)
             row, line = _plain_row(stored, of_tiles=of_tiles), stored.content.strip()
             if row is None:
                 row = row_of(annotations[sample], of_tiles=of_tiles)
