@@ -6,17 +6,24 @@
     000017.mp4    or 000017.0.mp4, ...: videos, if there is no image
 
 Shards are indexed by the libraries' own rules, then read by seek. Both libraries import torch, so
-they are imported only if shards are used.
+they are imported only if shards are used. `energon prepare` writes an index, which is used if it
+has files (read in Energon 7.4.1, flavors/webdataset: itar.py, indexing.py, prepare.py):
+
+    NAME.tar.idx            uint64: first byte of every sample, then the end of the last
+    .nv-meta/index.sqlite   key of every sample; name, offset and size of its files
 """
 
 import hashlib
+import json
 import re
+import sqlite3
 import tarfile
 import tempfile
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path, PurePath
 from typing import Any, BinaryIO
 
@@ -25,15 +32,6 @@ import numpy as np
 from omnibal.base.block_cache import BlockCache
 from omnibal.base.errors import UserError
 from omnibal.base.remote_path import RemotePath, named_from, version_of
-from omnibal.data.energon_index import (
-    META,
-    TAR_BLOCK,
-    EnergonIndex,
-    Member,
-    Samples,
-    energon_indexes,
-    stale_error,
-)
 from omnibal.data.messages import InvalidRecordError, Medium
 from omnibal.data.record_files import RecordIndex
 from omnibal.data.records import Media
@@ -63,6 +61,15 @@ _LETTERS = 58  # from A to z
 _MAX_DIGITS = 18
 """Digits of a range's limits that are read: enough to see that it is too large."""
 _ENERGON_FILES = (".info.json", ".info.yaml", "split.yaml", "split.json")
+_META_FOLDER = ".nv-meta"
+_INFO, _DATABASE = ".info.json", "index.sqlite"
+_FILES_OF_SHARD = (
+    "SELECT s.sample_key, s.byte_offset, p.part_name, p.content_byte_offset, p.content_byte_size "
+    "FROM samples s JOIN sample_parts p USING (tar_file_id, sample_index) WHERE tar_file_id = ? "
+    "ORDER BY sample_index, p.content_byte_offset"
+)
+_TAR_BLOCK = 512
+"""Tar block size in bytes."""
 
 _FILES: dict[Medium, tuple[type[StoredFile], frozenset[str]]] = {
     "image": (ImageFile, IMAGE_SUFFIXES),
@@ -70,6 +77,65 @@ _FILES: dict[Medium, tuple[type[StoredFile], frozenset[str]]] = {
     "audio": (AudioFile, AUDIO_SUFFIXES),
 }
 """Type and suffixes of each medium's files."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    name: str
+    header: int
+    """Byte offset of its tar header; in Energon's index, of its sample."""
+    offset: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Byte offset after its last tar block."""
+        return self.offset + -(-self.size // _TAR_BLOCK) * _TAR_BLOCK
+
+    @property
+    def suffix(self) -> str:
+        """Name after the key and its dot, such as json or 0.jpg, empty without a key."""
+        stem, _, suffix = self.name.rpartition("/")[2].partition(".")
+        return suffix.lower() if stem else ""
+
+
+Samples = list[tuple[str, list[Member]]]
+"""Key and members of each sample of a shard, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnergonIndex:
+    """Energon's index of a shard."""
+
+    database: Path
+    number: int
+    """Shard number in the dataset."""
+
+    def of(self, shard: Path) -> tuple[Samples, int]:
+        """Unchecked samples of the shard, and the end of its last entry."""
+        offsets = shard.with_suffix(".tar.idx")
+        try:
+            borders = np.frombuffer(offsets.read_bytes(), "<u8").tolist()
+            with _open_database(self.database) as database:
+                rows = database.execute(_FILES_OF_SHARD, (self.number,))
+                found = [
+                    (key, [Member(f"{key}.{suffix}", start, *at) for _, _, suffix, *at in files])
+                    for (key, start), files in groupby(rows, key=lambda row: row[:2])
+                ]
+        except (OSError, ValueError, sqlite3.Error) as error:
+            raise UserError(
+                f"{offsets} and {self.database}: cannot be read ({error}); run `energon prepare` "
+                "again"
+            ) from error
+        if not borders or borders[:-1] != [members[0].header for _, members in found]:
+            raise stale_error(shard, "its .tar.idx has samples at other places than index.sqlite")
+        return found, borders[-1]
+
+
+def _open_database(database: Path) -> closing[sqlite3.Connection]:
+    # Read-only and immutable: locks are slow or missing on network file systems.
+    name = f"{database.absolute().as_uri()}?mode=ro&immutable=1"
+    return closing(sqlite3.connect(name, uri=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,6 +271,33 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
     ]
 
 
+def energon_indexes(folder: Path, shards: Sequence[str]) -> list[EnergonIndex | None]:
+    """Energon's index per shard, None if it lists no files or the shard is remote."""
+    nothing: list[EnergonIndex | None] = [None] * len(shards)
+    database = folder / _META_FOLDER / _DATABASE
+    if isinstance(folder, RemotePath) or not database.is_file():
+        return nothing
+    try:
+        counts = json.loads((folder / _META_FOLDER / _INFO).read_text())["shard_counts"]
+        with _open_database(database) as opened:
+            opened.execute(f"{_FILES_OF_SHARD} LIMIT 1", (0,))
+    except (OSError, ValueError, KeyError, sqlite3.Error):  # earlier versions
+        return nothing
+    numbers = {name: number for number, name in enumerate(counts)}
+    return [
+        EnergonIndex(database, numbers[name])
+        if name in numbers and (folder / name).with_suffix(".tar.idx").is_file()
+        else None
+        for name in shards
+    ]
+
+
+def stale_error(shard: Path, why: str) -> UserError:
+    return UserError(
+        f"{shard}: is not what Energon's index says of it ({why}); run `energon prepare` again"
+    )
+
+
 @contextmanager
 def _energon_meta(folder: Path) -> Iterator[Path]:
     """Local copy of Energon's shard and split metadata."""
@@ -212,11 +305,11 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
         yield folder.absolute()
         return
     with tempfile.TemporaryDirectory() as name:
-        local = Path(name) / META
+        local = Path(name) / _META_FOLDER
         local.mkdir()
         for each in _ENERGON_FILES:
-            if (folder / META / each).is_file():
-                (local / each).write_bytes((folder / META / each).read_bytes())
+            if (folder / _META_FOLDER / each).is_file():
+                (local / each).write_bytes((folder / _META_FOLDER / each).read_bytes())
         yield Path(name)
 
 
@@ -322,9 +415,9 @@ def _check_members(shard: Path, members: list[Member]) -> None:
 
 def _check_header(file: BinaryIO, shard: Path, member: Member) -> None:
     """Raise unless a header of the member's size precedes it; keeps the file position."""
-    file.seek(member.offset - TAR_BLOCK)
+    file.seek(member.offset - _TAR_BLOCK)
     # Parsed by hand: tarfile's parser takes a third of the total time.
-    header = file.read(TAR_BLOCK)
+    header = file.read(_TAR_BLOCK)
     size, checksum = (field.rstrip(b"\0 ") for field in (header[124:136], header[148:156]))
     is_header = size.isdigit() and checksum.strip().isdigit()
     total = sum(header) - sum(header[148:156]) + 8 * ord(" ")
@@ -356,7 +449,7 @@ def _all_members(file: BinaryIO) -> Iterator[Member]:
 
 def _is_cut_off(file: BinaryIO) -> bool:
     """Whether no block of zeros is next; raises tarfile.ReadError if more than zeros follow."""
-    if file.read(TAR_BLOCK) != bytes(TAR_BLOCK):
+    if file.read(_TAR_BLOCK) != bytes(_TAR_BLOCK):
         return True
     end = file.tell()
     while behind := file.read(_READ_BYTES):

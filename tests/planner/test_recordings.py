@@ -26,9 +26,8 @@ from omnibal.base.errors import UserError
 from omnibal.data.annotations import Annotations
 from omnibal.data.chat import check_tokenizer, encode_prompt, encode_sample
 from omnibal.data.lengths import Lengths, read_lengths, write_lengths
-from omnibal.data.log_mel import log_mel
 from omnibal.data.native_resolution import sampled_frames, seen_videos, video_grid
-from omnibal.data.recordings import BadRecording, Duration, read_clips, read_duration
+from omnibal.data.recordings import BadRecording, Duration, log_mel, read_clips, read_duration
 from omnibal.data.scan import scan_key
 from omnibal.data.stored_files import AudioFile, VideoFile
 from omnibal.data.tokenizer import open_tokenizer
@@ -233,8 +232,8 @@ def test_mistakes_about_recordings(tmp_path, record, message):
 def test_recordings_in_a_conversation(tmp_path, tokenizer):
     """Prevents audio tokens in the wrong place or number, or any loss on them."""
     check_tokenizer(OMNI, tokenizer)
-    begin, heard, end = map(tokenizer.required, ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"))
-    first, seen, last = map(tokenizer.required, ("<img>", "<IMG_CONTEXT>", "</img>"))
+    begin, heard, end = map(tokenizer.require_id, ("<|audio_bos|>", "<|AUDIO|>", "<|audio_eos|>"))
+    first, seen, last = map(tokenizer.require_id, ("<img>", "<IMG_CONTEXT>", "</img>"))
     per_clip, per_tile = AUDIO.tokens_per_item, OMNI.vision.tokens_per_item
     conversation = said("a <audio> b <image><audio>", "7", "<audio>", "8")
     record = {"audio": ["1", "2", "3"], "image": "i", "conversations": conversation}

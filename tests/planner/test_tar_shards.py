@@ -18,8 +18,7 @@ from shard_cases import SAMPLES, TURNS, make_samples, write_lines, write_shards
 from omnibal.base.errors import UserError
 from omnibal.base.worker_pool import LocalPool
 from omnibal.data.annotations import Annotations
-from omnibal.data.energon_index import energon_indexes
-from omnibal.data.tar_shards import Shard, index_shard
+from omnibal.data.tar_shards import Shard, energon_indexes, index_shard
 
 webdataset = pytest.importorskip("webdataset")
 COLUMNS = ("tiles", "tokens", "loss_tokens")

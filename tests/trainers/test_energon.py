@@ -20,8 +20,7 @@ from megatron.energon import (
 )
 from planned import SHARDS, Planned, picture_of, planned, shows_picture, write_lines, write_shards
 
-from omnibal.data.energon_index import energon_indexes
-from omnibal.data.tar_shards import Shard, index_shard
+from omnibal.data.tar_shards import Shard, energon_indexes, index_shard
 
 SEEDS, RANKS = (0, 1, 2), (1, 2, 8)
 TARGET = "megatron-lm"

@@ -21,7 +21,6 @@ from omnibal.data.annotations import Annotations
 from omnibal.data.chat import EncodedSample, answer_end, encode_prompt, encode_sample
 from omnibal.data.image_headers import as_rgb, ends_as_whole, upright_size
 from omnibal.data.lengths import check_positions
-from omnibal.data.log_mel import log_mel
 from omnibal.data.native_resolution import (
     Shown,
     repeated_tokens,
@@ -29,7 +28,7 @@ from omnibal.data.native_resolution import (
     shown_of,
     tokens_of_places,
 )
-from omnibal.data.recordings import BadRecording, read_clips, read_duration
+from omnibal.data.recordings import BadRecording, log_mel, read_clips, read_duration
 from omnibal.data.rope_positions import rope_positions
 from omnibal.data.sample import AUDIO, IMAGE, VIDEO, Sample, Video
 from omnibal.data.stored_files import AudioFile, ImageFile, VideoFile, why_unreadable
