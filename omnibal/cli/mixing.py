@@ -8,7 +8,7 @@ import typer
 
 from omnibal.cli.console import print_notes
 from omnibal.data.lengths import Lengths
-from omnibal.data.mixture import draw_mixture, read_mixture, shortfalls
+from omnibal.data.mixture import mix_samples, read_mixture, shortfalls
 
 MixtureOption = Annotated[
     Path | None,
@@ -29,4 +29,4 @@ def draw_mixture(
     rules = read_mixture(mixture)
     available = np.bincount(lengths.source, minlength=len(lengths.source_names))
     print_notes(shortfalls(rules, lengths.source_names, available))
-    return draw_mixture(lengths, rules, seed), tuple(available.tolist())
+    return mix_samples(lengths, rules, seed), tuple(available.tolist())

@@ -144,7 +144,7 @@ def _split_by_weight(samples: float, weight: np.ndarray, most: np.ndarray) -> np
     return whole
 
 
-def draw_mixture(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
+def mix_samples(lengths: Lengths, mixture: Mixture, seed: int) -> Lengths:
     """Samples of a mixture in order, repeated by epochs; partial epochs are drawn at random."""
     sources = len(lengths.source_names)
     available = np.bincount(lengths.source, minlength=sources)

@@ -14,7 +14,7 @@ from plan_cases import MODEL, example_lengths, origin_of
 
 from omnibal.base.errors import UserError
 from omnibal.data.lengths import read_lengths, write_lengths
-from omnibal.data.mixture import Mixture, draw_mixture, read_mixture, samples_of_sources, shortfalls
+from omnibal.data.mixture import Mixture, mix_samples, read_mixture, samples_of_sources, shortfalls
 from omnibal.job.check import check_plan, open_plan
 from omnibal.job.plan import read_plan
 from omnibal.packing.packs import read_packs
@@ -81,14 +81,14 @@ def test_rows_are_copies_of_samples_as_often_as_asked(tmp_path):
     """Prevents: a sample too often or never, by counting; and rows that are written otherwise."""
     lengths = example_lengths(origin_of(MODEL), 301)  # pages has 151, strips 150
     rule = mixture(pages={"epochs": 2.4}, strips={"epochs": 0.3})
-    mixed = draw_mixture(lengths, rule, 7)
+    mixed = mix_samples(lengths, rule, 7)
     times = np.bincount(mixed.sample, minlength=301)
     pages, strips = times[::2], times[1::2]
     assert set(pages) == {2, 3} and pages.sum() == round(2.4 * 151)
     assert set(strips) == {0, 1} and strips.sum() == 45
     assert (mixed.tokens == lengths.tokens[mixed.sample]).all()
-    assert (draw_mixture(lengths, rule, 7).sample == mixed.sample).all()
-    assert (draw_mixture(lengths, rule, 8).sample != mixed.sample).any()
+    assert (mix_samples(lengths, rule, 7).sample == mixed.sample).all()
+    assert (mix_samples(lengths, rule, 8).sample != mixed.sample).any()
     write_lengths(mixed, tmp_path / "a.parquet")
     again = read_lengths([tmp_path / "a.parquet"])
     assert mixed.repeats and again.repeats and (again.sample == mixed.sample).all()
