@@ -98,8 +98,8 @@ class BlockCache:
 
 def _blocks(folder: Path) -> Iterator[tuple[int, int, str]]:
     """Last use, size and path of each block, including partial files."""
-    for each in folder.iterdir():
-        if each.is_dir():
-            for entry in os.scandir(each):
+    for group in folder.iterdir():
+        if group.is_dir():
+            for entry in os.scandir(group):
                 found = entry.stat()
                 yield found.st_mtime_ns, found.st_size, entry.path

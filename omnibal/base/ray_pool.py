@@ -116,11 +116,11 @@ class _RayPool:
                     return
                 done, _ = ray.wait(list(under_way), timeout=_POLL_S)
                 under_way.difference_update(done)
-                for each in done:
-                    yield self._receive_result(each)
+                for task_id in done:
+                    yield self._receive_result(task_id)
         finally:
-            for each in under_way:
-                ray.cancel(each, force=False)
+            for task_id in under_way:
+                ray.cancel(task_id, force=False)
 
     def _receive_result(self, done: Any) -> Any:
         try:

@@ -91,7 +91,7 @@ class RemotePath(PosixPath):
     def iterdir(self) -> Generator["RemotePath", None, None]:
         with _answering(self) as (files, name):
             found = files.ls(name, detail=False)
-        yield from (self / each.rstrip("/").rpartition("/")[2] for each in found)
+        yield from (self / name.rstrip("/").rpartition("/")[2] for name in found)
 
     def open(  # type: ignore[override]
         self, mode: str = "r", buffering: int = -1
@@ -143,7 +143,7 @@ def kept_below(path: Path, folder: Path | None) -> Path:
     """Return a path of the data. Raise if it is, links followed, outside a folder or URL."""
     if folder is None:
         return path
-    at = [Path(posixpath.normpath(str(each))) for each in (path, folder)]
+    at = [Path(posixpath.normpath(str(place))) for place in (path, folder)]
     if not isinstance(path, RemotePath):
         at = [at[0].resolve(), folder.resolve()]
     if not at[0].is_relative_to(at[1]):
@@ -177,9 +177,11 @@ def versions_of(paths: Sequence[Path]) -> list[str]:
     for folder, files in folders.items():
         if len(files) >= _ASKED_TOGETHER:
             with _answering(folder) as (storage, name):
-                found = [each for each in storage.ls(name, detail=True) if each["type"] == "file"]
-            for each in found:
-                listed[folder / each["name"].rpartition("/")[2]] = _Known.of(each).version
+                found = [
+                    entry for entry in storage.ls(name, detail=True) if entry["type"] == "file"
+                ]
+            for entry in found:
+                listed[folder / entry["name"].rpartition("/")[2]] = _Known.of(entry).version
     return [listed.get(path) or version_of(path) for path in paths]
 
 

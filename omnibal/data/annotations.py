@@ -159,12 +159,12 @@ def video_at(path: Path) -> Video:
         found = []
     # macOS writes hidden metadata files next to frames.
     frames = [
-        each
-        for each in found
-        if each.suffix.lower() in IMAGE_SUFFIXES and not each.name.startswith(".")
+        file
+        for file in found
+        if file.suffix.lower() in IMAGE_SUFFIXES and not file.name.startswith(".")
     ]
     # An empty video is handled like a bad image: reported or skipped.
-    frames.sort(key=lambda each: natural_order(each.name))
+    frames.sort(key=lambda file: natural_order(file.name))
     return Video(frames=tuple(map(ImageFile, frames)) or (ImageFile(path),))
 
 
@@ -265,7 +265,7 @@ class Annotations:
             sources.append(source)
             indexes += found
             root = real_path(source.root)
-            keys += [_key(each, source, root) for each in found]
+            keys += [_key(record_index, source, root) for record_index in found]
             # Without data_augment: it changes no length. The trainer checks it by `augmented`.
             limit = [] if entry.max_dynamic_patch is None else [entry.max_dynamic_patch]
             names = [] if entry.naming is None else [entry.naming.model_dump()]

@@ -46,10 +46,10 @@ def read_cached_tokens(path: Path) -> np.ndarray:
     """Tokens of every row, int64 [rows]; rows with several segments have a list."""
     folder, found = cached_folder(path) or path, list[int]()
     for batch in _batches(folder):
-        name = next((each for each in ("lengths", "length") if each in batch.schema.names), None)
-        if name is None:
+        names = [name for name in ("lengths", "length") if name in batch.schema.names]
+        if not names:
             raise UserError(f"{folder}: has no column lengths; {_REMEDY}")
-        rows = batch.column(name).to_pylist()
+        rows = batch.column(names[0]).to_pylist()
         found += [sum(row) if isinstance(row, list) else row for row in rows]
     if not found or not all(isinstance(count, int) and count > 0 for count in found):
         what = "has no rows" if not found else "has a length that is no whole number above 0"
@@ -107,7 +107,7 @@ def _counts(
             found = [image_segments(*size, rule) for size in sizes]
         except OddImage as error:
             raise UserError(f"{where}: one of its images {error}; remove the sample") from error
-        items = needed = sum(each.all_tokens for each in found)
+        items = needed = sum(segments.all_tokens for segments in found)
     if needed > tokens:
         raise UserError(
             f"{where} has {tokens:,} tokens, and its {len(images)} image(s) {needed:,} as "
@@ -120,7 +120,7 @@ def _counts(
 def _arrow_files(folder: Path) -> list[Path]:
     try:
         state = json.loads((folder / _STATE).read_text())
-        return [folder / each["filename"] for each in state["_data_files"]]
+        return [folder / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(f"{folder / _STATE}: does not list its files; {_REMEDY}") from error
 

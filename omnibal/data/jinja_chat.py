@@ -142,17 +142,17 @@ class _Limits:
                 called = vars(called)["__wrapped__"]  # a format of text, in the sandbox's wrapper
             if isinstance(called, BuiltinMethodType):
                 name, arguments = called.__name__, (called.__self__, *arguments[2:])
-        sized = [each for each in arguments if isinstance(each, _SIZED)]
-        items = [item for each in sized if isinstance(each, list | tuple) for item in each]
-        texts = [each for each in sized if isinstance(each, str)]
+        sized = [value for value in arguments if isinstance(value, _SIZED)]
+        items = [item for value in sized if isinstance(value, list | tuple) for item in value]
+        texts = [value for value in sized if isinstance(value, str)]
         self.read += _ITEM * len(items) + sum(map(len, texts))
         if name == "join":
             self.read += sum(len(item) for item in items if isinstance(item, str))
         elif name == "replace" and len(texts) >= 3:
             self.read += texts[0].count(texts[1]) * len(texts[2])
         elif name in _PADDED:
-            numbers = [abs(each) for each in arguments if isinstance(each, int)]
-            lengths = [1 + len(each) for each in sized]
+            numbers = [abs(number) for number in arguments if isinstance(number, int)]
+            lengths = [1 + len(text) for text in sized]
             self.read += max(numbers, default=0) * math.prod(lengths)
         elif name in _FORMATTED and texts and _WIDE.search(texts[0]):
             _refuse("a format has a width above 9,999, or one that is an argument")

@@ -382,7 +382,11 @@ def _read_file(path: Path) -> list[Lengths]:
             f"{path}: no such lengths file; make one with `omnibal lengths META -o {path}`"
         )
     if path.suffix == ".json":
-        return _read_json(path)
+        text = _read_text(path)
+        if not _is_meta(text):
+            return [_from_records(text, path, path.stem)]
+        named = _named_files(text, path).items()
+        return [_from_records(_read_text(file), file, name) for name, file in named]
     remedy = "a lengths file is .json, or Parquet as `omnibal lengths` makes it"
     columns = Columns.read(path, [*_TOKENS, "source"], remedy)
     names = columns.once(ITEM_FEATURES)
@@ -449,14 +453,6 @@ def _sample(columns: Columns) -> np.ndarray | None:
             "from 0 or more, as each sample has one row; make it anew with `omnibal lengths`"
         )
     return sample
-
-
-def _read_json(path: Path) -> list[Lengths]:
-    text = _read_text(path)
-    if not _is_meta(text):
-        return [_from_records(text, path, path.stem)]
-    named = _named_files(text, path).items()
-    return [_from_records(_read_text(file), file, name) for name, file in named]
 
 
 def _is_meta(text: str) -> bool:

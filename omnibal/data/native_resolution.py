@@ -82,7 +82,7 @@ def segments_of(grid: Grid, rule: ImageRule) -> Segments:
 
 
 def sizes_of(shown: Sequence[Sequence[Segments]]) -> ImageSizes:
-    images = [(each.number, each.tokens) for segments in shown for each in segments]
+    images = [(run.number, run.tokens) for segments in shown for run in segments]
     counts = [len(segments) for segments in shown]
     return ImageSizes(images=np.array(images, IMAGE), counts=np.array(counts, np.int64))
 
@@ -323,7 +323,7 @@ def _shown_video(
         files = [video.frames[number] for number in seen.frames]
         sizes = [image_size(file) for file in files]
         if rule.video is None:
-            return [Shown(image_grid(*each, rule)) for each in sizes]
+            return [Shown(image_grid(*size, rule)) for size in sizes]
         other = next((place for place, each in enumerate(sizes) if each != sizes[0]), None)
         if other is not None:
             raise UserError(

@@ -109,7 +109,7 @@ class Row(Media):
             HeldContent(self.place, columns, index)
             for index in range(len(_contents(self.values, columns)))
         ]
-        return tuple(kind(self.place.path, str(each), opener=each) for each in held)
+        return tuple(kind(self.place.path, str(content), opener=content) for content in held)
 
 
 def is_rows(path: Path) -> bool:
@@ -180,7 +180,7 @@ def _stores_files(value: Any) -> bool:
 def _plain(value: Any) -> Any:
     """Value without the null keys Arrow adds to lists of structs. A named file becomes its path."""
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     if not isinstance(value, dict):
         return {"bytes": len(value)} if isinstance(value, bytes) else value
     given = {name: _plain(each) for name, each in value.items() if each is not None}

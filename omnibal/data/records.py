@@ -145,7 +145,7 @@ def _texts_in(value: Any) -> Iterator[str]:
 def _medium_of_file(name: str) -> Medium | None:
     """Medium of a file's name or encoded bytes, None for other texts."""
     if name.startswith("data:") or _ENCODED.match(name):
-        found: list[Medium] = [each for each in MARK_OF if name.startswith(f"data:{each}")]
+        found: list[Medium] = [medium for medium in MARK_OF if name.startswith(f"data:{medium}")]
         return (*found, "image")[0]
     suffix = PurePath(name.partition("?")[0][-_MAX_NAME:]).suffix.lower()
     return next((medium for medium, known in _SUFFIXES.items() if suffix in known), None)

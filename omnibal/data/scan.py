@@ -223,7 +223,7 @@ class _Scanner:
         tiles, segments = 0, list[Segments]()
         if self.rule is not None:
             shown = shown_of(sample, self.rule, lambda image: self._image_size(image, sample))
-            segments = [segments_of(each.grid, self.rule) for each in shown]
+            segments = [segments_of(item.grid, self.rule) for item in shown]
         elif sample.images:
             vision = self.model.vision
             tiling = sample.tiling(vision.tiling)

@@ -72,28 +72,28 @@ class ScanJournal:
         records, discarded = log.read(_NAMED)
         numbers = {key: number for number, key in enumerate(data.keys)}
         parts = [_decode(record, numbers, data) for record in records]
-        read = finished = Counted.join(parts)
-        log.begin(records if len(read) else [])
-        if len(read):
-            # `_places` index each sample once, and the journal all its repeats.
-            places = _places(data, data.file, data.number)
-            order = np.argsort(places, kind="stable")
-            wanted = read.rows["index"]
-            first, stop = (np.searchsorted(places[order], wanted, end) for end in ("left", "right"))
-            row = np.repeat(np.arange(len(read)), stop - first)
-            rows = read.rows[row]
-            rows["index"] = order[numbers_of_runs(first, stop - first)]
-            repeated = Counted(rows=rows, image_sizes=read.image_sizes.take(row))
-            finished = Counted.join([repeated])
+        read = Counted.join(parts)
+        if not len(read):
+            log.begin([])
+            discarded = discarded or bool(records)
+            return cls(log=log, data=data, finished=read, discarded=discarded, changed=0)
+        log.begin(records)
+        # `_places` index each sample once, and the journal all its repeats.
+        places = _places(data, data.file, data.number)
+        order = np.argsort(places, kind="stable")
+        wanted = read.rows["index"]
+        first, stop = (np.searchsorted(places[order], wanted, end) for end in ("left", "right"))
+        row = np.repeat(np.arange(len(read)), stop - first)
+        rows = read.rows[row]
+        rows["index"] = order[numbers_of_runs(first, stop - first)]
+        repeated = Counted(rows=rows, image_sizes=read.image_sizes.take(row))
+        stored = sum(_NUMBERS.unpack_from(record)[1] for record in records)
         return cls(
             log=log,
             data=data,
-            finished=finished,
-            discarded=discarded or bool(records and not len(read)),
-            changed=sum(_NUMBERS.unpack_from(record)[1] for record in records)
-            - sum(map(len, parts))
-            if len(read)
-            else 0,
+            finished=Counted.join([repeated]),
+            discarded=discarded,
+            changed=stored - sum(map(len, parts)),
         )
 
     @property
@@ -156,7 +156,7 @@ def _encode(samples: Counted, data: Annotations) -> bytes:
     return b"".join(
         (
             _NUMBERS.pack(len(files), len(rows), len(sizes.images)),
-            *(data.keys[each] for each in files),
+            *(data.keys[file] for file in files),
             stored.tobytes(),
             sizes.counts.astype("<i8").tobytes(),
             sizes.images.tobytes(),

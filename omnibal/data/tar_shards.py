@@ -257,17 +257,17 @@ def energon_shards(folder: Path, split: str) -> list[Shard]:
     indexes = energon_indexes(folder, [shard.name for shard in meta.shards])
     return [
         Shard(
-            folder / each.name,
-            each.count,
+            folder / shard.name,
+            shard.count,
             # Energon names a sample "shard/key".
             frozenset(
-                name.removeprefix(f"{each.name}/")
+                name.removeprefix(f"{shard.name}/")
                 for name in meta.sample_excludes
-                if name.startswith(f"{each.name}/")
+                if name.startswith(f"{shard.name}/")
             ),
             listed,
         )
-        for each, listed in zip(meta.shards, indexes, strict=True)
+        for shard, listed in zip(meta.shards, indexes, strict=True)
     ]
 
 
@@ -307,9 +307,9 @@ def _energon_meta(folder: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         local = Path(name) / _META_FOLDER
         local.mkdir()
-        for each in _ENERGON_FILES:
-            if (folder / _META_FOLDER / each).is_file():
-                (local / each).write_bytes((folder / _META_FOLDER / each).read_bytes())
+        for file in _ENERGON_FILES:
+            if (folder / _META_FOLDER / file).is_file():
+                (local / file).write_bytes((folder / _META_FOLDER / file).read_bytes())
         yield Path(name)
 
 

@@ -234,7 +234,7 @@ class _TemplateHolder(BaseModel):
         """Chat template, or the default if several."""
         if not isinstance(self.chat_template, list):
             return self.chat_template
-        return {each.name: each.template for each in self.chat_template}.get("default")
+        return {named.name: named.template for named in self.chat_template}.get("default")
 
 
 def _read_template(path: Path) -> str | None:

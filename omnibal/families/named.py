@@ -43,7 +43,8 @@ def model_of_line(name: str) -> str | None:
         if named_model_file(name).is_file():
             return name
     recipe = f"{name.lower().replace('_', '-')}-"
-    begun = [one for one in preset_names("models") if recipe.startswith(f"{one.replace('.', '')}-")]
+    names = preset_names("models")
+    begun = [preset for preset in names if recipe.startswith(f"{preset.replace('.', '')}-")]
     return max(begun, key=len, default=None)
 
 
@@ -68,7 +69,7 @@ def _preset_or_path(given: str) -> str:
     spelt = {_SEPARATORS.sub("", name): name for name in preset_names("models")}
     if HUB_ID.fullmatch(given) is None:
         return spelt.get(_SEPARATORS.sub("", given.lower()), given)
-    presets = {one.lower(): preset for preset, ids in hub_ids().items() for one in ids}
+    presets = {hub_id.lower(): preset for preset, ids in hub_ids().items() for hub_id in ids}
     if given.lower() in presets:
         return presets[given.lower()]
     near = get_close_matches(given.lower(), presets, n=1)
