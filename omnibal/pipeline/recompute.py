@@ -216,40 +216,6 @@ class LevelFit:
         return fewest_that_fit(fit, low, high)
 
 
-def useful_recomputes(
-    table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
-) -> Recomputes:
-    """Return the useful recompute sets of one level; stages that never fit have none.
-
-    Args:
-        counts: [stages, kinds].
-        extreme_ms: [extremes, layer kinds]; recompute times per layer. Every micro-batch's times
-            are a non-negative combination of these rows.
-    """
-    fit = LevelFit.of(table, counts, memory_cap_bytes)
-    nothing = fit.holds(np.arange(len(counts)), np.zeros_like(fit.held))
-    # Every choice of recomputed layers of all groups except each stage's last.
-    stages, groups = np.flatnonzero(~nothing), fit.held.shape[1]
-    held = fit.held[stages]
-    numbers = np.where(np.arange(groups) < _last_held(held)[:, None], held + 1, 1)
-    choices = numbers.prod(axis=1)
-    row = np.repeat(np.arange(len(stages)), choices)
-    place = np.arange(len(row)) - np.repeat(np.cumsum(choices) - choices, choices)
-    layers = np.empty((len(row), groups), np.int64)
-    for group in reversed(range(groups)):
-        place, layers[:, group] = np.divmod(place, numbers[row, group])
-    stage, held, without = stages[row], held[row], np.flatnonzero(nothing)
-    layers, fits = _with_fewest(fit, stage, layers, _last_held(held), held)
-    stage = np.concatenate([without, stage[fits]])
-    layers = np.concatenate([np.zeros_like(fit.held[without]), layers[fits]])
-    return _sorted(fit, stage, layers, extreme_ms)
-
-
-def _last_held(layers: np.ndarray) -> np.ndarray:
-    """Return the last group that each stage [stages, groups] holds. [stages]"""
-    return layers.shape[1] - 1 - (layers[:, ::-1] > 0).argmax(axis=1)
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class LevelRecomputes:
     """Fitting sets, and optimistic sets that bound them."""
@@ -261,12 +227,19 @@ class LevelRecomputes:
     """Whether all minimal sets are included."""
 
 
+def useful_recomputes(
+    table: MemoryTable, counts: np.ndarray, extreme_ms: np.ndarray, memory_cap_bytes: float
+) -> Recomputes:
+    """Return all useful sets of one level; arguments as in `recomputes_of_levels`."""
+    return recomputes_of_levels(table, counts, extreme_ms, memory_cap_bytes).fitting
+
+
 def recomputes_of_levels(
     table: MemoryTable,
     counts: np.ndarray,
     extreme_ms: np.ndarray,
     memory_cap_bytes: float,
-    most: int,
+    most: float = np.inf,
     *,
     same_at_levels: bool = False,
 ) -> LevelRecomputes:
@@ -274,31 +247,27 @@ def recomputes_of_levels(
 
     Args:
         counts: [stages, kinds].
-        extreme_ms: [extremes, levels * layer kinds]; see `useful_recomputes`.
+        extreme_ms: recompute times per layer, [extremes, levels * layer kinds]. Every micro-batch's
+            times are a non-negative combination of these rows.
         most: max grid points per stage.
         same_at_levels: whether recomputed layers are equal at all levels.
     """
-    if not (table.others_kept_bytes.any() or same_at_levels):
+    if table.levels > 1 and not (table.others_kept_bytes.any() or same_at_levels):
         alone = _each_level_alone(table, counts, extreme_ms, memory_cap_bytes)
         if np.bincount(alone.stage, minlength=1).max() <= most:
             return LevelRecomputes(fitting=alone, optimistic=alone, complete=True)
     fit = LevelFit.of(table, counts, memory_cap_bytes, same_at_levels=same_at_levels)
-    every = fit.holds(np.arange(len(counts)), fit.held)
-    stage = np.flatnonzero(every)
-    # Min and max layers per column over all minimal sets: the min goes with all others recomputed,
-    # the max with the fewest others.
-    held = fit.held[stage]
-    low = _column_by_column(fit, stage, held, np.zeros_like(held), held)
-    high = _column_by_column(fit, stage, low, low, held)
-    grids = [_Grid.of(*corners, most) for corners in zip(low, high, strict=True)]
-    sizes = np.array([len(grid.near) for grid in grids], np.int64)
-    row = np.repeat(np.arange(len(stage)), sizes)
-    last = np.array([grid.last for grid in grids], np.int64)[row]
-    none = np.zeros((0, fit.held.shape[1]), np.int64)
-    near = np.concatenate([none, *(grid.near for grid in grids)])
-    far = np.concatenate([none, *(grid.far for grid in grids)])
+    stage = np.flatnonzero(fit.holds(np.arange(len(counts)), fit.held))
+    held, low = fit.held[stage], np.zeros_like(fit.held[stage])
+    held = high = np.where(fit.holds(stage, low)[:, None], 0, held)
+    if most < np.inf:
+        # Min and max layers per column over all minimal sets: the min goes with all others
+        # recomputed, the max with the fewest others.
+        low = _column_by_column(fit, stage, held, low, held)
+        high = _column_by_column(fit, stage, low, low, held)
+    row, last, near, far = _grids(low, high, most)
     at_near, near_fits = _with_fewest(fit, stage[row], near, last, high[row])
-    if all(grid.complete for grid in grids):
+    if (near == far).all():
         found = _sorted(fit, stage[row][near_fits], at_near[near_fits], extreme_ms)
         return LevelRecomputes(fitting=found, optimistic=found, complete=True)
     at_far, far_fits = _with_fewest(fit, stage[row], far, last, high[row])
@@ -362,35 +331,34 @@ def _column_by_column(
     return np.stack(found, axis=1) if columns else others
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Grid:
-    """Grid over a stage's box in all columns but the last, which is minimized."""
+def _grids(
+    low: np.ndarray, high: np.ndarray, most: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Split boxes of sets, from `low` to `high` [boxes, columns], into at most `most` cells each in
+    all columns but the longest, which is minimized.
 
-    last: int
-    """The minimized column: that of the longest side."""
-    near: np.ndarray
-    """Min corner of every cell, [cells, columns]."""
-    far: np.ndarray
-    """Max corner of every cell, [cells, columns]."""
-    complete: bool
-    """Whether every cell is a single point."""
-
-    @classmethod
-    def of(cls, low: np.ndarray, high: np.ndarray, most: int) -> "_Grid":
-        """Split a box into at most `most` cells."""
-        sides = high - low
-        last = int(sides.argmax())
-        width = np.ones_like(sides)
-        sides[last] = 0
-        number = sides + 1
-        while number.prod(dtype=np.float64) > most:
-            width[number.argmax()] *= 2
-            number = sides // width + 1
-        place = np.stack(np.unravel_index(np.arange(number.prod()), number), axis=1)
-        near = low + place * width
-        far = np.minimum(near + width - 1, high)
-        near[:, last] = far[:, last] = low[last]
-        return cls(last=last, near=near, far=far, complete=bool((width == 1).all()))
+    Returns:
+        Each cell's box and minimized column, [cells], and its min and max corners, [cells,
+        columns]. They are equal if every cell is a point.
+    """
+    sides, every = high - low, np.arange(len(low))
+    last = sides.argmax(axis=1)
+    sides[every, last] = 0
+    width, number = np.ones_like(sides), sides + 1
+    while len(many := np.flatnonzero(number.prod(axis=1, dtype=np.float64) > most)):
+        width[many, number[many].argmax(axis=1)] *= 2
+        number = sides // width + 1
+    cells = number.prod(axis=1)
+    box = np.repeat(every, cells)
+    place = np.arange(len(box)) - np.repeat(np.cumsum(cells) - cells, cells)
+    near = low[box]
+    for column in reversed(range(low.shape[1])):
+        place, step = np.divmod(place, number[box, column])
+        near[:, column] += step * width[box, column]
+    far = np.minimum(near + width[box] - 1, high[box])
+    rows = np.arange(len(box))
+    far[rows, last[box]] = near[rows, last[box]]
+    return box, last[box], near, far
 
 
 def _with_fewest(

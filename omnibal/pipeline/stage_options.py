@@ -25,7 +25,6 @@ from omnibal.pipeline.recompute import (
     Recomputes,
     recomputes_of_levels,
     sets_near,
-    useful_recomputes,
 )
 from omnibal.pipeline.recompute_ways import NO_NUMBER, FittingNumbers, TowerNumbers
 from omnibal.pipeline.stage_memory import MemoryTable
@@ -94,7 +93,7 @@ class SearchProblem:
     memory_cap_bytes: float
     simulator: PipelineSimulator
     extreme_ms: np.ndarray
-    """Recompute times per layer, [extremes, levels * layer kinds]; see `useful_recomputes`."""
+    """Recompute times per layer, [extremes, levels * layer kinds]; see `recomputes_of_levels`."""
     levels: int
     same_at_levels: bool
     """Whether a stage recomputes the same layers at all levels."""
@@ -227,16 +226,12 @@ def stage_choices(
     """Return options of chosen runs with useful recompute sets, as fields of `Choices`."""
     runs, table, cap_bytes = problem.structure.runs, problem.tables[stage], problem.memory_cap_bytes
     counts, kind = np.unique(runs.counts[chosen], axis=0, return_inverse=True)
-    if problem.levels == 1:
-        sets = useful_recomputes(table, counts, problem.extreme_ms, cap_bytes)
-        options = _of_sets(problem, stage, chosen, kind, sets)
-        return options, options, True
     found = recomputes_of_levels(
         table,
         counts,
         problem.extreme_ms,
         cap_bytes,
-        max(_MOST_OPTIONS // max(len(chosen), 1), 1),
+        np.inf if problem.levels == 1 else max(_MOST_OPTIONS // max(len(chosen), 1), 1),
         same_at_levels=problem.same_at_levels,
     )
     fitting, optimistic = (
