@@ -21,9 +21,9 @@ from omnibal.model.units import unit_names
 from omnibal.pipeline.critical_path import SampledSteps, TermLayout
 from omnibal.pipeline.operation_graph import others_in_flight
 from omnibal.pipeline.predict import MAX_SIMULATED_STEPS
-from omnibal.pipeline.stage_cost import bucket_counts
+from omnibal.pipeline.stage_cost import per_step_costs_of_units
 from omnibal.pipeline.stage_rules import allowed_runs
-from omnibal.pipeline.unit_runs import holds_both_ends, holds_one_end, layer_kinds
+from omnibal.pipeline.unit_runs import layer_kinds
 from omnibal.pipeline.workload import Workload
 
 _PATHS = 8
@@ -268,24 +268,20 @@ def possible_runs(cost: CostModel, model: ModelConfig, rules: StageRules = FREE)
     for link in (layout.send, layout.receive):
         sent = unit_terms[sequence[end - 1], link]
         terms[:, link] = np.where((end < len(sequence))[:, None], sent, 0.0)
-    terms[:, layout.optimizer] += cost.optimizer_ms_fixed
-    once = cost.tied_trained_parameters * holds_both_ends(kinds, counts)
-    terms[:, layout.reduction] -= cost.rates.gradient_reduction_ms * once
-    terms[:, layout.gather] -= cost.rates.weight_gather_ms * once
-    terms[:, layout.tied] = cost.tied_exchange_ms * holds_one_end(kinds, counts)
-    terms[:, layout.optimizer] -= cost.rates.optimizer_ms * once
+    once = per_step_costs_of_units(cost, counts[:, None]).at(np.s_[:, 0])
+    terms[:, layout.reduction], terms[:, layout.gather] = once.reduction_ms, once.gather_ms
+    terms[:, layout.tied], terms[:, layout.optimizer] = once.tied_ms, once.update_ms
+    terms[:, layout.buckets] = once.buckets
     if layout.has_experts:
         terms[:, layout.without_experts] = counts @ cost.in_lockstep == 0
     prefix = before @ unit_terms
     cut = np.zeros_like(prefix)
     cut[1:-1] = unit_terms[sequence[:-1]]
-    per_unit = np.array([unit.trained_parameters for unit in cost.units.values()], np.float64)
-    terms[:, layout.buckets] = bucket_counts(cost, counts @ per_unit - once)
     return Runs(start=start, end=end, counts=counts, terms=terms, prefix=prefix, cut=cut)
 
 
 def _unit_terms(cost: CostModel) -> np.ndarray:
-    """Return terms that a unit of each kind, and a cut after it, add to a stage. [kinds, terms]"""
+    """Return the times of passes of a unit of each kind, and of a cut after it. [kinds, terms]"""
     layout = TermLayout.of(cost)
     # The first feature of every level is 1.
     fixed = np.zeros(layout.features)
@@ -299,10 +295,6 @@ def _unit_terms(cost: CostModel) -> np.ndarray:
         terms[kind, layout.receive] = (
             fixed * returns + cost.link_ms_per_byte * unit_cost.output_gradient_bytes
         )
-        trained = unit_cost.trained_parameters, unit_cost.trained_expert_parameters
-        terms[kind, layout.reduction] = cost.of_parameters("gradient_reduction_ms", *trained)
-        terms[kind, layout.gather] = cost.of_parameters("weight_gather_ms", *trained)
-        terms[kind, layout.optimizer] = cost.of_parameters("optimizer_ms", *trained)
     return terms
 
 

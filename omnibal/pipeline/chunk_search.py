@@ -36,19 +36,16 @@ from omnibal.pipeline.recompute_ways import (
     TowerNumbers,
 )
 from omnibal.pipeline.schedules import PipelineSchedule
-from omnibal.pipeline.simulate import predict_steps
+from omnibal.pipeline.simulate import simulate_levels
 from omnibal.pipeline.split_search import moved_cuts
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_cost import (
     PerStepCosts,
     of_pass,
-    per_step_costs,
     per_step_costs_of_units,
-    workload_times,
 )
 from omnibal.pipeline.stage_memory import (
     GIB,
-    MemoryTable,
     fits_cap,
     heavy_tables,
     stage_memories,
@@ -106,12 +103,8 @@ class PartProblem:
     run_at: np.ndarray
     """Index of the run between two positions, or -1 if not allowed, [units + 1, units + 1]."""
     simulator: PipelineSimulator
-    tables: Sequence[Sequence[MemoryTable]]
-    """Memory tables of every stage's chunks."""
-    ways: Sequence[RecomputeWays]
-    """Of every stage."""
     numbers: Sequence[FittingNumbers]
-    """Of every stage."""
+    """Ways to recompute of every stage."""
 
     @classmethod
     def of(
@@ -147,16 +140,14 @@ class PartProblem:
             runs=runs,
             run_at=run_at,
             simulator=PipelineSimulator.of(steps, stages, schedule),
-            tables=tables,
-            ways=ways,
             numbers=FittingNumbers.of_stages(model, tables, ways, memory_cap_bytes),
         )
 
     def with_caps(self, caps_bytes: np.ndarray) -> "PartProblem":
         """Change the memory caps of stages [p]."""
         numbers = [
-            FittingNumbers.of_stages(self.model, [tables], [ways], cap)[0]
-            for tables, ways, cap in zip(self.tables, self.ways, caps_bytes.tolist(), strict=True)
+            of_stage.on([cap.table for cap in of_stage.caps], cap_bytes)
+            for of_stage, cap_bytes in zip(self.numbers, caps_bytes.tolist(), strict=True)
         ]
         return replace(self, numbers=numbers)
 
@@ -209,11 +200,7 @@ def search_parts(
     else:
         raise _does_not_fit(problem, memory_cap_bytes)
     packs = sampled_steps(workload)
-    times, once = (
-        workload_times(cost, stages_at, packs),
-        per_step_costs(cost, stages_at[0], schedule),
-    )
-    step_ms = float(predict_steps(times, packs, once, schedule).step_ms.mean())
+    step_ms = float(simulate_levels(cost, stages_at, packs, schedule).step_ms.mean())
     return SearchResult(
         stages_at=stages_at,
         step_ms=step_ms,
@@ -265,11 +252,11 @@ def _fitted(
         least = problem.numbers[stage].find(chosen[allowed][:, held], orders[allowed, stage])
         number[allowed, stage] = least
         fits[allowed] &= least < NO_NUMBER
-    if problem.ways[0].is_shared:
+    if problem.numbers[0].ways.is_shared:
         number[:] = number.max(axis=1, keepdims=True)
     fitting = np.flatnonzero(fits)
     for stage, held in enumerate(problem.held):
-        recomputed[fitting[:, None], held] = problem.ways[stage].recomputed(
+        recomputed[fitting[:, None], held] = problem.numbers[stage].ways.recomputed(
             chosen[fitting][:, held], orders[fitting, stage], number[fitting, stage]
         )
     return chosen, recomputed, fits
@@ -357,10 +344,10 @@ class _Search:
         cuts = cuts[(np.diff(cuts) > 0).all(axis=1)]
         moved = [Candidate(tuple(edges), at.orders) for edges in cuts.tolist()]
         # Change the order of a stage, or of all if shared.
-        for stage, ways in enumerate(self.problem.ways):
-            for order in range(len(ways)):
+        for stage, numbers in enumerate(self.problem.numbers):
+            for order in range(len(numbers.ways)):
                 orders = (*at.orders[:stage], order, *at.orders[stage + 1 :])
-                if ways.is_shared:
+                if numbers.ways.is_shared:
                     orders = (order,) * len(at.orders)
                 moved.append(Candidate(at.edges, orders))
         return [each for each in dict.fromkeys(moved) if each != at]

@@ -24,6 +24,7 @@ from omnibal.pipeline.encoder_waits import (
     features_exchange_ms,
     memory_of_encoders,
     pipeline_waits_ms,
+    waits_at_ends,
     with_encoders,
 )
 from omnibal.pipeline.encoding import EncoderMemory
@@ -83,10 +84,16 @@ class PlacementProblem:
         shortest_ms = min(each.update_ms for each in self.encoders.values())
         return self.encoders[sharded].update_ms - shortest_ms
 
-    def cost_beside(self, beside: DataParallelEncoders) -> CostModel:
-        """Return the pipeline's costs including the encoders' update."""
-        more_ms = self.more_update_ms(beside.sharded)
-        return replace(self.cost, optimizer_ms_fixed=self.cost.optimizer_ms_fixed + more_ms)
+    def pipeline_beside(
+        self, beside: DataParallelEncoders
+    ) -> tuple[CostModel, ModelConfig, Workload, int, float]:
+        """Return the arguments of a stage search, with the encoders' update, waits and memory."""
+        update_ms = self.cost.optimizer_ms_fixed + self.more_update_ms(beside.sharded)
+        cost, workload = (
+            replace(self.cost, optimizer_ms_fixed=update_ms),
+            self.with_encoders(beside),
+        )
+        return cost, self.model, workload, self.stages, self.memory_cap_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -100,7 +107,7 @@ class EncoderSearch:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Choice:
-    """One way to run encoders."""
+    """One way to run encoders, or bounds of memory and waits of several."""
 
     beside: DataParallelEncoders
     encoder_memory: EncoderMemory
@@ -111,26 +118,17 @@ class _Choice:
         """Mean step time with zero pipeline time."""
         return float(self.waits_ms.max(axis=1).sum(axis=1).mean())
 
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Bound:
-    """Lower bound for given encoder memory and waits."""
-
-    encoder_memory: EncoderMemory
-    waits_ms: np.ndarray
-    step_ms: float
-    """Lower bound on the step, infinite if no stages fit."""
-
-    def of(self, choice: _Choice) -> float:
-        """Return the lower bound for a choice, or 0 if none follows.
+    def bound_ms(self, step_ms: float, other: "_Choice") -> float:
+        """Return a lower bound on the step of another choice, given that of this one (infinite if
+        no stages fit), or 0 if none follows.
 
         A step shrinks at most by the reduction of its pipelines' waits. In lockstep it may begin
         with one pipeline's wait and end with another's.
         """
-        if not self.encoder_memory.is_within(choice.encoder_memory):
+        if not self.encoder_memory.is_within(other.encoder_memory):
             return 0.0
-        less_ms = np.maximum(self.waits_ms - choice.waits_ms, 0).max(axis=1).sum(axis=1)
-        return self.step_ms - float(less_ms.mean())
+        less_ms = np.maximum(self.waits_ms - other.waits_ms, 0).max(axis=1).sum(axis=1)
+        return step_ms - float(less_ms.mean())
 
 
 def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSearch:
@@ -138,8 +136,7 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
     usual number of choices and of stage search work."""
     choices = _choices(problem, effort)
     best: EncoderSearch | None = None
-    of_all, simulated = _bound_of_all(problem, choices, effort), 0
-    proven_ms = np.array([of_all.of(choice) for choice in choices])
+    proven_ms, simulated = _first_bounds_ms(problem, choices, effort), 0
     is_open = np.ones(len(choices), bool)
     for searches in range(_MAX_SEARCHES):
         if best is not None and searches >= effort * _MAX_SEARCHES:
@@ -149,18 +146,18 @@ def search_encoders(problem: PlacementProblem, effort: float = 1.0) -> EncoderSe
         if not is_open[number] or proven_ms[number] >= best_ms * (1 - _TOLERANCE):
             break
         choice, is_open[number] = choices[number], False
-        found = _searched(problem, choice, effort)
-        if found is not None:
-            simulated += found.search.simulated
-            best = found if found.search.step_ms < best_ms else best
-        proven_ms[number] = np.inf if found is None else found.search.lower_bound_ms
-        bound = _Bound(
-            encoder_memory=choice.encoder_memory,
-            waits_ms=choice.waits_ms,
-            step_ms=proven_ms[number],
-        )
+        try:
+            search = search_stages(*problem.pipeline_beside(choice.beside), effort=effort)
+        except DoesNotFit:
+            proven_ms[number] = np.inf
+        else:
+            proven_ms[number] = search.lower_bound_ms
+            simulated += search.simulated
+            if search.step_ms < best_ms:
+                best = EncoderSearch(beside=choice.beside, search=search)
         for other in np.flatnonzero(is_open):
-            proven_ms[other] = max(proven_ms[other], bound.of(choices[other]))
+            bound_ms = choice.bound_ms(proven_ms[number], choices[other])
+            proven_ms[other] = max(proven_ms[other], bound_ms)
     if best is None:
         raise _too_large(problem)
     search = replace(
@@ -175,68 +172,38 @@ def estimated_step_ms_beside(problem: PlacementProblem, effort: float) -> float:
     """Estimate the step with the shortest waits that leave memory for a split; proves nothing."""
     for choice in sorted(_choices(problem, effort), key=_Choice.shortest_ms):
         try:
-            return estimated_step_ms(
-                problem.cost_beside(choice.beside),
-                problem.model,
-                problem.with_encoders(choice.beside),
-                problem.stages,
-                problem.memory_cap_bytes,
-                effort=effort,
-            )
+            return estimated_step_ms(*problem.pipeline_beside(choice.beside), effort=effort)
         except DoesNotFit:
             continue
     raise _too_large(problem)
 
 
-def _searched(problem: PlacementProblem, choice: _Choice, effort: float) -> EncoderSearch | None:
-    """Return the best stages for a choice, or None if none fit."""
-    workload = problem.with_encoders(choice.beside)
-    try:
-        search = search_stages(
-            problem.cost_beside(choice.beside),
-            problem.model,
-            workload,
-            problem.stages,
-            problem.memory_cap_bytes,
-            effort=effort,
-        )
-    except DoesNotFit:
-        return None
-    return EncoderSearch(beside=choice.beside, search=search)
-
-
-def _bound_of_all(problem: PlacementProblem, choices: Sequence[_Choice], effort: float) -> _Bound:
-    """Return a bound for all choices, from their min memory and max waits."""
+def _first_bounds_ms(
+    problem: PlacementProblem, choices: Sequence[_Choice], effort: float
+) -> np.ndarray:
+    """Return a lower bound for every choice, from the min memory and max waits of all. [choices]"""
     names = [each.name for each in fields(EncoderMemory)]
     encoder_memory = EncoderMemory(
         **{name: min(getattr(choice.encoder_memory, name) for choice in choices) for name in names}
     )
     waits_ms = np.max([choice.waits_ms for choice in choices], axis=0)  # [S, ranks, 2]
-    workload = problem.workload
-    is_first = workload.slot == 0
-    is_last = np.append(is_first[1:], True)
-    sampled = np.isin(workload.step, sampled_steps(workload).step)
-    place = np.cumsum(sampled & (np.diff(workload.step, prepend=-1) > 0)) - 1
-    values, rank = workload.features.copy(), workload.dp_rank
-    for column, (is_end, feature) in enumerate(
-        zip((is_first, is_last), ENCODER_WAITS_MS, strict=True)
-    ):
-        rows = np.flatnonzero(sampled & is_end)
-        index = problem.features.index(feature)
-        values[rows, index] = waits_ms[place[rows], rank[rows], column]
-    encoding = problem.with_encoders(next(_smallest(problem))).encoding
-    assert encoding is not None
+    beside = next(_smallest(problem))
+    workload = problem.with_encoders(beside)
+    assert workload.encoding is not None
+    values, steps = workload.features.copy(), np.unique(sampled_steps(workload).step)
+    columns = [problem.features.index(name) for name in ENCODER_WAITS_MS]
+    values[:, columns] = waits_at_ends(workload, steps, waits_ms)
+    encoding = replace(workload.encoding, encoder_memory=encoder_memory)
     search = search_stages(
         problem.cost,
         problem.model,
-        replace(
-            workload, features=values, encoding=replace(encoding, encoder_memory=encoder_memory)
-        ),
+        replace(workload, features=values, encoding=encoding),
         problem.stages,
         problem.memory_cap_bytes,
         effort=effort,
     )
-    return _Bound(encoder_memory=encoder_memory, waits_ms=waits_ms, step_ms=search.lower_bound_ms)
+    of_all = _Choice(beside=beside, encoder_memory=encoder_memory, waits_ms=waits_ms)
+    return np.array([of_all.bound_ms(search.lower_bound_ms, choice) for choice in choices])
 
 
 def _too_large(problem: PlacementProblem) -> DoesNotFit:

@@ -163,7 +163,11 @@ def with_encoders(
         features_exchange_ms(shares, cost, is_back=is_back) for is_back in (False, True)
     )
     encoder_memory = memory_of_encoders(shares, cost, beside)
-    at_ends = partial(_at_ends, workload, shares)
+
+    def at_ends(before_ms: np.ndarray, after_ms: np.ndarray) -> np.ndarray:
+        of_pipelines = _of_pipelines(shares, before_ms, after_ms)
+        return waits_at_ends(workload, shares.steps, of_pipelines)
+
     silent = mean_forward, mean_backward + again
     unreduced = forward + exchange, backward + exchange_back
     waits = EncoderWaits(
@@ -296,8 +300,7 @@ def pipeline_waits_ms(
     forward, backward, _ = _slowest(shares, cost, own)
     before_ms = forward + exchanges_ms[0] + cost.gather_ms
     after_ms = backward + exchanges_ms[1] + cost.reduction_ms
-    of_groups = np.stack([before_ms, after_ms], axis=1).reshape(len(shares.steps), -1, 2)
-    return np.repeat(of_groups, shares.pipelines, axis=1)
+    return _of_pipelines(shares, before_ms, after_ms)
 
 
 def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: bool) -> np.ndarray:
@@ -335,15 +338,18 @@ def features_exchange_ms(shares: ItemShares, cost: EncodersCost, *, is_back: boo
     return most_ms + gather_ms
 
 
-def _at_ends(
-    workload: Workload, shares: ItemShares, before_ms: np.ndarray, after_ms: np.ndarray
-) -> np.ndarray:
-    """Return groups' times [S * B] before in the row of the first micro-batch of a step, and after
-    in that of its last. [rows, 2]"""
-    step = np.searchsorted(shares.steps, workload.step)
-    groups = workload.data_parallel_size // shares.pipelines
-    group = step * groups + workload.dp_rank // shares.pipelines
+def _of_pipelines(shares: ItemShares, before_ms: np.ndarray, after_ms: np.ndarray) -> np.ndarray:
+    """Return the times of every pipeline's group, given [S * B] each. [S, ranks, 2]"""
+    of_groups = np.stack([before_ms, after_ms], axis=1).reshape(len(shares.steps), -1, 2)
+    return np.repeat(of_groups, shares.pipelines, axis=1)
+
+
+def waits_at_ends(workload: Workload, steps: np.ndarray, waits_ms: np.ndarray) -> np.ndarray:
+    """Return pipelines' waits [S, ranks, 2] in these steps: before in the row of the first
+    micro-batch of a step, and after in that of its last. Other rows are 0. [rows, 2]"""
     is_first = workload.slot == 0
     # Rows are sorted by step, rank and slot.
     is_last = np.append(is_first[1:], True)
-    return np.stack([before_ms[group] * is_first, after_ms[group] * is_last], axis=1)
+    is_end = np.stack([is_first, is_last], axis=1) & np.isin(workload.step, steps)[:, None]
+    place = np.minimum(np.searchsorted(steps, workload.step), len(steps) - 1)
+    return np.where(is_end, waits_ms[place, workload.dp_rank], 0.0)

@@ -36,7 +36,6 @@ from omnibal.pipeline.split_search import MAX_DESCENT_WORK, MAX_WORK, TOLERANCE,
 from omnibal.pipeline.stage import Stage
 from omnibal.pipeline.stage_memory import (
     GIB,
-    MemoryTable,
     contents_of,
     fits_cap,
     heaviest_passes,
@@ -116,11 +115,8 @@ def search_stages(
     """
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
-    def least_peak(cap_bytes: float | None) -> float:
-        """Min peak of the fullest stage over all splits, or a value that decides fitting a cap."""
-        if problem.levels > 1:
-            return least_peak_of_tables(problem.structure.runs, problem.tables)
-        return least_peak_of_splits(cost, model, workload, pipeline_size, rules, cap_bytes)
+    def least_peak() -> float:
+        return least_peak_of_splits(cost, model, workload, pipeline_size, rules)
 
     heavier: SearchProblem | None = problem
     while heavier is not None:
@@ -149,11 +145,8 @@ def estimated_step_ms(
     nothing. Arguments as in `search_stages`."""
     problem = _problem(cost, model, workload, pipeline_size, memory_cap_bytes, rules)
 
-    def least_peak(cap_bytes: float | None) -> float:
-        return least_peak_of_tables(problem.structure.runs, problem.tables)
-
     limit_ms = max(_first_limit_ms(problem), _slowest_limit_ms(problem))
-    return _first_split(problem, limit_ms, effort, least_peak)[0].best_ms
+    return _first_split(problem, limit_ms, effort)[0].best_ms
 
 
 def _found(problem: SearchProblem, search: SplitSearch, prove: bool, effort: float) -> SearchResult:
@@ -228,15 +221,10 @@ def _heavier(
     if fits_cap(np.array(peaks), problem.memory_cap_bytes).all():
         return None
     tables = [few.joined(more) for few, more in zip(problem.tables, tables, strict=True)]
-    return _with_tables(problem, tables)
-
-
-def _with_tables(problem: SearchProblem, tables: Sequence[MemoryTable]) -> SearchProblem:
-    """Return the problem with other memory tables of its stages."""
     numbers = problem.numbers
     if numbers is not None:
-        ways, of_chunks = [of_stage.ways for of_stage in numbers], [[table] for table in tables]
-        numbers = FittingNumbers.of_stages(problem.model, of_chunks, ways, problem.memory_cap_bytes)
+        pairs = zip(numbers, tables, strict=True)
+        numbers = [of_stage.on([table], problem.memory_cap_bytes) for of_stage, table in pairs]
     return replace(problem, tables=tables, numbers=numbers)
 
 
@@ -284,20 +272,25 @@ def _first_split(
     problem: SearchProblem,
     limit_ms: float,
     effort: float,
-    least_peak: Callable[[float | None], float],
+    least_peak: Callable[[], float] | None = None,
 ) -> tuple[SplitSearch, float]:
-    """Return a search over options within the first time limit with a split, and that limit."""
+    """Return a search over options within the first time limit with a split, and that limit.
+
+    If nothing fits, the error states `least_peak`, the min peak of the fullest stage over all
+    splits; without it in the passes that the problem counts.
+    """
+    peak_bytes = 0.0
     for tried in range(_MAX_LIMITS + 1):
         limit_ms = limit_ms if tried < _MAX_LIMITS else np.inf
         search = SplitSearch(problem, choices_within(problem, limit_ms))
         if search.descend(effort * MAX_DESCENT_WORK):
             return search, limit_ms
         if not tried:
-            need = least_peak(problem.memory_cap_bytes)
-            if not fits_cap(need, problem.memory_cap_bytes):
+            peak_bytes = least_peak_of_tables(problem.structure.runs, problem.tables)
+            if not fits_cap(peak_bytes, problem.memory_cap_bytes):
                 break
         limit_ms *= _LIMIT_STEP
-    raise _infeasible(problem, least_peak(None))
+    raise _infeasible(problem, max(least_peak() if least_peak else 0.0, peak_bytes))
 
 
 def _first_limit_ms(problem: SearchProblem) -> float:

@@ -10,7 +10,7 @@ of the runs of units that stages hold.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import permutations, product
 from typing import Self
 
@@ -210,6 +210,10 @@ class FittingNumbers:
             )
             for of_chunks, of_stage in zip(tables, ways, strict=True)
         ]
+
+    def on(self, tables: Sequence[MemoryTable], cap_bytes: float) -> Self:
+        """Return an empty cache for other tables of the chunks and another memory cap."""
+        return replace(self, caps=[Cap.of(table, cap_bytes) for table in tables], known={})
 
     def find(self, chosen: np.ndarray, way: np.ndarray) -> np.ndarray:
         """Return the min number in `way` [n] for each stage to fit, or `NO_NUMBER`. [n]"""

@@ -255,7 +255,8 @@ def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
     parameters = trained_parameters(cost, held)
     of_experts = trained_expert_parameters(cost, held)
     buckets = np.ones(parameters.shape)
-    buckets[..., 0] = bucket_counts(cost, parameters[..., 0])
+    # Only the first stage has several buckets.
+    buckets[..., 0] = np.maximum(np.ceil(parameters[..., 0] / cost.bucket_parameters), 1)
     return PerStepCosts(
         reduction_ms=cost.of_parameters("gradient_reduction_ms", parameters, of_experts),
         gather_ms=cost.of_parameters("weight_gather_ms", parameters, of_experts),
@@ -265,8 +266,3 @@ def per_step_costs_of_units(cost: CostModel, held: np.ndarray) -> PerStepCosts:
         update_ms=cost.optimizer_ms_fixed
         + cost.of_parameters("optimizer_ms", parameters, of_experts),
     )
-
-
-def bucket_counts(cost: CostModel, parameters: np.ndarray) -> np.ndarray:
-    """Return a first stage's buckets for trained `parameters`, at least 1. [...]"""
-    return np.maximum(np.ceil(parameters / cost.bucket_parameters), 1.0)

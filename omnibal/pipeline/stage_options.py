@@ -9,7 +9,7 @@ that all stages share make one copy of the inner positions for every number, so 
 number.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 
 import numpy as np
@@ -162,62 +162,93 @@ def _numbered_options(
     limit_ms: float,
 ) -> tuple[list[StageOptions], int]:
     """Return every stage's options by recompute numbers, and the last node."""
-    ways, units = numbers[0].ways, problem.units
-    assert isinstance(ways, TowerNumbers)  # the search of one chunk needs no other orders
+    units = problem.units
+    if not numbers[0].ways.is_shared:
+        least = _least_numbers(numbers, usable, 0)
+        fits = [of_stage < NO_NUMBER for of_stage in least]
+        usable, least = (
+            [values[f] for values, f in zip(of_stages, fits, strict=True)]
+            for of_stages in (usable, least)
+        )
+        return _recompute_numbers(problem, numbers, usable, 0, least), units
+    none = [chosen[:0] for chosen in usable]
+    copies = [*_shared_numbers(problem, numbers, usable, limit_ms)]
+    last = max(len(copies), 1) * (units - 1) + 1
+    placed = [_recompute_numbers(problem, numbers, none, 0, none)]
+    for copy, options in enumerate(copies):
+        shift = copy * (units - 1)
+        placed.append(
+            [
+                replace(
+                    of_stage,
+                    tail=np.where(of_stage.start > 0, of_stage.start + shift, 0),
+                    head=np.where(of_stage.end < units, of_stage.end + shift, last),
+                )
+                for of_stage in options
+            ]
+        )
+    return [join_options(of_stage) for of_stage in zip(*placed, strict=True)], last
 
-    def options_of(stage: int, chosen: np.ndarray, way: int, number: np.ndarray) -> StageOptions:
-        recomputed = ways.recomputed(chosen[:, None], np.full(len(chosen), way), number)
-        return recomputing(problem, stage, chosen, recomputed[:, 0, ways.kinds])
 
-    def find(way: int) -> list[np.ndarray]:
-        return [
-            of_stage.find(chosen[:, None], np.full(len(chosen), way))
-            for of_stage, chosen in zip(numbers, usable, strict=True)
-        ]
-
-    if not ways.is_shared:
-        return [
-            options_of(stage, chosen[least < NO_NUMBER], 0, least[least < NO_NUMBER])
-            for stage, (chosen, least) in enumerate(zip(usable, find(0), strict=True))
-        ], units
-    copies = [[options_of(stage, chosen[:0], 0, chosen[:0]) for stage, chosen in enumerate(usable)]]
-    runs, least_of = problem.structure.runs, [find(way) for way in range(len(ways))]
+def _shared_numbers(
+    problem: SearchProblem,
+    numbers: Sequence[FittingNumbers],
+    usable: Sequence[np.ndarray],
+    limit_ms: float,
+) -> Iterator[list[StageOptions]]:
+    """Yield every stage's fitting options with each number that some split of at most `limit_ms`
+    needs: a split that fits neither a smaller number nor one encoder less."""
+    ways, runs, units = numbers[0].ways, problem.structure.runs, problem.units
+    assert isinstance(ways, TowerNumbers)  # other ways are not shared
     edges = [(runs.start[chosen], runs.end[chosen]) for chosen in usable]
+    least_of = [_least_numbers(numbers, usable, way) for way in range(len(ways))]
     for way, least in enumerate(least_of):
         smaller = -1
         for number in ways.shared_numbers(least):
             # One option per usable run, in order, whether it fits or not.
-            options = [
-                options_of(stage, chosen, way, np.full(len(chosen), number))
-                for stage, chosen in enumerate(usable)
-            ]
+            same = [np.full(len(chosen), number) for chosen in usable]
+            options = _recompute_numbers(problem, numbers, usable, way, same)
             sizes_ms = [of_stage.bound_ms for of_stage in options]
             if least_largest(edges, sizes_ms, units) > limit_ms:
                 break  # larger numbers take no less time
             fits = [of_stage <= number for of_stage in least]
             sizes_ms = [np.where(f, ms, np.inf) for f, ms in zip(fits, sizes_ms, strict=True)]
-            # Only splits that fit neither a smaller number nor one encoder less need this number.
             needs = [[of_stage > smaller for of_stage in least]]
             for fewer in ways.smaller_ways(way):
                 needs.append([of_stage > number for of_stage in least_of[fewer]])
             smaller = number
-            if max(least_largest_with(edges, sizes_ms, n, units) for n in needs) <= limit_ms:
-                key, inner = way + len(ways) * number, (len(copies) - 1) * (units - 1)
-                copies.append(
-                    [
-                        replace(
-                            of_stage,
-                            tail=of_stage.tail + inner * (of_stage.start > 0),
-                            head=of_stage.head + inner,
-                            shared=of_stage.shared + key,
-                        ).take(np.flatnonzero(f))
-                        for of_stage, f in zip(options, fits, strict=True)
-                    ]
-                )
-    last = max(len(copies) - 1, 1) * (units - 1) + 1
-    joined = [join_options(of_stage) for of_stage in zip(*copies, strict=True)]
-    heads = [np.where(of_stage.end == units, last, of_stage.head) for of_stage in joined]
-    return [replace(o, head=head) for o, head in zip(joined, heads, strict=True)], last
+            if max(least_largest_with(edges, sizes_ms, need, units) for need in needs) <= limit_ms:
+                key = way + len(ways) * number
+                yield [
+                    replace(of_stage, shared=of_stage.shared + key).take(np.flatnonzero(f))
+                    for of_stage, f in zip(options, fits, strict=True)
+                ]
+
+
+def _least_numbers(
+    numbers: Sequence[FittingNumbers], usable: Sequence[np.ndarray], way: int
+) -> list[np.ndarray]:
+    """Return the min number of each run to fit at every stage. [runs] each"""
+    return [
+        of_stage.find(chosen[:, None], np.full(len(chosen), way))
+        for of_stage, chosen in zip(numbers, usable, strict=True)
+    ]
+
+
+def _recompute_numbers(
+    problem: SearchProblem,
+    numbers: Sequence[FittingNumbers],
+    usable: Sequence[np.ndarray],
+    way: int,
+    number: Sequence[np.ndarray],
+) -> list[StageOptions]:
+    """Return an option for each run [runs] at every stage, with its number [runs] in a way."""
+    options = []
+    for stage, (chosen, of_stage) in enumerate(zip(usable, number, strict=True)):
+        ways = numbers[stage].ways
+        layers = ways.recomputed(chosen[:, None], np.full(len(chosen), way), of_stage)
+        options.append(recomputing(problem, stage, chosen, layers[:, 0, ways.kinds]))
+    return options
 
 
 def stage_choices(

@@ -278,7 +278,7 @@ def test_steps_last_as_an_event_loop_says(towers, parallel, ways):
         cuts = np.sort(rng.choice(np.arange(1, units), parallel.pipeline - 1, replace=False))
         stages = stages_from_cuts(problem.model, cuts.tolist())
         beside = random_choice(rng, problem.encoders, FEW)
-        cost = problem.cost_beside(beside)
+        cost, *_ = problem.pipeline_beside(beside)
         simulated = simulate_levels(cost, [stages], problem.with_encoders(beside)).step_ms
         looped = [looped_steps_ms(problem, beside, stages, step)[0] for step in range(3)]
         np.testing.assert_allclose(simulated, looped, rtol=1e-9)
@@ -291,7 +291,7 @@ def test_parts_of_a_step_add_up():
         parallel = Parallel(pipeline=2, data=4)
         problem = random_problem(rng, "vision audio language", parallel, 2, ways=(1, 2, 8))
         beside = random_choice(rng, problem.encoders, FEW)
-        workload, cost = problem.with_encoders(beside), problem.cost_beside(beside)
+        cost, _, workload, *_ = problem.pipeline_beside(beside)
         stages = stages_from_cuts(problem.model, [3])
         step_ms = float(simulate_levels(cost, [stages], workload).step_ms.mean())
         lost = lost_time(cost, [stages], workload, step_ms)
@@ -439,7 +439,7 @@ def all_choices(problem: PlacementProblem):
         for a, b in product(range(held[0] + 1), range(held[1] + 1)) if min(held) > 0 else ():
             splits.append(stages_from_cuts(problem.model, [cut], [[a], [b]]))
     for beside in every_choice(problem):
-        workload, cost = problem.with_encoders(beside), problem.cost_beside(beside)
+        cost, _, workload, *_ = problem.pipeline_beside(beside)
         for stages in splits:
             yield planners_figures(cost, stages, workload)[::-1]
 

@@ -331,7 +331,7 @@ def test_search_finds_the_fastest_choice() -> None:
     for cap in (np.inf, float(np.quantile(least, 0.6))):
         least_ms, left_out = np.inf, 0
         for beside, workload in zip(choices, works, strict=True):
-            cost = problem.cost_beside(beside)
+            cost, *_ = problem.pipeline_beside(beside)
             try:
                 found = search_stages(cost, problem.model, workload, problem.stages, cap)
                 least_ms = min(least_ms, found.step_ms)
