@@ -4,13 +4,13 @@ An operation waits for its stage's previous one, a forward also for the previous
 a backward for the next part's gradient (parts: `omnibal.pipeline.schedules`).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
 from omnibal.pipeline.schedules import (
+    Operation,
     Pass,
     PipelineSchedule,
     Schedule,
@@ -23,7 +23,7 @@ _KINDS = len(Pass)
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class OperationGraph:
-    """A schedule's operations, sorted by depth, then by stage; equal depths are independent."""
+    """A schedule's operations, stage by stage in execution order."""
 
     schedule: Schedule
     kind: np.ndarray
@@ -44,25 +44,35 @@ class OperationGraph:
     @classmethod
     def of(cls, schedule: Schedule) -> "OperationGraph":
         """Check a schedule and find its dependencies."""
-        table = _Table.of(schedule)
-        place = _checked_places(schedule, table)
-        source = _sources(schedule, table, place)
-        depth, in_turn = _depths(schedule, table, source)
-        order = np.lexsort((table.stage, depth))
-        count = len(order)
-        rank = np.empty(count + 1, np.int64)
-        rank[order] = np.arange(count)
-        rank[count] = count  # if nothing is needed
+        listed = [(stage, one) for stage, ones in enumerate(schedule.operations) for one in ones]
+        for stage, one in listed:
+            if one.micro_batch not in range(schedule.micro_batches) or one.chunk not in range(
+                schedule.chunks
+            ):
+                raise ValueError(
+                    f"{schedule.name}: stage {stage} runs {_describe(one)}, of "
+                    f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
+                )
+        columns = [
+            (one.kind, stage, schedule.part(stage, one.chunk), one.micro_batch)
+            for stage, one in listed
+        ]
+        kind, stages, part, micro_batch = np.array(columns, np.int64).reshape(-1, 4).T
+        before = np.arange(len(listed)) - 1
+        before[np.diff(stages, prepend=-1) > 0] = len(listed)
+        place = _checked_places(schedule, kind, part, micro_batch)
+        source = _sources(schedule, kind, part, micro_batch, place)
+        depths, in_turn = _depths(schedule, source)
         return cls(
             schedule=schedule,
-            kind=table.kind[order],
-            stage=table.stage[order],
-            part=table.part[order],
-            micro_batch=table.micro_batch[order],
-            before=rank[table.before[order]],
-            source=rank[source[order]],
-            depths=int(depth.max(initial=-1)) + 1,
-            in_turn=rank[in_turn],
+            kind=kind,
+            stage=stages,
+            part=part,
+            micro_batch=micro_batch,
+            before=before,
+            source=source,
+            depths=depths,
+            in_turn=in_turn,
         )
 
     def __len__(self) -> int:
@@ -173,103 +183,76 @@ def others_in_flight(pipeline_size: int, micro_batches: int) -> np.ndarray:
     return others
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class _Table:
-    """Operations as listed, stage by stage. [operations] each"""
-
-    kind: np.ndarray
-    stage: np.ndarray
-    chunk: np.ndarray
-    part: np.ndarray
-    micro_batch: np.ndarray
-    before: np.ndarray
-    """The stage's previous operation, or the number of operations if none."""
-    first: np.ndarray
-    """First operation of every stage, then the number of operations, [stages + 1]."""
-
-    @classmethod
-    def of(cls, schedule: Schedule) -> "_Table":
-        lengths = [len(operations) for operations in schedule.operations]
-        first = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
-        every = [
-            (one.kind, stage, one.chunk, schedule.part(stage, one.chunk), one.micro_batch)
-            for stage, operations in enumerate(schedule.operations)
-            for one in operations
-        ]
-        names = "kind", "stage", "chunk", "part", "micro_batch"
-        columns = np.array(every, np.int64).reshape(-1, len(names)).T
-        before = np.arange(len(every)) - 1
-        before[first[:-1][np.array(lengths) > 0]] = len(every)
-        return cls(**dict(zip(names, columns, strict=True)), before=before, first=first)
-
-    def named(self, index: int) -> str:
-        """Describe an operation for errors."""
-        kind = Pass(int(self.kind[index])).label
-        return f"{kind} of micro-batch {self.micro_batch[index]}, chunk {self.chunk[index]}"
+def _describe(operation: Operation) -> str:
+    kind, micro_batch, chunk = operation.kind.label, operation.micro_batch, operation.chunk
+    return f"{kind} of micro-batch {micro_batch}, chunk {chunk}"
 
 
-def _checked_places(schedule: Schedule, table: _Table) -> np.ndarray:
-    """Return each operation's index in the table, or -1 if absent. [kinds, m, parts]"""
+def _checked_places(
+    schedule: Schedule, kind: np.ndarray, part: np.ndarray, micro_batch: np.ndarray
+) -> np.ndarray:
+    """Return each operation's index, or -1 if absent. [kinds, m, parts]"""
     shape = _KINDS, schedule.micro_batches, schedule.parts
-    known = (0 <= table.micro_batch) & (table.micro_batch < schedule.micro_batches)
-    known &= (0 <= table.chunk) & (table.chunk < schedule.chunks)
-    if not known.all():
-        index = int(known.argmin())
-        raise ValueError(
-            f"{schedule.name}: stage {table.stage[index]} runs {table.named(index)}, of "
-            f"{schedule.micro_batches} micro-batches and {schedule.chunks} chunks"
-        )
     times = np.zeros(shape, np.int64)
-    np.add.at(times, (table.kind, table.micro_batch, table.part), 1)
+    np.add.at(times, (kind, micro_batch, part), 1)
     forward, whole, of_input, of_weight = times
     # Every backward is whole, split, or absent everywhere.
     complete = (forward == 1) & (whole + of_input == 1) & (of_input == of_weight)
     has_backwards = bool(times[1:].any())
     if not (complete if has_backwards else forward == 1).all():
         wrong = ~complete if has_backwards else forward != 1
-        micro_batch, part = np.unravel_index(int(wrong.argmax()), shape[1:])
+        number, place = np.unravel_index(int(wrong.argmax()), shape[1:])
         raise ValueError(
-            f"{schedule.name}: stage {schedule.stage_of(int(part))} runs micro-batch {micro_batch} "
-            f"of chunk {part // schedule.stages} forward {forward[micro_batch, part]} times and "
-            f"backward {whole[micro_batch, part]} times whole, {of_input[micro_batch, part]} times "
-            f"for the input and {of_weight[micro_batch, part]} times for the weights; each is to "
+            f"{schedule.name}: stage {schedule.stage_of(int(place))} runs micro-batch {number} "
+            f"of chunk {place // schedule.stages} forward {forward[number, place]} times and "
+            f"backward {whole[number, place]} times whole, {of_input[number, place]} times "
+            f"for the input and {of_weight[number, place]} times for the weights; each is to "
             "run forward once and backward once, whole or in both parts"
         )
-    place = np.full(shape, -1, np.int64)
-    place[table.kind, table.micro_batch, table.part] = np.arange(len(table.kind))
-    begun = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
-    ended = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_WEIGHT])
-    for early, late in ((place[Pass.FORWARD], begun), (begun, ended)):
+    index = np.full(shape, -1, np.int64)
+    index[kind, micro_batch, part] = np.arange(len(kind))
+    begun = np.maximum(index[Pass.BACKWARD], index[Pass.BACKWARD_INPUT])
+    ended = np.maximum(index[Pass.BACKWARD], index[Pass.BACKWARD_WEIGHT])
+    for early, late in ((index[Pass.FORWARD], begun), (begun, ended)):
         wrong = late < early
         if has_backwards and wrong.any():
-            first, second = int(late[wrong][0]), int(early[wrong][0])
+            listed = [
+                (stage, one) for stage, ones in enumerate(schedule.operations) for one in ones
+            ]
+            stage, first = listed[int(late[wrong][0])]
+            _, second = listed[int(early[wrong][0])]
             raise ValueError(
-                f"{schedule.name}: stage {table.stage[first]} runs {table.named(first)} before "
-                f"{table.named(second)}"
+                f"{schedule.name}: stage {stage} runs {_describe(first)} before {_describe(second)}"
             )
-    return place
+    return index
 
 
-def _sources(schedule: Schedule, table: _Table, place: np.ndarray) -> np.ndarray:
+def _sources(
+    schedule: Schedule,
+    kind: np.ndarray,
+    part: np.ndarray,
+    micro_batch: np.ndarray,
+    place: np.ndarray,
+) -> np.ndarray:
     """Return the producer of each operation's input, or the number of operations. [operations]"""
-    count, parts = len(table.kind), schedule.parts
-    source = np.full(count, count, np.int64)
-    forward = (table.kind == Pass.FORWARD) & (table.part > 0)
-    source[forward] = place[Pass.FORWARD, table.micro_batch[forward], table.part[forward] - 1]
-    backward = (table.kind == Pass.BACKWARD) | (table.kind == Pass.BACKWARD_INPUT)
-    backward &= table.part < parts - 1
+    source = np.full(len(kind), len(kind), np.int64)
+    forward = (kind == Pass.FORWARD) & (part > 0)
+    source[forward] = place[Pass.FORWARD, micro_batch[forward], part[forward] - 1]
+    backward = (kind == Pass.BACKWARD) | (kind == Pass.BACKWARD_INPUT)
+    backward &= part < schedule.parts - 1
     gradient = np.maximum(place[Pass.BACKWARD], place[Pass.BACKWARD_INPUT])
-    source[backward] = gradient[table.micro_batch[backward], table.part[backward] + 1]
+    source[backward] = gradient[micro_batch[backward], part[backward] + 1]
     return source
 
 
-def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return dependency depths and a topological order with long runs of stages. [operations]"""
+def _depths(schedule: Schedule, source: np.ndarray) -> tuple[int, np.ndarray]:
+    """Return the length of the longest chain, and a topological order with long runs of stages.
+    [operations]"""
     count, sources = len(source), source.tolist()
     depth = [-1] * (count + 1)  # sentinel for operations without dependencies
-    first: Sequence[int] = table.first.tolist()
-    at, stop = list(first[:-1]), first[1:]
-    order: list[int] = []
+    stop = np.cumsum([len(operations) for operations in schedule.operations], dtype=int).tolist()
+    first = [0, *stop[:-1]]
+    at, order = first.copy(), list[int]()
     before_round = -1
     while before_round < len(order) < count:
         before_round = len(order)
@@ -287,9 +270,11 @@ def _depths(schedule: Schedule, table: _Table, source: np.ndarray) -> tuple[np.n
             at[stage] = index
     if len(order) < count:
         # All of them: operations of finished stages are not blocked.
+        stages = np.repeat(np.arange(len(at)), np.subtract(stop, first)).tolist()
         waiting = "; ".join(
-            f"stage {table.stage[i]} at {table.named(i)} for stage {table.stage[sources[i]]}"
-            for i in at
+            f"stage {stage} at {_describe(schedule.operations[stage][index - first[stage]])} "
+            f"for stage {stages[sources[index]]}"
+            for stage, index in enumerate(at)
         )
         raise ValueError(f"{schedule.name}: stages wait for each other for ever: {waiting}")
-    return np.array(depth[:count], np.int64), np.array(order, np.int64)
+    return max(depth) + 1, np.array(order, np.int64)
